@@ -4,7 +4,7 @@ BIN := .venv/bin
 SOURCES := $(shell find runtime snapshot handlers templates -type f -not -name '*.pyc') $(wildcard *.py) pyproject.toml
 EXTRAS := test
 
-.PHONY: help demo test coverage lint bench bench-snapshot bench-jobs bench-batch bench-clairvoyant bench-warm check-api soak soak-jobs clean
+.PHONY: help demo test coverage lint bench bench-snapshot bench-jobs bench-batch bench-clairvoyant bench-warm check-api soak soak-gateway soak-jobs clean
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
 
@@ -74,6 +74,9 @@ bench-path: .venv/installed-bench ## What a warm hello costs, process by process
 
 soak: .venv/wheel ## 1,000 activations in a row, and what they leave behind
 	$(BIN)/python infra/bench/soak.py --activations 1000
+
+soak-gateway: .venv/wheel ## 24 hours of jobs, disconnecting callers, deploys and deletes, and what has grown
+	$(BIN)/python infra/bench/soak_gateway.py $(BENCH_ARGS)
 
 soak-jobs: .venv/wheel ## Jobs under 500 kills of gateways, zygotes and workers; none may be lost
 	$(BIN)/python infra/bench/soak_jobs.py --kills 500

@@ -15,6 +15,8 @@ from typing import Self
 Address = IPv4Address | IPv6Address
 Network = IPv4Network | IPv6Network
 
+UPLOAD_URL = "PILOTFLAME_UPLOAD_URL"
+"""The environment variable of a function with the URL below which it stores output files of predictions."""
 INPUT_NETWORKS = "PILOTFLAME_INPUT_NETWORKS"
 """The environment variable of a function that lists networks, separated by commas.
 

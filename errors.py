@@ -22,7 +22,9 @@ The text beside a class says what has happened when it is raised.
     │   │   ├── SourceDenied                credentials are missing, expired or insufficient
     │   │   ├── SourceUnavailable           the source is busy or silent, or broke off; a retry may help
     │   │   └── FetchFailed                 all retries failed; it names object, chunk and tensors
+    │   ├── PackageMissing              an optional package that this needs is not installed
     │   └── CacheError                  the cache is full, read-only or over its budget
+    │       └── StorageFull                 the file system that is written to is full
     ├── InvocationError             one invocation was refused, or failed
     │   ├── BadInput                    the body is not JSON, or a header, name or value is malformed
     │   ├── InputInvalid                the body does not fit the handler's annotated input
@@ -60,6 +62,8 @@ The text beside a class says what has happened when it is raised.
     ├── UnknownRoute                no route has this path
     ├── MethodNotAllowed            the route does not accept this method
     ├── UnknownFunction             no function has this name
+    ├── UnknownFile                 no uploaded file has this id, or it is another caller's
+    ├── UnknownRevision             the function has no such revision
     ├── LinkError                   the link of gateway and worker broke, or its protocol was violated
     ├── LauncherError               a zygote, a worker or the fetcher could not be started, or ended
     └── GatewayError                the gateway cannot start, shuts down, or broke off a response
@@ -73,6 +77,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+# Details that only those who may see a function's code get. They are kept in `private`.
+PRIVATE = ("traceback", "stackTrace")
 _BY_CODE: dict[str, type[PilotflameError]] = {}
 
 
@@ -90,7 +96,8 @@ class PilotflameError(Exception):
         super().__init__(message)
         self.message = message
         self.remedy = remedy
-        self.details = details or {}
+        self.details = dict(details or {})
+        self.private: dict[str, Any] = {key: self.details.pop(key) for key in PRIVATE if key in self.details}
 
     def __init_subclass__(cls, *, code: str, status: int | None = None) -> None:
         cls.code = code
@@ -101,13 +108,21 @@ class PilotflameError(Exception):
     def __str__(self) -> str:
         return f"{self.message} {self.remedy}".strip()
 
-    def to_wire(self) -> dict[str, Any]:
-        """Return the error as JSON: `type` (its code), `message` and, unless empty, `remedy`, `details`."""
+    @property
+    def trace(self) -> str:
+        """The traceback of user code; "" if there is none."""
+        return str(self.private.get("traceback", ""))
+
+    def to_wire(self, *, private: bool = False) -> dict[str, Any]:
+        """Return the error as JSON: `type` (its code), `message` and, unless empty, `remedy`, `details`.
+
+        With `private`, the details include the traceback, which callers must not see.
+        """
         wire: dict[str, Any] = {"type": self.code, "message": self.message}
         if self.remedy:
             wire["remedy"] = self.remedy
-        if self.details:
-            wire["details"] = self.details
+        if details := self.details | self.private if private else self.details:
+            wire["details"] = details
         return wire
 
     @staticmethod
@@ -122,7 +137,7 @@ class PilotflameError(Exception):
             error,
             str(wire.get("message", "unknown error")),
             remedy=str(wire.get("remedy", "")),
-            details=wire.get("details"),
+            details=details if isinstance(details := wire.get("details"), dict) else None,
         )
         return error
 
@@ -190,7 +205,13 @@ class SourceUnavailable(SourceError, code="source_unavailable", status=503):
 class FetchFailed(SourceError, code="fetch_failed"): ...
 
 
+class PackageMissing(SnapshotError, code="package_missing"): ...
+
+
 class CacheError(SnapshotError, code="cache_error", status=507): ...
+
+
+class StorageFull(CacheError, code="storage_full"): ...
 
 
 class InvocationError(PilotflameError, code="invocation_error"): ...
@@ -302,6 +323,9 @@ class UnknownRoute(PilotflameError, code="unknown_route", status=404): ...
 class MethodNotAllowed(PilotflameError, code="method_not_allowed", status=405): ...
 
 
+class UnknownFile(PilotflameError, code="unknown_file", status=404): ...
+
+
 class UnknownFunction(PilotflameError, code="unknown_function", status=404):
     """The function does not exist, or the caller may not know that it exists.
 
@@ -312,6 +336,9 @@ class UnknownFunction(PilotflameError, code="unknown_function", status=404):
     def named(cls, name: str) -> UnknownFunction:
         """Return the error for a function `name` that is missing, or that the caller may not know of."""
         return cls(f"There is no function {name[:64]!r}.", remedy="See `pilotflame list`, or deploy it.")
+
+
+class UnknownRevision(PilotflameError, code="unknown_revision", status=404): ...
 
 
 class LinkError(PilotflameError, code="link_error"): ...

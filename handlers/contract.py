@@ -220,7 +220,8 @@ class Context:
     @property
     def log(self) -> logging.LoggerAdapter[logging.Logger]:
         """A logger whose lines carry the invocation's id. `pilotflame logs` shows them."""
-        return logging.LoggerAdapter(logging.getLogger("pilotflame.handler"), {"invocation": self.id or "-"})
+        extra = {"invocation": self.id or "-", "channel": self._channel}
+        return logging.LoggerAdapter(logging.getLogger("pilotflame.handler"), extra)
 
     @property
     def snapshot(self) -> Snapshot:

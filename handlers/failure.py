@@ -10,7 +10,8 @@ from ..errors import PilotflameError
 
 E = TypeVar("E", bound=PilotflameError)
 
-MAX_TRACEBACK_CHARS = 20_000
+MAX_TRACEBACK_CHARS = 12_000
+CUT = "\n[…]\n"
 PACKAGE_FOLDER = str(Path(__file__).resolve().parent.parent)
 OUT_OF_MEMORY_REMEDY = "This input needs more memory than there is: send a smaller one, or add memory."
 
@@ -29,7 +30,7 @@ def explain(kind: type[E], what: str, error: BaseException, root: Path, *, remed
         text, remedy, details = error.message, error.remedy, {**error.details, "exception": error.code}
     if file:
         details |= {"file": file, "line": line}
-    details["traceback"] = _user_traceback(error)
+    details["traceback"] = _user_traceback(error, root)
     return kind(f"{what} failed{where}: {text}", remedy=remedy, details=details)
 
 
@@ -78,12 +79,24 @@ def _relative(filename: str, root: Path) -> str:
         return ""
 
 
-def _user_traceback(error: BaseException) -> str:
-    """Return the traceback without the stack frames of pilotflame and importlib, cut at its start if long."""
+def _user_traceback(error: BaseException, root: Path) -> str:
+    """Return the traceback without the stack frames of pilotflame and importlib.
+
+    If frames of libraries come before those of the user's folder `root`, these are also shown at the start. A
+    long text is cut in its middle.
+    """
     trace: Any = traceback.TracebackException.from_exception(error)
     trace.stack = traceback.StackSummary.from_list(
         frame
         for frame in trace.stack
         if not frame.filename.startswith(PACKAGE_FOLDER) and "importlib" not in frame.filename
     )
-    return "".join(trace.format())[-MAX_TRACEBACK_CHARS:]
+    text = "".join(trace.format())
+    own = [frame for frame in trace.stack if _relative(frame.filename, root)]
+    if own and own != trace.stack[: len(own)]:
+        frames = "".join(traceback.format_list(own))
+        text = f"In the function's own code:\n{frames}In all:\n{text}"
+    if len(text) <= MAX_TRACEBACK_CHARS:
+        return text
+    half = (MAX_TRACEBACK_CHARS - len(CUT)) // 2
+    return f"{text[:half]}{CUT}{text[-half:]}"

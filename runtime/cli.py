@@ -14,10 +14,16 @@ from .._version import __version__
 from .commands import display, exit_codes, options
 from .commands.lazy_group import LazyGroup
 
+PROGRAM = "pilotflame"
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True}
 # For each command its module in `commands`, and the first sentence of its help.
 COMMANDS = {
+    "backup": ("backup", "Write functions, jobs, keys and secrets to FILE, also while the gateway serves."),
     "batch": ("batch", "Run FUNCTION with every line of INPUT, and write the answers to OUTPUT."),
+    "completion": (
+        "completion",
+        "Print the script that completes commands, functions and templates in SHELL.",
+    ),
     "delete": ("functions", "Delete a function and all its revisions."),
     "deploy": ("functions", "Deploy FOLDER as a function, or as a new revision of it."),
     "doctor": ("doctor", "Check whether this machine has what functions need, and how fast it is."),
@@ -26,9 +32,17 @@ COMMANDS = {
     "jobs": ("jobs", "List a function's jobs; show, cancel, retry or follow them."),
     "keys": ("keys", "Make, list and revoke API keys."),
     "list": ("functions", "List the functions, with the number of their workers and requests."),
-    "logs": ("functions", "Print what a function's processes wrote."),
+    "logs": ("logs", "Print the log of a function, or of the gateway."),
+    "restart": ("revisions", "Replace a function's processes, without dropping a call."),
+    "restore": ("backup", "Make a state folder from a backup in FILE."),
+    "revisions": ("revisions", "List a function's revisions, the newest first."),
+    "rollback": ("revisions", "Make an older revision of a function live."),
     "run": ("jobs", "Submit a job and print its id."),
-    "secrets": ("secrets", "Give a function secrets: environment variables that no command shows."),
+    "secrets": ("secrets", "Give a function secrets: environment variables whose values no command shows."),
+    "settings": (
+        "settings",
+        "Describe the settings of functions and of the gateway: type, range, default, meaning.",
+    ),
     "simulate": ("simulate", "Predict how many calls are answered in time, for each number of workers."),
     "snapshot": ("snapshot", "Create, inspect, verify, copy and convert snapshots of weights."),
     "status": ("functions", "Show one function: revision, workers, settings, processes."),
@@ -52,15 +66,15 @@ def cli() -> None:
       pilotflame invoke hello '{"name": "Ada"}' --timing
 
     \b
-    Exit codes: 0 done, 1 it failed (one paragraph on stderr says what and why), 2 the command line is
-    wrong, 3 no gateway answers, 4 the job that was waited for (or a line of a batch) failed, 130 interrupted.
+    Exit codes: 0 done, 1 it failed (one paragraph on stderr says what and why; with --json one line of
+    JSON), 2 the command line is wrong, 3 no gateway answers, 4 the job that was waited for (or a line of a batch) failed, 130 interrupted.
     """
 
 
 def _gateway_options(command: Any) -> Any:
     port = click.option("--port", type=click.IntRange(0, 65535), help="0 takes a free one.  [default: 8600]")
     host = click.option("--host", help="Address to listen on.  [default: 127.0.0.1]")
-    return host(port(options.state_dir(command)))
+    return host(port(options.state_dir(options.config(command))))
 
 
 @cli.command()
@@ -72,8 +86,7 @@ def serve(*, as_json: bool, **settings: Any) -> None:
     """Run the gateway until Ctrl-C, and let running calls finish.
 
     Functions that were deployed before are there again, without workers. Every option is also an environment
-    variable: PILOTFLAME_HOST, PILOTFLAME_PORT, PILOTFLAME_STATE_DIR, PILOTFLAME_DRAIN_S; see also
-    PILOTFLAME_MAX_BODY_BYTES.
+    variable, such as PILOTFLAME_PORT, and a key of the --config file, and there are more: see `pilotflame settings`.
 
     With --auth auto the gateway asks for API keys if other machines can reach it, or if a key exists. It then
     answers only health checks without one; see `pilotflame keys`.
@@ -110,6 +123,7 @@ def dev(*, source: options.FunctionSource, state_dir: Path | None, **settings: A
 
     def listening(url: str) -> None:
         display.say(f"pilotflame: {url} serves {folder} and deploys its changes")
+        display.warn(options.withheld(folder))
 
     with nullcontext(state_dir) if state_dir else TemporaryDirectory(prefix="pilotflame-dev-") as state:
         gateway = options.gateway_settings(state_dir=Path(state), **settings)
@@ -118,7 +132,10 @@ def dev(*, source: options.FunctionSource, state_dir: Path | None, **settings: A
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command line, by default the process's own, and return its exit code."""
-    return exit_codes.exit_code_of(lambda: cli.main(arguments, prog_name="pilotflame", standalone_mode=False))
+    words = sys.argv[1:] if arguments is None else arguments
+    return exit_codes.exit_code_of(
+        lambda: cli.main(words, prog_name=PROGRAM, standalone_mode=False), as_json="--json" in words
+    )
 
 
 if __name__ == "__main__":

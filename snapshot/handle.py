@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import SnapshotError
+from .extras import needs
 
 if TYPE_CHECKING:
     import torch
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from .restoring.mapping import Mapping
     from .restoring.plan import Plan
     from .sources.source import ObjectInfo
+
+# What needs torch, in the error of an environment without it.
+_SUBJECT = "context.snapshot"
 
 
 class Snapshot:
@@ -58,7 +62,8 @@ class Snapshot:
 
         Buffers that a module computes are real tensors.
         """
-        from .restoring.skeleton import skeleton  # noqa: PLC0415  only restoring loads torch
+        with needs(_SUBJECT, "torch"):
+            from .restoring.skeleton import skeleton  # noqa: PLC0415  only restoring loads torch
 
         return skeleton()
 
@@ -74,7 +79,8 @@ class Snapshot:
         the module's dtype. Without it, the dtypes must be equal. Raises SnapshotMismatch, which names all
         tensors that do not fit.
         """
-        from .restoring.plan import make_plan, restore  # noqa: PLC0415
+        with needs(_SUBJECT, "torch"):
+            from .restoring.plan import make_plan, restore  # noqa: PLC0415
 
         plan = make_plan(module, self.manifest, prefix=prefix, ignore=ignore, cast=cast)
         if self._mapping is None:
@@ -97,8 +103,9 @@ class Snapshot:
 
         Raises SnapshotChanged if a file was replaced or written to after it was verified.
         """
-        from .restoring.mapping import Mapping  # noqa: PLC0415
-        from .restoring.plan import restore  # noqa: PLC0415
+        with needs(_SUBJECT, "torch"):
+            from .restoring.mapping import Mapping  # noqa: PLC0415
+            from .restoring.plan import restore  # noqa: PLC0415
 
         if self._cache is None:
             self._mapping = Mapping(self.root, self.manifest, self._verified)

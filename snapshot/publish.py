@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import shutil
@@ -11,7 +12,7 @@ from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import IO
 
-from ..errors import CacheError, SnapshotError
+from ..errors import CacheError, SnapshotError, StorageFull
 
 
 @contextmanager
@@ -70,4 +71,5 @@ def sync(path: Path) -> None:
 
 def cannot_write(path: Path, error: OSError) -> CacheError:
     fault = f"{path} cannot be written: {error.strerror or error}."
-    return CacheError(fault, remedy="Free some space, or choose another place.")
+    kind = StorageFull if error.errno in {errno.ENOSPC, errno.EDQUOT} else CacheError
+    return kind(fault, remedy="Free some space, or choose another place.")

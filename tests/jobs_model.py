@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, field
 
 from pilotflame.errors import IdempotencyConflict, JobConflict, JobExpired, PilotflameError, UnknownJob
-from pilotflame.runtime.jobs.job import JobCounts, JobOutcome, JobState, NewJob
+from pilotflame.runtime.jobs.job import ALL, JobCounts, JobOutcome, JobState, NewJob
 
 KEEP_S = 100.0
 QUEUED, RUNNING = JobState.IN_QUEUE, JobState.IN_PROGRESS
@@ -52,9 +52,9 @@ class Model:
     def __init__(self) -> None:
         self.now_s = 1_000_000.0
         self.jobs: dict[str, ModelJob] = {}
-        self.deleted: dict[str, tuple[str, float]] = {}
-        self.finished: dict[tuple[str, str], int] = {}
-        self.retried: dict[str, int] = {}
+        self.deleted: dict[str, tuple[str, str, float]] = {}
+        self.finished: dict[tuple[str, str, str], int] = {}
+        self.retried: dict[tuple[str, str], int] = {}
         self.events: list[tuple[str, str]] = []
         self.arrived = 0
 
@@ -70,11 +70,12 @@ class Model:
         self.arrived += 1
         self.jobs[job_id] = ModelJob(new, self.arrived, self.now_s, self.now_s + new.ttl_s, new.max_attempts)
 
-    def absent(self, function: str, job_id: str) -> type[PilotflameError] | None:
+    def absent(self, function: str, job_id: str, owner: str = ALL) -> type[PilotflameError] | None:
         job = self.jobs.get(job_id)
-        if job is not None and job.new.function == function:
+        if job is not None and job.new.function == function and owner in (ALL, job.new.owner):
             return None
-        return JobExpired if self.deleted.get(job_id, ("",))[0] == function else UnknownJob
+        was = self.deleted.get(job_id)
+        return JobExpired if was and was[0] == function and owner in (ALL, was[1]) else UnknownJob
 
     def held(self, job_id: str, fence: int) -> bool:
         job = self.jobs.get(job_id)
@@ -115,7 +116,8 @@ class Model:
         job.retries += 1
         job.max_attempts = job.attempts + job.new.max_attempts
         job.stale_s = self.now_s + job.new.ttl_s
-        self.retried[job.new.function] = self.retried.get(job.new.function, 0) + 1
+        key = (job.new.function, job.new.owner)
+        self.retried[key] = self.retried.get(key, 0) + 1
         return True
 
     def expire(self) -> None:
@@ -123,11 +125,11 @@ class Model:
             if job.state is QUEUED and job.stale_s <= self.now_s:
                 self.end(job_id, JobOutcome(JobState.TIMED_OUT))
             elif job.state.final and job.expires_s <= self.now_s:
-                key = (job.new.function, job.state)
+                key = (job.new.function, job.new.owner, job.state)
                 self.finished[key] = self.finished.get(key, 0) + 1
-                self.deleted[job_id] = (job.new.function, self.now_s + KEEP_S)
+                self.deleted[job_id] = (job.new.function, job.new.owner, self.now_s + KEEP_S)
                 del self.jobs[job_id]
-        for job_id, (_, until_s) in list(self.deleted.items()):
+        for job_id, (_, _, until_s) in list(self.deleted.items()):
             if until_s <= self.now_s:
                 del self.deleted[job_id]
 
@@ -155,17 +157,27 @@ class Model:
     def next_expiry(self) -> float:
         times = [job.stale_s for job in self.jobs.values() if job.state is QUEUED]
         times += [job.expires_s for job in self.jobs.values() if job.state.final]
-        times += [until_s for _, until_s in self.deleted.values()]
+        times += [until_s for _, _, until_s in self.deleted.values()]
         return min(times, default=math.inf)
 
-    def counts(self, function: str) -> JobCounts:
-        def count(*states: JobState) -> int:
-            kept = [job for job in self.jobs.values() if job.new.function == function and job.state in states]
-            return len(kept) + sum(self.finished.get((function, state), 0) for state in states)
+    def owned(self, function: str, owner: str) -> dict[str, ModelJob]:
+        jobs = self.jobs.items()
+        return {i: job for i, job in jobs if job.new.function == function and owner in (ALL, job.new.owner)}
 
-        queued = [job for job in self.jobs.values() if job.new.function == function and job.state is QUEUED]
+    def counts(self, function: str, owner: str = ALL) -> JobCounts:
+        owned = self.owned(function, owner).values()
+
+        def sum_of(ended: dict[tuple[str, ...], int], *last: str) -> int:
+            keys = [key for key in ended if key[0] == function and owner in (ALL, key[1])]
+            return sum(ended[key] for key in keys if key[2:] == last)
+
+        def count(*states: JobState) -> int:
+            kept = sum(job.state in states for job in owned)
+            return kept + sum(sum_of(self.finished, state) for state in states)
+
+        queued = [job for job in owned if job.state is QUEUED]
         return JobCounts(
             count(QUEUED), count(RUNNING), count(JobState.COMPLETED), count(JobState.FAILED, JobState.TIMED_OUT),
-            count(JobState.CANCELLED), self.retried.get(function, 0),
+            count(JobState.CANCELLED), sum_of(self.retried),
             sum(len(job.new.input) for job in queued),
         )  # fmt: skip

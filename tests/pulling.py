@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
@@ -168,8 +169,12 @@ def _obey(word: str, lease: Lease, source: Stopping) -> None:
     elif word == "map":
         from pilotflame.snapshot.restoring.mapping import Mapping
 
-        globals()["mapping"] = Mapping(lease.root, lease.manifest, keep=lease.hold)
+        globals()["mapping"] = Mapping(lease.root, lease.manifest, keep=lease, arrival=lease.arrival)
         _say(mapped=True)
+    elif word == "read":
+        mapping = globals()["mapping"]
+        mapping.wait(0, 0, len(mapping.flats[0]))
+        _say(read=hashlib.sha256(mapping.flats[0].numpy()).hexdigest())
     elif word == "close":
         lease.close()
         _say(closed=True)

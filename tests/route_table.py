@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from pilotflame.runtime.api.access import AccessControl
 from pilotflame.runtime.api.admin import Admin
+from pilotflame.runtime.api.docs_page import DocsPage
 from pilotflame.runtime.api.invoke import Gateway
+from pilotflame.runtime.api.logs import LogsApi
 from pilotflame.runtime.api.openapi import OpenApi
+from pilotflame.runtime.api.revisions import RevisionsApi
 from pilotflame.runtime.api.webhooks import WebhooksApi
 from pilotflame.runtime.dialects.registry import dialect_routes
 from pilotflame.runtime.functions.live import FunctionStatus
@@ -17,12 +21,15 @@ from pilotflame.runtime.functions.live import FunctionStatus
 
 def described() -> OpenApi:
     missing: Any = None
-    backend: Any = SimpleNamespace(functions=None, jobs=None, metrics=None, body_limit=None)
+    backend: Any = SimpleNamespace(functions=None, jobs=None, metrics=None, body_limit=None, state=Path())
     apis = (
         Gateway(backend),
-        Admin(missing, missing, local=True),
+        Admin(missing, missing, missing, local=True),
+        LogsApi(missing, missing),
+        RevisionsApi(missing),
         AccessControl(missing, missing, missing),
         WebhooksApi(missing, missing),
+        DocsPage(),
     )
     own = [route for api in apis for route in api.routes()]
     return OpenApi([*own, *dialect_routes(backend)], lambda _request: ())

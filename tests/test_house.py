@@ -171,6 +171,11 @@ def pyproject() -> dict[str, Any]:
     return tomllib.loads((ROOT / "pyproject.toml").read_text())
 
 
+def test_the_readme_names_the_python_that_is_required() -> None:
+    least = pyproject()["project"]["requires-python"].removeprefix(">=")
+    assert f"Python {least} or later" in (ROOT / "README.md").read_text()
+
+
 def test_the_packages_listed_are_the_folders() -> None:
     folders = [
         path.parent.relative_to(ROOT)
@@ -287,12 +292,17 @@ def test_tests_mirror_the_sources() -> None:
 
 # Tests of several files at once, by what they show.
 TOGETHER = {
+    "cog_cases",
     "corruptions",
     "faults",
+    "unstored",
+    "tenants",
     "format",
     "hostile",
     "hostile_http",
     "large",
+    "npm_client",
+    "pypi_client",
     "schema",
     "templates",
     "fetcher_s3",

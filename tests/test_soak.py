@@ -1,4 +1,7 @@
-"""The soak, short: fifty activations in a row leave nothing behind. `make soak` does a thousand."""
+"""The soaks, short: fifty activations and some hours of traffic leave nothing behind.
+
+`make soak` does a thousand activations, `make soak-gateway` 24 hours.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,37 @@ import asyncio
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 
 
-async def test_fifty_activations_leave_nothing():
+async def soaked(script: str, report: str, *arguments: str) -> dict[str, Any]:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "infra/bench/soak.py", "--activations", "50", "--report", "soak-test",
+        sys.executable, f"infra/bench/{script}.py", *arguments, "--report", report,
         cwd=ROOT, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
     )  # fmt: skip
     said, _ = await process.communicate()
     assert process.returncode == 0, said.decode()
-    found = json.loads((ROOT / "build" / "bench" / "soak-test.json").read_text())
+    found: dict[str, Any] = json.loads((ROOT / "build" / "bench" / f"{report}.json").read_text())
+    assert all(found["met"].values())
+    return found
+
+
+async def test_fifty_activations_leave_nothing():
+    found = await soaked("soak", "soak-test", "--activations", "50")
     assert found["figures"]["activations"] == 50
     assert set(found["met"]) >= {"leaked_processes", "leaked_descriptors", "leaked_threads", "leaked_files"}
-    assert all(found["met"].values())
+
+
+async def test_hours_of_traffic_leave_nothing():
+    amounts = ("--hours", "5", "--jobs", "60", "--leavers", "20", "--deploys", "30")
+    found = await soaked("soak_gateway", "soak-gateway-test", *amounts)
+    assert found["figures"]["hours"] == 5
+    assert set(found["met"]) >= {
+        "grown_processes",
+        "grown_descriptors",
+        "grown_threads",
+        "timers",
+        "grown_objects",
+    }

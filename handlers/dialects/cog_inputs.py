@@ -29,7 +29,7 @@ from pydantic.errors import PydanticSchemaGenerationError
 from ...errors import HandlerSignatureError
 from ..codec import input_error
 from ..handler import written
-from .cog_sdk import FieldInfo
+from .cog_sdk import declared_input
 from .files import InputFiles
 
 _BOUNDS = ("ge", "le", "min_length", "max_length")
@@ -49,8 +49,8 @@ class CogInputs:
         try:
             hints = typing.get_type_hints(written(predict), include_extras=True)
             fields = {
-                _PREFIX + name: self._field(name, parameter.default, hints.get(name, Any))
-                for name, parameter in inspect.signature(predict).parameters.items()
+                _PREFIX + name: self._field(order, parameter, hints.get(name, Any))
+                for order, (name, parameter) in enumerate(inspect.signature(predict).parameters.items())
                 if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
             }
             self.names = [field.removeprefix(_PREFIX) for field in fields]
@@ -87,25 +87,29 @@ class CogInputs:
             raise input_error(error) from None
         return {name: getattr(model, _PREFIX + name) for name in self.names}
 
-    def _field(self, name: str, declared: Any, annotation: Any) -> Any:
-        # True for an `Input(...)`, of the real package or of the stand-in.
-        is_input = hasattr(declared, "choices") and hasattr(declared, "regex")
-        options: dict[str, Any] = {"alias": name, "title": name.replace("_", " ").capitalize()}
-        if is_input:
+    def _field(self, order: int, parameter: inspect.Parameter, annotation: Any) -> Any:
+        """Return the type and the field of the parameter with this position in the signature."""
+        title = parameter.name.replace("_", " ").title()
+        options: dict[str, Any] = {"alias": parameter.name, "title": title}
+        chosen, default, regex = annotation, parameter.default, None
+        if (declared := declared_input(default)) is not None:
             options |= {key: value for key in _BOUNDS if (value := getattr(declared, key)) is not None}
-            options["description"] = declared.description
-            options["deprecated"] = getattr(declared, "deprecated", None)
-        chosen = _chosen(annotation, declared.choices) if is_input and declared.choices else annotation
+            options |= {"description": declared.description, "deprecated": declared.deprecated}
+            default, regex = declared.default, declared.regex
+            if declared.choices:
+                chosen = _chosen(annotation, list(declared.choices))
         kind = _converted(chosen)
         is_file = _holds_file(annotation)
         self.has_files |= is_file
-        if is_input and declared.regex:
-            kind = _constrained(kind, lambda inner: Annotated[inner, _pattern(declared.regex)])
-        default = _default(declared, is_input, annotation)
+        if regex:
+            kind = _constrained(kind, lambda inner: Annotated[inner, _pattern(regex)])
+        if default is inspect.Parameter.empty or default is ...:
+            default = None if type(None) in typing.get_args(annotation) else ...
         if default is None:
             kind = Union[kind, None]  # noqa: UP007  the type is computed
         # Defaults of file inputs are validated, because that downloads a default that is a URL.
-        return kind, Field(default, validate_default=is_file, **options)
+        extra: dict[str, Any] = {"x-order": order}
+        return kind, Field(default, validate_default=is_file, json_schema_extra=extra, **options)
 
 
 def _holds_file(annotation: Any) -> bool:
@@ -171,19 +175,6 @@ def _constrained(annotation: Any, constrain: Callable[[Any], Any]) -> Any:
     return constrain(annotation)
 
 
-def _default(declared: Any, is_input: bool, annotation: Any) -> Any:
-    """Return the default of an input, or `...` if the caller must send a value.
-
-    `declared` is the default in the signature: a value, or an `Input(...)` if `is_input`.
-    """
-    default = declared.default if is_input else declared
-    # In the real package, `default` is None both if `Input()` was given no default and if it was given None.
-    missing = default is None and is_input and not isinstance(declared, FieldInfo)
-    if default is inspect.Parameter.empty or default is ... or missing:
-        return None if type(None) in typing.get_args(annotation) else ...
-    return default
-
-
 def _path(kind: type) -> Callable[[Any, ValidationInfo[InputFiles]], Any]:
     def fetch(value: Any, info: ValidationInfo[InputFiles]) -> Any:
         return kind(value if isinstance(value, PurePath) else info.context.fetch(_text(value)))
@@ -205,19 +196,51 @@ def _text(value: Any) -> str:
     return value
 
 
-def _schema_of(annotation: Any) -> dict[str, Any]:
-    """Return the JSON schema of outputs, or of the pieces of an iterator; {} if there is none."""
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    if isinstance(origin, type) and issubclass(origin, (Iterator, AsyncIterator)):
+def output_adapter(returned: Any) -> TypeAdapter[Any] | None:
+    """Return the type of outputs, or of the pieces of an iterator. None: it is unknown, or any."""
+    annotation, arguments = returned, typing.get_args(returned)
+    if _is_iterator(returned):
         annotation = arguments[0] if arguments else None
     if annotation in (None, type(None), Any):
-        return {}
+        return None
     if isinstance(annotation, type) and issubclass(annotation, (PurePath, io.IOBase)):
-        return dict(_URI)
+        annotation = _file_type(annotation)
     # A pydantic model has its own configuration, and TypeAdapter refuses another one.
     is_model = isinstance(annotation, type) and issubclass(annotation, BaseModel)
     config = None if is_model else ConfigDict(arbitrary_types_allowed=True)
     try:
-        return TypeAdapter(annotation, config=config).json_schema(mode="serialization")
+        return TypeAdapter(annotation, config=config)
     except (PydanticUserError, PydanticSchemaGenerationError):
-        return {}
+        return None
+
+
+def _file_type(annotation: type) -> Any:
+    base = PurePath if issubclass(annotation, PurePath) else io.IOBase
+    return Annotated[Any, PlainValidator(_instance_of(base)), WithJsonSchema(_URI)]
+
+
+def _instance_of(base: type) -> Callable[[Any], Any]:
+    def check(value: Any) -> Any:
+        # Cog accepts the address of a file, too.
+        if not isinstance(value, (base, str)):
+            raise ValueError(f"must be a file, not {type(value).__name__}")  # noqa: TRY004  pydantic expects it
+        return value
+
+    return check
+
+
+def _schema_of(returned: Any) -> dict[str, Any]:
+    """Return the JSON schema of outputs, or of the pieces of an iterator; {} if there is none."""
+    adapter = output_adapter(returned)
+    try:
+        schema = adapter.json_schema(mode="serialization") if adapter is not None else {}
+    except PydanticUserError:
+        schema = {}
+    if "Concatenate" in getattr(typing.get_origin(returned), "__name__", ""):
+        schema["x-cog-array-display"] = "concatenate"
+    return schema
+
+
+def _is_iterator(annotation: Any) -> bool:
+    origin = typing.get_origin(annotation)
+    return isinstance(origin, type) and issubclass(origin, (Iterator, AsyncIterator))

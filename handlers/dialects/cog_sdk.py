@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import io
 import pathlib
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, TypeVar
@@ -17,10 +20,14 @@ from .stand_in import stand_in_modules
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 CONCURRENCY_MARK = "__cog_concurrent_max__"
+# The version of Cog whose names the stand-in has.
+VERSION = "0.16.12"
+_URI = {"type": "string", "format": "uri"}
 
 
 def stand_in() -> dict[str, ModuleType]:
-    return stand_in_modules({"cog": _NAMES, "cog.types": _NAMES})
+    modules = ("cog", "cog.types", "cog.base_predictor", "cog.predictor", "cog.server", "cog.server.scope")
+    return stand_in_modules(dict.fromkeys(modules, _NAMES))
 
 
 class BaseRunner:
@@ -62,6 +69,40 @@ def Input(default: Any = ..., **options: Any) -> Any:  # noqa: N802  Cog's name
     return FieldInfo(default, **options)
 
 
+def declared_input(default: Any) -> FieldInfo | None:
+    """Return the options of a parameter whose default is an `Input(...)`, of any version of Cog, else None.
+
+    In the result, the default `...` means that the caller must send a value.
+    """
+    if isinstance(default, FieldInfo):
+        return default
+    if isinstance(default, pydantic.fields.FieldInfo):
+        return _of_pydantic(default)
+    # Cog 0.17 and later have a class of their own.
+    if not (hasattr(default, "choices") and hasattr(default, "regex")):
+        return None
+    options = {field.name: getattr(default, field.name, None) for field in dataclasses.fields(FieldInfo)}
+    # There, `default` is None both if `Input()` was given no default and if it was given None.
+    return FieldInfo(**options | {"default": ... if default.default is None else default.default})
+
+
+def _of_pydantic(info: pydantic.fields.FieldInfo) -> FieldInfo:
+    """Return the options of an `Input(...)` of Cog 0.9 to 0.16, which is a field of pydantic."""
+    limits = {
+        name: value
+        for constraint in info.metadata
+        for name in ("ge", "le", "min_length", "max_length", "pattern")
+        if (value := getattr(constraint, name, None)) is not None
+    }
+    extra = info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
+    choices: Any = extra.get("enum") or extra.get("choices")
+    return FieldInfo(
+        ... if info.is_required() else info.get_default(call_default_factory=True),
+        regex=limits.pop("pattern", None), choices=list(choices) if choices else None,
+        description=info.description, deprecated=bool(info.deprecated) or None, **limits,
+    )  # fmt: skip
+
+
 class Path(type(pathlib.Path())):  # type: ignore[misc]
     """A file. As an input it is downloaded from the caller's URL, as an output it is sent as a data URL."""
 
@@ -71,11 +112,19 @@ class Path(type(pathlib.Path())):  # type: ignore[misc]
 
     @classmethod
     def __get_pydantic_json_schema__(cls, *_: Any) -> dict[str, Any]:
-        return {"type": "string", "format": "uri"}
+        return dict(_URI)
 
 
 class File(io.IOBase):
-    """An input file that is already open for reading."""
+    """A file that is open for reading. As an output, any open file may be in its place."""
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, *_: Any) -> CoreSchema:
+        return core_schema.is_instance_schema(io.IOBase)
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, *_: Any) -> dict[str, Any]:
+        return dict(_URI)
 
 
 @dataclass(frozen=True)
@@ -109,18 +158,31 @@ class AsyncConcatenateIterator(AsyncIterator[T]):
 
 
 class CogScope:
-    """Replaces Cog's `Scope`, which records a prediction's metrics. Pilotflame does not use them."""
+    """Replaces Cog's `Scope`: the context of the prediction that runs, and its metrics, which are not used."""
 
-    def __init__(self) -> None:
+    def __init__(self, record_metric: Any = None, context: Mapping[str, str] | None = None) -> None:
         self.metrics: dict[str, Any] = {}
-        self.context: dict[str, str] = {}
+        self.context = dict(context or {})
 
     def record_metric(self, key: str, value: Any, mode: str = "replace") -> None:
         self.metrics[key] = value
 
 
+_scope: ContextVar[CogScope | None] = ContextVar("scope", default=None)
+
+
+@contextlib.contextmanager
+def scope(entered: CogScope) -> Iterator[None]:
+    """Make `current_scope` return this scope. Cog has the same in `cog.server.scope`."""
+    token = _scope.set(entered)
+    try:
+        yield
+    finally:
+        _scope.reset(token)
+
+
 def current_scope() -> CogScope:
-    return CogScope()
+    return _scope.get() or CogScope()
 
 
 def emit_metric(name: str, value: Any) -> None:
@@ -154,8 +216,9 @@ _NAMES: dict[str, Any] = {
     **{one.__name__: one for one in (
         AsyncConcatenateIterator, BaseModel, BasePredictor, BaseRunner, CancelationException, ConcatenateIterator,
         ExperimentalFeatureWarning, FieldInfo, File, Input, Path, Secret, concurrent, current_scope, emit_metric,
-        streaming,
+        scope, streaming,
     )},
+    "__version__": VERSION,
     "Scope": CogScope,
     "URLPath": Path,
     "URLFile": File,

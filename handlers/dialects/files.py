@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import dataclasses
 import enum
 import http.client
@@ -10,15 +11,17 @@ import io
 import math
 import mimetypes
 import os
+import shutil
 import tempfile
 import time
 import urllib.parse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path, PurePath
-from typing import IO, Any
+from typing import IO, Any, TypeAlias
 
 from pydantic import BaseModel
+from pydantic_core import PydanticCustomError
 
 from ...errors import OutputInvalid
 from .opener import opener
@@ -31,6 +34,10 @@ MAX_BYTES = 4 << 30
 BLOCK_BYTES = 1 << 20
 MAX_SUFFIX_CHARS = 100
 OCTETS = "application/octet-stream"
+# The type of the problem of a file that cannot be fetched. All other problems are those of the input itself.
+UNAVAILABLE = "file_unavailable"
+Publish: TypeAlias = Callable[[PurePath | io.IOBase, str], str]
+"""Takes an output file and its name in error messages, and returns the file's URL."""
 # File types that the module mimetypes does not know in the oldest supported version of Python.
 _NEWER_TYPES = {".webp": "image/webp", ".avif": "image/avif", ".safetensors": OCTETS}
 
@@ -39,11 +46,15 @@ class InputFiles(ExitStack):
     """The files of one invocation's input, which are deleted on exit.
 
     `remaining_ms` returns the time until the invocation's deadline, or None if there is no deadline.
+    `known` are the paths of files on this machine by their URL: the gateway holds them for the caller.
     """
 
-    def __init__(self, remaining_ms: Callable[[], int | None] = lambda: None) -> None:
+    def __init__(
+        self, remaining_ms: Callable[[], int | None] = lambda: None, known: Mapping[str, str] | None = None
+    ) -> None:
         super().__init__()
         self._remaining_ms = remaining_ms
+        self._known = known or {}
         self._bytes = 0
 
     def fetch(self, url: str) -> Path:
@@ -52,15 +63,29 @@ class InputFiles(ExitStack):
         if urllib.parse.urlsplit(url).scheme not in SCHEMES:
             raise ValueError(f"{shown!r} is not the address of a file: send an http, https or data URL")
         try:
+            if url in self._known:
+                return self._copied(Path(self._known[url]))
             with opener().open(url, timeout=self._timeout_s()) as response:
-                kind = response.headers.get_content_type()
-                descriptor, name = tempfile.mkstemp(prefix="pilotflame-", suffix=_suffix(url, kind))
-                self.callback(Path(name).unlink, missing_ok=True)
-                with os.fdopen(descriptor, "wb") as target:
+                target, path = self._temporary(_suffix(url, response.headers.get_content_type()))
+                with target:
                     self._copy(response, target)
         except (OSError, ValueError, http.client.HTTPException) as error:
-            raise ValueError(f"{shown} cannot be fetched: {error}") from None
-        return Path(name)
+            fault = {"fault": f"{shown} cannot be fetched: {error}"}
+            raise PydanticCustomError(UNAVAILABLE, "{fault}", fault) from None
+        return path
+
+    def _copied(self, source: Path) -> Path:
+        """Copy a file: handlers may change and delete the files that they are given."""
+        target, path = self._temporary(source.suffix)
+        with source.open("rb") as opened, target:
+            shutil.copyfileobj(opened, target, BLOCK_BYTES)
+        return path
+
+    def _temporary(self, suffix: str) -> tuple[IO[bytes], Path]:
+        """Return a new file, open for writing, and its path. It is deleted with the others."""
+        descriptor, name = tempfile.mkstemp(prefix="pilotflame-", suffix=suffix)
+        self.callback(Path(name).unlink, missing_ok=True)
+        return os.fdopen(descriptor, "wb"), Path(name)
 
     def open(self, url: str) -> IO[bytes]:
         """Download a URL like `fetch`, and return the file, open for reading."""
@@ -91,43 +116,64 @@ class InputFiles(ExitStack):
             raise OSError(f"it ended {left} bytes early")
 
 
-def with_data_urls(output: Any, path: str = "answer") -> Any:
-    """Return the output with its files replaced by data URLs. `path` is its name in error messages.
+def with_urls(output: Any, path: str = "answer", publish: Publish | None = None) -> Any:
+    """Return the output with each file replaced by the URL that `publish` returns; without it, a data URL.
 
+    `path` is the output's name in error messages. Bytes become text, or a data URL if they are no text.
     Blocks: do not call it on the event loop. Raises OutputInvalid if a file cannot be read.
     """
     if isinstance(output, (PurePath, io.IOBase)):
-        return _data_url(output, path)
+        return (publish or data_url)(output, path)
     if isinstance(output, enum.Enum):
         return output.value
     if isinstance(output, (list, tuple)):
-        return [with_data_urls(value, f"{path}[{number}]") for number, value in enumerate(output)]
+        return [with_urls(value, f"{path}[{number}]", publish) for number, value in enumerate(output)]
+    if isinstance(output, (bytes, bytearray)):
+        return text_of(bytes(output))
     if isinstance(output, BaseModel):
         output = dict(output)
     elif dataclasses.is_dataclass(output) and not isinstance(output, type):
         output = {field.name: getattr(output, field.name) for field in dataclasses.fields(output)}
     if not isinstance(output, dict):
         return output
-    return {name: with_data_urls(value, f"{path}.{name}") for name, value in output.items()}
+    return {name: with_urls(value, f"{path}.{name}", publish) for name, value in output.items()}
 
 
-def _data_url(file: PurePath | io.IOBase, path: str) -> str:
-    name = str(getattr(file, "name", ""))
+def text_of(content: bytes) -> str:
+    """Return bytes in JSON as Cog does: as text. Bytes that are no UTF-8 become a data URL."""
     try:
-        content = Path(file).read_bytes() if isinstance(file, PurePath) else _contents(file)
+        return content.decode()
+    except UnicodeDecodeError:
+        return f"data:{OCTETS};base64,{base64.b64encode(content).decode()}"
+
+
+def media_type(name: str) -> str:
+    """Return the media type of a file with this name."""
+    return _NEWER_TYPES.get(PurePath(name).suffix.lower()) or mimetypes.guess_type(name)[0] or OCTETS
+
+
+def data_url(file: PurePath | io.IOBase, path: str) -> str:
+    with opened_file(file, path) as source:
+        content = source.read()
+    encoded = base64.b64encode(content.encode() if isinstance(content, str) else bytes(content)).decode()
+    return f"data:{media_type(str(getattr(file, 'name', '')))};base64,{encoded}"
+
+
+@contextlib.contextmanager
+def opened_file(file: PurePath | io.IOBase, path: str) -> Iterator[Any]:
+    """Open an output file at its beginning. Raises OutputInvalid, which names `path`, if it cannot be read."""
+    try:
+        if isinstance(file, PurePath):
+            with Path(file).open("rb") as source:
+                yield source
+        else:
+            if file.seekable():
+                file.seek(0)
+            yield file
     except (OSError, ValueError) as error:
         # ValueError: the file is closed.
-        fault = f"The {path} is the file {name!r}, which cannot be read: {error}."
+        fault = f"The {path} is the file {str(getattr(file, 'name', ''))!r}, which cannot be read: {error}."
         raise OutputInvalid(fault, remedy="Return the path of a file that was written.") from None
-    kind = _NEWER_TYPES.get(PurePath(name).suffix.lower()) or mimetypes.guess_type(name)[0] or OCTETS
-    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
-
-
-def _contents(opened: io.IOBase) -> bytes:
-    if opened.seekable():
-        opened.seek(0)
-    content = opened.read()
-    return content.encode() if isinstance(content, str) else bytes(content)
 
 
 def _suffix(url: str, kind: str) -> str:

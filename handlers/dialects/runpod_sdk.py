@@ -7,17 +7,21 @@ import mimetypes
 import os
 import shutil
 import sys
+import time
 import uuid
 from collections.abc import Callable, Mapping
 from functools import partialmethod
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
+from ...snapshot.extras import needs
 from .files import InputFiles
 from .stand_in import stand_in_modules
 
 _LEVELS = {"DEBUG": logging.DEBUG, "WARN": logging.WARNING, "ERROR": logging.ERROR}
+VERSION = "1.12.0"
+"""The release of the package whose functions the stand-in has."""
 _FOLDERS = ("input_objects", "output_objects", "job_files")
 
 
@@ -26,20 +30,103 @@ def stand_in(start: Callable[..., Any], progress_update: Callable[..., Any]) -> 
     serverless = {"start": start, "progress_update": progress_update}
     uploads = {one.__name__: one for one in (upload_file_to_bucket, upload_image, upload_in_memory_object)}
     downloads = {"download_files_from_urls": download_files_from_urls, "file": file}
+    timers = {one.__name__: one for one in (Checkpoints, FunctionTimer, LineTimer)}
+    outputs = (get_debugger_output, clear_debugger_output)
+    debugger = {**timers, **{one.__name__: one for one in outputs}}
     return stand_in_modules(
         {
-            "runpod": {"RunPodLogger": RunPodLogger, "api_key": None},
+            "runpod": {"RunPodLogger": RunPodLogger, "api_key": None, "__version__": VERSION},
             "runpod.serverless": {**serverless, "register_fitness_check": lambda check: check},
             "runpod.serverless.modules": {},
             "runpod.serverless.modules.rp_logger": {"RunPodLogger": RunPodLogger},
             "runpod.serverless.modules.rp_progress": {"progress_update": progress_update},
             "runpod.serverless.utils": {**uploads, "download_files_from_urls": download_files_from_urls},
             "runpod.serverless.utils.rp_cleanup": {"clean": clean},
+            "runpod.serverless.utils.rp_debugger": debugger,
             "runpod.serverless.utils.rp_download": downloads,
             "runpod.serverless.utils.rp_upload": uploads,
             "runpod.serverless.utils.rp_validator": {"validate": validate},
         }
     )
+
+
+class Checkpoints:
+    """Names and durations of steps, which handlers measure. There is one object for all steps."""
+
+    _only: ClassVar[Checkpoints | None] = None
+
+    def __new__(cls) -> Checkpoints:
+        if cls._only is None:
+            cls._only = object.__new__(cls)
+            cls._only.clear()
+        return cls._only
+
+    def add(self, name: str) -> None:
+        if name in self.name_lookup:
+            raise KeyError(f"There is a checkpoint {name!r} already.")
+        self.name_lookup[name] = len(self.checkpoints)
+        self.checkpoints.append({"name": name})
+
+    def start(self, name: str) -> None:
+        self._named(name)["start"] = time.perf_counter()
+
+    def stop(self, name: str) -> None:
+        step = self._named(name)
+        if "start" not in step:
+            raise KeyError(f"The checkpoint {name!r} was not started.")
+        step["end"] = time.perf_counter()
+
+    def get_checkpoints(self) -> list[dict[str, Any]]:
+        """Return the steps that have ended. As in RunPod's package, `duration_ms` is in seconds."""
+        ended = [step for step in self.checkpoints if "start" in step and "end" in step]
+        for step in ended:
+            step["duration_ms"] = step["end"] - step["start"]
+        return ended
+
+    def clear(self) -> None:
+        self.checkpoints: list[dict[str, Any]] = []
+        self.name_lookup: dict[str, int] = {}
+
+    def _named(self, name: str) -> dict[str, Any]:
+        if name not in self.name_lookup:
+            raise KeyError(f"There is no checkpoint {name!r}.")
+        return self.checkpoints[self.name_lookup[name]]
+
+
+class LineTimer:
+    """Measures a `with` block as a step."""
+
+    def __init__(self, name: str) -> None:
+        self.checkpoints, self.name = Checkpoints(), name
+        self.checkpoints.add(name)
+
+    def __enter__(self) -> None:
+        self.checkpoints.start(self.name)
+
+    def __exit__(self, *_: object) -> None:
+        self.checkpoints.stop(self.name)
+
+
+class FunctionTimer:
+    """Measures each call of the decorated function as a step."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with LineTimer(self.function.__name__):
+            return self.function(*args, **kwargs)
+
+
+def get_debugger_output() -> list[dict[str, Any]]:
+    """Return the steps that have ended, and forget all steps."""
+    found = Checkpoints().get_checkpoints()
+    clear_debugger_output()
+    return found
+
+
+def clear_debugger_output() -> None:
+    Checkpoints().clear()
 
 
 class RunPodLogger:
@@ -147,7 +234,8 @@ def upload_in_memory_object(
 
 
 def _put(creds: Mapping[str, str], bucket: str, key: str, data: bytes) -> str:
-    import boto3  # noqa: PLC0415  needed only for uploads
+    with needs("rp_upload", "boto3"):
+        import boto3  # noqa: PLC0415  needed only for uploads
 
     keys = {"aws_access_key_id": creds["accessId"], "aws_secret_access_key": creds["accessSecret"]}
     client = boto3.client("s3", endpoint_url=creds["endpointUrl"], **keys)

@@ -31,7 +31,7 @@ def _module(name: str) -> ModuleType:
     def missing(attribute: str) -> Any:
         package = name.partition(".")[0]
         fault = f"pilotflame's stand-in for {name} has no {attribute!r}"
-        raise AttributeError(f"{fault}: add {package} to requirements.txt")
+        raise AttributeError(f"{fault}: add {package} to requirements.txt and deploy with --install")
 
     module = ModuleType(name, "Pilotflame's stand-in.")
     # The empty path makes this a package, and imports of its submodules search no folder.

@@ -18,13 +18,16 @@ def main() -> int:
     parser.add_argument("--hello-rounds", type=int, default=7)
     arguments = parser.parse_args()
     report = Report("bench", packages=("torch", "transformers", "litserve"))
-    cold.measure(report, arguments.rounds)
-    fourth.measure(report)
-    hello.measure(report, hello.Plan(rounds=arguments.hello_rounds))
-    met = report.finish()
-    chart.write(report.values)
-    print(f"chart: {chart.TARGET.name} in docs/")
-    return 0 if met else 1
+    with report.part("cold"):
+        cold.measure(report, arguments.rounds)
+    with report.part("fourth"):
+        fourth.measure(report)
+    with report.part("hello"):
+        hello.measure(report, hello.Plan(rounds=arguments.hello_rounds))
+    with report.part("chart"):
+        chart.write(report.values)
+        print(f"chart: {chart.TARGET.name} in docs/")
+    return 0 if report.finish() else 1
 
 
 if __name__ == "__main__":

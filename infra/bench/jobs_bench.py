@@ -21,8 +21,10 @@ def main() -> int:
     report = Report("bench-jobs")
     if arguments.quick:
         report.note("a quick run: not the figures")
-    uvloop.run(jobs_store.measure(report, jobs_store.QUICK if arguments.quick else jobs_store.FULL))
-    jobs_http.measure(report, quick=arguments.quick)
+    with report.part("store"):
+        uvloop.run(jobs_store.measure(report, jobs_store.QUICK if arguments.quick else jobs_store.FULL))
+    with report.part("http"):
+        jobs_http.measure(report, quick=arguments.quick)
     return 0 if report.finish() else 1
 
 

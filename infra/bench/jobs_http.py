@@ -22,6 +22,8 @@ ROUNDS, QUICK_ROUNDS = 5, 2
 INPUT = b'{"input": {"prompt": "' + b"x" * 200 + b'"}}'
 # Takes one job and keeps it, so that what is measured is taking in and not running.
 _KEEPS = "import time\n\ndef handler(event):\n    time.sleep(600)\n"
+# The benchmark submits more jobs than the limits of a queue usually allow.
+_SETTINGS = {"scale.max": "1", "max_jobs": "10000000", "max_jobs_bytes": str(64 << 30)}
 _ECHO = "def handler(event):\n    return event\n"
 
 
@@ -33,18 +35,18 @@ def measure(report: Report, *, quick: bool) -> None:
             Path(folder, name).mkdir()
             Path(folder, name, "handler.py").write_text(handler)
             control = Control(server.url)
-            control.deploy(str(Path(folder, name)), name=name, **{"scale.max": "1", "max_jobs": "10000000"})
+            control.deploy(str(Path(folder, name)), name=name, **_SETTINGS)
             control.close()
         submits, waits = [], []
         for _ in range(rounds):
-            submits.append(_load(server, "/v2/keeps/run", seconds))
-            waits.append(_load(server, "/v2/echo/runsync", seconds))
+            submits.append(_load(report, server, "/v2/keeps/run", seconds))
+            waits.append(_load(report, server, "/v2/echo/runsync", seconds))
         report.row(group="submits", runs=[tally.summary() for tally in submits])
         report.row(group="run and wait", runs=[tally.summary() for tally in waits])
     report.add("submits_per_s", median([tally.per_second for tally in submits]), "/s", ">= 2000")
     report.add("submit_p50_ms", median([tally.p_ms(0.5) for tally in submits]), "ms")
     report.add("submit_p99_ms", median([tally.p_ms(0.99) for tally in submits]), "ms")
-    report.add("runsync_per_s", median([tally.per_second for tally in waits]), "/s")
+    report.add("runsync_per_s", median([tally.per_second for tally in waits]), "/s", ">= 2000")
     report.add("runsync_p50_ms", median([tally.p_ms(0.5) for tally in waits]), "ms")
     share = max(tally.generator_share for tally in submits)
     report.note(
@@ -53,11 +55,11 @@ def measure(report: Report, *, quick: bool) -> None:
     )
 
 
-def _load(server: Server, path: str, seconds: float) -> Tally:
+def _load(report: Report, server: Server, path: str, seconds: float) -> Tally:
     request = Request(server.url + path, body=INPUT, headers={"Content-Type": "application/json"})
     tally = load_apart(request, callers=CALLERS, duration_s=seconds)
     if not tally.clean:
-        raise RuntimeError(f"{path}: {tally.summary()}")
+        report.fail(f"{path} was refused or answered wrongly: {tally.summary()}")
     return tally
 
 

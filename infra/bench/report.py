@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib.metadata
 import json
 import operator
 import os
 import platform
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -54,6 +56,7 @@ class Report:
         self._figures: dict[str, Figure] = {}
         self._rows: list[dict[str, Any]] = []
         self._notes: list[str] = []
+        self._failures: list[str] = []
         self._load_at_start = os.getloadavg()
         self._started = datetime.datetime.now(datetime.UTC)
 
@@ -81,14 +84,37 @@ class Report:
 
     @property
     def met(self) -> bool:
-        return all(figure.met is not False for figure in self._figures.values())
+        return not self.shortfalls
+
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """A part of the benchmark. If it fails, that is told at the end, and the other parts go on."""
+        print(f"{name} …", flush=True)
+        try:
+            yield
+        except Exception as error:  # noqa: BLE001  it is told at the end
+            traceback.print_exc()
+            self.fail(f"{name} failed: {type(error).__name__}: {str(error)[-600:]}")
+
+    def fail(self, text: str) -> None:
+        """Enter a sentence on what went wrong. The figures count as not met."""
+        self._failures.append(text)
 
     def finish(self) -> bool:
-        """Print, write, and say whether every target is met."""
+        """Print and write all figures, say at the end which fell short, and return whether none did."""
         self._print()
         path = self.write()
         print(f"written: {path.relative_to(_ROOT)}")
+        for text in self.shortfalls:
+            print(f"fell short: {text}")
         return self.met
+
+    @property
+    def shortfalls(self) -> list[str]:
+        """A line for each figure that misses its target, and for each part that failed."""
+        missed = [figure for figure in self._figures.values() if figure.met is False]
+        told = [f"{one.name} is {_short(one.value)} {one.unit}, target {one.target}" for one in missed]
+        return [*told, *self._failures]
 
     def write(self) -> Path:
         """Write build/bench/<target>.json."""
@@ -112,6 +138,7 @@ class Report:
             "date": self._started.isoformat(timespec="seconds"),
             "seconds": (datetime.datetime.now(datetime.UTC) - self._started).total_seconds(),
             "notes": self._notes,
+            "fell_short": self.shortfalls,
             "rows": self._rows,
         }
 

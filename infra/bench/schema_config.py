@@ -43,6 +43,10 @@ checks.not_a_server_error.expected-statuses = ["2xx", "3xx", "4xx", 503, 504]
 include-path = "/v1/functions/{{function}}/logs"
 parameters = {{ "query.follow" = "0" }}
 
+[[operations]]
+include-path = "/v1/logs/{{log}}"
+parameters = {{ "query.follow" = "0" }}
+
 # Only a function that nothing else uses may be deleted.
 [[operations]]
 include-path = "/v1/functions/{{function}}"

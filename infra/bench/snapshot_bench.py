@@ -81,7 +81,7 @@ def main() -> int:
                 found[name]()
             except (LaneError, RuntimeError, OSError) as error:
                 failed.append(name)
-                report.note(f"{name} failed: {str(error)[-600:]}")
+                report.fail(f"{name} failed: {str(error)[-600:]}")
                 print(f"   {name} failed: {error}", file=sys.stderr, flush=True)
             print(f"   {name} took {time.monotonic() - started_s:.0f} s", flush=True)
     report.add("groups_failed", len(failed), "", "== 0")

@@ -50,13 +50,13 @@ class Bench:
                     self._grid.sweep(name, handler)
 
     def run(self) -> bool:
-        """Every part that is asked for."""
+        """Every part that is asked for. Returns whether none fell short."""
         try:
             for part in PARTS:
                 if part in self._only:
-                    print(f"{part} …", flush=True)
-                    getattr(self, f"_{part}")()
-        finally:  # what was measured before something broke was measured
+                    with self.report.part(part):
+                        getattr(self, f"_{part}")()
+        finally:  # what was measured before somebody ended it was measured
             self._grid.print()
             met = self.report.finish()
         return met

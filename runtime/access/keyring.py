@@ -1,7 +1,7 @@
 """Holds all API keys of a gateway in memory, and stores them in `access/keys.json` of its state folder.
 
-The file holds digests of the tokens, never a token, so reading the file does not give access. A gateway that
-has this file requires an API key from every caller, even after the last key is revoked. To admit callers
+The file holds digests of the tokens, never a token. It must stay private all the same: a signing digest is
+enough to call functions as a client of AWS Lambda does (see `aws_signature.py`). A gateway that has this file requires an API key from every caller, even after the last key is revoked. To admit callers
 without a key again, stop the gateway and remove the file.
 """
 
@@ -16,6 +16,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from ...errors import UnknownKey
+from ..telemetry.metrics import Numbers, Reading
 from . import private_files
 from .keys import NOBODY, TOKEN, ApiKey, Caller, NewKey, mint
 
@@ -122,6 +123,11 @@ class Keyring:
         held = self._held.get(match[1]) if match else None
         return held if (held.key if held else NOBODY).opens(token, now_s) else None
 
+    def signer(self, key_id: str, now_s: float) -> Held | None:
+        """Return the key with this id, or None if there is none or it has expired."""
+        held = self._held.get(key_id)
+        return held if held is not None and not held.key.expired(now_s) else None
+
     def create(self, new: NewKey, now_s: float) -> tuple[ApiKey, str]:
         """Make and store a new key. Return the key and its token, which is not stored."""
         key, token = mint(new, now_s)
@@ -137,6 +143,17 @@ class Keyring:
                 raise UnknownKey(message, remedy="See `pilotflame keys list`.")
             self._replace(other for other in self._held.values() if other is not held)
         return held.key
+
+    async def readings(self) -> list[Reading]:
+        """Return the metrics of all keys together: metrics with a label for each key would grow with the keys."""
+        now_s, held = time.time(), list(self._held.values())
+        expired = sum(one.key.expires_s is not None and one.key.expires_s <= now_s for one in held)
+        states: Numbers = {("valid",): len(held) - expired, ("expired",): expired}
+        running: Numbers = {(): sum(one.meter.running for one in held)}
+        return [
+            Reading("keys", "API keys.", states, ("state",)),
+            Reading("key_requests_running", "Requests with an API key that are running.", running, ()),
+        ]
 
     def save(self) -> None:
         """Write the file again, with the times at which the keys were last used."""

@@ -16,17 +16,24 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 from ...errors import BadInput, Forbidden, UnknownFunction
 from ..settings.function_settings import FunctionName
 from ..settings.validation import YEAR_S
+from .aws_signature import signing_digest
 
 TOKEN = re.compile(r"pf_([0-9a-f]{12})_[0-9a-f]{64}")
 """Matches a token. Its only group is the id of the token's key."""
 
 
 class Scope(enum.StrEnum):
-    """What a key allows. ADMIN allows everything."""
+    """What a key allows. DEPLOY includes READ, which changes nothing; ADMIN allows everything."""
 
     INVOKE = "invoke"
+    READ = "read"
     DEPLOY = "deploy"
     ADMIN = "admin"
+
+
+# For each scope, those of which a caller must have one.
+_ALLOWING = {scope: frozenset({scope, Scope.ADMIN}) for scope in Scope}
+_ALLOWING[Scope.READ] |= {Scope.DEPLOY}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +47,24 @@ class Caller:
     """The names of the only functions that the caller may use. None means all."""
 
     @property
+    def administers(self) -> bool:
+        return Scope.ADMIN in self.scopes
+
+    @property
     def urgent(self) -> bool:
         """True if the caller may choose a priority above the default, which can starve all other callers."""
-        return not self.owner or Scope.ADMIN in self.scopes
+        return not self.owner or self.administers
 
     def allows(self, function: str) -> bool:
         """Return True if the caller may use, and know of, this function."""
         return self.functions is None or function in self.functions
+
+    def has(self, scope: Scope) -> bool:
+        return bool(self.scopes & _ALLOWING[scope])
+
+    def sees_code(self, function: str) -> bool:
+        """Return True if the caller may see tracebacks of this function, which quote its code."""
+        return self.has(Scope.DEPLOY) and self.allows(function)
 
     def check(self, function: str) -> None:
         """Raise UnknownFunction, as for a missing function, if the caller may not know of this function."""
@@ -54,8 +72,8 @@ class Caller:
             raise UnknownFunction.named(function)
 
     def check_scope(self, scope: Scope) -> None:
-        """Raise Forbidden if the caller has neither `scope` nor the scope admin."""
-        if scope not in self.scopes and Scope.ADMIN not in self.scopes:
+        """Raise Forbidden if the caller has neither `scope` nor one that includes it."""
+        if not self.has(scope):
             message = f"This API key lacks the scope {scope.value!r}."
             raise Forbidden(message, remedy="Ask the key's creator for one that has it.")
 
@@ -105,18 +123,24 @@ class ApiKey(KeyFields):
     # SHA-256 of the token, computed for every request. A slow hash would protect passwords, which can be
     # guessed. A token has 256 random bits and cannot be guessed.
     digest: str = Field(pattern=r"^[0-9a-f]{64}$")
+    # What verifies AWS signatures by the token's secret part. It does not reveal the secret, but whoever reads
+    # it can sign requests to the routes of AWS Lambda. None for keys made before there was this field.
+    signing_digest: str | None = Field(None, pattern=r"^[0-9a-f]{64}$")
     created_s: float
     expires_s: float | None = None
     last_used_s: float | None = None
 
     def opens(self, token: str, now_s: float) -> bool:
         """Return True if `token` belongs to this key and the key has not expired. Takes constant time."""
-        expired = self.expires_s is not None and now_s >= self.expires_s
-        return hmac.compare_digest(self.digest, _digest(token)) and not expired
+        return hmac.compare_digest(self.digest, _digest(token)) and not self.expired(now_s)
+
+    def expired(self, now_s: float) -> bool:
+        return self.expires_s is not None and now_s >= self.expires_s
 
     def shown(self) -> dict[str, Any]:
-        """Return the key as JSON, without its digest."""
-        fields = self.model_dump(mode="json", exclude={"digest", "created_s", "expires_s", "last_used_s"})
+        """Return the key as JSON, without its digests."""
+        hidden = {"digest", "signing_digest", "created_s", "expires_s", "last_used_s"}
+        fields = self.model_dump(mode="json", exclude=hidden)
         times = {"created_at": self.created_s, "expires_at": self.expires_s, "last_used_at": self.last_used_s}
         return fields | {name: _date(at_s) for name, at_s in times.items()}
 
@@ -131,10 +155,12 @@ Otherwise refusing them would take less time than refusing known ids, and the ti
 def mint(new: NewKey, now_s: float) -> tuple[ApiKey, str]:
     """Return a new key and its token, which the key does not contain."""
     key_id = secrets.token_hex(6)
-    token = f"pf_{key_id}_{secrets.token_hex(32)}"
+    secret = secrets.token_hex(32)
+    token = f"pf_{key_id}_{secret}"
     expires_s = None if new.expires_in_s is None else now_s + new.expires_in_s
-    fields = new.model_dump(exclude={"expires_in_s"})
-    return ApiKey(id=key_id, digest=_digest(token), created_s=now_s, expires_s=expires_s, **fields), token
+    digests = {"digest": _digest(token), "signing_digest": signing_digest(secret)}
+    fields = new.model_dump(exclude={"expires_in_s"}) | digests
+    return ApiKey(id=key_id, created_s=now_s, expires_s=expires_s, **fields), token
 
 
 def parse_new_key(body: bytes) -> NewKey:

@@ -14,6 +14,7 @@ from ..access.keyring import Keyring
 from ..access.keys import KeyFields, NewKey, Scope, parse_new_key
 from ..access.secrets import MAX_VALUE_BYTES, Secrets
 from ..functions.registry import Functions
+from .audit import note
 from .requests import load_json, read_body, validate
 from .responses import Timestamp, json_response
 from .routes import Route
@@ -72,6 +73,7 @@ class AccessControl:
     async def create_key(self, request: web.Request) -> web.StreamResponse:
         new = parse_new_key(await read_body(request, MAX_BODY_BYTES, BODY_TIMEOUT_S, remedy=""))
         key, token = await asyncio.to_thread(self.keyring.create, new, time.time())
+        note(request, id=key.id, name=key.name, scopes=" ".join(key.scopes))
         return json_response({**key.shown(), "key": token}, status=201, no_store=True)
 
     async def list_keys(self, _request: web.Request) -> web.StreamResponse:
@@ -79,6 +81,7 @@ class AccessControl:
 
     async def revoke_key(self, request: web.Request) -> web.StreamResponse:
         key = await asyncio.to_thread(self.keyring.revoke, request.match_info["id"])
+        note(request, name=key.name)
         return json_response({"revoked": key.id, "name": key.name})
 
     async def list_secrets(self, request: web.Request) -> web.StreamResponse:

@@ -1,23 +1,25 @@
-"""Serves the control routes: deploy, list, show, delete and warm up functions; logs, health and metrics."""
+"""Serves the control routes: deploy, list, show, delete and warm up functions; health and metrics."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-import orjson
 from aiohttp import web
 from pydantic import BaseModel, Field
 
-from ...errors import CodeError, SettingsError, UnsupportedMedia
+from ...errors import CodeError, Forbidden, SettingsError, UnsupportedMedia
 from ...handlers.codec import JSON_TYPE
-from ..access.keys import Scope
+from ..access.keys import Caller, Scope
 from ..functions.deploy import Deployment
 from ..functions.live import FunctionStatus, Workers
 from ..functions.registry import Functions
+from ..telemetry.logs import Logs
 from ..telemetry.metrics import Metrics
+from .audit import note
 from .requests import caller_of, load_json, media_type_of, read_body, validate
 from .responses import json_response
 from .routes import Flag, Number, Parameter, Route
@@ -33,8 +35,6 @@ INSTALL = Flag("install", "Of an upload: install its requirements.")
 CHECK = Flag("check", "Of an upload: start a worker before the function goes live.", default=True)
 MEMORY = Flag("memory", "Include the function's processes and their memory.")
 WORKERS = Number("workers", "The number of workers, scale.max at most.", 1)
-LINES = Number("lines", "The largest number of lines.", 100, maximum=10_000)
-FOLLOW = Flag("follow", "Go on with new lines: such a response does not end.")
 
 
 class DeployRequest(BaseModel, frozen=True, extra="forbid"):
@@ -49,17 +49,33 @@ class DeployRequest(BaseModel, frozen=True, extra="forbid"):
 class Admin:
     """The control routes of a gateway. While `draining` is true, /readyz responds with 503."""
 
-    def __init__(self, functions: Functions, metrics: Metrics, *, local: bool) -> None:
-        """`local`: only this machine can reach the gateway. Only then may callers deploy folders by path."""
+    def __init__(
+        self,
+        functions: Functions,
+        metrics: Metrics,
+        logs: Logs,
+        *,
+        local: bool,
+        disk_full: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`local`: only this machine can reach the gateway. Only then may callers deploy folders by path.
+
+        `disk_full` is called in a thread, and returns whether the state folder's disk is full.
+        """
+        self._disk_full = disk_full
         self._functions = functions
+        self._logs = logs
         self._metrics = metrics
         self._local = local
         self.draining = False
 
     def routes(self) -> list[Route]:
         functions, function, deploy = "/v1/functions", "/v1/functions/{function}", Scope.DEPLOY
-        listing, ready = {"functions": list[FunctionStatus]}, {"status": Literal["ready", "draining"]}
-        lines: Any = {"application/x-ndjson": str}
+        read = Scope.READ
+        listing, ready = (
+            {"functions": list[FunctionStatus]},
+            {"status": Literal["ready", "draining", "disk_full"]},
+        )
         probe: Any = {"public": True, "errors": ()}
         return [
             Route(
@@ -67,25 +83,22 @@ class Admin:
                 parameters=(SET, INSTALL, CHECK), body={JSON_TYPE: DeployRequest, "application/gzip": bytes},
                 errors=(400, 408, 413, 415, 422, 500, 502, 503, 507),
             ),
-            Route("GET", functions, self.list, deploy, "List the functions.", listing),
-            Route("GET", function, self.status, deploy, "Show a function.", FunctionStatus, parameters=(MEMORY,)),
+            Route("GET", functions, self.list, read, "List the functions.", listing),
+            Route("GET", function, self.status, read, "Show a function.", FunctionStatus, parameters=(MEMORY,)),
             Route("DELETE", function, self.delete, deploy, "Delete a function.", {"deleted": str}),
-            Route(
-                "GET", f"{function}/logs", self.logs, deploy, "Return printed lines, a JSON object each.", lines,
-                parameters=(LINES, FOLLOW),
-            ),
             Route(
                 "POST", "/v2/{function}/warmup", self.warmup, Scope.INVOKE, "Start workers ahead of calls.",
                 {"workers": Workers}, parameters=(WORKERS,),
             ),
             Route("GET", "/healthz", self.health, None, "Liveness.", {"status": Literal["alive"]}, **probe),
             Route("GET", "/readyz", self.ready, None, "Readiness.", ready, other_responses={503: ready}, **probe),
-            Route("GET", "/metrics", self.metrics, Scope.ADMIN, "Prometheus metrics.", {"text/plain": str}),
+            Route("GET", "/metrics", self.metrics, read, "Prometheus metrics.", {"text/plain": str}),
         ]  # fmt: skip
 
     async def deploy(self, request: web.Request) -> web.StreamResponse:
         deployment = await self._deployment(request)
         live = await self._functions.deploy(replace(deployment, authorize=caller_of(request).check_deploy))
+        note(request, function=live.record.function, revision=live.record.revision)
         return json_response(live.status().model_dump(mode="json"), status=201)
 
     async def list(self, request: web.Request) -> web.StreamResponse:
@@ -94,7 +107,8 @@ class Admin:
     async def status(self, request: web.Request) -> web.StreamResponse:
         live = self._functions.get(request.match_info["function"])
         processes = await live.processes() if MEMORY.read(request) else None
-        return json_response(live.status(processes).model_dump(mode="json"))
+        status = live.status(processes).model_copy(update={"last_errors": await live.last_errors(self._logs)})
+        return json_response(_visible(status, caller_of(request)).model_dump(mode="json"))
 
     async def delete(self, request: web.Request) -> web.StreamResponse:
         name = request.match_info["function"]
@@ -106,35 +120,27 @@ class Admin:
         live.revision.warm(WORKERS.read(request, most=live.record.settings.scale.max))
         return json_response({"workers": live.status().workers.model_dump()})
 
-    async def logs(self, request: web.Request) -> web.StreamResponse:
-        book = self._functions.get(request.match_info["function"]).logs
-        count, follow = LINES.read(request), FOLLOW.read(request)
-        headers = {"Content-Type": "application/x-ndjson", "Cache-Control": "no-store"}
-        response = web.StreamResponse(headers=headers)
-        await response.prepare(request)
-        if not follow:
-            for line in book.tail(count):
-                await response.write(orjson.dumps(line._asdict()) + b"\n")
-            return response
-        async for line in book.follow(count):
-            await response.write(orjson.dumps(line._asdict()) + b"\n")
-        return response
-
     async def health(self, _request: web.Request) -> web.StreamResponse:
         return json_response({"status": "alive"})
 
     async def ready(self, _request: web.Request) -> web.StreamResponse:
         if self.draining:
             return json_response({"status": "draining"}, status=503, headers={"Retry-After": "5"})
+        if await asyncio.to_thread(self._disk_full):
+            return json_response({"status": "disk_full"}, status=503, headers={"Retry-After": "60"})
         return json_response({"status": "ready"})
 
-    async def metrics(self, _request: web.Request) -> web.StreamResponse:
-        return web.Response(body=self._metrics.text(), headers={"Content-Type": METRICS_TYPE})
+    async def metrics(self, request: web.Request) -> web.StreamResponse:
+        if caller_of(request).functions is not None:
+            remedy = "Use a key with the scope read for all functions."
+            raise Forbidden("The metrics are of all functions, and this key covers some.", remedy=remedy)
+        return web.Response(body=await self._metrics.read(), headers={"Content-Type": METRICS_TYPE})
 
     def statuses(self, request: web.Request) -> Iterator[FunctionStatus]:
         """Yield the status of each function that the caller may see."""
         caller = caller_of(request)
-        return (live.status() for live in self._functions.all() if caller.allows(live.record.function))
+        found = (live.status() for live in self._functions.all() if caller.allows(live.record.function))
+        return (_visible(status, caller) for status in found)
 
     async def _deployment(self, request: web.Request) -> Deployment:
         # Not `request.content_type`: for a request without this header, which any web page can send, aiohttp
@@ -154,6 +160,15 @@ class Admin:
             message = "This gateway takes no folders by path: it listens beyond its machine."
             raise CodeError(message, remedy=remedy)
         return Deployment(**dict(wanted))
+
+
+def _visible(status: FunctionStatus, caller: Caller) -> FunctionStatus:
+    """Return the status without what only those may see who may deploy: the environment, and error texts."""
+    if caller.has(Scope.DEPLOY):
+        return status
+    settings = status.settings.model_copy(update={"env": dict.fromkeys(status.settings.env, "…")})
+    errors = [error.model_copy(update={"text": ""}) for error in status.last_errors]
+    return status.model_copy(update={"settings": settings, "last_errors": errors})
 
 
 def _pair(text: str) -> tuple[str, str]:

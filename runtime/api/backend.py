@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from aiohttp import web
@@ -47,6 +48,8 @@ class Backend:
     metrics: Metrics
     max_body_bytes: int
     body_timeout_s: float
+    state: Path
+    """The gateway's state folder."""
 
     def body_limit(self, revision: Revision) -> int:
         """Return the largest number of bytes that a body for this revision may have."""
@@ -62,8 +65,10 @@ class Backend:
         body = await read_body(request, limit if most is None else min(limit, most), self.body_timeout_s)
         return self.functions.get(name), body
 
-    async def submit(self, request: web.Request, live: Live, body: bytes, **fields: Any) -> Submitted:
-        """Store a job.
+    async def submit(
+        self, request: web.Request, live: Live, body: bytes, *, wait_s: float | None = None, **fields: Any
+    ) -> Submitted:
+        """Store a job and, with `wait_s`, wait as long for its end. The caller must not know its id before.
 
         The job has values from the function's settings and the request. `fields` override both.
         """
@@ -71,7 +76,7 @@ class Backend:
         if "idempotency" not in fields:
             fields["idempotency"] = idempotency_of(request.headers)
         new = NewJob.for_function(live.record.settings, body, owner=caller_of(request).owner, **fields)
-        job, replayed = await self.jobs.submit(new)
+        job, replayed = await (self.jobs.submit(new) if wait_s is None else self.jobs.run(new, wait_s))
         return job, {"Idempotent-Replayed": "true"} if replayed else {}
 
     def record(

@@ -11,12 +11,12 @@ from http import HTTPStatus
 from typing import cast
 
 from aiohttp import helpers, http_writer, web
-from aiohttp.http import SERVER_SOFTWARE, RawRequestMessage
+from aiohttp.http import RawRequestMessage
 from multidict import CIMultiDict
 
 from ...errors import MalformedRequest, OutputInvalid, PilotflameError
 from .fast_path import FastPath, FastRequest
-from .responses import Handler, Response, error_reply
+from .responses import SERVER, Handler, Response, error_reply
 
 MAX_REASON_CHARS = 200
 KEEPALIVE_S = 75.0
@@ -67,6 +67,7 @@ class ClientConnection(web.RequestHandler):
                 return response
             error = PilotflameError("The gateway failed.", remedy="This is a bug; see the gateway's log.")
         response = error_reply(error).response()
+        response.headers["Server"] = SERVER
         response.force_close()
         return response
 
@@ -183,7 +184,7 @@ async def header_timer(request: web.Request, handler: Handler) -> web.StreamResp
 
 def encode(response: Response) -> bytes:
     """Return the bytes of the response, or of an error response if a header holds a line break."""
-    fixed = {"Date": helpers.rfc822_formatted_time(), "Server": SERVER_SOFTWARE}
+    fixed = {"Date": helpers.rfc822_formatted_time(), "Server": SERVER}
     headers = {**response.headers, "Content-Length": str(len(response.body)), **fixed}
     fields = cast("CIMultiDict[str]", headers)
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NotRequired, TypeAlias
 
 import orjson
@@ -26,7 +26,8 @@ HEARTBEAT = b": waiting\n\n"
 LAST_EVENT_S = 2.0
 # The value of SO_LINGER for zero seconds: on closing, the kernel discards all bytes not yet delivered.
 NO_LINGER = struct.pack("ii", 1, 0)
-_HEADERS = {"Content-Type": EVENT_STREAM_TYPE, "Cache-Control": "no-store"}
+STREAM_HEADERS = {"Content-Type": EVENT_STREAM_TYPE, "Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+"""The last one makes nginx pass each event on at once. Otherwise it collects them in a buffer."""
 JobEncoder: TypeAlias = Callable[[Job, Sequence[tuple[int, bytes]]], Iterable[bytes]]
 """Returns the events for a job's present state and for the new pieces (number, JSON) of its output."""
 
@@ -58,7 +59,7 @@ async def send_job(request: web.Request, jobs: Jobs, job: Job, encode: JobEncode
 
     If the job can no longer be read, the last event is `error`.
     """
-    response = web.StreamResponse(headers=_HEADERS | {"X-Job-Id": job.id})
+    response = web.StreamResponse(headers=STREAM_HEADERS | {"X-Job-Id": job.id})
     await response.prepare(request)
     # With an invalid Last-Event-ID, all pieces are sent, from the first.
     text = request.headers.get("Last-Event-ID", "0")
@@ -75,9 +76,14 @@ async def send_job(request: web.Request, jobs: Jobs, job: Job, encode: JobEncode
 class EventStream:
     """The streamed response to an invocation. Its header is sent before the first event or heartbeat."""
 
-    def __init__(self, request: web.Request, invocation: Invocation) -> None:
+    def __init__(
+        self, request: web.Request, invocation: Invocation, headers: Mapping[str, str] | None = None,
+        heartbeat: bytes = HEARTBEAT,
+    ) -> None:  # fmt: skip
+        """`headers` replace those of server-sent events. An empty `heartbeat` is not sent."""
         self.response: web.StreamResponse | None = None
         self._request, self._invocation = request, invocation
+        self._headers, self._heartbeat = headers, heartbeat
         self._number = 0
 
     async def send_pieces(self, stream: Stream) -> None:
@@ -88,14 +94,16 @@ class EventStream:
         while pieces := await self._next(stream):
             first = self._number + 1
             self._number += len(pieces)
-            events = [event("output", piece, number) for number, piece in enumerate(pieces, first)]
-            await self._write(b"".join(events))
+            await self._write(self._encode(pieces, first))
             stream.consumed(len(pieces))
 
-    async def end(self, error: PilotflameError | None) -> web.StreamResponse:
-        """Send the last event, which tells whether the stream failed: the status was sent long before."""
-        name, data = ("completed", b"{}") if error is None else ("error", orjson.dumps(error.to_wire()))
-        response = await self._write(event(name, data, self._number + 1))
+    async def end(self, error: PilotflameError | None, *, private: bool = False) -> web.StreamResponse:
+        """Send the last event, which tells whether the stream failed: the status was sent long before.
+
+        With `private`, an error includes the traceback.
+        """
+        name, wire = ("completed", {}) if error is None else ("error", error.to_wire(private=private))
+        response = await self._write(event(name, orjson.dumps(wire), self._number + 1))
         await response.write_eof()
         return response
 
@@ -107,19 +115,25 @@ class EventStream:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, NO_LINGER)
             transport.abort()
 
+    def _encode(self, pieces: list[bytes], first: int) -> bytes:
+        """Return the events for pieces of the output. `first` is the number of the first one."""
+        return b"".join(event("output", piece, number) for number, piece in enumerate(pieces, first))
+
     async def _next(self, stream: Stream) -> list[bytes]:
         while not stream.ready:
             try:
                 async with asyncio.timeout(HEARTBEAT_S):
                     return await stream.take()
             except TimeoutError:
-                await self._write(HEARTBEAT)
+                if self._heartbeat:
+                    await self._write(self._heartbeat)
         return await stream.take()
 
     async def _write(self, data: bytes) -> web.StreamResponse:
         """Send the header if it was not sent yet, then the data. Return the response."""
         if self.response is None:
-            self.response = web.StreamResponse(headers=invocation_headers(self._invocation) | _HEADERS)
+            headers = self._headers or invocation_headers(self._invocation) | STREAM_HEADERS
+            self.response = web.StreamResponse(headers=headers)
             await self.response.prepare(self._request)
         await self.response.write(data)
         return self.response

@@ -7,8 +7,9 @@ handles all others. Both use the same guard and the same `Gateway`, so the calle
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from aiohttp import hdrs
@@ -16,18 +17,22 @@ from aiohttp.http import HttpVersion11, RawRequestMessage
 from aiohttp.streams import StreamReader
 from multidict import istr
 
-from ...errors import PilotflameError
+from ...errors import InvocationError, PilotflameError
 from ...handlers.codec import JSON_TYPE
 from ..functions.registry import Functions
 from ..serving.invocation import Invocation
 from ..serving.revision import Revision
+from .access_log import AccessLog
 from .guard import Admitted, Guard
 from .invoke import Gateway
 from .openapi import INVOKE_PATH
-from .requests import Headers, request_id_of
-from .responses import MAX_ON_LOOP_BYTES, Response, choose_coding, compress_now, pays
+from .requests import REQUEST_ID_HEADER, Headers, request_id_of
+from .responses import MAX_ON_LOOP_BYTES, Response, choose_coding, compress_now, error_reply, pays
+from .routes import Route
 
+LOG = logging.getLogger(__name__)
 BEGINNING = "/invoke/"
+INVOKE_ROUTE = ("POST", INVOKE_PATH)
 PREFER = istr("Prefer")
 Send: TypeAlias = Callable[[Response], None]
 
@@ -35,8 +40,17 @@ Send: TypeAlias = Callable[[Response], None]
 class FastPath:
     """The fast path of a gateway. All `connection.FastConnection`s offer their requests to it."""
 
-    def __init__(self, gateway: Gateway, functions: Functions, guard: Guard) -> None:
+    def __init__(
+        self, gateway: Gateway, functions: Functions, guard: Guard, routes: Sequence[Route],
+        access: AccessLog | None = None,
+    ) -> None:  # fmt: skip
+        """Each request is written to `access`, if there is one."""
         self.gateway = gateway
+        self.access = access
+        # Requests that another row of the route table serves, such as CloudEvents.
+        self._elsewhere = [
+            row.accepts for row in routes if row.path == INVOKE_PATH and row.accepts is not None
+        ]
         self._functions, self._guard = functions, guard
         self._outgoing: list[tuple[Send, Response]] = []
 
@@ -53,11 +67,11 @@ class FastPath:
             return None
         headers = message.headers
         try:
-            admitted = self._guard.admit(headers, INVOKE_PATH, revision.spec.function, transport)
+            admitted = self._guard.admit(headers, INVOKE_ROUTE, revision.spec.function, transport)
         except PilotflameError:
             # The guard refuses it again in aiohttp's handler, and the caller gets the error.
             return None
-        request = FastRequest(self, revision, admitted, send)
+        request = FastRequest(self, revision, admitted, send, received_s)
         request.begin(headers, payload.read_nowait(), received_s)
         return request
 
@@ -73,7 +87,11 @@ class FastPath:
     def _flush(self) -> None:
         outgoing, self._outgoing = self._outgoing, []
         for send, response in outgoing:
-            send(response)
+            try:
+                send(response)
+            except Exception:
+                # The other responses of this turn must be sent all the same.
+                LOG.exception("a response with status %s could not be sent", response.status)
 
     def _revision(self, message: RawRequestMessage) -> Revision | None:
         """Return the live revision of the function, or None if the request is not plain."""
@@ -82,9 +100,14 @@ class FastPath:
             return None
         if message.should_close or message.upgrade or message.chunked or message.compression:
             return None
-        # Prefer may ask for a job instead of an output, and Expect for an interim response.
-        if PREFER in message.headers or hdrs.EXPECT in message.headers:
+        # Prefer may ask for a job instead of an output, and Expect for an interim response. Web pages, which
+        # send Origin, need headers in the response.
+        headers = message.headers
+        if PREFER in headers or hdrs.EXPECT in headers or hdrs.ORIGIN in headers:
             return None
+        for accepts in self._elsewhere:
+            if accepts(headers):
+                return None
         try:
             revision = self._functions.live(path[len(BEGINNING) :])
         except PilotflameError:
@@ -95,10 +118,14 @@ class FastPath:
 class FastRequest:
     """One request that the fast path handles, from its admission to its response."""
 
-    __slots__ = ("_accept_encoding", "_admitted", "_fast_path", "_invocation", "_name", "_revision", "_send")
+    __slots__ = ("_accept_encoding", "_admitted", "_fast_path", "_invocation", "_name", "_received_s",
+                 "_revision", "_send")  # fmt: skip
 
-    def __init__(self, fast_path: FastPath, revision: Revision, admitted: Admitted, send: Send) -> None:
+    def __init__(
+        self, fast_path: FastPath, revision: Revision, admitted: Admitted, send: Send, received_s: float
+    ) -> None:
         self._fast_path, self._revision, self._admitted, self._send = fast_path, revision, admitted, send
+        self._received_s = received_s
         self._name = revision.spec.function
         self._invocation: Invocation | None = None
         self._accept_encoding = ""
@@ -113,7 +140,7 @@ class FastRequest:
                 self._name, headers, request_id, body, received_s, caller, self._on_answer
             )
         except PilotflameError as error:
-            self._end(gateway.refused(self._name, error, request_id))
+            self._end(gateway.refused(self._name, error, request_id, caller))
             return
         self._invocation = invocation
         if invocation.ended:
@@ -129,10 +156,26 @@ class FastRequest:
     def _on_answer(self) -> None:
         invocation, self._invocation = self._invocation, None
         if invocation is not None:
-            self._end(self._fast_path.gateway.answered(self._name, invocation))
+            self._answer(invocation)
+
+    def _answer(self, invocation: Invocation) -> None:
+        try:
+            response = self._fast_path.gateway.answered(self._name, invocation, self._admitted.caller)
+        except Exception:
+            # An answer that cannot be made, for example because of a header, must not end its worker's link,
+            # on which other answers arrive in the same turn.
+            LOG.exception("the answer to invocation %s of %s cannot be sent", invocation.id, self._name)
+            failed = InvocationError("The answer could not be sent.", remedy="See `pilotflame logs`.")
+            response = error_reply(failed, invocation.id)
+        self._end(response)
 
     def _end(self, response: Response) -> None:
         self._admitted.leave()
+        if (access := self._fast_path.access) is not None:
+            access.write(
+                "POST", INVOKE_PATH, response.status, self._received_s, owner=self._admitted.caller.owner,
+                function=self._name, request_id=response.headers.get(REQUEST_ID_HEADER, ""),
+            )  # fmt: skip
         media_type = response.headers.get("Content-Type", JSON_TYPE).partition(";")[0]
         if not pays(response.body, media_type):
             self._fast_path.send(self._send, response)

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import socket
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -21,14 +21,16 @@ from multidict import istr
 
 from ...addresses import is_loopback
 from ...errors import Forbidden, GatewayError, PilotflameError, QuotaExceeded, Unauthorized
+from ..access.aws_signature import SCHEME, SignedRequest, parse_signature, unknown_signer, verify
 from ..access.keyring import Held, Keyring, Meter
 from ..access.keys import ANYBODY, Caller, Scope
-from .requests import CALLER, Headers
-from .responses import Handler
-from .routes import Route, scopes_by_path
+from .cross_origin import CrossOrigin
+from .requests import BODY, CALLER, Headers, read_body
+from .responses import MAX_ON_LOOP_BYTES, Handler
+from .routes import Route, scopes_by_route
 
-SIGNED = "AWS4-"
-# AWS's clients sign requests and also send a session token. A caller can use the API key as this token.
+LOG = logging.getLogger(__name__)
+# AWS's clients sign requests, and may also send a session token. A caller can use the API key as this token.
 SESSION_TOKEN = "X-Amz-Security-Token"  # noqa: S105
 _FETCH_SITE = istr("Sec-Fetch-Site")
 
@@ -47,8 +49,8 @@ class Admitted(NamedTuple):
 UNKNOWN_CALLER = Admitted(ANYBODY)
 
 
-def check_origin(headers: Headers) -> None:
-    """Raise Forbidden if a web page of another origin has caused the request.
+def check_origin(headers: Headers, allows: Callable[[str], bool] = lambda _origin: False) -> None:
+    """Raise Forbidden if a web page of another origin has caused the request, unless `allows(origin)`.
 
     Any page can send requests to 127.0.0.1, also under a host name of its own that resolves to it. But the
     browser sets Host, Origin and Sec-Fetch-Site itself, and no page can forge them.
@@ -57,6 +59,8 @@ def check_origin(headers: Headers) -> None:
     if host is not None and not _names_loopback(f"//{host}"):
         raise _forbidden(f"answers only to this machine's own names, not to {host[:80]!a}")
     if origin is not None and not _names_loopback(origin):
+        if allows(origin):
+            return
         raise _forbidden(f"answers no web page of {origin[:80]!a}")
     if headers.get(_FETCH_SITE) == "cross-site":
         raise _forbidden("answers no web page of another origin")
@@ -66,13 +70,18 @@ class Guard:
     """The guard of a gateway, with the scope that each route requires."""
 
     def __init__(
-        self, keyring: Keyring, tasks: asyncio.TaskGroup, routes: Sequence[Route], *, required: bool,
-        on_quota: Callable[[str, PilotflameError], None],
+        self, keyring: Keyring, tasks: asyncio.TaskGroup, routes: Sequence[Route], cors: CrossOrigin, *, required: bool,
+        on_quota: Callable[[str, PilotflameError], None], max_body_bytes: int, body_timeout_s: float,
     ) -> None:  # fmt: skip
-        """`on_quota` is called with the function and the error of a request that exceeds its key's quota."""
-        self._keyring, self._tasks = keyring, tasks
+        """`on_quota` is called with the function and the error of a request that exceeds its key's quota.
+
+        `max_body_bytes` and `body_timeout_s` limit the bodies of signed requests, which the guard reads.
+        """
+        self._keyring, self._tasks, self._cors = keyring, tasks, cors
         self._public = {route.path for route in routes if route.public}
-        self._scopes = scopes_by_path(routes)
+        self._signed = {route.path for route in routes if route.aws_signed}
+        self._scopes = scopes_by_route(routes)
+        self._max_body_bytes, self._body_timeout_s = max_body_bytes, body_timeout_s
         self._required = required
         self._on_quota = on_quota
 
@@ -89,7 +98,10 @@ class Guard:
             return await handler(request)
         function = request.match_info.get("function")
         try:
-            admitted = self.admit(request.headers, path, function, request.transport)
+            signer = await self._find_signer(request) if path in self._signed else None
+            admitted = self.admit(
+                request.headers, (request.method, path), function, request.transport, signer
+            )
         except QuotaExceeded as error:
             if function is not None:
                 self._on_quota(function, error)
@@ -101,10 +113,12 @@ class Guard:
             admitted.leave()
 
     def admit(
-        self, headers: Headers, path: str, function: str | None, transport: asyncio.BaseTransport | None
-    ) -> Admitted:
-        """Admit a request to the route with this registered path. `leave` of the result must be called.
+        self, headers: Headers, route: tuple[str, str], function: str | None,
+        transport: asyncio.BaseTransport | None, signer: Held | None = None,
+    ) -> Admitted:  # fmt: skip
+        """Admit a request to the route of this method and registered path. Call `leave` of the result.
 
+        `signer` is the key that has signed the request, if the request does not hold the key itself.
         Raises Unauthorized, Forbidden, QuotaExceeded, or UnknownFunction if the key does not cover it.
         """
         if not self.closed:
@@ -112,9 +126,9 @@ class Guard:
                 check_origin(headers)
             except Forbidden:
                 if not _on_control_socket(transport):
-                    raise
+                    check_origin(headers, lambda origin: self._cors.allows(origin, route[1], function))
             return UNKNOWN_CALLER
-        held = self._find_key(headers, transport)
+        held = signer or self._find_key(headers, transport)
         if held is None:
             return UNKNOWN_CALLER
         if wait_s := held.meter.enter(time.monotonic()):
@@ -122,7 +136,7 @@ class Guard:
             details = {"retry_after_s": wait_s}
             raise QuotaExceeded("This API key's quota is used up.", remedy=remedy, details=details)
         try:
-            if path and (scope := self._scopes.get(path, Scope.ADMIN)) is not None:
+            if route[1] and (scope := self._scopes.get(route, Scope.ADMIN)) is not None:
                 held.caller.check_scope(scope)
             if function is not None:
                 held.caller.check(function)
@@ -140,33 +154,65 @@ class Guard:
             remedy = "Send `Authorization: Bearer KEY`, or set PILOTFLAME_API_KEY; `pilotflame keys create` makes one."
             raise Unauthorized("This gateway requires an API key.", remedy=remedy)
         now_s = time.time()
-        # An AWS signature cannot be verified here, so only the session token is checked.
-        if sent.startswith(SIGNED):
+        # Where signatures are not accepted, the session token of a signed request must be the key.
+        if sent.startswith(SCHEME):
             sent = headers.get(SESSION_TOKEN, "")
         held = self._keyring.find(token_in(sent), now_s)
         if held is None:
             remedy = "See `pilotflame keys list` on the gateway's machine."
             raise Unauthorized("The API key is unknown, was revoked, or has expired.", remedy=remedy)
-        if held.used(now_s):
-            self._tasks.create_task(asyncio.to_thread(self._save))
+        self._note_use(held, now_s)
         return held
+
+    async def _find_signer(self, request: web.Request) -> Held | None:
+        """Return the key that has signed the request, or None if it is not signed or holds the key itself.
+
+        Raises Unauthorized if the signature is not valid, and the errors of `read_body`: a signature covers
+        the body. Bodies are read only for existing keys, so that nobody else can fill the memory.
+        """
+        headers, now_s = request.headers, time.time()
+        signed = headers.get("Authorization", "").startswith(SCHEME) and SESSION_TOKEN not in headers
+        if not signed or not self.closed:
+            return None
+        signature = parse_signature(headers, now_s)
+        held = self._keyring.signer(signature.key_id, now_s)
+        if held is None:
+            raise unknown_signer()
+        body = request[BODY] = await read_body(request, self._max_body_bytes, self._body_timeout_s)
+        covered = SignedRequest(request.method, request.raw_path, headers, body)
+        if len(body) > MAX_ON_LOOP_BYTES:
+            await asyncio.to_thread(verify, held.key.signing_digest, signature, covered)
+        else:
+            verify(held.key.signing_digest, signature, covered)
+        self._note_use(held, now_s)
+        return held
+
+    def _note_use(self, held: Held, now_s: float) -> None:
+        if held.used(now_s):
+            self._tasks.create_task(asyncio.to_thread(self._save), name="keyring")
 
     def _save(self) -> None:
         try:
             self._keyring.save()
         except GatewayError as error:
             # The time of last use is only shown to users, so the request is admitted all the same.
-            sys.stderr.write(f"pilotflame: {error}\n")
+            LOG.warning("%s", error)
 
 
 def token_in(header: str) -> str:
-    """Return the token of an Authorization header. Some of RunPod's clients send it without "Bearer"."""
+    """Return the token of an Authorization header.
+
+    Some of RunPod's clients send it without "Bearer", and older ones of Replicate with "Token".
+    """
     scheme, space, rest = header.strip().partition(" ")
-    return rest.strip() if space and scheme.lower() == "bearer" else header.strip()
+    return rest.strip() if space and scheme.lower() in ("bearer", "token") else header.strip()
 
 
 def _forbidden(what: str) -> Forbidden:
-    remedy = "Call http://localhost:PORT, or send an API key (pilotflame keys create NAME --scope admin)."
+    remedy = (
+        "Call http://localhost:PORT, send an API key (pilotflame keys create NAME --scope admin), or let pages of this"
+        " origin call a function: [cors] in pilotflame.toml."
+    )
     return Forbidden(f"Without API keys this gateway {what}.", remedy=remedy)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from aiohttp import web
@@ -26,6 +26,7 @@ from .requests import (
     content_type_of,
     load_json,
     media_type_of,
+    preferences_of,
     priority_of,
     read_body,
     request_id_of,
@@ -78,7 +79,7 @@ class Gateway:
         ]  # fmt: skip
 
     async def invoke(self, request: web.Request) -> web.StreamResponse:
-        if "respond-async" in request.headers.get("Prefer", ""):
+        if "respond-async" in preferences_of(request):
             return await self._submit(request)
         received_s = time.monotonic()
         name = request.match_info["function"]
@@ -90,7 +91,13 @@ class Gateway:
             caller = caller_of(request)
             revision, invocation = self.begin(name, request.headers, request_id, body, received_s, caller)
         except PilotflameError as error:
-            return self.refused(name, error, request_id).response()
+            return self.refused(name, error, request_id, caller_of(request)).response()
+        return await self.finish(request, name, revision, invocation)
+
+    async def finish(
+        self, request: web.Request, name: str, revision: Revision, invocation: Invocation
+    ) -> web.StreamResponse:
+        """Return the response to an invocation that `begin` returned. Cancel it if the caller disconnects."""
         try:
             if invocation.stream is not None:
                 return await self._stream(request, name, invocation, invocation.stream)
@@ -100,13 +107,17 @@ class Gateway:
         except (asyncio.CancelledError, ConnectionError):
             revision.cancel(invocation)
             raise
-        return self.answered(name, invocation).response()
+        return self.answered(name, invocation, caller_of(request)).response()
 
     def begin(
         self, name: str, headers: Headers, request_id: str, body: bytes, received_s: float, caller: Caller,
-        on_end: Callable[[], None] | None = None,
+        on_end: Callable[[], None] | None = None, *, content_type: str | None = None,
+        extra: Mapping[str, Any] | None = None,
     ) -> tuple[Revision, Invocation]:  # fmt: skip
-        """Submit an invocation. Return (revision, invocation). Pass an error that is raised to `refused`."""
+        """Submit an invocation. Return (revision, invocation). Pass an error that is raised to `refused`.
+
+        `content_type` replaces that of the headers, and `extra` is what the handler reads in `context.extra`.
+        """
         # Look the revision up again: another one may have become live while the body arrived.
         revision = self._functions.live(name)
         settings = revision.policy.settings
@@ -114,24 +125,25 @@ class Gateway:
             request_id, body, now_s=received_s,
             deadline_s=received_s + timeout_of(headers, settings.timeout_s),
             hold_until_s=received_s + seconds(headers, HOLD, settings.hold_s, MAX_HOLD_S),
-            content_type=content_type_of(headers), traceparent=traceparent_of(headers), accept=accept_of(headers),
-            streaming=revision.streaming, tenant=caller.owner, on_end=on_end,
-            priority=priority_of(headers, urgent=caller.urgent),
+            content_type=content_type_of(headers) if content_type is None else content_type, extra=extra,
+            traceparent=traceparent_of(headers), accept=accept_of(headers), streaming=revision.streaming,
+            tenant=caller.owner, on_end=on_end, priority=priority_of(headers, urgent=caller.urgent),
         )  # fmt: skip
         revision.submit(invocation)
         return revision, invocation
 
-    def refused(self, name: str, error: PilotflameError, request_id: str) -> Response:
+    def refused(self, name: str, error: PilotflameError, request_id: str, caller: Caller) -> Response:
         """Count the error that `begin` raised, and return the response to the request."""
         self._backend.metrics.refused(name, error)
-        return error_reply(error, request_id)
+        return error_reply(error, request_id, private=caller.sees_code(name))
 
-    def answered(self, name: str, invocation: Invocation) -> Response:
+    def answered(self, name: str, invocation: Invocation, caller: Caller) -> Response:
         """Count an invocation that has ended, and return the response: its output or its error."""
         error = invocation.output.exception()
         if isinstance(error, PilotflameError):
             self._backend.record(name, error.status, invocation, error)
-            return error_reply(error, invocation.id, invocation_headers(invocation))
+            headers, private = invocation_headers(invocation), caller.sees_code(name)
+            return error_reply(error, invocation.id, headers, private=private)
         self._backend.record(name, 200, invocation)
         answer = invocation.output.result()
         headers = {**invocation_headers(invocation), "Content-Type": answer.content_type}
@@ -153,6 +165,7 @@ class Gateway:
         self, request: web.Request, name: str, invocation: Invocation, stream: Stream
     ) -> web.StreamResponse:
         """Send all pieces. Close the connection if the stream still runs LAST_EVENT_S after the deadline."""
+        private = caller_of(request).sees_code(name)
         events = EventStream(request, invocation)
         left_s = max(0.0, invocation.deadline_s - time.monotonic())
         try:
@@ -162,8 +175,9 @@ class Gateway:
                 error = failure if isinstance(failure, PilotflameError) else None
                 self._backend.record(name, error.status if error is not None else 200, invocation, error)
                 if error is not None and events.response is None:
-                    return error_reply(error, invocation.id, invocation_headers(invocation)).response()
-                return await events.end(error)
+                    headers = invocation_headers(invocation)
+                    return error_reply(error, invocation.id, headers, private=private).response()
+                return await events.end(error, private=private)
         except TimeoutError:
             events.abort()
             if not invocation.timeline.responded_s:

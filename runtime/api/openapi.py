@@ -13,17 +13,25 @@ from aiohttp import web
 from pydantic import TypeAdapter
 
 from ..._version import __version__
+from ...errors import UnknownFunction
 from ...handlers.arrays import NPY_TYPE, SAFETENSORS_TYPE
 from ...handlers.codec import BYTES_TYPE, JSON_TYPE
 from ..functions.live import FunctionStatus
 from .event_stream import EVENT_STREAM_TYPE
+from .predictor_schema import REFERENCE, predictor_components
 from .responses import json_response
 from .routes import Parameter, Route
 
 INVOKE_PATH = "/invoke/{function}"
-_REFERENCE = "#/components/schemas/"
+FUNCTION = Parameter("function", "Describe only this function.")
 _GUARD_ERRORS = (401, 403, 404, 429)
-_SECURITY_SCHEMES = {"key": {"type": "http", "scheme": "bearer", "description": "An API key: pf_…"}}
+_SECURITY_SCHEMES = {
+    "key": {"type": "http", "scheme": "bearer", "description": "An API key: pf_…"},
+    "aws": {
+        "type": "apiKey", "in": "header", "name": "Authorization",
+        "description": "An AWS signature, version 4. The access key is the id of an API key, the secret its last part.",
+    },
+}  # fmt: skip
 _INFO = {"title": "pilotflame", "version": __version__, "description": "Functions that start when called."}
 _Mode = Literal["validation", "serialization"]
 
@@ -36,20 +44,33 @@ class OpenApi:
     ) -> None:
         """`statuses` returns the functions that the caller of a request may see."""
         self._statuses = statuses
-        own = Route("GET", "/openapi.json", self._respond, None, "Return this document.", dict[str, Any])
+        own = Route(
+            "GET", "/openapi.json", self._respond, None, "Return this document.", dict[str, Any],
+            errors=(404,), parameters=(FUNCTION,),
+        )  # fmt: skip
         self.routes = [*routes, own]
 
     def document(self, functions: Iterable[FunctionStatus]) -> dict[str, Any]:
-        """Return the document, in the format OpenAPI 3.1, with the paths to invoke these functions."""
+        """Return the document, in the format OpenAPI 3.1, with the paths to invoke these functions.
+
+        If there is one only, the components `Input` and `Output` describe it, as in the documents of Cog.
+        """
         paths, schemas = (dict(part) for part in self._static)
+        found = list(functions)
         if invoke := paths.pop(INVOKE_PATH, None):
-            for function in functions:
+            for function in found:
                 paths[f"/invoke/{function.name}"] = {"post": _invoke(invoke["post"], function, schemas)}
+        if len(found) == 1:
+            schemas |= predictor_components(found[0], schemas)
         components = {"schemas": schemas, "securitySchemes": _SECURITY_SCHEMES}
         return {"openapi": "3.1.0", "info": _INFO, "paths": paths, "components": components}
 
     async def _respond(self, request: web.Request) -> web.StreamResponse:
-        return json_response(self.document(self._statuses(request)))
+        named = request.query.get(FUNCTION.name, "")
+        found = [status for status in self._statuses(request) if named in ("", status.name)]
+        if named and not found:
+            raise UnknownFunction.named(named)
+        return json_response(self.document(found))
 
     @cached_property
     def _static(self) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -64,7 +85,7 @@ class OpenApi:
         components = {titles[name]: schema for name, schema in types.components.items()}
         text = orjson.dumps([paths, components]).decode()
         for name, title in titles.items():
-            text = text.replace(f'"{_REFERENCE}{name}"', f'"{_REFERENCE}{title}"')
+            text = text.replace(f'"{REFERENCE}{name}"', f'"{REFERENCE}{title}"')
         paths, components = orjson.loads(text)
         return paths, components
 
@@ -79,7 +100,7 @@ class _Types:
             for body in (route.response, *route.other_responses.values(), route.error_type):
                 used |= {(repr(kind), "serialization"): kind for kind in _leaves(body)}
         inputs = [(name, mode, TypeAdapter(kind)) for (name, mode), kind in used.items()]
-        self._schemas, definitions = TypeAdapter.json_schemas(inputs, ref_template=f"{_REFERENCE}{{model}}")
+        self._schemas, definitions = TypeAdapter.json_schemas(inputs, ref_template=f"{REFERENCE}{{model}}")
         self.components: dict[str, Any] = definitions.get("$defs", {})
 
     def content(self, body: Any, mode: _Mode) -> dict[str, Any]:
@@ -126,7 +147,7 @@ def _operation(route: Route, types: _Types) -> dict[str, Any]:
         responses[str(status)] = response
     operation["responses"] = responses
     if not route.public:
-        operation["security"] = [{}, {"key": []}]
+        operation["security"] = [{}, {"key": []}, *([{"aws": []}] if route.aws_signed else [])]
     return operation
 
 
@@ -148,7 +169,7 @@ def _invoke(operation: dict[str, Any], function: FunctionStatus, schemas: dict[s
         "operationId": f"invoke_{function.name}",
         "summary": f"Call {function.name} ({function.revision}) and wait for its output.",
         "parameters": [one for one in operation["parameters"] if one["in"] != "path"],
-        "requestBody": {"content": {JSON_TYPE: {"schema": taken}}},
+        "requestBody": {"content": operation["requestBody"]["content"] | {JSON_TYPE: {"schema": taken}}},
     }
     success = operation["responses"]["200"]
     if function.streaming:
@@ -167,7 +188,7 @@ def _hoist(name: str, schema: dict[str, Any], schemas: dict[str, Any]) -> dict[s
 
     They are moved to `schemas` as components of the document, whose names begin with `name`.
     """
-    text = orjson.dumps(schema).replace(b'"#/$defs/', f'"{_REFERENCE}{name}.'.encode())
+    text = orjson.dumps(schema).replace(b'"#/$defs/', f'"{REFERENCE}{name}.'.encode())
     moved: dict[str, Any] = orjson.loads(text)
     schemas.update({f"{name}.{key}": definition for key, definition in moved.pop("$defs", {}).items()})
     return moved

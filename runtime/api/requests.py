@@ -18,10 +18,13 @@ from ...errors import BadInput, InputTimeout, InputTooLarge, PilotflameError
 from ...handlers.arrays import NPY_TYPE, SAFETENSORS_TYPE
 from ...handlers.codec import BYTES_TYPE, JSON_TYPE
 from ..access.keys import ANYBODY, Caller
+from ..jobs.job import ALL
 from ..serving.invocation import NORMAL
 from ..telemetry.timeline import TRACEPARENT
 
 CALLER = web.RequestKey("caller", Caller)
+BODY = web.RequestKey("body", bytes)
+"""The body of a request that the guard had to read. `read_body` returns it."""
 Headers: TypeAlias = Mapping[str, str]
 M = TypeVar("M", bound=BaseModel)
 
@@ -54,6 +57,12 @@ def caller_of(request: web.Request) -> Caller:
     return found
 
 
+def owner_of(request: web.Request) -> str:
+    """Return the owner whose jobs the caller may see and change; ALL for administrators."""
+    caller = caller_of(request)
+    return ALL if caller.administers else caller.owner
+
+
 async def read_body(
     request: web.Request, limit: int, timeout_s: float, *, remedy: str = TOO_LARGE_REMEDY
 ) -> bytes:
@@ -61,8 +70,11 @@ async def read_body(
 
     Raises InputTimeout if it takes longer than `timeout_s`, and BadInput if it ends early or is malformed.
     """
-    if (request.content_length or 0) > limit:
+    read: bytes | None = request.get(BODY)
+    if (request.content_length or 0) > limit or len(read or b"") > limit:
         raise too_large(limit, remedy)
+    if read is not None:
+        return read
     if not request.can_read_body:
         return b""
     try:
@@ -161,6 +173,16 @@ def idempotency_of(headers: Headers) -> str:
     if len(key) > MAX_KEY_CHARS:
         raise BadInput(f"{IDEMPOTENCY} has {len(key)} characters.", remedy=f"Send at most {MAX_KEY_CHARS}.")
     return f"key:{key}" if key else ""
+
+
+def preferences_of(request: web.Request) -> dict[str, str]:
+    """Return the preferences in the headers Prefer (RFC 7240), by name in lower case; "" without a value."""
+    found: dict[str, str] = {}
+    for line in request.headers.getall("Prefer", ()):
+        for preference in line.split(","):
+            name, _, value = preference.partition(";")[0].partition("=")
+            found.setdefault(name.strip().lower(), value.strip(' \t"'))
+    return found
 
 
 def media_type_of(headers: Headers) -> str:

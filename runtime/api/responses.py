@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import importlib
 import math
 import sys
@@ -16,21 +17,24 @@ from aiohttp import hdrs, web
 from pydantic import WithJsonSchema, with_config
 from typing_extensions import TypedDict
 
+from ..._version import __version__
 from ...errors import MethodNotAllowed, PilotflameError, Unauthorized, UnknownRoute
 from ...handlers.codec import JSON_TYPE
 from ...handlers.negotiation import weigh
+from ..access.keys import Scope
 from ..serving.invocation import Invocation
-from .requests import Headers, request_id_of
+from .requests import Headers, caller_of, request_id_of
 
 # The standard library has zstd since Python 3.14. The backport can be installed only on older versions.
 zstd = importlib.import_module("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd")
 
+SERVER = f"pilotflame/{__version__}"
 RETRY_AFTER_S = {429: 1.0, 503: 2.0}
 """The seconds for Retry-After, by status, if the error's details have no `retry_after_s`."""
 MIN_COMPRESSED_BYTES = 1024
 """A smaller body is not compressed: it fits into one or two packets anyway."""
 MAX_ON_LOOP_BYTES = 16 << 10
-"""A larger body is compressed in a thread, so that it does not block the event loop."""
+"""A larger body is compressed or hashed in a thread, so that it does not block the event loop."""
 COMPRESSION_LEVEL = 1
 _GZIP_BITS = zlib.MAX_WBITS | 16
 _COMPRESSIBLE = ("application/json", "application/xml", "application/javascript", "application/x-ndjson")
@@ -86,14 +90,17 @@ def timestamp(at_s: float) -> Timestamp:
     return datetime.fromtimestamp(at_s, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
-def error_reply(error: PilotflameError, request_id: str = "", headers: Headers | None = None) -> Response:
+def error_reply(
+    error: PilotflameError, request_id: str = "", headers: Headers | None = None, *, private: bool = False
+) -> Response:
     """Return the response for an error: `{"error": {"type", "message", "remedy", "details", "request_id"}}`.
 
-    `headers` replace the header X-Request-Id, which is sent otherwise.
+    `headers` replace the header X-Request-Id, which is sent otherwise. With `private`, the details include the
+    traceback of user code.
     """
     sent = dict(headers) if headers is not None else {"X-Request-Id": request_id} if request_id else {}
     sent |= retry_headers(error) | {"Content-Type": JSON_TYPE}
-    body = {"error": {**error.to_wire(), **({"request_id": request_id} if request_id else {})}}
+    body = {"error": {**error.to_wire(private=private), **({"request_id": request_id} if request_id else {})}}
     return Response(error.status, sent, orjson.dumps(body))
 
 
@@ -142,10 +149,22 @@ class ErrorResponses:
 
     def _response(self, request: web.Request, error: PilotflameError) -> web.Response:
         formats = [form for prefix, form in self._formats.items() if request.path.startswith(prefix)]
-        response = [*formats, error_reply][0](error, request_id_of(request.headers)).response()
+        # An error that is raised here with a traceback is one of a deploy, whose caller brought the code.
+        if not formats and error.private and caller_of(request).has(Scope.DEPLOY):
+            error_format: ErrorFormat = functools.partial(error_reply, private=True)
+        else:
+            error_format = [*formats, error_reply][0]
+        response = error_format(error, request_id_of(request.headers)).response()
         if isinstance(error, Unauthorized):
             response.headers[hdrs.WWW_AUTHENTICATE] = "Bearer"
         return response
+
+
+async def complete_headers(_request: web.BaseRequest, response: web.StreamResponse) -> None:
+    """Name the server. Remove the Content-Type that aiohttp adds to a response without a body."""
+    response.headers[hdrs.SERVER] = SERVER
+    if isinstance(response, web.Response) and response.body is None:
+        response.headers.popall(hdrs.CONTENT_TYPE, None)
 
 
 @web.middleware

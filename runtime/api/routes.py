@@ -131,6 +131,8 @@ class Route:
     """The headers of a successful response, described as in OpenAPI."""
     public: bool = False
     """True if no API key is needed."""
+    aws_signed: bool = False
+    """True if, instead of sending an API key, a caller may sign the request with it, as AWS's clients do."""
     accepts: Callable[[Mapping[str, str]], bool] | None = None
     """If several rows have the same method and path, the first whose `accepts` returns True for the request's
     headers serves the request, or, if there is none, the row without `accepts`."""
@@ -147,15 +149,20 @@ def aiohttp_routes(routes: Sequence[Route]) -> list[web.RouteDef]:
     """
     key = attrgetter("path", "method")
     grouped = groupby(sorted(routes, key=key), key)
-    return [web.route(method, path, _choose(tuple(rows))) for (path, method), rows in grouped]
+    found = {(method, path): _choose(tuple(rows)) for (path, method), rows in grouped}
+    # Health checkers often send HEAD.
+    public = {
+        ("HEAD", route.path): route.handler for route in routes if route.public and route.method == "GET"
+    }
+    return [web.route(method, path, handler) for (method, path), handler in (public | found).items()]
 
 
-def scopes_by_path(routes: Sequence[Route]) -> dict[str, Scope | None]:
-    """Return the scope that each path requires. Raises ValueError if rows of one path differ in it."""
-    scopes: dict[str, Scope | None] = {}
+def scopes_by_route(routes: Sequence[Route]) -> dict[tuple[str, str], Scope | None]:
+    """Return the scope that each (method, path) requires. Raises ValueError if rows of one differ in it."""
+    scopes: dict[tuple[str, str], Scope | None] = {}
     for route in routes:
-        if scopes.setdefault(route.path, route.scope) is not route.scope:
-            raise ValueError(f"{route.path} has rows with different scopes")
+        if scopes.setdefault((route.method, route.path), route.scope) is not route.scope:
+            raise ValueError(f"{route.method} {route.path} has rows with different scopes")
     return scopes
 
 

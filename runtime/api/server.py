@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
-import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from typing import TypeAlias
 
 import aiohttp
 from aiohttp import web
@@ -16,12 +17,15 @@ from ...errors import GatewayError
 from .admin import MAX_ARCHIVE_BYTES
 from .connection import ClientConnection, FastConnection, header_timer, missing_internals
 from .fast_path import FastPath
+from .responses import complete_headers
 from .routes import Route, aiohttp_routes
 
+LOG = logging.getLogger(__name__)
+OnPrepare: TypeAlias = Callable[[web.Request, web.StreamResponse], Awaitable[None]]
 BACKLOG = 1024
 NO_FAST_PATH = (
-    "pilotflame: aiohttp {version} lacks {names}, so plain calls take more time. Install an aiohttp that pilotflame's"
-    " pyproject.toml allows.\n"
+    "aiohttp {version} lacks {names}, so plain calls take more time. Install an aiohttp that pilotflame's"
+    " pyproject.toml allows."
 )
 
 
@@ -52,17 +56,18 @@ def url_of(sock: socket.socket) -> str:
 @contextlib.asynccontextmanager
 async def http_server(
     socks: Sequence[socket.socket], routes: Sequence[Route], middlewares: Sequence[Middleware],
-    fast_path: FastPath, header_timeout_s: float,
+    fast_path: FastPath, header_timeout_s: float, on_prepare: Sequence[OnPrepare] = (),
 ) -> AsyncIterator[None]:  # fmt: skip
     """Serve `routes` on `socks` inside the block. At its end, requests have one more second.
 
-    If the installed aiohttp does not support `fast_path`, print a message and serve without it.
+    Each of `on_prepare` is called with the request and the response before the response's header is sent. If the installed aiohttp does not support `fast_path`, log a message and serve without it.
     """
     if missing := missing_internals():
-        sys.stderr.write(NO_FAST_PATH.format(version=aiohttp.__version__, names=", ".join(missing)))
+        LOG.warning(NO_FAST_PATH.format(version=aiohttp.__version__, names=", ".join(missing)))
         middlewares = [header_timer, *middlewares]
     app = web.Application(client_max_size=MAX_ARCHIVE_BYTES, middlewares=middlewares)
     app.add_routes(aiohttp_routes(routes))
+    app.on_response_prepare.extend([complete_headers, *on_prepare])
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
     await runner.setup()
 

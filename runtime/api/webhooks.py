@@ -14,6 +14,7 @@ from ..access.keys import Scope
 from ..functions.registry import Functions
 from ..jobs.jobs import Jobs
 from ..jobs.webhook_delivery import Delivery, DeliveryState
+from .requests import owner_of
 from .responses import Timestamp, json_response, timestamp
 from .routes import Choices, Number, Parameter, Route
 
@@ -71,7 +72,8 @@ class WebhooksApi:
     async def list(self, request: web.Request) -> web.StreamResponse:
         function, job_id = request.match_info["function"], request.query.get("job", "")
         limit = min(LIMIT.read(request), MAX_LISTED)
-        found = await self.jobs.store.deliveries(function, STATE.read(request), job_id, limit)
+        states, owner = STATE.read(request), owner_of(request)
+        found = await self.jobs.store.deliveries(function, states, job_id, limit, owner)
         # Not checked before: the deliveries of a deleted function can still be listed.
         if not found:
             self.functions.get(function)
@@ -85,7 +87,8 @@ class WebhooksApi:
 
     async def redeliver(self, request: web.Request) -> web.StreamResponse:
         function, delivery_id = request.match_info["function"], request.match_info["delivery"]
-        return json_response(shown(await self.jobs.store.redeliver(function, delivery_id)))
+        delivery = await self.jobs.store.redeliver(function, delivery_id, owner_of(request))
+        return json_response(shown(delivery))
 
 
 def shown(delivery: Delivery) -> ShownDelivery:

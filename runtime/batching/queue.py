@@ -21,6 +21,8 @@ from .reservations import Reservations
 MIN_RETRY_S, MAX_RETRY_S = 0.05, 60.0
 # The weight of the latest measurement in the mean response time.
 SMOOTHING = 0.1
+MAX_QUEUE_BYTES = 512 << 20
+"""The default of `max_queue_bytes`."""
 
 
 class Item(Waiting, Protocol):
@@ -33,6 +35,10 @@ class Item(Waiting, Protocol):
     """The time from its arrival to its deadline."""
     max_batch: int
     """The size of the largest batch it may run in; 0 for no limit."""
+    first: bool
+    """True once a reservation has put it before the items of all priorities."""
+
+    def mark_first(self) -> None: ...
 
 
 T = TypeVar("T", bound=Item)
@@ -59,16 +65,19 @@ class Queue(Generic[T]):
     """The invocations that wait for a worker of one revision."""
 
     def __init__(
-        self, name: str, *, max_batch: int, max_queue: int, curve: LatencyCurve | None = None
-    ) -> None:
+        self, name: str, *, max_batch: int, max_queue: int, max_bytes: int = MAX_QUEUE_BYTES,
+        curve: LatencyCurve | None = None,
+    ) -> None:  # fmt: skip
+        """`max_queue` and `max_bytes` are limits of the waiting items: their number, and their bodies."""
         self.curve = curve or LatencyCurve()
         self.max_batch = max_batch
-        self._max_queue = max_queue
+        self._max_queue, self._max_bytes = max_queue, max_bytes
         self._name = name
         self._waiting: FairQueue[T] = FairQueue()
         self._arrivals = ArrivalPattern()
         self._reservations = Reservations()
-        self._reserved: set[int] = set()
+        # The number of waiting items that are first, and the size of the bodies of all.
+        self._first = self._bytes = 0
         # The mean number of seconds from the end of a batch until all its callers have their responses.
         self._response_s = 0.0
 
@@ -78,39 +87,59 @@ class Queue(Generic[T]):
     def __iter__(self) -> Iterator[T]:
         return iter(self._waiting)
 
-    def configure(self, *, max_batch: int | None = None, max_queue: int | None = None) -> None:
+    def configure(
+        self, *, max_batch: int | None = None, max_queue: int | None = None, max_bytes: int | None = None
+    ) -> None:
         self.max_batch = max_batch or self.max_batch
         self._max_queue = max_queue or self._max_queue
+        self._max_bytes = max_bytes or self._max_bytes
 
     # -- arrivals
 
     def admit(self, item: T, now_s: float, slots: Slots) -> None:
         """Add an item that just arrived. Raise QueueFull, or Overloaded if it would miss its deadline."""
-        if len(self._waiting) >= self._max_queue and self._used_its_share(item.tenant):
-            message = f"Function {self._name!r} has {len(self)} invocations waiting; its limit is {self._max_queue}."
-            remedy = "Try again later, or raise max_queue or scale.max in pilotflame.toml."
-            details = {"retry_after_s": round(self._retry_s(now_s, slots), 3)}
-            raise QueueFull(message, remedy=remedy, details=details)
+        if len(self._waiting) >= self._max_queue and self._used_its_share(item.tenant, self._max_queue):
+            waiting = f"{len(self)} invocations waiting; its limit is {self._max_queue} (max_queue)"
+            raise self._full(waiting, "max_queue", now_s, slots)
+        # As with the number, one more is accepted below the limit, however large it is.
+        if self._bytes >= self._max_bytes and self._used_its_share(item.tenant, len(self._waiting)):
+            waiting = f"{self._bytes >> 20} MiB of bodies waiting; its limit is {self._max_bytes >> 20} MiB (max_queue_bytes)"
+            raise self._full(waiting, "max_queue_bytes", now_s, slots)
         if self.max_batch > 1:
             self._arrivals.observe_arrival(now_s)
         busy = slots.free_at_s > now_s or len(self._waiting) > 0
-        first = busy and not item.patient and bool(self.curve.points) and self._check(item, now_s, slots)
-        self._waiting.add(item, first=first)
+        if busy and not item.patient and bool(self.curve.points) and self._check(item, now_s, slots):
+            item.mark_first()
+        self._add(item)
 
-    def _used_its_share(self, tenant: str) -> bool:
-        """Return True if a tenant has used up its share of a full queue. All tenants have equal shares.
+    def _add(self, item: T) -> None:
+        self._waiting.add(item, first=item.first)
+        self._bytes += len(item.body)
+        self._first += item.first
 
-        Items of a tenant below its share are still accepted, until the queue holds twice its limit.
+    def _note_removed(self, item: T) -> None:
+        self._bytes -= len(item.body)
+        self._first -= item.first
+
+    def _used_its_share(self, tenant: str, most: int) -> bool:
+        """Return True if a tenant has used up its share of a full queue of `most` items. All shares are equal.
+
+        Items of a tenant below its share are still accepted, until the queue holds twice its limits.
         """
         own = self._waiting.count(tenant)
         tenants = self._waiting.tenants + (not own)
-        return own * tenants >= self._max_queue or len(self._waiting) >= 2 * self._max_queue
+        over = len(self._waiting) >= 2 * self._max_queue or self._bytes >= 2 * self._max_bytes
+        return own * tenants >= most or over
+
+    def _full(self, waiting: str, setting: str, now_s: float, slots: Slots) -> QueueFull:
+        remedy = f"Try again later, or raise {setting} or scale.max in pilotflame.toml."
+        details = {"retry_after_s": round(self._retry_s(now_s, slots), 3)}
+        return QueueFull(f"Function {self._name!r} has {waiting}.", remedy=remedy, details=details)
 
     def _check(self, item: T, now_s: float, slots: Slots) -> bool:
         """Return True if a reservation puts the item first. Raise Overloaded if it would end too late."""
         reserved = self._reservations.use(item.tenant, item.body, now_s, item.timeout_s)
-        if reserved and self._finish_s(len(self._reserved), now_s, slots) <= item.deadline_s:
-            self._reserved.add(id(item))
+        if reserved and self._finish_s(self._first, now_s, slots) <= item.deadline_s:
             return True
         ahead = self._waiting.ahead(item.tenant, item.priority)
         if self._finish_s(ahead, now_s, slots) > item.deadline_s:
@@ -145,12 +174,14 @@ class Queue(Generic[T]):
 
     def requeue(self, item: T) -> None:
         """Add an item again that was sent to a worker. It is not checked for its deadline or the limit."""
-        self._waiting.add(item)
+        self._add(item)
 
     def remove(self, item: T) -> bool:
         """Remove an item. Return False if it is not in the queue."""
-        self._reserved.discard(id(item))
-        return self._waiting.remove(item)
+        if not self._waiting.remove(item):
+            return False
+        self._note_removed(item)
+        return True
 
     # -- the next batch
 
@@ -174,8 +205,9 @@ class Queue(Generic[T]):
         """Remove and return the next batch, and the items before it that would miss their deadlines."""
         most, batch, late = self.max_batch, list[T](), list[T]()
         while len(batch) < most and (item := self._waiting.pop(self.curve.mean_cost)) is not None:
+            self._note_removed(item)
             if item.max_batch and len(batch) >= item.max_batch:
-                self._waiting.add(item, first=id(item) in self._reserved)
+                self._add(item)
                 self._refund(item)
                 break
             if self._late(item, start_s, len(self._waiting) + len(batch) + 1):
@@ -183,7 +215,6 @@ class Queue(Generic[T]):
                 self._refund(item)
                 continue
             most = min(most, item.max_batch or most)
-            self._reserved.discard(id(item))
             batch.append(item)
         return batch, late
 
@@ -192,21 +223,20 @@ class Queue(Generic[T]):
         removed: list[T] = []
         while late := [item for item in self._waiting.heads() if self._late(item, start_s, len(self))]:
             for item in late:
-                self._waiting.remove(item)
+                self.remove(item)
             removed += late
         return removed
 
     def _refund(self, item: T) -> None:
         """Undo the charge for an item that was removed from the queue and is not run now."""
-        priority = FIRST if id(item) in self._reserved else item.priority
-        self._waiting.charge(item.tenant, priority, -self.curve.mean_cost)
+        self.charge(item, 0.0)
 
     def _late(self, item: T, start_s: float, batch: int) -> bool:
         """Return True if an item should be dropped early, as in Nexus (SOSP '19).
 
         It would be late in a batch of `batch` items that starts at `start_s`, and delay the others.
         """
-        if batch == 1 or item.patient or id(item) in self._reserved:
+        if batch == 1 or item.patient or item.first:
             return False
         run_s = self.curve.bound(min(batch, self.max_batch)) + self._response_s
         return start_s + run_s > item.deadline_s
@@ -225,4 +255,5 @@ class Queue(Generic[T]):
 
     def charge(self, item: T, cost: float) -> None:
         """Correct what the item's tenant was charged, the mean cost, to `cost`, the item's real cost."""
-        self._waiting.charge(item.tenant, item.priority, cost - self.curve.mean_cost)
+        priority = FIRST if item.first else item.priority
+        self._waiting.charge(item.tenant, priority, cost - self.curve.mean_cost)

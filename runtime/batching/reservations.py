@@ -8,8 +8,9 @@ request: otherwise a caller could first send a request that is sure to be refuse
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from dataclasses import dataclass
+import heapq
+from dataclasses import dataclass, field
+from itertools import count
 
 import xxhash
 
@@ -20,37 +21,46 @@ LATE_S = 5.0
 MAX_RESERVATIONS = 10_000
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(frozen=True, order=True, slots=True)
 class _Reservation:
-    key: bytes
-    begins_s: float
+    """One reservation. They are compared by their ends, then by their numbers."""
+
     ends_s: float
-    max_timeout_s: float
+    number: int
+    key: bytes = field(compare=False)
+    begins_s: float = field(compare=False)
+    max_timeout_s: float = field(compare=False)
 
 
 class Reservations:
     """The reservations that are not used yet, and when each is valid."""
 
     def __init__(self) -> None:
-        # All reservations in the order in which they were made. Those of one key are also used in this order.
-        self._open: OrderedDict[_Reservation, None] = OrderedDict()
-        self._by_key: dict[bytes, deque[_Reservation]] = {}
+        # By number, in the order in which they were made. Those of one key are also used in this order.
+        self._open: dict[int, _Reservation] = {}
+        self._by_key: dict[bytes, dict[int, _Reservation]] = {}
+        # A heap with the earliest end first. The entry of a used reservation stays until then.
+        self._ends: list[_Reservation] = []
+        self._numbers = count()
 
     def make(self, tenant: str, body: bytes, now_s: float, wait_s: float, timeout_s: float) -> None:
         """Add a reservation for a retry after `wait_s`. Drop the oldest reservation if there are too many."""
         begins_s, ends_s = now_s + (1 - EARLY) * wait_s, now_s + wait_s + LATE_S
-        made = _Reservation(_key(tenant, body), begins_s, ends_s, timeout_s * (1 + EARLY))
-        self._open[made] = None
-        self._by_key.setdefault(made.key, deque()).append(made)
+        key, number = _key(tenant, body), next(self._numbers)
+        made = _Reservation(ends_s, number, key, begins_s, timeout_s * (1 + EARLY))
+        self._open[number] = self._by_key.setdefault(key, {})[number] = made
+        heapq.heappush(self._ends, made)
         if len(self._open) > MAX_RESERVATIONS:
-            self._close(next(iter(self._open)))
+            self._close(next(iter(self._open.values())))
+        if len(self._ends) > 2 * MAX_RESERVATIONS:
+            self._ends = sorted(self._open.values())
 
     def use(self, tenant: str, body: bytes, now_s: float, timeout_s: float) -> bool:
         """Use up a reservation of this caller that is valid now. Return False if there is none."""
         self._expire(now_s)
         key = _key(tenant, body) if self._open else b""
         while own := self._by_key.get(key):
-            first = own[0]
+            first = next(iter(own.values()))
             if now_s < first.begins_s or (timeout_s > first.max_timeout_s and now_s <= first.ends_s):
                 return False
             self._close(first)
@@ -59,22 +69,24 @@ class Reservations:
         return False
 
     def pending(self, now_s: float) -> int:
-        """Return the number of reservations. It may include ended ones that are not the oldest."""
+        """Return the number of reservations that have not ended."""
         self._expire(now_s)
         return len(self._open)
 
     def _expire(self, now_s: float) -> None:
-        """Forget the oldest reservations, up to the first that has not ended."""
-        while self._open and (oldest := next(iter(self._open))).ends_s < now_s:
-            self._close(oldest)
+        """Forget the reservations that have ended."""
+        while self._ends and self._ends[0].ends_s < now_s:
+            ended = heapq.heappop(self._ends)
+            if ended.number in self._open:
+                self._close(ended)
 
-    def _close(self, first: _Reservation) -> None:
-        """Forget a reservation, which must be the oldest of its key."""
-        del self._open[first]
-        own = self._by_key[first.key]
-        own.popleft()
+    def _close(self, reservation: _Reservation) -> None:
+        """Forget a reservation."""
+        del self._open[reservation.number]
+        own = self._by_key[reservation.key]
+        del own[reservation.number]
         if not own:
-            del self._by_key[first.key]
+            del self._by_key[reservation.key]
 
 
 def _key(tenant: str, body: bytes) -> bytes:

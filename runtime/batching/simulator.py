@@ -53,7 +53,7 @@ class CallOutcome(Enum):
 class SimulatedAttempt:
     """A call that waits or runs, and its outcome once it has ended. It has the attributes of an Item."""
 
-    priority, patient, max_batch, sent_s = 3, False, 0, 0.0
+    priority, patient, max_batch, first, sent_s = 3, False, 0, False, 0.0
     ended_s = 0.0
     outcome: CallOutcome | None = None
     retry_after_s: float | None = None
@@ -61,6 +61,9 @@ class SimulatedAttempt:
     def __init__(self, call: SimulatedCall) -> None:
         self.call, self.tenant, self.body, self.tries = call, call.tenant, call.body, call.tries
         self.timeout_s, self.deadline_s = call.timeout_s, call.at_s + call.timeout_s
+
+    def mark_first(self) -> None:
+        self.first = True
 
     def end(self, outcome: CallOutcome, now_s: float, retry_after_s: float | None = None) -> None:
         self.outcome, self.ended_s, self.retry_after_s = outcome, now_s, retry_after_s

@@ -20,7 +20,7 @@ from . import display, exit_codes, options
 
 
 @click.command()
-@click.argument("function")
+@click.argument("function", shell_complete=options.complete_functions)
 @click.argument("source", metavar="INPUT")
 @click.argument("output", metavar="OUTPUT")
 @click.option("--max-in-flight", type=click.IntRange(1, 4096), default=64, help="Lines at the same time.")

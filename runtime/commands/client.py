@@ -14,12 +14,14 @@ import httpx
 from ...addresses import is_loopback
 from ...errors import GatewayError, GatewayUnreachable, PilotflameError, Unauthorized
 from ..telemetry.timeline import parse_server_timing
+from .options import DEFAULT_URL
 
-DEFAULT_URL = "http://127.0.0.1:8600"
 JSON_TYPE = "application/json"
 EVENT_STREAM_TYPE = "text/event-stream"
 CONNECT_TIMEOUT_S = 5.0
 TIMEOUT = httpx.Timeout(30.0, connect=CONNECT_TIMEOUT_S)
+# A shell that completes a word does not wait longer.
+COMPLETION_TIMEOUT = httpx.Timeout(1.0)
 # For requests whose end only the gateway knows, for example the end of an invocation at its deadline.
 NO_TIMEOUT = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
 # A deploy takes long: it imports the handler, and with `install` it also installs requirements.
@@ -61,7 +63,10 @@ class InvokeReply:
 class Client:
     """A client of the gateway at `url`, or behind a control socket. Use it as a context manager."""
 
-    def __init__(self, url: str = DEFAULT_URL, *, api_key: str = "", socket: Path | None = None) -> None:
+    def __init__(
+        self, url: str = DEFAULT_URL, *, api_key: str = "", socket: Path | None = None,
+        timeout: httpx.Timeout = TIMEOUT,
+    ) -> None:  # fmt: skip
         if not (api_key.isascii() and api_key.isprintable()) or " " in api_key:
             remedy = "Check --api-key and PILOTFLAME_API_KEY; a key looks like pf_…."
             raise Unauthorized("The API key contains spaces or characters outside ASCII.", remedy=remedy)
@@ -70,7 +75,7 @@ class Client:
         # The proxy that the environment names is for other machines: it cannot reach a gateway on this one.
         self._http = httpx.Client(
             base_url=self.url,
-            timeout=TIMEOUT,
+            timeout=timeout,
             trust_env=not self.on_loopback,
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
             transport=httpx.HTTPTransport(uds=str(socket)) if socket else None,
@@ -137,11 +142,29 @@ class Client:
             request = {"content": pack(folder), "headers": headers, "params": params}
         return _json_of(self._request("POST", "/v1/functions", timeout=DEPLOY_TIMEOUT, **request))
 
-    def logs(self, name: str, *, lines: int = 100, follow: bool = False) -> Iterator[dict[str, Any]]:
-        """Yield the last lines of a function's log; with `follow`, every new line until the caller stops."""
-        params = {"lines": lines, "follow": int(follow)}
-        timeout = NO_TIMEOUT if follow else TIMEOUT
-        path = _path("v1", "functions", name, "logs")
+    def replace(self, name: str, how: str, **order: Any) -> dict[str, Any]:
+        """Replace the live revision of a function, and return its status. `how` is "restart" or "rollback"."""
+        path = _path("v1", "functions", name, how)
+        return _json_of(self._request("POST", path, json=order, timeout=DEPLOY_TIMEOUT))
+
+    def logs(self, name: str, *, lines: int = 100, **query: Any) -> Iterator[dict[str, Any]]:
+        """Yield the last lines of a function's log, as `gateway_log` does."""
+        yield from self._lines(_path("v1", "functions", name, "logs"), {"lines": lines, **query})
+
+    def gateway_log(self, name: str, **query: Any) -> Iterator[dict[str, Any]]:
+        """Yield lines of the log "gateway", "audit" or "access".
+
+        `query` has the parameters of the route. With `follow`, yield each new line until the caller stops.
+        """
+        yield from self._lines(_path("v1", "logs", name), query)
+
+    def _lines(self, path: str, query: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        params = {
+            key: int(value) if isinstance(value, bool) else value
+            for key, value in query.items()
+            if value is not None
+        }
+        timeout = NO_TIMEOUT if query.get("follow") else TIMEOUT
         with self._stream("GET", path, params=params, timeout=timeout) as response:
             yield from (json.loads(line) for line in split_lines(response.iter_bytes()) if line)
 

@@ -29,6 +29,11 @@ def say(text: str) -> None:
     click.echo(text, err=True)
 
 
+def function_trace(trace: str) -> str:
+    """Return a traceback of a function, with a first line that says that it is none of this command."""
+    return trace.rstrip().replace("Traceback (", "The function's traceback (")
+
+
 def warn(texts: Sequence[str]) -> None:
     for text in texts:
         say(f"warning: {text}")
@@ -103,6 +108,12 @@ def milliseconds(ms: float | None) -> str:
     if ms is None:
         return "-"
     return f"{ms / 1000:.2f} s" if ms >= 10_000 else f"{ms:.1f} ms" if ms >= 1 else f"{ms:.2f} ms"
+
+
+def local_time(at: str | float) -> str:
+    """Return an ISO 8601 time or a Unix time as date and time of this machine, with milliseconds."""
+    moment = datetime.fromisoformat(at) if isinstance(at, str) else datetime.fromtimestamp(at, UTC)
+    return moment.astimezone().isoformat(" ", "milliseconds")[:23]
 
 
 def age(moment: str) -> str:

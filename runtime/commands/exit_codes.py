@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -11,7 +12,7 @@ from typing import Any
 import click
 
 from ...errors import GatewayUnreachable, PilotflameError
-from .display import say
+from .display import function_trace, say
 
 ERROR = 1
 USAGE = 2
@@ -31,23 +32,45 @@ def on_interrupt(text: str) -> Iterator[None]:
         raise click.exceptions.Exit(INTERRUPTED) from None
 
 
-def exit_code_of(command: Callable[[], Any]) -> int:
-    """Run a command and return its exit code. If it raises an error, print it as one paragraph on stderr."""
+def exit_code_of(command: Callable[[], Any], *, as_json: bool = False) -> int:
+    """Run a command and return its exit code.
+
+    If it raises an error, print it on stderr: as one paragraph, or as one line of JSON with the key `error`.
+    """
     try:
         code = command()
     except (click.exceptions.Abort, KeyboardInterrupt):
         return INTERRUPTED
     except click.ClickException as error:
-        error.show()
+        if as_json:
+            _say_json({"type": "usage", "message": error.format_message()})
+        else:
+            error.show()
         return USAGE if isinstance(error, click.UsageError) else ERROR
     except PilotflameError as error:
-        say(f"error: {' '.join(str(error).split())}")
+        _say_error(error, as_json=as_json)
         return UNREACHABLE if isinstance(error, GatewayUnreachable) else ERROR
     except BrokenPipeError:
         # The reader of stdout has closed it. Redirect it, so that the interpreter can flush it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ERROR
     except OSError as error:
-        say(f"error: {error.filename or 'The system'}: {error.strerror or error}.")
+        message = f"{error.filename or 'The system'}: {error.strerror or error}."
+        if as_json:
+            _say_json({"type": "system_error", "message": message})
+        else:
+            say(f"error: {message}")
         return ERROR
     return code if isinstance(code, int) else 0
+
+
+def _say_error(error: PilotflameError, *, as_json: bool) -> None:
+    if as_json:
+        return _say_json(error.to_wire(private=True))
+    say(f"error: {' '.join(str(error).split())}")
+    # The gateway sends it only to those who may see the function's code.
+    return say(f"\n{function_trace(error.trace)}") if error.trace else None
+
+
+def _say_json(error: dict[str, Any]) -> None:
+    say(json.dumps({"error": error}, ensure_ascii=False))

@@ -1,8 +1,8 @@
-"""The commands about functions: `pilotflame deploy|invoke|list|status|logs|delete|warmup`."""
+"""The commands about functions: `pilotflame deploy|invoke|list|status|delete|warmup`."""
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
+import json
 from typing import Any
 
 import click
@@ -33,6 +33,8 @@ def deploy(
     """
     local = client.on_loopback and not upload
     overrides = source.overrides(local=local)
+    if not as_json:
+        display.warn(options.withheld(source.folder))
     with display.spinner(f"deploying {source.folder}"):
         found = client.deploy(source.folder, overrides, install=install, check=not no_check, upload=not local)
     if as_json:
@@ -45,7 +47,7 @@ def deploy(
 
 
 @click.command()
-@click.argument("name")
+@options.function
 @click.argument("event", required=False)
 @click.option("--timing", is_flag=True, help="Show on stderr how long each phase took.")
 @click.option("--content-type", default="application/json", help="The input's media type.")
@@ -94,7 +96,7 @@ def list_functions(*, client: Client, as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("name")
+@options.function
 @click.option("--memory", is_flag=True, help="Also measure the memory of each of its processes.")
 @options.gateway
 def status(*, name: str, memory: bool, client: Client, as_json: bool) -> None:
@@ -106,33 +108,21 @@ def status(*, name: str, memory: bool, client: Client, as_json: bool) -> None:
     if as_json:
         return display.print_json(found)
     display.print_table(("", ""), _facts(found))
+    click.echo()
+    display.print_table(("setting", "value", "from"), _settings(found))
     if memory:
         columns = ("process", "pid", "own memory", "with its share", "resident")
         click.echo()
         display.print_table(columns, [_process_row(process) for process in found["processes"]])
+    if errors := found.get("last_errors"):
+        click.echo("\nlast errors:")
+        for error in errors:
+            click.echo(f"{display.local_time(error['at'])} {error['source']} {error['text']}".rstrip())
     return display.warn(found["warnings"])
 
 
 @click.command()
-@click.argument("name")
-@click.option("-f", "--follow", is_flag=True, help="Go on with every new line, until Ctrl-C.")
-@click.option("-n", "--lines", type=click.IntRange(0, 10_000), default=100, help="How many old lines.")
-@options.gateway
-def logs(*, name: str, follow: bool, lines: int, client: Client, as_json: bool) -> None:
-    """Print what a function's processes wrote.
-
-    Example: pilotflame logs hello -f
-    """
-    for line in client.logs(name, lines=lines, follow=follow):
-        if as_json:
-            display.print_json(line)
-            continue
-        at = datetime.fromtimestamp(line["at"], UTC).astimezone()
-        click.echo(f"{at:%H:%M:%S}.{at.microsecond // 1000:03d} {line['source']:<12} {line['text']}")
-
-
-@click.command()
-@click.argument("name")
+@options.function
 @options.yes
 @options.gateway
 def delete(*, name: str, yes: bool, client: Client, as_json: bool) -> None:
@@ -150,7 +140,7 @@ def delete(*, name: str, yes: bool, client: Client, as_json: bool) -> None:
 
 
 @click.command()
-@click.argument("name")
+@options.function
 @click.option("--workers", type=click.IntRange(min=1), default=1, help="How many workers to have.")
 @options.gateway
 def warmup(*, name: str, workers: int, client: Client, as_json: bool) -> None:
@@ -176,7 +166,8 @@ def _workers(status: dict[str, Any]) -> str:
 
 
 def _at_rest(status: dict[str, Any]) -> str:
-    return " + ".join(name for name in ("zygote", "standby") if status[name]) or "files only"
+    held, held_mb = " + ".join(name for name in ("zygote", "standby") if status[name]), status.get("rest_mb")
+    return f"{held}, {held_mb:.0f} MB" if held and held_mb else held or "files only"
 
 
 def _facts(status: dict[str, Any]) -> list[tuple[str, str]]:
@@ -194,6 +185,25 @@ def _facts(status: dict[str, Any]) -> list[tuple[str, str]]:
         ("requests", f"{status['queued']} queued, {status['in_flight']} running"),
         ("activations", f"{status['activations']}, the last cold start {last_ms}"),
     ]
+
+
+def _settings(status: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """Return each setting in force, its value, and where it comes from. Values of variables are not shown."""
+    origins, rows = status["setting_origins"], list[tuple[str, str]]()
+    for key, value in status["settings"].items():
+        if key == "env":
+            rows += [(f"env.{name}", "(set)") for name in value]
+        elif isinstance(value, dict):
+            rows += [(f"{key}.{name}", _shown(inner)) for name, inner in value.items()]
+        else:
+            rows.append((key, _shown(value)))
+    return [(key, value, origins.get(key, "default")) for key, value in rows]
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, list):
+        return display.counted(len(value), "table")
+    return "-" if value is None else value if isinstance(value, str) else json.dumps(value)
 
 
 def _process_row(process: dict[str, Any]) -> tuple[str, ...]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
+import shlex
 import shutil
 from pathlib import Path
 
 import click
 
-from ...errors import CodeError
-from ..settings.function_settings import SETTINGS_FILE, check_name, slug
+from ...errors import CodeError, SettingsError
+from ..settings.function_settings import SETTINGS_FILE, check_name, name_problem, slug
 from . import display, options
 
 TEMPLATES = Path(__file__).resolve().parents[2] / "templates"
@@ -19,13 +20,20 @@ _NOT_COPIED = shutil.ignore_patterns("__pycache__", "*.pyc")
 
 @click.command()
 @click.argument("folder", required=False, type=click.Path(path_type=Path))
-@click.option("--template", "-t", default="hello", help="The template to copy.")
+@click.option(
+    "--template",
+    "-t",
+    default="hello",
+    help="The template to copy.",
+    shell_complete=lambda _context, _option, text: [name for name in templates() if name.startswith(text)],
+)
 @click.option("--list", "listing", is_flag=True, help="List the templates and exit.")
 @options.as_json
 def init(*, folder: Path | None, template: str, listing: bool, as_json: bool) -> None:
     """Make a new function's folder from a template.
 
-    The last part of FOLDER becomes the function's name. Without FOLDER it is the template's name.
+    The last part of FOLDER becomes the function's name, so it must be one: a-z, 0-9 and -. Without FOLDER it
+    is the template's name.
 
     Example: pilotflame init my-embeddings --template text-embedding
     """
@@ -56,7 +64,7 @@ def copy_template(template: str, folder: Path) -> str:
     """
     if template not in (found := templates()):
         raise CodeError(f"There is no template {template!r}.", remedy=f"Choose one of: {', '.join(found)}.")
-    name = check_name(slug(folder.resolve().name))
+    name = _name_of(folder)
     try:
         if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
             remedy = "Choose another name; nothing was changed."
@@ -67,6 +75,22 @@ def copy_template(template: str, folder: Path) -> str:
         failed = f"{folder} cannot be made: {error.strerror or error}."
         raise CodeError(failed, remedy="Choose another place.") from None
     return name
+
+
+def _name_of(folder: Path) -> str:
+    """Return the function's name for a folder. Raise SettingsError if a folder of this name is not to be made.
+
+    The name of a folder that exists is not the user's choice now: then the most similar name is taken.
+    """
+    last = folder.resolve().name
+    name = slug(last)
+    if folder.exists() or name == last or name_problem(name) is not None:
+        return check_name(name)
+    better = folder.with_name(name)
+    raise SettingsError(
+        f"{last!r} cannot be a function's name: allowed are a-z, 0-9 and -.",
+        remedy=f"Take {name!r}: pilotflame init {shlex.quote(str(better))}",
+    )
 
 
 def _rename(folder: Path, template: str, name: str) -> None:

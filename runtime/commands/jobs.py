@@ -24,7 +24,7 @@ _seconds = functools.partial(click.option, type=click.FloatRange(min=0.001), met
 
 
 @click.command("run")
-@click.argument("name")
+@options.function
 @click.argument("event", required=False)
 @click.option("--wait", is_flag=True, help="Wait until the job has ended, and print its output.")
 @click.option("--idempotency-key", "key", metavar="KEY", help="The same key again returns the same job.")
@@ -75,7 +75,7 @@ def jobs() -> None:
 
 
 @jobs.command("list")
-@click.argument("name")
+@options.function
 @options.states("--status", JobState)
 @options.limit
 @options.gateway
@@ -96,12 +96,12 @@ def list_jobs(*, name: str, states: tuple[str, ...], limit: int, client: Client,
 
 
 @jobs.command("get")
-@click.argument("name")
+@options.function
 @_JOB_ID
 @click.option("--output-only", is_flag=True, help="Print only the output; exit code 4 if the job failed.")
 @options.gateway
 def get_job(*, name: str, job_id: str, output_only: bool, client: Client, as_json: bool) -> None:
-    """Show all of one job: its status, its output or error, and of a failed job the last log lines.
+    """Show all of one job: its status, its output or error, and what it printed last.
 
     The exit code is 0 whatever the status. With --output-only it is 4 if the job failed, timed out or was
     cancelled, and 1 if it has not ended.
@@ -123,15 +123,15 @@ def get_job(*, name: str, job_id: str, output_only: bool, client: Client, as_jso
     if "output" in job:
         click.echo("\nprogress:" if job["status"] == JobState.IN_PROGRESS else "\noutput:")
         display.print_answer(_output(job))
-    if trace := job.get("errorDetails", {}).get("details", {}).get("traceback"):
-        click.echo(f"\n{trace.rstrip()}")
     if job.get("logs"):
-        click.echo(f"\nlast log lines:\n{job['logs']}")
+        click.echo(f"\nit printed:\n{job['logs']}")
+    if "errorDetails" in job:
+        display.say(f"the function's log has more: pilotflame logs {name} --request {job_id}")
     return None
 
 
 @jobs.command("cancel")
-@click.argument("name")
+@options.function
 @_JOB_IDS
 @options.gateway
 def cancel_jobs(*, name: str, job_ids: tuple[str, ...], client: Client, as_json: bool) -> None:
@@ -145,7 +145,7 @@ def cancel_jobs(*, name: str, job_ids: tuple[str, ...], client: Client, as_json:
 
 
 @jobs.command("retry")
-@click.argument("name")
+@options.function
 @_JOB_IDS
 @options.gateway
 def retry_jobs(*, name: str, job_ids: tuple[str, ...], client: Client, as_json: bool) -> None:
@@ -159,7 +159,7 @@ def retry_jobs(*, name: str, job_ids: tuple[str, ...], client: Client, as_json: 
 
 
 @jobs.command("purge")
-@click.argument("name")
+@options.function
 @options.yes
 @options.gateway
 def purge_jobs(*, name: str, yes: bool, client: Client, as_json: bool) -> None:
@@ -176,7 +176,7 @@ def purge_jobs(*, name: str, yes: bool, client: Client, as_json: bool) -> None:
 
 
 @jobs.command("follow")
-@click.argument("name")
+@options.function
 @_JOB_ID
 @options.gateway
 def follow_job(*, name: str, job_id: str, client: Client, as_json: bool) -> None:

@@ -6,9 +6,10 @@ They ask the gateway or, if it does not run, change the files in its state folde
 from __future__ import annotations
 
 import functools
+import os
 import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,16 +17,25 @@ from typing import Any
 import click
 import orjson
 
+from ...errors import UnknownKey
 from ..access.control_socket import find_control_socket
 from ..access.keyring import Keyring
 from ..access.keys import parse_new_key
+from ..settings.gateway_settings import GatewaySettings
 from ..settings.state_dir import locked_state_dir
+from ..telemetry.log_files import AUDIT, LogFiles, LogLine
 from . import display, options
 from .client import Client
 
 _UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-SCOPES = click.Choice(["invoke", "deploy", "admin"])
+SCOPES = click.Choice(["invoke", "read", "deploy", "admin"])
 _repeatable = functools.partial(click.option, multiple=True)
+_WHOLE_KEY = re.compile(r"pf_([0-9a-f]+)_")
+CLOSES = (
+    "this is the gateway's first key. From now on all requests need one, those of programs and commands on this"
+    " machine as well (PILOTFLAME_API_KEY); only /healthz and /readyz stay open, and `pilotflame keys`. Revoking the"
+    " key does not open the gateway again"
+)
 _DURATION = re.compile(r"([1-9][0-9]{0,8})([smhd])")
 
 
@@ -41,15 +51,32 @@ def _open_keys(url: str, api_key: str, state_dir: Path | None) -> Iterator[Clien
         with Client(url, api_key=api_key) as client:
             yield client
         return
-    folder = options.gateway_settings(state_dir=state_dir).state_dir
-    if (control_socket := find_control_socket(folder)) is not None:
+    settings = options.gateway_settings(state_dir=state_dir)
+    if (control_socket := find_control_socket(settings.state_dir)) is not None:
         with Client(socket=control_socket) as client:
             yield client
     else:
-        with locked_state_dir(folder) as state:
+        with locked_state_dir(settings.state_dir) as state:
             keyring = Keyring(state)
             keyring.load()
+            before = {key.id for key in keyring.all()}
             yield keyring
+            _audit(settings, before, {key.id for key in keyring.all()})
+
+
+def _audit(settings: GatewaySettings, before: Set[str], after: Set[str]) -> None:
+    """Write to the gateway's audit log which keys were made and revoked in its files."""
+    changed = [("Create", key) for key in after - before] + [("Revoke", key) for key in before - after]
+    if not changed:
+        return
+    files = LogFiles(
+        settings.state_dir / "logs", max_bytes=settings.log_max_bytes, keep_s=settings.log_keep_s
+    )
+    files.start()
+    for verb, key in changed:
+        text = f'by="the command line" user="{os.getuid()}" did="{verb} an API key" id="{key}"'
+        files.write(AUDIT, LogLine(time.time(), "audit", text))
+    files.close()
 
 
 def _with_keys(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -104,6 +131,8 @@ def create_key(*, functions: tuple[str, ...], store: Client | Keyring, as_json: 
       pilotflame keys create shop --function greeter --rate 20 --concurrency 4 --expires 90d
     """
     wanted = {"functions": functions or None, **fields}
+    if not _shown_keys(store):
+        display.warn([CLOSES])
     if isinstance(store, Client):
         key = store.post("v1", "keys", body=wanted)
     else:
@@ -121,33 +150,58 @@ def list_keys(*, store: Client | Keyring, as_json: bool) -> None:
 
     Example: pilotflame keys list
     """
-    if isinstance(store, Client):
-        found = store.get("v1", "keys")["keys"]
-    else:
-        found = [key.shown() for key in store.all()]
+    found = _shown_keys(store)
     columns = ("id", "for", "may", "quota", "made", "last used", "ends")
     empty = "no keys: pilotflame keys create NAME"
     display.print_list({"keys": found}, columns, map(_row, found), empty=empty, as_json=as_json)
 
 
 @keys.command("revoke")
-@click.argument("key_id", metavar="ID")
+@click.argument("id_or_name", metavar="ID|NAME")
 @_with_keys
-def revoke_key(*, key_id: str, store: Client | Keyring, as_json: bool) -> None:
-    """Revoke the API key with this ID. Its next request is refused. Requests that already run are finished.
+def revoke_key(*, id_or_name: str, store: Client | Keyring, as_json: bool) -> None:
+    """Revoke the API key with this ID, or with this NAME if only one has it.
+
+    Its next request is refused. Requests that already run are finished.
 
     The gateway asks for keys even when the last one is gone. To open it again, stop it and remove the file
     access/keys.json from its state folder.
 
-    Example: pilotflame keys revoke 3f2a9c0b1d4e
+    \b
+    Examples:
+      pilotflame keys revoke 3f2a9c0b1d4e
+      pilotflame keys revoke laptop
     """
-    # If the user gave a whole key, use only its id: the rest is secret and must not be printed.
-    key_id = key_id.removeprefix("pf_").partition("_")[0]
+    key_id = _id_of(id_or_name, _shown_keys(store))
     if isinstance(store, Client):
         store.delete("v1", "keys", key_id)
     else:
         store.revoke(key_id)
     display.print_result({"revoked": key_id}, f"{key_id} is revoked", as_json=as_json)
+
+
+def _shown_keys(store: Client | Keyring) -> list[dict[str, Any]]:
+    """Return all keys, without their secret parts."""
+    if isinstance(store, Client):
+        found: list[dict[str, Any]] = store.get("v1", "keys")["keys"]
+        return found
+    return [key.shown() for key in store.all()]
+
+
+def _id_of(text: str, keys: list[dict[str, Any]]) -> str:
+    """Return the id of the key that `text` names. Raise UnknownKey if there is none, or more than one."""
+    # If the user gave a whole key, use only its id: the rest is secret and must not be printed.
+    key_id = match[1] if (match := _WHOLE_KEY.match(text)) else text
+    ids = [key["id"] for key in keys if key_id in (key["id"], key["name"])]
+    # An id is one key, even if another one has it as its name.
+    if key_id in ids or len(ids) == 1:
+        return key_id if key_id in ids else ids[0]
+    if ids:
+        raise UnknownKey(
+            f"{len(ids)} keys have the name {key_id!r}.", remedy=f"Give an id: {', '.join(ids)}."
+        )
+    message = f"No API key has the id or name {key_id[:64]!r}."
+    raise UnknownKey(message, remedy="See `pilotflame keys list`.")
 
 
 def _row(key: dict[str, Any]) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import sys
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import click
 
-from ...errors import CodeError
+from ...errors import CodeError, PilotflameError
 from ...snapshot.sources.locate import is_remote
 
 if TYPE_CHECKING:
@@ -20,8 +21,10 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+DEFAULT_URL = "http://127.0.0.1:8600"
 URL_VARIABLE = "PILOTFLAME_URL"
 KEY_VARIABLE = "PILOTFLAME_API_KEY"
+CONFIG_VARIABLE = "PILOTFLAME_CONFIG"
 INPUT_FILE = "test_input.json"
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs, one value a line.")
@@ -29,13 +32,17 @@ yes = click.option("--yes", "-y", is_flag=True, help="Do not ask for confirmatio
 limit = click.option("-n", "--limit", type=click.IntRange(1, 1000), default=20, help="How many to show.")
 _FOLDER = click.Path(file_okay=False, path_type=Path)
 state_dir = click.option("--state-dir", type=_FOLDER, help="The gateway's state folder.")
+config = click.option(
+    "--config", envvar=CONFIG_VARIABLE, type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
+    help="Read the gateway's settings from a TOML file; variables and options win.",
+)  # fmt: skip
 _snapshot = click.option("--snapshot", metavar="PATH", help="Use these weights: folder or .safetensors file.")
 _settings = click.option(
     "--set", "settings", metavar="KEY=VALUE", multiple=True,
     help="Override a setting of pilotflame.toml, for example scale.max=8 or env.MODE=fast. Repeatable.",
 )  # fmt: skip
 _url = click.option(
-    "--url", envvar=URL_VARIABLE, default="http://127.0.0.1:8600", show_envvar=True,
+    "--url", envvar=URL_VARIABLE, default=DEFAULT_URL, show_envvar=True,
     help="The gateway's address.",
 )  # fmt: skip
 _api_key = click.option(
@@ -43,6 +50,21 @@ _api_key = click.option(
     help="The API key to send. Prefer the variable: a list of processes shows command lines.",
 )  # fmt: skip
 _name = click.option("--name", metavar="NAME", help="Use this name instead of the one in pilotflame.toml.")
+
+
+def complete_functions(context: click.Context, _parameter: click.Parameter, beginning: str) -> list[str]:
+    """Return the names of the gateway's functions for shell completion; none if no gateway answers."""
+    from .client import COMPLETION_TIMEOUT, Client  # noqa: PLC0415
+
+    url = context.params.get("url") or os.environ.get(URL_VARIABLE, DEFAULT_URL)
+    key = context.params.get("api_key") or os.environ.get(KEY_VARIABLE, "")
+    with contextlib.suppress(PilotflameError), Client(url, api_key=key, timeout=COMPLETION_TIMEOUT) as client:
+        names = [function["name"] for function in client.get("v1", "functions")["functions"]]
+        return [name for name in names if name.startswith(beginning)]
+    return []
+
+
+function = click.argument("name", shell_complete=complete_functions)
 
 
 def states(option: str, kind: type[StrEnum]) -> Callable[[F], F]:
@@ -111,12 +133,33 @@ def function_source(command: Callable[..., Any]) -> Callable[..., Any]:
     return folder(_settings(_name(_snapshot(run))))
 
 
-def gateway_settings(**overrides: Any) -> GatewaySettings:
-    """Return the gateway's settings from the environment. `overrides` that are not None replace them."""
+def withheld(folder: Path) -> list[str]:
+    """Return a warning if files in a function's folder are not deployed because they look like credentials."""
+    # The import takes time, and only commands that deploy need it.
+    from ..functions.code import IGNORE_FILE, withheld  # noqa: PLC0415
+
+    found = withheld(folder)
+    more = f" and {len(found) - 5} more" if len(found) > 5 else ""
+    how = f"to deploy one, write !NAME into {IGNORE_FILE}, or better: pilotflame secrets set"
+    return (
+        [f"not deployed, since they look like credentials: {', '.join(found[:5])}{more}; {how}"]
+        if found
+        else []
+    )
+
+
+def gateway_settings(*, config: Path | None = None, **overrides: Any) -> GatewaySettings:
+    """Return the gateway's settings. Without `config`, PILOTFLAME_CONFIG names their file, if there is one.
+
+    `overrides` that are not None replace those of the file and of the environment.
+    """
     # pydantic takes time to import, and --help does not need it.
     from ..settings.gateway_settings import read_gateway_settings  # noqa: PLC0415
 
-    return read_gateway_settings(os.environ, other_variables=(URL_VARIABLE, KEY_VARIABLE), **overrides)
+    if config is None and (named := os.environ.get(CONFIG_VARIABLE)):
+        config = Path(named)
+    other = (URL_VARIABLE, KEY_VARIABLE, CONFIG_VARIABLE)
+    return read_gateway_settings(os.environ, config=config, other_variables=other, **overrides)
 
 
 def event_body(event: str | None) -> bytes:

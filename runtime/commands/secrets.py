@@ -20,7 +20,7 @@ def secrets() -> None:
 
 
 @secrets.command("set")
-@click.argument("name")
+@options.function
 @click.argument("key")
 @click.option("--from-file", type=click.File("rb"), help="A file that holds the value.")
 @options.gateway
@@ -43,7 +43,7 @@ def set_secret(*, name: str, key: str, from_file: BinaryIO | None, client: Clien
 
 
 @secrets.command("list")
-@click.argument("name")
+@options.function
 @options.gateway
 def list_secrets(*, name: str, client: Client, as_json: bool) -> None:
     """List the names of function NAME's secrets. No command shows their values.
@@ -57,7 +57,7 @@ def list_secrets(*, name: str, client: Client, as_json: bool) -> None:
 
 
 @secrets.command("unset")
-@click.argument("name")
+@options.function
 @click.argument("key")
 @options.gateway
 def unset_secret(*, name: str, key: str, client: Client, as_json: bool) -> None:
@@ -76,4 +76,10 @@ def _value(key: str, from_file: BinaryIO | None) -> str:
         text = (from_file or sys.stdin.buffer).read().decode()
     except UnicodeDecodeError:
         raise click.UsageError(f"The value of {key} is not UTF-8: encode it as base64.") from None
-    return text.removesuffix("\n").removesuffix("\r")
+    if value := text.removesuffix("\n").removesuffix("\r"):
+        return value
+    place = from_file.name if from_file is not None else "standard input"
+    raise click.UsageError(
+        f"There is no value for {key}: {place} is empty. Pipe the value in, or use --from-file; to remove a secret:"
+        " pilotflame secrets unset."
+    )

@@ -9,6 +9,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -34,29 +35,42 @@ POSITIVE = click.FloatRange(min=0, min_open=True)
 @click.argument("arrivals", required=False, type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @click.option("--rate", type=POSITIVE, help="Calls a second at random times, instead of ARRIVALS.")
 @click.option("--duration", "duration_s", type=POSITIVE, default=60.0, help="Seconds, with --rate.")
-@click.option("--curve", required=True, metavar="SIZE:MS,...", help="Time of a batch, such as 1:20.5,32:36.")
+@click.option("--curve", metavar="SIZE:MS,...", help="Time of a batch, such as 1:20.5,32:36.")
+@click.option(
+    "--function",
+    shell_complete=options.complete_functions,
+    metavar="NAME",
+    help="Take curve and limits of this function.",
+)
 @click.option("--noise", type=click.FloatRange(0, 1), default=0.05, help="Random share of a batch's time.")
 @click.option("--deadline", "deadline_s", type=POSITIVE, help="Seconds a caller waits.  [default: no limit]")
 @click.option("--workers", default="1", metavar="N,...", help="How many to try: 2, or 1,2,4, or 1-4.")
-@click.option("--limit", type=click.IntRange(1, 4096), default=32, help="max_size of @batch; 1 without it.")
-@click.option("--max-queue", type=click.IntRange(min=1), default=1000, help="max_queue in pilotflame.toml.")
+@click.option(
+    "--limit", type=click.IntRange(1, 4096), help="max_size of @batch; 1 without it.  [default: 32]"
+)
+@click.option("--max-queue", type=click.IntRange(min=1), help="max_queue of the function.  [default: 1000]")
 @click.option("--speed", type=POSITIVE, default=1.0, help="Play ARRIVALS so many times faster.")
 @click.option("--seed", type=int, default=1, help="Seed of the random numbers.")
+@options.gateway_address
 @options.as_json
 def simulate(
-    *, arrivals: Path | None, rate: float | None, duration_s: float, curve: str, noise: float,
-    deadline_s: float | None, workers: str, limit: int, max_queue: int, speed: float, seed: int,
-    as_json: bool,
+    *, arrivals: Path | None, rate: float | None, duration_s: float, curve: str | None, function: str | None,
+    noise: float, deadline_s: float | None, workers: str, limit: int | None, max_queue: int | None, speed: float,
+    seed: int, url: str, api_key: str, as_json: bool,
 ) -> None:  # fmt: skip
     """Predict how many calls are answered in time, for each number of workers.
 
     ARRIVALS is a CSV file with a column `timestamp` (seconds, or ISO times), plain or .gz; or give a --rate.
-    Calls go through the gateway's own queue on a simulated clock. Nothing is deployed, and no handler runs.
+    Calls go through the gateway's own queue on a simulated clock. Nothing is deployed, and no handler runs. The
+    time of a batch is what a gateway has learned of a --function, or a --curve.
 
     \b
-    Example: are two workers enough for three times last week's load, if callers wait for a second?
+    Examples: are two workers enough for three times last week's load, if callers wait for a second?
+      pilotflame simulate calls.csv.gz --speed 3 --function embed --deadline 1 --workers 1-4
       pilotflame simulate calls.csv.gz --speed 3 --curve 1:20.5,32:36 --deadline 1 --workers 1-4
     """
+    if (curve is None) == (function is None):
+        raise click.UsageError("Give either a --curve or a --function that a gateway has.")
     if (arrivals is None) == (rate is None):
         raise click.UsageError("Give either a file of ARRIVALS or a --rate.")
     timeout_s = deadline_s or math.inf
@@ -67,11 +81,18 @@ def simulate(
     elif arrivals is not None:
         times = enumerate(read_arrivals(arrivals))
         calls = [SimulatedCall(at_s / speed, timeout_s, body=b"%d" % number) for number, at_s in times]
-    timed, counts = DurationModel(read_curve(curve), noise), read_counts(workers)
+    counts = read_counts(workers)
+    if function is not None:
+        learned = read_function(function, url, api_key, noise)
+    else:
+        learned = SimulatedFunction(DurationModel(read_curve(curve or ""), noise))
+    learned = replace(
+        learned, seed=seed, max_batch=limit or learned.max_batch, max_queue=max_queue or learned.max_queue
+    )
     rows = list[dict[str, Any]]()
     with display.progress("simulating", in_bytes=False) as update:
         for count in counts:
-            model = SimulatedFunction(timed, max_batch=limit, workers=count, max_queue=max_queue, seed=seed)
+            model = replace(learned, workers=count)
             report = partial(update, total=len(counts) * len(calls), note=display.counted(count, "worker"))
             run = Simulator(model).run(_tracked(calls, len(rows) * len(calls), report))
             rows.append({"workers": count, **figures(run)})
@@ -178,6 +199,24 @@ def read_curve(text: str) -> tuple[tuple[float, float], ...]:
         remedy = "Write sizes and milliseconds such as 1:20.5,32:36, each size once."
         raise CodeError(f"{text!r} is not a curve.", remedy=remedy)
     return points
+
+
+def read_function(name: str, url: str, api_key: str, noise: float) -> SimulatedFunction:
+    """Return a gateway's function with what it has learned of it. Raise CodeError if that is nothing."""
+    # httpx takes 50 ms to import, and without --function nobody needs it.
+    from .client import Client  # noqa: PLC0415
+
+    with Client(url, api_key=api_key) as client:
+        status = client.get("v1", "functions", name)
+    points = tuple((size, seconds) for size, seconds in status["latency_curve"] if size > 0 and seconds > 0)
+    if not points:
+        remedy = "Call it a few times, or give a --curve."
+        raise CodeError(f"The gateway has not learned yet how long {name!r} takes.", remedy=remedy)
+    settings = status["settings"]
+    return SimulatedFunction(
+        DurationModel(points, noise), max_batch=status["batch"] or 1, slots=settings["concurrency"],
+        max_queue=settings["max_queue"],
+    )  # fmt: skip
 
 
 def read_counts(text: str) -> list[int]:

@@ -10,6 +10,7 @@ from typing import Any
 import click
 
 from ...errors import ManifestError, SnapshotError
+from ...snapshot.extras import needs
 from ...snapshot.format.create import create as make_manifest
 from ...snapshot.format.manifest import MANIFEST_NAME, Manifest, read_manifest
 from ...snapshot.format.verify import verify as verify_files
@@ -219,7 +220,8 @@ def convert(path_in: Path, path_out: Path, dtype: str | None, to: str, shard_mb:
       pilotflame snapshot convert weights/ llama.tensors --to tensorizer
     """
     # torch takes seconds to import, and the other commands do not need it.
-    from ...snapshot.converting import convert as converter  # noqa: PLC0415
+    with needs("The conversion", "torch", "safetensors", "numpy"):
+        from ...snapshot.converting import convert as converter  # noqa: PLC0415
 
     if to == "tensorizer" and dtype is not None:
         raise click.UsageError("--dtype casts to safetensors only; convert twice.")

@@ -53,7 +53,8 @@ def record(*, source: options.FunctionSource, input_file: Path | None, as_json: 
     remedy = "Write the event to send into it, as JSON, or name another file with --input."
     event = options.read_event(input_file or folder / options.INPUT_FILE, remedy=remedy)
     requirements = folder / REQUIREMENTS_FILE
-    check_requirements(requirements.read_text(encoding="utf-8") if requirements.is_file() else "")
+    text = requirements.read_text(encoding="utf-8") if requirements.is_file() else ""
+    check_requirements(text, stand_ins=True)
     with display.spinner(f"calling {function.name}"):
         order = _order(function, folder, weights, event)
     touched = _write(weights, manifest, order)

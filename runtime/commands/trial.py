@@ -25,9 +25,12 @@ START_TIMEOUT_S = 60.0
 DRAIN_S = 5.0
 STOP_TIMEOUT_S = 15.0
 LOG_LINES = 20
-# This variable is removed from the gateway's environment, so that the gateway asks for no API key. Only this
+PRINTED_LINES = 200
+# The sources of lines that the function has not printed itself.
+OWN_SOURCES = ("gateway", "deploy")
+# These variables are removed from the gateway's environment, so that the gateway asks for no API key. Only this
 # process knows the gateway's address.
-AUTH_VARIABLE = "PILOTFLAME_AUTH"
+AUTH_VARIABLES = ("PILOTFLAME_AUTH", options.CONFIG_VARIABLE)
 _PR_SET_PDEATHSIG = 1
 # The module of the command line. It is run with `python -m`.
 _PROGRAM = f"{__name__.rpartition('.commands.')[0]}.cli"
@@ -40,28 +43,41 @@ _PROGRAM = f"{__name__.rpartition('.commands.')[0]}.cli"
 def test(*, source: options.FunctionSource, install: bool, as_json: bool) -> None:
     """Deploy FOLDER in a temporary gateway, send it test_input.json, and print the answer.
 
-    Exit code 0 if it answered, 1 if it could not be deployed or failed. Leaves nothing behind.
+    What the function prints is shown too. Exit code 0 if it answered, 1 if it could not be deployed or failed.
+    Leaves nothing behind.
 
     Example: pilotflame test hello
     """
     file = source.folder / options.INPUT_FILE
     event = options.read_event(file, remedy="Write the event to send into it, as JSON.")
+    if not as_json:
+        display.warn(options.withheld(source.folder))
     with display.spinner(f"testing {source.folder}"), private_gateway() as url, Client(url) as client:
         deployed = client.deploy(source.folder, source.overrides(), install=install)
         try:
             with client.call(deployed["name"], event) as reply:
                 answer = reply.value()
+            printed = _printed(client, deployed["name"])
         except InvocationError as error:
-            lines = [line["text"] for line in client.logs(deployed["name"], lines=LOG_LINES)]
+            found = client.logs(deployed["name"], lines=LOG_LINES)
+            lines = [line["text"] for line in found if line["level"] != "error"]
             if lines and not error.remedy:
                 error.remedy = "The end of its log: " + " | ".join(lines)
             raise
     display.warn(deployed["warnings"])
     if as_json:
         facts = display.reply_facts(answer, reply)
-        return display.print_json(facts | {"warnings": deployed["warnings"]})
+        return display.print_json(facts | {"warnings": deployed["warnings"], "printed": printed})
+    for line in printed:
+        display.say(f"printed | {line}")
     display.print_answer(answer)
     return display.print_timing(reply)
+
+
+def _printed(client: Client, name: str) -> list[str]:
+    """Return the last lines that the function printed, in its imports as well."""
+    found = client.logs(name, lines=PRINTED_LINES)
+    return [line["text"] for line in found if line["source"] not in OWN_SOURCES]
 
 
 @contextmanager
@@ -91,7 +107,7 @@ def _start(state_dir: Path, errors: IO[bytes]) -> subprocess.Popen[bytes]:
         # Ctrl-C on the terminal reaches only this process, which then stops the gateway. If this process is
         # killed, the kernel ends the gateway.
         process_group=0,
-        env={name: value for name, value in os.environ.items() if name != AUTH_VARIABLE},
+        env={name: value for name, value in os.environ.items() if name not in AUTH_VARIABLES},
         preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),  # noqa: PLW1509  one thread here
     )
 

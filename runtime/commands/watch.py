@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 
 from watchfiles import awatch
@@ -17,46 +16,63 @@ from ..functions.live import Live
 from ..functions.registry import Functions
 from . import display
 
+SHOWN_CHANGES = 3
+Say = Callable[[str], None]
+
 
 async def watch(folder: Path, functions: Functions, deployment: Deployment, stop: asyncio.Event) -> None:
     """Deploy `folder` now and after each change until `stop` is set, and print the function's log."""
     changes = awatch(folder, stop_event=stop)
+    say = _speaker(folder, functions)
     log: asyncio.Task[None] | None = None
     async with asyncio.TaskGroup() as tasks:
-        changed = True
-        while changed:
+        changed: list[str] | None = []
+        while changed is not None:
             # Watch during the deploy too, so that no change is missed.
             change = tasks.create_task(_any(changes))
-            live = await _deploy(functions, deployment)
+            live = await _deploy(functions, deployment, say)
             # All revisions of a function write to the same log, so it is followed only once.
             if log is None and live is not None:
-                log = tasks.create_task(_print_log(live))
-            changed = await change
+                log = tasks.create_task(_print_log(live, say))
+            if (changed := await change) is not None:
+                say(f"pilotflame: changed: {', '.join(sorted(changed))}")
         if log is not None:
             log.cancel()
 
 
-async def _any(changes: AsyncGenerator[set[FileChange], None]) -> bool:
-    """Wait for the next change and return True. Return False if `changes` has ended."""
-    return await anext(changes, None) is not None
+async def _any(changes: AsyncGenerator[set[FileChange], None]) -> list[str] | None:
+    """Wait for the next changes and return the paths of some. Return None if `changes` has ended."""
+    found = await anext(changes, None)
+    return None if found is None else sorted({path for _, path in found})[:SHOWN_CHANGES]
 
 
-async def _deploy(functions: Functions, deployment: Deployment) -> Live | None:
+def _speaker(folder: Path, functions: Functions) -> Say:
+    """Return a function that prints a text on stderr. It replaces the paths of copies by those in `folder`."""
+    copies = functions.store.copies
+
+    def say(text: str) -> None:
+        display.say(copies.sub(lambda _match: f"{folder}/", text))
+
+    return say
+
+
+async def _deploy(functions: Functions, deployment: Deployment, say: Say) -> Live | None:
     """Deploy, and print the outcome. If it fails, return None; the previous revision stays live."""
     started_s = time.monotonic()
     try:
         live = await functions.deploy(deployment)
     except (PilotflameError, OSError) as error:
         # OSError: a file may vanish while it is copied.
-        display.say(f"pilotflame: not deployed: {error}")
-        sys.stderr.write(getattr(error, "details", {}).get("traceback", ""))
+        say(f"pilotflame: not deployed: {error}")
+        if isinstance(error, PilotflameError) and error.trace:
+            say(display.function_trace(error.trace))
         return None
     name, elapsed_s = f"{live.record.function} {live.record.revision}", time.monotonic() - started_s
-    display.say(f"pilotflame: {name} is live ({elapsed_s:.1f} s)")
+    say(f"pilotflame: {name} is live ({elapsed_s:.1f} s)")
     display.warn(live.warnings)
     return live
 
 
-async def _print_log(live: Live) -> None:
+async def _print_log(live: Live, say: Say) -> None:
     async for line in live.logs.follow(100):
-        display.say(f"{line.source} | {line.text}")
+        say(f"{line.source} | {line.text}")

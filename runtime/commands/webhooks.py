@@ -23,7 +23,7 @@ def webhooks() -> None:
 
 
 @webhooks.command("list")
-@click.argument("name")
+@options.function
 @click.option("--job", "job_id", default="", metavar="ID", help="Only the deliveries of this job.")
 @options.states("--state", DeliveryState)
 @options.limit
@@ -49,7 +49,7 @@ def list_deliveries(
 
 
 @webhooks.command("redeliver")
-@click.argument("name")
+@options.function
 @click.argument("delivery_id", metavar="ID")
 @options.gateway
 def redeliver(*, name: str, delivery_id: str, client: Client, as_json: bool) -> None:
@@ -64,7 +64,7 @@ def redeliver(*, name: str, delivery_id: str, client: Client, as_json: bool) -> 
 
 
 @webhooks.command("secret")
-@click.argument("name")
+@options.function
 @options.gateway
 def show_secret(*, name: str, client: Client, as_json: bool) -> None:
     """Show the secret that signs a function's webhooks.

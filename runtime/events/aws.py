@@ -6,9 +6,11 @@ import asyncio
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
+from importlib import import_module
 from typing import Any, TypeVar
 
-from ...errors import BusFailed
+from ...errors import BusFailed, PackageMissing
+from ...snapshot.extras import needs
 from ..settings.event_source import EventSource
 
 T = TypeVar("T")
@@ -53,9 +55,14 @@ class AwsClient:
 
     def call_blocking(self, request: Callable[[Any], T]) -> T:
         """Return `request(client)`, run in this thread. Blocks. Raises BusFailed."""
-        from botocore import exceptions as boto  # noqa: PLC0415
-
         service = self._service.upper()
+        # A function may have been restored without boto3. Once it is installed, the next attempt finds it.
+        try:
+            with needs(service, "boto3"):
+                import_module("boto3")
+                from botocore import exceptions as boto  # noqa: PLC0415
+        except PackageMissing as error:
+            raise self._failed(error.message.rstrip("."), error.remedy, error.code) from None
         # Errors of boto3 itself are reported without their text, because it may quote signed requests.
         try:
             return request(self._opened())

@@ -5,12 +5,16 @@ Otherwise the message stays in the queue, which delivers it again and, after too
 its dead-letter queue. All deliveries of a message have the same idempotency key and so the same job. If the
 message is delivered again, a COMPLETED job is not run again, a queued or running job is awaited, and a FAILED
 or TIMED_OUT job is retried. Only a CANCELLED job is replaced by a new one.
+
+The messages of one group of a FIFO queue run one after the other. If one of them is left to the queue, so are
+those behind it, and the queue delivers all of them again in their order.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import Counter
 from collections.abc import Callable
 
 import orjson
@@ -20,6 +24,7 @@ from ..jobs.job import Job, JobState, NewJob
 from ..jobs.jobs import Jobs
 from ..settings.event_source import MAX_VISIBILITY_S, EventSource
 from ..settings.function_settings import FunctionSettings
+from ..telemetry.background import BackgroundTasks
 from ..telemetry.timeline import TRACEPARENT
 from .sinks import Sink
 from .sqs import Message, MessageQueue
@@ -51,22 +56,37 @@ class Consumer:
         self._queue = queue
         self._sink = sink
         self._log = log
+        self.ended: Counter[str] = Counter()
+        """The number of messages by outcome: completed, or left to the queue."""
         self._messages: dict[str, Message] = {}
         """By message id, the latest delivery of each message that is in progress."""
         self._news: dict[str, asyncio.Event] = {}
         """By message id, an event that is set when the message's job changes or the consumer stops."""
-        self._running: set[asyncio.Task[None]] = set()
+        self._running: set[asyncio.Task[bool]] = set()
+        self._last: dict[str, asyncio.Task[bool]] = {}
+        """By message group, the task of the latest message. It is removed if a message of the group fails."""
+        self._left: set[str] = set()
+        """The ids of messages that are given back to the queue, whose tasks are about to end."""
+        self._again: dict[str, Message] = {}
+        """By message id, deliveries of messages in `_left`, which are run after the task has ended."""
         self._changed = asyncio.Event()
         """Set when a message was added to or removed from `_messages`."""
         self._visibility = asyncio.Lock()
         """Held while visibility timeouts are changed."""
         self._stopping = False
+        self._tasks: BackgroundTasks
         self._polling: asyncio.Task[None]
         self._extending: asyncio.Task[None]
 
-    def start(self, tasks: asyncio.TaskGroup) -> None:
-        self._polling = tasks.create_task(self._poll(tasks))
-        self._extending = tasks.create_task(self._extend())
+    @property
+    def in_flight(self) -> int:
+        """How many messages it holds."""
+        return len(self._messages)
+
+    def start(self, tasks: BackgroundTasks) -> None:
+        self._tasks = tasks
+        self._polling = tasks.keep(self._poll, name="source")
+        self._extending = tasks.keep(self._extend, name="source_visibility")
 
     def update(self, settings: FunctionSettings) -> None:
         """Use the settings of a new revision for messages that are received from now on."""
@@ -96,7 +116,7 @@ class Consumer:
 
     # -- all messages
 
-    async def _poll(self, tasks: asyncio.TaskGroup) -> None:
+    async def _poll(self) -> None:
         retry_s, logged = RETRY_S, ""
         while True:
             while (room := self._room()) <= 0:
@@ -104,7 +124,7 @@ class Consumer:
                 await self._changed.wait()
             try:
                 for message in await self._queue.receive(room):
-                    self._accept(message, tasks)
+                    self._accept(message)
                 retry_s, logged = RETRY_S, ""
             except Exception as error:  # noqa: BLE001  one broken source must not end the gateway
                 # An error that repeats is logged only once.
@@ -118,14 +138,19 @@ class Consumer:
         most = self.source.concurrency or self._settings.scale.max * self._settings.concurrency
         return most - len(self._messages)
 
-    def _accept(self, message: Message, tasks: asyncio.TaskGroup) -> None:
+    def _accept(self, message: Message) -> None:
+        if message.id in self._left:
+            self._again[message.id] = message
+            return
         running = message.id in self._messages
         # If the timeout of a message was not renewed in time, the queue delivers it again. Then only the
         # receipt of the latest delivery can be used to renew the timeout and to delete the message.
         self._messages[message.id] = message
         if not running:
             self._changed.set()
-            task = tasks.create_task(self._run(message))
+            task = self._tasks.create_task(self._run(message, self._last.get(message.group)))
+            if message.group:
+                self._last[message.group] = task
             self._running.add(task)
             task.add_done_callback(self._running.discard)
 
@@ -138,7 +163,8 @@ class Consumer:
             await asyncio.sleep(self.source.visibility_s / EXTENSIONS)
             try:
                 async with self._visibility:
-                    failed = await self._queue.extend(list(self._messages.values()))
+                    kept = [one for one in self._messages.values() if one.id not in self._left]
+                    failed = await self._queue.extend(kept)
             except Exception as error:  # noqa: BLE001  one broken source must not end the gateway
                 self._log(f"messages in flight could not be extended: {_text_of(error)}")
             else:
@@ -157,33 +183,67 @@ class Consumer:
 
     # -- one message
 
-    async def _run(self, message: Message) -> None:
+    async def _run(self, message: Message, before: asyncio.Task[bool] | None) -> bool:
+        """Run a message. Return True if it was deleted. `before` runs the message of its group before it."""
         try:
-            job = await self._ended_job(message)
-            if job.state is JobState.COMPLETED:
-                if self._sink is not None:
-                    await self._sink.put(message, job)
-                await self._queue.delete(self._messages[message.id])
-            elif self._stopping and job.state is JobState.CANCELLED:
-                # The job did not run, so the message may be delivered to another consumer immediately.
-                await self._release([self._messages[message.id]], 0)
-            else:
-                why = f" ({job.error.get('message', '')})" if job.error else ""
-                await self._leave(message, f"job {job.id} is {job.state}{why}; left to the queue")
+            if before is not None and not await self._may_follow(before):
+                await self._give_back(message, 0)
+                return False
+            return await self._run_job(message)
         except TimeoutError:
+            self._end_group(message)
             self._log(f"message {message.id}: its job did not end in {MAX_VISIBILITY_S} s; left to the queue")
         except Exception as error:  # noqa: BLE001  one broken source must not end the gateway
             await self._leave(message, f"{_text_of(error)} The message is left to the queue.")
         finally:
             del self._messages[message.id]
             self._news.pop(message.id, None)
+            self._left.discard(message.id)
+            if self._last.get(message.group) is asyncio.current_task():
+                del self._last[message.group]
             self._changed.set()
+            if (again := self._again.pop(message.id, None)) is not None:
+                self._accept(again)
+        return False
+
+    async def _run_job(self, message: Message) -> bool:
+        job = await self._ended_job(message)
+        if job.state is JobState.COMPLETED:
+            if self._sink is not None:
+                await self._sink.put(message, job)
+            await self._queue.delete(self._messages[message.id])
+            self.ended["completed"] += 1
+            return True
+        if self._stopping and job.state is JobState.CANCELLED:
+            # The job did not run, so the message may be delivered to another consumer immediately.
+            self._end_group(message)
+            await self._give_back(message, 0)
+        else:
+            why = f" ({job.error.get('message', '')})" if job.error else ""
+            await self._leave(message, f"job {job.id} is {job.state}{why}; left to the queue")
+        return False
+
+    async def _may_follow(self, before: asyncio.Task[bool]) -> bool:
+        """Wait until the message before has ended. Return True if it was deleted, so that the next may run."""
+        await asyncio.wait({before})
+        return not self._stopping and not before.cancelled() and before.result()
+
+    def _end_group(self, message: Message) -> None:
+        """Let messages that arrive from now on not wait for those that are given back to the queue."""
+        self._last.pop(message.group, None)
 
     async def _leave(self, message: Message, why: str) -> None:
         """Log why the message stays in the queue, and hide it for a time that doubles with each delivery."""
+        self._end_group(message)
         self._log(f"message {message.id}: {why}")
+        self.ended["left"] += 1
         backoff_s = min(MAX_BACKOFF_S, self.source.backoff_s << min(message.received - 1, 16))
-        await self._release([self._messages[message.id]], backoff_s)
+        await self._give_back(message, backoff_s)
+
+    async def _give_back(self, message: Message, delay_s: int) -> None:
+        # From now on, a delivery is a new one: the queue may send it before it confirms the release.
+        self._left.add(message.id)
+        await self._release([self._messages[message.id]], delay_s)
 
     async def _ended_job(self, message: Message) -> Job:
         """Submit the message's job, wait until it is final and return it.

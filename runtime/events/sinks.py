@@ -34,7 +34,7 @@ class QueueSink(AwsClient):
         else:
             text = base64.b64encode(output).decode()
             attributes["encoding"] = "base64"
-        fifo = {"MessageGroupId": job.function, "MessageDeduplicationId": message.id}
+        fifo = {"MessageGroupId": message.group or job.function, "MessageDeduplicationId": message.id}
         client.send_message(
             QueueUrl=self._url, MessageBody=text,
             MessageAttributes={

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
 from ..jobs.jobs import Jobs
-from ..settings.event_source import missing_package
 from ..settings.function_settings import FunctionSettings
+from ..telemetry.background import BackgroundTasks
+from ..telemetry.metrics import Reading
 from .consumer import Consumer
 from .sinks import open_sink
 from .sqs import MessageQueue
@@ -21,7 +23,7 @@ class Sources:
     """The consumers of all live functions. `log(function, text)` writes a line to a function's log."""
 
     def __init__(
-        self, jobs: Jobs, tasks: asyncio.TaskGroup, log: Callable[[str, str], None], *, drain_s: float
+        self, jobs: Jobs, tasks: BackgroundTasks, log: Callable[[str, str], None], *, drain_s: float
     ) -> None:
         self._jobs = jobs
         self._tasks = tasks
@@ -42,9 +44,6 @@ class Sources:
             if consumer is not None:
                 # The consumer of an unchanged source goes on, so a new revision does not affect its messages.
                 consumer.update(settings)
-            elif problem := missing_package():
-                self._log(name, f"source {source.queue}: {problem}")
-                continue
             else:
                 queue, log = MessageQueue(source), partial(self._log_source, name, source.queue_name)
                 consumer = Consumer(settings, source, self._jobs, queue, open_sink(source), log)
@@ -65,6 +64,20 @@ class Sources:
             self.stop(name)
         if self._closing:
             await asyncio.wait(self._closing)
+
+    async def readings(self) -> list[Reading]:
+        """Return the metrics of the consumers that run."""
+        held: Counter[tuple[str, ...]] = Counter()
+        ended: Counter[tuple[str, ...]] = Counter()
+        for name, consumers in self._consumers.items():
+            for consumer in consumers:
+                held[name,] += consumer.in_flight
+                ended.update({(name, outcome): count for outcome, count in consumer.ended.items()})
+        labels = ("function", "outcome")
+        return [
+            Reading("source_messages_in_flight", "Messages of event sources that run as jobs.", held),
+            Reading("source_messages", "Messages of event sources by outcome.", ended, labels, total=True),
+        ]
 
     def _close(self, consumers: list[Consumer]) -> None:
         for consumer in consumers:

@@ -15,7 +15,7 @@ POLL_S = 20
 """How long a request waits for messages: as long as SQS allows, so that an empty queue needs few requests."""
 BATCH = 10
 """The most messages that SQS allows in one request."""
-_COUNT = "ApproximateReceiveCount"
+_COUNT, _GROUP = "ApproximateReceiveCount", "MessageGroupId"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +28,8 @@ class Message:
     received: int
     """How many times the message was delivered, including this one."""
     attributes: Mapping[str, str]
+    group: str = ""
+    """The message group, of which the queue keeps the order. "" if the queue is no FIFO queue."""
 
 
 class MessageQueue(AwsClient):
@@ -48,9 +50,9 @@ class MessageQueue(AwsClient):
             response = client.receive_message(
                 QueueUrl=self._url, MaxNumberOfMessages=min(limit, BATCH), WaitTimeSeconds=POLL_S,
                 VisibilityTimeout=self._visibility_s,
-                MessageSystemAttributeNames=[_COUNT], MessageAttributeNames=["traceparent"],
+                MessageSystemAttributeNames=[_COUNT, _GROUP], MessageAttributeNames=["traceparent"],
             )  # fmt: skip
-            return [_message(raw) for raw in response.get("Messages", ())]
+            return [_message(raw, fifo=self._url.endswith(".fifo")) for raw in response.get("Messages", ())]
 
         return await self.call(poll, self._release_abandoned)
 
@@ -87,11 +89,14 @@ class MessageQueue(AwsClient):
             self.call_blocking(lambda client: self._hide(client, messages, 0))
 
 
-def _message(raw: dict[str, Any]) -> Message:
-    count = max(1, int(raw.get("Attributes", {}).get(_COUNT, "1")))
+def _message(raw: dict[str, Any], *, fifo: bool) -> Message:
+    facts = raw.get("Attributes", {})
+    count = max(1, int(facts.get(_COUNT, "1")))
+    # In a standard queue, a group only says whose the message is, and has no order.
+    group = str(facts.get(_GROUP, "")) if fifo else ""
     attributes = {
         name: str(value["StringValue"])
         for name, value in raw.get("MessageAttributes", {}).items()
         if "StringValue" in value
     }
-    return Message(raw["MessageId"], raw["ReceiptHandle"], raw["Body"].encode(), count, attributes)
+    return Message(raw["MessageId"], raw["ReceiptHandle"], raw["Body"].encode(), count, attributes, group)

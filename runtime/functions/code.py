@@ -7,6 +7,7 @@ point at. Empty folders and file times are not part of the code.
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import hashlib
 import io
@@ -15,7 +16,7 @@ import shutil
 import stat
 import tarfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -28,12 +29,20 @@ MAX_CODE_BYTES = 256 * 1024 * 1024
 MAX_FILES = 20_000
 IGNORE_FILE = ".pilotflameignore"
 
-# Patterns, in the syntax of .gitignore, of files that are never code. In such a list later patterns win, and
-# these are appended to those of the ignore file, so an ignore file cannot include these files.
-_NEVER_CODE = (
-    ".git", ".hg/", ".svn/", "__pycache__/", ".venv/", "node_modules/", ".idea/", ".vscode/", ".ipynb_checkpoints/",
-    ".mypy_cache/", ".ruff_cache/", ".pytest_cache/", ".hypothesis/",
+# Patterns, in the syntax of .gitignore, of files that are left out unless the ignore file includes them, with
+# a line such as `!.env`. In such a list later patterns win, and those of the ignore file are appended to these.
+_NOT_CODE = (
+    ".git", ".hg/", ".svn/", ".jj/", "__pycache__/", ".venv/", "node_modules/", ".idea/", ".vscode/",
+    ".ipynb_checkpoints/", ".mypy_cache/", ".ruff_cache/", ".pytest_cache/", ".hypothesis/", ".tox/", ".nox/",
+    ".cache/", ".direnv/", ".eggs/", "*.egg-info/", "htmlcov/", ".coverage", ".terraform/",
     "*.py[co]", "*.sw[po]", "*~", ".#*", "\\#*#", ".DS_Store", "._*",
+)  # fmt: skip
+# The same of files that hold credentials. `withheld` names those that it found, since code may miss them.
+_CREDENTIALS = (
+    ".env", ".env.*", "!.env.example", "!.env.sample", "!.env.template", ".envrc", "*.pem", "*.key", "*.p12", "*.pfx",
+    "*.jks", "*.kdbx", "id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*", ".ssh/", ".aws/", ".azure/", ".gcloud/",
+    ".kube/", ".docker/", ".gnupg/", ".netrc", "_netrc", ".npmrc", ".pypirc", ".git-credentials", ".htpasswd",
+    "*.tfstate", "*.tfstate.*", ".bash_history", ".python_history",
 )  # fmt: skip
 _WEIGHTS_REMEDY = f"Put weights in a snapshot folder (`snapshot = ...`), or list other data in {IGNORE_FILE}."
 
@@ -60,9 +69,35 @@ def select(folder: Path, *, exclude: Path | None = None) -> list[CodeFile]:
     excluded = Path(os.path.realpath(root / exclude)) if exclude is not None else None
     # If the snapshot is the function's folder itself, it is not left out, since then no file would remain.
     walk = _Walk(root, _ignored(root), None if excluded == root else excluded)
+    return _selected(folder, walk)
+
+
+def withheld(folder: Path) -> list[str]:
+    """Return the names of files and folders that are left out because they look like credentials."""
+    root = Path(os.path.realpath(folder))
+    walk = _Walk(root, _ignored(root), None)
+    with contextlib.suppress(CodeError):
+        _selected(folder, walk)
+    return walk.withheld
+
+
+def remove_ignored(folder: Path) -> None:
+    """Remove from an unpacked archive what `select` leaves out, and the links to it."""
+    ignored = _ignored(folder)
+    for path in sorted(folder.rglob("*")):
+        name = path.relative_to(folder).as_posix()
+        is_folder = path.is_dir() and not path.is_symlink()
+        if not path.is_symlink() and ignored.match_file(f"{name}/" if path.is_dir() else name):
+            shutil.rmtree(path) if is_folder else path.unlink(missing_ok=True)
+    for path in folder.rglob("*"):
+        if path.is_symlink() and not path.exists():
+            path.unlink()
+
+
+def _selected(folder: Path, walk: _Walk) -> list[CodeFile]:
     files: list[CodeFile] = []
     # Folders count too: links between folders without files could make the walk practically endless.
-    for count, file in enumerate(walk.entries(root, "", (root,)), 1):
+    for count, file in enumerate(walk.entries(walk.root, "", (walk.root,)), 1):
         if count > MAX_FILES:
             raise CodeError(f"{folder} has over {MAX_FILES} files and folders.", remedy=_WEIGHTS_REMEDY)
         if file is not None:
@@ -146,6 +181,8 @@ class _Walk:
     root: Path
     ignored: GitIgnoreSpec
     excluded: Path | None
+    withheld: list[str] = field(default_factory=list)
+    """The names of the entries that are skipped because they match a pattern in `_CREDENTIALS`."""
 
     def entries(self, folder: Path, prefix: str, above: tuple[Path, ...]) -> Iterator[CodeFile | None]:
         """Yield each file in `folder` and its subfolders, and None for each subfolder.
@@ -176,9 +213,13 @@ class _Walk:
                 raise CodeError(f"{name} is neither a file nor a folder.", remedy=remedy)
 
     def _skips(self, entry: os.DirEntry[str], name: str, real: Path) -> bool:
-        if entry.is_dir() and Path(entry.path, "pyvenv.cfg").is_file():
+        found = self.ignored.check_file(f"{name}/" if entry.is_dir() else name)
+        if found.include:
+            if found.index is not None and found.index < len(_CREDENTIALS):
+                self.withheld.append(name)
             return True
-        if self.ignored.match_file(f"{name}/" if entry.is_dir() else name):
+        # A virtual environment is left out under any name, unless the ignore file includes it.
+        if found.include is None and entry.is_dir() and Path(entry.path, "pyvenv.cfg").is_file():
             return True
         return self.excluded is not None and real.is_relative_to(self.excluded)
 
@@ -202,7 +243,7 @@ def _ignored(root: Path) -> GitIgnoreSpec:
     file = root / IGNORE_FILE
     try:
         text = file.read_text(encoding="utf-8") if file.exists() else ""
-        return GitIgnoreSpec.from_lines([*text.splitlines(), *_NEVER_CODE])
+        return GitIgnoreSpec.from_lines([*_CREDENTIALS, *_NOT_CODE, *text.splitlines()])
     except (OSError, ValueError) as error:
         raise CodeError(f"{file} cannot be read: {error}.", remedy="Write it like a .gitignore.") from error
 

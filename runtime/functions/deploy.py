@@ -14,17 +14,21 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ...errors import RequirementsError, SettingsError, SnapshotError
 from ...handlers.dialects.recognise import recognise
+from ...snapshot.extras import is_installed, missing
 from ..link.worker_spec import WorkerSpec
-from ..settings.event_source import missing_package
-from ..settings.function_settings import FunctionSettings, read_settings
+from ..settings.function_settings import FunctionSettings, read_settings, setting_origins
 from . import code, requirements
 from .archive import unpack
+from .cog_yaml import COG_YAML, CogYaml
 from .environment import Log, ensure_environment
 from .store import CODE_FOLDER, RevisionFields, RevisionRecord, Store
+
+if TYPE_CHECKING:
+    from ...snapshot.format.manifest import Manifest
 
 MANIFEST_FILE = "manifest.json"
 # Holds the files of a remote snapshot that are not weights, such as config and tokenizer.
@@ -63,11 +67,14 @@ def prepare(store: Store, environments: Path, request: Deployment, log: Log) -> 
     with contextlib.ExitStack() as undo:
         undo.callback(shutil.rmtree, staged, ignore_errors=True)
         folder = _source_folder(request, staged_code)
-        settings = read_settings(folder, overrides=request.overrides)
+        place = "the uploaded folder" if request.archive is not None else ""
+        settings = read_settings(folder, overrides=request.overrides, place=place)
+        cog = _cog_yaml(folder, settings.handler)
+        settings = settings.model_copy(update={"env": cog.env() | dict(settings.env)})
         if request.authorize is not None:
             request.authorize(settings.name)
-        if settings.source and (problem := missing_package()):
-            raise SettingsError(f"The [[source]] tables of {settings.name!r} cannot be used: {problem}.")
+        if settings.source and not is_installed("boto3"):
+            raise missing("A [[source]] table", "boto3")
         snapshot = settings.snapshot_path(folder)
         if snapshot is not None and not snapshot.exists():
             remedy = "Put the weights there, or set `snapshot` (or --snapshot) to where they are."
@@ -76,10 +83,13 @@ def prepare(store: Store, environments: Path, request: Deployment, log: Log) -> 
             )
         if request.path is not None:
             code.copy_folder(folder, staged_code, exclude=snapshot)
-        environment = _environment(staged_code, environments, settings, request, log)
+        store.weights.share(staged_code, snapshot)
+        environment = _environment(staged_code, environments, settings, request, cog, log)
         fields = _fields(staged, settings, snapshot, environment, log)
+        origins = {f"env.{variable}": COG_YAML for variable in cog.env()}
+        origins |= setting_origins(folder, overrides=request.overrides)
         undo.pop_all()
-    return staged, fields
+    return staged, fields.model_copy(update={"setting_origins": origins})
 
 
 def _fields(
@@ -134,6 +144,8 @@ def heavy_imports(file: Path) -> tuple[str, ...]:
     names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
     found = {name.partition(".")[0] for name in names}
+    if "sentence_transformers" in found:
+        found.add("transformers")
     if "transformers" in found:
         found.add("torch")
     return tuple(name for name in HEAVY if name in found)
@@ -143,6 +155,8 @@ def _source_folder(request: Deployment, staged_code: Path) -> Path:
     """Return the request's folder. Or unpack its archive into `staged_code`, and return that folder."""
     if request.archive is not None:
         unpack(request.archive, staged_code)
+        # Archives that other programs have packed may hold credentials and caches.
+        code.remove_ignored(staged_code)
         return staged_code
     if request.path is None:
         raise SettingsError("The deploy has neither a path nor an archive.", remedy="Send one of them.")
@@ -151,19 +165,44 @@ def _source_folder(request: Deployment, staged_code: Path) -> Path:
     return request.path
 
 
+def requirements_of(spec: WorkerSpec) -> str:
+    """Return the requirements of a stored revision, as its environment was made from them."""
+    return _requirements(spec.code, _cog_yaml(spec.code, spec.handler))[0]
+
+
+def _cog_yaml(folder: Path, handler: str) -> CogYaml:
+    """Return the settings in cog.yaml, which count only if the handler is Cog's."""
+    return CogYaml.read(folder) if recognise(folder, handler).dialect == "cog" else CogYaml()
+
+
+def _requirements(code_folder: Path, cog: CogYaml) -> tuple[str, str]:
+    """Return the requirements of a function's code, and the name of the file that holds them, for messages."""
+    file = code_folder / REQUIREMENTS_FILE
+    text, name = file.read_text(encoding="utf-8") if file.is_file() else "", REQUIREMENTS_FILE
+    if more := cog.requirements(code_folder):
+        name = f"{REQUIREMENTS_FILE}, followed by the packages of {COG_YAML}," if text else COG_YAML
+        text = f"{text}\n{more}" if text else more
+    return text, name
+
+
 def _environment(
-    code_folder: Path, environments: Path, settings: FunctionSettings, request: Deployment, log: Log
+    code_folder: Path,
+    environments: Path,
+    settings: FunctionSettings,
+    request: Deployment,
+    cog: CogYaml,
+    log: Log,
 ) -> tuple[Path, str]:
     """Return the path of the Python that runs the function, and the digest of its requirements.
 
-    If the function has an image, that must hold them. Raise RequirementsError if they are not met and are not to be installed, or if their installation fails.
+    If the function has an image, that must hold them. Raise RequirementsError if they are not met and are not
+    to be installed, or if their installation fails.
     """
-    file = code_folder / REQUIREMENTS_FILE
-    text = file.read_text(encoding="utf-8") if file.is_file() else ""
+    text, name = _requirements(code_folder, cog)
     digest = requirements.requirements_digest(text)
     try:
         if settings.image.name is None:
-            requirements.check_requirements(text)
+            requirements.check_requirements(text, file=name, stand_ins=not request.install)
     except RequirementsError:
         if not request.install:
             raise
@@ -183,6 +222,16 @@ def _write_manifest(snapshot: Path, target: Path, log: Log) -> None:
         log(f"making a manifest of {snapshot}")
     manifest = Manifest.read(beside) if beside.is_file() else create(snapshot)
     manifest.write(target)
+    _enlarge_pages(beside.parent, manifest)
+
+
+def _enlarge_pages(root: Path, manifest: Manifest) -> None:
+    """Read the weights into large pages of the page cache, so that workers map them in a fraction of the time."""
+    from ...snapshot.caching.memory import enlarge_cached_pages  # noqa: PLC0415  as above
+
+    # Workers can map small pages too. If a file cannot be read, the first worker says so.
+    with contextlib.suppress(OSError, SnapshotError):
+        enlarge_cached_pages(root, manifest)
 
 
 def _fetch_manifest(url: str, folder: Path, log: Log) -> None:

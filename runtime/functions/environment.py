@@ -6,16 +6,20 @@ not installed again. If a function needs another version of such a package, that
 environment, whose packages precede the gateway's on the path.
 
 Virtual environments hold absolute paths and cannot be moved. So each is built in its final place, under a
-lock. A marker file is written last: an environment without it is unfinished, and is built again.
+lock. A marker file with that place is written last: an environment without it is unfinished, and is built
+again, as is one that was moved. Backups do not contain environments: `EnvironmentLauncher` builds those that
+are missing when a revision is launched.
 """
 
 from __future__ import annotations
 
 import ast
+import asyncio
 import contextlib
 import fcntl
 import hashlib
 import os
+import re
 import shutil
 import signal
 import site
@@ -25,7 +29,7 @@ import sysconfig
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -35,11 +39,16 @@ from packaging.version import InvalidVersion, Version
 
 from ...errors import RequirementsError
 from ...snapshot.publish import publish
+from ..launching.launcher import Launcher, WorkerSource
+from ..link.worker_spec import WorkerSpec
+from ..telemetry.logs import Log as ProcessLog
 from .requirements import check_requirements, installed_versions, parse_requirements, requirements_digest
 
 # Called with each line about the deploy, including those that uv writes.
 Log = Callable[[str], None]
 _MARKER = "pilotflame-complete"
+# The name of an environment's folder, as `_key` makes it.
+_FOLDER = re.compile(r"py[0-9]{2,4}-[0-9a-f]{16}")
 _PLACEHOLDER = "pilotflame-placeholder\n"
 # Python reads it last, by its name: the gateway's packages come after those of the virtual environment.
 _BASE_PTH = "zzzz_pilotflame_base.pth"
@@ -64,16 +73,101 @@ def ensure_environment(root: Path, requirements: str, progress: Log, *, deadline
     root.mkdir(parents=True, exist_ok=True)
     with _locked(folder.with_name(f"{folder.name}.lock"), progress) as lock_fd:
         uv = UvCommand(root, progress, lock_fd, deadline_s)
-        # The environment's interpreter is a link to the gateway's, which an upgrade may have removed.
-        if not (folder / _MARKER).is_file() or not python.exists():
+        if not _is_whole(folder):
             _build(folder, requirements, uv)
             with publish(folder / _MARKER) as marker:
-                marker.write(f"{digest}\n".encode())
+                marker.write(f"{digest}\n{folder}\n".encode())
         elif not _met(folder, requirements):
             # The existing environment is completed and not built again, since workers may be running in it.
             progress("the gateway's environment has changed: installing what it no longer has")
             _install(folder, uv)
     return python
+
+
+def present_python(root: Path, recorded: Path, requirements: str, progress: Log) -> Path:
+    """Return the Python that runs a revision now. At its deploy it was `recorded`.
+
+    If that was in an environment that is missing now, or is another gateway's, the environment is built in
+    `root`. Otherwise it was the gateway's Python, and is the gateway's present one. Raise RequirementsError.
+    """
+    if not any(_FOLDER.fullmatch(part) for part in recorded.parts):
+        return Path(sys.executable)
+    folder = root.absolute() / _key(requirements_digest(requirements))
+    return (
+        folder / "bin" / "python" if _is_whole(folder) else ensure_environment(root, requirements, progress)
+    )
+
+
+class EnvironmentLauncher(Launcher):
+    """Launches one revision as `launcher` does, after its Python environment was built if necessary."""
+
+    def __init__(
+        self, launcher: Launcher, root: Path, requirements_of: Callable[[WorkerSpec], str],
+        in_thread: Callable[[Callable[[], Path]], Awaitable[Path]],
+    ) -> None:  # fmt: skip
+        """`root` holds the environments. `requirements_of` reads the requirements of a revision from its code."""
+        self._launcher, self._root = launcher, root
+        self._requirements_of, self._in_thread = requirements_of, in_thread
+        self._present: WorkerSpec | None = None
+
+    async def launch(self, spec: WorkerSpec, logs: ProcessLog, on_death: Callable[[], None]) -> WorkerSource:
+        loop = asyncio.get_running_loop()
+
+        def log(text: str) -> None:
+            loop.call_soon_threadsafe(logs.write, "gateway", text)
+
+        return await self._launcher.launch(await self._resolved(spec, log), logs, on_death)
+
+    async def prepare(self, spec: WorkerSpec) -> None:
+        await self._launcher.prepare(await self._resolved(spec, lambda _text: None))
+
+    async def forget(self, spec: WorkerSpec) -> None:
+        await self._launcher.forget(self._present or spec)
+
+    def shared_pids(self) -> list[int]:
+        return self._launcher.shared_pids()
+
+    def end_unused(self) -> None:
+        self._launcher.end_unused()
+
+    async def close(self) -> None:
+        await self._launcher.close()
+
+    async def _resolved(self, spec: WorkerSpec, log: Log) -> WorkerSpec:
+        """Return `spec` with the Python that runs it now, as the same object each time."""
+        recorded = Path(spec.python)
+        if recorded == Path(sys.executable):
+            return spec
+        python = await self._in_thread(
+            lambda: present_python(self._root, recorded, self._requirements_of(spec), log)
+        )
+        if self._present is None:
+            self._present = spec.model_copy(update={"python": str(python)})
+        return self._present
+
+
+def _is_whole(folder: Path) -> bool:
+    """Return whether the environment was completed, and in this place, and its interpreter still exists."""
+    marker = folder / _MARKER
+    # The interpreter is a link to the gateway's, which an upgrade may have removed.
+    if not marker.is_file() or not (folder / "bin" / "python").exists():
+        return False
+    # The marker of an older pilotflame does not name the place.
+    return marker.read_text(encoding="utf-8").splitlines()[1:] in ([], [str(folder)])
+
+
+def discard_unused(root: Path, digests: Collection[str]) -> None:
+    """Remove the environments in `root` whose requirements are not among `digests`.
+
+    One that another deploy is building stays. A function whose environment is missing gets it built again.
+    """
+    kept = {_key(digest) for digest in digests}
+    for folder in root.glob("py*-*/"):
+        if folder.name not in kept:
+            with contextlib.suppress(BlockingIOError), _locked(folder.with_name(f"{folder.name}.lock")):
+                # Without its marker, what a crash leaves of the folder is an unfinished environment.
+                (folder / _MARKER).unlink(missing_ok=True)
+                shutil.rmtree(folder)
 
 
 def _key(digest: str) -> str:
@@ -105,12 +199,17 @@ def _met(folder: Path, requirements: str) -> bool:
 
 
 @contextlib.contextmanager
-def _locked(path: Path, progress: Log) -> Iterator[int]:
-    """Hold a lock on the file `path`, so that only one deploy builds an environment. Yield its descriptor."""
+def _locked(path: Path, progress: Log | None = None) -> Iterator[int]:
+    """Hold a lock on the file `path`, so that only one deploy builds an environment. Yield its descriptor.
+
+    Raise BlockingIOError, without `progress`, if another deploy holds the lock.
+    """
     with path.open("ab") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
+            if progress is None:
+                raise
             progress("waiting for another deploy that builds the same environment")
             fcntl.flock(file, fcntl.LOCK_EX)
         yield file.fileno()
@@ -118,7 +217,7 @@ def _locked(path: Path, progress: Log) -> Iterator[int]:
 
 def _build(folder: Path, requirements: str, uv: UvCommand) -> None:
     if folder.exists():
-        uv.progress("removing an unfinished environment")
+        uv.progress("removing an environment that is unfinished or was moved")
         shutil.rmtree(folder)
     uv.progress(f"creating {folder}")
     uv.run("venv", "--quiet", "--no-project", "--python", sys.executable, str(folder))

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
+import time
 from collections.abc import Iterator
-from datetime import datetime
-from typing import Any
+from datetime import UTC, datetime
+from typing import Any, Literal
 
 import psutil
 from pydantic import BaseModel
@@ -16,9 +18,14 @@ from ..scaling.autoscaler import ScaleSpec
 from ..serving.dispatcher import Policy
 from ..serving.revision import Revision
 from ..settings.function_settings import FunctionSettings
-from ..telemetry.logs import LogBook
+from ..telemetry.log_files import LogQuery, function_file
+from ..telemetry.logs import LogBook, Logs
 from ..telemetry.timeline import Timeline
 from .store import RevisionRecord
+
+# How many of the latest errors the status shows, and how much of each.
+LAST_ERRORS = 5
+MAX_ERROR_CHARS = 500
 
 
 class Workers(BaseModel, frozen=True):
@@ -40,6 +47,15 @@ class Process(BaseModel, frozen=True):
     pss_mb: float
 
 
+class LastError(BaseModel, frozen=True):
+    """What the function's log says of a failure, in one line."""
+
+    at: datetime
+    source: str
+    request_id: str
+    text: str
+
+
 class FunctionStatus(BaseModel, frozen=True):
     """The status of a function, as the control routes return it."""
 
@@ -58,13 +74,39 @@ class FunctionStatus(BaseModel, frozen=True):
     queued: int
     in_flight: int
     activations: int
+    rest_mb: float | None = None
+    """The memory (PSS) of its zygote and standby, when it was last measured."""
     last_cold_start_ms: float | None
     last_cold_start_phases_ms: dict[str, float]
+    latency_curve: list[tuple[float, float]] = []
+    """Batch sizes, and the median seconds that such a batch takes."""
     warnings: list[str]
+    last_errors: list[LastError] = []
     settings: FunctionSettings
+    setting_origins: dict[str, str] = {}
     input_schema: dict[str, Any]
     output_schema: dict[str, Any]
     processes: list[Process] = []
+
+
+class RevisionFacts(BaseModel, frozen=True):
+    """A stored revision of a function. `size_bytes` are those that no newer revision shares with it."""
+
+    revision: str
+    number: int
+    created_at: datetime
+    state: Literal["live", "draining", "stored"]
+    code_digest: str
+    snapshot: str | None
+    size_bytes: int
+
+    @classmethod
+    def of(cls, record: RevisionRecord, size_bytes: int, *, live: bool, busy: bool) -> RevisionFacts:
+        return cls(
+            revision=record.revision, number=record.number, created_at=record.created_at,
+            state="live" if live else "draining" if busy else "stored", code_digest=record.code_digest,
+            snapshot=snapshot_of(record), size_bytes=size_bytes,
+        )  # fmt: skip
 
 
 # The facts of a handler that the status shows. These values are shown until the facts are known.
@@ -82,43 +124,68 @@ class Live:
         self.record = record
         self.revision = revision
         self.logs = logs
-        self.warnings: list[str] = []
+        self.warnings = list(record.warnings)
+        self.since_s = time.monotonic()
+        """When this object was made, in monotonic seconds."""
         self._last_cold: Timeline | None = None
+        self._rest_mb: float | None = None
 
-    async def prove(self, *, check: bool) -> None:
+    def builds_within(self, seconds: float) -> bool:
+        """Return True if the zygote took at most so long to import and build the handler."""
+        return bool(self.record.handler.get("build_s", math.inf) <= seconds)
+
+    def note_rest(self, held_mb: float) -> None:
+        """Remember how much memory the zygote and the standby hold, which `status` shows."""
+        self._rest_mb = held_mb
+
+    async def prove(self, *, check: bool, ready: int = 0) -> None:
         """Start the zygote and, with `check`, a worker. Raise the error if one of them fails to start.
 
-        The zygote also tells the facts of the handler. They are put into the record and the policy.
+        With `check`, also start as many workers as `ready` (at most `scale.max`), which remain. The zygote also tells the facts of the handler. They are put into the record and the policy.
         """
         source = await self.revision.pool.zygote.open()
-        self.record = self.record.model_copy(update={"handler": source.facts})
-        self.revision.configure(policy_of(self.record))
         if source.spawn_reason:
             self.warnings.append(f"Workers are spawned, not forked: {source.spawn_reason}.")
+        # The record is stored when the revision goes live, so the warnings survive a restart.
+        found = {"handler": source.facts, "warnings": tuple(self.warnings)}
+        self.record = self.record.model_copy(update=found)
+        self.revision.configure(policy_of(self.record))
         if check:
-            await self.revision.try_start()
+            await self.revision.try_start(min(ready, self.record.settings.scale.max))
 
     def note_cold(self, timeline: Timeline) -> None:
         """Remember the timeline of the latest cold start, which `status` shows."""
         self._last_cold = timeline
 
+    async def last_errors(self, logs: Logs) -> list[LastError]:
+        """Return the latest errors in the function's log, the newest last."""
+        query = LogQuery(LAST_ERRORS, level="error")
+        lines = await logs.history(function_file(self.record.function), query)
+        return [
+            LastError(
+                at=datetime.fromtimestamp(line.at, UTC), source=line.source, request_id=line.request_id,
+                text=line.text.partition("\n")[0][:MAX_ERROR_CHARS],
+            )
+            for line in lines
+        ]  # fmt: skip
+
     def status(self, processes: list[Process] | None = None) -> FunctionStatus:
         """Return the status of the function. It shows `processes` if these were measured."""
         record, census, cold = self.record, self.revision.census(), self._last_cold
         facts, settings = record.handler, record.settings
-        snapshot = str(record.snapshot_root) if record.snapshot_root else None
+        snapshot = snapshot_of(record)
         if record.snapshot_url:
-            # The URL may hold credentials, which `shown` removes.
-            snapshot = shown(record.snapshot_url)
             settings = settings.model_copy(update={"snapshot": snapshot})
         return FunctionStatus(
             name=record.function, revision=record.revision, created_at=record.created_at, snapshot=snapshot,
             workers=Workers(ready=census.ready, starting=census.starting, draining=census.draining),
             standby=census.standby, zygote=census.zygote, queued=census.queued, in_flight=census.in_flight,
             activations=self.revision.pool.activations,
+            rest_mb=round(self._rest_mb, 1) if self._rest_mb is not None else None,
             last_cold_start_ms=cold.total_s * 1000 if cold else None,
             last_cold_start_phases_ms={name: s * 1000 for name, s in cold.phases().items()} if cold else {},
-            warnings=self.warnings, settings=settings, processes=processes or [],
+            latency_curve=[(point.size, point.p50_s) for point in self.revision.dispatcher.learned],
+            warnings=self.warnings, settings=settings, setting_origins=record.setting_origins, processes=processes or [],
             **{key: facts.get(key, missing) for key, missing in _FACTS.items()},
         )  # fmt: skip
 
@@ -131,7 +198,14 @@ class Live:
             rows.append((zygote.standby.pid, "standby", zygote.standby.name))
         if zygote.source is not None and zygote.source.zygote_pid is not None:
             rows.append((zygote.source.zygote_pid, "zygote", "zygote"))
-        return await asyncio.to_thread(lambda: [process for row in rows for process in _measure(*row)])
+        return await asyncio.to_thread(lambda: [process for row in rows for process in memory_of(*row)])
+
+
+def snapshot_of(record: RevisionRecord) -> str | None:
+    """Return the path or URL of a revision's weights. A URL is returned without the credentials it may hold."""
+    if record.snapshot_url:
+        return shown(record.snapshot_url)
+    return str(record.snapshot_root) if record.snapshot_root else None
 
 
 def policy_of(record: RevisionRecord) -> Policy:
@@ -148,7 +222,7 @@ def policy_of(record: RevisionRecord) -> Policy:
     )
 
 
-def _measure(pid: int, role: str, name: str) -> Iterator[Process]:
+def memory_of(pid: int, role: str, name: str) -> Iterator[Process]:
     """Yield the process with its memory. Yield nothing if it has ended or may not be measured."""
     with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
         memory = psutil.Process(pid).memory_full_info()

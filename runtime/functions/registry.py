@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
+import logging
+import shutil
 from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 from ...errors import GatewayError, PilotflameError, UnknownFunction
 from ..access.secrets import Secrets
@@ -14,12 +20,22 @@ from ..launching.fetcher_client import FetcherClient
 from ..launching.launcher import Launcher
 from ..serving.latency_curve_store import LatencyCurveStore
 from ..serving.revision import Revision
-from ..telemetry.logs import LogBook
+from ..telemetry.background import BackgroundTasks
+from ..telemetry.logs import LogBook, Logs
 from ..telemetry.metrics import Census
 from ..telemetry.timeline import Timeline
-from .deploy import Deployment, prepare, worker_spec
-from .live import Live, policy_of
+from .deploy import Deployment, prepare, requirements_of, worker_spec
+from .environment import EnvironmentLauncher, discard_unused
+from .live import Live, RevisionFacts, policy_of
+from .rest import LIGHT_S
 from .store import RevisionRecord, Store
+
+LOG = logging.getLogger(__name__)
+# How many deploys may work on files at a time. They have threads of their own: they can wait for minutes, for
+# example for a package index, and the threads of the event loop compress answers.
+DEPLOY_THREADS = 4
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +48,8 @@ class FunctionEvents:
     """Called with a function's name when a deploy has made a revision of it live."""
     deleted: list[Callable[[str], None]] = field(default_factory=list)
     """Called with a function's name when its deletion begins. From then on it accepts no more requests."""
+    removed: list[Callable[[str], None]] = field(default_factory=list)
+    """Called with a function's name when its deletion has ended: nothing of it runs any more."""
 
 
 @dataclass(eq=False)
@@ -41,15 +59,20 @@ class Functions:
     store: Store
     environments: Path
     launcher: Launcher
-    tasks: asyncio.TaskGroup
+    tasks: BackgroundTasks
     weights: FetcherClient
     secrets: Secrets
     events: FunctionEvents
+    logs: Logs
     drain_s: float
     _live: dict[str, Live] = field(default_factory=dict, init=False)
-    _locks: dict[str, asyncio.Lock] = field(default_factory=dict, init=False)
+    # A lock goes when no deploy and no delete holds it or waits for it: names come and go.
+    _locks: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary, init=False)
     _closing: bool = field(default=False, init=False)
-    _retirements: set[asyncio.Task[None]] = field(default_factory=set, init=False)
+    _retirements: dict[asyncio.Task[None], Live | None] = field(default_factory=dict, init=False)
+    _threads: ThreadPoolExecutor = field(
+        default_factory=lambda: ThreadPoolExecutor(DEPLOY_THREADS, "deploy"), init=False
+    )
 
     def live(self, name: str) -> Revision:
         """Return the live revision of the function `name`. Raise what `get` raises."""
@@ -89,40 +112,132 @@ class Functions:
         The old revision finishes its invocations in the background. If the deploy fails, its error is raised
         and the old revision stays live.
         """
-        logs, loop = LogBook(), asyncio.get_running_loop()
-
-        def log(text: str) -> None:
-            loop.call_soon_threadsafe(logs.write, "deploy", text)
-
-        staged, fields = await asyncio.to_thread(prepare, self.store, self.environments, request, log)
+        said: list[str] = []
+        prepared = functools.partial(prepare, self.store, self.environments, request, said.append)
+        try:
+            staged, fields = await self._thread(prepared, undo=lambda made: _remove(made[0]))
+        except PilotflameError as error:
+            LOG.warning("a deploy was refused: %s", error)
+            raise
         name = fields.settings.name
-        async with self._locks.setdefault(name, asyncio.Lock()):
-            if (old := self._live.get(name)) is not None:
-                logs = old.logs
-            self._check_open()
-            record = await asyncio.to_thread(self.store.place, staged, fields)
-            live = await self._create(record, logs)
-            try:
-                await live.prove(check=request.check)
+        logs = self.logs.of_function(name)
+        for text in said:
+            logs.write("deploy", text)
+        with contextlib.ExitStack() as failing:
+            failing.callback(self._threads.submit, _remove, staged)
+            async with self._lock(name):
                 self._check_open()
-            except BaseException:
-                await live.revision.retire(0.0)
-                await asyncio.to_thread(self.store.withdraw, record)
-                raise
-            await self._uninterrupted(self._go_live(name, live, old))
-            return live
+                failing.pop_all()
+                place = functools.partial(self.store.place, staged, fields)
+                record = await self._thread(place, undo=self.store.withdraw)
+                withdraw = functools.partial(self.store.withdraw, record)
+                return await self._replace(record, logs, check=request.check, withdraw=withdraw)
+
+    async def restart(self, name: str) -> Live:
+        """Replace a function's processes by new ones of the same revision, and return the function.
+
+        As many workers as are ready now have to get ready before the old ones drain. If they do not, the error
+        is raised and the old ones stay. Raise what `get` raises.
+        """
+        return await self._revive(name, lambda live: live)
+
+    async def rollback(self, name: str, revision: str | None = None) -> Live:
+        """Make an old revision live, as `Store.find` finds it, and return the function.
+
+        The live revision is replaced as in a deploy. Raise what `get` and `Store.find` raise.
+        """
+        return await self._revive(name, lambda live: self.store.find(live, revision))
+
+    async def _revive(self, name: str, choose: Callable[[RevisionRecord], RevisionRecord]) -> Live:
+        self.get(name)
+        async with self._lock(name):
+            old = self.get(name)
+            record = await self._thread(functools.partial(choose, old.record))
+            return await self._replace(record, old.logs, check=True)
+
+    async def revisions(self, name: str) -> list[RevisionFacts]:
+        """Return a function's stored revisions, the newest first. Raise what `get` raises."""
+        self.get(name)
+        records = await self._thread(functools.partial(self.store.revisions, name))
+        sizes = await self._thread(functools.partial(self.store.sizes, name))
+        live, busy = self.get(name).record.revision, self._busy(name)
+        return [
+            RevisionFacts.of(
+                record,
+                sizes.get(record.revision, 0),
+                live=record.revision == live,
+                busy=record.revision in busy,
+            )
+            for record in records
+        ]
+
+    async def _replace(
+        self,
+        record: RevisionRecord,
+        logs: LogBook,
+        *,
+        check: bool,
+        withdraw: Callable[[], None] = lambda: None,
+    ) -> Live:
+        """Check that a placed revision starts, make it live, and return its function.
+
+        If that fails, call `withdraw` in a thread. The caller must hold the function's lock.
+        """
+        old = self._live.get(record.function)
+        live: Live | None = None
+        try:
+            live = await self._create(record, old.logs if old is not None else logs)
+            await live.prove(check=check, ready=len(old.revision.pool.ready) if old is not None else 0)
+            self._check_open()
+        except BaseException as error:
+            if isinstance(error, PilotflameError):
+                text = f"revision {record.revision} was not deployed: {error}\n{error.trace}".rstrip()
+                logs.write("deploy", text, "error", revision=record.revision)
+            await self._uninterrupted(self._abandon(live, withdraw))
+            raise
+        await self._uninterrupted(self._go_live(record.function, live, old))
+        return live
+
+    async def _abandon(self, live: Live | None, withdraw: Callable[[], None]) -> None:
+        if live is not None:
+            await live.revision.retire(0.0)
+        await self._thread(withdraw)
 
     async def _go_live(self, name: str, live: Live, old: Live | None) -> None:
         """Make a placed revision live, and begin to retire the old one."""
-        await asyncio.to_thread(self.store.promote, live.record)
+        await self._thread(functools.partial(self.store.promote, live.record))
         self._live[name] = live
         live.revision.scale()
         live.logs.write("gateway", f"revision {live.record.revision} is live")
         for callback in self.events.live:
             callback(name)
         retirement = self.tasks.create_task(self._retire(name, old))
-        self._retirements.add(retirement)
-        retirement.add_done_callback(self._retirements.discard)
+        self._retirements[retirement] = old
+        retirement.add_done_callback(self._retirements.pop)
+
+    def _busy(self, name: str) -> set[str]:
+        """Return the ids of a function's revisions that still finish their invocations."""
+        retiring = [old.record for old in self._retirements.values() if old is not None]
+        return {record.revision for record in retiring if record.function == name}
+
+    def _lock(self, name: str) -> asyncio.Lock:
+        return self._locks.setdefault(name, asyncio.Lock())
+
+    async def _thread(self, work: Callable[[], T], *, undo: Callable[[T], object] | None = None) -> T:
+        """Run `work` in a thread of the deploys. If the caller is cancelled, `undo` is called with its result."""
+        running = asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+        def undone(done: asyncio.Future[T]) -> None:
+            if undo is not None and not done.cancelled() and done.exception() is None:
+                # RuntimeError: the gateway ends. The next one empties the staging folder.
+                with contextlib.suppress(RuntimeError):
+                    self._threads.submit(undo, done.result())
+
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            running.add_done_callback(undone)
+            raise
 
     async def _uninterrupted(self, change: Coroutine[Any, Any, None]) -> None:
         """Await `change` and raise its error. Cancelling the caller does not cancel `change`."""
@@ -130,7 +245,7 @@ class Functions:
         async def outcome() -> Exception | None:
             try:
                 await change
-            except (PilotflameError, OSError) as error:
+            except Exception as error:  # noqa: BLE001  whatever it is, it belongs to the caller
                 return error
             return None
 
@@ -148,7 +263,7 @@ class Functions:
         UnknownFunction if the function was deployed again or deleted while this waited for its lock.
         """
         live = self.get(name)
-        async with self._locks.setdefault(name, asyncio.Lock()):
+        async with self._lock(name):
             if self._live.get(name) is not live:
                 raise UnknownFunction(f"{name!r} was changed meanwhile.", remedy="Check it, and try again.")
             await self._uninterrupted(self._take_away(name, live))
@@ -158,36 +273,45 @@ class Functions:
         for callback in self.events.deleted:
             callback(name)
         await live.revision.retire(self.drain_s)
+        live.logs.write("gateway", f"{name} was deleted")
         # The secrets go first, so that a crash in between does not leave them to a new function of this name.
         await asyncio.to_thread(self.secrets.forget, name)
-        await asyncio.to_thread(self.store.delete, name)
+        await self._thread(functools.partial(self.store.delete, name))
+        for callback in self.events.removed:
+            callback(name)
+        await self._tidy(live, lambda: None)
 
     async def restore(self) -> None:
         """Make the stored functions live. Their zygotes and workers (`scale.min`) start in the background."""
         for name, record in (await asyncio.to_thread(self.store.functions)).items():
-            self._live[name] = live = await self._create(record, LogBook())
+            self._live[name] = live = await self._create(record, self.logs.of_function(name))
             if record.settings.scale.rest == "zygote":
-                self.tasks.create_task(live.revision.pool.zygote.warm())
+                light = live.builds_within(LIGHT_S)
+                self.tasks.create_task(live.revision.pool.zygote.warm(shared_only=light))
             live.revision.scale()
 
     async def close(self) -> None:
         """Refuse new requests, finish the accepted ones within `drain_s`, and end all processes."""
         self._closing = True
-        async with asyncio.TaskGroup() as tasks:
-            for live in self._live.values():
-                tasks.create_task(live.revision.retire(self.drain_s))
+        retiring = [live.revision.retire(self.drain_s) for live in self._live.values()]
         # Replaced revisions may still be finishing their invocations.
-        if self._retirements:
-            await asyncio.wait(self._retirements)
+        if ends := {*map(self.tasks.create_task, retiring), *self._retirements}:
+            await asyncio.wait(ends)
+
+    def close_threads(self) -> None:
+        """Start no more work of deploys. What runs in a thread ends with the process at the latest."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _create(self, record: RevisionRecord, logs: LogBook) -> Live:
         # `worker_spec` and `LatencyCurveStore.open` read files, so they run in threads.
-        spec = await asyncio.to_thread(worker_spec, self.store, record, self.weights.cache)
+        spec = await self._thread(functools.partial(worker_spec, self.store, record, self.weights.cache))
         # Measured latency curves are valid for revisions with the same `key` and the same weights. So the key
         # holds all else of a revision that affects the speed of its workers.
         settings = f"{record.settings.concurrency} {record.settings.threads}"
         key = f"{record.code_digest} {record.requirements_digest} {settings}"
-        curves = await asyncio.to_thread(LatencyCurveStore.open, self.store.curves, key, spec.manifest)
+        launcher = EnvironmentLauncher(self.launcher, self.environments, requirements_of, self._thread)
+        opened = functools.partial(LatencyCurveStore.open, self.store.curves, key, spec.manifest)
+        curves = await self._thread(opened)
         if spec.source:
             self.tasks.create_task(self.weights.warm())
 
@@ -196,7 +320,7 @@ class Functions:
                 callback(record.function, outcome)
 
         revision = Revision(
-            spec, policy_of(record), self.launcher, logs, self.tasks, activated, self.weights,
+            spec, policy_of(record), launcher, logs.of(record.revision), self.tasks, activated, self.weights,
             lambda: self.secrets.of(record.function), curves,
         )  # fmt: skip
         return Live(record, revision, logs)
@@ -205,8 +329,22 @@ class Functions:
         """Retire the replaced revision, if there is one, and remove old revisions from the store."""
         if old is not None:
             await old.revision.retire(self.drain_s)
+        busy = self._busy(name) - ({old.record.revision} if old is not None else set())
+        await self._tidy(old or self._live[name], lambda: self.store.prune(name, busy=busy))
+
+    async def _tidy(self, function: Live, prune: Callable[[], object]) -> None:
+        """Call `prune` in a thread, and remove the environments that no stored revision needs any more."""
+
+        def tidy() -> None:
+            prune()
+            discard_unused(self.environments, self.store.environments())
+
         try:
-            await asyncio.to_thread(self.store.prune, name)
-        # Files of old revisions that cannot be removed do no harm, so this is only logged.
+            await self._thread(tidy)
+        # Files that cannot be removed do no harm, so this is only logged.
         except (OSError, PilotflameError) as error:
-            (old or self._live[name]).logs.write("gateway", f"old revisions were not removed: {error}")
+            function.logs.write("gateway", f"old revisions were not removed: {error}")
+
+
+def _remove(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib
 import re
 from collections.abc import Iterator, Mapping
 from importlib import metadata
@@ -21,6 +22,7 @@ from packaging.version import InvalidVersion, Version
 
 from ...errors import RequirementsError
 
+FILE = "requirements.txt"
 # As in pip, a # begins a comment only at the start of a line or after a blank.
 _COMMENT = re.compile(r"(^|\s+)#.*$")
 _HASH = re.compile(r"\s--hash[= ]([A-Za-z0-9]+:[A-Fa-f0-9]+)")
@@ -35,6 +37,10 @@ _REFUSED = (
         "a link cannot be checked and may change under a revision; name a released version",
     ),
 )
+
+
+# Workers have stand-ins for these packages, so handlers need the real ones only for what the stand-ins lack.
+STOOD_IN = frozenset({"runpod"})
 
 
 class RequirementLine(NamedTuple):
@@ -54,8 +60,11 @@ class RequirementLine(NamedTuple):
         return f"{name}[{extras}]{versions}{f';{marker}' if marker else ''}{hashes}"
 
 
-def parse_requirements(text: str) -> list[RequirementLine]:
-    """Return the requirements in `text`. Raise RequirementsError, which names all lines that are refused."""
+def parse_requirements(text: str, file: str = FILE) -> list[RequirementLine]:
+    """Return the requirements in `text`. Raise RequirementsError, which names all lines that are refused.
+
+    `file` is the text's name in error messages.
+    """
     lines: list[RequirementLine] = []
     refused: list[str] = []
     for number, line in _logical_lines(text):
@@ -68,22 +77,31 @@ def parse_requirements(text: str) -> list[RequirementLine]:
             refused.append(f"line {number}, {line!r}: {str(error).splitlines()[0]}")
     if refused:
         problems = "; ".join(refused)
-        raise RequirementsError(f"requirements.txt is refused: {problems}.", remedy="Correct those lines.")
+        raise RequirementsError(f"{file} is refused: {problems}.", remedy="Correct those lines.")
     return lines
 
 
-def check_requirements(text: str, installed: Mapping[str, str] | None = None) -> None:
+def check_requirements(
+    text: str, installed: Mapping[str, str] | None = None, *, file: str = FILE, stand_ins: bool = False
+) -> None:
     """Raise RequirementsError, which names all unmet lines of `text`, if there are any.
 
     `installed` are the versions of the installed packages by name. Without it, the packages of this
-    interpreter are used. Only then are the dependencies that extras add checked too.
+    interpreter are used. Only then are the dependencies that extras add checked too. With `stand_ins`, a package
+    that is not installed and has a stand-in meets any requirement.
     """
+    if installed is None:
+        # Otherwise Python may not see a package that was installed since it last looked into the folder.
+        importlib.invalidate_caches()
     present = installed_versions() if installed is None else installed
     versions = {str(canonicalize_name(name)): version for name, version in present.items()}
+    stood_in = STOOD_IN - versions.keys() if stand_ins else frozenset()
     unmet: dict[int, list[str]] = {}
     wanted: list[str] = []
-    for line in parse_requirements(text):
+    for line in parse_requirements(text, file):
         for requirement in _with_extras(line.requirement, follow=installed is None):
+            if canonicalize_name(requirement.name) in stood_in:
+                continue
             if problem := _unmet(requirement, versions):
                 unmet.setdefault(line.number, []).append(problem)
                 wanted.append(f"'{requirement.name}{requirement.specifier}'")
@@ -91,7 +109,7 @@ def check_requirements(text: str, installed: Mapping[str, str] | None = None) ->
         problems = "; ".join(f"line {number}: {', '.join(found)}" for number, found in unmet.items())
         install = f"pip install {' '.join(dict.fromkeys(wanted))}"
         remedy = f"Run `{install}`, or deploy with `pilotflame deploy --install`."
-        raise RequirementsError(f"requirements.txt is not met: {problems}.", remedy=remedy)
+        raise RequirementsError(f"{file} is not met: {problems}.", remedy=remedy)
 
 
 def requirements_digest(text: str) -> str:

@@ -3,6 +3,7 @@
     <state dir>/functions/<name>/<revision>/code/            the function's folder as it was deployed
     <state dir>/functions/<name>/<revision>/revision.json    the record of the revision
     <state dir>/functions/<name>/current                     holds the id of the live revision
+    <state dir>/weights/                                     weights that revisions share; see shared_weights.py
     <state dir>/staging/                                     folders being made or removed; emptied at start
 
 A revision is made under `staging`, synced to disk, and then moved to its place by a rename. Only after that
@@ -17,22 +18,26 @@ import hashlib
 import re
 import secrets
 import shutil
+import stat
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from pydantic import AwareDatetime, BaseModel, Field
 
-from ...errors import GatewayError, UnknownFunction
+from ...errors import BadInput, GatewayError, UnknownFunction, UnknownRevision
 from ...snapshot.publish import sync
 from ..access import private_files
 from ..settings.function_settings import FunctionSettings, check_name, name_problem
+from .shared_weights import SharedWeights
 
 CODE_FOLDER = "code"
 
 _REVISION = re.compile(r"r[1-9][0-9]{0,8}-[0-9a-f]{8}")
+_NUMBER = re.compile(r"r?([1-9][0-9]{0,8})")
 _RECORD = "revision.json"
 _CURRENT = "current"
 
@@ -42,11 +47,13 @@ class RevisionFields(BaseModel, frozen=True, extra="forbid"):
 
     code_digest: str
     settings: FunctionSettings
+    setting_origins: dict[str, str] = Field(default_factory=dict)
     snapshot_root: Path | None = None
     snapshot_url: str | None = None
     python: Path
     requirements_digest: str
     handler: dict[str, Any] = Field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
 
 
 class RevisionRecord(RevisionFields):
@@ -58,6 +65,17 @@ class RevisionRecord(RevisionFields):
     created_at: AwareDatetime
 
 
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """How many old revisions of each function are kept: at most `count`, of at most `size_bytes` in all."""
+
+    count: int = 5
+    size_bytes: int = 4 << 30
+
+
+DEFAULT_RETENTION = Retention()
+
+
 class Store:
     """All functions and revisions in the state folder `root`, which the caller must have locked.
 
@@ -65,9 +83,17 @@ class Store:
     `start` are safe to call from several threads.
     """
 
-    def __init__(self, root: Path, report: Callable[[str], None]) -> None:
+    def __init__(
+        self, root: Path, report: Callable[[str], None], retention: Retention = DEFAULT_RETENTION
+    ) -> None:
         self.curves = root.absolute() / "curves"
         """The folder that holds the measured latency curves."""
+        self.copies = re.compile(
+            rf"{re.escape(str(root.absolute()))}/(?:functions/[^/\s]+|staging)/[^/\s]+/{CODE_FOLDER}/"
+        )
+        """Matches the paths of copied code in a text, up to the name of the file in the function's folder."""
+        self.weights = SharedWeights(root.absolute() / "weights")
+        self._retention = retention
         self._functions = root.absolute() / "functions"
         self._staging = root.absolute() / "staging"
         self._report = report
@@ -79,6 +105,7 @@ class Store:
         if self._staging.exists():
             shutil.rmtree(self._staging)
         self._staging.mkdir(mode=0o700)
+        self.weights.discard_unused()
         for folder in self._functions.glob("*/"):
             for half_written in (*folder.glob(f".{_CURRENT}.*"), *folder.glob(f"*/.{_RECORD}.*")):
                 half_written.unlink()
@@ -96,7 +123,15 @@ class Store:
         """Give the revision in a staged folder its id, move the folder to its place, and return its record.
 
         The revision is not live yet. Afterwards call `promote` to make it live, or `withdraw` to remove it.
+        If an error is raised, the staged folder has been removed.
         """
+        try:
+            return self._place(staged, fields)
+        except BaseException:
+            shutil.rmtree(staged, ignore_errors=True)
+            raise
+
+    def _place(self, staged: Path, fields: RevisionFields) -> RevisionRecord:
         with self._lock:
             record = self._new_record(fields)
             _write_record(staged, record)
@@ -163,22 +198,77 @@ class Store:
                 raise UnknownFunction.named(name) from None
             sync(self._functions)
         shutil.rmtree(aside)
+        self.weights.discard_unused()
 
-    def prune(self, name: str, keep: int = 5) -> list[str]:
+    def revisions(self, name: str) -> list[RevisionRecord]:
+        """Return the records of a function's revisions that can be read, the newest first."""
+        found = []
+        for revision in reversed(self._revision_ids(name)):
+            with contextlib.suppress(GatewayError):
+                found.append(self._read(name, revision))
+        return found
+
+    def environments(self) -> set[str]:
+        """Return the digests of the requirements of all revisions of all functions."""
+        names = [folder.name for folder in self._functions.iterdir() if name_problem(folder.name) is None]
+        return {record.requirements_digest for name in names for record in self.revisions(name)}
+
+    def find(self, live: RevisionRecord, wanted: str | None) -> RevisionRecord:
+        """Return the revision of a function to roll back to. `live` is its live revision.
+
+        `wanted` is an id, or its number, as `r3` or `3`. Without it, return the newest one before the live
+        one. Raise UnknownRevision if there is none, and BadInput if it is the live one.
+        """
+        name, found = live.function, self.revisions(live.function)
+        number = _NUMBER.fullmatch(wanted or "")
+        for record in found:
+            before = wanted is None and record.number < live.number
+            if before or wanted == record.revision or (number and int(number[1]) == record.number):
+                if record.revision == live.revision:
+                    raise BadInput(
+                        f"{live.revision} of {name!r} is live already.", remedy="Restart it instead."
+                    )
+                return record
+        there = ", ".join(record.revision for record in found)
+        missing = "no older revision" if wanted is None else f"no revision {wanted[:40]!r}"
+        raise UnknownRevision(f"{name!r} has {missing} (there: {there}).", remedy="Deploy it again.")
+
+    def sizes(self, name: str) -> dict[str, int]:
+        """Return by revision, the newest first, the bytes on disk that no newer revision has as well."""
+        seen: set[int] = set()
+        return {
+            revision: sum(_new_bytes(self._folder(name) / revision, seen))
+            for revision in reversed(self._revision_ids(name))
+        }
+
+    def prune(self, name: str, keep: int | None = None, *, busy: Collection[str] = ()) -> list[str]:
         """Remove old revisions of a function, and return their ids.
 
-        The live revision and the newest `keep` remain, at least one of these. If the live revision cannot be
-        read, nothing is removed.
+        The newest `keep` remain (by default as many as the retention says), at least one of these, as long as
+        they are not too large together. The live revision and those in `busy` remain in any case. If the live
+        revision cannot be read, nothing is removed.
         """
         with self._lock:
-            live = self.current(name)
-            old = self._revision_ids(name)[: -max(keep, 1)] if live is not None else []
-            removed = {id_: self._aside(name) for id_ in old if live is not None and id_ != live.revision}
+            if (live := self.current(name)) is None:
+                return []
+            kept = {live.revision, *busy, *self._retained(name, keep)}
+            old = [revision for revision in self._revision_ids(name) if revision not in kept]
+            removed = {revision: self._aside(name) for revision in old}
             for revision, aside in removed.items():
                 (self._folder(name) / revision).rename(aside)
         for aside in removed.values():
             shutil.rmtree(aside)
+        self.weights.discard_unused()
         return list(removed)
+
+    def _retained(self, name: str, keep: int | None) -> Iterator[str]:
+        """Yield the ids of the revisions within the retention, the newest first."""
+        total, count = 0, max(1, self._retention.count if keep is None else keep)
+        for position, (revision, size) in enumerate(self.sizes(name).items()):
+            total += size
+            if position and (position >= count or total > self._retention.size_bytes):
+                return
+            yield revision
 
     def _folder(self, name: str) -> Path:
         return self._functions / check_name(name)
@@ -214,3 +304,14 @@ class Store:
 
 def _write_record(folder: Path, record: RevisionRecord) -> None:
     private_files.write(folder / _RECORD, record.model_dump_json(indent=2).encode())
+
+
+def _new_bytes(folder: Path, seen: set[int]) -> Iterator[int]:
+    """Yield the sizes of the files in `folder` whose inodes are not in `seen`, and add these to `seen`."""
+    for path in folder.rglob("*"):
+        # A revision may be removed meanwhile.
+        with contextlib.suppress(FileNotFoundError):
+            facts = path.lstat()
+            if stat.S_ISREG(facts.st_mode) and facts.st_ino not in seen:
+                seen.add(facts.st_ino)
+                yield facts.st_size

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import ParamSpec, TypeVar
 
@@ -19,9 +20,11 @@ from ...errors import (
     RevisionRetired,
     WorkerDied,
 )
+from ...handlers.codec import JSON_TYPE
 from ..functions.live import Live
 from ..serving.invocation import LAST, NORMAL, Invocation, Output
-from .job import Job, JobOutcome, JobState
+from ..telemetry.logs import Capture
+from .job import Job, JobOutcome, JobState, NewJob
 from .store import JobStore
 
 P = ParamSpec("P")
@@ -36,8 +39,11 @@ ROW_BYTES = 32
 BACKOFF_S = 2.0
 """The delay before the second attempt if no worker could start. Each further delay is 4 times longer."""
 MAX_BACKOFF_S = 300.0
-LOG_LINES = 20
-"""How many of the worker's last log lines are stored with a job that FAILED or TIMED_OUT."""
+MAX_LOG_CHARS = 64 << 10
+"""How much of what a job has printed is stored with its result: the last lines."""
+UNSTORED_S = 0.5
+"""A job that nobody knows of yet is stored after this time if it has not ended. Then it can be listed and
+cancelled, and it survives the gateway."""
 STORE_RETRY_S = 5.0
 """The pause before a failed call of the store is repeated."""
 
@@ -46,10 +52,17 @@ class JobAttempt:
     """The invocation of a job at a revision, whose progress and result this object stores."""
 
     def __init__(
-        self, job: Job, live: Live, store: JobStore, tasks: asyncio.TaskGroup, closing: asyncio.Event
+        self,
+        job: Job,
+        live: Live,
+        store: JobStore,
+        tasks: asyncio.TaskGroup,
+        closing: asyncio.Event,
+        unstored: NewJob | None = None,
     ) -> None:
         """Create the invocation; the caller submits it to the revision of `live`.
 
+        With `unstored`, the job is not stored yet; see `stored`.
         Once `closing` is set, a failed write to the store is not repeated: the next start recovers the job.
         """
         self._tasks = tasks
@@ -58,6 +71,12 @@ class JobAttempt:
         self._log_book = live.logs
         self._store = store
         self._closing = closing
+        self._unstored = unstored
+        self.awaited = unstored is not None
+        """True if it was submitted for a caller who waits, before the job was stored."""
+        self.stored: asyncio.Future[Job | None] = asyncio.get_running_loop().create_future()
+        """Of an unstored job: resolved with the job when it is stored, which is at its end or, if that takes
+        longer, after UNSTORED_S. None: it was not run, since the gateway or its revision ends. Or an error."""
         self._sent = asyncio.Event()
         """Set when the invocation was sent to a worker, or ended before that."""
         self._fence = 0
@@ -73,6 +92,7 @@ class JobAttempt:
             streaming=revision.streaming, execution_s=job.execution_timeout_s, on_sent=self._sent.set,
             extra={**(job.extra or {}), "bare": True, "job": {"id": job.id, "attempt": job.attempts + 1}},
             on_progress=self._store_progress, tenant=job.owner, priority=LAST if job.priority else NORMAL,
+            capture=Capture(MAX_LOG_CHARS),
         )  # fmt: skip
         self.invocation.output.add_done_callback(lambda _: self._sent.set())
 
@@ -82,12 +102,13 @@ class JobAttempt:
 
     def log(self, text: str) -> None:
         """Write a line about the job to the function's log."""
-        self._log_book.write("gateway", f"job {self.job.id} {text}")
+        self._log_book.write("gateway", f"job {self.job.id} {text}", "error", request_id=self.job.id)
 
     async def run(self) -> None:
         """Store what the attempt produces. Raise JobStoreFailed if that fails while the gateway closes."""
         try:
-            await self._run()
+            if self._unstored is None or not await self._run_unstored(self._unstored):
+                await self._run()
         except JobStoreFailed:
             raise
         except Exception as error:  # noqa: BLE001
@@ -96,6 +117,61 @@ class JobAttempt:
             self.cancel()
             internal = GatewayError(f"The job's result could not be stored: {type(error).__name__}.")
             await self._finish(JobOutcome(JobState.FAILED, error=internal.to_wire()))
+        finally:
+            # Nobody else resolves it if this task is cancelled or the code above has a bug.
+            if self._unstored is not None and not self.stored.done():
+                self._refuse(GatewayError("The job was not run to its end.", remedy="Submit it again."))
+
+    async def _run_unstored(self, new: NewJob) -> bool:
+        """Wait for the end of an unstored job, and store it. Return False if the job was stored before its end.
+
+        Until `stored` is resolved, nobody was promised that the job exists. So an error is the caller's.
+        """
+        output = self.invocation.output
+        try:
+            await asyncio.wait([output], timeout=UNSTORED_S)
+            if (outcome := self._ended()) is not None:
+                self.stored.set_result(await self._store.record(new, self._as_sent(), outcome))
+            elif output.done() and not self.invocation.worker:
+                self.stored.set_result(None)
+            else:
+                await self._store_early(new)
+        except PilotflameError as error:
+            self.cancel()
+            self._refuse(error)
+            return True
+        return self.stored.result() is not self.job
+
+    def _refuse(self, error: PilotflameError) -> None:
+        self.stored.set_exception(error)
+        # Mark it as retrieved: if the caller has gone, asyncio must not warn about it.
+        self.stored.exception()
+
+    def _ended(self) -> JobOutcome | None:
+        """Return how an unstored job has ended; None if it has not, or if it is to be queued again."""
+        output = self.invocation.output
+        if not output.done() or output.cancelled():
+            return None
+        error = output.exception()
+        if error is None:
+            return _completed(output.result(), self._logs())
+        return self._failure(error, error.to_wire()) if isinstance(error, PilotflameError) else None
+
+    def _as_sent(self) -> Job:
+        """Return the job with its worker, and with the time when it was sent there."""
+        sent_s, now_s = self.invocation.sent_s, time.monotonic()
+        started_s = time.time() - (now_s - sent_s if sent_s else 0.0)
+        return replace(self.job, worker=self.invocation.worker, started_s=started_s)
+
+    async def _store_early(self, new: NewJob) -> None:
+        """Store an unstored job before its end, as IN_PROGRESS if a worker has it."""
+        new = replace(new, wanted_id=self.job.id)
+        if self.invocation.worker:
+            self._fence = await self._store.start(new, self.invocation.worker) or 0
+            self._store_progress()
+        else:
+            await self._store.admit(new)
+        self.stored.set_result(self.job)
 
     async def _run(self) -> None:
         output = self.invocation.output
@@ -166,12 +242,9 @@ class JobAttempt:
         return True
 
     async def _complete(self, output: Output) -> None:
-        payload, output_type = output.payload, output.content_type
         if self.invocation.stream is not None:
-            payload, output_type = await self._retried(self._aggregate), ""
-        elif output_type == "application/json":
-            output_type = ""
-        await self._finish(JobOutcome(JobState.COMPLETED, payload, output_type))
+            output = Output(await self._retried(self._aggregate), JSON_TYPE)
+        await self._finish(_completed(output, self._logs()))
 
     async def _aggregate(self) -> bytes:
         """Return all pieces as one JSON list, which is empty if it is too large or the handler wants none."""
@@ -186,20 +259,26 @@ class JobAttempt:
         if not isinstance(error, PilotflameError):
             raise error
         wire = error.to_wire()
-        if isinstance(error, Cancelled):
-            await self._finish(JobOutcome(JobState.CANCELLED, error=wire))
-        elif isinstance(error, DeadlineExceeded):
-            await self._finish(JobOutcome(JobState.TIMED_OUT, error=wire, logs=self._logs()))
+        if (outcome := self._failure(error, wire)) is not None:
+            await self._finish(outcome)
         elif isinstance(error, (RevisionRetired, GatewayError)):
             await self._requeue(wire, counted=False)
         elif not self.invocation.worker:
             # No worker could start. The job is delayed, since a worker may be able to start later.
             await self._requeue(wire, min(MAX_BACKOFF_S, BACKOFF_S * 4.0**self.job.attempts))
-        elif isinstance(error, WorkerDied):
+        else:
             # A retiring revision kills workers that do not end in time. The job did not cause this.
             await self._requeue(wire, counted=not self._revision.retiring)
-        else:
-            await self._finish(JobOutcome(JobState.FAILED, error=wire, logs=self._logs()))
+
+    def _failure(self, error: BaseException, wire: Mapping[str, object]) -> JobOutcome | None:
+        """Return how the job ends with an error of its invocation. None: it is queued again."""
+        if isinstance(error, Cancelled):
+            return JobOutcome(JobState.CANCELLED, error=wire)
+        if isinstance(error, DeadlineExceeded):
+            return JobOutcome(JobState.TIMED_OUT, error=wire, logs=self._logs())
+        if isinstance(error, (RevisionRetired, GatewayError, WorkerDied)) or not self.invocation.worker:
+            return None
+        return JobOutcome(JobState.FAILED, error=wire, logs=self._logs())
 
     async def _requeue(self, error: dict[str, object], delay_s: float = 0.0, *, counted: bool = True) -> None:
         # Without a fence, no start was stored and the job is still queued. Then nothing is written for an
@@ -229,6 +308,10 @@ class JobAttempt:
                     await self._closing.wait()
 
     def _logs(self) -> str:
-        worker = self.invocation.worker
-        lines = [line.text for line in self._log_book.tail(10 * LOG_LINES) if line.source == worker]
-        return "\n".join(lines[-LOG_LINES:])
+        """Return what this job has printed, and no other invocation of its worker."""
+        return self.invocation.capture.text() if self.invocation.capture is not None else ""
+
+
+def _completed(output: Output, logs: str) -> JobOutcome:
+    output_type = "" if output.content_type == JSON_TYPE else output.content_type
+    return JobOutcome(JobState.COMPLETED, output.payload, output_type, logs=logs)

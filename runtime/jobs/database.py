@@ -10,7 +10,7 @@ import queue
 import sqlite3
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -48,10 +48,13 @@ class _QueuedCall:
     future: asyncio.Future[Any]
     result: Any = None
     error: Exception | None = None
+    ended: bool = False
+    """True if the change is committed or the query was run. Then a failure of the connection is not its own."""
 
 
 _Calls = queue.SimpleQueue[_QueuedCall | None]
 _RunGroup = Callable[[sqlite3.Connection, list[_QueuedCall]], None]
+_Connect = Callable[[], sqlite3.Connection]
 
 
 class Database:
@@ -70,10 +73,9 @@ class Database:
         """Open or create the file and upgrade it. Blocks. Raise JobStoreFailed if the file cannot be used."""
         with ExitStack() as opened:
             try:
-                writer = self._connect(opened)
+                opened.callback((writer := self._connect()).close)
                 self._upgrade(writer)
-                reader = self._connect(opened)
-                reader.execute("PRAGMA query_only=ON")
+                opened.callback((reader := self._connect_reader()).close)
             except sqlite3.Error as error:
                 raise JobStoreFailed(
                     f"The store of jobs, {self._path}, cannot be used: {error}.",
@@ -83,11 +85,11 @@ class Database:
             opened.pop_all()
         # `close` ends the threads in this order. The connection that is closed last copies the WAL into the
         # file, which only the writer's connection may do.
-        for name, connection, calls, run_group in (
-            ("jobs-reader", reader, self._reads, _read),
-            ("jobs-writer", writer, self._writes, _commit),
+        for name, connection, calls, run_group, connect in (
+            ("jobs-reader", reader, self._reads, _read, self._connect_reader),
+            ("jobs-writer", writer, self._writes, _commit, self._connect),
         ):
-            served = (connection, calls, run_group)
+            served = (connection, calls, run_group, connect)
             thread = threading.Thread(target=_serve, args=served, name=name, daemon=True)
             thread.start()
             self._threads.append((calls, thread))
@@ -123,14 +125,22 @@ class Database:
             calls.put(_QueuedCall(run, committed, future))
         return await future
 
-    def _connect(self, opened: ExitStack) -> sqlite3.Connection:
+    def _connect(self) -> sqlite3.Connection:
         connection = sqlite3.connect(
             self._path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
         )
-        opened.enter_context(closing(connection))
         connection.row_factory = sqlite3.Row
-        for setting in _SETTINGS:
-            connection.execute(f"PRAGMA {setting}")
+        try:
+            for setting in _SETTINGS:
+                connection.execute(f"PRAGMA {setting}")
+        except sqlite3.Error:
+            connection.close()
+            raise
+        return connection
+
+    def _connect_reader(self) -> sqlite3.Connection:
+        connection = self._connect()
+        connection.execute("PRAGMA query_only=ON")
         return connection
 
     def _upgrade(self, connection: sqlite3.Connection) -> None:
@@ -144,28 +154,52 @@ class Database:
             )
 
 
-def _serve(connection: sqlite3.Connection, calls: _Calls, run_group: _RunGroup) -> None:
-    """Run queued calls in groups until None is taken from the queue, then close the connection."""
+def _serve(connection: sqlite3.Connection, calls: _Calls, run_group: _RunGroup, connect: _Connect) -> None:
+    """Run queued calls in groups until None is taken from the queue, then close the connection.
+
+    A connection that fails, for example to roll back, is replaced before the next group.
+    """
     call = calls.get()
     while call is not None:
         group = [call]
         while len(group) < MAX_GROUP and not calls.empty() and (call := calls.get()) is not None:
             group.append(call)
-        run_group(connection, group)
+        try:
+            run_group(connection, group)
+        except sqlite3.Error as error:
+            for failed in group:
+                failed.error = failed.error if failed.ended else _refused(error)
+            connection = _replaced(connection, connect)
         _deliver(group)
         call = call and calls.get()
     connection.close()
 
 
+def _replaced(connection: sqlite3.Connection, connect: _Connect) -> sqlite3.Connection:
+    """Close a connection, which undoes its open transaction, and return a new one.
+
+    If that fails, return the closed one: the next group fails too, and this is tried again.
+    """
+    with suppress(sqlite3.Error):
+        connection.close()
+        return connect()
+    return connection
+
+
 def _read(connection: sqlite3.Connection, group: list[_QueuedCall]) -> None:
+    """Run a group's queries in one transaction, so that each sees one state of the file in all its statements."""
+    connection.execute("BEGIN")
     for call in group:
         _run(connection, call)
+        call.ended = True
+    connection.execute("COMMIT")
 
 
 def _commit(connection: sqlite3.Connection, group: list[_QueuedCall]) -> None:
     """Commit a group in one transaction.
 
     If that fails, commit each call in its own transaction, so that only the call that caused it fails.
+    Raises sqlite3.Error if the connection cannot be used any more.
     """
     try:
         connection.execute("BEGIN IMMEDIATE")
@@ -177,6 +211,8 @@ def _commit(connection: sqlite3.Connection, group: list[_QueuedCall]) -> None:
                 connection.execute("ROLLBACK TO call")
             connection.execute("RELEASE call")
         connection.execute("COMMIT")
+        for call in group:
+            call.ended = True
     except sqlite3.Error as error:
         if connection.in_transaction:
             connection.execute("ROLLBACK")
@@ -184,8 +220,8 @@ def _commit(connection: sqlite3.Connection, group: list[_QueuedCall]) -> None:
             for call in group:
                 call.error = None
                 _commit(connection, [call])
-        elif group[0].error is None:
-            group[0].error = _refused(error)
+        else:
+            group[0].error, group[0].ended = group[0].error or _refused(error), True
 
 
 def _run(connection: sqlite3.Connection, call: _QueuedCall) -> None:

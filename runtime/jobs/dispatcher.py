@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 from ...errors import GatewayError, JobStoreFailed, QueueFull, RevisionRetired, UnknownFunction
 from ..functions.live import Live
+from ..telemetry.background import BackgroundTasks
 from .attempt import STORE_RETRY_S, JobAttempt
-from .job import Job
+from .job import Job, NewJob, new_job_id
 from .store import JobStore
 
 MIN_PREFETCH = 8
@@ -30,7 +33,7 @@ FULL_RETRY_S = 1.0
 class JobDispatcher:
     """`live(name)` returns a live function. It raises UnknownFunction, or GatewayError during shutdown."""
 
-    def __init__(self, store: JobStore, live: Callable[[str], Live], tasks: asyncio.TaskGroup) -> None:
+    def __init__(self, store: JobStore, live: Callable[[str], Live], tasks: BackgroundTasks) -> None:
         self._store = store
         self._live = live
         self._tasks = tasks
@@ -42,12 +45,35 @@ class JobDispatcher:
         """Read the next jobs of a function from the store, in its task, and run them."""
         if self._closing.is_set():
             return
+        jobs = self._jobs_of(function)
+        jobs.waiting = True
+        jobs.news.set()
+
+    def run_unstored(self, new: NewJob) -> JobAttempt | None:
+        """Run a job that is not stored, and return its attempt. Return None if it must be stored before it runs.
+
+        This is so if anybody could know of it before it ends, and if its function cannot take it. It waits in the
+        revision's queue, which serves jobs with the same ttl in the order of their arrival.
+        """
+        jobs = self._functions.get(new.function)
+        full = jobs is not None and len(jobs.attempts) >= 2 * MAX_SUBMITTED
+        known = new.webhook is not None or new.idempotency or new.wanted_id
+        if self._closing.is_set() or full or known:
+            return None
+        with contextlib.suppress(UnknownFunction, GatewayError, QueueFull, RevisionRetired):
+            live, now_s = self._live(new.function), time.time()
+            if not live.revision.streaming:
+                return self._submit(new.queued(new_job_id(now_s), now_s), live, new)
+        return None
+
+    def _jobs_of(self, function: str) -> _FunctionJobs:
+        """Return the function's entry. If there is none, the store has no jobs of the function that could run."""
         if function not in self._functions:
             jobs = self._functions[function] = _FunctionJobs()
-            run = self._tasks.create_task(self._run(function, jobs))
+            run = self._tasks.keep(partial(self._run, function, jobs), name="jobs")
             self._runs.add(run)
             run.add_done_callback(self._runs.discard)
-        self._functions[function].news.set()
+        return self._functions[function]
 
     def cancel(self, function: str, job_id: str) -> None:
         """Cancel the attempt of a job that was cancelled in the store, if it has one."""
@@ -70,17 +96,15 @@ class JobDispatcher:
 
     async def _run(self, function: str, jobs: _FunctionJobs) -> None:
         """Submit jobs. Return when no attempt runs and nothing is left to submit, now or later."""
-        try:
-            while True:
-                jobs.news.clear()
-                delay_s = None if self._closing.is_set() else await self._submit_next(function, jobs)
-                if delay_s is None and not jobs.attempts and not jobs.news.is_set():
-                    return
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(delay_s):
-                        await jobs.news.wait()
-        finally:
-            del self._functions[function]
+        while True:
+            jobs.news.clear()
+            delay_s = None if self._closing.is_set() else await self._submit_next(function, jobs)
+            if delay_s is None and not jobs.attempts and not jobs.news.is_set():
+                del self._functions[function]
+                return
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(delay_s):
+                    await jobs.news.wait()
 
     async def _submit_next(self, function: str, jobs: _FunctionJobs) -> float | None:
         """Submit as many jobs as there is room for.
@@ -91,17 +115,8 @@ class JobDispatcher:
             room = self._room(function, jobs)
             if room <= 0:
                 return None
-            jobs.ended.clear()
-            now_s = time.time()
-            due = await self._store.due(function, room + len(jobs.attempts), now_s)
-            # Jobs that were due at `now_s` are in `due`, or are read when there is room again. So the timer
-            # is for jobs that are due later.
-            due_s = await self._store.next_due(function, now_s)
-            # A job that ended during the read may be in `due` as queued, so it is left out. If it was really
-            # queued again, the next read finds it: its end has set `news`.
-            known = jobs.attempts.keys() | jobs.ended
-            for job in [job for job in due if job.id not in known][:room]:
-                self._start(job, jobs)
+            if jobs.waiting or jobs.due_s <= time.time():
+                await self._submit_due(function, jobs, room)
         except (UnknownFunction, GatewayError):
             # The function was deleted or the gateway shuts down. If it is live again, `wake` is called.
             return None
@@ -109,27 +124,52 @@ class JobDispatcher:
             return FULL_RETRY_S
         except JobStoreFailed:
             return STORE_RETRY_S
-        return None if due_s is None else max(0.0, due_s - time.time())
+        return None if jobs.due_s == math.inf else max(0.0, jobs.due_s - time.time())
+
+    async def _submit_due(self, function: str, jobs: _FunctionJobs, room: int) -> None:
+        """Read up to `room` jobs from the store and submit them."""
+        jobs.ended.clear()
+        # Not after the read: a job that is queued during the read may not be in its result.
+        jobs.waiting, now_s = False, time.time()
+        left = True
+        try:
+            due = await self._store.due(function, room, now_s, tuple(jobs.attempts))
+            # Jobs that were due at `now_s` are in `due`, or are read when there is room again. So the timer
+            # is for jobs that are due later.
+            next_s = await self._store.next_due(function, now_s)
+            jobs.due_s = math.inf if next_s is None else next_s
+            # A job that ended during the read may be in `due` as queued, so it is left out. If it was really
+            # queued again, the next read finds it: its end has set `news`.
+            for job in [job for job in due if job.id not in jobs.attempts.keys() | jobs.ended]:
+                self._start(job)
+            left = len(due) == room
+        finally:
+            jobs.waiting |= left
 
     def _room(self, function: str, jobs: _FunctionJobs) -> int:
         """Return how many more jobs may be submitted now."""
         scale = self._live(function).revision.policy.scale
         capacity = scale.max * scale.concurrency
         # An attempt whose invocation has ended waits only for the store and uses no worker.
-        outstanding = sum(not attempt.invocation.ended for attempt in jobs.attempts.values())
+        # Those of waiting callers are not counted: otherwise a steady flow of them would keep out stored jobs.
+        queued = [attempt for attempt in jobs.attempts.values() if not attempt.awaited]
+        outstanding = sum(not attempt.invocation.ended for attempt in queued)
         room = min(MAX_SUBMITTED, capacity + max(capacity, MIN_PREFETCH)) - outstanding
-        return min(room, MAX_SUBMITTED - len(jobs.attempts))
+        return min(room, MAX_SUBMITTED - len(queued))
 
-    def _start(self, job: Job, jobs: _FunctionJobs) -> None:
-        if self._closing.is_set():
-            return
-        # The revision may have been replaced during the read of the store.
-        live = self._live(job.function)
-        attempt = JobAttempt(job, live, self._store, self._tasks, self._closing)
+    def _start(self, job: Job) -> None:
+        if not self._closing.is_set():
+            # The revision may have been replaced during the read of the store.
+            self._submit(job, self._live(job.function))
+
+    def _submit(self, job: Job, live: Live, unstored: NewJob | None = None) -> JobAttempt:
+        attempt = JobAttempt(job, live, self._store, self._tasks, self._closing, unstored)
         live.revision.submit(attempt.invocation)
+        jobs = self._jobs_of(job.function)
         jobs.attempts[job.id] = attempt
         attempt.invocation.output.add_done_callback(lambda _: jobs.news.set())
         self._tasks.create_task(self._attend(attempt, jobs))
+        return attempt
 
     async def _attend(self, attempt: JobAttempt, jobs: _FunctionJobs) -> None:
         """Run an attempt to its end. Errors are only logged: an exception would end the gateway."""
@@ -151,7 +191,11 @@ class _FunctionJobs:
     """The jobs of one function that are submitted to its revision."""
 
     news: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the store should be read again, and at shutdown."""
+    """Set when there may be room for a job or a job to submit, and at shutdown."""
+    waiting: bool = False
+    """True if the store may have jobs that may start and are not in `attempts`."""
+    due_s: float = math.inf
+    """When the first of the delayed jobs may start."""
     attempts: dict[str, JobAttempt] = field(default_factory=dict)
     """By job id, the attempts whose end is not yet stored."""
     ended: set[str] = field(default_factory=set)

@@ -20,7 +20,11 @@ BATCH_PRIORITY = 2
 """Priorities: jobs with a smaller number run first. The default is 0."""
 EVENTS = ("start", "output", "logs", "completed")
 """The events that a webhook may subscribe to."""
+PREDICTION = "prediction"
+"""The form of webhooks of predictions."""
 ID_PREFIX = "job-"
+ALL = "*"
+"""Instead of an owner: the jobs of all owners. No API key has this id."""
 
 
 class JobState(enum.StrEnum):
@@ -54,6 +58,8 @@ class Webhook:
 
     url: str
     events: tuple[str, ...] = ("completed",)
+    form: str = ""
+    """What is sent: with PREDICTION the job as a prediction, with "" an event of Standard Webhooks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +96,11 @@ class NewJob:
         queue = {"max_queued": settings.max_jobs, "max_queued_bytes": settings.max_jobs_bytes}
         configured: dict[str, Any] = {**limits, **queue, "max_attempts": settings.attempts}
         return cls(settings.name, body, **configured | fields)
+
+    def queued(self, job_id: str, now_s: float) -> Job:
+        """Return the job that a submit at `now_s` puts in the queue."""
+        shared = {name: getattr(self, name) for name in SHARED_FIELDS}
+        return Job(job_id, state=JobState.IN_QUEUE, created_s=now_s, extra=self.extra or None, **shared)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +165,13 @@ class Job:
         if self.output_type:
             return {"output": base64.b64encode(self.output).decode(), "output_type": self.output_type}
         return {"output": orjson.Fragment(self.output)}
+
+
+SHARED_FIELDS = (
+    "function", "input", "owner", "priority", "content_type", "execution_timeout_s", "ttl_s", "max_attempts", "webhook",
+    "traceparent",
+)  # fmt: skip
+"""The fields of a NewJob that its Job has too, besides `extra`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,10 +11,12 @@ from pathlib import Path
 from ...errors import JobStoreFailed
 from ..functions.live import Live
 from ..settings.gateway_settings import GatewaySettings
+from ..telemetry.background import BackgroundTasks
+from ..telemetry.metrics import Numbers, Reading
 from .database import Database
 from .dispatcher import JobDispatcher
 from .http_post import AddressPolicy
-from .job import Job, NewJob
+from .job import ALL, Job, NewJob
 from .schema import SCRIPTS
 from .store import JobStore
 from .transaction import Transaction
@@ -36,12 +38,13 @@ class Jobs:
         state: Path,
         key: SigningKey,
         live: Callable[[str], Live],
-        tasks: asyncio.TaskGroup,
+        tasks: BackgroundTasks,
         settings: GatewaySettings,
     ) -> None:
         """`key` signs webhooks. `live` returns a live function by name; see `JobDispatcher`."""
         self._database = Database(state / DATABASE_FILE, SCRIPTS)
         self._tasks = tasks
+        self._live = live
         self._keep_s = settings.keep_result_s
         self._addresses = AddressPolicy.parse(settings.webhook_networks)
         self.store = JobStore(self._database, keep_s=self._keep_s, on_commit=self._on_commit)
@@ -62,7 +65,7 @@ class Jobs:
         await self.store.recover()
         for function in await self.store.functions_waiting():
             self._dispatcher.wake(function)
-        self._expiry = self._tasks.create_task(self._expire())
+        self._expiry = self._tasks.keep(self._expire, name="jobs_expiry")
 
     def stop(self) -> None:
         """Submit no more jobs to workers. Call it before the functions are closed."""
@@ -85,6 +88,25 @@ class Jobs:
         job, replayed = await self.store.submit(new)
         self._expect_expiry(job.created_s + min(job.ttl_s, self._keep_s))
         return job, replayed
+
+    async def run(self, new: NewJob, wait_s: float) -> tuple[Job, bool]:
+        """Submit a job as `submit` does, wait for its end, but not longer than `wait_s`, and return the job.
+
+        Nobody knows the job's id until this returns, so a job that ends soon is stored only then, in one commit.
+        """
+        until_s = time.monotonic() + wait_s
+        if (attempt := self._dispatcher.run_unstored(new)) is not None:
+            # The attempt goes on if the caller is cancelled.
+            stored = await asyncio.shield(attempt.stored)
+            if stored is not None:
+                self._expect_expiry(stored.expires_s or stored.created_s + min(stored.ttl_s, self._keep_s))
+                if stored.state.final:
+                    return stored, False
+                return await self.wait(stored.function, stored.id, until_s - time.monotonic()), False
+            # It was not run. The function may have been deleted, or the gateway may be shutting down.
+            self._live(new.function)
+        job, replayed = await self.submit(new)
+        return await self.wait(job.function, job.id, until_s - time.monotonic()), replayed
 
     @contextlib.contextmanager
     def watch(self, job_id: str) -> Iterator[asyncio.Event]:
@@ -130,10 +152,10 @@ class Jobs:
                 if not pieces:
                     await wait(news, every_s)
 
-    async def purge(self, function: str) -> int:
-        """Cancel all queued jobs of a function and return how many. It goes on if the caller is cancelled."""
+    async def purge(self, function: str, owner: str = ALL) -> int:
+        """Cancel an owner's queued jobs and return how many. It goes on if the caller is cancelled."""
         # The task is not in the task group, because an error of the task would end the group.
-        return await asyncio.shield(asyncio.create_task(self.store.purge(function)))
+        return await asyncio.shield(asyncio.create_task(self.store.purge(function, owner)))
 
     # -- for functions that are deployed or deleted
 
@@ -153,6 +175,30 @@ class Jobs:
     def webhook_secret(self, function: str) -> str:
         """Return the secret with which receivers verify a function's deliveries."""
         return self._key.of(function).secret
+
+    async def readings(self) -> list[Reading]:
+        """Return the metrics of jobs and webhooks. Raise JobStoreFailed if the store cannot be read."""
+        counts, pending = await self.store.all_counts(), await self.store.pending_deliveries()
+
+        def by_state(*states: str) -> Numbers:
+            return {(name, state): getattr(of, state) for name, of in counts.items() for state in states}
+
+        live, ended = by_state("in_queue", "in_progress"), by_state("completed", "failed", "cancelled")
+        state, outcome = ("function", "state"), ("function", "outcome")
+        retried: Numbers = {(name,): of.retried for name, of in counts.items()}
+        size: Numbers = {(name,): of.queued_bytes for name, of in counts.items()}
+        waiting: Numbers = {(name,): count for name, count in pending.items()}
+        sent: Numbers = dict(self._sender.attempts)
+        return [
+            Reading("jobs", "Jobs that wait or run.", live, state),
+            Reading("jobs_ended", "Jobs that have ended, by final state.", ended, state, total=True),
+            Reading("job_retries", "Retries of jobs that callers requested.", retried, total=True),
+            Reading("job_queue_bytes", "Size of the inputs of waiting jobs.", size),
+            Reading("webhooks_pending", "Webhook deliveries to be sent, now or later.", waiting),
+            Reading(
+                "webhook_attempts", "Attempts to send a delivery, by outcome.", sent, outcome, total=True
+            ),
+        ]
 
     # -- after each transaction
 

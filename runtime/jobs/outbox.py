@@ -17,7 +17,8 @@ from urllib.parse import urlsplit
 import orjson
 
 from ...errors import UnknownDelivery
-from .job import Job
+from .job import ALL, PREDICTION, Job
+from .prediction import MAX_SHOWN_PIECES, prediction_of
 from .webhook_delivery import Delivery, DeliveryAttempt, DeliveryState, RetrySchedule
 
 HELD_TRIES = 3
@@ -34,7 +35,7 @@ MAX_HOSTS = 256
 _COLUMNS = ", ".join(field.name for field in dataclasses.fields(Delivery) if field.name != "body")
 _INSERT = """
 INSERT INTO deliveries (id, job_id, function, event, url, host, body, state, attempts, next_s, created_s, last_status,
-    last_error, log) VALUES (?, ?, ?, ?, ?, ?, ?, 'PENDING', ?, ?, ?, 0, '', ?)"""
+    last_error, log, owner) VALUES (?, ?, ?, ?, ?, ?, ?, 'PENDING', ?, ?, ?, 0, '', ?, ?)"""
 # Lists the hosts with pending deliveries. Each step finds the next host in the index, so the time does not
 # depend on the number of deliveries of a host.
 _HOSTS = """
@@ -68,7 +69,16 @@ def add(connection: sqlite3.Connection, job: Job, event: str, now_s: float) -> N
     parts = urlsplit(webhook.url)
     host = f"{parts.scheme}://{parts.netloc}".lower()
     row = (f"msg_{secrets.token_hex(16)}", job.id, job.function, event, webhook.url, host)
-    connection.execute(_INSERT, (*row, message(job, event, now_s), attempts, next_s, now_s, log))
+    body = _prediction(connection, job) if webhook.form == PREDICTION else message(job, event, now_s)
+    connection.execute(_INSERT, (*row, body, attempts, next_s, now_s, log, job.owner))
+
+
+def _prediction(connection: sqlite3.Connection, job: Job) -> bytes:
+    """Return the body of each event of a prediction: as in Cog, the prediction as it is now."""
+    query = "SELECT body FROM jobs JOIN pieces ON pieces.job = jobs.number WHERE id = ? ORDER BY pieces.number LIMIT ?"
+    streams = job.pieces and not job.state.final
+    rows = connection.execute(query, (job.id, MAX_SHOWN_PIECES)) if streams else ()
+    return orjson.dumps(prediction_of(job, [body for (body,) in rows]))
 
 
 def message(job: Job, event: str, now_s: float) -> bytes:
@@ -143,14 +153,17 @@ def record(
     return state
 
 
-def redeliver(connection: sqlite3.Connection, function: str, delivery_id: str, now_s: float) -> Delivery:
+def redeliver(
+    connection: sqlite3.Connection, function: str, delivery_id: str, now_s: float, owner: str = ALL
+) -> Delivery:
     """Make a delivery pending again, with the same id and a new count of attempts, and return it.
 
-    Raises UnknownDelivery if the function has no delivery with this id.
+    Raises UnknownDelivery if the owner has no delivery with this id.
     """
     changed = connection.execute(
-        "UPDATE deliveries SET state = 'PENDING', attempts = 0, next_s = ? WHERE id = ? AND function = ?",
-        (now_s, delivery_id, function),
+        "UPDATE deliveries SET state = 'PENDING', attempts = 0, next_s = ? "
+        "WHERE id = ? AND function = ? AND ? IN (owner, ?)",
+        (now_s, delivery_id, function, owner, ALL),
     ).rowcount
     delivery = _read(connection, "id = ?", delivery_id) if changed else None
     if delivery is None:
@@ -167,8 +180,9 @@ def newest(
     states: Sequence[DeliveryState] = (),
     job_id: str = "",
     limit: int = 100,
+    owner: str = ALL,
 ) -> list[Delivery]:
-    """Return up to `limit` deliveries of the function in these states (default: all), newest first.
+    """Return up to `limit` deliveries of the owner's jobs in these states (default: all), newest first.
 
     With `job_id`, only those of this job. The bodies are left out.
     """
@@ -177,11 +191,19 @@ def newest(
     where, values = f"function = ? AND state IN ({marks})", [function, *states]
     if job_id:
         where, values = f"{where} AND job_id = ?", [*values, job_id]
+    if owner != ALL:
+        where, values = f"{where} AND owner <> '' AND owner = ?", [*values, owner]
     rows = connection.execute(
         f"SELECT {_COLUMNS} FROM deliveries WHERE {where} ORDER BY created_s DESC, rowid DESC LIMIT ?",  # noqa: S608
         (*values, limit),
     )
     return [_delivery(row) for row in rows]
+
+
+def pending(connection: sqlite3.Connection) -> dict[str, int]:
+    """Return how many deliveries of each function are to be sent, now or later."""
+    query = "SELECT function, count(*) FROM deliveries WHERE state = 'PENDING' GROUP BY function"
+    return dict(connection.execute(query).fetchall())
 
 
 def delete_orphans(connection: sqlite3.Connection, before_s: float, limit: int) -> None:

@@ -1,4 +1,4 @@
-"""Queries on jobs, which `JobStore` runs in the reader thread. Each query uses an index."""
+"""Queries on jobs, which `JobStore` runs in the reader thread. Each uses an index, and sees one state of the file."""
 
 from __future__ import annotations
 
@@ -7,35 +7,42 @@ from collections.abc import Callable, Collection
 from contextlib import closing
 
 from ...errors import JobExpired, UnknownJob
-from .job import Job, JobCounts, JobState
-from .schema import SELECT_WHOLE, find_row, find_rows, job_of
+from .job import ALL, Job, JobCounts, JobState
+from .schema import SELECT_WHOLE, find_row, find_rows, job_of, read_job
 from .transaction import missing, row_of
 
 _READY = "WHERE function = ? AND state = 'IN_QUEUE' AND due_s = 0 AND until_s > ? ORDER BY priority, jobs.number LIMIT ?"
 _DELAYED = _READY.replace("due_s = 0", "due_s > 0 AND due_s <= ?")
-_NEWEST = "WHERE function = ? AND state = ? AND jobs.number < ? ORDER BY jobs.number DESC LIMIT ?"
+_NEWEST = "WHERE function = ? AND %s state = ? AND jobs.number < ? ORDER BY jobs.number DESC LIMIT ?"
+OWNED = "owner <> '' AND owner = ? AND"
+"""The condition on an owner. Without its first part, SQLite would not use the indexes of owners."""
 _MAX_NUMBER = 1 << 62
+_COUNTS = "in_queue, in_progress, completed, failed, cancelled, retried, queued_bytes"
 PIECES_BYTES = 4 << 20
 """`pieces` adds no more pieces to its result when the result has reached this size."""
 
 
-def get(connection: sqlite3.Connection, function: str, job_id: str) -> Job:
-    """Return a function's job with its input and result. Raise JobExpired or UnknownJob if it has none."""
-    return job_of(row_of(connection, function, job_id, SELECT_WHOLE))
+def get(connection: sqlite3.Connection, function: str, job_id: str, owner: str = ALL) -> Job:
+    """Return an owner's job with its input and result. Raise JobExpired or UnknownJob if there is none."""
+    return job_of(row_of(connection, function, job_id, owner, SELECT_WHOLE))
 
 
 def find(
-    connection: sqlite3.Connection, job_id: str, allows: Callable[[str], bool], among: Collection[str]
+    connection: sqlite3.Connection,
+    job_id: str,
+    allows: Callable[[str], bool],
+    among: Collection[str],
+    owner: str = ALL,
 ) -> Job:
-    """Return the job with this id if `allows(function)` is true for its function.
+    """Return the owner's job with this id if `allows(function)` is true for its function.
 
     Raises JobExpired if it was deleted and belonged to a function in `among`, else UnknownJob.
     """
     row = find_row(connection, job_id, SELECT_WHOLE)
-    if row is not None and allows(row["function"]):
+    if row is not None and allows(row["function"]) and owner in (ALL, row["owner"]):
         return job_of(row)
     for function in among if row is None else ():
-        if isinstance(why := missing(connection, function, job_id), JobExpired):
+        if isinstance(why := missing(connection, function, job_id, owner), JobExpired):
             raise why
     raise unknown(job_id)
 
@@ -47,16 +54,23 @@ def unknown(job_id: str) -> UnknownJob:
     )
 
 
-def due(connection: sqlite3.Connection, function: str, limit: int, now_s: float) -> list[Job]:
+def due(
+    connection: sqlite3.Connection,
+    function: str,
+    limit: int,
+    now_s: float,
+    known: Collection[str] = (),
+) -> list[Job]:
     """Return up to `limit` queued jobs that may start, ordered by priority, then by age.
 
-    Jobs whose ttl has passed are left out.
+    Jobs whose ttl has passed and those with an id in `known` are left out. The inputs of these are not read.
     """
+    select, most = "SELECT priority, number, id FROM jobs ", limit + len(known)
     # Each query uses its own index. The second finds few jobs, since only repeated attempts are delayed.
-    rows = connection.execute(SELECT_WHOLE + _READY, (function, now_s, limit)).fetchall()
-    rows += connection.execute(SELECT_WHOLE + _DELAYED, (function, now_s, now_s, limit)).fetchall()
-    rows.sort(key=lambda row: (row["priority"], row["number"]))
-    return [job_of(row) for row in rows[:limit]]
+    rows = connection.execute(select + _READY, (function, now_s, most)).fetchall()
+    rows += connection.execute(select + _DELAYED, (function, now_s, now_s, most)).fetchall()
+    numbers = [number for _, number, job_id in sorted(map(tuple, rows)) if job_id not in known]
+    return [read_job(connection, number, SELECT_WHOLE) for number in numbers[:limit]]
 
 
 def next_due(connection: sqlite3.Connection, function: str, after_s: float = 0.0) -> float | None:
@@ -73,16 +87,43 @@ def newest(
     states: Collection[JobState] = (),
     limit: int = 100,
     before_id: str = "",
+    owner: str = ALL,
 ) -> list[Job]:
-    """Return up to `limit` jobs in these states (default: all), newest first, without input, output and logs.
+    """Return up to `limit` of the owner's jobs in these states (default: all), without input, output and logs.
 
-    With `before_id`, return only jobs that are older than that job.
+    The newest is the first. With `before_id`, return only jobs that are older than that job.
     """
-    before = row_of(connection, function, before_id)["number"] if before_id else _MAX_NUMBER
+    before = row_of(connection, function, before_id, owner)["number"] if before_id else _MAX_NUMBER
+    return _newest(connection, [function], states, before, limit, owner)
+
+
+def latest(
+    connection: sqlite3.Connection,
+    functions: Collection[str],
+    limit: int,
+    before_id: str = "",
+    owner: str = ALL,
+) -> list[Job]:
+    """Return up to `limit` of the owner's jobs of these functions, as `newest` does."""
+    before = _MAX_NUMBER
+    if before_id:
+        row = find_row(connection, before_id)
+        if row is None or row["function"] not in functions or owner not in (ALL, row["owner"]):
+            raise unknown(before_id)
+        before = row["number"]
+    return _newest(connection, functions, (), before, limit, owner)
+
+
+def _newest(
+    connection: sqlite3.Connection, functions: Collection[str], states: Collection[JobState], before: int,
+    limit: int, owner: str,
+) -> list[Job]:  # fmt: skip
     # One query per state, because the index is ordered by number only within a state.
     rows: list[sqlite3.Row] = []
-    for state in set(states) or set(JobState):
-        rows += find_rows(connection, _NEWEST, function, state.value, before, limit)
+    for function in functions:
+        owned, values = ("", (function,)) if owner == ALL else (OWNED, (function, owner))
+        for state in set(states) or set(JobState):
+            rows += find_rows(connection, _NEWEST % owned, *values, state.value, before, limit)
     rows.sort(key=lambda row: -int(row["number"]))
     return [job_of(row) for row in rows[:limit]]
 
@@ -108,16 +149,21 @@ def pieces(
     return found
 
 
-def counts(connection: sqlite3.Connection, function: str) -> JobCounts:
-    columns = "in_queue, in_progress, completed, failed, cancelled, retried, queued_bytes"
-    query = f"SELECT {columns} FROM counters WHERE function = ?"  # noqa: S608
-    return JobCounts(*connection.execute(query, (function,)).fetchone() or ())
+def counts(connection: sqlite3.Connection, function: str, owner: str = ALL) -> JobCounts:
+    """Return the numbers of an owner's jobs of a function."""
+    query = f"SELECT {_COUNTS} FROM counters WHERE function = ? AND owner = ?"  # noqa: S608
+    return JobCounts(*connection.execute(query, (function, owner)).fetchone() or ())
+
+
+def all_counts(connection: sqlite3.Connection) -> dict[str, JobCounts]:
+    """Return the numbers of each function's jobs."""
+    rows = connection.execute(f"SELECT function, {_COUNTS} FROM counters WHERE owner = ?", (ALL,))  # noqa: S608
+    return {function: JobCounts(*numbers) for function, *numbers in rows}
 
 
 def functions_waiting(connection: sqlite3.Connection) -> list[str]:
     """Return the functions that have jobs in the queue."""
-    rows = connection.execute("SELECT function FROM counters WHERE in_queue > 0 ORDER BY function")
-    return [function for (function,) in rows]
+    return sorted(function for function, counts in all_counts(connection).items() if counts.in_queue)
 
 
 def last_number(connection: sqlite3.Connection) -> int:

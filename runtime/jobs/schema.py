@@ -14,7 +14,7 @@ from typing import Any
 
 import orjson
 
-from .job import Job, JobState, NewJob, Webhook, idempotency_digest
+from .job import SHARED_FIELDS, Job, JobState, NewJob, Webhook, idempotency_digest
 
 _TABLES = """
 CREATE TABLE jobs (
@@ -104,7 +104,41 @@ UPDATE counters SET queued_bytes = (
 );
 """
 
-SCRIPTS = (_TABLES, _QUEUED_BYTES)
+# Counts, lists and finds jobs by their owner, the id of an API key. The row of `counters` with the owner '*' counts
+# all jobs of a function. Jobs without an owner have no other row and no entry in the indexes.
+_OWNERS = """
+CREATE TABLE owner_counters (
+    function TEXT NOT NULL,
+    owner TEXT NOT NULL,
+    in_queue INTEGER NOT NULL DEFAULT 0,
+    in_progress INTEGER NOT NULL DEFAULT 0,
+    completed INTEGER NOT NULL DEFAULT 0,
+    failed INTEGER NOT NULL DEFAULT 0,
+    cancelled INTEGER NOT NULL DEFAULT 0,
+    retried INTEGER NOT NULL DEFAULT 0,
+    queued_bytes INTEGER NOT NULL DEFAULT 0,
+    PRIMARY KEY (function, owner)
+) WITHOUT ROWID;
+INSERT INTO owner_counters
+    SELECT function, '*', in_queue, in_progress, completed, failed, cancelled, retried, queued_bytes FROM counters;
+INSERT INTO owner_counters
+    SELECT function, owner, sum(state = 'IN_QUEUE'), sum(state = 'IN_PROGRESS'), sum(state = 'COMPLETED'),
+        sum(state IN ('FAILED', 'TIMED_OUT')), sum(state = 'CANCELLED'), sum(retries),
+        sum(CASE state WHEN 'IN_QUEUE' THEN (SELECT length(body) FROM inputs WHERE number = jobs.number) ELSE 0 END)
+    FROM jobs WHERE owner <> '' GROUP BY function, owner;
+DROP TABLE counters;
+ALTER TABLE owner_counters RENAME TO counters;
+CREATE INDEX jobs_owner ON jobs (function, owner, state) WHERE owner <> '';
+ALTER TABLE tombstones ADD COLUMN owner TEXT NOT NULL DEFAULT '';
+ALTER TABLE deliveries ADD COLUMN owner TEXT NOT NULL DEFAULT '';
+UPDATE deliveries SET owner = coalesce((SELECT owner FROM jobs WHERE jobs.id = job_id), '');
+CREATE INDEX deliveries_owner ON deliveries (function, owner, created_s) WHERE owner <> '';
+"""
+
+# Counts pending deliveries by function without reading them.
+_PENDING = "CREATE INDEX deliveries_pending ON deliveries (function) WHERE state = 'PENDING';"
+
+SCRIPTS = (_TABLES, _QUEUED_BYTES, _OWNERS, _PENDING)
 """`SCRIPTS[n]` upgrades a file from version n to n + 1. Do not edit a released script: add a new one."""
 
 _COLUMNS = (
@@ -123,29 +157,30 @@ SELECT_WITHOUT_BODIES = (
     f"SELECT {_COLUMNS}, x'' AS input, NULL AS output, '' AS output_type, '' AS logs FROM jobs "  # noqa: S608
 )
 _JOB_FIELDS = tuple(field.name for field in dataclasses.fields(Job))
-_SHARED_FIELDS = (
-    "function", "owner", "priority", "content_type", "execution_timeout_s", "ttl_s", "max_attempts", "traceparent",
-)  # fmt: skip
+_PLAIN_FIELDS = tuple(name for name in SHARED_FIELDS if name not in ("input", "webhook"))
 
 
-def insert_job(connection: sqlite3.Connection, new: NewJob, job_id: str, now_s: float) -> Job:
-    """Insert a new job in state IN_QUEUE, and its input. Return the job."""
-    shared: dict[str, Any] = {name: getattr(new, name) for name in _SHARED_FIELDS}
-    shared |= {"id": job_id, "state": JobState.IN_QUEUE, "created_s": now_s}
-    stale_s = now_s + new.ttl_s
-    columns = shared | {
+def insert_job(connection: sqlite3.Connection, new: NewJob, job: Job, **more: Any) -> int:
+    """Insert a new job and its input, with the columns in `more`. Return its row number."""
+    columns: dict[str, Any] = {name: getattr(new, name) for name in _PLAIN_FIELDS}
+    stale_s = job.created_s + new.ttl_s
+    columns |= {
+        "id": job.id,
+        "state": job.state.value,
+        "created_s": job.created_s,
         "allowed": new.max_attempts,
         "stale_s": stale_s,
         "until_s": stale_s,
         "webhook": orjson.dumps(new.webhook).decode() if new.webhook is not None else None,
         "extra": orjson.dumps(new.extra).decode() if new.extra else None,
         "idempotency": idempotency_digest(new.function, new.owner, new.idempotency),
+        **more,
     }
     marks = ", ".join("?" * len(columns))
     insert = f"INSERT INTO jobs ({', '.join(columns)}) VALUES ({marks})"  # noqa: S608
     number = connection.execute(insert, tuple(columns.values())).lastrowid
     connection.execute("INSERT INTO inputs VALUES (?, ?)", (number, new.input))
-    return Job(input=new.input, webhook=new.webhook, extra=new.extra or None, **shared)
+    return number or 0
 
 
 def find_row(
@@ -185,4 +220,4 @@ def webhook_of(row: sqlite3.Row) -> Webhook | None:
     if row["webhook"] is None:
         return None
     fields = orjson.loads(row["webhook"])
-    return Webhook(fields["url"], tuple(fields["events"]))
+    return Webhook(fields["url"], tuple(fields["events"]), fields.get("form", ""))

@@ -10,6 +10,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from . import outbox, queries, transitions
 from .database import Database
+from .job import ALL
 from .transaction import Transaction
 
 P = ParamSpec("P")
@@ -44,7 +45,7 @@ class JobStore:
     """The stored jobs of all functions.
 
     Most methods run a function of `transitions`, `queries` or `outbox`. They take the arguments of this
-    function except the first. All methods raise JobStoreFailed if the database cannot be read or written.
+    function except the first. With an `owner`, the jobs of others are as if they did not exist. All methods raise JobStoreFailed if the database cannot be read or written.
     """
 
     def __init__(
@@ -67,6 +68,9 @@ class JobStore:
     recover = _transition(transitions.recover)
     submit = _transition(transitions.submit)
     take = _transition(transitions.take)
+    admit = _transition(transitions.admit)
+    start = _transition(transitions.start)
+    record = _transition(transitions.record)
     finish = _transition(transitions.finish)
     requeue = _transition(transitions.requeue)
     add_pieces = _transition(transitions.add_pieces)
@@ -83,19 +87,22 @@ class JobStore:
     next_due = _query(queries.next_due)
     next_expiry = _query(transitions.next_expiry)
     newest = _query(queries.newest)
+    latest = _query(queries.latest)
     pieces = _query(queries.pieces)
     counts = _query(queries.counts)
+    all_counts = _query(queries.all_counts)
     functions_waiting = _query(queries.functions_waiting)
     deliveries = _query(outbox.newest)
+    pending_deliveries = _query(outbox.pending)
 
-    async def purge(self, function: str, *, running: bool = False) -> int:
-        """Cancel a function's queued jobs, with `running` also its running ones. Return how many.
+    async def purge(self, function: str, owner: str = ALL, *, running: bool = False) -> int:
+        """Cancel an owner's queued jobs, with `running` also the running ones. Return how many.
 
         Jobs that are submitted after the start of the purge are not cancelled. The purge uses several
         transactions, so that other writers can run between them.
         """
         last, cancelled = await self._database.read(queries.last_number), 0
-        while count := await self._purge_slice(function, last, running=running):
+        while count := await self._purge_slice(function, last, owner=owner, running=running):
             cancelled += count
         return cancelled
 

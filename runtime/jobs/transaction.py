@@ -10,23 +10,31 @@ Fence: the start of an attempt increments the job's `attempts`. The new value is
 passes with every change that it requests. `running_row` returns None if the fence is no longer the current
 one. So an attempt that reports after its job was requeued changes nothing.
 
-Counters: a function's row of `counters` holds the number of its jobs in each state. It is updated in the
-transaction that changes the state, so it is exact even after a crash.
+Counters: a function's rows of `counters` hold the number of jobs in each state: of all its jobs, and of those
+of each owner. They are updated in the transaction that changes the state, so they are exact even after a crash.
 """
 
 from __future__ import annotations
 
 import sqlite3
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import orjson
 
 from ...errors import JobConflict, JobExpired, UnknownJob
 from . import outbox
-from .job import TRANSITIONS, Job, JobOutcome, JobState, NewJob, new_job_id, tombstone_key
-from .schema import SELECT_WITH_RESULT, SELECT_WITHOUT_BODIES, find_row, insert_job, read_job, webhook_of
+from .job import ALL, TRANSITIONS, Job, JobOutcome, JobState, NewJob, new_job_id, tombstone_key
+from .schema import (
+    SELECT_WHOLE,
+    SELECT_WITH_RESULT,
+    SELECT_WITHOUT_BODIES,
+    find_row,
+    insert_job,
+    read_job,
+    webhook_of,
+)
 
 COUNTERS = {
     JobState.IN_QUEUE: "in_queue",
@@ -37,6 +45,14 @@ COUNTERS = {
     JobState.CANCELLED: "cancelled",
 }
 """The column of `counters` for each state."""
+_COUNT_NEW = """
+INSERT INTO counters (function, owner, in_queue, queued_bytes) VALUES (?, ?, 1, ?) ON CONFLICT (function, owner)
+DO UPDATE SET in_queue = in_queue + 1, queued_bytes = queued_bytes + excluded.queued_bytes"""
+_COUNT_ENDED = {
+    state: f"INSERT INTO counters (function, owner, {name}) VALUES (?, ?, 1) "  # noqa: S608
+    f"ON CONFLICT (function, owner) DO UPDATE SET {name} = {name} + 1"
+    for state, name in COUNTERS.items()
+}
 
 
 @dataclass(slots=True)
@@ -65,14 +81,32 @@ class Transaction:
 
     def add(self, new: NewJob) -> Job:
         """Insert a new job into its function's queue and return it."""
-        job = insert_job(self.connection, new, new.wanted_id or new_job_id(self.now_s), self.now_s)
-        self.connection.execute(
-            "INSERT INTO counters (function, in_queue, queued_bytes) VALUES (?, 1, ?) ON CONFLICT (function) "
-            "DO UPDATE SET in_queue = in_queue + 1, queued_bytes = queued_bytes + excluded.queued_bytes",
-            (new.function, len(new.input)),
-        )
+        job = new.queued(new.wanted_id or new_job_id(self.now_s), self.now_s)
+        insert_job(self.connection, new, job)
+        for owner in (ALL, new.owner) if new.owner else (ALL,):
+            self.connection.execute(_COUNT_NEW, (new.function, owner, len(new.input)))
         self.queued.add(new.function)
         return job
+
+    def add_ended(self, new: NewJob, job: Job, outcome: JobOutcome) -> Job:
+        """Insert a job without webhook whose first attempt has ended, and its result. Return the job.
+
+        `job` has the attempt's worker and times. The rows are the same as after `add`, `move` and `end`.
+        """
+        expires_s, error = self.now_s + self.keep_s, outcome.error
+        ended = replace(
+            job, state=outcome.state, attempts=1, ended_s=self.now_s, expires_s=expires_s, error=error,
+            output=outcome.output, output_type=outcome.output_type, logs=outcome.logs,
+        )  # fmt: skip
+        number = insert_job(
+            self.connection, new, ended, attempts=1, worker=job.worker, started_s=job.started_s,
+            ended_s=self.now_s, expires_s=expires_s, until_s=expires_s,
+            error=orjson.dumps(error).decode() if error is not None else None,
+        )  # fmt: skip
+        for owner in (ALL, new.owner) if new.owner else (ALL,):
+            self.connection.execute(_COUNT_ENDED[outcome.state], (new.function, owner))
+        self._insert_result(number, outcome)
+        return ended
 
     def move(self, row: sqlite3.Row, to: JobState, *, retried: bool = False, **fields: Any) -> None:
         """Change the state of the job in `row` and set the columns in `fields`. `retried` counts a retry.
@@ -95,11 +129,7 @@ class Transaction:
         self.move(row, outcome.state, error=error)
         if outcome.state is JobState.CANCELLED:
             self.cancelled.append((row["function"], row["id"]))
-        if outcome.output is not None or outcome.logs:
-            self.connection.execute(
-                "INSERT INTO results (number, type, logs, body) VALUES (?, ?, ?, ?)",
-                (row["number"], outcome.output_type, outcome.logs, outcome.output),
-            )
+        self._insert_result(row["number"], outcome)
         self.notify(row, "completed")
 
     def touch(self, row: sqlite3.Row, **fields: Any) -> None:
@@ -110,9 +140,17 @@ class Transaction:
     def notify(self, row: sqlite3.Row, event: str) -> None:
         """Add a webhook delivery if the job's webhook subscribes to the event."""
         if (webhook := webhook_of(row)) is not None and event in webhook.events:
-            job = read_job(self.connection, row["number"], SELECT_WITH_RESULT)
+            select = SELECT_WHOLE if webhook.form else SELECT_WITH_RESULT
+            job = read_job(self.connection, row["number"], select)
             outbox.add(self.connection, job, event, self.now_s)
             self.notified = True
+
+    def _insert_result(self, number: int, outcome: JobOutcome) -> None:
+        if outcome.output is not None or outcome.logs:
+            self.connection.execute(
+                "INSERT INTO results (number, type, logs, body) VALUES (?, ?, ?, ?)",
+                (number, outcome.output_type, outcome.logs, outcome.output),
+            )
 
     def _update(self, row: sqlite3.Row, fields: Mapping[str, Any]) -> None:
         assignments = ", ".join(f"{name} = ?" for name in fields)
@@ -137,24 +175,33 @@ class Transaction:
         size = "(SELECT length(body) FROM inputs WHERE number = ?)"
         states = f"{less} = {less} - 1, {more} = {more} + 1, retried = retried + ?"
         changes = f"{states}, queued_bytes = queued_bytes + ? * {size}"
-        update = f"UPDATE counters SET {changes} WHERE function = ?"  # noqa: S608
-        self.connection.execute(update, (retried, queued, row["number"], row["function"]))
+        update = f"UPDATE counters SET {changes} WHERE function = ? AND owner IN (?, ?)"  # noqa: S608
+        self.connection.execute(update, (retried, queued, row["number"], row["function"], ALL, row["owner"]))
 
 
 def row_of(
-    connection: sqlite3.Connection, function: str, job_id: str, select: str = SELECT_WITHOUT_BODIES
+    connection: sqlite3.Connection,
+    function: str,
+    job_id: str,
+    owner: str,
+    select: str = SELECT_WITHOUT_BODIES,
 ) -> sqlite3.Row:
-    """Return the row of a function's job, read with a query of schema.py. Raise what `missing` returns."""
+    """Return the row of an owner's job, read with a query of schema.py. Raise what `missing` returns."""
     row = find_row(connection, job_id, select)
-    if row is None or row["function"] != function:
-        raise missing(connection, function, job_id)
+    if row is None or row["function"] != function or owner not in (ALL, row["owner"]):
+        raise missing(connection, function, job_id, owner)
     return row
 
 
-def missing(connection: sqlite3.Connection, function: str, job_id: str) -> UnknownJob | JobExpired:
-    """Return the error for a job that the function does not have: JobExpired if it was deleted."""
-    key = tombstone_key(function, job_id)
-    if connection.execute("SELECT 1 FROM tombstones WHERE key = ?", (key,)).fetchone():
+def missing(
+    connection: sqlite3.Connection, function: str, job_id: str, owner: str
+) -> UnknownJob | JobExpired:
+    """Return the error for a job that the owner does not have: JobExpired if it was deleted."""
+    key, deleted = (
+        tombstone_key(function, job_id),
+        "SELECT 1 FROM tombstones WHERE key = ? AND ? IN (owner, ?)",
+    )
+    if connection.execute(deleted, (key, owner, ALL)).fetchone():
         return JobExpired(
             f"Job {job_id!r} of {function!r} has ended, and its result was deleted.",
             remedy="Ask sooner, or keep results longer.",

@@ -11,7 +11,7 @@ import orjson
 
 from ...errors import DeadlineExceeded, IdempotencyConflict, JobConflict, QueueFull, WorkerDied
 from . import outbox, queries
-from .job import Job, JobOutcome, JobState, NewJob, idempotency_digest, tombstone_key
+from .job import ALL, Job, JobOutcome, JobState, NewJob, idempotency_digest, tombstone_key
 from .schema import SELECT_WHOLE, find_row, find_rows, job_of, read_job
 from .transaction import Transaction, row_of
 from .webhook_delivery import Delivery
@@ -45,6 +45,14 @@ def submit(transaction: Transaction, new: NewJob) -> tuple[Job, bool]:
     return transaction.add(new), False
 
 
+def admit(transaction: Transaction, new: NewJob) -> Job:
+    """Store a new job that waits in its revision's queue already. Raises what `submit` raises."""
+    job, _ = submit(transaction, new)
+    # Nobody has to look for it.
+    transaction.queued.clear()
+    return job
+
+
 def _submitted(transaction: Transaction, new: NewJob) -> Job | None:
     digest = idempotency_digest(new.function, new.owner, new.idempotency)
     row = transaction.connection.execute(SELECT_WHOLE + "WHERE idempotency = ?", (digest,)).fetchone()
@@ -60,17 +68,17 @@ def _submitted(transaction: Transaction, new: NewJob) -> Job | None:
 
 
 def _check_room(transaction: Transaction, new: NewJob) -> None:
-    """Raise QueueFull if the job would exceed a limit of the queue."""
+    """Raise QueueFull, which does not tell callers what others have queued, if the queue has no room."""
     counts, most_bytes = queries.counts(transaction.connection, new.function), new.max_queued_bytes
     if new.max_queued is not None and counts.in_queue >= new.max_queued:
         raise QueueFull(
-            f"{new.function!r} has {counts.in_queue} jobs in its queue; the limit is {new.max_queued}.",
+            f"The queue of {new.function!r} has as many jobs as max_jobs allows, which is {new.max_queued}.",
             remedy="Try again later, or raise max_jobs or scale.max in pilotflame.toml.",
         )
     # An empty queue accepts an input of any size.
     if most_bytes is not None and counts.in_queue and counts.queued_bytes + len(new.input) > most_bytes:
         raise QueueFull(
-            f"{new.function!r} has {counts.queued_bytes} bytes of queued input; the limit is {most_bytes}.",
+            f"The queue of {new.function!r} has no room for {len(new.input)} bytes; the limit is {most_bytes}.",
             remedy="Try again later, or raise max_jobs_bytes or scale.max in pilotflame.toml.",
         )
 
@@ -83,6 +91,16 @@ def take(transaction: Transaction, job_id: str, worker: str = "") -> int | None:
     transaction.move(row, JobState.IN_PROGRESS, worker=worker)
     transaction.notify(row, "start")
     return int(row["attempts"]) + 1
+
+
+def start(transaction: Transaction, new: NewJob, worker: str) -> int | None:
+    """Store a new job whose first attempt has been sent to `worker`, and return the attempt's fence."""
+    return take(transaction, transaction.add(new).id, worker)
+
+
+def record(transaction: Transaction, new: NewJob, job: Job, outcome: JobOutcome) -> Job:
+    """Store a new job whose first attempt has ended, and return it. See `Transaction.add_ended`."""
+    return transaction.add_ended(new, job, outcome)
 
 
 def finish(transaction: Transaction, job_id: str, fence: int, outcome: JobOutcome) -> bool:
@@ -164,20 +182,20 @@ def set_progress(transaction: Transaction, job_id: str, fence: int, progress: by
     return row is not None
 
 
-def cancel(transaction: Transaction, function: str, job_id: str) -> Job:
+def cancel(transaction: Transaction, function: str, job_id: str, owner: str = ALL) -> Job:
     """End a job as CANCELLED unless it is already final, and return it. Raise JobExpired or UnknownJob."""
-    row = row_of(transaction.connection, function, job_id)
+    row = row_of(transaction.connection, function, job_id, owner)
     if not JobState(row["state"]).final:
         transaction.end(row, JobOutcome(JobState.CANCELLED))
     return read_job(transaction.connection, row["number"], SELECT_WHOLE)
 
 
-def retry(transaction: Transaction, function: str, job_id: str) -> Job:
+def retry(transaction: Transaction, function: str, job_id: str, owner: str = ALL) -> Job:
     """Queue a FAILED or TIMED_OUT job again under its id, with new attempts and a new ttl. Return the job.
 
     Raises JobConflict if the job is in another state, JobExpired or UnknownJob.
     """
-    row = row_of(transaction.connection, function, job_id)
+    row = row_of(transaction.connection, function, job_id, owner)
     if row["state"] not in (JobState.FAILED, JobState.TIMED_OUT):
         raise JobConflict(
             f"Job {job_id} is {row['state']}: only jobs that FAILED or TIMED_OUT can be retried.",
@@ -190,23 +208,24 @@ def retry(transaction: Transaction, function: str, job_id: str) -> Job:
     return read_job(transaction.connection, row["number"], SELECT_WHOLE)
 
 
-def purge(transaction: Transaction, function: str, last: int, *, running: bool) -> int:
+def purge(transaction: Transaction, function: str, last: int, *, owner: str, running: bool) -> int:
     """Cancel up to PURGE_SLICE queued jobs whose numbers are at most `last`, and return how many.
 
     If `running` is True, this includes running jobs.
     """
-    where = "WHERE function = ? AND state IN ('IN_QUEUE', ?) AND jobs.number <= ? LIMIT ?"
+    owned, values = ("", (function,)) if owner == ALL else (queries.OWNED, (function, owner))
+    where = f"WHERE function = ? AND {owned} state IN ('IN_QUEUE', ?) AND jobs.number <= ? LIMIT ?"
     also = JobState.IN_PROGRESS if running else ""
-    rows = find_rows(transaction.connection, where, function, also, last, PURGE_SLICE)
+    rows = find_rows(transaction.connection, where, *values, also, last, PURGE_SLICE)
     for row in rows:
         transaction.end(row, JobOutcome(JobState.CANCELLED))
     return len(rows)
 
 
-def redeliver(transaction: Transaction, function: str, delivery_id: str) -> Delivery:
+def redeliver(transaction: Transaction, function: str, delivery_id: str, owner: str = ALL) -> Delivery:
     """Send a webhook delivery again, whatever its state is. See `outbox.redeliver`."""
     transaction.notified = True
-    return outbox.redeliver(transaction.connection, function, delivery_id, transaction.now_s)
+    return outbox.redeliver(transaction.connection, function, delivery_id, transaction.now_s, owner)
 
 
 def expire(transaction: Transaction, limit: int = 200) -> int:
@@ -257,8 +276,8 @@ def _delete(transaction: Transaction, row: sqlite3.Row) -> None:
     if row["webhook"] is not None:
         execute("DELETE FROM deliveries WHERE job_id = ? AND state <> 'PENDING'", (row["id"],))
     execute(
-        "INSERT INTO tombstones (key, until_s) VALUES (?, ?)",
-        (tombstone_key(row["function"], row["id"]), transaction.now_s + transaction.keep_s),
+        "INSERT INTO tombstones (key, until_s, owner) VALUES (?, ?, ?)",
+        (tombstone_key(row["function"], row["id"]), transaction.now_s + transaction.keep_s, row["owner"]),
     )
 
 

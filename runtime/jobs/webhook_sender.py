@@ -9,9 +9,11 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from functools import partial
 
 from ...errors import JobStoreFailed
+from ..telemetry.background import BackgroundTasks
 from . import outbox
 from .database import Database
 from .http_post import AddressPolicy, HttpPoster
@@ -50,10 +52,12 @@ class WebhookSender:
         """For each sending task, the host and the job id of its delivery."""
         self._running: asyncio.Task[None]
         self._paused = False
+        self.attempts: Counter[tuple[str, ...]] = Counter()
+        """The number of attempts since the start of the gateway, by function and outcome."""
 
-    def start(self, tasks: asyncio.TaskGroup) -> None:
+    def start(self, tasks: BackgroundTasks) -> None:
         """Start to send, also the deliveries that the previous run of the gateway left pending."""
-        self._running = tasks.create_task(self._run(tasks), name="webhooks")
+        self._running = tasks.keep(partial(self._run, tasks), name="webhooks")
 
     def wake(self) -> None:
         """Make the sender look for due deliveries. Call it on the event loop."""
@@ -116,6 +120,8 @@ class WebhookSender:
         except JobStoreFailed as error:
             self._pause(error)
             return
+        outcome = "delivered" if state is DeliveryState.DELIVERED else "failed"
+        self.attempts[delivery.function, "given_up" if state is DeliveryState.DEAD else outcome] += 1
         if state is DeliveryState.DEAD:
             _log.warning(
                 "webhook %s (%s of %s) was given up after %d attempts: %s", delivery.id, delivery.event,

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import resource
 import secrets
+import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 from http import HTTPStatus
 from pathlib import Path
@@ -20,8 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import LauncherError
 from ..link.connection import Link
-from ..link.worker_spec import REQUEST_VARIABLE, WorkerSpec
-from ..telemetry.logs import LogBook
+from ..link.worker_spec import REQUEST_VARIABLE, STACKS_SIGNAL, WorkerSpec
+from ..telemetry.log_stream import LogStream
+from ..telemetry.logs import Log, LogBook
 from .launcher import Child
 from .listener import Listener
 from .process_launcher import SINGLE_THREADED
@@ -57,14 +60,19 @@ def find_engine(environ: dict[str, str] | os._Environ[str] = os.environ) -> str 
 
 
 class ContainerChild(Child):
-    """A process in a container. Its parent kills it, and reports its end."""
+    """A process in a container. Its parent sends its signals, and reports its end."""
 
-    def __init__(self, link: Link, pid: int, name: str, kill: Callable[[], None]) -> None:
-        super().__init__(link, pid, name)
-        self._kill = kill
+    def __init__(
+        self, link: Link, pid: int, name: str, output: LogStream | None, send_signal: Callable[[int], None]
+    ) -> None:
+        super().__init__(link, pid, name, output)
+        self._send_signal = send_signal
 
     def kill(self) -> None:
-        self._kill()
+        self._send_signal(signal.SIGKILL)
+
+    def dump_stacks(self) -> None:
+        self._send_signal(STACKS_SIGNAL)
 
     def report_exit(self, code: int | None) -> None:
         super().report_exit(code)
@@ -74,8 +82,8 @@ class ContainerChild(Child):
 class ContainerZygote(ZygoteProcess):
     """The process of a base or a zygote in a container."""
 
-    def _make_child(self, link: Link, pid: int, name: str, token: str) -> Child:
-        return ContainerChild(link, pid, name, lambda: self.kill(token))
+    def _make_child(self, link: Link, pid: int, name: str, token: str, output: LogStream | None) -> Child:
+        return ContainerChild(link, pid, name, output, functools.partial(self.send_signal, token))
 
 
 class ContainerBase(ContainerZygote):
@@ -135,7 +143,7 @@ class ContainerLauncher:
         self._removing: set[asyncio.Task[None]] = set()
         self._closed = False
 
-    async def launch(self, spec: WorkerSpec, logs: LogBook, on_death: Callable[[], None]) -> ZygoteSource:
+    async def launch(self, spec: WorkerSpec, logs: Log, on_death: Callable[[], None]) -> ZygoteSource:
         """Launch the zygote of `spec` in its container. Raise HandlerError or LauncherError."""
         async with self._starting.setdefault(spec.label, asyncio.Lock()):
             base = self._bases.get(spec.label)
@@ -146,6 +154,21 @@ class ContainerLauncher:
         except BaseException:
             base.close()
             raise
+
+    async def prepare(self, _spec: WorkerSpec) -> None:
+        """Do nothing: containers share no process."""
+
+    async def forget(self, spec: WorkerSpec) -> None:
+        """Remove the container of a revision that has ended."""
+        self._starting.pop(spec.label, None)
+        if (base := self._bases.pop(spec.label, None)) is not None:
+            base.close()
+
+    def shared_pids(self) -> list[int]:
+        return []
+
+    def end_unused(self) -> None:
+        """Do nothing: a container ends with its zygote."""
 
     async def close(self) -> None:
         """Remove all containers of this gateway."""
@@ -195,13 +218,15 @@ class ContainerLauncher:
 
     # -- containers
 
-    async def _start_base(self, spec: WorkerSpec, logs: LogBook) -> ContainerBase:
+    async def _start_base(self, spec: WorkerSpec, logs: Log) -> ContainerBase:
         engine = await self._connect()
         name = f"pilotflame-{spec.function}-{spec.revision.partition('-')[0]}-{secrets.token_hex(4)}"
         dialled: asyncio.Future[ContainerChild] = asyncio.get_running_loop().create_future()
         token = self._listener.expect(
             "zygote", f"container {name}", LogBook(),
-            lambda link, pid: dialled.set_result(ContainerChild(link, pid, name, lambda: self._end(name))),
+            lambda link, pid, output: dialled.set_result(
+                ContainerChild(link, pid, name, output, lambda _number: self._end(name))
+            ),
         )  # fmt: skip
         try:
             async with _engine_errors(self._url), asyncio.timeout(ENGINE_TIMEOUT_S):

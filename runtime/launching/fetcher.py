@@ -8,6 +8,7 @@ of JSON on standard input. Events are lines of JSON on standard output:
     {"id": 1, "event": "held"}                  the files can be mapped; their bytes may still be arriving
     {"id": 1, "event": "done", "bytes": n}      all bytes are here and verified; this hold fetched n of them
     {"id": 1, "event": "failed", "error": {...}}
+    {"id": 0, "event": "tiers", "tiers": [{"kind": "tmpfs", "used_bytes": n, ...}]}   after each of the above
 
 The fetcher ends at the end of its standard input: when the gateway closes it or when the gateway has ended.
 """
@@ -17,6 +18,7 @@ from __future__ import annotations
 import signal
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,8 @@ from ...snapshot.sources.locate import open_source
 from ...snapshot.sources.location import shown
 
 WAIT_TIMEOUT_S = 6 * 3600.0
+CLOSE_TIMEOUT_S = 5.0
+"""How long the fetcher waits at its end for fetches to stop. Then it ends, and with it their connections."""
 
 
 class Fetcher:
@@ -39,7 +43,9 @@ class Fetcher:
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
         self._leases: dict[int, Lease | None] = {}
+        self._closing: set[threading.Thread] = set()
         self._lock = threading.Lock()
+        self._reporting = threading.Lock()
 
     def handle(self, request: dict[str, Any]) -> None:
         """Carry out a release, or start a hold, whose outcome is reported by events."""
@@ -58,6 +64,11 @@ class Fetcher:
             numbers = list(self._leases)
         for number in numbers:
             self._release(number)
+        deadline_s = time.monotonic() + CLOSE_TIMEOUT_S
+        with self._lock:
+            closing = list(self._closing)
+        for thread in closing:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
         release_memory(self._cache)
 
     def _hold(self, number: int, manifest: Path, url: str) -> None:
@@ -79,12 +90,39 @@ class Fetcher:
             self._emit(number, "failed", error=unexpected.to_wire())
         else:
             self._emit(number, "done", bytes=lease.stats.fetched_bytes if lease.stats is not None else 0)
+        self.report_tiers()
 
     def _release(self, number: int) -> None:
         with self._lock:
             lease = self._leases.pop(number, None)
         if lease is not None:
+            # In a thread of its own: a fetch may take seconds to stop, and the next request must not wait.
+            thread = threading.Thread(target=self._close_lease, args=(lease,), daemon=True)
+            with self._lock:
+                self._closing.add(thread)
+            thread.start()
+
+    def _close_lease(self, lease: Lease) -> None:
+        try:
             lease.close()
+        finally:
+            with self._lock:
+                self._closing.discard(threading.current_thread())
+        self.report_tiers()
+
+    def report_tiers(self) -> None:
+        """Report what the tiers hold, and what was brought into them and evicted, for the gateway's metrics."""
+        # One at a time, so that an older state is not reported after a newer one.
+        with self._reporting:
+            tiers = [
+                {
+                    "kind": tier.kind, "budget_bytes": tier.budget_bytes, "used_bytes": tier.used_bytes(),
+                    "received_bytes": tier.counts.received_bytes, "verified_bytes": tier.counts.verified_bytes,
+                    "evicted_bytes": tier.counts.evicted_bytes,
+                }
+                for tier in self._cache.tiers
+            ]  # fmt: skip
+            self._emit(0, "tiers", tiers=tiers)
 
     def _emit(self, number: int, event: str, **facts: Any) -> None:
         line = orjson.dumps({"id": number, "event": event, **facts}) + b"\n"
@@ -99,6 +137,7 @@ def main() -> None:
     # Ctrl-C reaches this process too, but only the gateway reacts to it. It then ends the fetcher.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     fetcher = Fetcher(node_cache(Path(sys.argv[1])))
+    fetcher.report_tiers()
     for line in sys.stdin.buffer:
         fetcher.handle(orjson.loads(line))
     fetcher.close()

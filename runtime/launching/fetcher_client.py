@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import socket
 import sys
 import time
@@ -16,8 +17,10 @@ import orjson
 
 from ...errors import LauncherError, PilotflameError
 from ..link.worker_spec import WorkerSpec
+from ..telemetry.snapshot_metrics import SnapshotMetrics
 from ..telemetry.timeline import Fetch
 
+LOG = logging.getLogger(__name__)
 HOLD_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 10.0
 MAX_LINE_BYTES = 1 << 20
@@ -56,6 +59,7 @@ class FetcherClient:
 
     def __init__(self, cache: Path, tasks: asyncio.TaskGroup) -> None:
         self.cache = cache
+        self.metrics = SnapshotMetrics()
         self._tasks = tasks
         self._numbers = itertools.count(1)
         self._held: dict[int, FetchProgress] = {}
@@ -78,6 +82,7 @@ class FetcherClient:
         await self._ensure_started()
         progress = FetchProgress(next(self._numbers))
         self._held[progress.number] = progress
+        self.metrics.began()
         self._send(op="hold", id=progress.number, manifest=str(spec.manifest), url=spec.source)
         try:
             async with asyncio.timeout(HOLD_TIMEOUT_S):
@@ -93,6 +98,8 @@ class FetcherClient:
     def release(self, progress: FetchProgress) -> None:
         """End a hold: the fetcher stops fetching the snapshot, and the cache may evict it."""
         if self._held.pop(progress.number, None) is not None:
+            if not progress.fetch.ended_s:
+                self.metrics.ended("released")
             self._send(op="release", id=progress.number)
 
     async def close(self) -> None:
@@ -148,15 +155,23 @@ class FetcherClient:
         with contextlib.suppress(OSError):
             while line := await events.readline():
                 try:
-                    event = orjson.loads(line)
-                    if (progress := held.get(event["id"])) is not None:
-                        progress.on_event(event)
+                    self._on_event(held, orjson.loads(line))
                 except (ValueError, KeyError, TypeError):
                     # The line is not an event: a library printed it in the fetcher.
-                    sys.stderr.write(f"fetcher: {line.decode(errors='replace')}")
+                    LOG.info("fetcher: %s", line.decode(errors="replace").rstrip())
         requests.close()
         ended = f"The fetcher ended (exit code {await process.wait()})."
         error = LauncherError(ended, remedy="See the gateway's standard error for its output.")
         for progress in held.values():
+            if not progress.fetch.ended_s:
+                self.metrics.ended("failed")
             progress.fail(error)
         held.clear()
+
+    def _on_event(self, held: dict[int, FetchProgress], event: dict[str, Any]) -> None:
+        if event["event"] == "tiers":
+            self.metrics.on_tiers(event["tiers"])
+        elif (progress := held.get(event["id"])) is not None:
+            progress.on_event(event)
+            if event["event"] != "held":
+                self.metrics.ended(event["event"])

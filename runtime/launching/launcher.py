@@ -1,41 +1,92 @@
-"""Defines the launcher interface: launch a revision, fork and kill its workers, learn how they ended."""
+"""Defines the launcher interface: launch a revision, fork and kill its workers, learn why they ended."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
+import math
 import signal
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Protocol
 
 from ..link.connection import Link
 from ..link.worker_spec import WorkerSpec
-from ..telemetry.logs import LogBook
+from ..telemetry.log_stream import LogStream
+from ..telemetry.logs import Log
 
 EXIT_REPORT_TIMEOUT_S = 2.0
+# Where the kernel counts its kills: of this container in version 2 and 1 of cgroups, or of the whole machine.
+OOM_COUNTERS = (
+    "/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control", "/proc/vmstat",
+)  # fmt: skip
+# How long a stuck worker has to write its stacks before it is killed.
+STACKS_TIMEOUT_S = 0.5
+# How long a killed process may take to end, before the gateway goes on without it.
+KILLED_S = 10.0
 
 
 class Child(ABC):
     """A launched process that has connected to the gateway. `gone` is set once the process has ended."""
 
-    def __init__(self, link: Link, pid: int, name: str) -> None:
-        self.link, self.pid, self.name = link, pid, name
+    def __init__(self, link: Link, pid: int, name: str, output: LogStream | None = None) -> None:
+        """`output` is what the process prints, if it has connected that."""
+        self.link, self.pid, self.name, self.output = link, pid, name, output
         self.gone = asyncio.Event()
         self._loop = asyncio.get_running_loop()
         self._exit_code: asyncio.Future[int | None] = self._loop.create_future()
-        self._kill_timers: list[asyncio.TimerHandle] = []
+        self._kill_timer: asyncio.TimerHandle | None = None
+        self._kill_at_s = math.inf
+        self._kill_reason = ""
 
     @abstractmethod
     def kill(self) -> None:
         """Kill the process."""
 
+    @abstractmethod
+    def dump_stacks(self) -> None:
+        """Let a worker write to its log what each of its threads is doing, even if they are stuck."""
+
+    def kill_stuck(self, reason: str) -> None:
+        """Let the worker write its stacks, and kill it a moment later. `reason` is for its log."""
+        if self._kill_reason or self.gone.is_set():
+            return
+        self._kill_reason = reason
+        if self.output is not None:
+            # The stacks belong to no caller.
+            self.output.crowd()
+        self.dump_stacks()
+        if self._kill_timer is not None:
+            self._kill_timer.cancel()
+        self._kill_timer = self._loop.call_later(STACKS_TIMEOUT_S, self.kill)
+
     def kill_after(self, timeout_s: float) -> None:
         """Kill the process if it has not ended in `timeout_s`. Of several deadlines, the earliest counts."""
-        if not self.gone.is_set():
-            self._kill_timers.append(self._loop.call_later(timeout_s, self.kill))
+        kill_at_s = self._loop.time() + timeout_s
+        if self.gone.is_set() or kill_at_s >= self._kill_at_s:
+            return
+        if self._kill_timer is not None:
+            self._kill_timer.cancel()
+        self._kill_at_s = kill_at_s
+        reason = f"it had not ended {timeout_s:.0f} s after it was told to"
+        # One that is not given any time is not stuck.
+        kill = functools.partial(self.kill_stuck, reason) if timeout_s > 0 else self.kill
+        self._kill_timer = self._loop.call_later(timeout_s, kill)
+
+    async def wait_gone(self, timeout_s: float) -> None:
+        """Wait until the process has ended, at most `timeout_s`: the kernel may be unable to end it."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self.gone.wait()
 
     async def cause(self) -> str:
-        """Return how the process ended, as text for messages: "signal 9 (SIGKILL)" or "exit code 1"."""
+        """Return how the process ended, as text for messages: "signal 9 (SIGKILL)" or "exit code 1".
+
+        If it was killed, that includes by whom and why, as far as that can be known.
+        """
         await asyncio.wait([self._exit_code], timeout=EXIT_REPORT_TIMEOUT_S)
         code = self._exit_code.result() if self._exit_code.done() else None
         if code is None:
@@ -44,7 +95,12 @@ class Child(ABC):
             return f"exit code {code}"
         # Python has no names for real-time signals.
         names = {number.value: number.name for number in signal.Signals}
-        return f"signal {-code} ({names.get(-code, 'real-time')})"
+        text = f"signal {-code} ({names.get(-code, 'real-time')})"
+        if self._kill_reason:
+            return f"{text}, sent by the gateway because {self._kill_reason}"
+        if code == -signal.SIGKILL and await asyncio.to_thread(_memory.has_killed):
+            return f"{text}, sent by the kernel because memory ran out"
+        return text
 
     def report_exit(self, code: int | None) -> None:
         """Set the exit code that the parent reported, or None if the parent ended before."""
@@ -54,9 +110,37 @@ class Child(ABC):
     def ended(self) -> None:
         """Set `gone`, because the process has ended, and stop the timers."""
         # Until it fires, a running timer would keep this object in memory.
-        for timer in self._kill_timers:
-            timer.cancel()
+        if self._kill_timer is not None:
+            self._kill_timer.cancel()
         self.gone.set()
+
+
+class OutOfMemoryKills:
+    """Counts the processes that the kernel has killed because memory ran out, as far as it tells."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known = self._count()
+
+    def has_killed(self) -> bool:
+        """Return True if the kernel has killed one more process than this has returned True for. Blocks."""
+        with self._lock:
+            if self._count() <= self._known:
+                return False
+            self._known += 1
+            return True
+
+    def _count(self) -> int:
+        for file in OOM_COUNTERS:
+            with contextlib.suppress(OSError):
+                for line in Path(file).read_text().splitlines():
+                    name, _, count = line.partition(" ")
+                    if name == "oom_kill":
+                        return int(count)
+        return 0
+
+
+_memory = OutOfMemoryKills()
 
 
 class WorkerSource(Protocol):
@@ -74,7 +158,7 @@ class WorkerSource(Protocol):
     def zygote_pid(self) -> int | None:
         """Return the pid of the process that workers are forked from. None if workers are spawned."""
 
-    async def fork(self, name: str, logs: LogBook) -> Child:
+    async def fork(self, name: str, logs: Log) -> Child:
         """Return a new standby: a worker process that is connected, without weights. Raise LauncherError."""
 
     def close(self) -> None:
@@ -87,8 +171,23 @@ class WorkerSource(Protocol):
 class Launcher(Protocol):
     """Launches revisions, for example as processes of this machine."""
 
-    async def launch(self, spec: WorkerSpec, logs: LogBook, on_death: Callable[[], None]) -> WorkerSource:
-        """Launch the zygote of `spec`. Its death calls `on_death`. Raise HandlerError or LauncherError."""
+    async def launch(self, spec: WorkerSpec, logs: Log, on_death: Callable[[], None]) -> WorkerSource:
+        """Launch the zygote of `spec`. Its death calls `on_death`. Raise HandlerError or LauncherError.
+
+        Call `forget` with the same `spec` when its revision has ended.
+        """
+
+    async def prepare(self, spec: WorkerSpec) -> None:
+        """Start what a launch of `spec` shares with others, so that it takes less time. Raise LauncherError."""
+
+    async def forget(self, spec: WorkerSpec) -> None:
+        """End what was started for `spec`, which must be the same object as at its launch, and for no other."""
+
+    def shared_pids(self) -> list[int]:
+        """Return the processes that belong to no single revision."""
+
+    def end_unused(self) -> None:
+        """End the shared processes that no launched revision needs now. A later launch starts them again."""
 
     async def close(self) -> None:
         """End all launched processes and wait until they have ended. Later launches raise LauncherError."""
@@ -100,10 +199,25 @@ class LauncherByImage:
     def __init__(self, processes: Launcher, containers: Launcher) -> None:
         self._processes, self._containers = processes, containers
 
-    async def launch(self, spec: WorkerSpec, logs: LogBook, on_death: Callable[[], None]) -> WorkerSource:
-        launcher = self._containers if spec.image else self._processes
-        return await launcher.launch(spec, logs, on_death)
+    async def launch(self, spec: WorkerSpec, logs: Log, on_death: Callable[[], None]) -> WorkerSource:
+        return await self._of(spec).launch(spec, logs, on_death)
+
+    async def prepare(self, spec: WorkerSpec) -> None:
+        await self._of(spec).prepare(spec)
+
+    async def forget(self, spec: WorkerSpec) -> None:
+        await self._of(spec).forget(spec)
+
+    def shared_pids(self) -> list[int]:
+        return self._processes.shared_pids() + self._containers.shared_pids()
+
+    def end_unused(self) -> None:
+        self._processes.end_unused()
+        self._containers.end_unused()
 
     async def close(self) -> None:
         await self._containers.close()
         await self._processes.close()
+
+    def _of(self, spec: WorkerSpec) -> Launcher:
+        return self._containers if spec.image else self._processes

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import logging
 import os
 import secrets
 import socket
@@ -16,12 +17,19 @@ from typing import NamedTuple
 from ...errors import GatewayError, LinkError
 from ..link.connection import Link
 from ..link.frames import Frame, FrameKind, FrameReader
-from ..telemetry.logs import LogBook, LogStream
+from ..telemetry.log_stream import LogStream
+from ..telemetry.logs import Log
+
+_log = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 10.0
+# The pause after a connection could not be accepted, as in asyncio: no event tells that a descriptor is free.
+ACCEPT_RETRY_S = 1.0
 MAX_HELLO_BYTES = 4096
 BACKLOG = 512
 PEERCRED = struct.Struct("3i")
+# Called with the link, the pid of its process, and the process's log connection, if it has one.
+OnLink = Callable[[Link, int, LogStream | None], None]
 # Linux allows 108 bytes for the path of a unix socket, including the zero byte at the end.
 MAX_SOCKET_PATH = 107
 
@@ -33,8 +41,8 @@ class Expected(NamedTuple):
     """The second half of the token."""
     source: str
     """The name of the process in the log."""
-    logs: LogBook
-    on_link: Callable[[Link, int], None]
+    logs: Log
+    on_link: OnLink
     role: str
     """The role that the link's HELLO must name."""
 
@@ -51,6 +59,8 @@ class Listener:
         self._greetings: set[_Greeting] = set()
         # The log connections by the first half of the token.
         self._streams: dict[str, LogStream] = {}
+        self._paused: asyncio.TimerHandle | None = None
+        self._failing = False
 
     def open(self) -> None:
         """Listen on a socket that only this user can connect to."""
@@ -62,9 +72,11 @@ class Listener:
         self._sock.bind(str(self.path))
         self.path.chmod(0o600)
         self._sock.listen(BACKLOG)
-        self._loop.add_reader(self._sock, self._accept)
+        self._resume()
 
     def close(self) -> None:
+        if self._paused is not None:
+            self._paused.cancel()
         self._loop.remove_reader(self._sock)
         self._sock.close()
         self.path.unlink(missing_ok=True)
@@ -73,8 +85,11 @@ class Listener:
         for stream in self._streams.values():
             stream.close()
 
-    def expect(self, role: str, source: str, logs: LogBook, on_link: Callable[[Link, int], None]) -> str:
-        """Return a token for one process. When it opens a link as `role`, `on_link(link, pid)` is called."""
+    def expect(self, role: str, source: str, logs: Log, on_link: OnLink) -> str:
+        """Return a token for one process.
+
+        When it opens a link as `role`, `on_link(link, pid, log_stream)` is called.
+        """
         name, secret = secrets.token_hex(8), secrets.token_hex(16)
         self._expected[name] = Expected(secret, source, logs, on_link, role)
         return f"{name}.{secret}"
@@ -90,7 +105,7 @@ class Listener:
         for greeting in list(self._greetings):
             greeting.read()
 
-    def hello(self, sock: socket.socket, token: str, role: str) -> bool:
+    def hello(self, sock: socket.socket, token: str, role: str, mark: str = "") -> bool:
         """Hand over a connection that sent HELLO. Return False if it is refused: the caller closes it."""
         name, _, secret = token.partition(".")
         expected = self._expected.get(name)
@@ -102,12 +117,12 @@ class Listener:
             return False
         if role == "log" and name not in self._streams:
             self._streams = {of: stream for of, stream in self._streams.items() if stream.alive}
-            self._streams[name] = LogStream(sock, expected.logs, expected.source)
+            self._streams[name] = LogStream(sock, expected.logs, expected.source, mark)
             return True
         if role != expected.role:
             return False
         self.forget(token)
-        expected.on_link(Link(sock, join_writes=True), pid)
+        expected.on_link(Link(sock, join_writes=True), pid, self._streams.get(name))
         return True
 
     def discard(self, greeting: _Greeting) -> None:
@@ -118,8 +133,26 @@ class Listener:
             sock, _ = self._sock.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return False
+        except OSError as error:
+            self._pause(error)
+            return False
+        self._failing = False
         self._greetings.add(_Greeting(sock, self._loop, self))
         return True
+
+    def _pause(self, error: OSError) -> None:
+        """Accept nothing for a while, after an error such as EMFILE: the socket would stay readable."""
+        if not self._failing:
+            self._failing = True
+            remedy = "Raise the limit of open files (ulimit -n)."
+            _log.error("workers cannot connect to the gateway: %s. %s", error.strerror, remedy)
+        if self._paused is None:
+            self._loop.remove_reader(self._sock)
+            self._paused = self._loop.call_later(ACCEPT_RETRY_S, self._resume)
+
+    def _resume(self) -> None:
+        self._paused = None
+        self._loop.add_reader(self._sock, self._accept)
 
 
 class _Greeting:
@@ -160,8 +193,10 @@ class _Greeting:
         self._listener.discard(self)
 
     def _greet(self, hello: Frame) -> bool:
-        with contextlib.suppress(LinkError, KeyError):
+        # OSError: no descriptor is free to watch the process.
+        with contextlib.suppress(LinkError, KeyError, OSError):
             if hello.kind == FrameKind.HELLO:
                 head = hello.json()
-                return self._listener.hello(self._sock, str(head["token"]), str(head["role"]))
+                token, role, mark = str(head["token"]), str(head["role"]), str(head.get("mark", ""))
+                return self._listener.hello(self._sock, token, role, mark)
         return False

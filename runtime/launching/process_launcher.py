@@ -12,20 +12,27 @@ from typing import Any
 
 from ...errors import LauncherError
 from ..link.worker_spec import WorkerSpec
-from ..telemetry.logs import LogBook
+from ..telemetry.logs import Log, LogBook
+from .launcher import KILLED_S
 from .listener import Listener
 from .zygote_process import ChildProcess, ZygoteProcess, ZygoteSource
 
 # How long a base may take to start. Importing large packages from a disk that is not cached is slow.
 BASE_TIMEOUT_S = 300.0
+# How long a base that was told to end may take. Then it is killed.
+BASE_EXIT_S = 10.0
 # The variables of the gateway's environment that functions inherit. Credentials are not among them.
 INHERITED = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "TZ", "LANG", "LANGUAGE", "VIRTUAL_ENV",
              "LD_LIBRARY_PATH")  # fmt: skip
 INHERITED_PREFIXES = ("LC_", "HF_", "TRANSFORMERS_", "OMP_", "MKL_", "KMP_", "CUDA_", "NVIDIA_", "COVERAGE_")
 SECRET_ENDINGS = ("_TOKEN", "_KEY", "_SECRET", "_PASSWORD")
 # These stop libraries from starting thread pools at import: a zygote must not have them. In workers,
-# `fork_safety.set_threads` raises the thread counts of torch and BLAS again.
-SINGLE_THREADED = {"OPENBLAS_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+# `fork_safety.set_threads` raises the thread counts of torch, BLAS and numexpr again.
+SINGLE_THREADED = {"OPENBLAS_NUM_THREADS": "1", "NUMEXPR_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+
+# What a base is started for: the path of the Python, and the packages that the base imports.
+BaseKey = tuple[str, tuple[str, ...]]
 
 
 class ProcessLauncher:
@@ -33,27 +40,57 @@ class ProcessLauncher:
 
     def __init__(self, listener: Listener, tasks: asyncio.TaskGroup) -> None:
         self._listener, self._tasks = listener, tasks
-        self._bases: dict[tuple[str, tuple[str, ...]], ZygoteProcess] = {}
-        self._starting: dict[tuple[str, tuple[str, ...]], asyncio.Lock] = {}
+        self._bases: dict[BaseKey, ZygoteProcess] = {}
+        self._starting: dict[BaseKey, asyncio.Lock] = {}
+        # By base, the ids of the specs that it was started for. The revisions keep the specs in memory.
+        self._specs: dict[BaseKey, set[int]] = {}
         self._processes: set[asyncio.subprocess.Process] = set()
+        # The tasks that wait for the ends of `_processes`.
+        self._reaping: set[asyncio.Task[None]] = set()
         self._closed = False
 
-    async def launch(self, spec: WorkerSpec, logs: LogBook, on_death: Callable[[], None]) -> ZygoteSource:
+    async def launch(self, spec: WorkerSpec, logs: Log, on_death: Callable[[], None]) -> ZygoteSource:
         base = await self._base(spec)
         return await base.launch(spec, logs, on_death)
+
+    async def prepare(self, spec: WorkerSpec) -> None:
+        await self._base(spec)
+
+    async def forget(self, spec: WorkerSpec) -> None:
+        specs = self._specs.get(key := _key(spec), set())
+        specs.discard(id(spec))
+        if specs or key not in self._specs:
+            return
+        del self._specs[key], self._starting[key]
+        if (base := self._bases.pop(key, None)) is not None:
+            base.close()
+            base.child.kill_after(BASE_EXIT_S)
+            await base.child.wait_gone(BASE_EXIT_S + KILLED_S)
+
+    def shared_pids(self) -> list[int]:
+        return [base.child.pid for base in self._bases.values() if base.alive]
+
+    def end_unused(self) -> None:
+        for key, base in list(self._bases.items()):
+            if base.childless:
+                del self._bases[key]
+                base.close()
+                base.child.kill_after(BASE_EXIT_S)
 
     async def close(self) -> None:
         self._closed = True
         for base in self._bases.values():
             base.close()
-        for process in list(self._processes):
-            with contextlib.suppress(ProcessLookupError):
-                process.terminate()
-        for process in list(self._processes):
-            await process.wait()
+        for end in (asyncio.subprocess.Process.terminate, asyncio.subprocess.Process.kill):
+            for process in self._processes:
+                with contextlib.suppress(ProcessLookupError):
+                    end(process)
+            if self._reaping:
+                await asyncio.wait(self._reaping, timeout=BASE_EXIT_S)
 
     async def _base(self, spec: WorkerSpec) -> ZygoteProcess:
-        key = (spec.python or sys.executable, spec.preload)
+        key = _key(spec)
+        self._specs.setdefault(key, set()).add(id(spec))
         async with self._starting.setdefault(key, asyncio.Lock()):
             if self._closed:
                 raise LauncherError("The gateway is shutting down.")
@@ -67,13 +104,15 @@ class ProcessLauncher:
         dialled: asyncio.Future[ChildProcess] = asyncio.get_running_loop().create_future()
         token = self._listener.expect(
             "zygote", name, LogBook(),
-            lambda link, pid: dialled.set_result(ChildProcess(link, pid, name, reaped=True)),
+            lambda link, pid, _: dialled.set_result(ChildProcess(link, pid, name, reaped=True)),
         )  # fmt: skip
         try:
             request = {"address": str(self._listener.path), "token": token, "preload": preload}
             process = await _spawn_base(python, request)
             self._processes.add(process)
             ended = self._tasks.create_task(self._reap(process, dialled, name))
+            self._reaping.add(ended)
+            ended.add_done_callback(self._reaping.discard)
             try:
                 async with asyncio.timeout(BASE_TIMEOUT_S):
                     base = ZygoteProcess(await dialled, self._listener)
@@ -99,6 +138,10 @@ class ProcessLauncher:
             remedy = "Run `pilotflame doctor`, and see the gateway's standard error for the output."
             message = f"The {name} process ended with code {code} before it was ready."
             dialled.set_exception(LauncherError(message, remedy=remedy))
+
+
+def _key(spec: WorkerSpec) -> BaseKey:
+    return spec.python or sys.executable, spec.preload
 
 
 async def _spawn_base(python: str, request: dict[str, Any]) -> asyncio.subprocess.Process:

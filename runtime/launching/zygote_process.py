@@ -12,9 +12,10 @@ from typing import Any
 from ...errors import LauncherError, PilotflameError
 from ..link.connection import Link
 from ..link.frames import Frame, FrameKind
-from ..link.worker_spec import WorkerSpec
-from ..telemetry.logs import LogBook
-from .launcher import Child
+from ..link.worker_spec import STACKS_SIGNAL, WorkerSpec
+from ..telemetry.log_stream import LogStream
+from ..telemetry.logs import Log
+from .launcher import KILLED_S, Child
 from .listener import Listener
 
 FORK_TIMEOUT_S = 60.0
@@ -24,9 +25,11 @@ BUILD_TIMEOUT_S = 600.0
 class ChildProcess(Child):
     """A process of this machine. It is killed and watched through its pidfd (a file descriptor)."""
 
-    def __init__(self, link: Link, pid: int, name: str, *, reaped: bool = False) -> None:
+    def __init__(
+        self, link: Link, pid: int, name: str, output: LogStream | None = None, *, reaped: bool = False
+    ) -> None:
         """`reaped` is True if other code of the gateway collects the exit status of the process."""
-        super().__init__(link, pid, name)
+        super().__init__(link, pid, name, output)
         self._reaped = reaped
         try:
             self._pidfd = os.pidfd_open(pid)
@@ -41,6 +44,10 @@ class ChildProcess(Child):
         """Kill this process. Another process that was given the same pid later is never killed."""
         with contextlib.suppress(ProcessLookupError, OSError):
             signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+
+    def dump_stacks(self) -> None:
+        with contextlib.suppress(ProcessLookupError, OSError):
+            signal.pidfd_send_signal(self._pidfd, STACKS_SIGNAL)
 
     def _on_exit(self) -> None:
         self._loop.remove_reader(self._pidfd)
@@ -69,12 +76,17 @@ class ZygoteProcess:
     def alive(self) -> bool:
         return not self.child.link.closed
 
-    async def fork(self, role: str, name: str, logs: LogBook, spec: WorkerSpec | None = None) -> Child:
+    @property
+    def childless(self) -> bool:
+        """True if it has no child and forks none."""
+        return not self._children and not self._forking
+
+    async def fork(self, role: str, name: str, logs: Log, spec: WorkerSpec | None = None) -> Child:
         """Return a new child once it has connected. Raise LauncherError if it dies before or is too slow."""
         future: asyncio.Future[Child] = asyncio.get_running_loop().create_future()
 
-        def on_link(link: Link, pid: int) -> None:
-            self._children[token] = child = self._make_child(link, pid, name, token)
+        def on_link(link: Link, pid: int, output: LogStream | None) -> None:
+            self._children[token] = child = self._make_child(link, pid, name, token, output)
             if future.done():
                 # The caller of `fork` timed out or was cancelled.
                 link.close()
@@ -96,16 +108,16 @@ class ZygoteProcess:
             self._forking.pop(token, None)
             self._listener.forget(token)
 
-    def kill(self, token: str) -> None:
-        """Ask the zygote to kill the child that was forked with `token`."""
+    def send_signal(self, token: str, number: int) -> None:
+        """Ask the zygote to send a signal to the child that was forked with `token`."""
         for pid, of in self._token_of.items():
             if of == token:
-                self.child.link.send_json(FrameKind.KILL, 0, {"pid": pid})
+                self.child.link.send_json(FrameKind.SIGNAL, 0, {"pid": pid, "number": number})
 
-    def _make_child(self, link: Link, pid: int, name: str, _token: str) -> Child:
-        return ChildProcess(link, pid, name)
+    def _make_child(self, link: Link, pid: int, name: str, _token: str, output: LogStream | None) -> Child:
+        return ChildProcess(link, pid, name, output)
 
-    async def launch(self, spec: WorkerSpec, logs: LogBook, on_death: Callable[[], None]) -> ZygoteSource:
+    async def launch(self, spec: WorkerSpec, logs: Log, on_death: Callable[[], None]) -> ZygoteSource:
         """Fork the zygote of a revision from this base, as `Launcher.launch` describes."""
         child = await self.fork("zygote", "zygote", logs, spec)
         zygote = self._make_zygote(child, on_death)
@@ -120,8 +132,11 @@ class ZygoteProcess:
         reason = ""
         if head["threads"] != 1:
             zygote.close()
-            reason = f"{head['thread_source']} started threads, which no fork survives"
-            logs.write("zygote", f"workers are spawned, not forked, and each imports for itself: {reason}")
+            reason = (
+                f"{head['thread_source']} started threads, which no fork survives. {head['thread_remedy']}"
+            )
+            text = f"workers are spawned, not forked, and each imports for itself: {reason}"
+            logs.write("zygote", text, "warning")
         return self._make_source(zygote, spec, head["facts"], reason)
 
     def _make_zygote(self, child: Child, on_death: Callable[[], None]) -> ZygoteProcess:
@@ -214,7 +229,7 @@ class ZygoteSource:
     def zygote_pid(self) -> int | None:
         return None if self.spawn_reason else self._zygote.child.pid
 
-    async def fork(self, name: str, logs: LogBook) -> Child:
+    async def fork(self, name: str, logs: Log) -> Child:
         if self.spawn_reason:
             return await self._base.fork("solo", name, logs, self._spec)
         return await self._zygote.fork("worker", name, logs)
@@ -224,4 +239,4 @@ class ZygoteSource:
 
     async def wait_closed(self, timeout_s: float) -> None:
         self._zygote.child.kill_after(timeout_s)
-        await self._zygote.child.gone.wait()
+        await self._zygote.child.wait_gone(timeout_s + KILLED_S)

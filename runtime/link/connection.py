@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 import threading
 from collections import deque
@@ -15,6 +16,7 @@ import orjson
 from ...errors import LinkError
 from .frames import HEADER, Frame, FrameKind, FrameReader, encode, encode_json
 
+LOG = logging.getLogger(__name__)
 # The size of a link's receive buffer, which is allocated once. With a new buffer for each recv, the kernel
 # would map, clear and unmap its pages each time, which takes half of the time of a short invocation.
 RECEIVE_BYTES = 256 << 10
@@ -192,8 +194,11 @@ class Link:
                 if self.closed:
                     return
                 self._on_frame(frame)
-        except LinkError:
-            # The frame reader raises it, or the owner's callback if it cannot read the frame's head.
+            self._reader.check()
+        except Exception:
+            # A frame is malformed, or the owner's callback failed. The link ends, so the owner treats all that
+            # is open as lost, and no later frame is missing unnoticed.
+            LOG.exception("a link is closed, because a frame could not be taken")
             self._lost()
 
     def _lost(self) -> None:

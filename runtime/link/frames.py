@@ -64,8 +64,8 @@ class FrameKind(enum.IntEnum):
     PRIMED = 20
     # Up, from a zygote: the operating system refused to fork.
     UNFORKED = 21
-    # Down, to a zygote: kill the child with the pid in the head.
-    KILL = 23
+    # Down, to a zygote: send the signal in the head to the child with the pid in the head.
+    SIGNAL = 23
     # Up: the progress of an invocation, as JSON in the payload. It replaces earlier progress.
     PROGRESS = 22
 
@@ -121,6 +121,12 @@ class FrameReader:
         self._max_bytes = max_bytes
         self._rest = bytearray()
         self._needed = HEADER.size
+        self._fault: LinkError | None = None
+
+    def check(self) -> None:
+        """Raise LinkError if `feed` has met a frame after which nothing can be read."""
+        if self._fault is not None:
+            raise self._fault
 
     @property
     def missing(self) -> int:
@@ -128,7 +134,11 @@ class FrameReader:
         return self._needed - len(self._rest)
 
     def feed(self, data: bytes) -> list[Frame]:
-        """Add bytes and return the complete frames. Raise LinkError if one is too long or inconsistent."""
+        """Add bytes and return the complete frames. Raise LinkError if one is too long or inconsistent.
+
+        If others came before it, they are returned first, and `check` raises the error.
+        """
+        self.check()
         if self._rest:
             self._rest += data
             if len(self._rest) < self._needed:
@@ -142,7 +152,10 @@ class FrameReader:
             length, head, kind, channel = HEADER.unpack_from(data, position)
             if length > self._max_bytes or head > length:
                 claim = f"A frame claims {length} bytes with a head of {head}"
-                raise LinkError(f"{claim}; the limit is {self._max_bytes}.")
+                self._fault = LinkError(f"{claim}; the limit is {self._max_bytes}.")
+                if not frames:
+                    raise self._fault
+                return frames
             start = position + HEADER.size
             if start + length > size:
                 self._needed = HEADER.size + length

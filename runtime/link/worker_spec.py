@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
@@ -12,6 +13,9 @@ REQUEST_VARIABLE = "PILOTFLAME_ZYGOTE"
 """The environment variable of a container with the request to its first process, as JSON."""
 WEIGHTS_TIMEOUT_S = 3600.0
 """How long a worker waits until all of its weights have arrived."""
+
+# Workers answer this signal with the stacks of their threads, also if they are stuck. Handlers do not use it.
+STACKS_SIGNAL = signal.SIGRTMIN + 5
 
 
 class WorkerSpec(BaseModel):

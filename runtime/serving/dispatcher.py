@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ...errors import PilotflameError, RevisionRetired, WorkerDied
 from ..batching.assignment import assign
+from ..batching.latency_curve import Point
 from ..batching.outstanding import BatchEnd
 from ..batching.queue import Queue, Slots
 from ..link.worker_spec import WorkerSpec
@@ -58,9 +59,11 @@ class Dispatcher:
         on_left: Callable[[], None],
     ) -> None:  # fmt: skip
         """`on_left` is called when fewer workers may be needed: after a cancellation or a time limit."""
+        settings = policy.settings
         self.queue: Queue[Invocation] = Queue(
-            spec.function, max_batch=policy.max_batch, max_queue=policy.settings.max_queue
-        )
+            spec.function, max_batch=policy.max_batch, max_queue=settings.max_queue,
+            max_bytes=settings.max_queue_bytes,
+        )  # fmt: skip
         self._spec, self._policy, self._pool = spec, policy, pool
         self._curves, self._on_left = curves, on_left
         self._device = ""
@@ -72,14 +75,16 @@ class Dispatcher:
 
     def configure(self, policy: Policy) -> None:
         self._policy = policy
-        self.queue.configure(max_batch=policy.max_batch, max_queue=policy.settings.max_queue)
+        limits = {"max_queue": policy.settings.max_queue, "max_bytes": policy.settings.max_queue_bytes}
+        self.queue.configure(max_batch=policy.max_batch, **limits)
 
     def close(self) -> None:
         """Send nothing more. Fail the waiting invocations, and later those that exiting workers give back."""
         self._closed = True
-        self.fail_queued(self._retired())
+        self.fail_queued(self.retired())
         if self._batch_timer is not None:
             self._batch_timer.cancel()
+        self._deadlines.close()
 
     # -- arrivals
 
@@ -89,7 +94,7 @@ class Dispatcher:
         Raise RevisionRetired after `close`. Raise QueueFull or Overloaded if the queue refuses it.
         """
         if self._closed:
-            raise self._retired()
+            raise self.retired()
         now_s = time.monotonic()
         if self._policy.max_batch == 1 and not len(self.queue) and (replica := self._pool.pick()) is not None:
             self._deadlines.set(invocation, invocation.deadline_s, now_s)
@@ -119,7 +124,7 @@ class Dispatcher:
             return
         invocation.mark_requeued()
         if self._closed:
-            self._fail(invocation, self._retired())
+            self._fail(invocation, self.retired())
             return
         now_s = time.monotonic()
         self._deadlines.set(invocation, deadlines.limit_s(invocation, now_s), now_s)
@@ -181,7 +186,8 @@ class Dispatcher:
         self._deadlines.cancel(invocation)
         invocation.end(error)
 
-    def _retired(self) -> RevisionRetired:
+    def retired(self) -> RevisionRetired:
+        """Return the error of an invocation that this revision does not run any more."""
         return RevisionRetired(f"Revision {self._spec.revision} was stopped before this invocation ran.")
 
     # -- time limits
@@ -310,6 +316,11 @@ class Dispatcher:
         message = f"The worker that ran this invocation died of {cause} (attempt {invocation.attempt})."
         self._fail(invocation, WorkerDied(message, remedy=remedy))
         return False
+
+    @property
+    def learned(self) -> Sequence[Point]:
+        """The points of the latency curve: those of the present workers, or else the stored ones."""
+        return self.queue.curve.points or self._curves.latest()
 
     async def store_curve(self) -> None:
         """Store the latency curve for later activations, if it differs enough from the stored one."""

@@ -9,6 +9,7 @@ from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import Any, NamedTuple
 
 from ...errors import PilotflameError
+from ..telemetry.logs import Capture
 from ..telemetry.timeline import Activation, Timeline
 
 NORMAL, LAST = 3, 5
@@ -98,6 +99,8 @@ class Invocation:
     """Called with each progress report, as JSON."""
     on_end: Callable[[], None] | None = None
     """Called as soon as the invocation has an output or an error, but not if its caller has gone."""
+    capture: Capture | None = None
+    """Gets the lines that the invocation prints, if somebody wants them."""
     output: asyncio.Future[Output] = field(init=False)
     stream: Stream | None = field(init=False)
     timeline: Timeline = field(init=False)
@@ -109,6 +112,8 @@ class Invocation:
     attempt: int = field(init=False, default=1)
     max_batch: int = field(init=False, default=0)
     """The size of the largest batch it may run in; 0 for no limit."""
+    first: bool = field(init=False, default=False)
+    """True once a reservation has put it before the invocations of all priorities."""
     batch_size: int = field(init=False, default=1)
     """The number of invocations that were sent to its worker in one batch, itself included."""
     worker: str = field(init=False, default="")
@@ -148,6 +153,10 @@ class Invocation:
     def mark_queued(self, *, cold: bool) -> None:
         """The invocation waits in the queue. `cold` is True if no worker is ready."""
         self._cold = cold
+
+    def mark_first(self) -> None:
+        """The caller had a reservation: it is served before the invocations of all priorities."""
+        self.first = True
 
     def mark_sent(self, worker: str, batch_size: int, now_s: float, activation: Activation) -> None:
         self.worker, self.batch_size = worker, batch_size

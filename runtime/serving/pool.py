@@ -8,10 +8,10 @@ from collections.abc import Callable
 
 from ...errors import ActivationFailed, PilotflameError, SourceDenied
 from ..launching.fetcher_client import FetcherClient, FetchProgress
-from ..launching.launcher import Child, Launcher
+from ..launching.launcher import KILLED_S, Child, Launcher
 from ..link.worker_spec import WEIGHTS_TIMEOUT_S, WorkerSpec
 from ..settings.function_settings import Scale
-from ..telemetry.logs import LogBook
+from ..telemetry.logs import Log
 from ..telemetry.timeline import Activation
 from .replica import START_TIMEOUT_S, Replica, ReplicaState, RevisionEvents
 from .zygote_supervisor import ZygoteSupervisor
@@ -24,7 +24,7 @@ class Pool:
     """The workers of one revision, and their hold on the weights, which they share on this node."""
 
     def __init__(
-        self, spec: WorkerSpec, scale: Scale, launcher: Launcher, logs: LogBook, tasks: asyncio.TaskGroup,
+        self, spec: WorkerSpec, scale: Scale, launcher: Launcher, logs: Log, tasks: asyncio.TaskGroup,
         events: RevisionEvents, weights: FetcherClient, secrets: Callable[[], dict[str, str]], measure: bool,
     ) -> None:  # fmt: skip
         """If `measure`, new workers measure their latency curve, until one worker has measured it.
@@ -33,6 +33,8 @@ class Pool:
         """
         self.replicas: list[Replica] = []
         self.activations = 0
+        self.used_s = 0.0
+        """When a worker that had run invocations was last there; 0 if no worker has run one."""
         self.zygote = ZygoteSupervisor(spec, scale, launcher, logs, tasks, lambda: self.in_flight > 0)
         self._spec, self._tasks, self._events, self._secrets = spec, tasks, events, secrets
         self._measure = measure
@@ -113,13 +115,15 @@ class Pool:
                 child = child or await self.zygote.fork()
             self.zygote.check_open()
         except BaseException as failed:
+            self._forking -= 1
             if child is not None:
                 child.link.close()
             error = failed.exceptions[0] if isinstance(failed, ExceptionGroup) else failed
+            if not isinstance(error, Exception):
+                raise
+            self._events.on_start_failed(error if isinstance(error, PilotflameError) else _unexpected(error))
             if not isinstance(error, PilotflameError):
                 raise
-            self._forking -= 1
-            self._events.on_start_failed(error)
         else:
             self._forking -= 1
             self._activate(child, activation)
@@ -173,6 +177,8 @@ class Pool:
         self.replicas.remove(replica)
         self._last = None
         self._past_busy_s += replica.outstanding.busy_s
+        if replica.completed:
+            self.used_s = time.monotonic()
         if replica.activation.ready_s:
             self._past_ready_s += time.monotonic() - replica.activation.ready_s
         # Without workers, forking a standby disturbs no invocation, and the next activation may come soon.
@@ -191,10 +197,16 @@ class Pool:
         children = [replica.child for replica in self.replicas]
         for replica in list(self.replicas):
             replica.drain(timeout_s)
+        gone_by_s = time.monotonic() + timeout_s + KILLED_S
         for child in children:
-            await child.gone.wait()
+            await child.wait_gone(gone_by_s - time.monotonic())
         self._release_weights()
         await self.zygote.wait_closed()
+
+
+def _unexpected(error: Exception) -> ActivationFailed:
+    message = f"A worker could not be started: {type(error).__name__}: {error}"
+    return ActivationFailed(message, remedy="See the gateway's log for the traceback.")
 
 
 def _preferred(replica: Replica, other: Replica) -> bool:

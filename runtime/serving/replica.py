@@ -19,8 +19,8 @@ from .invocation import Invocation, Output
 
 # A worker is killed if it is not READY this long after ACTIVATE.
 START_TIMEOUT_S = 900.0
-# A worker is killed if it has not exited this long after it reported a failed start, or after it had to be
-# replaced.
+# A worker is killed if it has not exited this long after it reported a failed start, after it had to be
+# replaced, or after it ended its last invocation while it drains: so long its `teardown` may take.
 EXIT_TIMEOUT_S = 30.0
 # The timing of an invocation that failed or was given back, which the worker does not measure: a cost of 0.
 UNKNOWN = Timing(0.0, 0.0, 1, 0.0)
@@ -77,11 +77,18 @@ class Replica:
         """Its device and dtype."""
         self.measured: list[Point] = []
         """The latency curve that it measured before it was ready."""
+        self.left = False
+        """True if its end was to be expected: it drained."""
         self._events = events
         # The channels of invocations whose handler call does not end.
         self._stuck: set[int] = set()
+        # The channels of invocations whose printed lines are captured.
+        self._recorded: set[int] = set()
+        # By channel, the timers that replace the worker if cancelled invocations do not end.
+        self._cancelled: dict[int, asyncio.TimerHandle] = {}
         # Otherwise a worker that hangs while it starts would count as starting for ever.
-        self._start_timer = asyncio.get_running_loop().call_later(start_timeout_s, child.kill)
+        late = f"it was not ready after {start_timeout_s:.0f} s"
+        self._start_timer = asyncio.get_running_loop().call_later(start_timeout_s, child.kill_stuck, late)
         child.link.bind(self._on_frame, self._on_lost)
         child.link.send_json(FrameKind.ACTIVATE, 0, {"env": env} | ({"measure": True} if measure else {}))
         # If the worker died while it was a standby, the link was closed before `_on_lost` was bound to it.
@@ -116,17 +123,32 @@ class Replica:
         if not self.outstanding.batching:
             for invocation in invocations:
                 channel = self.outstanding.add(invocation, now_s)
+                if invocation.capture is not None or self._recorded:
+                    self._record(channel, invocation)
                 if invocation.stream is not None:
                     invocation.stream.connect(partial(self._grant, channel))
                 link.send_json(FrameKind.INVOKE, channel, invocation.head(now_s), invocation.body)
             return
         channels = self.outstanding.add_batch(invocations, now_s)
         for place, (channel, invocation) in enumerate(zip(channels, invocations, strict=True), start=1):
+            if invocation.capture is not None or self._recorded:
+                self._record(channel, invocation)
             head = invocation.head(now_s, len(channels) - place)
             link.send_json(FrameKind.INVOKE, channel, head, invocation.body)
         # Send now. Otherwise the frames would be sent at the end of this iteration of the event loop, after
         # the responses of the last batch.
         link.flush()
+
+    def _record(self, channel: int, invocation: Invocation) -> None:
+        """Capture what an invocation prints, if it wants that. Others share the worker with it from now on."""
+        if (output := self.child.output) is None:
+            return
+        if invocation.capture is None:
+            output.crowd()
+            return
+        alone = len(self.outstanding.calls) == 1
+        output.record(channel, invocation.id, invocation.capture, alone=alone)
+        self._recorded.add(channel)
 
     def _grant(self, channel: int, count: int) -> None:
         if channel in self.outstanding.calls:
@@ -136,7 +158,13 @@ class Replica:
         """Cancel an invocation. Replace the worker if the invocation has not ended after `kill_after_s`."""
         if (channel := self.outstanding.channel_of(invocation)) is not None:
             self.child.link.send(FrameKind.CANCEL, channel)
-            asyncio.get_running_loop().call_later(kill_after_s, self._replace, channel)
+            self._drop_timer(channel)
+            loop = asyncio.get_running_loop()
+            self._cancelled[channel] = loop.call_later(kill_after_s, self._replace, channel)
+
+    def _drop_timer(self, channel: int) -> None:
+        if (timer := self._cancelled.pop(channel, None)) is not None:
+            timer.cancel()
 
     def started_s(self, invocation: Invocation) -> float | None:
         """Return the earliest time at which the worker can have started an invocation; None if it has not."""
@@ -158,7 +186,7 @@ class Replica:
 
     def _kill_if_only_stuck(self) -> None:
         if self._stuck and self.outstanding.running() <= self._stuck:
-            self.child.kill()
+            self.child.kill_stuck("a call of the handler did not end in time")
 
     def drain(self, kill_after_s: float) -> None:
         """Ask the worker to end what it runs and to exit. Kill it if it still runs after `kill_after_s`."""
@@ -189,9 +217,17 @@ class Replica:
     def _on_end(self, channel: int, outcome: Output | PilotflameError | None, timing: WorkerTiming) -> None:
         """Remove an invocation, and report its end. `outcome` is None if the worker gave it back."""
         now_s = time.monotonic()
+        if channel in self._recorded:
+            self._recorded.discard(channel)
+            if self.child.output is not None:
+                self.child.output.end(channel)
         invocation, batch = self.outstanding.remove(channel, now_s, timing[3])
         if not self.outstanding.calls:
             self.idle_since_s = now_s
+            if self.state is ReplicaState.DRAINING:
+                self.child.kill_after(EXIT_TIMEOUT_S)
+        if self._cancelled:
+            self._drop_timer(channel)
         if self._stuck:
             self._stuck.discard(channel)
             self._kill_if_only_stuck()
@@ -223,6 +259,9 @@ class Replica:
             if self.state is not ReplicaState.DRAINING:
                 self.state = ReplicaState.DRAINING
                 self.child.link.send(FrameKind.DRAIN)
+                # Otherwise it may run until its last invocation has ended, which deadlines limit.
+                if not self.outstanding.calls:
+                    self.child.kill_after(EXIT_TIMEOUT_S)
         elif kind == FrameKind.FAILED:
             self.reported_failure = True
             self._start_timer.cancel()
@@ -263,7 +302,13 @@ class Replica:
         if self.state is ReplicaState.DEAD:
             return
         self._start_timer.cancel()
+        if self.child.output is not None:
+            # Its last words came before the end of its link.
+            self.child.output.drain()
+        for channel in list(self._cancelled):
+            self._drop_timer(channel)
         # A worker without a link is useless, even if its process still runs. A draining one exits by itself.
+        self.left = self.state is ReplicaState.DRAINING and not self.reported_failure
         if self.state is not ReplicaState.DRAINING:
             self.child.kill()
         self.state = ReplicaState.DEAD

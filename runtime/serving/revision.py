@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from ...errors import ActivationFailed, Overloaded, PilotflameError
+from ...errors import ActivationFailed, HandlerFailed, OutputInvalid, Overloaded, PilotflameError
 from ..batching.outstanding import BatchEnd
 from ..launching.fetcher_client import FetcherClient
 from ..launching.launcher import Launcher
 from ..link.worker_spec import WorkerSpec
 from ..scaling import autoscaler
-from ..telemetry.logs import LogBook
+from ..telemetry.logs import RevisionLog
 from ..telemetry.metrics import Census
 from ..telemetry.timeline import WorkerTiming
 from .dispatcher import Dispatcher, Policy
@@ -24,6 +24,9 @@ from .latency_curve_store import LatencyCurveStore
 from .pool import Pool
 from .replica import Replica, ReplicaState, RevisionEvents
 
+FAILURES = (HandlerFailed, OutputInvalid)
+# How many of the lines that a worker printed last are repeated when it dies.
+LAST_WORDS = 5
 # If this many workers in a row died while they started, without a report, the waiting invocations fail.
 MAX_UNEXPLAINED_DEATHS = 3
 # `try_start` fails if the worker is not ready after this time.
@@ -32,7 +35,7 @@ FIRST_START_TIMEOUT_S = 900.0
 # even if all the time was used to end invocations.
 MIN_TEARDOWN_S = 2.0
 # After n failed starts in a row, workers that only `min` and `buffer` ask for are not started for
-# FIRST_BACKOFF_S x 2^n seconds, at most MAX_BACKOFF_S. Workers for waiting invocations are started without
+# FIRST_BACKOFF_S x 2^(n - 1) seconds, at most MAX_BACKOFF_S. Workers for waiting invocations are started without
 # this delay.
 FIRST_BACKOFF_S = 0.5
 MAX_BACKOFF_S = 300.0
@@ -42,11 +45,11 @@ class Revision(RevisionEvents):
     """Accepts invocations, queues them, has workers run them, and starts and stops workers."""
 
     def __init__(
-        self, spec: WorkerSpec, policy: Policy, launcher: Launcher, logs: LogBook, tasks: asyncio.TaskGroup,
+        self, spec: WorkerSpec, policy: Policy, launcher: Launcher, logs: RevisionLog, tasks: asyncio.TaskGroup,
         on_activation: Callable[[str], None], weights: FetcherClient, secrets: Callable[[], dict[str, str]],
         curves: LatencyCurveStore,
     ) -> None:  # fmt: skip
-        """`on_activation` is called with "failed" when a worker could not be started."""
+        """`on_activation` is called with "ready" or "failed" when a worker is ready or could not be started."""
         self.spec, self.policy, self.streaming = spec, policy, policy.streaming
         scale, measure = policy.settings.scale, not curves.known
         self.pool = Pool(spec, scale, launcher, logs, tasks, self, weights, secrets, measure)
@@ -63,8 +66,9 @@ class Revision(RevisionEvents):
         self._scale_at_s = 0.0
         self._unexplained_deaths = 0
         self._backoff_until_s = 0.0
-        # The outcome of the first start of a worker: the error if it failed.
+        # The outcome of the first start of workers: the error if it failed. `_unproven` have not reported yet.
         self._first_start: asyncio.Future[PilotflameError | None] = self._loop.create_future()
+        self._unproven, self._proven = 1, False
         self._empty = asyncio.Event()
 
     def configure(self, policy: Policy) -> None:
@@ -75,6 +79,8 @@ class Revision(RevisionEvents):
 
     def submit(self, invocation: Invocation) -> None:
         """Send an invocation, or queue it. Raise QueueFull, Overloaded or RevisionRetired."""
+        if self.retiring:
+            raise self.dispatcher.retired()
         try:
             sent = self.dispatcher.submit(invocation)
         except Overloaded:
@@ -82,7 +88,7 @@ class Revision(RevisionEvents):
             if not self.pool.ready:
                 self.warm(1)
             raise
-        if not sent or self.retiring or self.pool.in_flight > self._sufficient_load:
+        if not sent or self.pool.in_flight > self._sufficient_load:
             self.scale()
 
     def cancel(self, invocation: Invocation) -> None:
@@ -164,17 +170,31 @@ class Revision(RevisionEvents):
 
     # -- start and end
 
-    async def try_start(self) -> None:
-        """Start one worker. Raise its error if it fails. Stop it once it is ready, unless `min` needs it."""
-        self.pool.start(1)
+    async def try_start(self, keep: int = 0) -> None:
+        """Start `keep` workers, at least one. Raise the error if the first of them fails.
+
+        Once they are ready, stop those that neither `keep` nor `min` asks for.
+        """
+        self._unproven = max(1, keep)
+        self.pool.start(self._unproven)
         await asyncio.wait([self._first_start], timeout=FIRST_START_TIMEOUT_S)
         if not self._first_start.done():
             message = f"The first worker was not ready within {FIRST_START_TIMEOUT_S:.0f} s."
             raise ActivationFailed(message, remedy="Make `setup` faster.")
         if (error := self._first_start.result()) is not None:
             raise error
-        self.pool.stop(max(0, len(self.pool.ready) - self.policy.scale.min))
+        self.pool.stop(max(0, len(self.pool.ready) - max(keep, self.policy.scale.min)))
         self.pool.zygote.replenish()
+
+    def _settle_first_start(self, error: PilotflameError | None) -> None:
+        """Learn for `try_start` that one worker is ready, or why it is not.
+
+        Once one is ready, those that fail, for example for lack of memory, are not the revision's fault.
+        """
+        self._unproven -= 1
+        self._proven = self._proven or error is None
+        if not self._first_start.done() and (not self._proven or self._unproven <= 0):
+            self._first_start.set_result(None if self._proven else error)
 
     async def retire(self, timeout_s: float) -> None:
         """Run the accepted invocations for at most `timeout_s`, fail the others, and end the processes."""
@@ -195,9 +215,9 @@ class Revision(RevisionEvents):
 
     def on_ready(self, replica: Replica) -> None:
         self._unexplained_deaths = self.failures = 0
-        if not self._first_start.done():
-            self._first_start.set_result(None)
+        self._settle_first_start(None)
         self.pool.note_ready(replica)
+        self._on_activation("ready")
         self.dispatcher.adopt(replica)
         self.scale()
 
@@ -205,6 +225,9 @@ class Revision(RevisionEvents):
         self, replica: Replica, invocation: Invocation, outcome: Output | PilotflameError,
         timing: WorkerTiming, now_s: float, batch: BatchEnd | None,
     ) -> None:  # fmt: skip
+        if isinstance(outcome, FAILURES):
+            text = f"{outcome.message}\n{outcome.trace}".rstrip()
+            self._logs.write(replica.name, text, "error", request_id=invocation.id)
         self.dispatcher.complete(replica, invocation, outcome, timing, now_s, batch)
         # A batch leaves room for another only when its last invocation has ended.
         if batch is not None or not replica.outstanding.batching:
@@ -236,7 +259,7 @@ class Revision(RevisionEvents):
     def on_start_failed(self, error: PilotflameError) -> None:
         """Fail the waiting invocations, unless a worker is ready: the next start would probably fail too."""
         error = self.pool.explain(error)
-        self._logs.write("gateway", f"activation failed: {error}")
+        self._logs.write("gateway", f"activation failed: {error}\n{error.trace}".rstrip(), "error")
         self._count_failure(error)
         if not self.pool.ready:
             self.dispatcher.fail_queued(error)
@@ -260,14 +283,25 @@ class Revision(RevisionEvents):
         if not self.pool.replicas and not len(self.dispatcher.queue):
             self.pool.release()
             self._tasks.create_task(self.dispatcher.store_curve())
+        self._log_end(replica, cause or await replica.child.cause())
+
+    def _log_end(self, replica: Replica, cause: str) -> None:
+        """Log why a worker has ended, and what it printed last."""
+        if replica.left and cause == "exit code 0":
+            self._logs.write("gateway", f"worker {replica.name} has drained and ended")
+            return
+        words = self._logs.last_words(replica.name, LAST_WORDS)
+        said = f"; its last words: {words}" if words else "; it printed nothing"
+        # A failed start was logged as such, and the gateway kills what it does not want any more.
+        level = "info" if replica.reported_failure or (replica.left and self.retiring) else "error"
+        self._logs.write("gateway", f"worker {replica.name} ended with {cause}{said}", level)
 
     def _count_failure(self, error: PilotflameError) -> None:
         self._on_activation("failed")
         self.failures += 1
-        backoff_s = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2 ** min(self.failures, 16))
+        backoff_s = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2 ** min(self.failures - 1, 16))
         self._backoff_until_s = time.monotonic() + backoff_s
-        if not self._first_start.done():
-            self._first_start.set_result(error)
+        self._settle_first_start(error)
 
     def _count_unexplained_death(self, cause: str) -> None:
         self._unexplained_deaths += 1

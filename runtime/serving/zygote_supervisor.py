@@ -12,7 +12,7 @@ from ..launching.launcher import Child, Launcher, WorkerSource
 from ..link.frames import Frame, FrameKind
 from ..link.worker_spec import WorkerSpec
 from ..settings.function_settings import Scale
-from ..telemetry.logs import LogBook
+from ..telemetry.logs import Log
 
 # A zygote that was closed is killed if it has not ended after this time.
 EXIT_TIMEOUT_S = 10.0
@@ -35,7 +35,7 @@ class ZygoteSupervisor:
     """The zygote of one revision, and its standby: a child without weights that becomes the next worker."""
 
     def __init__(
-        self, spec: WorkerSpec, scale: Scale, launcher: Launcher, logs: LogBook, tasks: asyncio.TaskGroup,
+        self, spec: WorkerSpec, scale: Scale, launcher: Launcher, logs: Log, tasks: asyncio.TaskGroup,
         busy: Callable[[], bool],
     ) -> None:  # fmt: skip
         """`busy` returns True while invocations run."""
@@ -50,6 +50,7 @@ class ZygoteSupervisor:
         self._names = itertools.count(1)
         self._forking_standby = False
         self._scheduled: asyncio.Task[None] | None = None
+        self._relaunching: asyncio.TimerHandle | None = None
         self._closed = False
         self._delay_s = 0.0
         self._launched_s = 0.0
@@ -80,13 +81,19 @@ class ZygoteSupervisor:
         if self._closed:
             raise LauncherError(f"Revision {self._spec.revision} has been stopped.")
 
-    async def warm(self) -> None:
-        """Launch the zygote and its standby before they are needed. A failure is only logged."""
+    async def warm(self, *, shared_only: bool = False) -> None:
+        """Launch the zygote and its standby before they are needed. A failure is only logged.
+
+        If `shared_only`, start only what it shares with the zygotes of other revisions.
+        """
         try:
-            await self.open()
+            if shared_only:
+                await self._launcher.prepare(self._spec)
+            else:
+                await self.open()
         except PilotflameError as error:
-            self._logs.write("gateway", f"the zygote could not be launched: {error}")
-            return
+            text = f"the zygote could not be launched: {error}\n{error.trace}".rstrip()
+            self._logs.write("gateway", text, "error")
         self.replenish()
 
     def _on_death(self) -> None:
@@ -95,8 +102,10 @@ class ZygoteSupervisor:
             return
         if time.monotonic() - self._launched_s > STABLE_AFTER_S:
             self._delay_s = 0.0
-        self._logs.write("gateway", f"the zygote died; a new one is launched in {self._delay_s:.1f} s")
-        asyncio.get_running_loop().call_later(self._delay_s, self._relaunch)
+        self._logs.write(
+            "gateway", f"the zygote died; a new one is launched in {self._delay_s:.1f} s", "error"
+        )
+        self._relaunching = asyncio.get_running_loop().call_later(self._delay_s, self._relaunch)
         self._delay_s = min(LAST_RELAUNCH_DELAY_S, max(FIRST_RELAUNCH_DELAY_S, self._delay_s * 2))
 
     def _relaunch(self) -> None:
@@ -109,23 +118,41 @@ class ZygoteSupervisor:
 
     def release(self) -> None:
         """End the zygote, unless it is to be kept without workers."""
-        if not self._keep and self._source is not None:
+        if not self._keep:
+            self.rest()
+
+    def rest(self) -> None:
+        """End the zygote and the standby. The next worker that is forked launches the zygote again."""
+        if self._source is not None:
             self._drop_standby()
             self._source.close()
             self._source = None
+
+    @property
+    def pids(self) -> list[int]:
+        """The processes that are kept without workers: the zygote and the standby."""
+        source, standby = self.source, self.standby
+        pids = [
+            source.zygote_pid if source is not None else None,
+            standby.pid if standby is not None else None,
+        ]
+        return [pid for pid in pids if pid is not None]
 
     def close(self) -> None:
         """Close the standby, and start no more processes."""
         self._closed = True
         if self._scheduled is not None:
             self._scheduled.cancel()
+        if self._relaunching is not None:
+            self._relaunching.cancel()
         self._drop_standby()
 
     async def wait_closed(self) -> None:
-        """End the zygote, and wait until it has ended."""
+        """End the zygote and what was launched for it only, and wait until they have ended."""
         if self._source is not None:
             self._source.close()
             await self._source.wait_closed(EXIT_TIMEOUT_S)
+        await self._launcher.forget(self._spec)
 
     # -- the zygote's children
 
@@ -138,7 +165,7 @@ class ZygoteSupervisor:
                 # If the zygote still runs, its death is not the cause.
                 if self._closed or self.source is not None:
                     raise
-                self._logs.write("gateway", f"starting a worker once more: {error}")
+                self._logs.write("gateway", f"starting a worker once more: {error}", "warning")
         return await self._fork(await self.open())
 
     async def _fork(self, source: WorkerSource) -> Child:
@@ -176,11 +203,12 @@ class ZygoteSupervisor:
         try:
             child = await self._fork(source)
         except LauncherError as error:
-            self._logs.write("gateway", f"no standby: {error}")
+            if source is self._source:
+                self._logs.write("gateway", f"no standby: {error}", "warning")
             return
         finally:
             self._forking_standby = False
-        if self._closed or self.standby is not None:
+        if self._closed or self.standby is not None or source is not self._source:
             child.link.close()
             return
         self.standby, self.standby_primed = child, False

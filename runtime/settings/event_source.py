@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from importlib.util import find_spec
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
@@ -92,8 +91,3 @@ class EventSource(BaseModel, frozen=True, extra="forbid", strict=True):
         parts = urlsplit(self.queue)
         is_amazon = (parts.hostname or "").endswith((".amazonaws.com", ".amazonaws.com.cn"))
         return self.endpoint_url if self.endpoint_url or is_amazon else f"{parts.scheme}://{parts.netloc}"
-
-
-def missing_package() -> str:
-    """Return "" if boto3, which event sources need, is installed. Otherwise return how to install it."""
-    return "" if find_spec("boto3") else "boto3 is not installed: pip install boto3"

@@ -9,29 +9,43 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import tomllib
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path, PurePosixPath
 from types import NoneType
 from typing import Annotated, Any, Literal, Self, get_args
 
-from pydantic import BaseModel, Field, Strict, TypeAdapter, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, Strict, TypeAdapter, model_validator
 from pydantic.fields import FieldInfo
 
-from ...addresses import INPUT_NETWORKS
+from ...addresses import INPUT_NETWORKS, UPLOAD_URL
 from ...errors import SettingsError
 from ...handlers.dialects import recognise
 from ...snapshot.sources.locate import is_remote
 from .event_source import EventSource
-from .validation import ENV_PREFIX, PositiveSeconds, Seconds, checked, keys, unknown_key, validate
+from .validation import (
+    ENV_PREFIX,
+    Origin,
+    PositiveSeconds,
+    Seconds,
+    checked,
+    keys,
+    read_toml,
+    split_text,
+    unknown_key,
+    validate,
+)
 
 SETTINGS_FILE = "pilotflame.toml"
+# Where a setting comes from if it is neither in SETTINGS_FILE nor a default.
+FROM_OVERRIDE = "--set"
+FROM_FOLDER = "the folder's name"
 # First segments of the gateway's own HTTP paths. Requests to a function with such a name would not reach it.
 RESERVED_NAMES = frozenset({"models", "health", "repository"})
 
 _MIB = 1024 * 1024
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
+_ALIAS = re.compile(r"(?![0-9]+$)[A-Za-z0-9_-]{1,128}")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -52,6 +66,15 @@ def check_name(name: str) -> str:
     if problem := name_problem(name):
         raise SettingsError(f"The function's {problem}.", remedy="Choose another name.")
     return name
+
+
+def _alias_problem(alias: str) -> str | None:
+    if _ALIAS.fullmatch(alias):
+        return None
+    return f"{alias[:80]!r} is no alias; allowed: 1 to 128 of a-z, A-Z, 0-9, - and _, not only digits"
+
+
+Alias = Annotated[str, checked(_alias_problem)]
 
 
 class Scale(BaseModel, frozen=True, extra="forbid", strict=True):
@@ -126,9 +149,22 @@ def _variable_problem(name: str, value: str) -> str | None:
     # No message shows the value of the variable, which may be a secret.
     if not _VARIABLE.fullmatch(name):
         return f"env.{name} is not a variable's name; allowed: letters, digits and _, no digit first"
-    if name.upper().startswith(ENV_PREFIX) and name != INPUT_NETWORKS:
+    if name.upper().startswith(ENV_PREFIX) and name not in (INPUT_NETWORKS, UPLOAD_URL):
         return f"env.{name} begins with {ENV_PREFIX}, which is reserved"
     return f"env.{name} contains a NUL character" if "\0" in value else None
+
+
+class Cors(BaseModel, frozen=True, extra="forbid", strict=True):
+    """Which web pages of other origins may call the function from a browser."""
+
+    origins: Annotated[tuple[Origin, ...], Strict(False), BeforeValidator(split_text)] = Field(
+        (),
+        max_length=100,
+        description='Origins of the pages, as https://shop.example; "*" for all; by default none.',
+    )
+    max_age_s: int = Field(
+        600, ge=0, le=86_400, description="Seconds for which a browser remembers what is allowed."
+    )
 
 
 class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
@@ -158,6 +194,7 @@ class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
     ttl_s: PositiveSeconds = Field(86_400.0, description="Seconds a job may wait in the queue.")
     attempts: int = Field(3, ge=1, le=100, description="Attempts of a job whose workers die or cannot start.")
     max_queue: int = Field(1000, ge=1, le=1_000_000, description="Most waiting invocations.")
+    max_queue_bytes: int = Field(512 * _MIB, ge=1, description="Most bytes of waiting invocations.")
     max_jobs: int = Field(100_000, ge=1, le=100_000_000, description="Most jobs in the queue.")
     max_jobs_bytes: int = Field(4096 * _MIB, ge=1, description="Most bytes of input of jobs in the queue.")
     max_body_bytes: int = Field(20 * _MIB, ge=1, description="Largest request body.")
@@ -165,6 +202,12 @@ class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
     scale: Scale = Field(default_factory=Scale, description="How many workers there are.")
     image: Image = Field(default_factory=Image, description="The container that it runs in, if any.")
     resources: Resources = Field(default_factory=Resources, description="Limits of the function's container.")
+    aliases: Annotated[tuple[Alias, ...], Strict(False), BeforeValidator(split_text)] = Field(
+        (),
+        max_length=100,
+        description="Qualifiers by which callers of AWS Lambda may name the live revision, as prod.",
+    )
+    cors: Cors = Field(default_factory=Cors, description="Which web pages of other origins may call it.")
     source: Annotated[tuple[EventSource, ...], Strict(False)] = Field(
         (), max_length=100, description="Queues whose messages are run as jobs: tables, [[source]]."
     )
@@ -189,8 +232,12 @@ class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
         return (folder / Path(self.snapshot).expanduser()).resolve()
 
 
-def read_settings(folder: Path, *, overrides: Mapping[str, Any] | None = None) -> FunctionSettings:
+def read_settings(
+    folder: Path, *, overrides: Mapping[str, Any] | None = None, place: str = ""
+) -> FunctionSettings:
     """Return the settings of the function in `folder`. Raise SettingsError, which names all problems.
+
+    Errors call the folder `place`, if that is given.
 
     `overrides` have dotted keys, as in `{"scale.max": "8", "env.MODE": "x"}`, and take precedence over the
     file. A text is converted to the type of its key. An empty text sets an optional key to None. A key whose
@@ -198,29 +245,41 @@ def read_settings(folder: Path, *, overrides: Mapping[str, Any] | None = None) -
     """
     if not folder.is_dir():
         raise SettingsError(f"{folder} is not a folder.", remedy="Give the folder that holds handler.py.")
-    raw = _read_toml(folder / SETTINGS_FILE)
+    raw = read_toml(folder / SETTINGS_FILE, missing_ok=True)
     problems = list(_apply(raw, overrides or {}))
     raw.setdefault("name", slug(folder.resolve().name))
-    return validate(FunctionSettings, raw, problems, f"The settings of {folder}", f"Correct {SETTINGS_FILE}.")
+    try:
+        return validate(FunctionSettings, raw, problems, f"The settings of {place or folder}", "")
+    except SettingsError as error:
+        origins = setting_origins(folder, overrides=overrides)
+        places = {origins.get(problem.split()[0], SETTINGS_FILE) for problem in error.details["problems"]}
+        error.remedy = f"Correct {' and '.join(sorted(places))}."
+        raise
+
+
+def setting_origins(folder: Path, *, overrides: Mapping[str, Any] | None = None) -> dict[str, str]:
+    """Return where each setting of the function in `folder` comes from, by its key; defaults are left out.
+
+    The arguments are those of `read_settings`, which must have accepted them.
+    """
+    found = dict.fromkeys(_flat(read_toml(folder / SETTINGS_FILE, missing_ok=True)), SETTINGS_FILE)
+    found.setdefault("name", FROM_FOLDER)
+    return found | {key: FROM_OVERRIDE for key, value in (overrides or {}).items() if value is not None}
+
+
+def _flat(raw: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield the dotted keys of a table and of the tables in it."""
+    for key, value in raw.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key
 
 
 def slug(text: str) -> str:
     """Return a function's name made from `text`, or "" if no character of `text` can be used."""
     ascii_text = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
     return re.sub(r"[^a-z0-9]+", "-", ascii_text.lower()).strip("-")[:63].rstrip("-")
-
-
-def _read_toml(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except OSError as error:
-        message = f"{path} cannot be read: {error.strerror}."
-        raise SettingsError(message, remedy="Make it readable.") from error
-    # TOMLDecodeError and UnicodeDecodeError are both ValueErrors.
-    except ValueError as error:
-        raise SettingsError(f"{path} is not TOML: {error}.", remedy="Correct that line.") from error
 
 
 def _apply(raw: dict[str, Any], overrides: Mapping[str, Any]) -> Iterator[str]:

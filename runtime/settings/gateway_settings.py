@@ -1,4 +1,4 @@
-"""Reads the settings of the gateway from environment variables `PILOTFLAME_*` and command-line options."""
+"""Reads the settings of the gateway from options, environment variables `PILOTFLAME_*` and a TOML file."""
 
 from __future__ import annotations
 
@@ -9,7 +9,16 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field, field_validator
 
-from .validation import ENV_PREFIX, PositiveSeconds, Seconds, unknown_key, validate
+from .validation import (
+    ENV_PREFIX,
+    Origin,
+    PositiveSeconds,
+    Seconds,
+    read_toml,
+    split_text,
+    unknown_key,
+    validate,
+)
 
 _MIB = 1024 * 1024
 
@@ -26,14 +35,22 @@ def _xdg(environ: Mapping[str, str], variable: str, below_home: str) -> Path:
 
 
 class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
-    """The settings of one gateway process. Each can be set by the environment variable PILOTFLAME_<KEY>."""
+    """The settings of one gateway process. Each can be set by the environment variable PILOTFLAME_<KEY>.
+
+    `shown_default` is the default as documents write it, where it depends on the machine.
+    """
 
     host: str = Field("127.0.0.1", min_length=1, description="Address to listen on.")
     port: int = Field(8600, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
-    state_dir: Path = Field(default_factory=default_state_dir, description="Folder of everything deployed.")
+    state_dir: Path = Field(
+        default_factory=default_state_dir,
+        description="Folder of everything deployed.",
+        json_schema_extra={"shown_default": "~/.local/state/pilotflame"},
+    )
     cache_dir: Path = Field(
         default_factory=lambda: _xdg(os.environ, "XDG_CACHE_HOME", ".cache") / "pilotflame" / "snapshots",
         description="Folder of the node's cache of fetched snapshots.",
+        json_schema_extra={"shown_default": "~/.cache/pilotflame/snapshots"},
     )
     engine: str | None = Field(
         None,
@@ -46,19 +63,49 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
         " or always.",
     )
     keep_result_s: PositiveSeconds = Field(1800.0, description="Seconds for which a job's result is kept.")
+    keep_revisions: int = Field(
+        5, ge=1, le=1000, description="Revisions of a function that are kept, the live one in any case."
+    )
+    keep_revisions_bytes: int = Field(
+        4096 * _MIB, ge=0, description="Most bytes of a function's old revisions; shared weights count once."
+    )
     webhook_networks: tuple[str, ...] = Field(
         (), description="Private networks that webhooks may call, as 10.0.0.0/8,fd00::/8; by default none."
     )
+    cors_origins: tuple[Origin, ...] = Field(
+        (),
+        description="Origins of web pages that may call all functions, as https://shop.example; by default none.",
+    )
+    min_free_bytes: int = Field(
+        64 * _MIB,
+        ge=0,
+        description="With less free space for the state folder, /readyz answers 503, disk_full; 0: never.",
+    )
     drain_s: Seconds = Field(30.0, description="Seconds that started invocations get at shutdown.")
+    rest_mb: int | None = Field(
+        None,
+        ge=0,
+        description="MiB of memory that functions without workers may hold together; then the least"
+        " recently used keep no zygote. By default an eighth of the machine's memory.",
+    )
     max_body_bytes: int = Field(20 * _MIB, ge=1, description="Largest request body of any function.")
     body_timeout_s: PositiveSeconds = Field(30.0, description="Seconds a request's body may take.")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="The least important messages that the gateway prints and stores."
+    )
+    log_format: Literal["text", "json"] = Field("text", description="How the gateway prints messages.")
+    log_max_bytes: int = Field(
+        32 * _MIB, ge=64 << 10, description="Size of one log on disk, a function's or the gateway's."
+    )
+    log_keep_s: PositiveSeconds = Field(14 * 86400.0, description="Seconds for which logs are kept on disk.")
+    access_log: bool = Field(False, description="Whether each request is logged.")
     header_timeout_s: PositiveSeconds = Field(10.0, description="Seconds a request's header may take.")
 
-    @field_validator("webhook_networks", mode="before")
+    @field_validator("webhook_networks", "cors_origins", mode="before")
     @classmethod
-    def _split(cls, networks: Any) -> Any:
-        """Split a text, which is the value of an environment variable, at commas and blanks."""
-        return tuple(networks.replace(",", " ").split()) if isinstance(networks, str) else networks
+    def _split(cls, values: Any) -> Any:
+        """Split a text, which is the value of an environment variable."""
+        return split_text(values)
 
     @field_validator("state_dir", "cache_dir")
     @classmethod
@@ -67,19 +114,33 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
 
 
 def read_gateway_settings(
-    environ: Mapping[str, str], *, other_variables: Collection[str] = (), **overrides: Any
-) -> GatewaySettings:
+    environ: Mapping[str, str], *, config: Path | None = None, other_variables: Collection[str] = (),
+    **overrides: Any,
+) -> GatewaySettings:  # fmt: skip
     """Return the gateway's settings. Raise SettingsError, which names all problems.
 
-    A setting has the value of its override, else of its variable PILOTFLAME_<KEY> in `environ`, else its
-    default. An override of None does not count. Unknown variables PILOTFLAME_* are problems, except for the
-    names in `other_variables`, which have another purpose.
+    A setting has the value of its override, else of its variable PILOTFLAME_<KEY> in `environ`, else of its
+    key in the TOML file `config`, else its default. An override of None does not count. Unknown keys and
+    unknown variables PILOTFLAME_* are problems, except for the names in `other_variables`, which have another
+    purpose.
     """
     known = {ENV_PREFIX + key.upper(): key for key in GatewaySettings.model_fields}
     found = {name for name in environ if name.startswith(ENV_PREFIX)}.difference(other_variables)
     problems = [unknown_key(name, known) for name in sorted(found - known.keys())]
     raw: dict[str, Any] = {"state_dir": default_state_dir(environ)}
+    if config is not None:
+        raw |= _read_config(config)
     raw |= {known[name]: environ[name] for name in found & known.keys()}
     raw |= {key: value for key, value in overrides.items() if value is not None}
-    remedy = f"Correct the {ENV_PREFIX}* variables or the options."
+    places = f"{config}, " if config is not None else ""
+    remedy = f"Correct {places}the {ENV_PREFIX}* variables or the options."
     return validate(GatewaySettings, raw, problems, "The gateway's settings", remedy)
+
+
+def _read_config(file: Path) -> dict[str, Any]:
+    """Return the settings in a file. A relative path in it is relative to the file's folder."""
+    raw = read_toml(file)
+    for key, field in GatewaySettings.model_fields.items():
+        if field.annotation is Path and isinstance(raw.get(key), str):
+            raw[key] = file.absolute().parent / Path(raw[key]).expanduser()
+    return raw

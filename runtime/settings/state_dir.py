@@ -36,6 +36,14 @@ def locked_state_dir(path: Path) -> Iterator[Path]:
         os.close(descriptor)
 
 
+def is_disk_full(folder: Path, min_free_bytes: int) -> bool:
+    """Return whether the disk of `folder` has less free space, or no free inodes. 0 bytes: it is never full."""
+    found = os.statvfs(folder)
+    # Some file systems, such as btrfs, count no inodes.
+    no_inodes = found.f_files > 0 and found.f_favail == 0
+    return min_free_bytes > 0 and (no_inodes or found.f_bavail * found.f_frsize < min_free_bytes)
+
+
 def _lock(descriptor: int, path: Path) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -6,7 +6,10 @@ Settings are pydantic models, which may hold tables and lists of tables. Keys ar
 from __future__ import annotations
 
 import difflib
+import re
+import tomllib
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
@@ -21,6 +24,8 @@ YEAR_S = 365 * 24 * 3600
 """One year in seconds, the longest time to which a setting can be set."""
 Seconds = Annotated[float, Field(ge=0, le=YEAR_S, allow_inf_nan=False)]
 PositiveSeconds = Annotated[float, Field(gt=0, le=YEAR_S, allow_inf_nan=False)]
+
+ORIGIN = re.compile(r"https?://([a-z0-9.-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
 
 _M = TypeVar("_M", bound=BaseModel)
 # By the type of pydantic's error: what the value should be. In these errors, pydantic's own message names a
@@ -37,6 +42,38 @@ def checked(problem_of: Callable[[Any], str | None]) -> AfterValidator:
         return value
 
     return AfterValidator(check)
+
+
+def _origin_problem(origin: str) -> str | None:
+    if origin == "*" or ORIGIN.fullmatch(origin):
+        return None
+    return f'{origin[:80]!r} is no origin; allowed: "*", or as browsers send it, https://shop.example or http://localhost:3000'
+
+
+Origin = Annotated[str, checked(_origin_problem)]
+"""The origin of web pages, or "*" for all."""
+
+
+def split_text(value: Any) -> Any:
+    """Return a text split at commas and blanks, as a tuple. Return any other value unchanged."""
+    return tuple(value.replace(",", " ").split()) if isinstance(value, str) else value
+
+
+def read_toml(path: Path, *, missing_ok: bool = False) -> dict[str, Any]:
+    """Return the content of a TOML file; with `missing_ok`, an empty table if it does not exist.
+
+    Raise SettingsError if it cannot be read.
+    """
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        if missing_ok and isinstance(error, FileNotFoundError):
+            return {}
+        message = f"{path} cannot be read: {error.strerror}."
+        raise SettingsError(message, remedy="Check the path, and make it readable.") from error
+    # TOMLDecodeError and UnicodeDecodeError are both ValueErrors.
+    except ValueError as error:
+        raise SettingsError(f"{path} is not TOML: {error}.", remedy="Correct that line.") from error
 
 
 def validate(model: type[_M], raw: dict[str, Any], problems: list[str], subject: str, remedy: str) -> _M:

@@ -1,106 +1,158 @@
-"""Keeps the last lines that a function's processes printed, and passes new lines to followers."""
+"""Holds the logs of functions: passes each new line to the log's file and to followers."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import socket
 import time
 from collections import deque
-from collections.abc import AsyncIterator
-from typing import NamedTuple
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Protocol
+from weakref import WeakValueDictionary
+
+from .log_files import LogFacts, LogFiles, LogLine, LogQuery, function_file
 
 KEPT_LINES = 2_000
-MAX_LINE_BYTES = 16 << 10
-RECEIVE_BYTES = 64 << 10
+MAX_TEXT_CHARS = 16 << 10
 FOLLOWER_LINES = 1_000
+# The times of a log's lines differ by at least this, so that a line's time tells it from all others.
+TICK_S = 1e-6
 
 
-class LogLine(NamedTuple):
-    """A line of a function's log.
+class Log(Protocol):
+    """What writes lines to a log: the log of a function, or of one of its revisions."""
 
-    `at` is when it was received, as Unix time in seconds. `source` is the name of the worker or zygote that
-    printed it, or `gateway` or `deploy`.
-    """
-
-    at: float
-    source: str
-    text: str
+    def write(self, source: str, text: str, level: str = "info", *, request_id: str = "") -> None: ...
 
 
 class LogBook:
     """The log of one function: its last `kept` lines, and a queue of new lines for each follower."""
 
-    def __init__(self, kept: int = KEPT_LINES) -> None:
+    def __init__(
+        self, function: str = "", keep: Callable[[LogLine], None] | None = None, *, kept: int = KEPT_LINES
+    ) -> None:
+        """`keep` is called with each new line, to store it."""
+        self._function = function
+        self._keep = keep
         self._lines: deque[LogLine] = deque(maxlen=kept)
         self._followers: set[asyncio.Queue[LogLine]] = set()
+        self._last_s = 0.0
 
-    def write(self, source: str, text: str) -> None:
+    def of(self, revision: str) -> RevisionLog:
+        """Return the log for the lines of one revision."""
+        return RevisionLog(self, revision)
+
+    def write(
+        self, source: str, text: str, level: str = "info", *, request_id: str = "", revision: str = ""
+    ) -> None:
         """Add a line. A follower whose queue is full, because it reads too slowly, misses this line."""
-        line = LogLine(time.time(), source, text)
+        self._last_s = at_s = round(max(time.time(), self._last_s + TICK_S), 6)
+        if len(text) > MAX_TEXT_CHARS:
+            text = text[:MAX_TEXT_CHARS]
+        line = LogLine(at_s, source, text, level, self._function, revision, request_id)
         self._lines.append(line)
+        if self._keep is not None:
+            self._keep(line)
         for follower in self._followers:
             with contextlib.suppress(asyncio.QueueFull):
                 follower.put_nowait(line)
 
-    def tail(self, count: int) -> list[LogLine]:
-        return list(self._lines)[-count:] if count > 0 else []
+    def tail(self, count: int, source: str = "") -> list[LogLine]:
+        """Return the last `count` lines in memory, of one source or of all."""
+        lines = [line for line in self._lines if line.source == source] if source else list(self._lines)
+        return lines[-count:] if count > 0 else []
 
     async def follow(self, count: int) -> AsyncIterator[LogLine]:
-        """Yield the last `count` lines, then each new line, without end."""
-        queue: asyncio.Queue[LogLine] = asyncio.Queue(FOLLOWER_LINES)
-        self._followers.add(queue)
-        try:
+        """Yield the last `count` lines in memory, then each new line, without end."""
+        with self.subscribe() as news:
             for line in self.tail(count):
                 yield line
             while True:
-                yield await queue.get()
+                yield await news.get()
+
+    @contextlib.contextmanager
+    def subscribe(self) -> Iterator[asyncio.Queue[LogLine]]:
+        """Yield a queue that gets each new line until the block ends."""
+        queue: asyncio.Queue[LogLine] = asyncio.Queue(FOLLOWER_LINES)
+        self._followers.add(queue)
+        try:
+            yield queue
         finally:
             self._followers.discard(queue)
 
 
-class LogStream:
-    """Reads the output of the process `source` from a socket until its end, and writes the lines to a log."""
+class RevisionLog:
+    """Writes the lines of one revision to the log of its function."""
 
-    def __init__(self, sock: socket.socket, book: LogBook, source: str) -> None:
-        sock.setblocking(False)
-        self._sock, self._book, self._source = sock, book, source
-        self._rest = b""
-        self._loop = asyncio.get_running_loop()
-        self._loop.add_reader(sock, self._readable)
+    def __init__(self, book: LogBook, revision: str) -> None:
+        self._book, self._revision = book, revision
 
-    @property
-    def alive(self) -> bool:
-        return self._sock.fileno() >= 0
+    def write(self, source: str, text: str, level: str = "info", *, request_id: str = "") -> None:
+        self._book.write(source, text, level, request_id=request_id, revision=self._revision)
 
-    def close(self) -> None:
-        if not self.alive:
-            return
-        self._loop.remove_reader(self._sock)
-        self._sock.close()
-        if self._rest:
-            self._write(self._rest)
-            self._rest = b""
+    def last_words(self, source: str, count: int) -> str:
+        """Return the last lines of one source, in one line."""
+        return " | ".join(line.text for line in self._book.tail(count, source))
 
-    def _readable(self) -> None:
-        try:
-            data = self._sock.recv(RECEIVE_BYTES)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        if not data:
-            self.close()
-            return
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in lines:
-            self._write(line)
-        # A process that prints no newline must not fill the gateway's memory.
-        if len(self._rest) > MAX_LINE_BYTES:
-            self._write(self._rest)
-            self._rest = b""
 
-    def _write(self, line: bytes) -> None:
-        for start in range(0, len(line) or 1, MAX_LINE_BYTES):
-            piece = line[start : start + MAX_LINE_BYTES]
-            self._book.write(self._source, piece.decode("utf-8", "replace").rstrip("\r"))
+class Capture:
+    """The last lines that one invocation has printed, up to `max_chars`."""
+
+    def __init__(self, max_chars: int) -> None:
+        self._max_chars = max_chars
+        self._lines: deque[str] = deque()
+        self._chars = 0
+
+    def add(self, text: str) -> None:
+        self._lines.append(text)
+        self._chars += len(text) + 1
+        while self._chars > self._max_chars and len(self._lines) > 1:
+            self._chars -= len(self._lines.popleft()) + 1
+
+    def text(self) -> str:
+        """Return the lines without the line feed at the end."""
+        return "\n".join(self._lines)[-self._max_chars :]
+
+
+class Logs:
+    """The logs of all functions, and of the gateway itself, with their files."""
+
+    def __init__(self, files: LogFiles) -> None:
+        self.files = files
+        # A book is kept as long as its function lives or somebody follows it.
+        self._books: WeakValueDictionary[str, LogBook] = WeakValueDictionary()
+
+    def of_function(self, function: str) -> LogBook:
+        """Return the log of a function, which need not exist."""
+        return self.book(function_file(function), function)
+
+    def book(self, file: str, function: str = "") -> LogBook:
+        """Return the log that is stored in `file`."""
+        if (book := self._books.get(file)) is None:
+            book = self._books[file] = LogBook(function, lambda line: self.files.write(file, line))
+        return book
+
+    async def facts(self) -> list[LogFacts]:
+        """Return what is known of each stored log without its lines."""
+        return await asyncio.to_thread(self.files.facts)
+
+    async def exists(self, file: str) -> bool:
+        """Return True if there are stored lines."""
+        return await asyncio.to_thread(self.files.exists, file)
+
+    async def history(self, file: str, query: LogQuery) -> list[LogLine]:
+        """Return the stored lines that fit a query, oldest first."""
+        return await asyncio.to_thread(self.files.search, file, query)
+
+    async def follow(self, file: str, query: LogQuery) -> AsyncIterator[LogLine]:
+        """Yield the stored lines that fit a query, then each new line that fits it, without end."""
+        book, last_s = self.book(file), 0.0
+        with book.subscribe() as news:
+            for line in await self.history(file, query):
+                last_s = line.at
+                yield line
+            while True:
+                line = await news.get()
+                # A line that was written before the files were read is in `history`.
+                if line.at > last_s and query.fits(line):
+                    yield line

@@ -6,14 +6,15 @@ objects of the Prometheus library are made from them only when the metrics are r
 
 from __future__ import annotations
 
+import contextlib
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import TypeVar
+from typing import NamedTuple, TypeAlias, TypeVar
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -93,15 +94,52 @@ class _FunctionCounts:
                 self.cold_phases.setdefault(phase, _Histogram(SECONDS)).observe(seconds)
 
 
+Numbers: TypeAlias = Mapping[tuple[str, ...], float]
+"""The numbers of a metric by the values of its labels."""
+
+
+class Reading(NamedTuple):
+    """A metric that another part of the gateway keeps."""
+
+    name: str
+    text: str
+    values: Numbers
+    labels: tuple[str, ...] = ("function",)
+    """If the first label is the function, only the numbers of live functions are exported."""
+    total: bool = False
+    """True if it only grows, which makes it a counter."""
+
+
+class _Families(Collector):
+    def __init__(self, families: Iterable[Metric]) -> None:
+        self._families = list(families)
+
+    def collect(self) -> Iterable[Metric]:
+        return self._families
+
+
 class Metrics(Collector):
     """The metrics of one gateway. Gateways in one process do not share them."""
 
-    def __init__(self, census: Callable[[], Mapping[str, Census]]) -> None:
-        """`census` returns the census of each function by name. It is called when metrics are read."""
+    def __init__(
+        self,
+        census: Callable[[], Mapping[str, Census]],
+        failures: Mapping[str, int] | None = None,
+        others: Iterable[Collector] = (),
+        dropped: Callable[[], int] = lambda: 0,
+    ) -> None:
+        """`census` returns the census of each function by name, `dropped` how many log lines were dropped.
+
+        Both are called when metrics are read. `failures` is the number of failures of each background task.
+        `others` are the metrics of other parts.
+        """
         self._census = census
+        self._dropped = dropped
+        self._failures = failures if failures is not None else {}
         self._functions: defaultdict[str, _FunctionCounts] = defaultdict(_FunctionCounts)
-        self._registry = CollectorRegistry()
-        self._registry.register(self)
+        self._others = list(others)
+        self.readers: list[Callable[[], Awaitable[Iterable[Reading]]]] = []
+        """Called when metrics are read. If one fails, its metrics are left out."""
 
     def responded(
         self, function: str, code: int, timeline: Timeline, error: PilotflameError | None = None
@@ -128,13 +166,37 @@ class Metrics(Collector):
         """Count the start of a worker by its outcome."""
         self._functions[function].activations[outcome] += 1
 
-    def text(self) -> bytes:
-        """Return the body of the response to GET /metrics, in the text format of Prometheus."""
-        return generate_latest(self._registry)
+    def forget(self, function: str) -> None:
+        """Drop the counts of a deleted function: names come and go, and each has many time series."""
+        self._functions.pop(function, None)
+
+    async def read(self) -> bytes:
+        """Return the body of the response to GET /metrics, with the readings of `readers`."""
+        readings: list[Reading] = []
+        for reader in self.readers:
+            with contextlib.suppress(PilotflameError):
+                readings += await reader()
+        return self.text(readings)
+
+    def text(self, readings: Iterable[Reading] = ()) -> bytes:
+        """Return all metrics in the text format of Prometheus."""
+        families = [family for part in (self, *self._others) for family in part.collect()]
+        return generate_latest(_Families([*families, *map(self._read, readings)]))
 
     def collect(self) -> Iterable[Metric]:
-        """Return all metrics. The registry calls this when the metrics are read."""
-        return [*self._counters(), *self._histograms(), *self._states()]
+        """Return all metrics that this object counts."""
+        lost = CounterMetricFamily("pilotflame_log_lines_dropped", "Log lines that were not stored.")
+        lost.add_metric([], self._dropped())
+        return [*self._counters(), *self._histograms(), *self._states(), lost]
+
+    def _read(self, reading: Reading) -> Metric:
+        kind = CounterMetricFamily if reading.total else GaugeMetricFamily
+        family = kind(f"pilotflame_{reading.name}", reading.text, labels=reading.labels)
+        of_function, live = reading.labels[:1] == ("function",), self._census()
+        for labels, number in reading.values.items():
+            if not of_function or labels[0] in live:
+                family.add_metric(list(labels), number)
+        return family
 
     def _counters(self) -> Iterator[Metric]:
         codes = _family(CounterMetricFamily, "invocations", "Invocations answered.", "code")
@@ -144,7 +206,12 @@ class Metrics(Collector):
             for family, counter in ((codes, of.codes), (refusals, of.refusals), (started, of.activations)):
                 for label, count in counter.items():
                     family.add_metric([function, str(label)], count)
-        yield from (codes, refusals, started)
+        failed = CounterMetricFamily(
+            "pilotflame_background_failures", "Failures of the gateway's background tasks.", labels=["task"]
+        )
+        for task, count in self._failures.items():
+            failed.add_metric([task], count)
+        yield from (codes, refusals, started, failed)
 
     def _histograms(self) -> Iterator[Metric]:
         took = _family(HistogramMetricFamily, "invocation_seconds", "From accepted to answered.")

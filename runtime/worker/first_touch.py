@@ -32,7 +32,7 @@ def main() -> None:
     try:
         response: dict[str, Any] = {"order": _record(spec, body.encode("utf-8", "surrogateescape"))}
     except PilotflameError as error:
-        response = {"error": error.to_wire()}
+        response = {"error": error.to_wire(private=True)}
     with os.fdopen(int(sys.argv[1]), "wb", closefd=False) as stream:
         stream.write(json.dumps(response).encode())
 

@@ -2,7 +2,9 @@
 
 In the parent, before the first fork:
 1. `make_torch_single_threaded`: a fork copies only one thread, and a thread pool without its threads hangs.
-2. `watch_threads`, `thread_count`: if an import started threads anyway, the zygote is not used for forks.
+   Environment variables do the same for other libraries (`SINGLE_THREADED` in process_launcher.py).
+2. `watch_threads`, `thread_count`: known monitor threads are turned off. If an import started threads anyway,
+   the zygote is not used for forks.
 3. `freeze_objects`: the garbage collector must not write to pages that parent and children share.
 
 In the child:
@@ -81,12 +83,23 @@ def reseed() -> None:
         torch.default_generator.seed()
 
 
+def quiet_monitors() -> None:
+    """Let tqdm start no monitor thread, which only refreshes bars that stand still.
+
+    Loading a transformers model shows a progress bar, and with the thread its workers could not be forked.
+    """
+    if (tqdm := sys.modules.get("tqdm.std")) is not None:
+        tqdm.tqdm.monitor_interval = 0
+
+
 def set_threads(count: int) -> None:
-    """Set the number of threads that torch and BLAS use when this thread calls them."""
+    """Set the number of threads that torch, BLAS and numexpr use when this thread calls them."""
     if (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(count)
     if (control := sys.modules.get("threadpoolctl")) is not None:
         control.threadpool_limits(count, user_api="blas")
+    if (numexpr := sys.modules.get("numexpr")) is not None:
+        numexpr.set_num_threads(min(count, numexpr.MAX_THREADS))
 
 
 class _ThreadWatch(importlib.abc.MetaPathFinder):
@@ -107,6 +120,8 @@ class _ThreadWatch(importlib.abc.MetaPathFinder):
         del loader.exec_module
         threads, known = thread_count(), sum(self.started.values())
         loader.exec_module(module)
+        if module.__name__ == "tqdm.std":
+            quiet_monitors()
         # The module may have imported others. Subtract their threads, which are counted under their names.
         started = thread_count() - threads - (sum(self.started.values()) - known)
         if started > 0:
@@ -117,6 +132,8 @@ class _ThreadWatch(importlib.abc.MetaPathFinder):
 def watch_threads() -> Iterator[dict[str, int]]:
     """Yield a dict that is filled, inside the block, with {module: number of threads its import started}."""
     watch = _ThreadWatch()
+    # The base may have imported tqdm.
+    quiet_monitors()
     sys.meta_path.insert(0, watch)
     try:
         yield watch.started
@@ -130,3 +147,11 @@ def describe_threads(started: dict[str, int]) -> str:
         return ", ".join(f"importing {module}" for module in started)
     names = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
     return f"threads {', '.join(names)}" if names else "a native library"
+
+
+def describe_remedy(started: dict[str, int]) -> str:
+    """Return what to change in the handler so that `started` is empty and workers can be forked."""
+    lines = [f"`import {name}`" for name in dict.fromkeys(module.partition(".")[0] for module in started)]
+    if lines:
+        return f"To have them forked, put {' and '.join(lines)} into setup(context) instead"
+    return "To have them forked, start threads in setup(context) instead"

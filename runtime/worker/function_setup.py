@@ -9,6 +9,8 @@ import os
 import sys
 from collections.abc import Coroutine
 from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from ...errors import HandlerBuildError
@@ -19,8 +21,23 @@ from ...handlers.resolve import resolve
 from ...snapshot.handle import Snapshot
 from ..link.worker_spec import WorkerSpec
 from . import fork_safety
+from .output import MarkedHandler
 
-LOG_FORMAT = "%(levelname)s %(invocation)s %(message)s"
+# Weights that are smaller than this are not worth a hint.
+HINT_BYTES = 8 << 20
+HUGGING_FACE = ("transformers", "sentence_transformers")
+FROM_CONFIG = "AutoModel.from_config(AutoConfig.from_pretrained(context.snapshot.path))"
+WEIGHTS_HINT = """\
+{where} holds {mb:.0f} MiB of weights, which were loaded at import. That works, but the memory is held as long as
+the function is deployed. With `snapshot = "FOLDER"` (of safetensors files) in pilotflame.toml and these lines, workers
+map the weights instead and share them, and `handler` finds the model in context.state:
+    def build(context):
+        with context.snapshot.skeleton():
+            model = {made}.eval()
+        context.snapshot.restore(model)
+        return model
+The template text-embedding (`pilotflame init --template text-embedding`) is a complete example.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +84,34 @@ def _snapshot(spec: WorkerSpec) -> Snapshot | None:
     return Snapshot(spec.snapshot, manifest, [files.stat(shard.name) for shard in manifest.shards])
 
 
+def weights_hint(code: Path) -> str:
+    """Return how weights that a file below `code` loaded at import could be mapped from a snapshot; "" if none.
+
+    Such a handler works, but its zygote holds the weights for as long as the function is deployed.
+    """
+    if (torch := sys.modules.get("torch")) is None:
+        return ""
+    for module in [module for module in list(sys.modules.values()) if _is_below(module, code)]:
+        for name, value in vars(module).items():
+            # A pipeline of transformers has its module in `model`. Static: other objects may run code here.
+            found = [value, inspect.getattr_static(value, "model", None)]
+            for model in (one for one in found if issubclass(type(one), torch.nn.Module)):
+                held_bytes = sum(tensor.numel() * tensor.element_size() for tensor in model.parameters())
+                if held_bytes >= HINT_BYTES:
+                    return _hint(f"`{name}` in {Path(str(module.__file__)).name}", held_bytes, type(model))
+    return ""
+
+
+def _hint(where: str, held_bytes: int, kind: type) -> str:
+    library = kind.__module__.partition(".")[0]
+    made = FROM_CONFIG if library in HUGGING_FACE else f"{kind.__name__}(...)"
+    return WEIGHTS_HINT.format(where=where, mb=held_bytes / (1 << 20), made=made)
+
+
+def _is_below(module: ModuleType, folder: Path) -> bool:
+    return str(getattr(module, "__file__", None) or "").startswith(f"{folder}{os.sep}")
+
+
 async def call_hook(handler: Handler, hook: Hook | None, context: Context) -> Any:
     """Call a hook and return its result. For an async handler it runs on this loop, else as in `run_hook`."""
     if not handler.kind.on_loop or hook is None:
@@ -107,7 +152,4 @@ def warm_up_torch() -> None:
 
 def configure_logging() -> None:
     """Let `context.log` and the logging module write to standard error, which is the function's log."""
-    stream = logging.StreamHandler(sys.stderr)
-    # Log records that do not belong to an invocation have no field `invocation`.
-    stream.setFormatter(logging.Formatter(LOG_FORMAT, defaults={"invocation": "-"}))
-    logging.basicConfig(level=logging.INFO, handlers=[stream], force=True)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", handlers=[MarkedHandler()], force=True)

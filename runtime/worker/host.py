@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from ...errors import OutputInvalid
@@ -51,14 +53,15 @@ class WorkerHost:
 
     def retire(self) -> None:
         """Drain the worker: it starts no more invocations and exits once those that run were answered."""
-        self._on_loop(self._drain)
+        self._on_loop(self._drain, "the drain")
 
     def resize(self, concurrency: int) -> None:
         """Run `concurrency` invocations at the same time, if the handler is async."""
-        self._on_loop(lambda: self._runner.resize(min(max(1, concurrency), MAX_CONCURRENCY)))
+        resize = partial(self._runner.resize, min(max(1, concurrency), MAX_CONCURRENCY))
+        self._on_loop(resize, "the change of the concurrency")
 
-    def _on_loop(self, act: Callable[[], None]) -> None:
-        """Call `act` on the event loop's thread and wait until it is done.
+    def _on_loop(self, act: Callable[[], None], what: str) -> None:
+        """Call `act` on the event loop's thread and wait until it is done. `what` names it in a message.
 
         `retire` has to wait: otherwise this thread could start another invocation before the drain.
         """
@@ -68,7 +71,10 @@ class WorkerHost:
         done = threading.Event()
         self._loop.call_soon_threadsafe(act)
         self._loop.call_soon_threadsafe(done.set)
-        done.wait(LOOP_TIMEOUT_S)
+        if not done.wait(LOOP_TIMEOUT_S):
+            sys.stderr.write(
+                f"the worker's event loop was busy for {LOOP_TIMEOUT_S:g} s; going on before {what}\n"
+            )
 
     def _flush(self) -> None:
         with self._lock:

@@ -13,6 +13,7 @@ from typing import Any
 from ...errors import Cancelled
 from ..batching.prefetch import window
 from ..link.frames import FrameKind
+from . import output
 from .batch_run import BatchRun
 from .runner import Call, Runner
 
@@ -64,12 +65,15 @@ class LoopRunner(Runner):
             frames = await (self._run(group) if self.handler.batch is None else self._run_batch(group))
         finally:
             self._running -= 1
+            if output.unfinished:
+                output.finish(group)
             self.forget(group)
         self.send(frames)
         self._start_groups()
         self._report_idle()
 
     async def _run(self, group: list[Call]) -> list[bytes]:
+        output.begin(group)
         calls, events, frames = self.decode(group)
         if not calls:
             return frames
@@ -96,6 +100,7 @@ class LoopRunner(Runner):
     async def _run_batch(self, group: list[Call]) -> list[bytes]:
         run = BatchRun(self, group)
         while calls := run.next_piece():
+            output.begin(calls)
             for call in calls:
                 call.set_task(asyncio.current_task(), calls)
             await self._run_piece(run, calls)

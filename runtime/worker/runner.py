@@ -229,7 +229,7 @@ class Runner(ABC):
 
     def error_frame(self, call: Call, error: PilotflameError) -> bytes:
         try:
-            return encode_json(FrameKind.ERROR, call.channel, error.to_wire())
+            return encode_json(FrameKind.ERROR, call.channel, error.to_wire(private=True))
         except TypeError:
             # A text has half a surrogate pair, or the details are not JSON. Repair texts and omit details.
             texts = {"type": error.code, "message": error.message, "remedy": error.remedy}

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...errors import Cancelled
+from . import output
 from .batch_run import BatchRun
 from .runner import Call, Runner
 
@@ -43,6 +44,8 @@ class ThreadRunner(Runner):
         """Run groups on this thread until `close`. The last thread that ends has the loop call `on_idle`."""
         while group := self._queue.get():
             frames = self._execute(group) if self.handler.batch is None else self._execute_batch(group)
+            if output.unfinished:
+                output.finish(group)
             self.forget(group)
             self.send(frames)
         with self._lock:
@@ -52,6 +55,7 @@ class ThreadRunner(Runner):
             self.loop.call_soon_threadsafe(self.on_idle)
 
     def _execute(self, group: list[Call]) -> list[bytes]:
+        output.begin(group)
         calls, events, frames = self.decode(group)
         if not calls:
             return frames
@@ -69,6 +73,7 @@ class ThreadRunner(Runner):
     def _execute_batch(self, group: list[Call]) -> list[bytes]:
         run = BatchRun(self, group)
         while calls := run.next_piece():
+            output.begin(calls)
             started_s = time.monotonic()
             try:
                 with self.gate():

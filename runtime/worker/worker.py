@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import os
 import signal
 import socket
@@ -31,7 +32,7 @@ from ..batching.latency_curve import Point
 from ..link.connection import Link
 from ..link.frames import Frame, FrameKind
 from ..link.stream_credit import Credit
-from ..link.worker_spec import WEIGHTS_TIMEOUT_S, WorkerSpec
+from ..link.worker_spec import STACKS_SIGNAL, WEIGHTS_TIMEOUT_S, WorkerSpec
 from . import fork_safety
 from .function_setup import Built, call_hook, configure_logging, run_hook, run_without_loop, warm_up_torch
 from .host import WorkerHost
@@ -65,10 +66,14 @@ class Worker:
         self._activated = threading.Event()
         self._draining = False
         self._measuring = False
+        self._dtype = ""
 
     def run(self) -> None:
         """Run until the worker has drained. If the gateway ends, exit at once."""
         configure_logging()
+        # Crashes and stuck threads are reported on standard error, which is the function's log.
+        faulthandler.enable(file=2)
+        faulthandler.register(STACKS_SIGNAL, file=2)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(self._run())
 
@@ -122,6 +127,8 @@ class Worker:
     async def _prepare(self) -> None:
         """Start torch's threads and call `rehearse`, before ACTIVATE. Then send PRIMED."""
         warm_up_torch()
+        # Here, because it takes as long as mapping the weights does (0.7 ms).
+        self._dtype = most_common_dtype(self._snapshot)
         if self._handler.rehearse is not None and not self._activated.is_set():
             try:
                 if self._snapshot is not None:
@@ -140,7 +147,7 @@ class Worker:
                 state = await call_hook(self._handler, self._handler.setup, self._context(self._host))
         except (Exception, SystemExit) as error:  # noqa: BLE001  the gateway reports it
             failure = explain(HandlerSetupError, "Setting up a worker", error, self._spec.code)
-            self._link.send_json(FrameKind.FAILED, 0, failure.to_wire())
+            self._link.send_json(FrameKind.FAILED, 0, failure.to_wire(private=True))
             self._loop.call_soon_threadsafe(self._leave)
             return False
         if state is not None:
@@ -181,7 +188,7 @@ class Worker:
         head = {
             "window": runner.window, "slots": runner.slots, "limit": runner.limit,
             "batching": self._handler.batch is not None,
-            "device": device_name(), "dtype": most_common_dtype(self._snapshot),
+            "device": device_name(), "dtype": self._dtype,
         }  # fmt: skip
         if self._measuring:
             # orjson cannot encode named tuples.

@@ -17,6 +17,7 @@ import select
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -28,8 +29,8 @@ from ...errors import PilotflameError
 from ..link.connection import BlockingLink, dial
 from ..link.frames import FrameKind
 from ..link.worker_spec import REQUEST_VARIABLE, WorkerSpec
-from . import fork_safety
-from .function_setup import Built, build
+from . import fork_safety, output
+from .function_setup import Built, build, weights_hint
 from .worker import Worker
 
 DIAL_TIMEOUT_S = 10.0
@@ -44,10 +45,10 @@ class Ticket:
     address: str
     token: str
 
-    def dial(self, role: str) -> socket.socket:
+    def dial(self, role: str, **facts: str) -> socket.socket:
         """Connect, send HELLO as `role` ("zygote", "worker" or "log"), and return the connection."""
         sock = dial(self.address, DIAL_TIMEOUT_S)
-        BlockingLink(sock).send(FrameKind.HELLO, {"token": self.token, "role": role})
+        BlockingLink(sock).send(FrameKind.HELLO, {"token": self.token, "role": role, **facts})
         return sock
 
 
@@ -93,8 +94,8 @@ class Zygote:
                 if frames is None:
                     return None
                 for frame in frames:
-                    if frame.kind == FrameKind.KILL:
-                        self._kill(frame.json()["pid"])
+                    if frame.kind == FrameKind.SIGNAL:
+                        self._signal(**frame.json())
                     if frame.kind == FrameKind.FORK and (role := self._fork(link, frame.json())) is not None:
                         return role
 
@@ -111,10 +112,10 @@ class Zygote:
                 with contextlib.suppress(OSError):
                     link.send(FrameKind.EXITED, {"pid": pid, "code": os.waitstatus_to_exitcode(status)})
 
-    def _kill(self, pid: int) -> None:
+    def _signal(self, pid: int, number: int) -> None:
         # Until it is reaped here, the pid of a child is not given to another process.
         if pid in self._children:
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, number)
 
     def _fork(self, link: BlockingLink, request: dict[str, Any]) -> Role | None:
         parent = os.getpid()
@@ -172,17 +173,22 @@ class RevisionZygote(Zygote):
         return super().run()
 
     def prepare(self, link: BlockingLink) -> bool:
+        began_s = time.monotonic()
         with fork_safety.watch_threads() as started:
             try:
                 self._built = build(self._spec)
             except PilotflameError as error:
-                link.send(FrameKind.FAILED, error.to_wire())
+                link.send(FrameKind.FAILED, error.to_wire(private=True))
                 return False
         fork_safety.make_torch_single_threaded()
         threads = fork_safety.thread_count()
         source = fork_safety.describe_threads(started) if threads > 1 else ""
-        facts = self._built.handler.facts()
-        link.send(FrameKind.BUILT, {"facts": facts, "threads": threads, "thread_source": source})
+        facts = {**self._built.handler.facts(), "build_s": round(time.monotonic() - began_s, 3)}
+        remedy = fork_safety.describe_remedy(started)
+        head = {"facts": facts, "threads": threads, "thread_source": source, "thread_remedy": remedy}
+        link.send(FrameKind.BUILT, head)
+        if self._spec.snapshot is None and (hint := weights_hint(self._spec.code)):
+            sys.stderr.write(hint)
         return True
 
     def child_role(self, ticket: Ticket, request: dict[str, Any]) -> Role:
@@ -211,7 +217,7 @@ def run_worker(ticket: Ticket, spec: WorkerSpec, built: Built | None) -> None:
     try:
         built = built or build(spec)
     except PilotflameError as error:
-        BlockingLink(sock).send(FrameKind.FAILED, error.to_wire())
+        BlockingLink(sock).send(FrameKind.FAILED, error.to_wire(private=True))
         return
     Worker(sock, spec, built).run()
 
@@ -223,12 +229,10 @@ def redirect_output(ticket: Ticket) -> None:
     """
     sys.stdout.flush()
     sys.stderr.flush()
-    sock = ticket.dial("log")
-    for descriptor in (1, 2):
-        os.dup2(sock.fileno(), descriptor)
+    word = os.urandom(8).hex()
+    sock = ticket.dial("log", mark=word)
+    output.redirect(sock.fileno(), word)
     sock.close()
-    for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
 
 def main() -> None:
@@ -239,6 +243,8 @@ def main() -> None:
     """
     kind, given = sys.argv[1], os.environ.pop(REQUEST_VARIABLE, None)
     request = json.loads(given) if given is not None else json.load(sys.stdin)
+    # Before libraries are imported, which may keep references to the streams.
+    output.install()
     # uvloop leaves a copy of the gateway's standard error open in its children.
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
     with open(os.devnull, "rb") as nothing:  # noqa: PTH123

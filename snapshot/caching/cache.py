@@ -2,13 +2,14 @@
 
     cache = Cache([Tier(Path("/dev/shm/weights"), 8 << 30, "tmpfs"), Tier(Path("/var/weights"), 200 << 30)])
     with cache.open(manifest, open_source("s3://bucket/prefix")) as lease:
-        mapping = Mapping(lease.root, lease.manifest, keep=lease.hold)
+        mapping = Mapping(lease.root, lease.manifest, keep=lease.hold, arrival=lease.arrival)
 
 All state is in files and locks, which no process owns. So any process may be killed at any time.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -32,10 +33,11 @@ class Lease:
     """A snapshot in use. Its files exist at full size; `arrival` says which of their chunks have landed.
 
     `root`, their folder, is not evicted before the lease is closed and every Mapping that was given `hold` is
-    gone. Closing a lease stops its fetch, which any other lease of the snapshot then continues.
+    gone. If the tier becomes full during the fetch, the rest arrives in another tier, whose folder `root` is
+    from then on; a Mapping that was given `arrival` notices. Closing a lease stops its fetch, which any other lease of the snapshot then continues.
     """
 
-    root: Path
+    _files: Path
     manifest: Manifest
     arrival: Arrival
     _hold: Hold | None
@@ -44,11 +46,16 @@ class Lease:
     """The lease of the copy on the disk, once the copy has begun. Its result is None if there is no copy."""
 
     @property
+    def root(self) -> Path:
+        return self._pull.at.files if self._pull is not None else self._files
+
+    @property
     def hold(self) -> Hold:
         """The object that protects the files from eviction for as long as it is referenced."""
-        if self._hold is None:
+        hold = self._hold and (self._pull.at.hold if self._pull is not None else self._hold)
+        if hold is None:
             raise CacheError("The lease is closed.", remedy="Map the files before closing it.")
-        return self._hold
+        return hold
 
     @property
     def stats(self) -> FetchStats | None:
@@ -61,9 +68,8 @@ class Lease:
         Raises the error of the fetch or of the copy, SourceUnavailable if one of them is not done within
         `timeout_s`, and CacheError if the copy is not even begun within `timeout_s`.
         """
-        if self._pull is None:
-            return
-        self._pull.wait(timeout_s)
+        if self._pull is not None:
+            self._pull.wait(timeout_s)
         if copied:
             try:
                 copy = self._copy.result(timeout_s)
@@ -80,13 +86,21 @@ class Lease:
         if self._pull is not None:
             self._pull.close()
 
-    def copy_to(self, tiers: Sequence[Tier]) -> None:
-        """Start to copy the published snapshot to the first of `tiers` that has room, if there are any."""
-        copy = None
+    def start_copy(self, tiers: Sequence[Tier]) -> None:
+        """Copy the published snapshot to the first of `tiers` that has room. Return at once.
+
+        A copy that was broken off is continued, and one that is there is only marked as used.
+        """
+        if tiers:
+            # In a thread of its own: making room may wait for a lock and for the disk, `close` must not.
+            threading.Thread(target=self._copy_to, args=(tiers,), name="snapshot-copy", daemon=True).start()
+        else:
+            self._copy.set_result(None)
+
+    def _copy_to(self, tiers: Sequence[Tier]) -> None:
         try:
-            if tiers:
-                # The copy is a fetch from this tier's folder: also resumable, verified and published last.
-                copy = Cache(tiers).open(self.manifest, FolderSource(self.root), tee=False)
+            # The copy is a fetch from this tier's folder: also resumable, verified and published last.
+            copy = Cache(tiers).open(self.manifest, FolderSource(self.root), tee=False)
         except Exception as error:  # noqa: BLE001  raised by `wait`
             self._copy.set_exception(error)
         else:
@@ -118,7 +132,7 @@ class Cache:
         If the snapshot is published in a tier, it is used from there. If another lease is fetching it, this
         lease waits for the same bytes. Otherwise this lease fetches it from `source` into the first tier that
         has room. In both cases, if the tier is in memory and `tee` is True, the snapshot is then copied to a
-        disk tier. Raises CacheError if no tier has room, and SourceError or SnapshotCorrupt if an asset
+        disk tier, unless a disk tier has it. Raises CacheError if no tier has room, and SourceError or SnapshotCorrupt if an asset
         cannot be fetched.
         """
         digest = manifest.digest
@@ -129,14 +143,24 @@ class Cache:
                 arrival.land_all()
                 if progress is not None:
                     progress(manifest.total_bytes, manifest.total_bytes)
-                return Lease(tier.folder(digest) / "files", manifest, arrival, hold)
+                lease = Lease(tier.folder(digest) / "files", manifest, arrival, hold)
+                disks = self._disks_to_copy_to(tier) if tee else ()
+                # Only if it is missing there, so that the usual open starts no thread.
+                lease.start_copy(() if any(disk.ready(digest, manifest) for disk in disks) else disks)
+                return lease
         pull = self._pull(digest, manifest, source)
         lease = Lease(pull.files, manifest, pull.arrival, pull.hold, pull)
         if progress is not None:
             pull.arrival.report(progress)
-        copied = tee and pull.tier.kind == "tmpfs"
-        disks = [tier for tier in self.tiers if tier.kind == "disk"] if copied else []
-        pull.start(lambda: lease.copy_to(disks))
+
+        def copy() -> None:
+            lease.start_copy(self._disks_to_copy_to(pull.at.tier) if tee else ())
+
+        def elsewhere(full: Pull) -> Pull:
+            others = Cache([tier for tier in self.tiers if tier is not full.tier])
+            return others._pull(digest, manifest, source, before=full)
+
+        pull.start(copy, elsewhere if len(self.tiers) > 1 else None)
         return lease
 
     def list(self) -> Sequence[Stored]:
@@ -148,12 +172,15 @@ class Cache:
         for tier in self.tiers:
             tier.evict(digest)
 
-    def _pull(self, digest: str, manifest: Manifest, source: Source) -> Pull:
+    def _disks_to_copy_to(self, tier: Tier) -> Sequence[Tier]:
+        return [disk for disk in self.tiers if disk.kind == "disk"] if tier.kind == "tmpfs" else ()
+
+    def _pull(self, digest: str, manifest: Manifest, source: Source, *, before: Pull | None = None) -> Pull:
         refusals = []
-        # Try first the tiers that hold a part of it: it may be arriving there, and there is less to fetch.
-        for tier in sorted(self.tiers, key=lambda tier: not tier.has(digest)):
+        # Try first the tier where it is arriving, then those that hold a part of it: there is less to fetch.
+        for tier in sorted(self.tiers, key=lambda tier: (not tier.fetches(digest), not tier.has(digest))):
             try:
-                return Pull(tier, digest, manifest, source)
+                return Pull(tier, digest, manifest, source, before=before)
             except CacheError as error:
                 refusals.append(error)
         size_bytes = manifest.total_bytes + manifest.assets_bytes

@@ -18,10 +18,10 @@ from pathlib import Path
 
 from ...errors import CacheError, Cancelled, ManifestError
 from ..fetching.arrival import Arrival
-from ..fetching.assets import fetch_assets
+from ..fetching.assets import fetch_assets, holds
 from ..fetching.fetch import FetchStats, fetch
 from ..fetching.landing import ShardTarget, land_existing
-from ..format.manifest import MANIFEST_NAME, Manifest, Shard
+from ..format.manifest import MANIFEST_NAME, Asset, Manifest, Shard
 from ..publish import cannot_write
 from ..sources.folder import FolderSource
 from ..sources.source import Progress, Source
@@ -47,9 +47,8 @@ def download(
     """Download the snapshot into `folder`, and block until it is complete. Chunks already there are kept.
 
     Raises CacheError, without changing any file, if the folder holds the manifest of another snapshot, or if
-    a name of this snapshot is taken by a link, a file of another size, or a shard with other bytes. With
-    `force`, those files are removed instead. An asset of the right size with other bytes is always replaced.
-    Raises SnapshotCorrupt for an asset that differs from the manifest, and the errors of `fetch`.
+    a name of this snapshot is taken by a link, or by a file of another size or with other bytes. With
+    `force`, those files are removed instead. Damaged files of this snapshot are mended either way. Raises SnapshotCorrupt for an asset that differs from the manifest, and the errors of `fetch`.
     """
     stopped = cancelled or threading.Event()
     if isinstance(source, FolderSource) and Path(source.url).resolve() == folder.resolve():
@@ -131,7 +130,7 @@ class _Download:
             path = self._folder / file.name
             if not path.parent.resolve().is_relative_to(self._folder.resolve()):
                 raise CacheError(f"{path} leads out of the folder by a link.", remedy="Remove the link.")
-            if (fault := self._fault(path, file.size_bytes)) and not self._force:
+            if (fault := self._fault(path, file)) and not self._force:
                 raise CacheError(f"{path} is not the snapshot's: {fault}.", remedy=_ELSEWHERE)
             # With `force`, also remove a file of the right size if no download of this snapshot began here.
             # It may be of a finetune and mapped by a process, so that writing to it would change that
@@ -140,7 +139,7 @@ class _Download:
                 found.append(path)
         return found
 
-    def _fault(self, path: Path, size_bytes: int) -> str:
+    def _fault(self, path: Path, file: Shard | Asset) -> str:
         try:
             status = path.lstat()
         except FileNotFoundError:
@@ -148,9 +147,12 @@ class _Download:
         if not stat.S_ISREG(status.st_mode):
             return "it is no regular file"
         # A file may be empty because the process was killed after creating it and before setting its size.
-        if status.st_size in {0, size_bytes} or self._known:
+        if status.st_size == 0 or self._known:
             return ""
-        return f"it has {status.st_size} bytes, {size_bytes} expected"
+        if status.st_size != file.size_bytes:
+            return f"it has {status.st_size} bytes, {file.size_bytes} expected"
+        # The bytes of shards are compared later, chunk by chunk (see `_check_held`).
+        return "it has other bytes" if isinstance(file, Asset) and not holds(path, file) else ""
 
     def _check_room(self, foreign: Sequence[Path]) -> None:
         needed_bytes = 0

@@ -33,18 +33,36 @@ def locked_file(path: Path, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[int]:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         if not try_lock(descriptor, exclusive=True):
-            # flock has no timeout, so a thread calls it. After a timeout that thread waits on, until the
-            # holder releases the lock. The lock that it then gets is released at once: the descriptor is
-            # closed by then, so only the running flock still keeps the file open.
-            waiter = threading.Thread(target=fcntl.flock, args=(descriptor, fcntl.LOCK_EX), daemon=True)
-            waiter.start()
-            waiter.join(timeout_s)
-            if waiter.is_alive():
-                remedy = "See with `lslocks` which process holds it, and whether that is stopped."
-                raise CacheError(f"{path} stayed locked for {timeout_s:.0f} s.", remedy=remedy)
+            _lock_within(descriptor, path, timeout_s)
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def _lock_within(descriptor: int, path: Path, timeout_s: float) -> None:
+    """Wait for the exclusive lock. Raises CacheError after `timeout_s`."""
+    # flock has no timeout, so a thread calls it, with a descriptor of its own: after a timeout the caller
+    # closes its descriptor, and another file may get that number before the thread calls flock. The thread
+    # then waits on until the holder releases the lock, and releases it at once by closing its descriptor.
+    # After a success the lock stays, since the caller's descriptor is of the same opened file.
+    own = os.dup(descriptor)
+
+    def wait() -> None:
+        try:
+            fcntl.flock(own, fcntl.LOCK_EX)
+        finally:
+            os.close(own)
+
+    waiter = threading.Thread(target=wait, daemon=True)
+    try:
+        waiter.start()
+    except RuntimeError:
+        os.close(own)
+        raise
+    waiter.join(timeout_s)
+    if waiter.is_alive():
+        remedy = "See with `lslocks` which process holds it, and whether that is stopped."
+        raise CacheError(f"{path} stayed locked for {timeout_s:.0f} s.", remedy=remedy)
 
 
 class Hold:

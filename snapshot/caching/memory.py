@@ -1,20 +1,27 @@
-"""Makes folders in a node's memory: a tmpfs with huge pages, if the kernel allows this process to mount one.
+"""Puts files into large pages of memory: into a tmpfs that it mounts, if it may, or in the page cache.
 
 A fetch into new memory waits mostly for page faults, one for each page of 4 KiB. With pages of 2 MiB the same
 bytes are received faster, and mapping them causes a five-hundredth of the faults (docs/snapshot-choices.md).
 /dev/shm has small pages unless it is mounted otherwise, and only root may mount. Other users get a plain
 folder in /dev/shm; for huge pages there, an administrator runs `mount -o remount,huge=within_size /dev/shm`.
+
+The page cache holds a file that was copied or downloaded in small pages, until it is read anew from the disk.
 """
 
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
+import resource
 import stat
 import time
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+
+from ..format.manifest import Manifest
+from ..sources.folder import FolderSource
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  a private folder is made below it
 LEFT_AFTER_S = 3600.0
@@ -22,10 +29,16 @@ LEFT_AFTER_S = 3600.0
 SLACK_BYTES = 16 << 20
 """Size of the mount beyond the budget, for manifests, locks and rounding, which no budget includes."""
 
+CACHED_SHARE = 0.25
+"""Larger snapshots are not read anew: that would push other files out of the page cache."""
+
 # Flags from <sys/mount.h>. No file on this file system is a program or a device.
 _NOSUID, _NODEV, _NOEXEC = 2, 4, 8
 _UMOUNT_NOFOLLOW = 8
+_MADV_HUGEPAGE, _MADV_POPULATE_READ = 14, 22
+_SMALL_BYTES = 256 << 10
 _libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def prepare(root: Path, size_bytes: int) -> bool:
@@ -86,3 +99,47 @@ def has_huge_pages(folder: Path) -> bool:
     lines = (line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines())
     options = [option for line in lines if line[2] == device for option in line[-1].split(",")]
     return any(option in {"huge=always", "huge=within_size"} for option in options)
+
+
+def enlarge_cached_pages(root: Path, manifest: Manifest) -> int:
+    """Read the shards into the page cache in large pages, if possible. Return the faults to map them whole.
+
+    A worker that maps the weights of MiniLM then needs 0.2 ms for their pages instead of 5. This takes no
+    memory beyond that of the cached file. Shards that other processes map stay as they are, and all do if
+    together they exceed a quarter of the memory, or if the file system caches files in small pages only.
+    """
+    if manifest.total_bytes > CACHED_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
+        return 0
+    source = FolderSource(root)
+    return sum(_enlarge(source, shard.name) for shard in manifest.shards)
+
+
+def _enlarge(source: FolderSource, name: str) -> int:
+    descriptor = source.open(name)
+    try:
+        if not (size_bytes := os.fstat(descriptor).st_size):
+            return 0
+        faults = _map_whole(descriptor, size_bytes)
+        if faults * _SMALL_BYTES > size_bytes:
+            # Only clean pages can be dropped.
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            faults = _map_whole(descriptor, size_bytes)
+        return faults
+    finally:
+        os.close(descriptor)
+
+
+def _map_whole(descriptor: int, size_bytes: int) -> int:
+    """Map an open file and all its pages. Return how many faults that took: the larger the pages, the fewer."""
+    with mmap.mmap(
+        descriptor, size_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
+    ) as memory:
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        before = resource.getrusage(resource.RUSAGE_THREAD)
+        # A kernel that knows neither of these leaves the pages as they are. Not by reading from `memory`, since
+        # other threads can run during these calls.
+        _libc.madvise(address, size_bytes, _MADV_HUGEPAGE)
+        _libc.madvise(address, size_bytes, _MADV_POPULATE_READ)
+        after = resource.getrusage(resource.RUSAGE_THREAD)
+        return after.ru_minflt - before.ru_minflt + after.ru_majflt - before.ru_majflt

@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from mmap import mmap
 from pathlib import Path
 
-from ...errors import CacheError, PilotflameError, SourceDenied, SourceUnavailable
+from ...errors import CacheError, PilotflameError, SourceDenied, SourceUnavailable, StorageFull
 from ..fetching.arrival import Arrival
 from ..fetching.assets import fetch_assets
 from ..fetching.fetch import FetchStats, fetch
-from ..fetching.landing import ShardTarget, land_existing
+from ..fetching.landing import ShardTarget, copy_landed, land_existing
 from ..format.manifest import MANIFEST_NAME, Manifest
 from ..publish import cannot_write, sync
 from ..sources.source import Source
@@ -33,6 +33,8 @@ from .tier import Tier
 TAKEOVER_TIMEOUT_S = 30.0
 """How long a pull waits for the fetch lock while its holder has no feed, as at the holder's end."""
 CLOSE_TIMEOUT_S = 10.0
+MOVE_TIMEOUT_S = 600.0
+"""How long the chunks of a full tier may take to be copied to another one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,10 @@ class _Fetching:
     new: bool
 
 
+Elsewhere = Callable[["Pull"], "Pull"]
+"""Makes a pull that continues the given one in another tier. Raises CacheError if no other tier has room."""
+
+
 class Pull:
     """One pull. Once it is constructed, all files exist at full size and the assets are complete.
 
@@ -54,14 +60,19 @@ class Pull:
     room, and SourceError or SnapshotCorrupt if an asset cannot be fetched.
     """
 
-    def __init__(self, tier: Tier, digest: str, manifest: Manifest, source: Source) -> None:
+    def __init__(
+        self, tier: Tier, digest: str, manifest: Manifest, source: Source, *, before: Pull | None = None
+    ) -> None:
+        """`before` is the pull that this one continues in another tier, whose landed chunks it copies."""
         self.tier = tier
         self.files = tier.folder(digest) / "files"
         self.arrival = Arrival(manifest)
-        self.stats: FetchStats | None = None
-        """What the fetch did. None before its end, and if this pull did not fetch."""
+        self._stats: FetchStats | None = None
         self._digest, self._manifest, self._source = digest, manifest, source
         self._error: PilotflameError | None = None
+        self._before = before
+        self._after: Pull | None = None
+        """The pull that continues this one, whose tier became full."""
         self.hold: Hold | None = None
         """Protects the files from eviction. None once the pull is closed."""
         self._cancelled = threading.Event()
@@ -78,10 +89,23 @@ class Pull:
             raise
         self.arrival.on_demand(self._demand)
 
-    def start(self, on_published: Callable[[], None]) -> None:
-        """Start the thread that brings the shards. It calls `on_published` once the snapshot is published."""
-        run = self._run
-        self._thread = threading.Thread(target=run, args=(on_published,), name="snapshot-pull", daemon=True)
+    @property
+    def stats(self) -> FetchStats | None:
+        """What the fetch did. None before its end, and if this pull did not fetch."""
+        return self._after.stats if self._after is not None else self._stats
+
+    @property
+    def at(self) -> Pull:
+        """The pull that brings the chunks now: this one, or the one that continues it in another tier."""
+        return self._after.at if self._after is not None else self
+
+    def start(self, on_published: Callable[[], None], elsewhere: Elsewhere | None = None) -> None:
+        """Start the thread that brings the shards. It calls `on_published` once the snapshot is published.
+
+        If the tier becomes full, it calls `elsewhere` for a pull into another tier, and continues with that.
+        """
+        run, how = self._run, (on_published, elsewhere)
+        self._thread = threading.Thread(target=run, args=how, name="snapshot-pull", daemon=True)
         self._thread.start()
 
     def wait(self, timeout_s: float | None = None) -> None:
@@ -90,12 +114,16 @@ class Pull:
             raise SourceUnavailable(f"The weights did not arrive within {timeout_s:.0f} s.")
         if self._error is not None:
             raise self._error
+        if self._after is not None:
+            self._after.wait(timeout_s)
 
     def close(self) -> None:
         """Stop fetching or following. Landed chunks stay in the files, and a follower fetches the others."""
         self._cancelled.set()
         if isinstance(role := self._role, Following):
             role.cancel()
+        if self._after is not None:
+            self._after.close()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(CLOSE_TIMEOUT_S)
         if self._over.is_set():
@@ -147,14 +175,16 @@ class Pull:
         if isinstance(role := self._role, Following):
             role.demand(first, last)
 
-    def _run(self, on_published: Callable[[], None]) -> None:
+    def _run(self, on_published: Callable[[], None], elsewhere: Elsewhere | None) -> None:
         try:
             while not self._play_role():
                 self._role = self._take_role()
-        except PilotflameError as error:
-            self._fail(error)
-        except OSError as error:
-            self._fail(cannot_write(self.files, error))
+        except (PilotflameError, OSError) as error:
+            failure = cannot_write(self.files, error) if isinstance(error, OSError) else error
+            if isinstance(failure, StorageFull) and elsewhere is not None and not self._cancelled.is_set():
+                self._continue_elsewhere(failure, on_published, elsewhere)
+            else:
+                self._fail(failure)
         except BaseException as error:
             self._fail(CacheError(f"The pull of {self._digest} broke off: {error!r}.", remedy="Try again."))
             raise
@@ -166,6 +196,34 @@ class Pull:
             self._over.set()
             if self._cancelled.is_set():
                 self.hold = None
+
+    def _continue_elsewhere(
+        self, full: StorageFull, on_published: Callable[[], None], elsewhere: Elsewhere
+    ) -> None:
+        """Let another pull bring the missing chunks, to the same waiters, because this tier is full.
+
+        The followers are told only once that pull has its role, so that they find whom to follow there.
+        """
+        try:
+            after = elsewhere(self)
+        except PilotflameError as error:
+            self._fail(StorageFull(f"{full.message} {error.message}", remedy=full.remedy))
+            return
+        landed = [chunk for chunk in range(self.arrival.count) if self.arrival.landed(chunk)]
+        after.start(on_published)
+        self._after = after
+        self._drop_role(full)
+        # `close` sets the event and then closes `_after`, so that one of the two always does.
+        if self._cancelled.is_set():
+            after.close()
+        try:
+            for chunk in landed:
+                after.arrival.wait(chunk, chunk, MOVE_TIMEOUT_S)
+        except PilotflameError as error:
+            self._fail(error)
+            return
+        self.arrival.move(after.files)
+        after.arrival.relay(self.arrival)
 
     def _fail(self, error: PilotflameError) -> None:
         self._error = error
@@ -194,9 +252,20 @@ class Pull:
         with ExitStack() as opened:
             huge = self.tier.kind == "tmpfs" and has_huge_pages(self.files)
             targets = [self._target(shard.name, opened, huge=huge) for shard in self._manifest.shards]
+            if self._before is not None:
+                before, self._before = self._before, None
+                copy_landed(self._manifest, before.arrival, before.files, targets, self._cancelled)
+                new = False
             if not new:
                 land_existing(self._manifest, targets, self.arrival, self._cancelled)
-            self.stats = fetch(self._manifest, self._source, targets, self.arrival, cancelled=self._cancelled)
+            landed_bytes = self.arrival.landed_bytes
+            try:
+                self._stats = fetch(
+                    self._manifest, self._source, targets, self.arrival, cancelled=self._cancelled,
+                    count_received=self.tier.counts.add_received,
+                )  # fmt: skip
+            finally:
+                self.tier.counts.add_verified(self.arrival.landed_bytes - landed_bytes)
 
     def _target(self, name: str, opened: ExitStack, *, huge: bool) -> ShardTarget:
         descriptor = os.open(self.files / name, os.O_RDWR | os.O_CLOEXEC)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import threading
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,28 @@ class Stored:
     def outstanding_bytes(self) -> int:
         """How many bytes the file system must still allocate until the snapshot is complete."""
         return 0 if self.ready else max(0, self.size_bytes - self.allocated_bytes)
+
+
+class TierCounts:
+    """What this process brought into a tier and evicted from it, in bytes. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.received_bytes = 0
+        self.verified_bytes = 0
+        self.evicted_bytes = 0
+
+    def add_received(self, count: int) -> None:
+        with self._lock:
+            self.received_bytes += count
+
+    def add_verified(self, count: int) -> None:
+        with self._lock:
+            self.verified_bytes += count
+
+    def add_evicted(self, count: int) -> None:
+        with self._lock:
+            self.evicted_bytes += count
 
 
 def allocated_bytes(status: os.stat_result) -> int:

@@ -25,11 +25,11 @@ from pathlib import Path
 from typing import Literal
 from uuid import uuid4
 
-from ...errors import CacheError
+from ...errors import CacheError, StorageFull
 from ..format.manifest import MANIFEST_NAME, Manifest
-from .flock import LOCK_TIMEOUT_S, Hold, hold, is_at, lock_folder, locked_file
+from .flock import LOCK_TIMEOUT_S, Hold, hold, is_at, lock_folder, locked_file, try_lock
 from .spare import Spares
-from .stored import Stored, is_whole, read_stored
+from .stored import Stored, TierCounts, is_whole, read_stored
 
 STALE_AFTER_S = 86_400.0
 SWEEP_TIMEOUT_S = 1.0
@@ -52,6 +52,7 @@ class Tier:
 
     def __post_init__(self) -> None:
         self.spares = Spares(self.root / "spare")
+        self.counts = TierCounts()
 
     def folder(self, digest: str) -> Path:
         return self.root / "snapshots" / digest
@@ -60,6 +61,17 @@ class Tier:
         """Return True if the snapshot has a folder here: complete, being fetched, or left incomplete."""
         # Path.is_dir would raise if a parent folder may not be read.
         return os.path.isdir(self.folder(digest))  # noqa: PTH112
+
+    def fetches(self, digest: str) -> bool:
+        """Return True if a process is fetching the snapshot into this tier."""
+        try:
+            descriptor = os.open(self.folder(digest) / "fetching", os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return False
+        try:
+            return not try_lock(descriptor, exclusive=False)
+        finally:
+            os.close(descriptor)
 
     def used_bytes(self) -> int:
         """Return the size of all spare files and snapshots, including those that are being fetched."""
@@ -205,12 +217,13 @@ class Tier:
             fault = f"{self.root} is full: of {self.budget_bytes} bytes, {over_bytes} too many are in use."
             return CacheError(fault, remedy="Give it a larger budget, or stop workers that map snapshots.")
         fault = f"The file system of {self.root} has too few bytes free for a snapshot of {size_bytes}."
-        return CacheError(fault, remedy="Make room on it, or put the cache elsewhere.")
+        return StorageFull(fault, remedy="Make room on it, or put the cache elsewhere.")
 
     def _discard(self, folders: Sequence[tuple[Path, int]]) -> None:
         """Delete snapshots, given as pairs of a folder and the descriptor that locks it, which is closed."""
         # Rename the folder first. If this process is killed, no incomplete folder looks like a snapshot.
         for folder, descriptor in folders:
+            self.counts.add_evicted(read_stored(folder).allocated_bytes)
             gone = self.root / "trash" / uuid4().hex
             gone.parent.mkdir(exist_ok=True)
             try:

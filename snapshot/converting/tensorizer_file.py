@@ -13,6 +13,7 @@ import numpy
 import torch
 
 from ...errors import SnapshotError
+from ..extras import needs
 from ..publish import cannot_write, publish
 from ..sources.source import ByteCounter, Progress
 from .origin import DTYPE_NAMES, TensorOrigin, TensorSpec, check_names, first_line, grouped, open_weights
@@ -86,12 +87,9 @@ def export(origin: TensorOrigin, path: Path, progress: Progress | None = None) -
 
 
 def _library() -> Any:
-    try:
+    with needs("A file of tensorizer", "tensorizer"):
         import tensorizer  # noqa: PLC0415
         import tensorizer.serialization  # noqa: PLC0415
-    except ImportError as error:
-        fault = "Tensorizer files need the package tensorizer, which is not installed."
-        raise SnapshotError(fault, remedy="Install it: pip install tensorizer") from error
     return tensorizer
 
 

@@ -7,11 +7,23 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
 
 from ...errors import PilotflameError, SourceUnavailable
 from ..format.manifest import Manifest
 from ..sources.source import Progress
 from .ranges import Chunks
+
+
+class View(Protocol):
+    """What shows the bytes of landed chunks to readers, such as a mapping. Called by one thread at a time."""
+
+    def move(self, root: Path) -> None:
+        """Take the chunks that are shown from now on from the files in folder `root`."""
+
+    def show(self, chunk: int) -> None:
+        """Make the bytes of `chunk` readable. It is called before anybody is told that the chunk has landed."""
 
 
 class Arrival:
@@ -26,8 +38,11 @@ class Arrival:
         self._missing = self.count
         self.error: PilotflameError | None = None
         self._changed = threading.Condition()
+        self._root: Path | None = None
+        self._views: list[View] = []
         self._on_land: list[Callable[[int], None]] = []
         self._on_demand: list[Callable[[int, int], None]] = []
+        self._relayed_to: Arrival | None = None
 
     @property
     def complete(self) -> bool:
@@ -38,7 +53,7 @@ class Arrival:
 
     def has(self, first: int, last: int) -> bool:
         """Return True if all chunks from `first` to `last`, both included, have landed."""
-        return self._missing == 0 or all(self._landed[first : last + 1])
+        return self._missing == 0 or self._first_missing(first, last) > last
 
     def land(self, chunk: int) -> None:
         """Record that `chunk` has landed, and call the listeners (see `on_land`)."""
@@ -46,8 +61,10 @@ class Arrival:
         with self._changed:
             if self._landed[chunk]:
                 return
+            self._show(chunk)
             self._landed[chunk] = 1
             self._missing -= 1
+            self._drop_views()
             self.landed_bytes += extent.end - extent.begin
             listeners = list(self._on_land)
             self._changed.notify_all()
@@ -57,9 +74,13 @@ class Arrival:
     def land_all(self) -> None:
         """Record that every chunk has landed, and call the listeners (see `on_land`)."""
         with self._changed:
-            new = [chunk for chunk, landed in enumerate(self._landed) if not landed] if self._on_land else []
+            wanted = self._on_land or self._views
+            new = [chunk for chunk, landed in enumerate(self._landed) if not landed] if wanted else []
+            for chunk in new:
+                self._show(chunk)
             self._landed = bytearray(b"\1") * self.count
             self._missing = 0
+            self._drop_views()
             self.landed_bytes = self._total_bytes
             listeners = list(self._on_land)
             self._changed.notify_all()
@@ -73,6 +94,18 @@ class Arrival:
             if self.error is None:
                 self.error = error
             self._changed.notify_all()
+            relayed_to = self._relayed_to
+        if relayed_to is not None:
+            relayed_to.fail(error)
+
+    def relay(self, other: Arrival) -> None:
+        """Let all that has landed here, and lands later, land in `other` too. Errors and demands pass as well."""
+        with self._changed:
+            self._relayed_to, error = other, self.error
+        self.on_land(other.land)
+        other.on_demand(self.demand)
+        if error is not None:
+            other.fail(error)
 
     def wait(self, first: int, last: int, timeout_s: float | None = None) -> None:
         """Block until chunks `first` to `last`, both included, have landed.
@@ -82,11 +115,53 @@ class Arrival:
         if self.has(first, last):
             return
         self.demand(first, last)
+        at = first
+
+        def over() -> bool:
+            # Look on from the first chunk that was missing, not from `first` again at every landing.
+            nonlocal at
+            at = last + 1 if self._missing == 0 else self._first_missing(at, last)
+            return at > last or self.error is not None
+
         with self._changed:
-            self._changed.wait_for(lambda: self.error is not None or self.has(first, last), timeout_s)
-            if self.has(first, last):
-                return
-            raise self.error or SourceUnavailable(f"The weights did not arrive within {timeout_s:.0f} s.")
+            self._changed.wait_for(over, timeout_s)
+            if at <= last:
+                raise self.error or SourceUnavailable(f"The weights did not arrive within {timeout_s:.0f} s.")
+
+    def _first_missing(self, first: int, last: int) -> int:
+        """Return the first of the chunks `first` to `last` that has not landed, or `last` + 1."""
+        found = self._landed.find(0, first, last + 1)
+        return last + 1 if found < 0 else found
+
+    def move(self, root: Path) -> None:
+        """Record that the chunks that land from now on are in the files in folder `root`.
+
+        Those that have landed already are there too, and stay where the views have found them.
+        """
+        with self._changed:
+            for view in self._views:
+                view.move(root)
+            self._root = root
+
+    def attach(self, view: View) -> None:
+        """Let `view` show every chunk that has landed already, and each that lands later."""
+        with self._changed:
+            if self._root is not None:
+                view.move(self._root)
+            for chunk, landed in enumerate(self._landed):
+                if landed:
+                    view.show(chunk)
+            self._views.append(view)
+            self._drop_views()
+
+    def _show(self, chunk: int) -> None:
+        for view in self._views:
+            view.show(chunk)
+
+    def _drop_views(self) -> None:
+        """Forget the views once they have shown everything: they keep files open."""
+        if self._missing == 0:
+            self._views.clear()
 
     def on_land(self, listener: Callable[[int], None]) -> None:
         """Call `listener(chunk)` for every chunk that has landed already, and for each that lands later."""

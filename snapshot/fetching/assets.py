@@ -20,7 +20,7 @@ def fetch_assets(manifest: Manifest, source: Source, files: Path) -> None:
     """
     for asset in manifest.assets:
         path = files / asset.name
-        if _is_there(path, asset):
+        if holds(path, asset):
             continue
         content = _read(asset, source)
         try:
@@ -33,7 +33,8 @@ def fetch_assets(manifest: Manifest, source: Source, files: Path) -> None:
             raise cannot_write(path, error) from error
 
 
-def _is_there(path: Path, asset: Asset) -> bool:
+def holds(path: Path, asset: Asset) -> bool:
+    """Return True if the file at `path` is `asset`, byte for byte."""
     try:
         same_size = path.stat().st_size == asset.size_bytes
         return same_size and xxhash.xxh3_128_hexdigest(path.read_bytes()) == asset.digest

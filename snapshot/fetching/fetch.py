@@ -12,11 +12,18 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...errors import Cancelled, FetchFailed, PilotflameError, SnapshotChanged, SourceUnavailable
+from ...errors import (
+    Cancelled,
+    FetchFailed,
+    PilotflameError,
+    SnapshotChanged,
+    SourceUnavailable,
+    StorageFull,
+)
 from ..format.manifest import Manifest
 from ..format.verify import chunk_tensors, holding
 from ..sources.retries import delay_s
@@ -63,19 +70,26 @@ def fetch(
     verify: bool = True,
     progress: Progress | None = None,
     cancelled: threading.Event | None = None,
+    count_received: Callable[[int], None] | None = None,
 ) -> FetchStats:
     """Fetch every chunk that has not landed, in the order of first touch. Block until all have landed.
 
     `connections` and `part_bytes` replace the numbers that are otherwise chosen by measuring. If the fetch
     fails, the error is raised here and in the threads that wait for chunks (see Arrival.fail):
     SnapshotCorrupt, SnapshotChanged, SourceMissing, SourceDenied, FetchFailed, CacheError or, once
-    `cancelled` is set, Cancelled. For any other exception, the waiting threads get Cancelled.
+    `cancelled` is set, Cancelled. For any other exception, the waiting threads get Cancelled. But they are not
+    told of StorageFull: the caller may continue on another file system, or fail `arrival`.
+
+    `count_received` is called with the number of received bytes at the end, also if the fetch fails.
     """
     control = ConcurrencyControl(connections=connections, part_bytes=part_bytes)
     if progress is not None:
         arrival.report(progress)
     try:
-        return _Fetch(manifest, source, targets, arrival, control, verify, cancelled).run()
+        work = _Fetch(manifest, source, targets, arrival, control, verify, cancelled, count_received)
+        return work.run()
+    except StorageFull:
+        raise
     except PilotflameError as error:
         arrival.fail(error)
         raise
@@ -93,6 +107,7 @@ class _Fetch:
     control: ConcurrencyControl
     verify: bool
     cancelled: threading.Event | None
+    count_received: Callable[[int], None] | None
 
     def __post_init__(self) -> None:
         self._changed = threading.Condition()
@@ -117,6 +132,8 @@ class _Fetch:
             self._supervise()
         finally:
             self._stop()
+            if self.count_received is not None:
+                self.count_received(self._landing.received_bytes)
         if self._error is not None:
             raise self._error
         self._stats.received_bytes = self._landing.received_bytes

@@ -152,6 +152,30 @@ class Landing:
         raise corrupt_chunk(self.manifest, extent.shard, extent.begin // self.manifest.chunk_bytes)
 
 
+def copy_landed(
+    manifest: Manifest,
+    landed: Arrival,
+    source: Path,
+    targets: Sequence[ShardTarget],
+    cancelled: threading.Event,
+) -> None:
+    """Copy the chunks that have landed in the files in folder `source` to `targets`. Raises OSError.
+
+    Returns early, without an error, once `cancelled` is set.
+    """
+    buffer = memoryview(bytearray(_RESUME_BUFFER_BYTES))
+    for index, shard in enumerate(manifest.shards):
+        with (source / shard.name).open("rb", buffering=0) as stream:
+            for chunk in range(landed.chunks.at(index, 0), landed.chunks.at(index, 0) + len(shard.chunks)):
+                if cancelled.is_set():
+                    return
+                at, end = landed.chunks.extent(chunk).begin, landed.chunks.extent(chunk).end
+                while landed.landed(chunk) and at < end:
+                    count = os.preadv(stream.fileno(), [buffer[: end - at]], at)
+                    targets[index].write(at, buffer[:count])
+                    at += count
+
+
 def land_existing(
     manifest: Manifest, targets: Sequence[ShardTarget], arrival: Arrival, cancelled: threading.Event
 ) -> None:

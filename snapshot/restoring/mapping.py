@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,6 +20,13 @@ from ..sources.source import ObjectInfo
 # Python's mmap module has this constant since 3.13. Without the flag, the kernel's heuristic refuses a
 # writable private mapping larger than the memory, although hardly a page of it is ever written.
 _MAP_NORESERVE = 0x4000
+_FLAGS, _PROTECTION = mmap.MAP_PRIVATE | _MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
+# Python's mmap takes no address.
+_MAP_FIXED = 0x10
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+_MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 class Mapping:
@@ -41,7 +50,7 @@ class Mapping:
         `verified` is what `FolderSource.stat` returned for each shard when it was verified. Raises
         SnapshotChanged if a shard differs from that, is missing, or does not have the manifest's size. `keep`, such as a
         lease, is referenced as long as any shard is mapped. With `arrival`, bytes may still be arriving: call
-        `wait` before reading them.
+        `wait` before reading them. Until a chunk has landed, its bytes read as zeros.
         """
         self.manifest = manifest
         self.arrival = arrival
@@ -50,8 +59,11 @@ class Mapping:
             raise SnapshotChanged(fault, remedy="Verify the files of this manifest.")
         source = FolderSource(root)
         files: Sequence[ObjectInfo | None] = verified or [None] * len(manifest.shards)
-        self.flats = [_map(source, *pair, keep) for pair in zip(manifest.shards, files, strict=True)]
+        memories = [_map(source, *pair, keep) for pair in zip(manifest.shards, files, strict=True)]
+        self.flats = [_flat(memory) for memory in memories]
         """For each shard, all its bytes as a one-dimensional tensor of uint8."""
+        if arrival is not None and not arrival.complete:
+            arrival.attach(_Veil(root, arrival, manifest.shards, memories))
 
     def wait(self, shard: int, begin: int, end: int) -> None:
         """Block until bytes [begin, end) of a shard have landed. Raises the errors of Arrival.wait."""
@@ -65,7 +77,63 @@ class _Memory(mmap.mmap):
     keep: object = None
 
 
-def _map(source: FolderSource, shard: Shard, verified: ObjectInfo | None, keep: object) -> torch.Tensor:
+class _Veil:
+    """Lets readers see of each mapped shard the chunks that have landed, and zeros in place of the others.
+
+    The file of a shard may be one that another snapshot left (see `caching.spare`). So until a chunk has
+    landed, pages of zeros are mapped over its bytes. A reader that does not wait sees these, and never bytes
+    of other weights. Showing a chunk takes one call of mmap, a few microseconds.
+    """
+
+    def __init__(
+        self, root: Path, arrival: Arrival, shards: Sequence[Shard], memories: Sequence[_Memory | None]
+    ) -> None:
+        """`memories` are the `shards`, mapped whole, which nobody reads yet. Those of size 0 are None."""
+        self._root, self._chunks, self._shards = root, arrival.chunks, shards
+        # Weak, because a memory refers to the lease, which refers to `arrival`, which refers to this object.
+        self._memories = [memory if memory is None else weakref.ref(memory) for memory in memories]
+        self._descriptors: dict[int, int] = {}
+        weakref.finalize(self, _close_all, self._descriptors).atexit = False
+        for memory in memories:
+            if memory is not None:
+                _map_over(memory, 0, len(memory), -1)
+
+    def move(self, root: Path) -> None:
+        _close_all(self._descriptors)
+        self._root = root
+
+    def show(self, chunk: int) -> None:
+        extent = self._chunks.extent(chunk)
+        reference = self._memories[extent.shard]
+        memory = reference() if reference is not None else None
+        if memory is None:
+            return
+        descriptor = self._descriptors.get(extent.shard)
+        if descriptor is None:
+            descriptor = FolderSource(self._root).open(self._shards[extent.shard].name)
+            self._descriptors[extent.shard] = descriptor
+        _map_over(memory, extent.begin, extent.end, descriptor)
+
+
+def _close_all(descriptors: dict[int, int]) -> None:
+    while descriptors:
+        os.close(descriptors.popitem()[1])
+
+
+def _map_over(memory: _Memory, begin: int, end: int, descriptor: int) -> None:
+    """Map the same bytes of another file over bytes [begin, end) of `memory`; zeros if `descriptor` is -1.
+
+    `begin` must be at a page.
+    """
+    base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    flags = _FLAGS | _MAP_FIXED | (mmap.MAP_ANONYMOUS if descriptor < 0 else 0)
+    offset = 0 if descriptor < 0 else begin
+    if _libc.mmap(base + begin, end - begin, _PROTECTION, flags, descriptor, offset) == _MAP_FAILED:
+        fault = f"Weights that have arrived cannot be mapped: {os.strerror(ctypes.get_errno())}."
+        raise SnapshotError(fault, remedy="See vm.max_map_count and the limits of memory of this process.")
+
+
+def _map(source: FolderSource, shard: Shard, verified: ObjectInfo | None, keep: object) -> _Memory | None:
     try:
         descriptor = source.open(shard.name)
     except SnapshotError as error:
@@ -79,11 +147,16 @@ def _map(source: FolderSource, shard: Shard, verified: ObjectInfo | None, keep: 
             remedy = "Verify the snapshot again, and publish new weights under a new name."
             raise SnapshotChanged(f"Shard {shard.name} was replaced or written to.", remedy=remedy)
         if not found.size_bytes:
-            # Neither mmap nor frombuffer accepts a size of zero.
-            return torch.empty(0, dtype=torch.uint8)
-        flags, prot = mmap.MAP_PRIVATE | _MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
-        memory = _Memory(descriptor, found.size_bytes, flags=flags, prot=prot)
+            return None
+        memory = _Memory(descriptor, found.size_bytes, flags=_FLAGS, prot=_PROTECTION)
         memory.keep = keep
-        return torch.frombuffer(memory, dtype=torch.uint8)
+        return memory
     finally:
         os.close(descriptor)
+
+
+def _flat(memory: _Memory | None) -> torch.Tensor:
+    # Neither mmap nor frombuffer accepts a size of zero.
+    if memory is None:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(memory, dtype=torch.uint8)

@@ -75,7 +75,6 @@ class _Held:
     """One tensor object of the module, with all its names and slots. `needed`: the snapshot must hold it."""
 
     tensor: torch.Tensor
-    is_parameter: bool
     needed: bool = False
     names: list[str] = field(default_factory=list)
     slots: list[Slot] = field(default_factory=list)
@@ -130,11 +129,11 @@ def _holdings(module: nn.Module) -> list[_Held]:
         stores: tuple[MutableMapping[str, Any], ...] = (owner._parameters, owner._buffers)  # noqa: SLF001
         places = [(store, attribute) for store in stores for attribute in store]
         for store, attribute in places:
-            tensor, is_parameter = store[attribute], store is owner._parameters  # noqa: SLF001
-            if tensor is None:
+            if (tensor := store[attribute]) is None:
                 continue
-            held = holdings.setdefault(id(tensor), _Held(tensor, is_parameter))
+            held = holdings.setdefault(id(tensor), _Held(tensor))
             held.names.append(f"{path}.{attribute}".removeprefix("."))
+            is_parameter = store is owner._parameters  # noqa: SLF001
             held.needed |= is_parameter or attribute not in owner._non_persistent_buffers_set  # noqa: SLF001
             if (id(owner), attribute) not in seen:
                 seen.add((id(owner), attribute))
@@ -169,11 +168,13 @@ def _step(held: _Held, entry: TensorEntry) -> RestoreStep:
 
 
 def _empty(held: _Held) -> torch.Tensor:
-    """Return an empty tensor or parameter with the dtype and the added attributes of `held.tensor`."""
+    """Return an empty tensor with the class, the dtype and the added attributes of `held.tensor`."""
     tensor = torch.empty(0, dtype=held.tensor.dtype)
-    if held.is_parameter:
-        # nn.Parameter makes the same call after some checks.
-        tensor = torch.Tensor._make_subclass(nn.Parameter, tensor, held.tensor.requires_grad)  # noqa: SLF001
+    if type(held.tensor) is not torch.Tensor:
+        # nn.Parameter makes the same call after some checks. A subclass may have a `__new__` with other
+        # arguments, which this call does not need.
+        kind = type(held.tensor)
+        tensor = torch.Tensor._make_subclass(kind, tensor, held.tensor.requires_grad)  # noqa: SLF001
     tensor.__dict__.update(held.tensor.__dict__)
     return tensor
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import PilotflameError, SourceError
+from ..extras import needs
 from .exchange import Head
 from .http import WebSource
 from .location import Location
@@ -103,7 +104,8 @@ class S3Source(WebSource):
 
     def _client(self) -> S3Client:
         # Imported only here: boto3 is not needed if the snapshot is in the cache.
-        from .s3_client import S3Client  # noqa: PLC0415
+        with needs("S3", "boto3"):
+            from .s3_client import S3Client  # noqa: PLC0415
 
         with self._opening:
             if self._opened is None:

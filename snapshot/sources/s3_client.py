@@ -12,6 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+import boto3
+import botocore.session
+from botocore import UNSIGNED, exceptions
+from botocore.config import Config
+
 from ...errors import (
     PilotflameError,
     SnapshotChanged,
@@ -20,14 +25,6 @@ from ...errors import (
     SourceMissing,
     SourceUnavailable,
 )
-
-try:
-    import boto3
-    import botocore.session
-    from botocore import UNSIGNED, exceptions
-    from botocore.config import Config
-except ImportError as missing:
-    raise SourceError("S3 needs boto3, which is not installed.", remedy="pip install boto3") from missing
 
 _AMAZON = (".amazonaws.com", ".amazonaws.com.cn", ".api.aws")
 

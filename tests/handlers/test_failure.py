@@ -55,11 +55,11 @@ def test_the_traceback_has_the_users_frames_only(load: Callable[[str], ModuleTyp
     module = load("import json\ndef handler(event):\n    return json.loads(event)\n")
 
     error = caught(lambda: module.handler("{"))
-    text = explain(HandlerFailed, "The handler", error, tmp_path / "code").details["traceback"]
+    text = explain(HandlerFailed, "The handler", error, tmp_path / "code").trace
     assert "handler.py" in text
     assert "JSONDecodeError" in text
     error = caught(lambda: OutputCodec(None).encode(object()))
-    text = explain(HandlerFailed, "The handler", error, tmp_path / "code").details["traceback"]
+    text = explain(HandlerFailed, "The handler", error, tmp_path / "code").trace
     assert "codec.py" not in text
 
 
@@ -127,8 +127,8 @@ def test_an_exception_that_cannot_be_printed_is_described(tmp_path: Path) -> Non
 
 def test_an_endless_traceback_is_cut_to_its_end(tmp_path: Path) -> None:
     described = explain(HandlerFailed, "The handler", ValueError("x" * 100_000 + "the end"), tmp_path)
-    assert len(described.details["traceback"]) <= MAX_TRACEBACK_CHARS
-    assert described.details["traceback"].rstrip().endswith("the end")
+    assert len(described.trace) <= MAX_TRACEBACK_CHARS
+    assert described.trace.rstrip().endswith("the end")
 
 
 def test_a_cause_is_in_the_traceback(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_a_cause_is_in_the_traceback(tmp_path: Path) -> None:
         except FileNotFoundError as error:
             raise PilotflameError("outer") from error
 
-    text = explain(HandlerFailed, "The handler", caught(fail), tmp_path).details["traceback"]
+    text = explain(HandlerFailed, "The handler", caught(fail), tmp_path).trace
     assert "FileNotFoundError" in text
     assert text.index("FileNotFoundError") < text.index("outer")
     assert traceback.format_exc() == "NoneType: None\n"

@@ -414,7 +414,7 @@ def test_the_innermost_line_of_the_users_own_code_is_named(made: Resolve, inner:
             **{"near": "from deep import inner", "deep/__init__": "", "deep/inner": inner},
         )
     assert f"Importing handler.py failed at {place}: " in caught.value.message
-    traceback = caught.value.details["traceback"]
+    traceback = caught.value.trace
     assert "near.py" in traceback
     assert "resolve.py" not in traceback
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,11 +28,16 @@ SHOUT = (
 
 
 def one_paragraph(done, *named: str) -> None:
-    """Check that the command failed with exit code 1 and one line on stderr that contains these texts."""
+    """Check that the command failed with exit code 1 and one line on stderr that contains these texts.
+
+    After an empty line, the traceback of the function may follow.
+    """
     assert done.returncode == 1, done.stderr
     assert done.stdout == ""
     assert done.stderr.startswith("error: ")
-    assert done.stderr.count("\n") == 1
+    paragraph, _, trace = done.stderr.partition("\n\n")
+    assert paragraph.rstrip("\n").count("\n") == 0
+    assert not trace or "  File " in trace
     for text in named:
         assert text in done.stderr
 
@@ -104,6 +111,70 @@ def test_the_life_of_a_function(pilotflame, tmp_path: Path):
     one_paragraph(pilotflame("status", "life-of-one"), "life-of-one")
 
 
+def test_the_settings_in_force_and_where_they_come_from(pilotflame, deployed, tmp_path: Path):
+    name = deployed(ECHO, "--set", "scale.max=3", "--set", "env.TOKEN=hidden")
+    shown = {
+        line.split()[0]: " ".join(line.split()[1:])
+        for line in pilotflame("status", name).stdout.splitlines()
+        if line.strip()
+    }
+    assert shown["scale.max"] == "3 --set"
+    assert shown["scale.min"] == "0 default"
+    assert shown["env.TOKEN"] == "(set) --set"
+    assert shown["threads"] == "- default"
+
+
+def test_a_gateway_reads_its_file(start, run, short_tmp: Path, tmp_path: Path):
+    file = tmp_path / "gateway.toml"
+    file.write_text(f'port = 0\nstate_dir = "{short_tmp}/filed"\ndrain_s = 1\n')
+    process = start("serve", "--json", "--config", file)
+    assert json.loads(process.stdout.readline())["url"].startswith("http://127.0.0.1:")
+    assert (short_tmp / "filed").is_dir()
+    file.write_text("prot = 0\n")
+    one_paragraph(run("serve", "--config", file), "prot is not a setting", "did you mean port")
+    one_paragraph(run("serve", PILOTFLAME_CONFIG=str(tmp_path / "no.toml")), "no.toml")
+
+
+def test_settings_are_described(run):
+    assert "1 to 1024" in run("settings", "scale.max").stdout
+    (described,) = json.loads(run("settings", "PILOTFLAME_PORT", "--json").stdout)["settings"]
+    assert (described["name"], described["default"]) == ("port", "8600")
+    one_paragraph(run("settings", "scale.mx"), "did you mean scale.max")
+
+
+def test_restart_rollback_and_revisions(pilotflame, deployed, tmp_path: Path):
+    name = deployed("def handler(event):\n    return 1\n")
+    (tmp_path / name / "handler.py").write_text(
+        "import os\ndef handler(event):\n    return os.environ['TOKEN']\n"
+    )
+    assert pilotflame("deploy", tmp_path / name, "--name", name).returncode == 0
+    assert pilotflame("secrets", "set", name, "TOKEN", given=b"new\n").returncode == 0
+    restarted = pilotflame("restart", name)
+    assert "runs in new processes" in restarted.stdout, restarted.stderr
+    assert pilotflame("invoke", name).stdout == '"new"\n'
+    assert "is live again" in pilotflame("rollback", name).stdout
+    assert pilotflame("invoke", name).stdout == "1\n"
+    listed = json.loads(pilotflame("revisions", name, "--json").stdout)["revisions"]
+    assert [(one["number"], one["state"] == "live") for one in listed] == [(2, False), (1, True)]
+    assert "stored" in (text := pilotflame("revisions", name).stdout) or "draining" in text
+    one_paragraph(pilotflame("rollback", name), "no older revision")
+    one_paragraph(pilotflame("rollback", name, "r7"), "r7")
+    one_paragraph(pilotflame("restart", "nobody"), "nobody")
+
+
+def test_credentials_are_named_and_not_deployed(pilotflame, tmp_path: Path):
+    (tmp_path / ".env").write_text("TOKEN=1")
+    (tmp_path / "handler.py").write_text("def handler(event):\n    return open('.env').read()\n")
+    for upload in ((), ("--upload",)):
+        done = pilotflame("deploy", tmp_path, "--name", "no-env", *upload)
+        assert "not deployed, since they look like credentials: .env; " in done.stderr
+        assert "FileNotFoundError" in pilotflame("invoke", "no-env", 1).stderr
+    (tmp_path / ".pilotflameignore").write_text("!.env\n")
+    done = pilotflame("deploy", tmp_path, "--name", "no-env")
+    assert "credentials" not in done.stderr
+    assert pilotflame("delete", "no-env", "--yes").returncode == 0
+
+
 def test_a_second_deploy_is_a_new_revision(pilotflame, deployed, tmp_path: Path):
     name = deployed("def handler(event):\n    return 1\n")
     first = json.loads(pilotflame("status", name, "--json").stdout)["revision"]
@@ -127,6 +198,62 @@ def test_no_check_defers_errors_to_the_first_call(pilotflame, deployed, tmp_path
     one_paragraph(pilotflame("invoke", name, "1"), "handler.py", "line 2", "no device")
     (tmp_path / "handler.py").write_text(source)
     one_paragraph(pilotflame("deploy", tmp_path, "--name", "checked"), "handler.py", "line 2", "no device")
+
+
+@pytest.mark.parametrize("upload", [(), ("--upload",)], ids=["folder", "upload"])
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("scale.max=many", "scale.max is 'many'"),
+        ("scale.mx=1", "did you mean scale.max"),
+        ("env.1=x", "env.1"),
+    ],
+)
+def test_a_bad_set_is_named_as_such(
+    pilotflame, tmp_path: Path, setting: str, said: str, upload: tuple[str, ...]
+):
+    (tmp_path / "handler.py").write_text(ECHO)
+    (tmp_path / "pilotflame.toml").write_text("hold_s = 1\n")
+    done = pilotflame("deploy", tmp_path, "--name", "bad-set", "--set", setting, *upload)
+    one_paragraph(done, said, "Correct --set.")
+    assert "staging" not in done.stderr
+    (tmp_path / "pilotflame.toml").write_text("hold = 1\n")
+    done = pilotflame("deploy", tmp_path, "--name", "bad-set", "--set", setting, *upload)
+    one_paragraph(done, said, "Correct --set and pilotflame.toml.")
+
+
+def test_errors_are_json_for_programs(pilotflame, run, tmp_path: Path):
+    def error(done, code: int) -> dict[str, str]:
+        assert (done.returncode, done.stdout, done.stderr.count("\n")) == (code, "", 1)
+        return json.loads(done.stderr)["error"]
+
+    unknown = error(pilotflame("status", "nobody", "--json"), 1)
+    assert unknown["type"] == "unknown_function"
+    assert unknown["remedy"]
+    assert error(run("list", "--json", "--url", "http://127.0.0.1:1"), 3)["type"] == "gateway_unreachable"
+    assert error(run("status", "--json"), 2)["type"] == "usage"
+    assert error(run("deploy", tmp_path / "no", "--json"), 2)["type"] == "usage"
+
+
+def completed(run, words: str, **variables: str) -> list[str]:
+    """Return what bash is offered for the last of these words."""
+    given = {
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(len(words.split(" ")) - 1),
+        "_PILOTFLAME_COMPLETE": "bash_complete",
+    }
+    return [line.partition(",")[2] for line in run(**given, **variables).stdout.splitlines() if line]
+
+
+def test_a_shell_completes_commands_functions_and_templates(run, served, deployed):
+    name = deployed(ECHO)
+    assert completed(run, "pilotflame rest") == ["restart", "restore"]
+    assert name in completed(run, "pilotflame status ", PILOTFLAME_URL=served)
+    assert name in completed(run, f"pilotflame invoke --url {served} {name[:4]}")
+    assert completed(run, "pilotflame init -t te") == ["text-embedding"]
+    assert completed(run, "pilotflame status x", PILOTFLAME_URL="http://127.0.0.1:1") == []
+    for shell in ("bash", "zsh", "fish"):
+        assert "_PILOTFLAME_COMPLETE" in run("completion", shell).stdout
 
 
 def test_warmup_starts_workers(pilotflame, deployed):
@@ -206,6 +333,32 @@ def test_logs_are_printed_and_followed(pilotflame, start, served, deployed):
     assert process.returncode == 130
     assert said.strip() == ""
     assert "heard one" in pilotflame("logs", name).stdout
+
+
+def test_logs_are_searched_by_time_request_and_level_also_of_a_deleted_function(pilotflame, deployed):
+    name = deployed("def handler(event):\n    print('heard', event)\n    return 1 / event\n")
+    reply = json.loads(pilotflame("invoke", name, "1", "--json").stdout)
+    failed = pilotflame("invoke", name, "0")
+    assert "ZeroDivisionError" in failed.stderr
+    assert "return 1 / event" in failed.stderr
+    pilotflame("delete", name, "--yes")
+    shown = pilotflame("logs", name).stdout
+    assert re.search(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3} \S+ +\[\w+\] heard 1$", shown, re.MULTILINE)
+    assert pilotflame("logs", name, "--request", reply["request_id"]).stdout.count("\n") == 1
+    errors = pilotflame("logs", name, "--level", "error", "--json", "--since", "10m").stdout.splitlines()
+    assert "ZeroDivisionError" in json.loads(errors[0])["text"]
+    assert pilotflame("logs", name, "--until", "10m").stdout == ""
+    assert pilotflame("logs", name, "--until", "2020-01-01").stdout == ""
+    assert pilotflame("logs", name, "--since", "soon").returncode == 2
+    assert pilotflame("logs", name, "--audit").returncode == 2
+    audit = pilotflame("logs", "--audit", "-n", 1).stdout
+    assert f'did="Delete a function" function="{name}" outcome="200"' in audit
+
+
+def test_what_the_gateway_says_is_one_of_the_logs(pilotflame, tmp_path):
+    (tmp_path / "handler.py").write_text("")
+    assert pilotflame("deploy", tmp_path, "--name", "x", "--set", "nothing=1").returncode == 1
+    assert "a deploy was refused" in pilotflame("logs", "--level", "warning").stdout
 
 
 # -- what goes wrong
@@ -335,6 +488,19 @@ def test_test_answers_and_leaves_nothing_behind(run, tmp_path: Path, short_tmp: 
     assert outcome["answer"] == {"greeting": "Hello, Ada!"}
 
 
+def test_test_shows_what_was_printed(run, tmp_path: Path, short_tmp: Path):
+    (tmp_path / "handler.py").write_text("print('loaded')\n" + SHOUT)
+    (tmp_path / "test_input.json").write_text('"hi"')
+    done = run("test", tmp_path, "--name", "loud", TMPDIR=str(short_tmp))
+    assert "printed | loaded" in done.stderr
+    assert "printed | heard hi" in done.stderr
+    assert "is live" not in done.stderr
+    printed = json.loads(run("test", tmp_path, "--name", "loud", "--json", TMPDIR=str(short_tmp)).stdout)[
+        "printed"
+    ]
+    assert printed == ["loaded", "heard hi"]
+
+
 def test_test_fails_as_the_function_fails(run, tmp_path: Path, short_tmp: Path):
     (tmp_path / "handler.py").write_text("def handler(event):\n    return event['absent']\n")
     one_paragraph(run("test", tmp_path, TMPDIR=str(short_tmp)), "test_input.json")
@@ -404,3 +570,11 @@ def test_deploy_names_the_platform_of_a_recognised_handler(pilotflame, tmp_path)
     assert "app.py:lambda_handler (Lambda), plain" in pilotflame("status", "greeter").stdout
     assert pilotflame("invoke", "greeter", '{"name": "Ada"}').stdout.strip() == '"Ada"'
     pilotflame("delete", "greeter", "--yes")
+
+
+def test_status_says_what_rest_costs(pilotflame, deployed):
+    name, until_s, said = deployed("def handler(event):\n    return event"), time.monotonic() + 30, ""
+    # It is measured some seconds after the deploy.
+    while "MB" not in said and time.monotonic() < until_s:
+        said = pilotflame("status", name).stdout
+    assert re.search(r"at rest +zygote \+ standby, [1-9]\d* MB", said)

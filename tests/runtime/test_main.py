@@ -13,9 +13,9 @@ import pytest
 from blockbuster import blockbuster_ctx
 from live import LIMIT_S, Gate, failure, gateway_here, gateway_process, gone
 from pilotflame.errors import GatewayError
+from pilotflame.runtime.functions.registry import Functions
 from pilotflame.runtime.main import run
 from pilotflame.runtime.settings.gateway_settings import GatewaySettings
-from pilotflame.runtime.telemetry.logs import LogBook
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -138,9 +138,8 @@ async def test_the_tripwire_holds(state, monkeypatch):
     async with gateway_here(state) as gateway:
         function = await gateway.deploy("def handler(event):\n    return event")
         with blockbuster_ctx(["pilotflame"]):
-            monkeypatch.setattr(LogBook, "tail", lambda _self, _count: time.sleep(0))
-            with pytest.raises(httpx.HTTPError):
-                await function.lines()
+            monkeypatch.setattr(Functions, "all", lambda _self: [time.sleep(0)])
+            assert (await function.client.get("/v1/functions/x/logs")).status_code == 500
 
 
 async def test_a_folder_that_does_not_exist_is_an_error(state):

@@ -1,149 +1,195 @@
-"""Serves AWS Lambda's invocation route: waits for the output, submits a job, or only checks the name."""
+"""Serves AWS Lambda's invocation routes: waits for the output, streams it, submits a job, or checks the name."""
 
 from __future__ import annotations
 
+import asyncio
 import base64
+import binascii
 import re
 import time
-from typing import Any, Literal
+from collections.abc import Mapping
+from typing import Any
 
 import orjson
 from aiohttp import web
-from typing_extensions import TypedDict
 
-from .... import errors
-from ....errors import BadInput, OutputInvalid, PilotflameError, RevisionRetired, UnknownFunction
+from ....errors import (
+    BadInput,
+    DeadlineExceeded,
+    OutputInvalid,
+    PilotflameError,
+    RevisionRetired,
+    UnknownFunction,
+)
 from ....handlers.codec import JSON_TYPE
 from ...access.keys import Scope
 from ...api.backend import ASYNC_BODY_BYTES, Backend
+from ...api.event_stream import LAST_EVENT_S
 from ...api.invoke import PRIORITY_PARAMETER, TIMEOUT_PARAMETER
 from ...api.requests import caller_of, load_json, priority_of, request_id_of, timeout_of, traceparent_of
-from ...api.responses import ErrorBody, Response, retry_headers
+from ...api.responses import ErrorBody
 from ...api.routes import Parameter, Route, header
 from ...functions.live import Live
 from ...serving.invocation import Invocation, Output
+from ...telemetry.logs import Capture
+from .failures import FUNCTION_ERRORS, LambdaError, aws_error, function_error
+from .response_stream import EVENT_STREAM_TYPE, ResponseStream
 
 VERSION = "$LATEST"
 MAX_STREAMED_BYTES = 20 << 20
 TAIL_BYTES = 4096
-TAIL_LINES = 200
 KINDS = ("RequestResponse", "Event", "DryRun")
+INVOKE = "/2015-03-31/functions/{name}/invocations"
+STREAM = "/2021-11-15/functions/{name}/response-streaming-invocations"
+CLIENT_CONTEXT_HEADER = "X-Amz-Client-Context"
+MAX_CONTEXT_CHARS = 3583
 _BEFORE_NAME = re.compile(r"^(arn(:[^:]*){4}:|\d+:(?=function:))?(function:)?")
 NAME = Parameter("name", "A name or an ARN.", place="path")
-QUALIFIER = Parameter("Qualifier")
+QUALIFIER = Parameter("Qualifier", f"{VERSION}, or the number, the id or an alias of the live revision.")
 INVOCATION_TYPE = header("X-Amz-Invocation-Type", type="string", enum=list(KINDS), default=KINDS[0])
-
-# Errors of the function, sent with status 200 and the header X-Amz-Function-Error. All others, and
-# RevisionRetired (see `_ended`), belong to the request or the gateway and keep their own status.
-FUNCTION_ERRORS = (
-    errors.HandlerError, errors.HandlerFailed, errors.OutputInvalid, errors.InputInvalid, errors.WorkerDied,
-    errors.DeadlineExceeded, errors.ActivationFailed,
-)  # fmt: skip
-ERROR_TYPES = (
-    (errors.DeadlineExceeded, "Sandbox.Timedout"),
-    (errors.WorkerDied, "Runtime.ExitError"),
-    (errors.ActivationFailed, "Runtime.InitError"),
-    (errors.OutputInvalid, "Runtime.MarshalError"),
-)
-ERROR_NAMES = (
-    (errors.UnknownFunction, "ResourceNotFoundException"),
-    (errors.BadInput, "InvalidRequestContentException"),
-    (errors.InputTooLarge, "RequestTooLargeException"),
-    ((errors.QueueFull, errors.QuotaExceeded), "TooManyRequestsException"),
-    (errors.Unauthorized, "UnrecognizedClientException"),
-    (errors.Forbidden, "AccessDeniedException"),
-)
-
-
-class LambdaError(TypedDict):
-    """The body of an error."""
-
-    Type: Literal["User", "Service"]
-    Message: str
-
-
-def aws_error(error: PilotflameError, request_id: str) -> Response:
-    """Return the response for an error that is none of the function."""
-    ours = error.status >= 500
-    name = next((name for cls, name in ERROR_NAMES if isinstance(error, cls)), "")
-    name = name or ("ServiceException" if ours else "InvalidParameterValueException")
-    headers = {"x-amzn-ErrorType": name, "x-amzn-RequestId": request_id, "Content-Type": JSON_TYPE}
-    body = LambdaError(Type="Service" if ours else "User", Message=str(error))
-    return Response(error.status, headers | retry_headers(error), orjson.dumps(body))
+CLIENT_CONTEXT = header(CLIENT_CONTEXT_HEADER, "A JSON object in base64, as context.client_context.")
+PARAMETERS = (NAME, QUALIFIER, INVOCATION_TYPE, CLIENT_CONTEXT, TIMEOUT_PARAMETER, PRIORITY_PARAMETER)
 
 
 class LambdaApi:
-    """The route of AWS Lambda's invoke API."""
+    """The routes of AWS Lambda's invoke API."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
 
     def routes(self) -> list[Route]:
         # Not {function}, which the guard would check: the variable may hold an ARN. `_live` checks it.
+        shared: dict[str, Any] = {
+            "body": Any, "body_required": False, "parameters": PARAMETERS, "errors": (400, 408, 413, 500, 503),
+            "aws_signed": True, "error_format": aws_error, "error_type": LambdaError | ErrorBody,
+        }  # fmt: skip
         return [
             Route(
-                "POST", "/2015-03-31/functions/{name}/invocations", self.invoke, Scope.INVOKE,
-                "Call a function as AWS Lambda is called.", {JSON_TYPE: Any, "*/*": Any},
-                other_responses={202: None, 204: None}, body=Any, body_required=False,
-                parameters=(NAME, QUALIFIER, INVOCATION_TYPE, TIMEOUT_PARAMETER, PRIORITY_PARAMETER),
-                errors=(400, 408, 413, 500, 503), error_format=aws_error, error_type=LambdaError | ErrorBody,
+                "POST", INVOKE, self.invoke, Scope.INVOKE, "Call a function as AWS Lambda is called.",
+                {JSON_TYPE: Any, "*/*": Any}, other_responses={202: None, 204: None}, **shared,
+            ),
+            Route(
+                "POST", STREAM, self.stream, Scope.INVOKE, "Call a function, and stream its output as AWS does.",
+                {EVENT_STREAM_TYPE: bytes}, other_responses={204: None}, **shared,
             ),
         ]  # fmt: skip
 
     async def invoke(self, request: web.Request) -> web.StreamResponse:
+        return await self._respond(request, {"RequestResponse": self._wait, "Event": self._submit})
+
+    async def stream(self, request: web.Request) -> web.StreamResponse:
+        return await self._respond(request, {"RequestResponse": self._stream})
+
+    async def _respond(self, request: web.Request, kinds: Mapping[str, Any]) -> web.StreamResponse:
+        """Respond by one of `kinds`, methods by the invocation type, or to a DryRun."""
         request_id = request_id_of(request.headers)
         try:
-            live = self._live(request)
-            kind = request.headers.get("X-Amz-Invocation-Type", "RequestResponse")
+            live, qualifier = self._live(request)
+            kind = request.headers.get("X-Amz-Invocation-Type", KINDS[0])
             if kind == "DryRun":
-                return web.Response(status=204, headers=_headers(request_id))
-            if kind == "Event":
-                return await self._submit(request, live)
-            if kind == "RequestResponse":
-                return await self._wait(request, live, request_id)
-            remedy = f"One of {', '.join(KINDS)}."
-            raise BadInput(f"X-Amz-Invocation-Type is {kind[:40]!r}.", remedy=remedy)
+                return web.Response(status=204, headers=_headers(request_id, live, qualifier))
+            if kind not in kinds:
+                remedy = f"One of {', '.join((*kinds, 'DryRun'))}."
+                raise BadInput(f"X-Amz-Invocation-Type is {kind[:40]!r}.", remedy=remedy)
+            response: web.StreamResponse = await kinds[kind](request, request_id)
         # Not left to the middleware, which would make a new request id.
         except PilotflameError as error:
             return aws_error(error, request_id).response()
+        return response
 
-    async def _submit(self, request: web.Request, live: Live) -> web.Response:
+    async def _submit(self, request: web.Request, _request_id: str) -> web.Response:
         """Submit the body as a job. Respond with 202 once the job is stored."""
-        _, body = await self._backend.read_body(request, live.record.function, ASYNC_BODY_BYTES)
+        extra = _extra(request.headers)
+        function = self._live(request)[0].record.function
+        _, body = await self._backend.read_body(request, function, ASYNC_BODY_BYTES)
         # The qualifier may no longer match if the function was deployed anew while the body arrived.
-        live = self._live(request)
+        live, qualifier = self._live(request)
         load_json(body)
-        job, replayed = await self._backend.submit(request, live, body)
-        return web.Response(status=202, headers=_headers(job.id) | {"X-Job-Id": job.id} | replayed)
+        extra |= {"qualifier": qualifier} if qualifier else {}
+        job, replayed = await self._backend.submit(request, live, body, extra=extra)
+        headers = _headers(job.id, live, qualifier)
+        return web.Response(status=202, headers=headers | {"X-Job-Id": job.id} | replayed)
 
-    async def _wait(self, request: web.Request, live: Live, request_id: str) -> web.Response:
-        received_s, name = time.monotonic(), live.record.function
-        live, body = await self._backend.read_body(request, name)
-        revision, limits = live.revision, live.record.settings
-        headers, caller = request.headers, caller_of(request)
+    async def _wait(self, request: web.Request, request_id: str) -> web.Response:
+        live, qualifier, invocation = await self._begin(request, request_id)
+        answer = await self._ended(live, invocation)
+        sent = _headers(request_id, live, qualifier)
+        if tail := _log_tail(invocation):
+            sent["X-Amz-Log-Result"] = tail
+        if isinstance(answer, PilotflameError):
+            sent["X-Amz-Function-Error"] = "Unhandled"
+            private = caller_of(request).sees_code(live.record.function)
+            answer = Output(orjson.dumps(function_error(answer, request_id, private=private)), JSON_TYPE)
+        return web.Response(body=answer.payload, headers=sent | {"Content-Type": answer.content_type})
+
+    async def _stream(self, request: web.Request, request_id: str) -> web.StreamResponse:
+        """Send the output as an event stream. Close the connection if it does not end at the deadline."""
+        live, qualifier, invocation = await self._begin(request, request_id)
+        events = ResponseStream(request, invocation, _headers(request_id, live, qualifier))
+        left_s = max(0.0, invocation.deadline_s - time.monotonic())
+        try:
+            async with asyncio.timeout(left_s + LAST_EVENT_S):
+                if invocation.stream is not None:
+                    await events.send_pieces(invocation.stream)
+                answer = await self._streamed(live, invocation, events)
+                error = answer if isinstance(answer, PilotflameError) else None
+                private = caller_of(request).sees_code(live.record.function)
+                return await events.complete(error, _log_tail(invocation), private=private)
+        except TimeoutError:
+            events.abort()
+            if not invocation.timeline.responded_s:
+                self._backend.record(live.record.function, DeadlineExceeded.status, invocation)
+            return events.response or web.Response(status=DeadlineExceeded.status)
+        finally:
+            if not invocation.ended:
+                live.revision.cancel(invocation)
+
+    async def _streamed(
+        self, live: Live, invocation: Invocation, events: ResponseStream
+    ) -> Output | PilotflameError:
+        """Wait for the end as `_ended`, and send an output that was not streamed.
+
+        Raises no error once the response has begun, because its status cannot be changed.
+        """
+        try:
+            answer = await self._ended(live, invocation)
+        except PilotflameError as error:
+            if events.response is None:
+                raise
+            return error
+        if isinstance(answer, Output) and invocation.stream is None:
+            await events.send(answer.payload)
+        return answer
+
+    async def _begin(self, request: web.Request, request_id: str) -> tuple[Live, str, Invocation]:
+        """Submit the invocation. Return (function, qualifier, invocation)."""
+        received_s, headers, caller = time.monotonic(), request.headers, caller_of(request)
+        extra, name = _extra(headers), self._live(request)[0].record.function
+        _, body = await self._backend.read_body(request, name)
+        live, qualifier = self._live(request)
+        limits = live.record.settings
         # `bare`, as in a job, tells the worker that the body is the input itself, not {"input": …}.
+        extra |= {"bare": True} | ({"qualifier": qualifier} if qualifier else {})
         invocation = Invocation(
             request_id, body, now_s=received_s, deadline_s=received_s + timeout_of(headers, limits.timeout_s),
-            hold_until_s=received_s + limits.hold_s, traceparent=traceparent_of(headers), extra={"bare": True},
-            streaming=revision.streaming, tenant=caller.owner, priority=priority_of(headers, urgent=caller.urgent),
+            hold_until_s=received_s + limits.hold_s, traceparent=traceparent_of(headers), extra=extra,
+            streaming=live.revision.streaming, tenant=caller.owner,
+            priority=priority_of(headers, urgent=caller.urgent),
+            capture=Capture(TAIL_BYTES) if headers.get("X-Amz-Log-Type") == "Tail" else None,
         )  # fmt: skip
         try:
-            revision.submit(invocation)
+            live.revision.submit(invocation)
         except PilotflameError as error:
             self._backend.metrics.refused(name, error)
             raise
-        answer = await self._ended(name, live, invocation)
-        sent = _headers(request_id) | self._log_tail(request, live, invocation)
-        if isinstance(answer, PilotflameError):
-            sent["X-Amz-Function-Error"] = "Unhandled"
-            answer = Output(orjson.dumps(function_error(answer, request_id)), JSON_TYPE)
-        return web.Response(body=answer.payload, headers=sent | {"Content-Type": answer.content_type})
+        return live, qualifier, invocation
 
-    async def _ended(self, name: str, live: Live, invocation: Invocation) -> Output | PilotflameError:
+    async def _ended(self, live: Live, invocation: Invocation) -> Output | PilotflameError:
         """Wait for the end. Return the output or one of FUNCTION_ERRORS; raise all other errors.
 
         RevisionRetired is raised, too: the revision was replaced, which is no failure of the function.
         """
+        name = live.record.function
         try:
             answer = await _collect(invocation)
         except PilotflameError as error:
@@ -158,47 +204,39 @@ class LambdaApi:
         self._backend.record(name, 200, invocation)
         return answer
 
-    def _log_tail(self, request: web.Request, live: Live, invocation: Invocation) -> dict[str, str]:
-        """Return the header with the end of the log if the caller requests it, else no header.
+    def _live(self, request: web.Request) -> tuple[Live, str]:
+        """Return the function and the qualifier that the request names; "" if it names none.
 
-        The log holds the duration and, if workers run one invocation at a time, what the worker has printed
-        since the invocation was sent: otherwise the lines could be those of another invocation.
+        Raises UnknownFunction unless the qualifier is $LATEST, or the number, the id or an alias of the live
+        revision.
         """
-        if request.headers.get("X-Amz-Log-Type", "None") != "Tail":
-            return {}
-        begun_s = time.time() - (time.monotonic() - (invocation.timeline.sent_s or time.monotonic()))
-        lines: list[str] = []
-        if live.revision.policy.scale.concurrency == 1:
-            found = (one for one in live.logs.tail(TAIL_LINES) if one.source == invocation.worker)
-            lines = [one.text for one in found if one.at >= begun_s]
-        took_ms = invocation.timeline.exec_s * 1000
-        lines.append(f"REPORT RequestId: {invocation.id}\tDuration: {took_ms:.2f} ms")
-        tail = "\n".join(lines).encode()[-TAIL_BYTES:]
-        return {"X-Amz-Log-Result": base64.b64encode(tail).decode()}
-
-    def _live(self, request: web.Request) -> Live:
         # The text is `name`, `account:function:name` or an ARN, and each may end with `:qualifier`.
         name, _, qualifier = _BEFORE_NAME.sub("", request.match_info["name"]).partition(":")
         caller_of(request).check(name)
         live = self._backend.functions.get(name)
         wanted = request.query.get("Qualifier", "") or qualifier
-        if wanted not in ("", VERSION, live.record.revision):
-            remedy = f"Omit it, or send {VERSION}."
+        record = live.record
+        if wanted not in ("", VERSION, str(record.number), record.revision, *record.settings.aliases):
+            remedy = f"Omit it, or send {VERSION} or {record.number}, the number of the live revision."
             raise UnknownFunction(f"Function {name!r} has no version {wanted[:64]!r}.", remedy=remedy)
-        return live
+        return live, wanted
 
 
-def function_error(error: PilotflameError, request_id: str) -> dict[str, object]:
-    """Return the body for a function's error. If a Lambda handler raised it, its details hold the fields."""
-    details = error.details
-    usual = next((name for cls, name in ERROR_TYPES if isinstance(error, cls)), error.code)
-    trace = details.get("stackTrace") or str(details.get("traceback", "")).splitlines(keepends=True)
-    return {
-        "errorMessage": details.get("errorMessage", error.message),
-        "errorType": details.get("errorType") or details.get("exception") or usual,
-        "requestId": request_id,
-        **({"stackTrace": trace} if trace else {}),
-    }
+def _extra(headers: Mapping[str, str]) -> dict[str, Any]:
+    """Return what the handler's context gets from the header ClientContext. Raises BadInput if it is invalid."""
+    sent = headers.get(CLIENT_CONTEXT_HEADER)
+    if not sent:
+        return {}
+    try:
+        found = (
+            orjson.loads(base64.b64decode(sent, validate=True)) if len(sent) <= MAX_CONTEXT_CHARS else None
+        )
+    except (binascii.Error, orjson.JSONDecodeError):
+        found = None
+    if not isinstance(found, dict):
+        remedy = f"Send a JSON object in base64, at most {MAX_CONTEXT_CHARS} characters."
+        raise BadInput(f"{CLIENT_CONTEXT_HEADER} is no client context.", remedy=remedy)
+    return {"client_context": found}
 
 
 async def _collect(invocation: Invocation) -> Output:
@@ -217,5 +255,16 @@ async def _collect(invocation: Invocation) -> Output:
     return Output(b"[" + b",".join(pieces) + b"]", JSON_TYPE)
 
 
-def _headers(request_id: str) -> dict[str, str]:
-    return {"x-amzn-RequestId": request_id, "X-Amz-Executed-Version": VERSION}
+def _log_tail(invocation: Invocation) -> str:
+    """Return the end of what the invocation printed as base64, if its caller has asked for that, else ""."""
+    if invocation.capture is None:
+        return ""
+    printed, took_ms = invocation.capture.text(), invocation.timeline.exec_s * 1000
+    lines = [printed] if printed else []
+    lines.append(f"REPORT RequestId: {invocation.id}\tDuration: {took_ms:.2f} ms")
+    return base64.b64encode("\n".join(lines).encode(errors="replace")[-TAIL_BYTES:]).decode()
+
+
+def _headers(request_id: str, live: Live, qualifier: str) -> dict[str, str]:
+    version = VERSION if qualifier in ("", VERSION) else str(live.record.number)
+    return {"x-amzn-RequestId": request_id, "X-Amz-Executed-Version": version}

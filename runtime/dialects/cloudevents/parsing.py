@@ -11,6 +11,7 @@ from urllib.parse import unquote
 
 import orjson
 from aiohttp import hdrs
+from multidict import istr
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
 from ....errors import EventInvalid, InputTooLarge, UnsupportedMedia
@@ -27,6 +28,7 @@ MAX_ATTRIBUTES = 100
 MAX_CONTEXT_BYTES = 64 << 10
 """Limit for the names and values of all attributes of an event: 64 KiB, the specification's event size."""
 
+_SPECVERSION, _TYPE = istr("ce-specversion"), istr("ce-type")
 _NAME = re.compile(r"[a-z0-9]{1,64}")
 # The specification forbids control characters, surrogates and noncharacters in attributes.
 _TEXT = re.compile(r"[^\x00-\x1f\x7f-\x9f\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff]*")
@@ -89,7 +91,11 @@ class ReceivedEvent:
 
 def is_event(headers: Headers) -> bool:
     """Return True if the headers are those of a request with events, in any mode."""
-    return media_type_of(headers).startswith(FAMILY) or "ce-specversion" in headers or "ce-type" in headers
+    if _SPECVERSION in headers or _TYPE in headers:
+        return True
+    kind = headers.get(hdrs.CONTENT_TYPE)
+    # Compared first, because each plain request to /invoke comes here.
+    return kind is not None and kind != JSON_TYPE and kind.lstrip().lower().startswith(FAMILY)
 
 
 def parse(headers: Headers, body: bytes) -> list[ReceivedEvent]:
@@ -112,12 +118,12 @@ def parse(headers: Headers, body: bytes) -> list[ReceivedEvent]:
     except orjson.JSONDecodeError as error:
         raise EventInvalid(f"The body is not JSON: {error}.", remedy=f"{media} is JSON.") from None
     if media == STRUCTURED:
-        return [_structured(found)]
+        return [structured_event(found)]
     if not isinstance(found, list):
         raise EventInvalid("The body is not a list of events.", remedy=f"{BATCHED} is a JSON array.")
     if len(found) > MAX_EVENTS:
         raise InputTooLarge(f"There are {len(found)} events.", remedy=f"Send at most {MAX_EVENTS} at a time.")
-    return [_structured(one, f"event {number}: ") for number, one in enumerate(found)]
+    return [structured_event(one, f"event {number}: ") for number, one in enumerate(found)]
 
 
 def _binary(headers: Headers, body: bytes) -> ReceivedEvent:
@@ -148,7 +154,7 @@ def _decode(header: str, value: str) -> str:
         raise EventInvalid(f"{header} is percent-encoded, but not UTF-8.", remedy="Encode UTF-8.") from None
 
 
-def _structured(found: Any, where: str = "") -> ReceivedEvent:
+def structured_event(found: Any, where: str = "") -> ReceivedEvent:
     """Return the event in a JSON object. `where` tells in error messages which event of a batch is meant."""
     if not isinstance(found, dict):
         raise EventInvalid(f"{where}The event is not a JSON object.", remedy="Send an object of attributes.")

@@ -1,23 +1,30 @@
-"""Serves the routes of CloudEvents: each event becomes a job, with its attributes in `context.extra`.
+"""Serves the routes of CloudEvents, whose attributes the handler reads in `context.extra`.
 
-POST sends events. OPTIONS is the handshake in which a sender of HTTP webhooks asks for permission.
+On `/v2/{function}/run`, each event becomes a job. On `/invoke/{function}`, the response to an event is the
+output. OPTIONS is the handshake in which a sender of HTTP webhooks asks for permission.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
+from typing import Any
 
 from aiohttp import web
 
-from ....errors import EventInvalid, PilotflameError
+from ....errors import EventInvalid, OutputInvalid, PilotflameError, UnsupportedMedia
+from ....handlers.codec import JSON_TYPE
 from ...access.keys import Scope
 from ...api.backend import ASYNC_BODY_BYTES, Accepted, Backend, Submitted
-from ...api.requests import traceparent_of
-from ...api.responses import json_response
+from ...api.invoke import Gateway
+from ...api.openapi import INVOKE_PATH
+from ...api.requests import caller_of, preferences_of, request_id_of, traceparent_of
+from ...api.responses import error_reply, json_response
 from ...api.routes import Route, header
 from ...functions.live import Live
 from ...jobs.job import JobState
 from .parsing import BATCHED, STRUCTURED, CloudEvent, ReceivedEvent, is_event, parse
+from .reply import reply, wants_reply
 
 ORIGIN, RATE = "WebHook-Request-Origin", "WebHook-Request-Rate"
 MAX_ORIGIN_CHARS = 255
@@ -30,6 +37,7 @@ class EventsApi:
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
+        self._gateway = Gateway(backend)
 
     def routes(self) -> list[Route]:
         return [
@@ -40,8 +48,17 @@ class EventsApi:
                 errors=(400, 404, 408, 409, 413, 415, 422, 503),
             ),
             Route(
-                "OPTIONS", RUN, self.handshake, Scope.INVOKE, "Ask whether events may be sent.",
-                parameters=(header(ORIGIN, required=True),),
+                "POST", INVOKE_PATH, self.invoke, Scope.INVOKE, "Call the function with a CloudEvent.",
+                {JSON_TYPE: Any, STRUCTURED: CloudEvent}, accepts=is_event, body={STRUCTURED: CloudEvent},
+                other_responses={204: None}, body_required=False,
+                errors=(400, 408, 413, 415, 422, 429, 500, 503, 504),
+            ),
+            *(
+                Route(
+                    "OPTIONS", path, self.handshake, Scope.INVOKE, "Ask whether events may be sent.",
+                    parameters=(header(ORIGIN, required=True),),
+                )
+                for path in (RUN, INVOKE_PATH)
             ),
         ]  # fmt: skip
 
@@ -57,6 +74,31 @@ class EventsApi:
             raise EventInvalid(f"The header {RATE} is {rate[:40]!r}.", remedy=remedy)
         allowed = {"WebHook-Allowed-Origin": origin, "WebHook-Allowed-Rate": "*"}
         return web.Response(headers={"Allow": "POST, OPTIONS", **allowed})
+
+    async def invoke(self, request: web.Request) -> web.StreamResponse:
+        """Respond with the output for one event, or with an event if the caller asks for one."""
+        if "respond-async" in preferences_of(request):
+            return await self.submit(request)
+        received_s, name, gateway = time.monotonic(), request.match_info["function"], self._gateway
+        request_id = request_id_of(request.headers)
+        # Raises before `refused` could count it: the metrics of made-up names would grow without limit.
+        self._backend.functions.live(name)
+        try:
+            _, body = await self._backend.read_body(request, name)
+            event = _single(parse(request.headers, body))
+            revision, invocation = gateway.begin(
+                name, request.headers, request_id, event.data, received_s, caller_of(request),
+                content_type=event.content_type, extra={"bare": True, "event": dict(event.attributes)},
+            )  # fmt: skip
+        except PilotflameError as error:
+            return gateway.refused(name, error, request_id, caller_of(request)).response()
+        response = await gateway.finish(request, name, revision, invocation)
+        if response.status != 200 or not isinstance(response, web.Response) or not wants_reply(request):
+            return response
+        try:
+            return reply(request, event, response)
+        except OutputInvalid as error:
+            return error_reply(error, request_id).response()
 
     async def submit(self, request: web.Request) -> web.StreamResponse:
         """Submit a job for each event, and respond once all jobs are stored.
@@ -82,6 +124,15 @@ class EventsApi:
         )  # fmt: skip
 
 
+def _single(events: list[ReceivedEvent]) -> ReceivedEvent:
+    if len(events) == 1:
+        return events[0]
+    message = f"One request to /invoke takes one event, not {len(events)}."
+    raise UnsupportedMedia(
+        message, remedy="Send batches to /v2/{function}/run, which makes each event a job."
+    )
+
+
 def _accepted(request: web.Request, found: list[Submitted]) -> web.Response:
     """Return the response, with the ids of the jobs in its body and in the header X-Job-Id.
 
@@ -91,7 +142,7 @@ def _accepted(request: web.Request, found: list[Submitted]) -> web.Response:
     headers = {"X-Job-Id": ",".join(ids[:MAX_HEADER_IDS])} if ids else {}
     if found and all(replayed for _, replayed in found):
         headers |= found[0][1]
-    if "reply" in (part.strip().lower() for part in request.headers.get("Prefer", "").split(",")):
+    if "reply" in preferences_of(request):
         return web.Response(status=202, headers=headers)
     jobs = [Accepted(id=job.id, status=job.state) for job, _ in found]
     single = dict(jobs[0]) if len(jobs) == 1 else {}

@@ -1,15 +1,16 @@
 """Serves the routes of Cog's predictions. A prediction is a job, whose end the request waits for by default.
 
 While all workers are busy, a prediction waits in the queue. Cog itself responds with 409 then. A failed
-prediction is returned with status 200, and its `status` is "failed". But if its input does not fit the
-handler, and the request waits without a limit, the response is an error, usually 422.
+prediction is returned with status 200, and its `status` is "failed". But if its input or output does not fit
+the handler, and the request waits without a limit, the response is an error, 422 or 500.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Iterator, Sequence
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 import orjson
@@ -18,27 +19,49 @@ from aiohttp import web
 from ...._version import __version__
 from ....errors import GatewayError, InputInvalid, PilotflameError, UnknownFunction, UnknownJob
 from ....handlers.codec import JSON_TYPE
+from ....handlers.contract import NOTHING
+from ....handlers.dialects.files import UNAVAILABLE
 from ...access.keys import Scope
 from ...api.backend import ASYNC_BODY_BYTES, Backend
 from ...api.event_stream import EVENTS, JobEncoder, accepts_events, event, send_job
-from ...api.requests import caller_of, dump_json, load_json, read_body, too_large, validate
+from ...api.requests import caller_of, dump_json, load_json, owner_of, read_body, too_large, validate
 from ...api.responses import json_response
 from ...api.routes import Parameter, Route, header
 from ...functions.live import Live
-from ...jobs import queries
-from ...jobs.job import ID_PREFIX, Job, JobState
-from .prediction import ID, Prediction, PredictionRequest, chosen_id, preferred_wait, shown, stored_id
+from ...jobs.job import Job, JobState
+from ...jobs.prediction import chosen_id, prediction_of, stored_id
+from ..predictions import (
+    ID,
+    Prediction,
+    PredictionError,
+    PredictionRequest,
+    detailed_error,
+    preferred_wait,
+    shown,
+)
 
 MAX_CHOICES = 50
-MAX_SHOWN_PIECES = 1000
-INPUT_ERRORS = frozenset({"bad_json", "input_invalid"})
+# A caller who does not wait for the end gets the state when a worker has the prediction, or after this time.
+START_S = 0.1
+# The codes of errors with which a caller who waits gets an error instead of a failed prediction.
+ERRORS = frozenset({"bad_json", "input_invalid", "output_invalid"})
 REMEDY = 'Send for example {"input": {"text": "hello"}}.'
 FUNCTION = header("X-Pilotflame-Function")
 FUNCTION_QUERY = Parameter("function")
 PREFER = header("Prefer", "respond-async, wait=seconds")
 CHOSEN_ID = Parameter("id", place="path", type="string", pattern=f"^{ID.pattern}$")
 Health: TypeAlias = Literal["READY", "BUSY", "STARTING", "SETUP_FAILED", "DEFUNCT"]
-HEALTH = {"status": Health, "version": dict[str, str], "functions": dict[str, Health]}
+HEALTH = {
+    "status": Health,
+    "setup": dict[str, str],
+    "version": dict[str, str],
+    "functions": dict[str, Health],
+}
+# What Cog says of the setup. While no worker has started, nothing is known of it.
+SETUPS: dict[Health, dict[str, str]] = {
+    "READY": {"status": "succeeded"}, "BUSY": {"status": "succeeded"}, "STARTING": {},
+    "SETUP_FAILED": {"status": "failed"}, "DEFUNCT": {"status": "failed"},
+}  # fmt: skip
 HEALTHIEST_FIRST: tuple[Health, ...] = ("READY", "BUSY", "STARTING", "SETUP_FAILED", "DEFUNCT")
 
 
@@ -55,17 +78,21 @@ class PredictionsApi:
         which, errors = (FUNCTION_QUERY, FUNCTION), (404, 410, 503)
         create: dict[str, Any] = {
             "response": prediction, "other_responses": {202: Prediction}, "body": PredictionRequest,
-            "errors": (400, 404, 408, 409, 413, 422, 503), "parameters": (*which, PREFER),
+            "errors": (400, 404, 408, 409, 413, 422, 500, 503), "parameters": (*which, PREFER),
         }  # fmt: skip
         same = create | {"parameters": (CHOSEN_ID, *which, PREFER)}
         call, health = Scope.INVOKE, "Show the health of one function or all."
-        return [
+        rows = [
             Route("POST", base, self.create, call, "Make a prediction.", **create),
             Route("PUT", one, self.create, call, "Make the prediction with this id.", **same),
             Route("GET", one, self.show, call, "Show a prediction.", prediction, errors=errors),
             Route("POST", cancel, self.cancel, call, "Cancel a prediction.", prediction, errors=errors),
-            Route("GET", "/health-check", self.health, None, health, HEALTH, errors=(404,), parameters=which),
         ]
+        checked = Route(
+            "GET", "/health-check", self.health, None, health, HEALTH, errors=(404,), parameters=which
+        )
+        detailed: dict[str, Any] = {"error_format": detailed_error, "error_type": PredictionError}
+        return [checked, *(dataclasses.replace(row, **detailed) for row in rows)]
 
     async def create(self, request: web.Request) -> web.StreamResponse:
         """Make a prediction, or return the existing one with the same id or Idempotency-Key."""
@@ -74,7 +101,8 @@ class PredictionsApi:
         limit = limit if wait_s is None else min(limit, ASYNC_BODY_BYTES)
         body = await read_body(request, limit, self._backend.body_timeout_s)
         wanted = validate(PredictionRequest, load_json(body or b"{}"), REMEDY, InputInvalid)
-        fields = wanted.fields(request.match_info.get("id"), caller_of(request).owner)
+        owner = caller_of(request).owner
+        fields = wanted.fields(request.match_info.get("id"), owner, waits=wait_s is None)
         live = self._live(request, wanted.version)
         if len(body) > live.record.settings.max_body_bytes:
             raise too_large(live.record.settings.max_body_bytes)
@@ -83,13 +111,17 @@ class PredictionsApi:
             return await send_job(request, self._jobs, job, _encoder())
         if wait_s is None:
             job = await self._wait(job, live, replayed=bool(replayed))
-            # The handler refused the input: respond with an error instead of a failed prediction.
-            if job.state is JobState.FAILED and job.error and job.error.get("type") in INPUT_ERRORS:
+            if job.state is JobState.FAILED and job.error and _is_error(job.error):
                 raise PilotflameError.from_wire(dict(job.error))
         elif wait_s:
             job = await self._jobs.wait(job.function, job.id, wait_s)
-        waited = wait_s != 0 and job.state.final
-        return await self._response(job, 200 if waited else 202, **replayed)
+        else:
+            job = await self._started(job)
+        waited, changes = wait_s != 0 and job.state.final, {}
+        if wait_s and not waited:
+            # Callers, such as Replicate's clients, take every other status for the end of their wait.
+            changes["status"] = "starting"
+        return await self._response(job, 200 if waited else 202, changes, **replayed)
 
     async def show(self, request: web.Request) -> web.StreamResponse:
         job = await self._job(request)
@@ -112,7 +144,9 @@ class PredictionsApi:
         found = {name: self._health(name) for name in ([named] if named else names)}
         status: Health = min(found.values(), key=HEALTHIEST_FIRST.index, default="READY")
         version = {"pilotflame": __version__}
-        return json_response({"status": status, "version": version, "functions": found})
+        return json_response(
+            {"status": status, "setup": SETUPS[status], "version": version, "functions": found}
+        )
 
     def _health(self, name: str) -> Health:
         try:
@@ -140,11 +174,21 @@ class PredictionsApi:
                     await self._jobs.store.cancel(job.function, job.id)
             raise
 
-    async def _response(self, job: Job, status: int = 200, **headers: str) -> web.Response:
-        pieces: list[bytes] = []
-        if job.pieces and not job.state.final:
-            pieces = [piece for _, piece in await self._jobs.store.pieces(job.id, 0, MAX_SHOWN_PIECES)]
-        return json_response(shown(job, pieces), status=status, headers=headers | {"X-Job-Id": job.id})
+    async def _started(self, job: Job) -> Job:
+        """Wait until a worker has the job, as Cog does, but not longer than START_S. Return the job."""
+        with self._jobs.watch(job.id) as news, contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(START_S):
+                while (job := await self._jobs.store.get(job.function, job.id)).state is JobState.IN_QUEUE:
+                    await news.wait()
+                    news.clear()
+        return job
+
+    async def _response(
+        self, job: Job, status: int = 200, changes: Mapping[str, str] = NOTHING, **headers: str
+    ) -> web.Response:
+        """Return the prediction with these changes of its fields."""
+        body = await shown(job, self._jobs) | dict(changes)
+        return json_response(body, status=status, headers=headers | {"X-Job-Id": job.id})
 
     def _names(self, request: web.Request) -> list[str]:
         caller = caller_of(request)
@@ -170,18 +214,22 @@ class PredictionsApi:
 
     async def _job(self, request: web.Request) -> Job:
         """Return the job, also if its function was deleted. Raises UnknownJob or JobExpired."""
-        caller, job_id = caller_of(request), request.match_info["id"]
+        caller, job_id, owner = caller_of(request), request.match_info["id"], owner_of(request)
         names = self._names(request)
-        try:
-            job = await self._jobs.store.find(stored_id(job_id, caller.owner), caller.allows, names)
+        with contextlib.suppress(UnknownJob):
+            return await self._jobs.store.find(stored_id(job_id, caller.owner), caller.allows, names, owner)
         # The stored id has no owner: it was generated, or chosen by a caller without an API key.
-        except UnknownJob:
-            job = await self._jobs.store.find(job_id, caller.allows, names)
-        # A chosen id can be guessed, so a job with an owner is shown only to the owner and administrators.
-        foreign = job.owner not in ("", caller.owner) and not job.id.startswith(ID_PREFIX)
-        if foreign and Scope.ADMIN not in caller.scopes:
-            raise queries.unknown(job_id)
-        return job
+        return await self._jobs.store.find(job_id, caller.allows, names, owner)
+
+
+def _is_error(error: Mapping[str, Any]) -> bool:
+    """Return True if the caller gets this error of a job instead of the failed prediction.
+
+    As in Cog, a file that cannot be fetched fails the prediction.
+    """
+    problems = error.get("details", {}).get("problems", ())
+    unavailable = bool(problems) and all(one.get("type") == UNAVAILABLE for one in problems)
+    return error.get("type") in ERRORS and not unavailable
 
 
 def _encoder() -> JobEncoder:
@@ -196,7 +244,7 @@ def _encoder() -> JobEncoder:
             chunk = {"chunk": orjson.Fragment(piece), "index": number - 1}
             yield event("output", orjson.dumps(chunk), number)
         if job.state.final and not pieces:
-            prediction = shown(job)
+            prediction = prediction_of(job)
             if job.state is JobState.COMPLETED and not job.pieces:
                 yield event("output", orjson.dumps({"chunk": prediction["output"], "index": 0}))
             if job.logs:

@@ -19,7 +19,7 @@ from ....handlers.codec import JSON_TYPE
 from ...access.keys import Scope
 from ...api.backend import ASYNC_BODY_BYTES, REPLAYED_HEADER, SUBMIT_PARAMETERS, Accepted, Backend, Submitted
 from ...api.event_stream import EVENTS, JobEncoder, accepts_events, event, send_job
-from ...api.requests import dump_json, load_json, validate
+from ...api.requests import dump_json, load_json, owner_of, validate
 from ...api.responses import ErrorFields, Handler, Timestamp, json_response, timestamp
 from ...api.routes import Choices, Number, Parameter, Route, header
 from ...functions.live import Live
@@ -126,8 +126,9 @@ class QueueApi:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._jobs = backend.jobs
-        # By job: the number of the last piece that a poll has returned. The jobs polled last are at the end.
-        self._polled: OrderedDict[str, int] = OrderedDict()
+        # By job and owner: the number of the last piece that a poll has returned; those polled last are at the
+        # end. The polls of an administrator take no piece from the job's owner.
+        self._polled: OrderedDict[tuple[str, str], int] = OrderedDict()
 
     def routes(self) -> list[Route]:
         def row(method: str, path: str, handler: Handler, summary: str, response: Any, **more: Any) -> Route:
@@ -136,6 +137,7 @@ class QueueApi:
 
         submit = {"body": JobRequest, "errors": SUBMIT_ERRORS, "headers": REPLAYED_HEADER}
         timed = submit | {"parameters": (WAIT, *SUBMIT_PARAMETERS)}
+        waiting = {"parameters": (WAIT,), "errors": (400, *JOB_ERRORS)}
         stream = {"parameters": (AFTER, header("Last-Event-ID")), "errors": (400, *JOB_ERRORS)}
         listing = {"parameters": (STATUS, LIMIT, BEFORE), "errors": (400, *JOB_ERRORS)}
         retry = {"errors": (409, *JOB_ERRORS)}
@@ -145,6 +147,7 @@ class QueueApi:
             row("POST", "runsync", self.runsync, "Submit a job and wait for its end.", JobStatus, **timed),
             row("GET", "status/{job}", self.status, "Show a job.", JobStatus),
             row("POST", "status/{job}", self.status, "Show a job.", JobStatus),
+            row("GET", "status-sync/{job}", self.status_sync, "Wait for a job's end.", JobStatus, **waiting),
             row("GET", "stream/{job}", self.stream, poll, pieces, **stream),
             row("POST", "stream/{job}", self.stream, poll, pieces, **stream),
             row("POST", "cancel/{job}", self.cancel, "Cancel a job unless it has ended.", JobStatus),
@@ -160,30 +163,33 @@ class QueueApi:
 
     async def runsync(self, request: web.Request) -> web.StreamResponse:
         """Submit a job. Respond with its state when it has ended, or when the time in `?wait=` is over."""
-        wait_s = min(max(WAIT.read(request), MIN_WAIT_MS), MAX_WAIT_MS) / 1000
-        job, headers = await self._submit(request)
-        job = await self._jobs.wait(job.function, job.id, wait_s)
+        wait_s = _wait_s(request)
+        job, headers = await self._submit(request, wait_s=wait_s)
         return json_response(shown(job), headers=headers)
 
     async def status(self, request: web.Request) -> web.StreamResponse:
         return json_response(shown(await self._job(request)))
 
+    async def status_sync(self, request: web.Request) -> web.StreamResponse:
+        """Respond with a job when it has ended, or when the time in `?wait=` is over."""
+        wait_s, job = _wait_s(request), await self._job(request)
+        return json_response(shown(await self._jobs.wait(job.function, job.id, wait_s)))
+
     async def cancel(self, request: web.Request) -> web.StreamResponse:
-        job = await self._job(request)
-        return json_response(shown(await self._jobs.store.cancel(job.function, job.id)))
+        return json_response(shown(await self._jobs.store.cancel(*_named(request))))
 
     async def retry(self, request: web.Request) -> web.StreamResponse:
         self._live(request)
-        job = await self._job(request)
-        return json_response(shown(await self._jobs.store.retry(job.function, job.id)))
+        return json_response(shown(await self._jobs.store.retry(*_named(request))))
 
     async def purge(self, request: web.Request) -> web.StreamResponse:
-        removed = await self._jobs.purge(self._live(request).record.function)
+        removed = await self._jobs.purge(self._live(request).record.function, owner_of(request))
         return json_response({"removed": removed, "status": "completed"})
 
     async def health(self, request: web.Request) -> web.StreamResponse:
         live = self._live(request)
-        counts, census = await self._jobs.store.counts(live.record.function), live.revision.census()
+        counts = await self._jobs.store.counts(live.record.function, owner_of(request))
+        census = live.revision.census()
         running = min(census.ready, census.in_flight)
         health = {
             "jobs": {
@@ -200,7 +206,8 @@ class QueueApi:
     async def requests(self, request: web.Request) -> web.StreamResponse:
         live = self._live(request)
         limit, before = min(max(1, LIMIT.read(request)), MAX_LISTED), request.query.get("before", "")
-        found = await self._jobs.store.newest(live.record.function, STATUS.read(request), limit, before)
+        function, states, owner = live.record.function, STATUS.read(request), owner_of(request)
+        found = await self._jobs.store.newest(function, states, limit, before, owner)
         return json_response({"requests": [shown(job) for job in found]})
 
     async def stream(self, request: web.Request) -> web.StreamResponse:
@@ -208,19 +215,19 @@ class QueueApi:
         job = await self._job(request)
         if accepts_events(request):
             return await send_job(request, self._jobs, job, _encoder())
-        polls = "after" not in request.query
-        after = self._polled.get(job.id, 0) if polls else AFTER.read(request)
+        polls, poller = "after" not in request.query, (job.id, owner_of(request))
+        after = self._polled.get(poller, 0) if polls else AFTER.read(request)
         pieces = await self._jobs.store.pieces(job.id, after, PIECES_PER_POLL)
         job = await self._jobs.store.get(job.function, job.id) if not pieces else job
         # RunPod's clients do not send `?after=`: their next poll continues after the stored number.
         if polls and pieces:
-            self._polled[job.id] = pieces[-1][0]
-            self._polled.move_to_end(job.id)
+            self._polled[poller] = pieces[-1][0]
+            self._polled.move_to_end(poller)
             if len(self._polled) > MAX_POLLERS:
                 self._polled.popitem(last=False)
         # The job has ended and all pieces were returned. The next poll starts with the first piece again.
         elif polls and job.state.final:
-            self._polled.pop(job.id, None)
+            self._polled.pop(poller, None)
         found = [{"output": orjson.Fragment(piece), "number": number} for number, piece in pieces]
         return json_response({"id": job.id, "status": job.state, "stream": found})
 
@@ -229,17 +236,28 @@ class QueueApi:
 
     async def _job(self, request: web.Request) -> Job:
         """Return the job, also if its function was deleted. Raises UnknownJob or JobExpired."""
-        return await self._jobs.store.get(request.match_info["function"], request.match_info["job"])
+        return await self._jobs.store.get(*_named(request))
 
-    async def _submit(self, request: web.Request, most: int | None = None) -> Submitted:
+    async def _submit(
+        self, request: web.Request, most: int | None = None, wait_s: float | None = None
+    ) -> Submitted:
         live, body = await self._backend.read_body(request, request.match_info["function"], most)
         found, remedy = load_json(body), 'Send {"input": …}.'
         if not isinstance(found, dict) or "input" not in found:
             raise BadInput("The body has no input.", remedy=remedy)
         wanted = validate(JobRequest, found, remedy, InputInvalid)
         body = dump_json(wanted.input)
-        job, replayed = await self._backend.submit(request, live, body, **wanted.fields())
+        job, replayed = await self._backend.submit(request, live, body, wait_s=wait_s, **wanted.fields())
         return job, replayed | {"X-Request-Id": job.id}
+
+
+def _named(request: web.Request) -> tuple[str, str, str]:
+    """Return the function and the job that the path names, and the owner that the job must have."""
+    return request.match_info["function"], request.match_info["job"], owner_of(request)
+
+
+def _wait_s(request: web.Request) -> float:
+    return min(max(WAIT.read(request), MIN_WAIT_MS), MAX_WAIT_MS) / 1000
 
 
 def _encoder() -> JobEncoder:

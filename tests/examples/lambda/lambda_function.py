@@ -15,6 +15,6 @@ def lambda_handler(event, context):
         "memory": int(context.memory_limit_in_mb) > 0,
         "time_left": 0 < context.get_remaining_time_in_millis() <= 900_000,
         "log": [context.log_group_name, bool(context.log_stream_name)],
-        "nobody": [context.identity, context.client_context],
+        "nobody": [context.identity.cognito_identity_id, context.client_context],
         "counts": {1: "one"},
     }

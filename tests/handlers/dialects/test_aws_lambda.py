@@ -86,3 +86,53 @@ async def test_what_cannot_be_served_is_said_at_deploy(gateway: Gateway, source:
     response = await gateway.send(None, files={"app.py": source})
     assert response.status_code == 422
     assert word in response.json()["error"]["message"]
+
+
+NUMBERS = """
+import os
+from decimal import Decimal
+def lambda_handler(event, context):
+    if event.get("give") == "decimals":
+        return {"price": Decimal("1.10"), "many": [Decimal("1E+30"), Decimal(3)], 7: Decimal("0.1")}
+    if event.get("give") == "nan":
+        return {"price": Decimal("NaN")}
+    return {"sum": event["n"] + 1, "same": event["n"], "kind": type(event["n"]).__name__}
+"""
+
+
+async def test_decimals_and_integers_of_any_size_keep_their_digits(deploy: Callable[..., Any]) -> None:
+    function = await deploy(None, files={"app.py": NUMBERS})
+    for number in (2**63, 2**64 - 1, 2**64, -(2**63) - 1, 10**60, 12):
+        response = await function.call({"n": number})
+        assert response.text == f'{{"sum":{number + 1},"same":{number},"kind":"int"}}'
+        assert response.headers["Content-Type"] == "application/json"
+    response = await function.call({"give": "decimals"})
+    assert response.text == '{"price":1.10,"many":[1E+30,3],"7":0.1}'
+    error = await function.error({"give": "nan"})
+    assert (error["status"], error["type"]) == (500, "output_invalid")
+    assert "answer.price" in error["message"]
+    body = b'{"n": ' + b"1" * 5000 + b"}"
+    response = await function.client.post(function.path, content=body)
+    assert (response.status_code, response.json()["error"]["type"]) == (400, "bad_json")
+
+
+SURROUNDINGS = """
+import os
+def lambda_handler(event, context):
+    names = ("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_EXECUTION_ENV", "AWS_LAMBDA_INITIALIZATION_TYPE")
+    identity = context.identity
+    return {
+        **{name: os.environ.get(name) for name in names},
+        "identity": [identity.cognito_identity_id, identity.cognito_identity_pool_id],
+    }
+"""
+
+
+async def test_the_region_and_the_identity(deploy: Callable[..., Any]) -> None:
+    answer = await (await deploy(None, files={"app.py": SURROUNDINGS})).answer()
+    assert answer["AWS_REGION"] == answer["AWS_DEFAULT_REGION"] == "us-east-1"
+    assert answer["AWS_EXECUTION_ENV"].startswith("AWS_Lambda_python3.")
+    assert answer["AWS_LAMBDA_INITIALIZATION_TYPE"] == "on-demand"
+    assert answer["identity"] == [None, None]
+    other = await deploy(None, {"env.AWS_DEFAULT_REGION": "eu-west-1"}, files={"app.py": SURROUNDINGS})
+    assert (await other.answer())["AWS_REGION"] == "eu-west-1"

@@ -64,7 +64,7 @@ async def test_typed_inputs(deploy_folder: Callable[..., Any], file_server: str)
     schema = function.described["input_schema"]
     assert schema["required"] == ["image"]
     assert schema["properties"]["image"] == {
-        "description": "Image to caption", "format": "uri", "title": "Image", "type": "string",
+        "description": "Image to caption", "format": "uri", "title": "Image", "type": "string", "x-order": 0,
     }  # fmt: skip
     assert schema["properties"]["style"]["enum"] == ["plain", "poetic"]
     length = schema["properties"]["length"]
@@ -120,7 +120,7 @@ async def test_our_own_network_is_not_fetched_from(
 async def test_an_iterator_streams(deploy_folder: Callable[..., Any]) -> None:
     function = await deploy_folder("cog-iterator")
     assert function.described["streaming"]
-    assert function.described["output_schema"] == {"type": "string"}
+    assert function.described["output_schema"] == {"type": "string", "x-cog-array-display": "concatenate"}
     # The predictor has an input named `input`, which works bare and in the envelope.
     for event in ({"input": "hi", "count": 1}, {"input": {"input": "hi", "count": 1}}):
         assert pieces((await function.call(event)).text) == ["hi", " once", {}]
@@ -176,6 +176,45 @@ class Predictor(BasePredictor):
     assert [task.result() for task in asked] == [{"n": n, "ready": True, "path": "picture"} for n in range(2)]
 
 
+async def test_cog_yaml_says_how_many_run_at_once(deploy: Callable[..., Any], gate: Gate) -> None:
+    source = """
+import gate
+from cog import BasePredictor
+class Predictor(BasePredictor):
+    async def predict(self, n: int) -> int:
+        await gate.wait_async(str(n))
+        return n
+"""
+    config = "build:\n  python_packages:\n    - pydantic>=2\nconcurrency:\n  max: 2\npredict: predict.py:Predictor\n"
+    function = await deploy(
+        None, {"scale.max": 1}, files={"predict.py": source, "cog.yaml": config}, gate=gate
+    )
+    async with asyncio.TaskGroup() as tasks:
+        asked = [tasks.create_task(function.answer({"n": n})) for n in range(2)]
+        assert (await gate.next()).pid == (await gate.next()).pid
+        gate.open()
+    assert [task.result() for task in asked] == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("config", "fault", "word"),
+    [
+        ("build:\n  python_packages: [no-such-package==1.0]", "requirements_unmet", "cog.yaml is not met: line 1: no-such-package==1.0"),
+        ("build:\n  python_requirements: more.txt", "requirements_unmet", "cog.yaml is not met: line 1: no-such-other"),
+        ("build:\n  python_requirements: ../more.txt", "settings_invalid", "not in the folder"),
+        ("concurrency:\n  max: many", "settings_invalid", "concurrency.max"),
+        ("build: [", "settings_invalid", "cog.yaml cannot be used"),
+    ],
+)  # fmt: skip
+async def test_what_cog_yaml_needs_is_checked(gateway: Gateway, config: str, fault: str, word: str) -> None:
+    source = "from cog import BasePredictor\nclass Predictor(BasePredictor):\n    def predict(self) -> int:\n        return 1\n"
+    files = {"predict.py": source, "cog.yaml": config, "more.txt": "no-such-other"}
+    response = await gateway.send(None, files=files)
+    error = response.json()["error"]
+    assert (response.status_code, error["type"]) == (422, fault)
+    assert word in error["message"]
+
+
 @pytest.mark.parametrize(
     ("body", "kind", "answer"),
     [
@@ -222,6 +261,7 @@ class Runner(BaseRunner):
 async def test_answers_with_files(deploy: Callable[..., Any]) -> None:
     source = """
 import dataclasses, enum, io, pathlib
+from typing import Any
 from cog import BasePredictor, Path
 class Colour(enum.Enum):
     RED = "red"
@@ -229,23 +269,24 @@ class Colour(enum.Enum):
 class Found:
     path: Path
 class Predictor(BasePredictor):
-    def predict(self, what: str) -> Path:
+    def predict(self, what: str) -> Any:
         pathlib.Path("a.webp").write_bytes(b"a")
         return {
             "path": Path("a.webp"), "plain": pathlib.Path("a.webp"), "list": [Path("a.webp")],
             "nested": {"x": (Found(Path("a.webp")), Colour.RED)}, "opened": open("a.webp", "rb"),
-            "memory": io.StringIO("a"), "bytes": b"raw", "gone": {"x": [Path("gone")]}, "keys": {1: 2},
+            "memory": io.StringIO("a"), "bytes": b"raw", "inner": [b"text", b"\\xff"], "gone": {"x": [Path("gone")]}, "keys": {1: 2},
         }[what]
 """
     function = await deploy(None, files={"predict.py": source})
     url = "data:image/webp;base64,YQ=="
-    assert function.described["output_schema"] == {"type": "string", "format": "uri"}
     for what in ("path", "plain", "opened"):
         assert await function.answer({"what": what}) == url
     assert await function.answer({"what": "list"}) == [url]
     assert await function.answer({"what": "nested"}) == {"x": [{"path": url}, "red"]}
     assert await function.answer({"what": "memory"}) == "data:application/octet-stream;base64,YQ=="
     assert await function.answer({"what": "keys"}) == {"1": 2}
+    # As in Cog, bytes in JSON are text. Those that are no text are a file.
+    assert await function.answer({"what": "inner"}) == ["text", "data:application/octet-stream;base64,/w=="]
     raw = await function.call({"what": "bytes"})
     assert (raw.content, raw.headers["content-type"]) == (b"raw", "application/octet-stream")
     error = await function.error({"what": "gone"})

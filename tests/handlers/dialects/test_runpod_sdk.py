@@ -108,3 +108,27 @@ def test_the_logger_writes_to_the_functions_log(caplog: pytest.LogCaptureFixture
     assert [record.levelname for record in caplog.records[:4]] == ["DEBUG", "INFO", "WARNING", "ERROR"]
     assert caplog.records[0].invocation == "job-1"  # type: ignore[attr-defined]
     assert "abcdef" not in caplog.text
+
+
+def test_the_debugger_measures_steps() -> None:
+    runpod = stand_in(print, print)["runpod"]
+    debugger = runpod.serverless.utils.rp_debugger
+    assert int(runpod.__version__.split(".")[0]) >= 1
+
+    @debugger.FunctionTimer
+    def answer(number: int) -> int:
+        return number + 1
+
+    with debugger.LineTimer("block"):
+        assert answer(41) == 42
+    debugger.Checkpoints().add("never started")
+    with pytest.raises(KeyError, match="was not started"):
+        debugger.Checkpoints().stop("never started")
+    with pytest.raises(KeyError, match="no checkpoint"):
+        debugger.Checkpoints().start("unknown")
+    with pytest.raises(KeyError, match="already"):
+        debugger.LineTimer("block")
+    found = debugger.get_debugger_output()
+    assert [step["name"] for step in found] == ["block", "answer"]
+    assert all(step["duration_ms"] == step["end"] - step["start"] >= 0 for step in found)
+    assert debugger.get_debugger_output() == []

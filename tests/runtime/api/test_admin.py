@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from pathlib import Path
 
 import httpx
@@ -236,7 +237,11 @@ def handler(event, context):
     said = {line["text"]: line["source"] for line in await function.lines()}
     assert said["at import"] == said["in build"] == "zygote"
     assert said["in setup"] == said["in handler"] == said["native"] == said["in teardown"] == worker
-    assert said["without end of lineWARNING id-1 logged"] == worker
+    assert said["without end of line"] == said["logged"] == worker
+    levels = {(line["text"], line["level"]): line["request_id"] for line in await function.lines()}
+    # What C code writes is the invocation's only if it was recorded.
+    assert levels["in setup", "info"] == levels["native", "info"] == ""
+    assert levels["in handler", "info"] == levels["logged", "warning"] == "id-1"
 
 
 async def test_output_before_a_segmentation_fault_is_logged(deploy):
@@ -322,6 +327,15 @@ async def test_unknown_functions_are_not_counted(client):
     for n in range(3):
         await client.post(f"/invoke/made-up-{n}", json=1)
     assert "made-up" not in (await client.get("/metrics")).text
+
+
+async def test_a_full_disk_is_not_ready(state):
+    disk = shutil.disk_usage(state.parent)
+    async with gateway_here(state, min_free_bytes=disk.total + 1) as gateway:
+        response = await gateway.client.get("/readyz")
+        assert (response.status_code, response.json()) == (503, {"status": "disk_full"})
+        assert "retry-after" in response.headers
+        assert (await gateway.client.get("/healthz")).status_code == 200
 
 
 async def test_draining_is_not_ready(state, gate: Gate):

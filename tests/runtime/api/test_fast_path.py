@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import re
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 from live import LIMIT_S, Function, Gate, Gateway, gateway_here
 from pilotflame.errors import OutputInvalid
+from pilotflame.runtime.access.keys import Caller
 from pilotflame.runtime.api import connection as connections
 from pilotflame.runtime.api.connection import encode
 from pilotflame.runtime.api.fast_path import FastPath
+from pilotflame.runtime.api.invoke import Gateway as ApiGateway
 from pilotflame.runtime.api.responses import Response
+from pilotflame.runtime.serving.invocation import Invocation
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -62,7 +67,7 @@ async def reply(connection: Wire) -> tuple[str, bytes]:
 
 
 def timeless(head: str) -> str:
-    return re.sub(r"(dur=|Date: )[^\r,]*", r"\1", head)
+    return re.sub(r"(dur=)[^\r,]*|(Date: )[^\r]*", r"\1\2", head)
 
 
 @pytest.mark.parametrize(
@@ -164,3 +169,84 @@ async def test_without_aiohttps_internals_the_ordinary_way_serves_and_says_so(
             async with asyncio.timeout(LIMIT_S):
                 assert await reader.read() == b""
     assert taken == []
+
+
+@pytest.mark.parametrize(
+    "header", ["Origin: http://localhost", "ce-type: t", "Content-Type: Application/CloudEvents+json"]
+)
+async def test_requests_of_web_pages_and_events_do_not_take_it(deploy, gateway: Gateway, taken: list[bool], header: str):  # fmt: skip
+    function = await deploy(ECHO)
+    async with wire(gateway) as connection:
+        connection[1].write(post(function, b"{}", header))
+        await reply(connection)
+    assert taken == [False]
+
+
+@pytest.mark.parametrize("header", ["X: fast", ORDINARY, "Accept: text/event-stream"])
+async def test_callers_that_disconnect_leave_no_timers_in_the_http_layer(deploy, gate: Gate, gateway: Gateway, header: str):  # fmt: skip
+    streams = header.startswith("Accept")
+    source = "import gate\nasync def handler(event):\n    await gate.wait_async('runs')\n    {}"
+    function = await deploy(source.format("yield 1" if streams else "return 1"), {"concurrency": 64, "scale.max": 1}, gate=gate)  # fmt: skip
+    before = len(http_timers())
+    async with contextlib.AsyncExitStack() as stack:
+        for _ in range(30):
+            connection = await stack.enter_async_context(wire(gateway))
+            connection[1].write(post(function, b"{}", header))
+        for _ in range(30):
+            await gate.next("runs")
+        # A stream has a timer for its deadline.
+        assert len(http_timers()) >= before + (30 if streams else 0)
+    await function.settled(ready=1, in_flight=0)
+    assert len(http_timers()) <= before
+
+
+def http_timers() -> list[str]:
+    """Return the pending timers that will call the HTTP layer or end a wait. uvloop itself lists no timers."""
+    gc.collect()
+    timers: list[Any] = [found for found in gc.get_objects() if type(found).__name__ == "TimerHandle"]
+    shown = [repr(timer) for timer in timers if not timer.cancelled()]
+    return [
+        text
+        for text in shown
+        if re.search(r"Connection|RequestHandler|Timeout\._on_timeout|runtime\.api", text)
+    ]
+
+
+async def test_an_answer_that_cannot_be_made_drops_no_other(
+    deploy, gateway: Gateway, gate: Gate, taken: list[bool], monkeypatch: pytest.MonkeyPatch
+):
+    source = "import gate\nasync def handler(event):\n    await gate.wait_async(str(event))\n    return event"
+    function = await deploy(source, {"concurrency": 4, "scale.max": 1}, gate=gate)
+    answered = ApiGateway.answered
+
+    def broken(self: ApiGateway, name: str, invocation: Invocation, caller: Caller) -> Response:
+        if invocation.body == b"0":
+            raise UnicodeEncodeError("ascii", "é", 0, 1, "no header can hold this")
+        return answered(self, name, invocation, caller)
+
+    monkeypatch.setattr(ApiGateway, "answered", broken)
+    async with contextlib.AsyncExitStack() as stack:
+        wires = [await stack.enter_async_context(wire(gateway)) for _ in range(4)]
+        for number, (_, writer) in enumerate(wires):
+            writer.write(post(function, str(number).encode()))
+            await gate.next()
+        gate.open()
+        heads = [(await reply(one))[0] for one in wires]
+    assert taken == [True] * 4
+    assert [head.split()[1] for head in heads] == ["500", "200", "200", "200"]
+    assert (await function.status())["activations"] == 2
+
+
+async def test_a_response_that_cannot_be_sent_drops_no_other_of_its_turn(caplog: pytest.LogCaptureFixture):
+    path, sent, done = FastPath(None, None, None, []), list[int](), asyncio.Event()  # type: ignore[arg-type]
+
+    def fail(_response: Response) -> None:
+        raise KeyError("transport")
+
+    path.send(fail, Response(200, {}, b""))
+    path.send(lambda response: sent.append(response.status), Response(201, {}, b""))
+    path.send(lambda _response: done.set(), Response(202, {}, b""))
+    async with asyncio.timeout(LIMIT_S):
+        await done.wait()
+    assert sent == [201]
+    assert "a response with status 200 could not be sent" in caplog.text

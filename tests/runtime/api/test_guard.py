@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import socket
 import time
 from collections.abc import AsyncIterator, Callable
@@ -50,7 +51,6 @@ ELSEWHERE = [
     ("DELETE", "/v1/keys/000000000000"),
     ("GET", "/metrics"),
     ("GET", "/openapi.json"),
-    ("GET", "/"),
     ("GET", "/nothing/here"),
     ("PATCH", "/healthz"),
 ]
@@ -217,7 +217,7 @@ async def test_scopes_are_kept_apart(keyed: Opened):
         (invoke, "DELETE", "/v1/functions/mine"),
         (invoke, "POST", "/v1/functions"),
         (deploy, "POST", "/invoke/mine"),
-        (deploy, "GET", "/metrics"),
+        (deploy, "GET", "/v1/logs/audit"),
         (deploy, "GET", "/v1/keys"),
         (deploy, "POST", "/v1/keys"),
         (invoke, "DELETE", "/v1/keys/000000000000"),
@@ -226,6 +226,33 @@ async def test_scopes_are_kept_apart(keyed: Opened):
         assert (error["status"], error["type"]) == (403, "forbidden"), path
     assert (await invoke.get("/nothing/here")).status_code == 404
     assert (await invoke.post("/healthz")).status_code == 405
+
+
+async def test_a_key_that_only_reads_sees_figures_and_changes_nothing(gateway: Gateway, keyed: Opened):
+    await gateway.deploy(
+        "def handler(event):\n    return 1\n", {"env.TOKEN": "of-the-owner"}, name="secretive"
+    )
+    read = await keyed(scopes=["read"])
+    assert "pilotflame_workers" in (await read.get("/metrics")).text
+    assert (await read.get("/v1/functions")).status_code == 200
+    status = await read.get("/v1/functions/secretive")
+    assert status.json()["settings"]["env"] == {"TOKEN": "…"}
+    assert "functions/secretive" in [log["name"] for log in (await read.get("/v1/logs")).json()["logs"]]
+    document = (await read.get("/openapi.json")).json()
+    changing = [
+        (method.upper(), re.sub(r"{\w+}", "x", path.replace("{function}", "secretive")))
+        for path, methods in document["paths"].items()
+        for method in methods
+        if method in ("post", "put", "delete", "patch")
+    ]
+    assert len(changing) > 10
+    for method, path in [*changing, ("GET", "/v1/functions/secretive/logs"), ("GET", "/v1/keys")]:
+        assert (await read.request(method, path)).status_code == 403, (method, path)
+    narrow = await keyed(scopes=["read"], functions=["mine"])
+    assert [one["name"] for one in (await narrow.get("/v1/functions")).json()["functions"]] == ["mine"]
+    assert [one["name"] for one in (await narrow.get("/v1/logs")).json()["logs"]] == ["functions/mine"]
+    assert (await narrow.get("/metrics")).status_code == 403
+    await gateway.client.delete("/v1/functions/secretive")
 
 
 async def test_a_key_for_one_function_cannot_discover_others(gateway: Gateway, keyed: Opened):
@@ -495,3 +522,43 @@ async def test_with_a_key_any_name_works(state: Path):
 async def test_on_the_control_socket_any_name_works(open_gateway: Gateway):
     async with open_gateway.at_home() as home:
         assert (await home.get("/v1/functions")).status_code == 200
+
+
+async def test_tracebacks_reach_owners_and_the_log_but_no_caller(gateway: Gateway, keyed: Opened):
+    source = "def handler(event):\n    hidden_word = event\n    raise ValueError('no') from KeyError(hidden_word)\n"
+    function = await gateway.deploy(source, name="raises")
+    streamed = await gateway.deploy(
+        "def handler(event):\n    yield 1\n    raise ValueError('no')\n", name="breaks"
+    )
+    invoke, deploy = await keyed(scopes=["invoke"]), await keyed(scopes=["invoke", "deploy"])
+    narrow = await keyed(scopes=["invoke", "deploy"], functions=["raises"])
+    as_lambda, as_cog = "/2015-03-31/functions/raises/invocations", "/predictions?function=raises"
+    asked = [
+        await invoke.post("/invoke/raises", json=1),
+        await invoke.post("/invoke/breaks", json=1),
+        await invoke.post(as_lambda, json=1),
+        await invoke.post(as_cog, json={"input": 1}),
+        await invoke.post("/v2/raises/runsync", json={"input": 1}),
+        await narrow.post("/invoke/breaks", json=1),
+        # Not on the fast path.
+        await invoke.post("/invoke/raises", json=1, headers={"Prefer": "handling=lenient"}),
+    ]
+    job = (await invoke.post("/v2/raises/run", json={"input": 1})).json()["id"]
+    await function.logged(job)
+    asked.append(await invoke.get(f"/v2/raises/status/{job}"))
+    for response in asked:
+        assert "ValueError" in response.text or response.status_code in (200, 404), response.text
+        assert "hidden_word" not in response.text
+        assert "Traceback" not in response.text, response.url
+        assert "stackTrace" not in response.text
+    error = failure(asked[0])
+    assert error["message"].endswith("ValueError: no")
+    assert error["request_id"] == asked[0].headers["X-Request-Id"]
+    for client in (deploy, narrow, gateway.client):
+        assert "hidden_word" in failure(await client.post("/invoke/raises", json=1))["details"]["traceback"]
+    assert "hidden_word" in (await deploy.post(as_lambda, json=1)).text
+    assert "traceback" in (await deploy.post("/invoke/breaks", json=1)).text
+    logged = await function.logged(asked[0].headers["X-Request-Id"])
+    assert (logged["level"], "hidden_word" in logged["text"]) == ("error", True)
+    for name in (function.name, streamed.name):
+        await gateway.client.delete(f"/v1/functions/{name}")

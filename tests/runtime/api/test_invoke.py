@@ -399,9 +399,11 @@ async def test_the_hold_time_passes_while_setup_waits(deploy, gate: Gate):
     assert await function.answer(3) == 3
 
 
-async def test_a_full_queue_refuses(deploy, gate: Gate):
+@pytest.mark.parametrize("limit", ["max_queue", "max_queue_bytes"])
+async def test_a_full_queue_refuses(deploy, gate: Gate, limit: str):
     source = "import gate\ndef handler(event):\n    gate.wait()\n    return event"
-    function = await deploy(source, {"scale.max": 1, "max_queue": 2}, gate=gate)
+    # The bodies of two invocations: "1" and "2".
+    function = await deploy(source, {"scale.max": 1, limit: 2}, gate=gate)
     running = asyncio.create_task(function.answer(0))
     await gate.next()
     waiting = [asyncio.create_task(function.answer(n)) for n in (1, 2)]
@@ -409,6 +411,7 @@ async def test_a_full_queue_refuses(deploy, gate: Gate):
     response = await function.call(3)
     error = failure(response)
     assert (error["status"], error["type"]) == (429, "queue_full")
+    assert limit in error["remedy"]
     assert int(response.headers["retry-after"]) >= 1
     gate.open()
     assert await asyncio.gather(running, *waiting) == [0, 1, 2]
@@ -585,3 +588,12 @@ class leaving:  # noqa: N801
     async def __aexit__(self, *_: object) -> None:
         self._writer.close()
         await self._writer.wait_closed()
+
+
+@pytest.mark.parametrize("prefer", ["respond-async", "Respond-Async", 'foo="a", RESPOND-ASYNC; x=y'])
+async def test_preferences_have_any_case(deploy, prefer: str):
+    function = await deploy("def handler(event):\n    return event")
+    response = await function.client.post(function.path, json=1, headers={"Prefer": prefer})
+    assert (response.status_code, response.headers["Preference-Applied"]) == (202, "respond-async")
+    other = await function.client.post(function.path, json=1, headers={"Prefer": "not-respond-async"})
+    assert other.status_code == 200

@@ -165,12 +165,13 @@ def test_two_dialects_share_a_path() -> None:
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_every_route_but_health_describes_the_response_without_a_key(gateway: Gateway):
+async def test_every_route_but_public_ones_describes_the_response_without_a_key(gateway: Gateway):
     paths = (await gateway.client.get("/openapi.json")).json()["paths"]
+    public = ("/", "/docs", "/docs/page.css", "/docs/page.js", "/healthz", "/readyz", "/v1/streams/{id}")
     for path, operations in paths.items():
         for operation in operations.values():
-            assert ("401" in operation["responses"]) is (path not in ("/healthz", "/readyz")), path
-            assert ("security" in operation) is (path not in ("/healthz", "/readyz")), path
+            assert ("401" in operation["responses"]) is (path not in public), path
+            assert ("security" in operation) is (path not in public), path
 
 
 @pytest.mark.asyncio(loop_scope="module")
@@ -181,3 +182,8 @@ async def test_keys_are_sent_as_described(gateway: Gateway):
     async with gateway.at_home() as owner:
         made = (await owner.post("/v1/keys", json={"name": "described"})).json()
     assert set(made) == {*found["components"]["schemas"]["ApiKey"]["properties"], "key"}
+
+
+def test_the_routes_of_lambda_take_signatures() -> None:
+    signed = [path for path, found in describe(()).get("paths", {}).items() if {"aws": []} in found.get("post", {}).get("security", ())]  # fmt: skip
+    assert signed == ["/2015-03-31/functions/{name}/invocations", "/2021-11-15/functions/{name}/response-streaming-invocations"]  # fmt: skip

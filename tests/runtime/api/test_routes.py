@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pilotflame.errors import UnsupportedMedia
 from pilotflame.runtime.access.keys import Scope
-from pilotflame.runtime.api.routes import Route, aiohttp_routes, error_formats, scopes_by_path
+from pilotflame.runtime.api.routes import Route, aiohttp_routes, error_formats, scopes_by_route
 from route_table import described
 
 
@@ -23,51 +23,66 @@ async def handler(_request: Any) -> Any:
 @pytest.mark.parametrize(
     ("path", "scope"),
     [
-        ("/invoke/{function}", Scope.INVOKE),
-        ("/v2/{function}/run", Scope.INVOKE),
-        ("/v2/{function}/warmup", Scope.INVOKE),
-        ("/predictions", Scope.INVOKE),
-        ("/predictions/{id}/cancel", Scope.INVOKE),
-        ("/health-check", None),
-        ("/2015-03-31/functions/{name}/invocations", Scope.INVOKE),
-        ("/v1/functions", Scope.DEPLOY),
-        ("/v1/functions/{function}/logs", Scope.DEPLOY),
-        ("/v1/functions/{function}/secrets/{key}", Scope.DEPLOY),
-        ("/v1/functions/{function}/webhooks/secret", Scope.DEPLOY),
-        ("/openapi.json", None),
-        ("/metrics", Scope.ADMIN),
-        ("/v1/keys", Scope.ADMIN),
-        ("/v1/keys/{id}", Scope.ADMIN),
+        ("POST /invoke/{function}", Scope.INVOKE),
+        ("POST /v2/{function}/run", Scope.INVOKE),
+        ("POST /v2/{function}/warmup", Scope.INVOKE),
+        ("POST /predictions", Scope.INVOKE),
+        ("POST /predictions/{id}/cancel", Scope.INVOKE),
+        ("GET /health-check", None),
+        ("POST /2015-03-31/functions/{name}/invocations", Scope.INVOKE),
+        ("POST /v1/functions", Scope.DEPLOY),
+        ("DELETE /v1/functions/{function}", Scope.DEPLOY),
+        ("GET /v1/functions", Scope.READ),
+        ("GET /v1/functions/{function}", Scope.READ),
+        ("GET /v1/functions/{function}/logs", Scope.DEPLOY),
+        ("PUT /v1/functions/{function}/secrets/{key}", Scope.DEPLOY),
+        ("GET /v1/functions/{function}/webhooks/secret", Scope.DEPLOY),
+        ("GET /openapi.json", None),
+        ("GET /metrics", Scope.READ),
+        ("GET /v1/logs", Scope.READ),
+        ("GET /v1/logs/{log}", Scope.ADMIN),
+        ("POST /v1/keys", Scope.ADMIN),
+        ("DELETE /v1/keys/{id}", Scope.ADMIN),
     ],
 )
-def test_a_path_needs_its_scope(path: str, scope: Scope | None):
-    assert scopes_by_path(table())[path] is scope
+def test_a_route_needs_its_scope(path: str, scope: Scope | None):
+    method, _, path = path.partition(" ")
+    assert scopes_by_route(table())[method, path] is scope
+
+
+def test_the_scope_read_changes_nothing():
+    assert {method for (method, _), scope in scopes_by_route(table()).items() if scope is Scope.READ} == {
+        "GET"
+    }
 
 
 @pytest.mark.parametrize(
     ("beginning", "scope"),
     [("/invoke/", Scope.INVOKE), ("/v2/", Scope.INVOKE), ("/predictions", Scope.INVOKE),
-     ("/2015-03-31/", Scope.INVOKE), ("/v1/functions", Scope.DEPLOY), ("/v1/keys", Scope.ADMIN)],
+     ("/2015-03-31/", Scope.INVOKE), ("/v1/functions/{function}/", Scope.DEPLOY), ("/v1/keys", Scope.ADMIN)],
 )  # fmt: skip
 def test_all_paths_below_one_need_the_same_scope(beginning: str, scope: Scope):
-    found = [found for path, found in scopes_by_path(table()).items() if path.startswith(beginning)]
+    found = [found for (_, path), found in scopes_by_route(table()).items() if path.startswith(beginning)]
     assert found
     assert set(found) == {scope}
 
 
-def test_only_health_is_public():
-    assert {route.path for route in table() if route.public} == {"/healthz", "/readyz"}
+def test_only_health_the_page_and_signed_streams_are_public():
+    public = {route.path for route in table() if route.public}
+    page = {"/docs", "/docs/page.css", "/docs/page.js"}
+    assert public == {"/", "/healthz", "/readyz", "/v1/streams/{id}", *page}
 
 
-def test_rows_of_a_path_may_not_differ_in_scope():
-    rows = [Route("GET", "/x", handler, Scope.ADMIN, ""), Route("POST", "/x", handler, Scope.INVOKE, "")]
+def test_rows_of_a_route_may_not_differ_in_scope():
+    rows = [Route("POST", "/x", handler, Scope.ADMIN, ""), Route("POST", "/x", handler, Scope.INVOKE, "")]
     with pytest.raises(ValueError, match="/x"):
-        scopes_by_path(rows)
+        scopes_by_route(rows)
 
 
 def test_rows_that_share_method_and_path_are_one_route():
     found = [(route.method, route.path) for route in aiohttp_routes(table())]
-    assert len(found) == len(set(found)) < len(table())
+    assert len(found) == len(set(found))
+    assert len([method for method, _ in found if method != "HEAD"]) < len(table())
 
 
 async def test_rows_that_share_a_path_choose_by_the_headers():
@@ -89,5 +104,10 @@ async def test_rows_that_share_a_path_choose_by_the_headers():
         await alone.handler(other)  # type: ignore[arg-type, misc]
 
 
-def test_lambda_has_errors_of_its_own():
-    assert list(error_formats(table())) == ["/2015-03-31/functions/"]
+def test_lambda_cog_and_replicate_have_errors_of_their_own():
+    found = error_formats(table())
+    lambdas = [path for path in found if path.startswith("/20")]
+    assert lambdas == ["/2015-03-31/functions/", "/2021-11-15/functions/"]
+    others = {path.strip("/").partition("/")[0] for path in found} - {"2015-03-31", "2021-11-15"}
+    assert others == {"predictions", "v1"}
+    assert not any(path.startswith(("/v1/functions", "/v1/keys")) for path in found)

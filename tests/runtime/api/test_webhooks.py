@@ -152,3 +152,32 @@ async def test_unknown_and_invalid_requests_are_refused(deploy, gateway: Gateway
 )
 async def test_a_url_is_shown_without_its_secrets(url: str, shown: str):
     assert public_url(url) == shown
+
+
+async def test_jobs_webhooks_and_keys_are_in_the_metrics(deploy, gateway: Gateway, receiver: Receiver):
+    function = await deploy(ECHO, {"attempts": 1})
+    receiver.responses = [500, 200]
+    await run(function, receiver)
+    await receiver.received(1)
+
+    def of(text: str) -> dict[str, float]:
+        lines = [line for line in text.splitlines() if f'function="{function.name}"' in line]
+        pairs = [line.replace(f'function="{function.name}"', "").rsplit(" ", 1) for line in lines]
+        return {name.replace("{,", "{").replace("{}", ""): float(number) for name, number in pairs}
+
+    async def counted() -> bool:
+        found = of((await gateway.client.get("/metrics")).text)
+        return found['pilotflame_webhook_attempts_total{outcome="failed"}'] == 1
+
+    async def first_attempt() -> bool:
+        return "webhook_attempts_total{" in (await gateway.client.get("/metrics")).text and await counted()
+
+    await until(first_attempt, "the failed attempt in the metrics")
+    text = (await gateway.client.get("/metrics")).text
+    found = of(text)
+    assert found['pilotflame_jobs_ended_total{state="completed"}'] == 1
+    assert found['pilotflame_jobs{state="in_queue"}'] == found["pilotflame_job_queue_bytes"] == 0
+    assert found["pilotflame_webhooks_pending"] == 1
+    assert found["pilotflame_job_retries_total"] == 0
+    assert 'pilotflame_keys{state="valid"} 0.0' in text
+    assert "pilotflame_key_requests_running 0.0" in text

@@ -25,6 +25,10 @@ class Item:
     patient: bool = False
     max_batch: int = 0
     timeout_s: float = math.inf
+    first: bool = False
+
+    def mark_first(self) -> None:
+        self.first = True
 
 
 def curve() -> LatencyCurve:
@@ -78,6 +82,7 @@ class Machine(RuleBasedStateMachine):
     def leave(self, data: st.DataObject) -> None:
         item = data.draw(st.sampled_from(self.waiting))
         assert self.queue.remove(item)
+        assert not self.queue.remove(item)
         self.waiting.remove(item)
 
     @rule(back=st.booleans(), ahead_s=st.sampled_from([0.0, 0.003]))
@@ -115,6 +120,8 @@ class Machine(RuleBasedStateMachine):
     def holds_what_waits(self) -> None:
         assert set(map(id, self.queue)) == set(map(id, self.waiting))
         assert len(self.queue) == len(self.waiting) <= 24
+        assert self.queue._bytes == sum(len(item.body) for item in self.waiting)
+        assert self.queue._first == sum(item.first for item in self.waiting)
 
 
 TestMachine = Machine.TestCase
@@ -148,6 +155,39 @@ def test_a_retry_when_told_is_served_first() -> None:
     again = Item(deadline_s=now_s + 0.05, body=b"me")
     queue.admit(again, now_s, busy(now_s))
     assert queue.next_batch(now_s).batch[0] is again
+
+
+def test_a_reserved_item_is_charged_where_it_was_served() -> None:
+    queue = queue_of()
+    for number in range(8):
+        queue.admit(Item("slow", body=str(number).encode()), 0.0, busy())
+    with pytest.raises(Overloaded) as caught:
+        queue.admit(Item("slow", deadline_s=0.05, body=b"me"), 0.0, busy())
+    now_s = (caught.value.details or {})["retry_after_s"]
+    again = Item("slow", deadline_s=now_s + 0.05, body=b"me")
+    queue.admit(again, now_s, busy(now_s))
+    queue.requeue(Item("other"))
+    assert queue.next_batch(now_s).batch[0] is again
+    queue.charge(again, 1000.0)
+    # Its real cost does not count among the items of its own priority: the tenants still alternate.
+    assert [item.tenant for item in queue.next_batch(now_s).batch].count("slow") >= 2
+
+
+def test_waiting_bodies_are_limited_in_bytes() -> None:
+    queue: Queue[Item] = Queue("f", max_batch=1, max_queue=100, max_bytes=3 << 20, curve=curve())
+    waiting = [Item("a", body=bytes(1 << 20)) for _ in range(3)]
+    for item in waiting:
+        queue.admit(item, 0.0, busy())
+    with pytest.raises(QueueFull, match="3 MiB of bodies waiting; its limit") as caught:
+        queue.admit(Item("a", body=b"x"), 0.0, busy())
+    assert "max_queue_bytes" in caught.value.remedy
+    # Another tenant has its share.
+    queue.admit(Item("b", body=b"x"), 0.0, busy())
+    assert queue.next_batch(1.0).batch
+    assert queue.remove(waiting[2])
+    queue.admit(Item("a", body=bytes(9 << 20)), 0.0, busy())
+    with pytest.raises(QueueFull):
+        queue.admit(Item("c"), 0.0, busy())
 
 
 def test_a_short_deadline_earns_no_reservation_for_a_long_one() -> None:

@@ -18,14 +18,16 @@ class Beside(RuleBasedStateMachine):
         self.model: list[tuple[str, float, float]] = []
         self.now_s = 0.0
 
-    @rule(body=st.sampled_from("xyz"))
-    def make(self, body: str) -> None:
-        self.reservations.make("tenant", body.encode(), self.now_s, 2.0, 1.0)
-        self.model.append((body, self.now_s + 2 * (1 - EARLY), self.now_s + 2.0 + LATE_S))
+    @rule(body=st.sampled_from("xyz"), wait_s=st.sampled_from([0.5, 2.0, 10.0]))
+    def make(self, body: str, wait_s: float) -> None:
+        self.reservations.make("tenant", body.encode(), self.now_s, wait_s, 1.0)
+        self.model.append((body, self.now_s + wait_s * (1 - EARLY), self.now_s + wait_s + LATE_S))
 
     @rule(body=st.sampled_from("xyz"))
     def use(self, body: str) -> None:
-        due = [entry for entry in self.model if entry[0] == body and entry[1] <= self.now_s <= entry[2]]
+        # The oldest that has not ended: an earlier promise must be kept before a later one.
+        due = [entry for entry in self.model if entry[0] == body][:1]
+        due = [entry for entry in due if entry[1] <= self.now_s]
         assert self.reservations.use("tenant", body.encode(), self.now_s, 1.0) == bool(due)
         if due:
             self.model.remove(due[0])

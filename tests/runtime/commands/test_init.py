@@ -23,8 +23,8 @@ def test_the_templates():
 
 @pytest.mark.parametrize("template", NAMES)
 def test_a_template_becomes_a_function_of_the_folders_name(template: str, tmp_path: Path):
-    assert copy_template(template, tmp_path / "My Function") == "my-function"
-    folder = tmp_path / "My Function"
+    assert copy_template(template, tmp_path / "my-function") == "my-function"
+    folder = tmp_path / "my-function"
     names = {path.name for path in folder.rglob("*")}
     assert names >= FILES
     assert not any("pycache" in name for name in names)
@@ -52,6 +52,21 @@ def test_an_unknown_template_is_named_with_those_there_are(tmp_path: Path):
     with pytest.raises(CodeError, match=r"'nothing'.*hello, stream"):
         copy_template("nothing", tmp_path / "f")
     assert not (tmp_path / "f").exists()
+
+
+@pytest.mark.parametrize(("name", "better"), [("Bad Name", "bad-name"), ("Köln_1", "koln-1"), ("-x-", "x")])
+def test_a_name_that_no_function_may_have_is_refused_with_a_better_one(
+    tmp_path: Path, name: str, better: str
+):
+    with pytest.raises(SettingsError) as caught:
+        copy_template("hello", tmp_path / name)
+    assert f"pilotflame init {tmp_path}/{better}" in caught.value.remedy
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_existing_folder_keeps_its_name_and_gives_a_similar_one(tmp_path: Path):
+    (tmp_path / "My Folder").mkdir()
+    assert copy_template("hello", tmp_path / "My Folder") == "my-folder"
 
 
 def test_a_folder_that_gives_no_name_is_refused(tmp_path: Path):

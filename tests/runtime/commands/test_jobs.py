@@ -181,7 +181,7 @@ def test_a_job_is_shown_whole(pilotflame: Run, does: str):
         "handler_failed",
         "ValueError: shown",
         "handler.py",
-        "last log lines",
+        "it printed",
         "doing",
     ):
         assert text in shown.stdout, shown.stdout

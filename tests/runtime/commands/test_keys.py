@@ -35,6 +35,13 @@ def test_the_life_of_keys_with_and_without_a_gateway(run: Run, start: Run, short
     shown = run("keys", "list", *home).stdout
     assert "5 a second" in shown
     assert shop["key"].rpartition("_")[2] not in shown
+    # The audit log has both, also the key that was made while no gateway ran.
+    audit = run("logs", "--audit", "--url", url, **with_key).stdout.splitlines()
+    assert 'by="the command line"' in audit[0]
+    assert 'did="Create an API key"' in audit[0]
+    assert 'did="Start the gateway"' in audit[1]
+    assert 'from="the control socket"' in audit[2]
+    assert 'name="shop"' in audit[2]
     # By a whole key as well, which is not repeated.
     revoked = run("keys", "revoke", shop["key"], "--url", url, **with_key)
     assert revoked.stdout == f"{shop['id']} is revoked\n"
@@ -46,6 +53,30 @@ def test_the_life_of_keys_with_and_without_a_gateway(run: Run, start: Run, short
     assert [key["name"] for key in json.loads(run("keys", "list", *home, "--json").stdout)["keys"]] == [
         "laptop"
     ]
+
+
+def test_the_first_key_warns_of_what_closes(run: Run, short_tmp: Path):
+    home = ("--state-dir", short_tmp / "first-key")
+    first = run("keys", "create", "a", *home)
+    assert "warning: this is the gateway's first key" in first.stderr
+    assert "PILOTFLAME_API_KEY" in first.stderr
+    assert "warning" not in run("keys", "create", "b", *home).stderr
+
+
+def test_a_key_is_revoked_by_its_name(run: Run, short_tmp: Path):
+    home = ("--state-dir", short_tmp / "by-name")
+    for name in ("laptop", "shop", "shop"):
+        run("keys", "create", name, *home)
+    ids = {key["id"]: key["name"] for key in json.loads(run("keys", "list", *home, "--json").stdout)["keys"]}
+    several = run("keys", "revoke", "shop", *home)
+    assert several.returncode == 1
+    assert all(key_id in several.stderr for key_id, name in ids.items() if name == "shop")
+    assert run("keys", "revoke", "laptop", *home).returncode == 0
+    left = json.loads(run("keys", "list", *home, "--json").stdout)["keys"]
+    assert [key["name"] for key in left] == ["shop", "shop"]
+    unknown = run("keys", "revoke", "laptop", *home, "--json")
+    assert json.loads(unknown.stderr)["error"]["type"] == "unknown_key"
+    assert "'laptop'" in unknown.stderr
 
 
 @pytest.mark.parametrize(

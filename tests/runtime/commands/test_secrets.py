@@ -34,4 +34,10 @@ def test_secrets_come_from_a_file_or_standard_input(run: Run, served: str, tmp_p
     assert "'TOKEN'" in unknown.stderr
     assert run("secrets", "list", "guarded", *at).stderr == "guarded has no secrets\n"
     assert run("secrets", "set", "guarded", "TOKEN", *at, given=b"\xff").returncode == 2
+    (tmp_path / "token").write_text("\n")
+    for empty in (("--from-file", tmp_path / "token"), ()):
+        refused = run("secrets", "set", "guarded", "TOKEN", *empty, *at)
+        assert refused.returncode == 2
+        assert "There is no value for TOKEN" in refused.stderr
+    assert run("secrets", "list", "guarded", *at).stdout == ""
     assert run("delete", "guarded", "--yes", *at).returncode == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import json
 from dataclasses import replace
@@ -10,6 +11,8 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from live import gateway_process
+from pilotflame.errors import CodeError
 from pilotflame.runtime.batching.simulator import (
     DurationModel,
     Run,
@@ -50,6 +53,32 @@ def test_the_table_has_a_line_for_each_number_of_workers() -> None:
     assert lines[0] == "50 calls"
     assert [line.split()[:2] for line in lines[2:]] == [[str(count), "100.0%"] for count in (1, 2, 3)]
     assert "mean batch" in lines[1]
+
+
+BATCHED = """
+import time, pilotflame
+def example():
+    return 1
+@pilotflame.batch(max_size=4)
+def handler(events):
+    time.sleep(0.01)
+    return events
+"""
+
+
+async def test_the_curve_that_a_gateway_has_learned_is_used(state: Path) -> None:
+    async with gateway_process(state) as gateway:
+        function = await gateway.deploy(BATCHED, {"max_queue": 7}, name="learned", check=False)
+        at = ["simulate", "--function", "learned", "--url", gateway.url, "--rate", "20", "--duration", "1"]
+        early = await asyncio.to_thread(CliRunner().invoke, cli, at)
+        assert isinstance(early.exception, CodeError)
+        for _ in range(3):
+            await function.answer(1)
+        done = await asyncio.to_thread(CliRunner().invoke, cli, [*at, "--json"])
+        assert done.exit_code == 0, done.output
+        (found,) = json.loads(done.stdout)["runs"]
+        assert 0.01 <= found["latency_p50_s"] < 0.5
+    assert CliRunner().invoke(cli, ["simulate", "--rate", "1"]).exit_code == 2
 
 
 @pytest.mark.parametrize("zipped", [False, True])

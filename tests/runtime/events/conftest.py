@@ -85,4 +85,9 @@ def sqs(moto: str) -> Iterator[Any]:
 @pytest.fixture
 def queue(sqs: Any) -> Callable[..., Queue]:
     """`queue(RedrivePolicy=…)`: a new queue."""
-    return lambda **attributes: Queue(sqs, f"queue-{next(_numbers)}", **attributes)
+
+    def make(**attributes: str) -> Queue:
+        suffix = ".fifo" if "FifoQueue" in attributes else ""
+        return Queue(sqs, f"queue-{next(_numbers)}{suffix}", **attributes)
+
+    return make

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -14,11 +15,12 @@ import boto3
 import pytest
 import pytest_asyncio
 from aiohttp import web
-from live import Gate, Gateway, gateway_here, gateway_process, short_folder, until
+from live import LIMIT_S, Gate, Gateway, gateway_here, gateway_process, short_folder, until
 from pilotflame.runtime.events.consumer import Consumer
 from pilotflame.runtime.events.sqs import Message
 from pilotflame.runtime.settings.event_source import EventSource
 from pilotflame.runtime.settings.function_settings import FunctionSettings
+from pilotflame.runtime.telemetry.background import BackgroundTasks
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -146,6 +148,56 @@ async def test_a_message_that_fails_too_often_is_dead_lettered(deploy, gate: Gat
 
     await until(aside, "the message is in the dead-letter queue")
     assert sorted(found.word for found in gate.arrived) == ["boom", "boom", "fine"]
+
+
+ORDERED = {"FifoQueue": "true", "ContentBasedDeduplication": "true"}
+
+
+async def test_the_messages_of_a_group_run_in_their_order(deploy, gate: Gate, queue) -> None:
+    mine = queue(**ORDERED)
+    for word in ("a1", "a2", "a3", "b1", "b2", "b3"):
+        await mine.send(json.dumps(word), MessageGroupId=word[0])
+    await deploy(HANDLER, {**source(mine), "concurrency": 8, "scale.max": 1}, gate=gate, check=False)
+    first = {arrival.word: arrival for arrival in [await gate.next(), await gate.next()]}
+    assert sorted(first) == ["a1", "b1"]
+    # Group b runs to its end while a1 runs; no message of its group has started.
+    first["b1"].go()
+    for word in ("b2", "b3"):
+        arrival = await gate.next()
+        assert arrival.word == word
+        arrival.go()
+    first["a1"].go()
+    for word in ("a2", "a3"):
+        arrival = await gate.next()
+        assert arrival.word == word
+        arrival.go()
+    await until(mine.empty, "all messages are deleted")
+
+
+FLAKY = """
+import pathlib
+from gate import say
+
+def handler(event):
+    say(event["word"])
+    flag = pathlib.Path(event["flag"])
+    if event["word"] == "2" and not flag.exists():
+        flag.touch()
+        raise ValueError("not yet")
+"""
+
+
+async def test_the_messages_behind_a_failed_one_wait_for_it(
+    deploy, gate: Gate, queue, tmp_path, monkeypatch
+) -> None:
+    # While a poll waits, moto does not notice that a group has become free.
+    monkeypatch.setattr("pilotflame.runtime.events.sqs.POLL_S", 1)
+    mine = queue(**ORDERED)
+    for word in "1234":
+        await mine.send(json.dumps({"word": word, "flag": str(tmp_path / "flag")}), MessageGroupId="g")
+    await deploy(FLAKY, {**source(mine), "concurrency": 8, "scale.max": 1}, gate=gate, check=False)
+    await until(mine.empty, "all messages are deleted")
+    assert [arrival.word for arrival in gate.arrived] == ["1", "2", "2", "3", "4"]
 
 
 async def test_outputs_go_to_a_queue(deploy, gate: Gate, queue) -> None:
@@ -294,6 +346,61 @@ async def nonsense(answers: list[bytes]) -> AsyncIterator[str]:
         await runner.cleanup()
 
 
+async def test_a_message_that_is_delivered_again_before_its_release_is_confirmed_runs_again(
+    deploy, gate: Gate
+) -> None:
+    function = await deploy(HANDLER, {"scale.idle_timeout_s": 0.3}, gate=gate, check=False)
+    async with hasty() as (url, deleted):
+        queue = {
+            "type": "sqs",
+            "queue": f"{url}/1/hasty",
+            "backoff_s": 0,
+            "visibility_s": 600,
+            "concurrency": 5,
+        }
+        await deploy(HANDLER, {"source": [queue]}, gate=gate, name=function.name, check=False)
+        first = await gate.next("once")
+        os.kill(first.pid, signal.SIGKILL)
+        (await gate.next("once")).go()
+        async with asyncio.timeout(LIMIT_S):
+            await deleted.wait()
+
+
+@asynccontextmanager
+async def hasty() -> AsyncIterator[tuple[str, asyncio.Event]]:
+    """An SQS with one message, which it sends again as soon as it is asked to release it, before it confirms that."""
+    visible, delivered, deleted = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    visible.set()
+
+    async def answer(request: web.Request) -> web.Response:
+        action, body = request.headers["X-Amz-Target"].rpartition(".")[2], await request.json()
+        found: dict[str, Any] = {}
+        if action == "ReceiveMessage":
+            await visible.wait()
+            visible.clear()
+            delivered.set()
+            found = {"Messages": [{"MessageId": "m", "ReceiptHandle": "r", "Body": '"once"'}]}
+        elif action == "ChangeMessageVisibilityBatch" and body["Entries"][0]["VisibilityTimeout"] == 0:
+            delivered.clear()
+            visible.set()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(2):
+                    await delivered.wait()
+        elif action == "DeleteMessage":
+            deleted.set()
+        return web.json_response(found, content_type="application/x-amz-json-1.0")
+
+    app = web.Application()
+    app.router.add_post("/{path:.*}", answer)
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1, handler_cancellation=True)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}", deleted
+    finally:
+        await runner.cleanup()
+
+
 class Broken:
     """A queue and sink whose methods raise unexpected errors."""
 
@@ -320,7 +427,7 @@ async def test_an_unexpected_error_does_not_end_the_gateway() -> None:
     broken: Any = Broken()
     settings = FunctionSettings(name="broken")
     source = EventSource(type="sqs", queue="https://sqs.us-east-1.amazonaws.com/1/broken")
-    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(20), BackgroundTasks() as tasks:
         # Jobs are missing, so submitting fails too.
         consumer = Consumer(settings, source, cast("Any", None), broken, broken, logged.append)
         consumer.start(tasks)

@@ -99,6 +99,38 @@ def test_files_that_are_not_code_are_left_out(folder: Path) -> None:
     assert names(folder) == ["handler.py", "lib/a.py", "lib/data.bin"]
 
 
+CREDENTIALS = [".env", ".env.local", "lib/server.pem", "tls.key", "id_rsa", "lib/id_ed25519.pub", ".aws/credentials",
+               ".ssh/config", ".netrc", ".npmrc"]  # fmt: skip
+
+
+def test_credentials_are_left_out_and_named(folder: Path, tmp_path: Path) -> None:
+    make(folder, dict.fromkeys([*CREDENTIALS, ".env.example", ".git/config", ".mypy_cache/x"], b"x"))
+    assert names(folder) == [".env.example", "handler.py", "lib/a.py", "lib/data.bin"]
+    found = {*CREDENTIALS, ".aws", ".ssh"} - {".aws/credentials", ".ssh/config"}
+    assert set(code.withheld(folder)) == found
+    copy_folder(folder, tmp_path / "copied")
+    assert code.withheld(tmp_path / "copied") == []
+
+
+def test_the_ignore_file_can_include_what_is_left_out_by_default(folder: Path) -> None:
+    files = [".env", "ca.pem", ".git/config", "env/pyvenv.cfg", "node_modules/x.js", "__pycache__/a.pyc"]
+    make(folder, dict.fromkeys(files, b"x"))
+    (folder / ".pilotflameignore").write_text("!ca.pem\n!env/\n!node_modules/\n!.git/\n*.bin\n")
+    included = [".git/config", ".pilotflameignore", "ca.pem", "env/pyvenv.cfg", "handler.py", "lib/a.py"]
+    assert names(folder) == [*included, "node_modules/x.js"]
+    assert code.withheld(folder) == [".env"]
+
+
+def test_an_unpacked_archive_loses_what_is_not_code(folder: Path) -> None:
+    make(folder, dict.fromkeys([".env", ".aws/credentials", "__pycache__/a.pyc", "lib/.git/config"], b"x"))
+    (folder / "linked").symlink_to(".env")
+    (folder / "lib/kept").symlink_to("a.py")
+    code.remove_ignored(folder)
+    assert sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*")) == [
+        "handler.py", "lib", "lib/a.py", "lib/data.bin", "lib/kept"
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("ignore", "kept"),
     [

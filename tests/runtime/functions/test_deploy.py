@@ -16,8 +16,10 @@ from pilotflame.runtime.functions.deploy import (
     fair_threads,
     heavy_imports,
     prepare,
+    requirements_of,
     worker_spec,
 )
+from pilotflame.runtime.functions.requirements import requirements_digest
 from pilotflame.runtime.functions.store import RevisionFields, RevisionRecord, Store
 from pilotflame.snapshot.format.manifest import MANIFEST_NAME, Manifest
 from safetensors.torch import save_file
@@ -83,6 +85,30 @@ def test_an_archive_is_the_same_as_its_folder(store: Store, folder: Path) -> Non
     uploaded = prepared(store, archive=archive({"handler.py": HANDLER, "pilotflame.toml": 'name = "tone"\n'}))
     assert uploaded[1].code_digest == prepared(store, folder)[1].code_digest
     assert uploaded[1].settings.name == "tone"
+
+
+def test_an_archive_of_another_program_brings_no_credentials(store: Store) -> None:
+    staged_folder, fields = prepared(
+        store, archive=archive({"handler.py": HANDLER, ".env": "TOKEN=1", "a.pem": "x"})
+    )
+    assert [path.name for path in (staged_folder / "code").iterdir()] == ["handler.py"]
+    again = prepared(store, archive=archive({"handler.py": HANDLER}))
+    assert fields.code_digest == again[1].code_digest
+
+
+def test_the_requirements_of_a_stored_revision_are_those_of_its_deploy(store: Store, folder: Path) -> None:
+    (folder / "handler.py").rename(folder / "predict.py")
+    (folder / "predict.py").write_text(
+        "from cog import BasePredictor\nclass Predictor(BasePredictor):\n    def predict(self): ...\n"
+    )
+    (folder / "cog.yaml").write_text(
+        'build:\n  python_packages: ["pydantic"]\npredict: "predict.py:Predictor"\n'
+    )
+    (folder / "requirements.txt").write_text("packaging\n")
+    record = published(store, prepared(store, folder))
+    text = requirements_of(worker_spec(store, record, Path("cache")))
+    assert requirements_digest(text) == record.requirements_digest != requirements_digest("packaging\n")
+    assert record.setting_origins["name"] == "the folder's name"
 
 
 def test_the_same_content_has_the_same_digest_and_other_content_another(store: Store, folder: Path) -> None:
@@ -211,6 +237,7 @@ def test_a_manifest_beside_the_weights_is_taken(store: Store, folder: Path, weig
         ("from torch import nn", ("torch",)),
         ("def handler(event):\n    import numpy", ("numpy",)),
         ("from transformers import AutoModel", ("torch", "transformers")),
+        ("from sentence_transformers import SentenceTransformer", ("torch", "transformers")),
         ("import transformers, numpy", ("numpy", "torch", "transformers")),
         ("from .torch import x", ()),
         ("import torchvision, json", ()),

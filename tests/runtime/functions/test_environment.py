@@ -142,7 +142,7 @@ def test_an_unfinished_environment_is_built_again(tmp_path: Path) -> None:
     (folder / "leftover").touch()
     lines: list[str] = []
     assert ensure_environment(tmp_path / "envs", "tinything", lines.append) == python
-    assert lines[0] == "removing an unfinished environment"
+    assert lines[0] == "removing an environment that is unfinished or was moved"
     assert not (folder / "leftover").exists()
 
 

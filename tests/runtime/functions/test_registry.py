@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
+import shutil
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from live import Gate, failure, gateway_here, gone, until
+from live import LIMIT_S, Gate, failure, gateway_here, gone, until
+from pilotflame.runtime.functions import environment
+from pilotflame.runtime.functions.code import pack
+from pilotflame.runtime.functions.requirements import requirements_digest
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -48,6 +55,154 @@ async def test_invocations_on_an_old_revision_finish_there(gateway, deploy, gate
     gate.open()
     assert await asyncio.gather(running, waiting) == ["runs", "waits"]
     await gone(worker)
+
+
+SECRET = "import os\nPIDS = []\ndef handler(event):\n    return [os.getpid(), os.environ.get('TOKEN')]"
+
+
+async def test_a_restart_under_load_fails_no_request_and_brings_the_new_secret(gateway, deploy):
+    function = await deploy(SECRET, {"scale.max": 2}, name="renewed")
+    path = f"/v1/functions/{function.name}"
+    before = (await function.status())["revision"]
+    answers: list[list] = []
+    enough = asyncio.Event()
+
+    async def caller() -> None:
+        while not enough.is_set():
+            answers.append(await function.answer())
+
+    async with asyncio.TaskGroup() as callers:
+        for _ in range(8):
+            callers.create_task(caller())
+        for number in range(3):
+            await gateway.client.put(f"{path}/secrets/TOKEN", json={"value": f"{number}"})
+            response = await gateway.client.post(f"{path}/restart")
+            assert response.status_code == 200, response.text
+            # The new workers are ready when the restart returns: the next call is not a cold start.
+            call = await function.call()
+            assert (call.json()[1], call.headers["x-cold-start"]) == (f"{number}", "false")
+        enough.set()
+    assert {token for _, token in answers} >= {"0", "1"}
+    assert len({pid for pid, _ in answers}) >= 3
+    assert (await function.status())["revision"] == before
+    for pid in {pid for pid, token in answers if token == "0"}:
+        await gone(pid)
+
+
+async def test_a_restart_that_fails_leaves_the_old_workers(gateway, deploy):
+    source = "import os\ndef setup(context):\n    assert os.environ['TOKEN'] == 'good'\ndef handler(event):\n    return os.getpid()"
+    await gateway.client.put("/v1/functions/picky/secrets/TOKEN", json={"value": "good"})
+    function = await deploy(source, name="picky")
+    pid = await function.answer()
+    await gateway.client.put("/v1/functions/picky/secrets/TOKEN", json={"value": "bad"})
+    assert failure(await gateway.client.post("/v1/functions/picky/restart"))["type"] == "handler_setup_failed"
+    assert await function.answer() == pid
+    assert failure(await gateway.client.post("/v1/functions/nobody/restart"))["status"] == 404
+
+
+async def test_a_restart_under_load_has_as_many_workers_as_before_or_as_can_start(
+    deploy, gate: Gate, tmp_path
+):
+    source = (
+        "import gate, os\ndef setup(context):\n    if len(os.listdir(os.environ['PLACES'])) == 3:\n"
+        "        raise MemoryError('no place')\n    open(f\"{os.environ['PLACES']}/{os.getpid()}\", 'w').close()\n"
+        "def handler(event):\n    gate.wait(event)\n    return os.getpid()"
+    )
+    function = await deploy(source, {"env.PLACES": str(tmp_path), "scale.max": 2}, name="scarce", gate=gate)
+    for path in tmp_path.iterdir():
+        path.unlink()
+    calls = [asyncio.create_task(function.answer(f"{number}")) for number in range(2)]
+    await gate.next()
+    await gate.next()
+    assert len(list(tmp_path.iterdir())) == 2
+    # There is place for one more worker: the restart needs only one that gets ready.
+    response = await function.client.post("/v1/functions/scarce/restart")
+    assert response.status_code == 200, response.text
+    assert len(list(tmp_path.iterdir())) == 3
+    gate.open()
+    old = set(await asyncio.gather(*calls))
+    assert await function.answer("new") not in old
+    for path in tmp_path.iterdir():
+        path.unlink()
+    await function.settled(ready=1)
+    assert (await function.client.post("/v1/functions/scarce/restart")).status_code == 200
+
+
+async def test_a_rollback_makes_an_older_revision_live_also_after_a_restart(state):
+    def version(number: int) -> str:
+        return f"def handler(event):\n    return {number}"
+
+    async def roll(gateway, **order) -> str:
+        response = await gateway.client.post("/v1/functions/undone/rollback", json=order)
+        assert response.status_code == 200, response.text
+        return response.json()["revision"].partition("-")[0]
+
+    async def listed(gateway) -> dict[str, str]:
+        found = (await gateway.client.get("/v1/functions/undone/revisions")).json()["revisions"]
+        return {one["revision"].partition("-")[0]: one["state"] for one in found}
+
+    async with gateway_here(state) as gateway:
+        for number in (1, 2, 3):
+            function = await gateway.deploy(version(number), name="undone")
+        assert await roll(gateway) == "r2"
+        assert await function.answer() == 2
+        assert await roll(gateway) == "r1"
+        assert await roll(gateway, revision="r3") == "r3"
+        assert await roll(gateway, revision="1") == "r1"
+        assert await function.answer() == 1
+
+        async def drained() -> bool:
+            return await listed(gateway) == {"r3": "stored", "r2": "stored", "r1": "live"}
+
+        await until(drained, "the end of the old revisions")
+        refused = await gateway.client.post("/v1/functions/undone/rollback")
+        assert failure(refused)["type"] == "unknown_revision"
+    async with gateway_here(state) as gateway:
+        assert await gateway.function("undone").answer() == 1
+        assert (await gateway.send(version(4), name="undone")).json()["revision"].startswith("r4-")
+
+
+async def test_old_revisions_are_pruned_but_not_while_they_drain(state, gate: Gate):
+    async with gateway_here(state, keep_revisions=1) as gateway:
+        function = await gateway.deploy(WAITS, name="pruned", gate=gate)
+        running = asyncio.create_task(function.answer("runs"))
+        await gate.next("runs")
+        folder = gateway.state / "functions" / "pruned"
+
+        def stored() -> set[str]:
+            return {path.name.partition("-")[0] for path in folder.glob("r*")}
+
+        for number in (2, 3):
+            await gateway.deploy(f"def handler(event):\n    return {number}", name="pruned")
+
+        async def pruned() -> bool:
+            return stored() == {"r1", "r3"}
+
+        await until(pruned, "r2 pruned and r1 kept")
+        gate.open()
+        assert await running == "runs"
+
+        async def alone() -> bool:
+            return stored() == {"r3"}
+
+        await until(alone, "r1 pruned")
+
+
+async def test_uploads_with_the_same_weights_share_them(gateway, deploy, tmp_path):
+    (tmp_path / "model.bin").write_bytes(b"w" * (2 << 20))
+    (tmp_path / "pilotflame.toml").write_text('name = "heavy"\n')
+    for number in (1, 2):
+        (tmp_path / "handler.py").write_text(f"def handler(event):\n    return {number}")
+        headers = {"Content-Type": "application/gzip"}
+        response = await gateway.client.post("/v1/functions", content=pack(tmp_path), headers=headers)
+        assert response.status_code == 201, response.text
+    copies = list((gateway.state / "functions/heavy").glob("r*/code/model.bin"))
+    assert len(copies) == 2
+    assert len({path.stat().st_ino for path in copies}) == 1
+    found = (await gateway.client.get("/v1/functions/heavy/revisions")).json()["revisions"]
+    assert [one["size_bytes"] > 1 << 20 for one in found] == [True, False]
+    await gateway.client.delete("/v1/functions/heavy")
+    assert list((gateway.state / "weights").iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -106,7 +261,10 @@ async def test_a_restart_brings_functions_back_at_zero(state):
         assert (await two.status())["settings"]["scale"]["max"] == 2
         response = await two.call()
         assert (response.json(), response.headers["x-cold-start"]) == ("two again", "true")
-        await gateway.function("one").settled(standby=True, zygote=True)
+        # Its imports take no time, so it has nothing until it is used.
+        await gateway.function("one").settled(standby=False, zygote=False)
+        assert await gateway.function("one").answer() == "one"
+        await gateway.function("one").settled(ready=1, standby=True, zygote=True)
         await gateway.client.delete("/v1/functions/one")
     async with gateway_here(state) as gateway:
         listed = (await gateway.client.get("/v1/functions")).json()["functions"]
@@ -194,9 +352,9 @@ async def test_a_deploy_whose_caller_disconnects_leaves_nothing(gateway, deploy,
     assert response.status_code == 404
 
 
-async def test_a_function_runs_in_the_environment_of_its_requirements(
-    state, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+@pytest.fixture
+def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A function's folder with a requirement that only an index in a folder has."""
     (tmp_path / "index").mkdir()
     with zipfile.ZipFile(tmp_path / "index" / "tinything-1.0-py3-none-any.whl", "w") as wheel:
         wheel.writestr("tinything.py", "SIZE = 'tiny'\n")
@@ -213,10 +371,89 @@ async def test_a_function_runs_in_the_environment_of_its_requirements(
     source = "import sys, tinything, pydantic\ndef handler(event):\n    return [tinything.SIZE, sys.prefix]\n"
     (folder / "handler.py").write_text(source)
     (folder / "requirements.txt").write_text("tinything\npydantic\n")
+    return folder
+
+
+@contextlib.contextmanager
+def installing(state: Path, folder: Path) -> Iterator[None]:
+    """Within the block, deploys of the folder wait as if another deploy was building its environment."""
+    key = environment._key(requirements_digest((folder / "requirements.txt").read_text()))
+    (state / "environments").mkdir(exist_ok=True)
+    with (state / "environments" / f"{key}.lock").open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+async def test_a_function_runs_in_the_environment_of_its_requirements(state, small: Path):
     async with gateway_here(state) as gateway:
-        body = {"path": str(folder), "install": True}
+        body = {"path": str(small), "install": True}
         response = await gateway.client.post("/v1/functions", json=body)
         assert response.status_code == 201, response.text
         size, prefix = await gateway.function("small").answer()
         assert size == "tiny"
         assert prefix.startswith(str(gateway.state / "environments"))
+        assert len(list((state / "environments").glob("py*/"))) == 1
+        # With the last function that needs it, the environment goes.
+        await gateway.client.delete("/v1/functions/small")
+        assert list((state / "environments").glob("py*/")) == []
+
+
+async def test_environments_are_built_again_where_the_state_folder_was_moved_or_they_are_missing(
+    state, small: Path
+):
+    async with gateway_here(state) as gateway:
+        body = {"path": str(small), "install": True}
+        response = await gateway.client.post("/v1/functions", json=body)
+        assert response.status_code == 201, response.text
+    moved = state.with_name("moved")
+    state.rename(moved)
+    async with gateway_here(moved) as gateway:
+        size, prefix = await gateway.function("small").answer()
+        assert (size, prefix.startswith(f"{moved}/environments/py")) == ("tiny", True)
+    (scripts,) = moved.glob("environments/py*/bin/activate")
+    assert str(state) + "/" not in scripts.read_text()
+    shutil.rmtree(moved / "environments")
+    async with gateway_here(moved) as gateway:
+        size, prefix = await gateway.function("small").answer()
+        assert (size, prefix.startswith(f"{moved}/environments/py")) == ("tiny", True)
+
+
+async def test_a_deploy_whose_caller_leaves_while_files_are_prepared_leaves_nothing(state, small: Path):
+    async with gateway_here(state) as gateway:
+        staging = state / "staging"
+
+        async def staged() -> bool:
+            return any(staging.iterdir())
+
+        async def left() -> bool:
+            return not any(staging.iterdir())
+
+        with installing(state, small):
+            body = {"path": str(small), "install": True}
+            deploying = asyncio.create_task(gateway.client.post("/v1/functions", json=body))
+            await until(staged, "the staged folder")
+            deploying.cancel()
+            await asyncio.gather(deploying, return_exceptions=True)
+        await until(left, "the end of the staged folder")
+        assert (await gateway.client.get("/v1/functions/small")).status_code == 404
+
+
+async def test_deploys_that_wait_keep_nobody_from_a_compressed_answer(state, small: Path):
+    async with gateway_here(state) as gateway:
+        function = await gateway.deploy("def handler(event):\n    return 'x' * 100_000")
+        with installing(state, small):
+            body = {"path": str(small), "install": True}
+            deploying = [
+                asyncio.create_task(gateway.client.post("/v1/functions", json=body)) for _ in range(40)
+            ]
+
+            async def waiting() -> bool:
+                return any((state / "staging").iterdir())
+
+            await until(waiting, "a deploy that waits")
+            async with asyncio.timeout(LIMIT_S):
+                response = await function.call(Accept_Encoding="gzip")
+            assert response.headers["content-encoding"] == "gzip"
+            for task in deploying:
+                task.cancel()
+            await asyncio.gather(*deploying, return_exceptions=True)

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pilotflame.errors import GatewayError, SettingsError, UnknownFunction
-from pilotflame.runtime.functions.store import RevisionFields, RevisionRecord, Store
+from pilotflame.errors import BadInput, GatewayError, SettingsError, UnknownFunction, UnknownRevision
+from pilotflame.runtime.functions.store import Retention, RevisionFields, RevisionRecord, Store
 from pilotflame.runtime.settings.function_settings import FunctionSettings
 
 
@@ -150,6 +150,57 @@ def test_prune_keeps_the_newest_and_the_live_one(store: Store, tmp_path: Path) -
     assert deploy(store).number == 6
     assert staged(tmp_path) == []
     assert store.prune("nothing", 1) == []
+
+
+def test_prune_keeps_what_is_draining(store: Store) -> None:
+    records = [deploy(store) for _ in range(4)]
+    assert store.prune("tone", 1, busy={records[1].revision}) == [records[0].revision, records[2].revision]
+
+
+def test_prune_removes_by_size_and_counts_shared_weights_once(tmp_path: Path, reports: Reports) -> None:
+    store = Store(tmp_path, reports, Retention(10, 5 << 20))
+    store.start()
+
+    def upload(weights: bytes) -> RevisionRecord:
+        code = store.stage() / "code"
+        code.mkdir()
+        (code / "model.bin").write_bytes(weights)
+        store.weights.share(code, None)
+        record = store.place(code.parent, fields())
+        store.promote(record)
+        return record
+
+    large = [upload(bytes([number]) * (2 << 20)) for number in range(2)]
+    equal = [upload(b"same" * (1 << 19)) for _ in range(4)]
+    assert len(list((tmp_path / "weights").iterdir())) == 3
+    assert store.prune("tone") == [large[0].revision]
+    assert revisions(store, "tone") == [large[1], *equal]
+    assert len(list((tmp_path / "weights").iterdir())) == 2
+    assert sum(store.sizes("tone").values()) < 5 << 20
+
+
+def test_the_revision_to_roll_back_to(store: Store) -> None:
+    records = [deploy(store) for _ in range(3)]
+    assert store.find(records[2], None) == records[1]
+    assert store.find(records[1], None) == records[0]
+    for wanted in ("1", "r1", records[0].revision):
+        assert store.find(records[2], wanted) == records[0]
+    with pytest.raises(UnknownRevision, match="no older revision"):
+        store.find(records[0], None)
+    for wanted in ("9", "r1-00000000", "../r1", ""):
+        with pytest.raises(UnknownRevision, match="no revision"):
+            store.find(records[2], wanted)
+    with pytest.raises(BadInput, match="live already"):
+        store.find(records[2], "r3")
+
+
+def test_a_revision_that_cannot_be_placed_leaves_nothing(store: Store, tmp_path: Path) -> None:
+    staged_folder = store.stage()
+    (tmp_path / "functions").chmod(0o700)
+    (tmp_path / "functions/tone").touch()
+    with pytest.raises(FileExistsError):
+        store.place(staged_folder, fields())
+    assert staged(tmp_path) == []
 
 
 def test_nothing_is_pruned_where_the_live_revision_is_unknown(store: Store, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import os
 import sqlite3
 import subprocess
 import threading
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
 
 import pytest
@@ -279,3 +279,64 @@ async def test_a_full_disk_is_reported_and_writes_succeed_once_there_is_room(sma
     database = opened(small_disk / "jobs.db")
     assert await database.read(bodies) == [b"first", *kept, b"last"]
     await asyncio.to_thread(database.close)
+
+
+async def test_a_read_sees_one_state_of_the_file(database: Database) -> None:
+    """Otherwise a list that is read state by state lacks the jobs that change their state meanwhile."""
+    held = Held()
+
+    def twice(connection: sqlite3.Connection) -> list[list[bytes]]:
+        before = bodies(connection)
+        held(connection)
+        return [before, bodies(connection)]
+
+    reading = asyncio.ensure_future(database.read(twice))
+    await asyncio.to_thread(held.reached.wait, 20)
+    await database.write(put(b"a"))
+    held.go.set()
+    assert await reading == [[], []]
+    assert await database.read(bodies) == [b"a"]
+
+
+def _deny_transaction_ends(connection: sqlite3.Connection) -> None:
+    """From here on the connection can neither commit nor roll back, as on a disk that fails."""
+
+    def allow(action: int, argument: str | None, *_: object) -> int:
+        ends = action == sqlite3.SQLITE_TRANSACTION and argument in ("COMMIT", "ROLLBACK")
+        return sqlite3.SQLITE_DENY if ends else sqlite3.SQLITE_OK
+
+    connection.set_authorizer(allow)
+
+
+@pytest.mark.parametrize("fault", [_deny_transaction_ends, sqlite3.Connection.close])
+async def test_a_rollback_that_fails_costs_one_group(database: Database, fault: Callable[..., None]) -> None:
+    await database.write(put(b"a"))
+    done = await together(database, put(b"b"), fault, put(b"c"))
+    assert [type(result) for result in done] == [JobStoreFailed] * 3
+    async with asyncio.timeout(20):
+        assert await database.write(put(b"d"))
+        assert await database.read(bodies) == [b"a", b"d"]
+        await database.read(sqlite3.Connection.close)
+        assert await database.read(bodies) == [b"a", b"d"]
+
+
+async def test_a_database_that_cannot_be_opened_again_refuses_until_it_can(
+    database: Database, tmp_path: Path
+) -> None:
+    await database.write(put(b"a"))
+    held = Held()
+    holding = asyncio.ensure_future(database.write(held))
+    await asyncio.to_thread(held.reached.wait, 20)
+    faulty = asyncio.ensure_future(database.write(sqlite3.Connection.close))
+    await asyncio.sleep(0)
+    # The file's folder is missing for a while, as when a volume is unmounted.
+    away = tmp_path.rename(tmp_path.with_name("away"))
+    held.go.set()
+    await asyncio.wait([holding, faulty])
+    assert isinstance(faulty.exception(), JobStoreFailed)
+    with pytest.raises(JobStoreFailed):
+        await database.write(put(b"lost"))
+    away.rename(tmp_path)
+    with pytest.raises(JobStoreFailed):
+        await database.write(put(b"the call that opens it again"))
+    assert await database.write(put(b"b"))

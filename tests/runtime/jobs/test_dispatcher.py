@@ -17,6 +17,7 @@ from pilotflame.runtime.jobs.schema import SCRIPTS
 from pilotflame.runtime.jobs.store import JobStore
 from pilotflame.runtime.scaling.autoscaler import ScaleSpec
 from pilotflame.runtime.serving.invocation import Invocation, Output
+from pilotflame.runtime.telemetry.background import BackgroundTasks
 from pilotflame.runtime.telemetry.logs import LogBook
 
 JOB = NewJob("tone", b"1", execution_timeout_s=60.0, ttl_s=600.0)
@@ -48,8 +49,13 @@ class SlowStore(JobStore):
 
     meanwhile: Any = None
 
-    async def due(self, function: str, limit: int, now_s: float) -> list[Job]:
-        found = await super().due(function, limit, now_s)
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self.read: list[str] = []
+
+    async def due(self, *asked: Any) -> list[Job]:
+        found = await super().due(*asked)
+        self.read += [job.id for job in found]
         if self.meanwhile is not None:
             await self.meanwhile(found)
         return found
@@ -81,7 +87,7 @@ async def test_a_job_that_becomes_due_during_a_read_is_run(database: Database):
         await asyncio.sleep(max(0.0, due_s + 0.01 - time.time()))
 
     store.meanwhile = until_due
-    async with asyncio.TaskGroup() as tasks:
+    async with BackgroundTasks() as tasks:
         dispatcher = JobDispatcher(store, lambda _: SimpleNamespace(revision=echo, logs=LogBook()), tasks)
         dispatcher.wake("tone")
         assert (await final(store, job)).state is JobState.COMPLETED
@@ -105,7 +111,7 @@ async def test_a_job_that_ends_during_a_read_does_not_run_again(database: Databa
             await asyncio.sleep(0.01)
 
     store.meanwhile = second_read_is_slow
-    async with asyncio.TaskGroup() as tasks:
+    async with BackgroundTasks() as tasks:
         dispatcher = JobDispatcher(store, lambda _: SimpleNamespace(revision=echo, logs=LogBook()), tasks)
         dispatcher.wake("tone")
         await final(store, first)
@@ -114,3 +120,37 @@ async def test_a_job_that_ends_during_a_read_does_not_run_again(database: Databa
         await final(store, second)
         dispatcher.stop()
     assert echo.ran == [first.id, second.id]
+
+
+async def test_a_submitted_job_is_not_read_again(database: Database):
+    """Otherwise each end of a job would read the inputs of all jobs that are submitted and wait for a worker."""
+    waiting = Waiting()
+    store = SlowStore(database, keep_s=600.0)
+    jobs = [(await store.submit(JOB))[0].id for _ in range(6)]
+    async with BackgroundTasks() as tasks:
+        dispatcher = JobDispatcher(store, lambda _: SimpleNamespace(revision=waiting, logs=LogBook()), tasks)
+        dispatcher.wake("tone")
+        async with asyncio.timeout(LIMIT_S):
+            while len(waiting.submitted) < 6:
+                await asyncio.sleep(0.001)
+            for job in jobs:
+                dispatcher.wake("tone")
+                waiting.complete()
+                while not (await store.get("tone", job)).state.final:
+                    await asyncio.sleep(0.001)
+        dispatcher.stop()
+    assert store.read == jobs
+
+
+class Waiting(Echo):
+    """A revision that completes an invocation when the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.submitted: list[Invocation] = []
+
+    def submit(self, invocation: Invocation) -> None:
+        self.submitted.append(invocation)
+
+    def complete(self) -> None:
+        super().submit(self.submitted[len(self.ran)])

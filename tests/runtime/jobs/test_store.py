@@ -30,12 +30,13 @@ from pilotflame.errors import (
 )
 from pilotflame.runtime.jobs import outbox, schema, transitions
 from pilotflame.runtime.jobs.database import Database
-from pilotflame.runtime.jobs.job import Job, JobCounts, JobOutcome, JobState, NewJob, Webhook
+from pilotflame.runtime.jobs.job import ALL, Job, JobCounts, JobOutcome, JobState, NewJob, Webhook
 from pilotflame.runtime.jobs.schema import SCRIPTS
 from pilotflame.runtime.jobs.store import JobStore
 from pilotflame.runtime.jobs.transaction import Transaction
 
 FUNCTIONS = ("tone", "echo")
+OWNERS = ("", "key-1", "key-2")
 HOOK = Webhook("http://127.0.0.1/hook", ("start", "output", "completed"))
 DONE = JobOutcome(JobState.COMPLETED, output=b'"done"')
 FAILED = JobOutcome(JobState.FAILED)
@@ -97,6 +98,7 @@ class StoreMachine(RuleBasedStateMachine):
         body=st.sampled_from([b"a", b"bb"]),
         key=st.sampled_from(["", "", "k1", "k2"]),
         wanted=st.sampled_from(["", "", "mine"]),
+        owner=st.sampled_from(OWNERS),
         priority=st.integers(0, 2),
         max_attempts=st.integers(1, 3),
         ttl_s=st.sampled_from([30.0, 5000.0]),
@@ -127,6 +129,39 @@ class StoreMachine(RuleBasedStateMachine):
             kept = self.model.jobs[job_id]
             job = self.run(self.store.get(kept.new.function, job_id))
             assert (job.worker, job.started_s, job.attempts) == ("w", self.model.now_s, fence)
+
+    @rule(
+        target=ids,
+        function=st.sampled_from(FUNCTIONS),
+        owner=st.sampled_from(OWNERS),
+        ttl_s=st.sampled_from([30.0, 50.0]),
+    )
+    def start(self, function: str, owner: str, ttl_s: float) -> str:
+        """A job that is stored when a worker has it."""
+        job_id = f"started-{len(self.model.jobs)}-{self.model.arrived}"
+        asked = new(function, owner=owner, ttl_s=ttl_s, wanted_id=job_id)
+        assert self.run(self.store.start(asked, "w")) == 1
+        self.model.submit(job_id, asked)
+        assert self.model.take(job_id)
+        return job_id
+
+    @rule(
+        target=ids,
+        function=st.sampled_from(FUNCTIONS),
+        owner=st.sampled_from(OWNERS),
+        state=st.sampled_from(["COMPLETED", "FAILED"]),
+    )
+    def record(self, function: str, owner: str, state: str) -> str:
+        """A job that is stored when it has ended: the rows are the same as after submit, take and finish."""
+        asked, outcome = new(function, owner=owner), JobOutcome(JobState(state), output=b"o", logs="l")
+        queued = asked.queued(f"ended-{self.model.arrived}", self.model.now_s)
+        started = dataclasses.replace(queued, worker="w", started_s=self.model.now_s)
+        job = self.run(self.store.record(asked, started, outcome))
+        self.model.submit(job.id, asked)
+        self.model.take(job.id)
+        self.model.end(job.id, outcome)
+        assert job == self.run(self.store.get(function, job.id))
+        return str(job.id)
 
     def fence(self, job_id: str, off: int) -> int:
         return self.model.jobs[job_id].attempts - off if job_id in self.model.jobs else 1
@@ -184,37 +219,39 @@ class StoreMachine(RuleBasedStateMachine):
             self.model.jobs[job_id].progress = b"50"
             self.model.notify(job_id, "output")
 
-    @rule(job_id=ids, function=st.sampled_from(FUNCTIONS))
-    def cancel(self, job_id: str, function: str) -> None:
-        if error := self.model.absent(function, job_id):
-            self.refused(error, self.store.cancel(function, job_id))
+    @rule(job_id=ids, function=st.sampled_from(FUNCTIONS), owner=st.sampled_from((ALL, *OWNERS)))
+    def cancel(self, job_id: str, function: str, owner: str) -> None:
+        if error := self.model.absent(function, job_id, owner):
+            self.refused(error, self.store.cancel(function, job_id, owner))
             return
         was = self.model.jobs[job_id].state
         self.cancelled.clear()
-        job = self.run(self.store.cancel(function, job_id))
+        job = self.run(self.store.cancel(function, job_id, owner))
         assert self.cancelled == ([] if was.final else [(function, job_id)])
         if not was.final:
             self.model.end(job_id, JobOutcome(JobState.CANCELLED))
         assert job.state is self.model.jobs[job_id].state
 
-    @rule(job_id=ids, function=st.sampled_from(FUNCTIONS))
-    def retry(self, job_id: str, function: str) -> None:
-        if error := self.model.absent(function, job_id):
-            self.refused(error, self.store.retry(function, job_id))
+    @rule(job_id=ids, function=st.sampled_from(FUNCTIONS), owner=st.sampled_from((ALL, *OWNERS)))
+    def retry(self, job_id: str, function: str, owner: str) -> None:
+        if error := self.model.absent(function, job_id, owner):
+            self.refused(error, self.store.retry(function, job_id, owner))
         elif self.model.retry(job_id):
             self.queued.clear()
-            job = self.run(self.store.retry(function, job_id))
+            job = self.run(self.store.retry(function, job_id, owner))
             assert (job.id, job.state, self.queued) == (job_id, QUEUED, [function])
         else:
-            self.refused(JobConflict, self.store.retry(function, job_id))
+            self.refused(JobConflict, self.store.retry(function, job_id, owner))
 
-    @rule(function=st.sampled_from(FUNCTIONS), delete=st.booleans())
-    def purge(self, function: str, delete: bool) -> None:
-        jobs = {job_id: job for job_id, job in self.model.jobs.items() if job.new.function == function}
+    @rule(
+        function=st.sampled_from(FUNCTIONS), delete=st.booleans(), owner=st.sampled_from((ALL, *OWNERS[1:]))
+    )
+    def purge(self, function: str, delete: bool, owner: str) -> None:
+        jobs = self.model.owned(function, owner)
         purged = [JobState.IN_PROGRESS, QUEUED] if delete else [QUEUED]
         ended = [job_id for state in purged for job_id, job in jobs.items() if job.state is state]
         self.cancelled.clear()
-        assert self.run(self.store.purge(function, running=delete)) == len(ended)
+        assert self.run(self.store.purge(function, owner, running=delete)) == len(ended)
         assert sorted(self.cancelled) == sorted((function, job_id) for job_id in ended)
         for job_id in ended:
             self.model.end(job_id, JobOutcome(JobState.CANCELLED))
@@ -242,10 +279,11 @@ class StoreMachine(RuleBasedStateMachine):
     async def check(self) -> None:
         for job_id, kept in self.model.jobs.items():
             await self.check_job(job_id, kept)
-        for job_id, (function, _) in self.model.deleted.items():
+        for job_id, (function, *_) in self.model.deleted.items():
             if job_id not in self.model.jobs:
-                with pytest.raises(JobExpired):
-                    await self.store.get(function, job_id)
+                for owner in (ALL, *OWNERS):
+                    with pytest.raises(self.model.absent(function, job_id, owner) or AssertionError):
+                        await self.store.get(function, job_id, owner)
         with pytest.raises(UnknownJob):
             await self.store.get("tone", "job-unknown")
         for function in FUNCTIONS:
@@ -268,13 +306,14 @@ class StoreMachine(RuleBasedStateMachine):
             assert await self.store.pieces(job_id, 0, 100) == list(enumerate(kept.pieces, 1))
 
     async def check_function(self, function: str) -> None:
-        assert await self.store.counts(function) == self.model.counts(function)
         due = await self.store.due(function, 100, self.model.now_s)
         assert [job.id for job in due] == self.model.due(function)
         assert await self.store.next_due(function) == self.model.next_due(function)
-        ours = [item for item in self.model.jobs.items() if item[1].new.function == function]
-        ours.sort(key=lambda item: -item[1].number)
-        assert [job.id for job in await self.store.newest(function)] == [job_id for job_id, _ in ours]
+        for owner in (ALL, *OWNERS[1:]):
+            assert await self.store.counts(function, owner) == self.model.counts(function, owner)
+            ours = sorted(self.model.owned(function, owner).items(), key=lambda item: -item[1].number)
+            found = await self.store.newest(function, owner=owner)
+            assert [job.id for job in found] == [job_id for job_id, _ in ours]
 
 
 StoreMachine.TestCase.settings = settings(
@@ -357,6 +396,10 @@ async def test_a_queue_is_limited_in_bytes_too(store: JobStore) -> None:
         await store.submit(new(body=b"x", max_queued_bytes=300))
 
 
+def insert_older(connection: sqlite3.Connection, asked: NewJob, job_id: str) -> None:
+    schema.insert_job(connection, asked, asked.queued(job_id, 1_000_000.0))
+
+
 async def test_the_queue_of_an_older_file_is_counted(
     open_store: Callable[..., tuple[JobStore, Database]], tmp_path: Path
 ) -> None:
@@ -364,13 +407,66 @@ async def test_the_queue_of_an_older_file_is_counted(
         older.executescript(f"{SCRIPTS[0]}; PRAGMA user_version=1;")
         older.row_factory = sqlite3.Row
         for number, body in enumerate((b"x" * 200, b"x" * 50)):
-            schema.insert_job(older, new(body=body), f"job-{number}", 1_000_000.0)
+            insert_older(older, new(body=body), f"job-{number}")
         older.execute("INSERT INTO counters (function, in_queue) VALUES ('tone', 2), ('echo', 0)")
         older.commit()
     store, _ = open_store()
     assert await store.take("job-1") is not None
     found = [await store.counts(function) for function in ("tone", "echo")]
     assert [(counts.in_queue, counts.queued_bytes) for counts in found] == [(1, 200), (0, 0)]
+
+
+async def test_the_jobs_and_deliveries_of_an_older_file_keep_their_owners(
+    open_store: Callable[..., tuple[JobStore, Database]], tmp_path: Path
+) -> None:
+    with closing(sqlite3.connect(tmp_path / "jobs.db")) as older:
+        older.executescript(f"{SCRIPTS[0]}; {SCRIPTS[1]}; PRAGMA user_version=2;")
+        for number, owner in enumerate(("", "key-1", "key-1", "key-2")):
+            insert_older(older, new(body=b"x" * number, owner=owner), f"job-{number}")
+            older.execute(
+                "INSERT INTO deliveries VALUES (?, ?, 'tone', '', '', '', '', 'PENDING', 0, 0, 0, 0, '', '[]')",
+                (f"msg_{number}", f"job-{number}"),
+            )
+        older.execute(
+            "INSERT INTO counters (function, in_queue, queued_bytes, failed) VALUES ('tone', 4, 6, 9)"
+        )
+        older.commit()
+    store, _ = open_store()
+    await store.cancel("tone", "job-2")
+    assert await store.counts("tone") == JobCounts(in_queue=3, cancelled=1, failed=9, queued_bytes=4)
+    assert await store.counts("tone", "key-1") == JobCounts(in_queue=1, cancelled=1, queued_bytes=1)
+    assert [delivery.id for delivery in await store.deliveries("tone", owner="key-2")] == ["msg_3"]
+    assert len(await store.deliveries("tone")) == 4
+
+
+@pytest.mark.parametrize("states", [(), (QUEUED,)])
+async def test_an_owners_few_jobs_are_found_by_an_index(
+    open_store: Callable[..., tuple[JobStore, Database]], states: tuple[JobState, ...]
+) -> None:
+    store, database = open_store()
+    await store.submit(new(owner="key-1"))
+    for asked in (
+        lambda: store.newest("tone", states, owner="key-1"),
+        lambda: store.deliveries("tone", owner="key-1"),
+        lambda: store.purge("tone", "key-1"),
+        lambda: store.counts("tone", "key-1"),
+    ):
+        said: list[str] = []
+        await database.read(lambda connection, said=said: connection.set_trace_callback(said.append))
+        await database.write(lambda connection, said=said: connection.set_trace_callback(said.append))
+        await asked()
+        # Only the statements that name the owner: the others do not look for jobs.
+        plans = [
+            await database.read(lambda connection, text=text: _plan(connection, text))
+            for text in said
+            if text.startswith("SELECT") and "key-1" in text
+        ]
+        assert plans
+        assert all("owner=?" in plan for plan in plans), plans
+
+
+def _plan(connection: sqlite3.Connection, statement: str) -> str:
+    return " / ".join(row["detail"] for row in connection.execute(f"EXPLAIN QUERY PLAN {statement}"))
 
 
 async def test_all_fields_of_a_job_and_its_outcome_are_stored(store: JobStore, clock: Clock) -> None:

@@ -18,6 +18,7 @@ from pilotflame.runtime.jobs.schema import SCRIPTS
 from pilotflame.runtime.jobs.webhook_delivery import Delivery, RetrySchedule
 from pilotflame.runtime.jobs.webhook_sender import WebhookSender
 from pilotflame.runtime.jobs.webhook_signing import SigningKey
+from pilotflame.runtime.telemetry.background import BackgroundTasks
 from receiver import Held, Receiver, Watched, job, receiving
 from standardwebhooks import Webhook
 
@@ -42,7 +43,7 @@ async def database(tmp_path: Path) -> AsyncIterator[Watched]:
 @asynccontextmanager
 async def sending(database: Watched, *, close_s: float = 20.0) -> AsyncIterator[WebhookSender]:
     policy = AddressPolicy.parse(["127.0.0.1"])
-    async with asyncio.TaskGroup() as tasks:
+    async with BackgroundTasks() as tasks:
         sender = WebhookSender(database, KEY, policy, AT_ONCE)
         sender.start(tasks)
         yield sender

@@ -54,6 +54,7 @@ class Weights:
     """A snapshot behind a server, and what its network makes of ones."""
 
     server: FaultServer
+    folder: Path
     right: Any
     """Up to the last bits, which depend on how many threads multiply."""
 
@@ -84,7 +85,7 @@ def weights(tmp_path: Path) -> Iterator[Weights]:
             torch.nn.functional.linear(answer, made[f"layers.{layer}.weight"], made[f"layers.{layer}.bias"])
         )
     with FaultServer(folder) as server:
-        yield Weights(server, pytest.approx(answer.tolist(), rel=1e-4, abs=1e-5))
+        yield Weights(server, folder, pytest.approx(answer.tolist(), rel=1e-4, abs=1e-5))
 
 
 @pytest.fixture
@@ -176,6 +177,43 @@ async def test_a_killed_fetcher_fails_its_callers_and_is_replaced(gateway: Gatew
     assert response.status_code >= 500 or response.json() == weights.right
     await function.settled(ready=0)
     assert await function.answer([1.0] * WIDTH) == weights.right
+
+
+async def snapshot_metrics(gateway: Gateway) -> dict[str, float]:
+    text = (await gateway.client.get("/metrics")).text
+    lines = [line.rpartition(" ") for line in text.splitlines() if line.startswith("pilotflame_snapshot_")]
+    return {name.removeprefix("pilotflame_snapshot_"): float(number) for name, _, number in lines}
+
+
+async def test_fetches_and_tiers_are_in_the_metrics(gateway: Gateway, weights: Weights) -> None:
+    size_bytes = (weights.folder / "model.safetensors").stat().st_size
+    whole_bytes = size_bytes + (weights.folder / "config.json").stat().st_size
+    function = await deployed(gateway, weights, check=False)
+    assert (await snapshot_metrics(gateway))["fetches_under_way"] == 0
+    weights.server.faults = lambda request: Faults(flip_share=float("model" in request.name))
+    assert (await function.call([1.0] * WIDTH)).status_code == 500
+
+    async def counted(name: str, number: float) -> bool:
+        return (await snapshot_metrics(gateway)).get(name) == number
+
+    await until(lambda: counted("fetches_under_way", 0), "the end of the fetch")
+    found = await snapshot_metrics(gateway)
+    # The worker may fail, and its hold be released, before the fetcher has told its own end.
+    assert sum(found[f'fetches_total{{outcome="{outcome}"}}'] for outcome in ("failed", "released")) >= 1
+    weights.server.faults = Faults()
+    assert await function.answer([1.0] * WIDTH) == weights.right
+    await until(lambda: counted('fetches_total{outcome="done"}', 1), "a fetch that is done")
+
+    async def in_a_tier() -> bool:
+        found = await snapshot_metrics(gateway)
+        return whole_bytes in [found.get(f'cache_bytes{{tier="{tier}"}}') for tier in ("memory", "disk")]
+
+    await until(in_a_tier, "the size of the cache")
+    found = await snapshot_metrics(gateway)
+    assert sum(found[name] for name in found if name.startswith("verified_bytes_total")) >= size_bytes
+    assert sum(found[name] for name in found if name.startswith("received_bytes_total")) >= size_bytes
+    assert found['cache_budget_bytes{tier="disk"}'] > size_bytes
+    assert found["fetches_under_way"] == 0
 
 
 async def test_a_missing_snapshot_fails_the_deploy(gateway: Gateway, weights: Weights) -> None:

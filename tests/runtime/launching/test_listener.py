@@ -2,9 +2,11 @@
 
 import asyncio
 import os
+import resource
 import socket
 import stat
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from pilotflame.runtime.launching import listener as module
 from pilotflame.runtime.launching.listener import MAX_HELLO_BYTES, MAX_SOCKET_PATH, Listener
 from pilotflame.runtime.link.connection import Link
 from pilotflame.runtime.link.frames import HEADER, Frame, FrameKind, encode, encode_json
+from pilotflame.runtime.telemetry.log_stream import LogStream
 from pilotflame.runtime.telemetry.logs import LogBook
 
 LIMIT_S = 30.0
@@ -32,7 +35,7 @@ class Place:
     def expect(self, role: str = "worker", source: str = "w1") -> str:
         return self.listener.expect(role, source, self.book, self._on_link)
 
-    def _on_link(self, link: Link, pid: int) -> None:
+    def _on_link(self, link: Link, pid: int, _output: LogStream | None) -> None:
         self.taken.append(link)
         self.links.put_nowait((link, pid))
 
@@ -174,7 +177,7 @@ async def test_one_log_connection_comes_before_the_link(place: Place) -> None:
     token = place.expect(source="zygote")
     log = await place.dial(hello(token, "log") + b"first\nsec")
     follow = place.book.follow(10)
-    assert (await asyncio.wait_for(anext(follow), LIMIT_S))[1:] == ("zygote", "first")
+    assert (await asyncio.wait_for(anext(follow), LIMIT_S))[1:3] == ("zygote", "first")
     assert await disconnected(await place.dial(hello(token, "log")))  # a second one is not
     await place.dial(hello(token))
     await place.link()
@@ -207,6 +210,54 @@ async def test_closing_disconnects_connections_without_a_hello(place: Place) -> 
     place.listener.close()
     assert await disconnected(sock)
     place.listener.open()
+
+
+@contextmanager
+def no_free_descriptor() -> Iterator[None]:
+    """Inside the block, this process can open no file and accept no connection."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    taken: list[int] = []
+    # The limit is on the number of a descriptor, so all lower ones must be taken.
+    try:
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE,
+            (max(int(path.name) for path in Path("/proc/self/fd").iterdir()) + 2, limits[1]),
+        )
+        with suppress(OSError):
+            while True:
+                taken.append(os.dup(0))
+        yield
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+async def test_without_a_free_descriptor_it_pauses_says_so_once_and_goes_on(
+    place: Place, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(module, "ACCEPT_RETRY_S", 0.05)
+    accepts, accept = [0], place.listener._accept
+    place.listener._loop.remove_reader(place.listener._sock)
+
+    def counted() -> bool:
+        accepts[0] += 1
+        return accept()
+
+    monkeypatch.setattr(place.listener, "_accept", counted)
+    data = hello(place.expect())
+    sock = await place.dial(data)
+    with no_free_descriptor():
+        place.listener._resume()
+        # So long that several pauses end, and that a loop without pauses would call it thousands of times.
+        await asyncio.sleep(0.3)
+        assert 2 <= accepts[0] <= 10
+        assert place.links.empty()
+    await place.link()
+    assert sock.fileno() > 0
+    (record,) = [one for one in caplog.records if one.name == module.__name__]
+    assert "Too many open files" in record.getMessage()
+    assert "ulimit -n" in record.getMessage()
 
 
 def test_a_path_too_long_for_a_socket_is_refused_with_the_remedy(tmp_path: Path) -> None:

@@ -260,3 +260,34 @@ async def test_sending_on_a_closed_link_does_nothing(
     near, _ = ends
     near.link.close()
     call(near.link)
+
+
+async def test_a_frame_that_cannot_be_taken_ends_its_link_loudly(caplog: pytest.LogCaptureFixture) -> None:
+    """And those before it, in the same read, were taken; the other links of the loop go on."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        link, taken, closed = Link(ours), list[int](), asyncio.Event()
+
+        def take(frame: Frame) -> None:
+            if frame.kind == FrameKind.READY:
+                raise KeyError("window")
+            taken.append(frame.channel)
+
+        link.bind(take, closed.set)
+        theirs.sendall(encode(FrameKind.RESULT, 1) + encode(FrameKind.READY) + encode(FrameKind.RESULT, 2))
+        async with asyncio.timeout(LIMIT_S):
+            await closed.wait()
+        assert (taken, link.closed) == ([1], True)
+        assert "KeyError: 'window'" in caplog.text
+
+
+async def test_frames_before_a_malformed_one_are_taken(caplog: pytest.LogCaptureFixture) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        link, taken, closed = Link(ours), list[int](), asyncio.Event()
+        link.bind(lambda frame: taken.append(frame.channel), closed.set)
+        theirs.sendall(encode(FrameKind.RESULT, 1) + encode(FrameKind.RESULT, 2) + HEADER.pack(1, 2, 3, 4))
+        async with asyncio.timeout(LIMIT_S):
+            await closed.wait()
+        assert taken == [1, 2]
+        assert "claims 1 bytes with a head of 2" in caplog.text

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
+import weakref
 
 import pytest
 from pilotflame.runtime.serving import deadlines
@@ -33,3 +35,54 @@ async def test_each_fires_once_unless_it_was_cancelled(monkeypatch, soon_s: floa
         assert [await fired.get() for _ in range(3)] == ["early", "late", "moved"]
     assert time.monotonic() >= now_s + 0.14
     assert fired.empty()
+
+
+async def test_a_deadline_passes_through_slots_of_all_widths(monkeypatch):
+    monkeypatch.setattr(deadlines, "RATIO", 2)
+    fired: asyncio.Queue[str] = asyncio.Queue()
+    timers = deadlines.Deadlines(asyncio.get_running_loop(), lambda one: fired.put_nowait(one.id))
+    now_s = time.monotonic()
+    for due_s in (2.6, 4.6, 0.1):
+        timers.set(invocation(str(due_s)), now_s + due_s, now_s)
+    async with asyncio.timeout(10):
+        for due_s in (0.1, 2.6, 4.6):
+            assert await fired.get() == str(due_s)
+            assert due_s - 0.01 <= time.monotonic() - now_s < due_s + 0.5
+    assert len(timers) == 0
+
+
+async def test_a_day_of_distinct_deadlines_has_few_timers_and_few_slots():
+    timers = deadlines.Deadlines(asyncio.get_running_loop(), lambda _: None)
+    now_s = time.monotonic()
+    calls = [invocation(str(number)) for number in range(24 * 3600)]
+    for number, one in enumerate(calls):
+        timers.set(one, now_s + number + 2.5, now_s)
+    assert len(timers) == 1
+    assert len(timers._slots) < 300
+    for one in calls:
+        timers.cancel(one)
+    assert not timers._timers
+    timers.close()
+    assert len(timers) == 0
+    assert not timers._slots
+
+
+async def test_no_timer_keeps_a_retired_revision_in_memory():
+    class Owner:
+        def on_due(self, one: Invocation) -> None:
+            pass
+
+    owner = Owner()
+    timers = deadlines.Deadlines(asyncio.get_running_loop(), owner.on_due)
+    call, now_s = invocation("job"), time.monotonic()
+    timers.set(call, now_s + 24 * 3600, now_s)
+    timers.close()
+    assert len(timers) == 1
+    timers.cancel(call)
+    assert len(timers) == 0
+    gone = weakref.ref(owner)
+    del owner, timers
+    gc.collect()
+    # A cancelled timer is in the heap of the event loop until its next iteration.
+    await asyncio.sleep(0)
+    assert gone() is None

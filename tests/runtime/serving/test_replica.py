@@ -10,6 +10,7 @@ import time
 
 import pytest
 from live import Gate, gone
+from pilotflame.runtime.serving import replica
 from pilotflame.runtime.serving.invocation import Invocation
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -69,6 +70,50 @@ def teardown(context):
     assert await asyncio.gather(running, waiting) == [worker, other]
     await gone(worker)
     assert (await gate.next("torn down")).pid == worker
+
+
+async def test_a_worker_that_drains_by_itself_is_killed_if_its_teardown_does_not_end(
+    deploy, gate: Gate, monkeypatch
+):
+    monkeypatch.setattr(replica, "EXIT_TIMEOUT_S", 0.3)
+    source = """
+import gate, os, threading
+def handler(event):
+    gate.wait("runs")
+    return os.getpid()
+def teardown(context):
+    gate.say("torn down")
+    threading.Event().wait()
+"""
+    function = await deploy(source, {"scale.max": 1}, gate=gate, check=False)
+    running = asyncio.create_task(function.answer())
+    worker = (await gate.next("runs")).pid
+    os.kill(worker, signal.SIGTERM)
+    await function.settled(draining=1)
+    # Longer than the time for the exit, which begins when nothing runs any more.
+    await asyncio.sleep(0.5)
+    gate.open()
+    assert await running == worker
+    assert (await gate.next("torn down")).pid == worker
+    await gone(worker)
+
+
+async def test_no_timer_is_left_of_a_caller_who_disconnected(gateway, deploy, gate: Gate):
+    source = "import gate\nasync def handler(event):\n    await gate.wait_async(str(event))\n    return event"
+    function = await deploy(source, {"concurrency": 4, "scale.max": 1, "timeout_s": 3600.0}, gate=gate)
+    kept = asyncio.create_task(function.answer("kept"))
+    await gate.next("kept")
+    assert gateway.server is not None
+    (worker,) = gateway.server.functions.live(function.name).pool.replicas
+    calls = [asyncio.create_task(function.call(f"leaves {n}")) for n in range(3)]
+    for _ in calls:
+        await gate.next()
+    for call in calls:
+        call.cancel()
+    await function.settled(ready=1, in_flight=1)
+    assert not worker._cancelled
+    gate.open()
+    assert await kept == "kept"
 
 
 async def test_a_result_of_many_megabytes(deploy):

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
+import time
+import weakref
 
 import pytest
-from live import Gate, failure, gone
+from live import Gate, failure, gone, until
+from pilotflame.errors import RevisionRetired
+from pilotflame.runtime.serving.invocation import Invocation
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -222,3 +227,131 @@ async def test_workers_that_no_invocation_needs_are_not_started_again_and_again(
     await function.logged("activation failed")
     await function.settled(ready=0)
     assert (await function.status())["activations"] == 1
+
+
+async def test_the_first_delay_after_a_failed_start_is_half_a_second(gateway, deploy):
+    source = "def setup(context):\n    raise OSError\ndef handler(event):\n    return event"
+    function = await deploy(source, check=False)
+    assert gateway.server is not None
+    revision = gateway.server.functions.live(function.name)
+    assert (await function.error())["type"] == "handler_setup_failed"
+    assert 0.3 < revision._backoff_until_s - time.monotonic() <= 0.5
+
+
+async def test_starts_of_workers_are_counted_by_outcome(gateway, deploy, tmp_path):
+    source = f"""
+import os
+def setup(context):
+    if not os.path.exists({str(tmp_path / "ok")!r}):
+        raise OSError
+def handler(event):
+    return event
+"""
+    function = await deploy(source, {"scale.max": 1}, check=False)
+    await function.error()
+    (tmp_path / "ok").touch()
+    await function.answer(1)
+    text = (await gateway.client.get("/metrics")).text
+    for outcome in ("ready", "failed"):
+        labels = f'{{function="{function.name}",outcome="{outcome}"}}'
+        assert f"pilotflame_activations_total{labels} 1.0" in text
+
+
+async def test_a_revision_that_retires_accepts_nothing_more(gateway, deploy, gate: Gate):
+    function = await deploy(WAITS, {"scale.max": 1}, gate=gate)
+    assert gateway.server is not None
+    revision = gateway.server.functions.live(function.name)
+    running = asyncio.create_task(function.answer("runs"))
+    await gate.next("runs")
+    retiring = asyncio.create_task(revision.retire(20.0))
+    await asyncio.sleep(0)
+    now_s = time.monotonic()
+    late = Invocation("late", b"1", now_s=now_s, deadline_s=now_s + 60, hold_until_s=now_s + 60)
+    with pytest.raises(RevisionRetired):
+        revision.submit(late)
+    gate.open()
+    assert await running == "runs"
+    await retiring
+
+
+async def test_nothing_keeps_a_replaced_revision_in_memory(gateway, deploy, gate: Gate):
+    """Neither timers of jobs with a long time to live, nor those of callers who disconnected."""
+    source = "import gate\nasync def handler(event):\n    await gate.wait_async(str(event))\n    return event"
+    function = await deploy(source, {"concurrency": 2, "scale.max": 1, "timeout_s": 7200.0}, gate=gate)
+    job = await function.client.post(
+        f"/v2/{function.name}/run", json={"input": "job", "policy": {"ttl": 86_400_000}}
+    )
+    await gate.next("job")
+    leaver = asyncio.create_task(function.call("leaves"))
+    await gate.next("leaves")
+    waits = asyncio.create_task(function.call("waits"))
+    await function.settled(ready=1, in_flight=2, queued=1)
+    for call in (leaver, waits):
+        call.cancel()
+    gate.open()
+    assert gateway.server is not None
+    revision = weakref.ref(gateway.server.functions.live(function.name))
+    assert job.status_code == 200
+    await gateway.deploy(PID, name=function.name)
+
+    async def collected() -> bool:
+        gc.collect()
+        return revision() is None
+
+    await until(collected, "the end of the old revision in memory")
+
+
+# -- how workers end
+
+
+async def ended(function, cause: str) -> dict[str, object]:
+    """Return the line of the log that says how a worker has ended."""
+    line = await function.logged(f"ended with {cause}")
+    assert (line["source"], line["level"]) == ("gateway", "error")
+    return line
+
+
+async def test_a_worker_that_exits_is_logged_with_its_last_words(deploy):
+    function = await deploy("import os\ndef handler(event):\n    print('giving up')\n    os._exit(7)\n")
+    response = await function.call()
+    assert failure(response)["type"] == "worker_died"
+    line = await ended(function, "exit code 7")
+    assert "its last words: giving up" in line["text"]
+
+
+async def test_a_worker_that_is_killed_is_logged_also_without_work(deploy):
+    function = await deploy(PID)
+    pid = await function.answer()
+    os.kill(pid, signal.SIGKILL)
+    await ended(function, "signal 9 (SIGKILL)")
+
+
+async def test_a_crash_is_logged_with_its_stack_which_no_job_gets(deploy):
+    source = "import ctypes\ndef handler(event):\n    print('before')\n    ctypes.string_at(0)\n"
+    function = await deploy(source, {"attempts": 1})
+    job = (await function.client.post(f"/v2/{function.name}/runsync", json={"input": 1})).json()
+    assert (job["status"], job["logs"]) == ("FAILED", "before")
+    await ended(function, "signal 11 (SIGSEGV)")
+    texts = [line["text"] for line in await function.lines()]
+    assert "Fatal Python error: Segmentation fault" in texts
+    assert any("handler.py" in text and "line 4 in handler" in text for text in texts)
+
+
+@pytest.mark.parametrize("kind", ["def", "async def"])
+async def test_a_stuck_worker_leaves_the_stack_of_its_thread(deploy, gate: Gate, kind: str):
+    source = f"import gate\n{kind} handler(event):\n    gate.wait('stuck')\n"
+    settings = {"execution_timeout_s": 0.2, "env.GATE": str(gate.path)}
+    function = await deploy(source, settings)
+    job = (await function.client.post(f"/v2/{function.name}/runsync", json={"input": 1})).json()
+    assert job["status"] == "TIMED_OUT"
+    assert "line" not in job.get("logs", "")
+    await ended(function, "signal 9 (SIGKILL), sent by the gateway because a call of the handler did not end")
+    texts = [line["text"] for line in await function.lines()]
+    assert any("handler.py" in text and "line 3 in handler" in text for text in texts)
+
+
+async def test_a_worker_that_drains_is_no_error(deploy):
+    function = await deploy(PID, {"scale.idle_timeout_s": 0})
+    await function.answer()
+    assert (await function.logged("has drained and ended"))["level"] == "info"
+    assert (await function.status())["last_errors"] == []

@@ -65,6 +65,7 @@ async def test_a_function_with_threads_at_import_is_spawned(deploy):
     (warning,) = function.described["warnings"]
     assert "spawned, not forked" in warning
     assert "importing chatty" in warning
+    assert "put `import chatty` into setup(context)" in warning
     status = await function.settled(ready=0)
     assert status["warnings"] == [warning]
     for _ in range(2):

@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 from pilotflame.errors import SettingsError
 from pilotflame.runtime.settings.event_source import EventSource
 from pilotflame.runtime.settings.function_settings import (
+    Cors,
     FunctionSettings,
     Resources,
     Scale,
     check_name,
     read_settings,
+    setting_origins,
     slug,
 )
 from pilotflame.runtime.settings.gateway_settings import GatewaySettings, read_gateway_settings
@@ -255,6 +257,12 @@ _valid = st.builds(
         rest=st.sampled_from(["zygote", "local"]),
         standby=st.booleans(),
     ),
+    aliases=st.lists(st.sampled_from(["prod", "1a", "_"])).map(tuple),
+    cors=st.builds(
+        Cors,
+        origins=st.lists(st.sampled_from(["*", "https://shop.example", "http://[::1]:3000"])).map(tuple),
+        max_age_s=st.integers(0, 86_400),
+    ),
 )
 
 
@@ -345,3 +353,83 @@ def test_every_setting_has_a_description() -> None:
 def test_units_are_finite() -> None:
     with pytest.raises(ValidationError):
         FunctionSettings(name="a", timeout_s=math.inf)
+
+
+@pytest.mark.parametrize("wrong", ["shop.example", "https://shop.example/", "https://shop.example/path", "ftp://x", "*.example"])  # fmt: skip
+def test_what_is_no_origin_is_refused(tmp_path: Path, wrong: str) -> None:
+    (tmp_path / "pilotflame.toml").write_text(f'name = "f"\n[cors]\norigins = ["{wrong}"]\n')
+    with pytest.raises(SettingsError, match="no origin"):
+        read_settings(tmp_path)
+    with pytest.raises(SettingsError, match="no origin"):
+        read_gateway_settings({"PILOTFLAME_CORS_ORIGINS": f"https://fine.example, {wrong}"})
+
+
+@pytest.mark.parametrize("wrong", ["7", "a b", "", "$LATEST", "x" * 129])
+def test_what_is_no_alias_is_refused(tmp_path: Path, wrong: str) -> None:
+    (tmp_path / "pilotflame.toml").write_text(f'name = "f"\naliases = ["prod", "{wrong}"]\n')
+    with pytest.raises(SettingsError, match="no alias"):
+        read_settings(tmp_path)
+
+
+def test_origins_come_from_the_environment_and_the_file(tmp_path: Path) -> None:
+    found = read_gateway_settings({"PILOTFLAME_CORS_ORIGINS": "https://shop.example, http://[::1]:3000"})
+    assert found.cors_origins == ("https://shop.example", "http://[::1]:3000")
+    (tmp_path / "pilotflame.toml").write_text('name = "f"\n[cors]\norigins = ["*", "https://shop.example"]\n')
+    assert read_settings(tmp_path).cors.origins == ("*", "https://shop.example")
+    # As a user writes it after --set.
+    found = read_settings(tmp_path, overrides={"cors.origins": "https://a.example,http://localhost:3000"})
+    assert found.cors.origins == ("https://a.example", "http://localhost:3000")
+
+
+# -- the gateway's file
+
+
+def config(tmp_path: Path, text: str) -> Path:
+    file = tmp_path / "gateway.toml"
+    file.write_text(text)
+    return file
+
+
+def test_options_win_over_variables_and_variables_over_the_file(tmp_path: Path) -> None:
+    file = config(tmp_path, "port = 1\ndrain_s = 2\nhost = '::1'\nwebhook_networks = ['10.0.0.0/8']\n")
+    found = read_gateway_settings({"PILOTFLAME_DRAIN_S": "3", "PILOTFLAME_PORT": "4"}, config=file, port=5)
+    assert (found.port, found.drain_s, found.host, found.webhook_networks) == (5, 3.0, "::1", ("10.0.0.0/8",))
+
+
+def test_a_relative_folder_is_relative_to_the_file(tmp_path: Path) -> None:
+    file = config(tmp_path, 'state_dir = "state"\ncache_dir = "/cache"\n')
+    found = read_gateway_settings({}, config=file)
+    assert (found.state_dir, found.cache_dir) == (tmp_path / "state", Path("/cache"))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("prot = 1", "did you mean port"),
+        ("port = 'x'", "port is 'x'"),
+        ("port", "is not TOML"),
+        ("[scale]\nmax = 1", "scale is not"),
+    ],
+)
+def test_a_mistake_in_the_file_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(SettingsError, match=said) as caught:
+        read_gateway_settings({}, config=config(tmp_path, text))
+    assert "gateway.toml" in str(caught.value)
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"none\.toml cannot be read"):
+        read_gateway_settings({}, config=tmp_path / "none.toml")
+
+
+# -- where settings come from
+
+
+def test_where_each_setting_comes_from(tmp_path: Path) -> None:
+    folder = folder_with(tmp_path, "hold_s = 1\ntimeout_s = 2\n[scale]\nmax = 3\n[env]\nA = 'x'\n")
+    overrides = {"timeout_s": "5", "scale.min": "1", "env.B": "y", "threads": None}
+    read_settings(folder, overrides=overrides)
+    assert setting_origins(folder, overrides=overrides) == {
+        "hold_s": "pilotflame.toml", "scale.max": "pilotflame.toml", "env.A": "pilotflame.toml",
+        "name": "the folder's name", "timeout_s": "--set", "scale.min": "--set", "env.B": "--set",
+    }  # fmt: skip

@@ -9,11 +9,13 @@ from pilotflame.errors import (
     DeadlineExceeded,
     HandlerFailed,
     InputTooLarge,
+    JobStoreFailed,
     Overloaded,
     QueueFull,
     QuotaExceeded,
 )
-from pilotflame.runtime.telemetry.metrics import Census, Metrics
+from pilotflame.runtime.telemetry.metrics import Census, Metrics, Reading
+from pilotflame.runtime.telemetry.snapshot_metrics import SnapshotMetrics
 from pilotflame.runtime.telemetry.timeline import PHASES, WARM_PHASES, Activation, Timeline
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -72,6 +74,22 @@ def test_cold_starts_have_their_phases_and_warm_calls_none() -> None:
         found = value(metrics, "pilotflame_cold_start_phase_seconds_sum", function="tone", phase=phase)
         assert found == pytest.approx(seconds)
     assert set(cold.phases()) == set(PHASES)
+
+
+def test_a_deleted_function_has_no_time_series_left() -> None:
+    metrics = Metrics(dict)
+    for name in ("stays", "goes"):
+        metrics.responded(name, 200, WARM)
+        metrics.activated(name, "ready")
+    metrics.forget("goes")
+    metrics.forget("never was")
+    assert "goes" not in metrics.text().decode()
+    assert value(metrics, "pilotflame_invocations_total", function="stays", code="200") == 1
+
+
+def test_failures_of_background_tasks_are_counted_by_task() -> None:
+    metrics = Metrics(dict, {"webhooks": 2})
+    assert value(metrics, "pilotflame_background_failures_total", task="webhooks") == 2
 
 
 def test_activations_are_counted_by_outcome() -> None:
@@ -152,6 +170,51 @@ def test_how_busy_workers_were() -> None:
     assert value(metrics, "pilotflame_worker_busy_ratio", function="new") == 0
 
 
+def snapshot_metrics() -> SnapshotMetrics:
+    made = SnapshotMetrics()
+    made.began()
+    made.began()
+    made.ended("failed")
+    counts = {
+        "received_bytes": 5,
+        "verified_bytes": 4,
+        "evicted_bytes": 3,
+        "used_bytes": 2,
+        "budget_bytes": 9,
+    }
+    made.on_tiers([{"kind": "tmpfs", **counts}, {"kind": "disk", **counts}])
+    return made
+
+
+def test_fetches_and_the_tiers_of_the_cache_are_exported() -> None:
+    metrics = Metrics(dict, others=[snapshot_metrics()])
+    assert value(metrics, "pilotflame_snapshot_fetches_under_way") == 1
+    assert value(metrics, "pilotflame_snapshot_fetches_total", outcome="failed") == 1
+    assert value(metrics, "pilotflame_snapshot_received_bytes_total", tier="memory") == 5
+    assert value(metrics, "pilotflame_snapshot_evicted_bytes_total", tier="disk") == 3
+    assert value(metrics, "pilotflame_snapshot_cache_budget_bytes", tier="disk") == 9
+
+
+async def test_readings_of_other_parts_are_exported_and_a_failing_one_is_left_out() -> None:
+    metrics = Metrics(lambda: {"tone": Census()})
+    rows = {("tone", "completed"): 3.0, ("deleted", "completed"): 4.0}
+
+    async def read() -> list[Reading]:
+        return [
+            Reading("jobs_ended", "Ended.", rows, ("function", "state"), total=True),
+            Reading("keys_running", "All.", {(): 2.0}, ()),
+        ]
+
+    async def broken() -> list[Reading]:
+        raise JobStoreFailed("The disk is full.")
+
+    metrics.readers += [read, broken]
+    text = (await metrics.read()).decode()
+    assert 'pilotflame_jobs_ended_total{function="tone",state="completed"} 3.0' in text
+    assert "pilotflame_keys_running 2.0" in text
+    assert "deleted" not in text
+
+
 PROMTOOL = os.environ.get("PROMTOOL") or shutil.which("promtool") or ""
 
 
@@ -159,7 +222,8 @@ PROMTOOL = os.environ.get("PROMTOOL") or shutil.which("promtool") or ""
     not os.access(PROMTOOL, os.X_OK), reason="promtool is not here; .ci/run fetches it (PROMTOOL)"
 )
 def test_promtool_accepts_the_exposition() -> None:
-    metrics = Metrics(lambda: {"tone": Census(1, 2, 3, 4, 5, 6.0, 7.0)})
+    census = {"tone": Census(1, 2, 3, 4, 5, 6.0, 7.0)}
+    metrics = Metrics(lambda: census, others=[snapshot_metrics()])
     metrics.responded("tone", 200, WARM)
     metrics.responded(
         "tone", 200, Timeline(1.0, 5.0, 6.0, 6.0, exec_s=1.0, activation=Activation(1.5, 2.0, 4.0))

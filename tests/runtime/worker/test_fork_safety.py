@@ -218,3 +218,28 @@ def test_unknown_threads_are_attributed_to_a_native_library() -> None:
     """)
         == "a native library"
     )
+
+
+def test_a_progress_bar_at_import_starts_no_thread(tmp_path: Path) -> None:
+    (tmp_path / "bars.py").write_text(
+        "from tqdm.auto import tqdm\nfor _ in tqdm(range(2), disable=False):\n    pass\n"
+    )
+    text = """
+        import json, sys
+        sys.path.insert(0, "")
+        from pilotflame.runtime.worker import fork_safety
+        if sys.argv[1] == "preloaded":
+            import tqdm.auto
+        with fork_safety.watch_threads() as started:
+            import bars
+        print(json.dumps([started, fork_safety.thread_count()]))
+    """
+    for how in ("preloaded", "not preloaded"):
+        assert program(text, how, cwd=tmp_path) == [{}, 1]
+
+
+def test_the_remedy_names_the_line() -> None:
+    assert "put `import b` and `import a` into setup(context)" in fork_safety.describe_remedy(
+        {"b.c": 1, "a": 2}
+    )
+    assert "start threads in setup(context)" in fork_safety.describe_remedy({})

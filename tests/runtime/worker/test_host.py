@@ -16,6 +16,7 @@ from pilotflame.errors import OutputInvalid
 from pilotflame.runtime.link.connection import Link
 from pilotflame.runtime.link.frames import Frame, FrameKind, FrameReader
 from pilotflame.runtime.serving.invocation import Invocation
+from pilotflame.runtime.worker import host
 from pilotflame.runtime.worker.host import WorkerHost
 
 LIMIT_S = 30.0
@@ -102,6 +103,20 @@ async def test_the_loop_acts_before_the_calling_thread_goes_on(rig: Rig) -> None
 
     assert await asyncio.to_thread(ask) == [threading.get_ident(), 5]
     assert ask() == [threading.get_ident(), threading.get_ident(), 5, 5]
+
+
+async def test_a_busy_loop_is_reported_when_the_calling_thread_goes_on(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(host, "LOOP_TIMEOUT_S", 0.02)
+    asking = threading.Thread(target=rig.host.retire)
+    asking.start()
+    # The event loop is blocked until the thread has gone on.
+    asking.join(LIMIT_S)
+    assert rig.drained == []
+    assert "busy for 0.02 s; going on before the drain" in capfd.readouterr().err
+    await asyncio.sleep(0)
+    assert rig.drained == [threading.get_ident()]
 
 
 async def test_concurrency_is_limited(rig: Rig) -> None:

@@ -432,7 +432,7 @@ def test_what_it_logs_carries_the_invocation(worker: Callable[..., Process]) -> 
     assert process.exit_code() == 0
     errors = process.errors()
     assert "INFO i7 from the context" in errors
-    assert "WARNING - from elsewhere" in errors
+    assert "WARNING i7 from elsewhere" in errors
 
 
 def test_a_teardown_that_fails_goes_to_the_log(worker: Callable[..., Process]) -> None:

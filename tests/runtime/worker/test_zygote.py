@@ -79,3 +79,52 @@ async def _send_and_forget(gateway, path: str):
     _, writer = await asyncio.open_connection(*gateway.address)
     writer.write(f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1\r\n\r\n1".encode())
     return writer
+
+
+async def test_weights_and_progress_bars_at_import_are_forked_and_the_log_says_how_to_share_them(deploy):
+    """As `AutoModel.from_pretrained` at import: torch's module, loaded with a progress bar."""
+    pytest.importorskip("torch")
+    source = """
+import os, torch
+from tqdm import tqdm
+for _ in tqdm(range(2), disable=False):
+    model = torch.nn.Linear(2048, 2048)
+def handler(event):
+    return os.getppid()
+"""
+    function = await deploy(source)
+    assert function.described["warnings"] == []
+    (zygote,) = await function.pids("zygote")
+    assert await function.answer() == zygote
+    lines = [line["text"] for line in await function.lines()]
+    (at,) = [
+        number for number, line in enumerate(lines) if line.startswith("`model` in handler.py holds 16 MiB")
+    ]
+    assert lines[at + 3 : at + 8] == [
+        "    def build(context):",
+        "        with context.snapshot.skeleton():",
+        "            model = Linear(...).eval()",
+        "        context.snapshot.restore(model)",
+        "        return model",
+    ]
+
+
+async def test_a_model_of_transformers_that_is_loaded_at_import_is_forked(deploy, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        num_hidden_layers=1, hidden_size=256, num_attention_heads=2, vocab_size=9000
+    )
+    await asyncio.to_thread(transformers.BertModel(config).save_pretrained, tmp_path)
+    source = f"""
+import os
+from transformers import AutoModel
+model = AutoModel.from_pretrained({str(tmp_path)!r})
+def handler(event):
+    return [os.getppid(), model.config.hidden_size]
+"""
+    function = await deploy(source, {"timeout_s": 120.0})
+    assert function.described["warnings"] == []
+    assert await function.answer() == [*await function.pids("zygote"), 256]
+    text = "\n".join(line["text"] for line in await function.lines())
+    assert text.count("were loaded at import") == 1
+    assert "model = AutoModel.from_config(AutoConfig.from_pretrained(context.snapshot.path)).eval()" in text

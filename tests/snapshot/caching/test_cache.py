@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import random
 import shutil
@@ -22,6 +23,7 @@ from pilotflame.errors import (
     SourceDenied,
     SourceMissing,
     SourceUnavailable,
+    StorageFull,
 )
 from pilotflame.snapshot.caching.cache import Cache
 from pilotflame.snapshot.caching.tier import Tier
@@ -144,6 +146,27 @@ def test_a_fast_tier_is_preferred_and_copied_to_the_disk(
     with Cache([fast, slow]).open(manifest, FolderSource(tmp_path / "nowhere")) as lease:
         assert lease.root.is_relative_to(slow.root)
         check(lease.root, source)
+
+
+def test_a_copy_that_was_cancelled_is_continued_by_the_next_that_opens(
+    shm: Path, tmp_path: Path, source: Path, manifest: Manifest
+) -> None:
+    fast, slow = Tier(shm / "fast", ROOMY, "tmpfs"), Tier(tmp_path / "slow", ROOMY, "disk")
+    # While the disk tier is locked, the copy cannot begin, and closing the lease cancels it.
+    with slow.locked():
+        lease = Cache([fast, slow]).open(manifest, FolderSource(source))
+        lease.wait(LIMIT_S)
+        lease.close()
+    assert [stored.ready for stored in fast.list()] == [True]
+    assert not any(stored.ready for stored in slow.list())
+    with Cache([fast, slow]).open(manifest, FolderSource(tmp_path / "nowhere")) as lease:
+        assert lease.root.is_relative_to(fast.root)
+        lease.wait(LIMIT_S, copied=True)
+    assert [stored.ready for stored in slow.list()] == [True]
+    check(slow.folder(manifest.digest) / "files", source)
+    before = threading.active_count()
+    with Cache([fast, slow]).open(manifest, FolderSource(tmp_path / "nowhere")) as lease:
+        assert threading.active_count() == before
 
 
 def test_without_tee_nothing_is_copied(shm: Path, tmp_path: Path, source: Path, manifest: Manifest) -> None:
@@ -508,6 +531,102 @@ def test_a_tmpfs_that_fills_up_meanwhile_is_an_error_and_then_resumed(
     with Cache([here]).open(manifest, FolderSource(source)) as lease:
         lease.wait(LIMIT_S)
         verify(lease.root, manifest)
+
+
+def fill(folder: Path, left_bytes: int) -> None:
+    """Leave `left_bytes` of the file system that holds `folder`."""
+    status = os.statvfs(folder)
+    with (folder / "other").open("wb") as stream:
+        os.posix_fallocate(stream.fileno(), 0, status.f_bavail * status.f_frsize - left_bytes)
+
+
+@pytest.mark.parametrize("follows", [False, True])
+def test_a_tmpfs_that_fills_up_meanwhile_is_continued_on_the_disk(
+    small: Path, tmp_path: Path, source: Path, manifest: Manifest, follows: bool
+) -> None:
+    tiers = [Tier(small / "fast", ROOMY, "tmpfs"), Tier(tmp_path / "slow", ROOMY)]
+    whole = (source / "model.safetensors").read_bytes()
+    stopping = Stopping(source, stop_at=2 * CHUNK_BYTES)
+    with Cache(tiers).open(manifest, stopping) as first, Cache(tiers).open(manifest, stopping) as second:
+        lease = second if follows else first
+        assert lease.root.is_relative_to(small)
+        lease.arrival.wait(0, 1, LIMIT_S)
+        mapping = Mapping(lease.root, manifest, keep=lease, arrival=lease.arrival)
+        address = mapping.flats[0].data_ptr()
+        with pulling(tiers, source) as other:
+            assert other.hear()["opened"].startswith(str(small))
+            other.ask("map")
+            fill(small, 512 << 10)
+            stopping.go()
+            mapping.wait(0, 0, len(whole))
+            assert bytes(mapping.flats[0].numpy()) == whole
+            assert mapping.flats[0].data_ptr() == address
+            assert other.ask("read") == {"read": hashlib.sha256(whole).hexdigest()}
+        lease.wait(LIMIT_S, copied=True)
+        assert lease.root.is_relative_to(tmp_path / "slow")
+        verify(lease.root, manifest)
+        late = Mapping(lease.root, manifest, keep=lease.hold)
+        assert bytes(late.flats[0].numpy()) == whole
+    # What had landed in the tmpfs was copied. Only the chunks that were being received are fetched again.
+    assert stopping.given_bytes < manifest.total_bytes + 4 * CHUNK_BYTES
+    with Cache(tiers).open(manifest, FolderSource(tmp_path / "nowhere")) as lease:
+        assert lease.root.is_relative_to(tmp_path / "slow")
+
+
+def test_a_fetch_that_is_killed_over_a_full_tmpfs_is_continued_by_who_follows(
+    small: Path, tmp_path: Path, source: Path, manifest: Manifest
+) -> None:
+    tiers = [Tier(small / "fast", ROOMY, "tmpfs"), Tier(tmp_path / "slow", ROOMY)]
+    whole = (source / "model.safetensors").read_bytes()
+    with pulling(tiers, source, stop_at=9 * CHUNK_BYTES) as puller:
+        assert puller.hear()["opened"].startswith(str(small))
+        puller.ask("upto 1")
+        with Cache(tiers).open(manifest, FolderSource(source)) as lease:
+            mapping = Mapping(lease.root, manifest, keep=lease, arrival=lease.arrival)
+            fill(small, 0)
+            puller.kill()
+            mapping.wait(0, 0, len(whole))
+            assert bytes(mapping.flats[0].numpy()) == whole
+            lease.wait(LIMIT_S)
+            verify(lease.root, manifest)
+
+
+def test_a_fetch_closed_while_it_is_moved_lets_go_of_both_tiers(
+    small: Path, tmp_path: Path, source: Path, manifest: Manifest
+) -> None:
+    tiers = [Tier(small / "fast", ROOMY, "tmpfs"), Tier(tmp_path / "slow", ROOMY)]
+    stopping = Stopping(source, stop_at=2 * CHUNK_BYTES)
+    lease = Cache(tiers).open(manifest, stopping)
+    lease.arrival.wait(0, 1, LIMIT_S)
+    fill(small, 0)
+    # While the disk tier is locked, the fetch cannot get a role there.
+    with tiers[1].locked():
+        stopping.go()
+        closing = threading.Thread(target=lease.close)
+        closing.start()
+    closing.join(LIMIT_S)
+    with pytest.raises((CacheError, Cancelled)):
+        lease.wait(LIMIT_S)
+    for tier in tiers:
+        with tier.locked():
+            pass
+        tier.evict(manifest.digest)
+        assert tier.list() == []
+
+
+def test_when_both_tiers_are_full_the_error_names_both(
+    small: Path, tmp_path: Path, source: Path, manifest: Manifest
+) -> None:
+    tiers = [Tier(small / "fast", ROOMY, "tmpfs"), Tier(tmp_path / "slow", 1000)]
+    stopping = Stopping(source, stop_at=2 * CHUNK_BYTES)
+    with Cache(tiers).open(manifest, stopping) as lease:
+        lease.arrival.wait(0, 1, LIMIT_S)
+        fill(small, 256 << 10)
+        stopping.go()
+        with pytest.raises(StorageFull, match=r"No space left.*slow takes 1000 bytes"):
+            lease.wait(LIMIT_S)
+        with pytest.raises(StorageFull, match="No space left"):
+            lease.arrival.wait(0, lease.arrival.count - 1, LIMIT_S)
 
 
 def test_a_full_disk_is_found_out_before_anything_is_handed_out(

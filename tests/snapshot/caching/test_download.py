@@ -100,7 +100,9 @@ def test_files_that_came_another_way_are_kept(origin: Path, target: Path) -> Non
     whole(target, origin)
 
 
-@pytest.mark.parametrize("how", ["manifest", "broken manifest", "larger", "same size", "link", "asset"])
+@pytest.mark.parametrize(
+    "how", ["manifest", "broken manifest", "larger", "same size", "link", "asset", "asset of the same size"]
+)
 def test_files_of_others_are_refused_unless_forced(
     origin: Path, target: Path, tmp_path: Path, how: str
 ) -> None:
@@ -118,8 +120,10 @@ def test_files_of_others_are_refused_unless_forced(
         (target / MANIFEST_NAME).unlink()
     elif how == "link":
         (target / SHARD).symlink_to(tmp_path / "mine")
-    else:
+    elif how == "asset":
         (target / "config.json").write_text("{}")
+    else:
+        (target / "config.json").write_text('{"layers": 3}')
     before = files(target)
     with pytest.raises(CacheError, match="--force") as refused:
         download(manifest, FolderSource(origin), target)

@@ -1,13 +1,16 @@
 """Memory as a file system: huge pages where this user may mount, and nothing left behind."""
 
 import os
+import resource
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from pilotflame.errors import SourceMissing
 from pilotflame.snapshot.caching import memory, node
 from pilotflame.snapshot.caching.memory import (
+    enlarge_cached_pages,
     give_back,
     has_huge_pages,
     is_ours,
@@ -18,6 +21,7 @@ from pilotflame.snapshot.caching.memory import (
 )
 from pilotflame.snapshot.caching.node import node_cache, node_tiers, release_memory
 from pilotflame.snapshot.fetching.landing import ShardTarget
+from pilotflame.snapshot.restoring.mapping import Mapping
 from pilotflame.snapshot.sources.folder import FolderSource
 from pulling import make
 
@@ -156,3 +160,37 @@ def test_a_cache_is_prepared_to_fetch_and_leaves_nothing(tmp_path: Path) -> None
     release_memory(cache)
     assert not memory.root.exists()
     assert [tier.kind for tier in node_tiers(folder)] == ["disk"]
+
+
+def test_weights_are_cached_in_large_pages_and_stay_what_they_were(tmp_path: Path) -> None:
+    """A file that was just written is cached in pages of 4 KiB, which are mapped 16 at a fault."""
+    manifest = make(tmp_path / "source", tensors=8, tensor_bytes=4 << 20)
+    written = (tmp_path / "source" / "model.safetensors").read_bytes()
+    with (tmp_path / "source" / "model.safetensors").open("wb") as stream:
+        for begin in range(0, len(written), 4096):
+            stream.write(written[begin : begin + 4096])
+            stream.flush()
+    small = len(written) // (64 << 10)
+    faults = enlarge_cached_pages(tmp_path / "source", manifest)
+    if faults > small // 4:
+        pytest.skip("this file system has no large pages in its cache")
+    assert enlarge_cached_pages(tmp_path / "source", manifest) <= faults
+    mapping = Mapping(tmp_path / "source", manifest)
+    before = resource.getrusage(resource.RUSAGE_THREAD)
+    mapping.flats[0][::4096].clone()
+    after = resource.getrusage(resource.RUSAGE_THREAD)
+    assert after.ru_minflt - before.ru_minflt < small // 2
+    assert bytes(mapping.flats[0].numpy()) == written
+
+
+def test_a_snapshot_that_cannot_be_read_or_is_too_large_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manifest = make(tmp_path / "source")
+    monkeypatch.setattr(memory, "CACHED_SHARE", 0.0)
+    assert enlarge_cached_pages(tmp_path / "source", manifest) == 0
+    monkeypatch.undo()
+    (tmp_path / "source" / "model.safetensors").unlink()
+    os.mkfifo(tmp_path / "source" / "model.safetensors")
+    with pytest.raises(SourceMissing):
+        enlarge_cached_pages(tmp_path / "source", manifest)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import fcntl
+import gc
+import mmap
 import os
 import shutil
 import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from pilotflame.errors import CacheError
 from pilotflame.snapshot.caching.cache import Cache
-from pilotflame.snapshot.caching.flock import locked_file
+from pilotflame.snapshot.caching.flock import locked_file, try_lock
 from pilotflame.snapshot.caching.tier import Tier
 from pilotflame.snapshot.format.manifest import MANIFEST_NAME, Manifest
 from pilotflame.snapshot.format.verify import verify
@@ -198,6 +203,42 @@ def test_a_lock_that_nobody_lets_go_of_is_named(tier: Tier) -> None:
         pass
 
 
+def test_a_wait_that_is_given_up_locks_no_other_file(tmp_path: Path) -> None:
+    """The thread that waits may call flock only after the caller gave up and closed its descriptor."""
+    reached, go_on = threading.Event(), threading.Event()
+
+    def hold_back(frame: Any, event: str, argument: Any) -> None:
+        if event == "c_call" and argument is fcntl.flock and threading.current_thread().daemon:
+            reached.set()
+            go_on.wait(20)
+
+    def give_up() -> None:
+        with locked_file(tmp_path / "lock", 0.0):
+            pass
+
+    before = set(threading.enumerate())
+    with locked_file(tmp_path / "lock"):
+        threading.setprofile(hold_back)
+        try:
+            with pytest.raises(CacheError, match="stayed locked"):
+                give_up()
+        finally:
+            threading.setprofile(None)
+        with (tmp_path / "other").open("wb") as other, (tmp_path / "other").open("rb") as again:
+            (waiter,) = set(threading.enumerate()) - before
+            assert reached.wait(20)
+            go_on.set()
+            # It waits for the lock now, or has locked the other file and ended.
+            waiter.join(0.2)
+            assert waiter.is_alive()
+            assert try_lock(other.fileno(), exclusive=True)
+            assert not try_lock(again.fileno(), exclusive=True)
+    waiter.join(20)
+    assert not waiter.is_alive()
+    with locked_file(tmp_path / "lock", 0.0):
+        pass
+
+
 # -- spare files
 
 
@@ -274,6 +315,62 @@ def test_a_fetch_killed_over_a_spare_resumes_from_its_own_bytes_alone(
         lease.wait(LIMIT_S)
         check(lease.root, sources[1][0])
     assert again.given_bytes == sources[1][1].total_bytes - 5 * CHUNK_BYTES
+
+
+@pytest.mark.parametrize("follows", [False, True])
+def test_who_reads_without_waiting_sees_zeros_and_never_the_spares_old_bytes(
+    shm: Path, sources: list[tuple[Path, Manifest]], follows: bool
+) -> None:
+    """The old bytes may be the weights of another function."""
+    tier = Tier(shm / "tier", MIB + (64 << 10), "tmpfs")
+    pull(tier, sources[0])
+    old, new = ((folder / "model.safetensors").read_bytes() for folder, _ in sources[:2])
+    landed = 5 * CHUNK_BYTES
+    stopping = Stopping(sources[1][0], stop_at=landed + 1000)
+    cache = Cache([tier])
+    with cache.open(sources[1][1], stopping) as first, cache.open(sources[1][1], stopping) as second:
+        lease = second if follows else first
+        assert (lease.root / "model.safetensors").read_bytes()[landed + 2000 :] == old[
+            landed + 2000 : len(new)
+        ]
+        early = Mapping(lease.root, sources[1][1], keep=lease, arrival=lease.arrival)
+        lease.arrival.wait(0, 4, LIMIT_S)
+        late = Mapping(lease.root, sources[1][1], keep=lease, arrival=lease.arrival)
+        addresses = [mapping.flats[0].data_ptr() for mapping in (early, late)]
+        for mapping in (early, late):
+            shown = bytes(mapping.flats[0].numpy())
+            assert shown[:landed] == new[:landed]
+            assert shown[landed:] == bytes(len(new) - landed)
+        stopping.go()
+        for mapping in (early, late):
+            mapping.wait(0, 0, len(new))
+            assert bytes(mapping.flats[0].numpy()) == new
+        assert [mapping.flats[0].data_ptr() for mapping in (early, late)] == addresses
+        first.wait(LIMIT_S)
+    # The mapping alone keeps the bytes, and what is written to it stays in it.
+    del first, second, lease
+    early.flats[0][:5] = 7
+    assert bytes(early.flats[0].numpy()) == b"\7" * 5 + new[5:]
+    assert bytes(late.flats[0].numpy()) == new
+
+
+def test_a_mapping_that_is_gone_is_not_shown_anything(
+    shm: Path, sources: list[tuple[Path, Manifest]]
+) -> None:
+    """Its addresses may be those of other memory by then."""
+    tier = Tier(shm / "tier", MIB + (64 << 10), "tmpfs")
+    stopping = Stopping(sources[0][0], stop_at=CHUNK_BYTES)
+    with Cache([tier]).open(sources[0][1], stopping) as lease:
+        mapping = Mapping(lease.root, sources[0][1], keep=lease, arrival=lease.arrival)
+        address, size_bytes = mapping.flats[0].data_ptr(), mapping.flats[0].numel()
+        del mapping
+        gc.collect()
+        reserved = [mmap.mmap(-1, size_bytes) for _ in range(32)]
+        places = [torch.frombuffer(memory, dtype=torch.uint8).data_ptr() for memory in reserved]
+        assert any(place < address + size_bytes and address < place + size_bytes for place in places)
+        stopping.go()
+        lease.wait(LIMIT_S)
+        assert all(memory[:] == bytes(size_bytes) for memory in reserved)
 
 
 def test_memory_is_given_out_only_where_all_pages_are_there(shm: Path) -> None:

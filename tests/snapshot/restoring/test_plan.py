@@ -397,3 +397,39 @@ def test_whole_numbers_are_never_cast(save: Save) -> None:
     _, manifest = save({"steps": torch.tensor([7])})
     with pytest.raises(SnapshotMismatch, match="steps"):
         make_plan(bag({"steps": torch.tensor([0.0])}), manifest, cast=True)
+
+
+class Scaled(nn.Parameter):
+    """A parameter with a method, and with a constructor that takes other arguments."""
+
+    def __new__(cls, data: torch.Tensor, scale: float) -> Scaled:
+        made: Scaled = torch.Tensor._make_subclass(cls, data, True)
+        made.scale = scale
+        return made
+
+    scale: float
+
+    def scaled(self) -> torch.Tensor:
+        return self * self.scale
+
+
+class Marked(torch.Tensor):
+    """A class for buffers."""
+
+
+def test_subclasses_of_parameters_and_of_buffers_survive(save: Save) -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = Scaled(torch.empty(3), 2.0)
+            self.register_buffer("mark", torch.empty(2).as_subclass(Marked))
+
+    root, manifest = save({"weight": torch.arange(3.0), "mark": torch.ones(2)})
+    with skeleton():
+        module = Own()
+    restore(make_plan(module, manifest), Mapping(root, manifest))
+    assert type(module.weight) is Scaled
+    assert module.weight.scaled().tolist() == [0.0, 2.0, 4.0]
+    assert module.weight.requires_grad
+    assert type(module.mark) is Marked
+    assert module.mark.tolist() == [1.0, 1.0]

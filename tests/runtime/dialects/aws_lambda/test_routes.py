@@ -10,7 +10,10 @@ from typing import Any
 import boto3
 import httpx
 import pytest
+from botocore.auth import SigV4Auth
+from botocore.awsrequest import AWSRequest
 from botocore.config import Config
+from botocore.credentials import Credentials
 from botocore.exceptions import ClientError
 from live import Function, Gate, Gateway, gateway_here, until
 from pilotflame.errors import (
@@ -21,7 +24,7 @@ from pilotflame.errors import (
     Unauthorized,
     UnknownFunction,
 )
-from pilotflame.runtime.dialects.aws_lambda.routes import aws_error
+from pilotflame.runtime.dialects.aws_lambda.failures import aws_error
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -59,10 +62,10 @@ async def test_deadlines_and_priorities_are_those_of_invoke(deploy, gateway: Gat
         assert name in response.text
 
 
-def client_of(url: str, token: str | None = None) -> Any:
+def client_of(url: str, token: str | None = None, *, key: str = "any", secret: str = "any") -> Any:
     """boto3's client, as its users make it."""
     return boto3.client(
-        "lambda", endpoint_url=url, region_name="us-east-1", aws_access_key_id="any", aws_secret_access_key="any",
+        "lambda", endpoint_url=url, region_name="us-east-1", aws_access_key_id=key, aws_secret_access_key=secret,
         aws_session_token=token, config=Config(retries={"total_max_attempts": 1}, proxies={}),
     )  # fmt: skip
 
@@ -219,6 +222,148 @@ async def test_a_streamed_output_is_a_list(deploy, aws):
     assert (await invoke(aws, function.name, 0))["Payload"] == []
 
 
+CONTEXT = """
+def lambda_handler(event, context):
+    sent = context.client_context
+    client = sent and sent.client
+    return {
+        "custom": sent and sent.custom, "env": sent and sent.env, "title": client and client.app_title,
+        "version": client and client.app_version_name, "arn": context.invoked_function_arn,
+    }
+"""
+
+
+async def test_the_client_context(deploy, aws):
+    function = await deploy(None, files={"lambda_function.py": CONTEXT})
+    sent = {"custom": {"k": "v"}, "env": {"locale": "de"}, "client": {"app_title": "shop"}}
+    packed = base64.b64encode(json.dumps(sent).encode()).decode()
+    told = (await invoke(aws, function.name, ClientContext=packed))["Payload"]
+    assert (told["custom"], told["env"], told["title"], told["version"]) == ({"k": "v"}, {"locale": "de"}, "shop", None)  # fmt: skip
+    assert (await invoke(aws, function.name))["Payload"]["custom"] is None
+    for kind in ("RequestResponse", "Event"):
+        for wrong in ("no base64", base64.b64encode(b"[1]").decode(), base64.b64encode(b"x" * 4000).decode()):
+            assert await refused(aws, function.name, ClientContext=wrong, InvocationType=kind) == (
+                "InvalidRequestContentException",
+                400,
+            )
+    queued = await invoke(aws, function.name, {}, ClientContext=packed, InvocationType="Event")
+    status = f"/v2/{function.name}/status/{queued['ResponseMetadata']['RequestId']}"
+
+    async def done() -> bool:
+        return bool((await function.client.get(status)).json()["status"] == "COMPLETED")
+
+    await until(done, "the end of the job")
+    assert (await function.client.get(status)).json()["output"]["custom"] == {"k": "v"}
+
+
+async def test_qualifiers_are_the_live_revision(deploy, gateway: Gateway, aws):
+    function = await deploy(None, files={"lambda_function.py": CONTEXT}, name="twice")
+    await deploy(None, {"aliases": "prod,Blue_2"}, files={"lambda_function.py": CONTEXT}, name="twice")
+    revision = (await function.status())["revision"]
+    number = revision[1:].partition("-")[0]
+    for qualifier in (number, revision, "prod", "Blue_2"):
+        found = await invoke(aws, "twice", Qualifier=qualifier)
+        assert (found["ExecutedVersion"], found["Payload"]["arn"].rpartition(":")[2]) == (number, qualifier)
+    found = await invoke(aws, "twice", Qualifier="$LATEST")
+    assert found["ExecutedVersion"] == "$LATEST"
+    assert found["Payload"]["arn"].endswith(":function:twice:$LATEST")
+    assert (await invoke(aws, "twice"))["Payload"]["arn"].endswith(":function:twice")
+    for old in ("1", "0", "green"):
+        assert await refused(aws, "twice", Qualifier=old) == ("ResourceNotFoundException", 404)
+
+
+# -- response streams
+
+
+async def streamed(
+    client: Any, name: str, event: Any = None, **more: Any
+) -> tuple[list[bytes], dict[str, Any]]:
+    """Return (payloads, the last event) of a response stream, as botocore reads it."""
+
+    def called() -> tuple[list[bytes], dict[str, Any]]:
+        found = client.invoke_with_response_stream(FunctionName=name, Payload=json.dumps(event), **more)
+        assert found["ExecutedVersion"] == "$LATEST"
+        events = list(found["EventStream"])
+        assert [list(one) for one in events] == [["PayloadChunk"]] * (len(events) - 1) + [["InvokeComplete"]]
+        return [one["PayloadChunk"]["Payload"] for one in events[:-1]], events[-1]["InvokeComplete"]
+
+    return await asyncio.to_thread(called)
+
+
+async def test_a_response_stream(deploy, aws):
+    source = "def handler(event):\n    for word in event:\n        yield word\n"
+    pieces, end = await streamed(aws, (await deploy(source)).name, ["one ", "zwei ü", 3, {"a": [None]}])
+    assert b"".join(pieces) == 'one zwei ü3\n{"a":[null]}\n'.encode()
+    assert end == {}
+    pieces, end = await streamed(aws, (await deploy(ECHO)).name, {"n": 1}, LogType="Tail")
+    assert json.loads(b"".join(pieces)) == {"got": {"n": 1}}
+    assert "REPORT RequestId" in base64.b64decode(end["LogResult"]).decode()
+    large = "x" * 3_000_000
+    pieces, _ = await streamed(aws, (await deploy(ECHO)).name, large)
+    assert json.loads(b"".join(pieces)) == {"got": large}
+    assert len(pieces) == 3
+
+
+async def test_pieces_of_a_response_stream_arrive_while_it_runs(deploy, aws, gate: Gate):
+    source = (
+        "import gate\ndef handler(event):\n    yield 'first'\n    gate.wait('middle')\n    yield 'second'\n"
+    )
+    function = await deploy(source, gate=gate)
+
+    def first() -> tuple[Any, bytes]:
+        events = iter(aws.invoke_with_response_stream(FunctionName=function.name)["EventStream"])
+        return events, next(events)["PayloadChunk"]["Payload"]
+
+    events, piece = await asyncio.to_thread(first)
+    assert piece == b"first"
+    (await gate.next("middle")).go()
+    rest = await asyncio.to_thread(list, events)
+    assert rest == [{"PayloadChunk": {"Payload": b"second"}}, {"InvokeComplete": {}}]
+
+
+async def test_a_response_stream_that_fails(deploy, aws, gate: Gate):
+    source = "def handler(event):\n    yield 'a'\n    raise ValueError('no good')\n"
+    pieces, end = await streamed(aws, (await deploy(source)).name)
+    assert pieces == [b"a"]
+    assert end["ErrorCode"] == "ValueError"
+    assert json.loads(end["ErrorDetails"])["errorMessage"]
+    pieces, end = await streamed(aws, (await deploy(FAILS)).name)
+    assert (pieces, end["ErrorCode"]) == ([], "ValueError")
+    pieces, end = await streamed(aws, (await deploy(SLOW, {"timeout_s": 0.5}, gate=gate)).name)
+    assert (pieces, end["ErrorCode"]) == ([], "Sandbox.Timedout")
+    with pytest.raises(aws.exceptions.ResourceNotFoundException):
+        await streamed(aws, "none")
+    response = aws.invoke_with_response_stream
+    name = (await deploy(ECHO)).name
+    dry = await asyncio.to_thread(lambda: response(FunctionName=name, InvocationType="DryRun"))
+    assert dry["StatusCode"] == 204
+    with pytest.raises(ClientError) as raised:
+        await asyncio.to_thread(lambda: response(FunctionName=name, InvocationType="Event"))
+    assert raised.value.response["ResponseMetadata"]["HTTPStatusCode"] == 400
+
+
+async def test_a_reader_of_a_response_stream_that_disconnects_cancels(deploy, gate: Gate):
+    source = """
+import gate
+async def handler(event):
+    try:
+        yield "first"
+        await gate.wait_async("begun")
+        yield "second"
+    finally:
+        gate.say("over")
+"""
+    function = await deploy(source, gate=gate)
+    url = f"/2021-11-15/functions/{function.name}/response-streaming-invocations"
+    async with function.client.stream("POST", url) as response:
+        assert response.headers["X-Accel-Buffering"] == "no"
+        # Kept, because httpx closes the response with the iterator.
+        pieces = response.aiter_raw()
+        await anext(pieces)
+        await gate.next("begun")
+    await gate.next("over")
+
+
 # -- plain HTTP
 
 
@@ -277,6 +422,61 @@ async def test_the_session_token_is_the_api_key(state):
                 "UnrecognizedClientException",
                 401,
             )
+
+
+async def test_a_key_signs_the_requests_of_boto3(state):
+    async with (
+        gateway_here(state, auth="always", drain_s=1.0, max_body_bytes=100_000) as gateway,
+        gateway.at_home() as home,
+    ):
+
+        async def key(**wanted: Any) -> dict[str, Any]:
+            return dict((await home.post("/v1/keys", json={"name": "k", **wanted})).json())
+
+        admin, mine, quota = await key(scopes=["admin"]), await key(functions=["mine"]), await key(concurrency=1, rate_per_s=0.01)  # fmt: skip
+        gateway.client.headers["Authorization"] = f"Bearer {admin['key']}"
+        await gateway.deploy(STREAMS, name="mine")
+        await gateway.deploy(ECHO, name="theirs")
+
+        def client(made: dict[str, Any]) -> Any:
+            return client_of(gateway.url, key=made["id"], secret=made["key"].rpartition("_")[2])
+
+        aws = client(mine)
+        assert (await invoke(aws, "mine", 2))["Payload"] == [0, 1]
+        arn = "arn:aws:lambda:us-east-1:000000000000:function:mine"
+        assert (await invoke(aws, arn, 1, Qualifier="$LATEST"))["Payload"] == [0]
+        assert (await invoke(aws, "mine", 1, InvocationType="Event"))["StatusCode"] == 202
+        assert b"".join((await streamed(aws, "mine", 2))[0]) == b"0\n1\n"
+        assert await refused(aws, "theirs") == ("ResourceNotFoundException", 404)
+        wrong = client_of(gateway.url, key=mine["id"], secret="0" * 64)
+        unknown = client_of(gateway.url, key="0" * 12, secret="0" * 64)
+        for stranger in (wrong, unknown):
+            assert await refused(stranger, "mine") == ("UnrecognizedClientException", 401)
+        with pytest.raises(aws.exceptions.RequestTooLargeException):
+            await invoke(aws, "mine", "x" * 200_000)
+        # A body so large that it is hashed in a thread.
+        large = "x" * 50_000
+        assert (await invoke(client(admin), "theirs", large))["Payload"] == {"got": large}
+        assert await refused(wrong, "mine", Payload=json.dumps(large)) == ("UnrecognizedClientException", 401)
+        # The secret that signs is not a token, and a signature opens the routes of Lambda only.
+        found = (await home.get("/v1/keys")).text
+        assert "signing" not in found
+        assert mine["key"].rpartition("_")[2] not in (state / "access" / "keys.json").read_text()
+        await invoke(client(quota), "mine", 1)
+        assert await refused(client(quota), "mine") == ("TooManyRequestsException", 429)
+        assert (await home.delete(f"/v1/keys/{mine['id']}")).status_code == 200
+        assert await refused(aws, "mine") == ("UnrecognizedClientException", 401)
+
+
+async def test_a_signature_opens_no_other_route(state):
+    async with gateway_here(state, auth="always", drain_s=1.0) as gateway, gateway.at_home() as home:
+        made = (await home.post("/v1/keys", json={"name": "k", "scopes": ["admin"]})).json()
+        credentials = Credentials(made["id"], made["key"].rpartition("_")[2])
+        for path in ("/v1/functions", "/v1/keys", "/metrics", "/v2/f/health"):
+            request = AWSRequest("GET", gateway.url + path)
+            SigV4Auth(credentials, "lambda", "us-east-1").add_auth(request)
+            response = await gateway.client.get(path, headers=dict(request.headers.items()))
+            assert response.status_code == 401
 
 
 @pytest.mark.parametrize(

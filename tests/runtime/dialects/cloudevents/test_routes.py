@@ -7,10 +7,10 @@ from typing import Any
 
 import httpx
 import pytest
-from cloudevents.core.bindings.http import HTTPMessage, to_binary, to_structured
+from cloudevents.core.bindings.http import HTTPMessage, from_binary, from_structured, to_binary, to_structured
 from cloudevents.core.formats.json import JSONFormat
 from cloudevents.core.v1.event import CloudEvent
-from live import Function, failure, until
+from live import Function, Gateway, failure, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -19,6 +19,7 @@ def handler(event, context):
     data = event.decode("latin-1") if isinstance(event, bytes) else event
     return {"data": data, "event": context.extra["event"]}
 """
+STRUCTURED = "application/cloudevents+json"
 BATCH = "application/cloudevents-batch+json"
 
 
@@ -113,6 +114,96 @@ async def test_a_sender_that_takes_a_body_for_a_reply_gets_none(deploy):
     assert (await output(function, response.headers["X-Job-Id"]))["data"] == {"n": 1}
 
 
+# -- /invoke
+
+
+async def invoke(function: Function, message: HTTPMessage, **headers: str) -> httpx.Response:
+    return await function.client.post(
+        function.path, content=message.body, headers={**message.headers, **headers}
+    )
+
+
+@pytest.mark.parametrize("write", [to_binary, to_structured], ids=["binary", "structured"])
+async def test_an_event_is_answered(deploy, write):
+    function = await deploy(SEES)
+    response = await invoke(function, write(made(tier="gold"), JSONFormat()))
+    assert response.status_code == 200, response.text
+    assert response.json()["data"] == {"n": 1}
+    assert response.json()["event"].items() >= {"id": "1", "type": "com.example.made", "tier": "gold"}.items()
+    assert not [name for name in response.headers if name.startswith("ce-")]
+    raw = await invoke(function, write(made(data=b"\x00\xff", datacontenttype="x/y"), JSONFormat()))
+    assert raw.json()["data"] == "\x00\xff"
+
+
+REPLIES = """
+def handler(event):
+    give = event.get("give")
+    if give == "nothing":
+        return None
+    if give == "bytes":
+        return b"\\x00\\xff"
+    if give == "own":
+        return {"specversion": "1.0", "type": "shop.paid", "subject": "straße 1", "data": {"paid": True}}
+    if give == "wrong":
+        return {"specversion": "1.0", "type": ""}
+    return {"got": event}
+"""
+
+
+@pytest.mark.parametrize("prefer", ["reply", "Reply, wait=5", "foo=bar; x=y, REPLY"])
+async def test_the_reply_is_an_event_if_asked_for(deploy, prefer: str):
+    function = await deploy(REPLIES)
+    response = await invoke(function, to_binary(made("a1"), JSONFormat()), Prefer=prefer)
+    found = from_binary(HTTPMessage(dict(response.headers), response.content), JSONFormat())
+    assert found.get_data() == {"got": {"n": 1}}
+    assert (found.get_type(), found.get_source()) == ("pilotflame.output", function.path)
+    assert found.get_id() == response.headers["X-Request-Id"]
+    assert found.get_extension("causationid") == "a1"
+    own = await invoke(function, to_binary(made(data={"give": "own"}), JSONFormat()), Prefer=prefer)
+    found = from_binary(HTTPMessage(dict(own.headers), own.content), JSONFormat())
+    assert (found.get_type(), found.get_subject(), found.get_data()) == (
+        "shop.paid",
+        "straße 1",
+        {"paid": True},
+    )
+    raw = await invoke(function, to_binary(made(data={"give": "bytes"}), JSONFormat()), Prefer=prefer)
+    assert (raw.content, raw.headers["Content-Type"]) == (b"\x00\xff", "application/octet-stream")
+    nothing = await invoke(function, to_binary(made(data={"give": "nothing"}), JSONFormat()), Prefer=prefer)
+    assert (nothing.status_code, nothing.content, nothing.headers.get("ce-id")) == (204, b"", None)
+    wrong = failure(
+        await invoke(function, to_binary(made(data={"give": "wrong"}), JSONFormat()), Prefer=prefer)
+    )
+    assert (wrong["status"], wrong["type"]) == (500, "output_invalid")
+
+
+async def test_the_reply_is_structured_if_asked_for(deploy):
+    function = await deploy(REPLIES)
+    for give, wanted in (("x", {"got": {"give": "x"}}), ("bytes", b"\x00\xff")):
+        response = await invoke(
+            function, to_binary(made(data={"give": give}), JSONFormat()), Accept=STRUCTURED
+        )
+        assert response.headers["Content-Type"] == STRUCTURED
+        found = from_structured(HTTPMessage(dict(response.headers), response.content), JSONFormat())
+        assert found.get_data() == wanted
+
+
+async def test_an_event_to_invoke_that_is_refused(deploy, gateway: Gateway):
+    function = await deploy(REPLIES)
+    assert failure(await invoke(function, batch(made("1"), made("2"))))["status"] == 415
+    headers = dict(to_binary(made(), JSONFormat()).headers)
+    del headers["ce-id"]
+    assert failure(await invoke(function, HTTPMessage(headers, b"{}")))["type"] == "event_invalid"
+    unknown = await gateway.client.post("/invoke/none", headers=to_binary(made(), JSONFormat()).headers)
+    assert failure(unknown)["status"] == 404
+
+
+async def test_an_event_to_invoke_may_become_a_job(deploy):
+    function = await deploy(SEES)
+    response = await invoke(function, to_binary(made("j"), JSONFormat()), Prefer="Respond-Async")
+    assert response.status_code == 202
+    assert (await output(function, response.headers["X-Job-Id"]))["event"]["id"] == "j"
+
+
 async def test_an_invalid_event_is_refused_with_its_reason(deploy):
     function = await deploy(SEES)
     headers = dict(to_binary(made(), JSONFormat()).headers)
@@ -130,12 +221,14 @@ async def test_an_invalid_event_is_refused_with_its_reason(deploy):
     assert failure(await function.client.post("/v2/none/run", headers=headers))["status"] == 404
 
 
-async def test_the_handshake(deploy):
+@pytest.mark.parametrize("path", ["/v2/{}/run", "/invoke/{}"])
+async def test_the_handshake(deploy, path: str):
     function = await deploy(SEES)
+    url = path.format(function.name)
 
     async def asked(**headers: str) -> httpx.Response:
         named = {key.replace("_", "-"): value for key, value in headers.items()}
-        return await function.client.options(f"/v2/{function.name}/run", headers=named)
+        return await function.client.options(url, headers=named)
 
     response = await asked(WebHook_Request_Origin="eventemitter.example.com", WebHook_Request_Rate="120")
     assert response.status_code == 200
@@ -145,9 +238,9 @@ async def test_the_handshake(deploy):
     assert failure(await asked())["type"] == "event_invalid"
     for rate in ("0", "-1", "often", "²"):
         refused = await function.client.options(
-            f"/v2/{function.name}/run",
+            url,
             headers=[(b"WebHook-Request-Origin", b"x"), (b"WebHook-Request-Rate", rate.encode())],
         )
         assert refused.status_code == 400
-    unknown = await function.client.options("/v2/none/run", headers={"WebHook-Request-Origin": "x"})
+    unknown = await function.client.options(path.format("none"), headers={"WebHook-Request-Origin": "x"})
     assert failure(unknown)["status"] == 404

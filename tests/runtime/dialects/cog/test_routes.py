@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from live import LIMIT_S, Function, Gate, Gateway, failure, gateway_here, until
+from pilotflame.runtime.dialects.cog import routes
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -129,6 +130,14 @@ async def test_not_waiting(deploy, gate: Gate):
     assert (await predictor.reached(found["id"], "processing"))["started_at"]
     arrival.go()
     assert (await predictor.reached(found["id"], "succeeded"))["output"] == 1
+
+
+async def test_a_prediction_that_has_started(deploy, gate: Gate, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(routes, "START_S", LIMIT_S)
+    predictor = Predictor(await deploy(WAITS, gate=gate))
+    found = (await predictor.post(1, Prefer="respond-async")).json()
+    assert (found["status"], found["started_at"] is not None) == ("processing", True)
+    gate.open()
 
 
 async def test_waiting_for_a_while(deploy, gate: Gate):

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pilotflame.errors import BadInput, InputInvalid
 from pilotflame.runtime.api.requests import load_json, validate
-from pilotflame.runtime.dialects.cog.prediction import STATUSES, PredictionRequest, preferred_wait, shown
-from pilotflame.runtime.jobs.job import EVENTS, Job, JobState, Webhook
+from pilotflame.runtime.dialects.predictions import PredictionRequest, preferred_wait
+from pilotflame.runtime.jobs.job import EVENTS, PREDICTION, Job, JobState, Webhook
+from pilotflame.runtime.jobs.prediction import STATUSES, prediction_of
 
 # -- preferences
 
@@ -57,7 +58,7 @@ def test_defaults() -> None:
 )
 def test_the_filter_chooses_the_events_of_the_webhook(more: str, events: tuple[str, ...]) -> None:
     request = parse(f'{{"webhook": "http://here"{more}}}'.encode())
-    assert request.fields(None, "")["webhook"] == Webhook("http://here", events)
+    assert request.fields(None, "")["webhook"] == Webhook("http://here", events, PREDICTION)
 
 
 def test_an_invalid_request_is_refused_with_its_field() -> None:
@@ -75,7 +76,7 @@ def job(state: JobState, **fields: Any) -> Job:
 
 
 def as_told(one: Job, pieces: tuple[bytes, ...] = ()) -> dict[str, Any]:
-    return dict(orjson.loads(orjson.dumps(shown(one, pieces))))
+    return dict(orjson.loads(orjson.dumps(prediction_of(one, pieces))))
 
 
 def test_every_state_has_a_status() -> None:
@@ -92,10 +93,17 @@ def test_a_final_prediction() -> None:
     hook = Webhook("https://example.com/")
     told = as_told(job(JobState.FAILED, error={"message": "no"}, logs="last words", webhook=hook, **times))
     assert (told["status"], told["error"], told["logs"]) == ("failed", "no", "last words")
-    assert (told["metrics"], told["webhook"]) == ({"predict_time": 2.5}, "https://example.com/")
+    assert (told["metrics"], told["webhook"]) == (
+        {"predict_time": 2.5, "total_time": 3.5},
+        "https://example.com/",
+    )
     assert datetime.fromisoformat(told["completed_at"]).timestamp() == 1_700_000_003.5
     assert as_told(job(JobState.COMPLETED, output=b"[1]", **times))["output"] == [1]
-    assert as_told(job(JobState.COMPLETED, output=b"\0", output_type="x/y", **times))["output"] == "AA=="
+    assert (
+        as_told(job(JobState.COMPLETED, output=b"\xff", output_type="x/y", **times))["output"]
+        == "data:x/y;base64,/w=="
+    )
+    assert as_told(job(JobState.COMPLETED, output=b"text", output_type="x/y", **times))["output"] == "text"
 
 
 def test_a_running_prediction_shows_its_pieces() -> None:

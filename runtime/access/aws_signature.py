@@ -1,0 +1,136 @@
+"""Verifies AWS signatures, version 4, of requests that were signed with the secret part of an API key.
+
+The clients of AWS send no secret. They derive a key from it and from the date, the region and the service,
+and send an HMAC of the request. Its first step is an HMAC with the key "AWS4" + secret. This is longer than a
+block of SHA-256, so HMAC itself replaces it by its digest (RFC 2104, section 2). So the gateway needs only
+this digest to verify signatures, and does not have to know the secret.
+"""
+
+from __future__ import annotations
+
+import calendar
+import contextlib
+import hashlib
+import hmac
+import re
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+from urllib.parse import quote, unquote
+
+from ...errors import Unauthorized
+
+SCHEME = "AWS4-"
+SERVICE = "lambda"
+DATE_HEADER = "X-Amz-Date"
+MAX_SKEW_S = 300.0
+"""How far the time of a signature may be from the gateway's clock, as AWS allows it."""
+_REMEDY = (
+    "AWS_ACCESS_KEY_ID is the API key's id, and AWS_SECRET_ACCESS_KEY is the part of the key after its second"
+    " underscore. Or send the whole key as AWS_SESSION_TOKEN."
+)
+_AUTHORIZATION = re.compile(
+    r"AWS4-HMAC-SHA256 +Credential=([0-9a-f]{12})/([0-9]{8})/([a-z0-9-]{1,64})/" + SERVICE + r"/aws4_request"
+    r", *SignedHeaders=([a-z0-9;_.-]{4,4096}), *Signature=([0-9a-f]{64})",
+    re.ASCII,
+)
+
+
+class Headers(Protocol):
+    """The headers of a request. A name may occur several times."""
+
+    def getall(self, key: str, default: list[str]) -> list[str]: ...
+
+
+class Signature(NamedTuple):
+    """The Authorization header of a signed request, and the time of the signature."""
+
+    key_id: str
+    day: str
+    region: str
+    headers: tuple[str, ...]
+    value: str
+    at: str
+
+
+@dataclass(frozen=True, slots=True)
+class SignedRequest:
+    """What a signature covers. `target` is the path and query as they were sent."""
+
+    method: str
+    target: str
+    headers: Headers
+    body: bytes
+
+
+def signing_digest(secret: str) -> str:
+    """Return what is stored of a key to verify signatures with its secret part."""
+    return hashlib.sha256(b"AWS4" + secret.encode()).hexdigest()
+
+
+def parse_signature(headers: Mapping[str, str], now_s: float) -> Signature:
+    """Return the signature of a request. Raises Unauthorized if it is malformed, or too old or too new.
+
+    It must cover the host and all headers x-amz-…, so that nobody can change them on the way.
+    """
+    found, at = _AUTHORIZATION.fullmatch(headers.get("Authorization", "")), headers.get(DATE_HEADER, "")
+    if found is None:
+        raise Unauthorized("The AWS signature is malformed.", remedy=_REMEDY)
+    key_id, day, region, names, value = found.groups()
+    signed = tuple(names.split(";"))
+    missing = {"host", *(name.lower() for name in headers if name.lower().startswith("x-amz-"))} - {*signed}
+    if missing:
+        message = f"The AWS signature does not cover the header {min(missing)[:64]!r}."
+        raise Unauthorized(message, remedy="Sign it.")
+    at_s = -1.0
+    with contextlib.suppress(ValueError):
+        at_s = float(calendar.timegm(time.strptime(at, "%Y%m%dT%H%M%SZ")))
+    if abs(now_s - at_s) > MAX_SKEW_S or at[:8] != day:
+        message = f"The AWS signature is of {at[:20]!r}, too far from the gateway's time."
+        raise Unauthorized(message, remedy="Set the clock of this machine, and sign the request again.")
+    return Signature(key_id, day, region, signed, value, at)
+
+
+def verify(digest: str | None, signature: Signature, request: SignedRequest) -> None:
+    """Raise Unauthorized unless the request was signed with the secret of which `digest` was made.
+
+    The time it takes does not depend on how much of the signature is right. `digest` is None for a key that
+    was made by an older version of pilotflame.
+    """
+    if digest is None:
+        message = "This API key is too old to sign requests."
+        raise Unauthorized(message, remedy="Make a new key, or send this one as AWS_SESSION_TOKEN.")
+    key = bytes.fromhex(digest)
+    for part in (signature.day, signature.region, SERVICE, "aws4_request"):
+        key = hmac.digest(key, part.encode(), "sha256")
+    scope = f"{signature.day}/{signature.region}/{SERVICE}/aws4_request"
+    canonical = hashlib.sha256(_canonical(signature.headers, request)).hexdigest()
+    text = f"AWS4-HMAC-SHA256\n{signature.at}\n{scope}\n{canonical}"
+    if not hmac.compare_digest(hmac.digest(key, text.encode(), "sha256").hex(), signature.value):
+        raise Unauthorized("The AWS signature does not fit the request and the API key.", remedy=_REMEDY)
+
+
+def unknown_signer() -> Unauthorized:
+    """Return the error for a signature by a key that does not exist or has expired."""
+    return Unauthorized("The API key is unknown, was revoked, or has expired.", remedy=_REMEDY)
+
+
+def _canonical(names: tuple[str, ...], request: SignedRequest) -> bytes:
+    """Return the request in the canonical form of AWS, of which the signature is made."""
+    path, _, query = request.target.partition("?")
+    pairs = (pair.partition("=") for pair in query.split("&") if pair)
+    encoded = sorted((_encode(name), _encode(value)) for name, _, value in pairs)
+    values = ((name, request.headers.getall(name, [])) for name in names)
+    lines = (f"{name}:{','.join(' '.join(one.split()) for one in found)}\n" for name, found in values)
+    parts = (
+        request.method, quote(path, safe="/~", errors="surrogateescape"), "&".join(f"{name}={value}" for name, value in encoded),
+        "".join(lines), ";".join(names), hashlib.sha256(request.body).hexdigest(),
+    )  # fmt: skip
+    # Header bytes that are not UTF-8 were decoded as lone surrogates. This turns them back into bytes.
+    return "\n".join(parts).encode(errors="surrogateescape")
+
+
+def _encode(text: str) -> str:
+    """Return a part of the query in AWS's percent-encoding, whatever encoding was sent."""
+    return quote(unquote(text, errors="surrogateescape"), safe="-_.~", errors="surrogateescape")

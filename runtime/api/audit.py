@@ -1,0 +1,72 @@
+"""Writes the audit log: who changed what, when, and whether it succeeded."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+
+from aiohttp import web
+
+from ...errors import PilotflameError
+from ..access.keys import Scope
+from ..telemetry.logs import LogBook
+from .requests import caller_of, request_id_of
+from .responses import Handler
+from .routes import Route
+
+FACTS = web.RequestKey("audit", dict[str, str])
+_READS = ("GET", "HEAD", "OPTIONS")
+_SCOPES = (Scope.DEPLOY, Scope.ADMIN)
+
+
+class Audit:
+    """Logs each request to a route that changes something and requires the scope deploy or admin."""
+
+    def __init__(self, routes: Sequence[Route], book: LogBook) -> None:
+        self._book = book
+        self._actions = {
+            (route.method, route.path): route.summary.rstrip(".")
+            for route in routes
+            if route.method not in _READS and route.scope in _SCOPES
+        }
+
+    @web.middleware
+    async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        resource = request.match_info.route.resource
+        action = self._actions.get((request.method, resource.canonical)) if resource is not None else None
+        if action is None:
+            return await handler(request)
+        outcome = "broke off"
+        try:
+            response = await handler(request)
+            outcome = str(response.status)
+        except PilotflameError as error:
+            outcome = f"{error.status} {error.code}"
+            raise
+        finally:
+            self._write(request, action, outcome)
+        return response
+
+    def note_gateway(self, verb: str, version: str) -> None:
+        """Log that the gateway starts or stops."""
+        self._book.write("audit", f'by="user {os.getuid()}" did="{verb} the gateway" version="{version}"')
+
+    def _write(self, request: web.Request, action: str, outcome: str) -> None:
+        owner = caller_of(request).owner
+        facts = {
+            "by": f"key {owner}" if owner else "no key", "from": request.remote or "the control socket",
+            "did": action, **request.match_info, **request.get(FACTS, {}), "outcome": outcome,
+        }  # fmt: skip
+        text = " ".join(f'{name}="{_plain(value)}"' for name, value in facts.items())
+        level = "info" if outcome[:1] == "2" else "warning"
+        self._book.write("audit", text, level, request_id=request_id_of(request.headers))
+
+
+def note(request: web.Request, **facts: str) -> None:
+    """Add facts to the request's line in the audit log, such as what was made."""
+    request[FACTS] = facts
+
+
+def _plain(value: str) -> str:
+    """Return a value without what would end it or the line: callers choose some of them."""
+    return ascii(value[:200])[1:-1].replace('"', "'")

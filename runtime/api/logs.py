@@ -1,0 +1,134 @@
+"""Serves the logs: of each function, also after it was deleted, and of the gateway itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator
+from enum import StrEnum
+from typing import Any
+
+from aiohttp import web
+from typing_extensions import TypedDict
+
+from ...errors import BadInput, UnknownFunction, UnknownRoute
+from ..access.keys import Scope
+from ..functions.registry import Functions
+from ..telemetry.log_files import ACCESS, AUDIT, GATEWAY, LogLine, LogQuery, function_file
+from ..telemetry.logs import Logs
+from .requests import caller_of
+from .responses import Timestamp, json_response, timestamp
+from .routes import Flag, Number, Parameter, Route
+
+MAX_LINES = 10_000
+NAMES = (GATEWAY, AUDIT, ACCESS)
+FUNCTIONS = "functions/"
+LINES = Number("lines", "The largest number of lines, the last ones.", 100, maximum=MAX_LINES)
+FOLLOW = Flag("follow", "Go on with new lines: such a response does not end.")
+SINCE = Parameter("since", "Unix time in seconds of the first line.", type="number")
+UNTIL = Parameter("until", "Unix time in seconds of the last line.", type="number")
+REQUEST = Parameter("request", "Only the lines of the invocation or job with this id.")
+
+
+class LogLevel(StrEnum):
+    """How important a line is."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+LOG = Parameter("log", place="path", type="string", enum=list(NAMES))
+LEVEL = Parameter("level", "The lowest level.", type="string", enum=list(LogLevel))
+PARAMETERS: tuple[Parameter, ...] = (LINES, FOLLOW, SINCE, UNTIL, REQUEST, LEVEL)
+
+
+class LogSummary(TypedDict):
+    """A stored log. The name of a function's log is `functions/` and the function's name."""
+
+    name: str
+    bytes: int
+    written_at: Timestamp
+
+
+class LogsApi:
+    """The routes of the logs."""
+
+    def __init__(self, functions: Functions, logs: Logs) -> None:
+        self._functions = functions
+        self._logs = logs
+
+    def routes(self) -> list[Route]:
+        lines: Any = {"application/x-ndjson": str}
+        listing, one = {"logs": list[LogSummary]}, "/v1/functions/{function}/logs"
+        printed = "Return the lines of a function's log, a JSON object each, also after its deletion."
+        said = f"Return the lines of a log of the gateway: {', '.join(NAMES)}."
+        return [
+            Route("GET", one, self.of_function, Scope.DEPLOY, printed, lines, parameters=PARAMETERS),
+            Route("GET", "/v1/logs", self.list, Scope.READ, "List the stored logs.", listing),
+            Route(
+                "GET",
+                "/v1/logs/{log}",
+                self.of_gateway,
+                Scope.ADMIN,
+                said,
+                lines,
+                parameters=(LOG, *PARAMETERS),
+            ),
+        ]
+
+    async def of_function(self, request: web.Request) -> web.StreamResponse:
+        name = request.match_info["function"]
+        file = function_file(name)
+        live = any(live.record.function == name for live in self._functions.all())
+        if not live and not await self._logs.exists(file):
+            raise UnknownFunction.named(name)
+        return await self._send(request, file)
+
+    async def of_gateway(self, request: web.Request) -> web.StreamResponse:
+        if (name := request.match_info["log"]) not in NAMES:
+            raise UnknownRoute(f"There is no log {name[:64]!r}.", remedy=f"One of {', '.join(NAMES)}.")
+        return await self._send(request, name)
+
+    async def list(self, request: web.Request) -> web.StreamResponse:
+        caller, found = caller_of(request), await self._logs.facts()
+        rows = [
+            LogSummary(name=one.name, bytes=one.bytes, written_at=timestamp(one.written_at))
+            for one in found
+            if caller.functions is None or one.name in {f"{FUNCTIONS}{name}" for name in caller.functions}
+        ]
+        return json_response({"logs": rows})
+
+    async def _send(self, request: web.Request, file: str) -> web.StreamResponse:
+        query = _query(request)
+        lines = self._logs.follow(file, query) if FOLLOW.read(request) else self._stored(file, query)
+        headers = {"Content-Type": "application/x-ndjson", "Cache-Control": "no-store"}
+        response = web.StreamResponse(headers=headers)
+        await response.prepare(request)
+        async for line in lines:
+            await response.write(line.encode())
+        return response
+
+    async def _stored(self, file: str, query: LogQuery) -> AsyncIterator[LogLine]:
+        for line in await self._logs.history(file, query):
+            yield line
+
+
+def _query(request: web.Request) -> LogQuery:
+    """Return what the request asks for. Raises BadInput."""
+    sent = request.query
+    level = sent.get(LEVEL.name, LogLevel.DEBUG).lower()
+    if level not in list(LogLevel):
+        raise BadInput(f"level is {level[:40]!r}.", remedy=f"One of {', '.join(LogLevel)}.")
+    since_s, until_s = _seconds(sent.get(SINCE.name), 0.0), _seconds(sent.get(UNTIL.name), math.inf)
+    return LogQuery(LINES.read(request), since_s, until_s, sent.get(REQUEST.name, ""), level)
+
+
+def _seconds(text: str | None, default: float) -> float:
+    try:
+        found = default if text is None else float(text)
+    except ValueError:
+        found = math.nan
+    if math.isnan(found):
+        raise BadInput(f"{text!r:.40} is no time.", remedy="Send Unix time in seconds.")
+    return found

@@ -1,0 +1,73 @@
+"""The command that prints logs: `pilotflame logs`."""
+
+from __future__ import annotations
+
+import re
+import time
+from datetime import datetime
+from typing import Any
+
+import click
+
+from . import display, options
+from .client import Client
+
+LEVELS = ("debug", "info", "warning", "error")
+_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
+_AGE = re.compile(r"(\d{1,9})([smhdw])")
+
+
+class Moment(click.ParamType[float]):
+    """A point in time: how long ago it was (30s, 10m, 2h, 3d), or a date and time as 2026-11-22T10:00."""
+
+    name = "time"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Return it as Unix time in seconds. A time without a zone is of this machine's zone."""
+        if (age := _AGE.fullmatch(value)) is not None:
+            return time.time() - float(age[1]) * _UNITS[age[2]]
+        try:
+            return datetime.fromisoformat(value).timestamp()
+        except (ValueError, OverflowError):
+            self.fail(f"{value!r} is no time. Write 10m, 2h, 3d or 2026-11-22T10:00.", param, ctx)
+
+
+@click.command()
+@click.argument("name", metavar="[FUNCTION]", required=False)
+@click.option("-f", "--follow", is_flag=True, help="Go on with every new line, until Ctrl-C.")
+@click.option("-n", "--lines", type=click.IntRange(0, 10_000), default=100, help="How many old lines.")
+@click.option("--since", type=Moment(), help="Only lines from then on: 10m, 2h, 3d or 2026-11-22T10:00.")
+@click.option("--until", type=Moment(), help="Only lines up to then.")
+@click.option("--request", metavar="ID", help="Only the lines of one invocation or job.")
+@click.option("--level", type=click.Choice(LEVELS), help="Only lines of this level and above.")
+@click.option(
+    "--audit", "kind", flag_value="audit", help="Show who deployed, deleted, or changed keys and secrets."
+)
+@click.option("--access", "kind", flag_value="access", help="Show the requests (PILOTFLAME_ACCESS_LOG=1).")
+@options.gateway
+def logs(*, name: str | None, kind: str | None, client: Client, as_json: bool, **query: Any) -> None:
+    """Print the log of a function, or of the gateway.
+
+    Without FUNCTION it is what the gateway said. FUNCTION may be deleted. A function's log has what its processes printed, the tracebacks of failed calls, and why workers ended.
+
+    \b
+    Examples:
+      pilotflame logs hello -f
+      pilotflame logs hello --since 2h --level warning
+      pilotflame logs hello --request 1f0c5b6a7d8e9f00
+      pilotflame logs --audit
+    """
+    if name is not None and kind is not None:
+        raise click.UsageError(f"--{kind} is a log of the gateway: give no FUNCTION.")
+    lines = client.logs(name, **query) if name is not None else client.gateway_log(kind or "gateway", **query)
+    for line in lines:
+        if as_json:
+            display.print_json(line)
+        else:
+            click.echo(_shown(line))
+
+
+def _shown(line: dict[str, Any]) -> str:
+    level = "" if line["level"] == "info" else f"{line['level'].upper()} "
+    request = f"[{line['request_id']}] " if line["request_id"] else ""
+    return f"{display.local_time(line['at'])} {line['source']:<12} {request}{level}{line['text']}"

@@ -1,0 +1,72 @@
+"""The commands about a function's revisions: `pilotflame restart|rollback|revisions`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from . import display, options
+from .client import Client
+
+
+@click.command()
+@options.function
+@options.gateway
+def restart(*, name: str, client: Client, as_json: bool) -> None:
+    """Replace a function's processes, without dropping a call.
+
+    The new workers have the function's present secrets. As many as are ready now have to get ready before the
+    old ones finish their calls and end. If the new ones do not start, the old ones stay.
+
+    Example: pilotflame restart greeter
+    """
+    with display.spinner(f"restarting {name}"):
+        found = client.replace(name, "restart")
+    _print_live(found, f"{name} {found['revision']} runs in new processes", as_json=as_json)
+
+
+@click.command()
+@options.function
+@click.argument("revision", required=False)
+@options.gateway
+def rollback(*, name: str, revision: str | None, client: Client, as_json: bool) -> None:
+    """Make an older revision of a function live.
+
+    REVISION is its id or number, as `pilotflame revisions` lists it. Without it, the revision before the live
+    one is taken. It is started first: if that fails, the live one stays.
+
+    \b
+    Examples:
+      pilotflame rollback greeter
+      pilotflame rollback greeter r3
+    """
+    with display.spinner(f"rolling {name} back"):
+        found = client.replace(name, "rollback", revision=revision)
+    _print_live(found, f"{name} {found['revision']} is live again", as_json=as_json)
+
+
+@click.command()
+@options.function
+@options.gateway
+def revisions(*, name: str, client: Client, as_json: bool) -> None:
+    """List a function's revisions, the newest first.
+
+    The size of a revision is without the weights that it shares with a newer one.
+
+    Example: pilotflame revisions greeter
+    """
+    found = client.get("v1", "functions", name, "revisions")["revisions"]
+    columns = ("revision", "state", "deployed", "size", "weights")
+    display.print_list({"revisions": found}, columns, map(_row, found), empty="no revisions", as_json=as_json)
+
+
+def _row(revision: dict[str, Any]) -> tuple[str, ...]:
+    size, snapshot = display.size(revision["size_bytes"]), revision["snapshot"] or "none"
+    return (revision["revision"], revision["state"], revision["created_at"], size, snapshot)
+
+
+def _print_live(status: dict[str, Any], text: str, *, as_json: bool) -> None:
+    if not as_json:
+        display.warn(status["warnings"])
+    display.print_result(status, text, as_json=as_json)

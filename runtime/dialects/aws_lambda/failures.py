@@ -1,0 +1,67 @@
+"""Describes errors as AWS Lambda does: those of a function as its output, all others as errors of the request."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import orjson
+from typing_extensions import TypedDict
+
+from .... import errors
+from ....errors import PilotflameError
+from ....handlers.codec import JSON_TYPE
+from ...api.responses import Response, retry_headers
+
+# Errors of the function, sent with status 200 and the header X-Amz-Function-Error. All others, and
+# RevisionRetired (see `_ended`), belong to the request or the gateway and keep their own status.
+FUNCTION_ERRORS = (
+    errors.HandlerError, errors.HandlerFailed, errors.OutputInvalid, errors.InputInvalid, errors.WorkerDied,
+    errors.DeadlineExceeded, errors.ActivationFailed,
+)  # fmt: skip
+ERROR_TYPES = (
+    (errors.DeadlineExceeded, "Sandbox.Timedout"),
+    (errors.WorkerDied, "Runtime.ExitError"),
+    (errors.ActivationFailed, "Runtime.InitError"),
+    (errors.OutputInvalid, "Runtime.MarshalError"),
+)
+ERROR_NAMES = (
+    (errors.UnknownFunction, "ResourceNotFoundException"),
+    (errors.BadInput, "InvalidRequestContentException"),
+    (errors.InputTooLarge, "RequestTooLargeException"),
+    ((errors.QueueFull, errors.QuotaExceeded), "TooManyRequestsException"),
+    (errors.Unauthorized, "UnrecognizedClientException"),
+    (errors.Forbidden, "AccessDeniedException"),
+)
+
+
+class LambdaError(TypedDict):
+    """The body of an error."""
+
+    Type: Literal["User", "Service"]
+    Message: str
+
+
+def aws_error(error: PilotflameError, request_id: str) -> Response:
+    """Return the response for an error that is none of the function."""
+    ours = error.status >= 500
+    name = next((name for cls, name in ERROR_NAMES if isinstance(error, cls)), "")
+    name = name or ("ServiceException" if ours else "InvalidParameterValueException")
+    headers = {"x-amzn-ErrorType": name, "x-amzn-RequestId": request_id, "Content-Type": JSON_TYPE}
+    body = LambdaError(Type="Service" if ours else "User", Message=str(error))
+    return Response(error.status, headers | retry_headers(error), orjson.dumps(body))
+
+
+def function_error(error: PilotflameError, request_id: str, *, private: bool = False) -> dict[str, object]:
+    """Return the body for a function's error. If a Lambda handler raised it, its details hold the fields.
+
+    With `private`, it includes the stack.
+    """
+    details = error.details
+    usual = next((name for cls, name in ERROR_TYPES if isinstance(error, cls)), error.code)
+    trace = error.private.get("stackTrace") or error.trace.splitlines(keepends=True)
+    return {
+        "errorMessage": details.get("errorMessage", error.message),
+        "errorType": details.get("errorType") or details.get("exception") or usual,
+        "requestId": request_id,
+        **({"stackTrace": trace} if trace and private else {}),
+    }

@@ -1,0 +1,80 @@
+"""Makes the response to a CloudEvent an event, too, which brokers such as Knative's pass on.
+
+A caller asks for it by `Prefer: reply`, or for structured mode by `Accept: application/cloudevents+json`. A
+handler chooses the attributes by returning an event as JSON, with `specversion`, `type` and `data`.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import quote
+
+import orjson
+from aiohttp import web
+
+from ....errors import EventInvalid, OutputInvalid
+from ....handlers.codec import JSON_TYPE
+from ...api.requests import preferences_of
+from .parsing import PREFIX, STRUCTURED, ReceivedEvent, structured_event
+
+DEFAULT_TYPE = "pilotflame.output"
+# The characters that the specification allows in a header without percent-encoding: visible ASCII but " and %.
+_SAFE = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) not in '"%')
+
+
+def wants_reply(request: web.Request) -> bool:
+    return "reply" in preferences_of(request) or _wants_structured(request)
+
+
+def reply(request: web.Request, cause: ReceivedEvent, response: web.Response) -> web.Response:
+    """Return the response to the event `cause` as an event. Without an output it is empty and no event.
+
+    `response` holds the output. Raises OutputInvalid if that is an event, but not a valid one.
+    """
+    body, headers = bytes(response.body or b""), response.headers.copy()  # type: ignore[arg-type]
+    kind = headers.popone("Content-Type", JSON_TYPE)
+    if body in (b"null", b"") and kind == JSON_TYPE:
+        return web.Response(status=204, headers=headers)
+    event = _event(request, cause, response.headers["X-Request-Id"], body, kind)
+    kind = event.content_type or JSON_TYPE
+    if _wants_structured(request):
+        return web.Response(body=_structured(event, kind), headers=headers, content_type=STRUCTURED)
+    sent = {name: value for name, value in event.attributes.items() if name != "datacontenttype"}
+    headers.update({f"{PREFIX}{name}": _header(value) for name, value in sent.items()})
+    headers["Content-Type"] = kind
+    return web.Response(body=event.data, headers=headers)
+
+
+def _event(
+    request: web.Request, cause: ReceivedEvent, request_id: str, body: bytes, kind: str
+) -> ReceivedEvent:
+    attributes = {
+        "specversion": "1.0", "id": request_id, "source": request.path, "type": DEFAULT_TYPE,
+        "causationid": cause.attributes["id"],
+    }  # fmt: skip
+    # Most outputs are no events, so they are not parsed.
+    found = orjson.loads(body) if kind == JSON_TYPE and b'"specversion"' in body else None
+    if not isinstance(found, dict) or "specversion" not in found:
+        return ReceivedEvent(attributes, body, kind)
+    try:
+        return structured_event({**attributes, **found})
+    except EventInvalid as error:
+        raise OutputInvalid(f"The answer is no CloudEvent: {error.message}", remedy=error.remedy) from None
+
+
+def _structured(event: ReceivedEvent, kind: str) -> bytes:
+    attributes: Mapping[str, Any] = {**event.attributes, "datacontenttype": kind}
+    if event.content_type in ("", JSON_TYPE):
+        return orjson.dumps({**attributes, "data": orjson.Fragment(event.data or b"null")})
+    return orjson.dumps({**attributes, "data_base64": base64.b64encode(event.data).decode()})
+
+
+def _header(value: object) -> str:
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    return quote(text, safe=_SAFE)
+
+
+def _wants_structured(request: web.Request) -> bool:
+    return STRUCTURED in request.headers.get("Accept", "").lower()

@@ -1,0 +1,144 @@
+"""Defines predictions for the callers of Cog and Replicate: the requests for them, and how they are answered."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Annotated, Any, Literal, NotRequired
+
+import orjson
+from pydantic import BaseModel, Field, NonNegativeFloat, StringConstraints
+from typing_extensions import TypedDict
+
+from ...errors import InputInvalid, PilotflameError
+from ..api.responses import ErrorFields, Response, Timestamp, error_reply
+from ..jobs.job import EVENTS, PREDICTION, Job, Webhook
+from ..jobs.jobs import Jobs
+from ..jobs.prediction import MAX_SHOWN_PIECES, PredictionState, prediction_of, stored_id
+
+MAX_WAIT_S = 300.0
+# The ids that a caller may choose. They must not begin like generated ids.
+ID = re.compile(r"(?!job-)[A-Za-z0-9._~-]{1,128}")
+WebhookEvent = Literal["start", "output", "logs", "completed"]
+ShortText = Annotated[str, StringConstraints(max_length=4096)]
+_WAIT = re.compile(r"wait\s*=\s*\"?(\d{1,6})\"?")
+_STEP = re.compile(r"[^.\[\]]+")
+
+
+class PredictionRequest(BaseModel, frozen=True, extra="ignore", strict=True):
+    """A new prediction. Unknown keys are ignored, as Cog does."""
+
+    input: Any = Field(default_factory=dict)
+    id: str | None = Field(None, max_length=1024)
+    version: str | None = Field(None, max_length=256)
+    context: dict[ShortText, ShortText] | None = Field(None, max_length=100)
+    output_file_prefix: str | None = Field(None, max_length=2048, pattern="^https?://")
+    webhook: str | None = Field(None, max_length=2048)
+    webhook_events_filter: list[WebhookEvent] | None = Field(None, max_length=100)
+
+    def fields(self, path_id: str | None, owner: str, *, waits: bool = True) -> dict[str, Any]:
+        """Return the fields of NewJob that this request sets. The path may choose the id, too.
+
+        If the caller does not wait for the end (`waits`), the function may upload its output files. Raises
+        InputInvalid if the id is malformed, or if path and body differ.
+        """
+        if path_id is not None and self.id not in (None, path_id):
+            raise InputInvalid("The id in the body is not the one in the path.", remedy="Send one of them.")
+        wanted = path_id or self.id or ""
+        if wanted and not ID.fullmatch(wanted):
+            remedy = "Use 1 to 128 of A-Z a-z 0-9 . _ ~ and -, and do not begin with job-."
+            raise InputInvalid(f"{wanted[:128]!r} cannot be a prediction's id.", remedy=remedy)
+        about: dict[str, Any] = {
+            "context": self.context,
+            "output_file_prefix": self.output_file_prefix,
+            "id": wanted,
+        }
+        about |= {"asynchronous": not waits}
+        told = {name: value for name, value in about.items() if value}
+        fields: dict[str, Any] = {"wanted_id": stored_id(wanted, owner)}
+        if told:
+            fields["extra"] = {"prediction": told}
+        if wanted:
+            fields["idempotency"] = f"prediction:{wanted}"
+        if self.webhook:
+            events = tuple(self.webhook_events_filter or EVENTS)
+            fields["webhook"] = Webhook(self.webhook, events, PREDICTION)
+        return fields
+
+
+class PredictionMetrics(TypedDict):
+    """Durations in seconds."""
+
+    predict_time: NotRequired[NonNegativeFloat]
+    total_time: NotRequired[NonNegativeFloat]
+
+
+class Prediction(TypedDict):
+    """A prediction as these routes show it."""
+
+    id: str
+    version: str
+    status: PredictionState
+    input: Any
+    output: Any
+    error: str | None
+    logs: str
+    metrics: PredictionMetrics
+    created_at: Timestamp | None
+    started_at: Timestamp | None
+    completed_at: Timestamp | None
+    webhook: str | None
+
+
+class PredictionError(TypedDict):
+    """The body of an error: `detail` as Cog and Replicate have it, and our own fields."""
+
+    detail: str | list[dict[str, Any]]
+    error: ErrorFields
+
+
+async def shown(job: Job, jobs: Jobs) -> dict[str, Any]:
+    """Return a job as a prediction, with the pieces of its output so far if it streams."""
+    if not job.pieces or job.state.final:
+        return prediction_of(job)
+    return prediction_of(job, [piece for _, piece in await jobs.store.pieces(job.id, 0, MAX_SHOWN_PIECES)])
+
+
+def preferred_wait(headers: Iterable[str]) -> float | None:
+    """Parse all lines of Prefer (RFC 7240). Return the seconds to wait for the job's end; None: no limit."""
+    parts = list(preferences(headers))
+    waits = [float(found[1]) for part in parts if (found := _WAIT.fullmatch(part)) is not None]
+    if waits:
+        return min(waits[0], MAX_WAIT_S)
+    return 0.0 if "respond-async" in parts else None
+
+
+def preferences(headers: Iterable[str]) -> Iterator[str]:
+    """Yield the preferences in all lines of Prefer, in lower case and without parameters."""
+    return (part.split(";")[0].strip().lower() for line in headers for part in line.split(","))
+
+
+def detailed_error(error: PilotflameError, request_id: str) -> Response:
+    """Return the response for an error. For status 422, `detail` lists the wrong fields, as FastAPI does."""
+    reply = error_reply(error, request_id)
+    detail = details_of(error) if error.status == InputInvalid.status else str(error)
+    return reply._replace(body=orjson.dumps({"detail": detail} | orjson.loads(reply.body)))
+
+
+def details_of(error: PilotflameError) -> list[dict[str, Any]]:
+    """Return the wrong fields of a request as FastAPI lists them."""
+    problems = error.details.get("problems") or [{"problem": str(error), "type": error.code}]
+    return [
+        {
+            "loc": ["body", *_steps(problem.get("path") or problem.get("field") or "")],
+            "msg": problem["problem"],
+            "type": problem.get("type", "value_error"),
+        }
+        for problem in problems
+    ]
+
+
+def _steps(path: str) -> list[str | int]:
+    """Return the names and positions in a path such as "input.tags[0]"."""
+    steps = _STEP.findall(path) if path != "the body" else []
+    return [int(step) if step.isdecimal() else step for step in steps]

@@ -1,0 +1,1 @@
+"""Serves the API of Replicate: predictions, models, deployments and files."""

@@ -1,0 +1,90 @@
+"""Keeps one copy of weights that several revisions contain, however many deploys have uploaded them.
+
+    <state dir>/weights/<SHA-256>    a file that is hard-linked into the code of each revision that has it
+
+Weights are the files of a snapshot inside the function's folder, and files with the usual endings. Their names
+and times do not matter. The digest is computed from the bytes, never taken from a manifest, so no deploy can
+obtain a file that it did not contain. A shared file is read-only, since a change in place would reach all
+revisions. The number of its hard links tells whether any revision still has it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+# Smaller files are not worth a look.
+MIN_BYTES = 1 << 20
+ENDINGS = frozenset(
+    (
+        ".bin",
+        ".ckpt",
+        ".gguf",
+        ".h5",
+        ".msgpack",
+        ".npy",
+        ".npz",
+        ".onnx",
+        ".pt",
+        ".pth",
+        ".safetensors",
+        ".tensors",
+    )
+)
+
+
+class SharedWeights:
+    """The shared files in `folder`. Its methods are safe to call from several threads and processes."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def share(self, code: Path, snapshot: Path | None) -> int:
+        """Replace the weights in the folder `code`, a staged copy, by hard links. Return the bytes saved.
+
+        `snapshot` is the file or folder of the function's snapshot, if it has one.
+        """
+        saved = 0
+        for path in _weights(code, snapshot):
+            # OSError: the file system has no hard links, or allows no more of this file. Then the copy stays.
+            with contextlib.suppress(OSError):
+                saved += self._share(path)
+        return saved
+
+    def _share(self, path: Path) -> int:
+        facts = path.stat()
+        executable = bool(facts.st_mode & stat.S_IXUSR)
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        shared = self._folder / (f"{digest}-x" if executable else digest)
+        self._folder.mkdir(exist_ok=True, mode=0o700)
+        path.chmod(0o555 if executable else 0o444)
+        try:
+            os.link(path, shared)
+        except FileExistsError:
+            # Link under another name and rename: then the revision's file is there at every moment.
+            link = path.with_name(f".{secrets.token_hex(8)}")
+            os.link(shared, link)
+            link.replace(path)
+            return facts.st_size
+        return 0
+
+    def discard_unused(self) -> None:
+        """Remove the files that no revision has any more."""
+        with contextlib.suppress(FileNotFoundError):
+            for path in list(self._folder.iterdir()):
+                if path.lstat().st_nlink == 1:
+                    path.unlink(missing_ok=True)
+
+
+def _weights(code: Path, snapshot: Path | None) -> Iterator[Path]:
+    for path in sorted(code.rglob("*")):
+        facts = path.lstat()
+        named = path.suffix in ENDINGS or (snapshot is not None and path.is_relative_to(snapshot))
+        if named and stat.S_ISREG(facts.st_mode) and facts.st_size >= MIN_BYTES:
+            yield path

@@ -1,0 +1,80 @@
+"""Supervises the gateway's background tasks: a task that fails ends neither the gateway nor other tasks."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from contextvars import Context
+from typing import Any, TypeVar
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# A task that must go on is started again after FIRST_RESTART_S, then after twice the delay each time, up to
+# LAST_RESTART_S. If it ran for longer than STABLE_S, the delays start again.
+FIRST_RESTART_S = 0.5
+LAST_RESTART_S = 60.0
+STABLE_S = 60.0
+
+
+class BackgroundTasks(asyncio.TaskGroup):
+    """A task group whose tasks may fail: each failure is logged with its traceback, and counted.
+
+    A failed task ends with the result None. Code that needs the outcome must let its coroutine return it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failures: Counter[str] = Counter()
+        """The number of failures by task: the first word of the task's name, or the name of its function."""
+
+    def create_task(  # type: ignore[override]
+        self, coro: Coroutine[Any, Any, T], *, name: str | None = None, context: Context | None = None
+    ) -> asyncio.Task[T]:
+        """Run a coroutine once."""
+        label = _label(coro, name)
+        # The type is that of the overridden method. A failed task has no result, as the class says.
+        run: Coroutine[Any, Any, Any] = self._guard(label, coro)
+        task = super().create_task(run, name=name, context=context)
+        # A task that is cancelled before its first step never runs its coroutine, which must be closed then.
+        task.add_done_callback(lambda _: coro.close())
+        return task
+
+    def keep(self, run: Callable[[], Coroutine[Any, Any, None]], *, name: str) -> asyncio.Task[None]:
+        """Run `run()` until it returns. If it fails, run it again after a delay."""
+        return self.create_task(self._repeat(name, run), name=name)
+
+    async def _guard(self, label: str, coroutine: Coroutine[Any, Any, T]) -> T | None:
+        try:
+            return await coroutine
+        except Exception as error:  # noqa: BLE001  any failure of a task must leave the others alone
+            self._report(label, error)
+            return None
+
+    async def _repeat(self, label: str, run: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        delay_s = FIRST_RESTART_S
+        while True:
+            started_s = time.monotonic()
+            try:
+                return await run()
+            except Exception as error:  # noqa: BLE001  it is logged and counted, and the task goes on
+                self._report(label, error)
+            if time.monotonic() - started_s > STABLE_S:
+                delay_s = FIRST_RESTART_S
+            await asyncio.sleep(delay_s)
+            delay_s = min(LAST_RESTART_S, 2 * delay_s)
+
+    def _report(self, label: str, error: Exception) -> None:
+        self.failures[label] += 1
+        _log.error("background task %s failed: %s: %s", label, type(error).__name__, error, exc_info=error)
+
+
+def _label(coroutine: Coroutine[Any, Any, Any], name: str | None) -> str:
+    """Return the label of a task's failures. It must have few values: each is a time series."""
+    if name:
+        return name.partition(" ")[0]
+    return str(getattr(coroutine, "__qualname__", type(coroutine).__name__))

@@ -1,0 +1,110 @@
+"""Configures the standard library's logging for the gateway: its own messages go to standard error and a file.
+
+Modules log with `logging.getLogger(__name__)`. Standard error is written by a thread, because whoever reads it
+may be slow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import queue
+import sys
+import time
+from collections.abc import Iterator
+from logging.handlers import QueueHandler, QueueListener
+from typing import Literal
+
+from .log_files import GATEWAY, LogLine
+from .logs import LogBook, Logs
+
+Format = Literal["text", "json"]
+Level = Literal["debug", "info", "warning", "error"]
+# asyncio reports exceptions of callbacks, and aiohttp those of its own handlers.
+LOGGERS = (__name__.partition(".")[0], "asyncio", "aiohttp.server", "aiohttp.web")
+MAX_WAITING = 10_000
+STOP_TIMEOUT_S = 2.0
+
+
+class MessageFormatter(logging.Formatter):
+    """Formats a message as `time LEVEL pilotflame: text`, in UTC, or as a line of JSON as in the files."""
+
+    def __init__(self, form: Format) -> None:
+        super().__init__("%(asctime)sZ %(levelname)s pilotflame: %(message)s", "%Y-%m-%dT%H:%M:%S")
+        self.converter = time.gmtime
+        self._as_json = form == "json"
+
+    def format(self, record: logging.LogRecord) -> str:
+        return line_of(record).encode().decode().rstrip("\n") if self._as_json else super().format(record)
+
+
+class BookHandler(logging.Handler):
+    """Writes messages of any thread to the gateway's log, on the event loop's thread."""
+
+    def __init__(self, book: LogBook) -> None:
+        super().__init__()
+        self._book, self._loop = book, asyncio.get_running_loop()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line = line_of(record)
+        # RuntimeError: the event loop has ended, and so has the file.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._book.write, line.source, line.text, line.level)
+
+
+class _LossyHandler(QueueHandler):
+    """Hands messages to the thread that writes them. Messages that it cannot keep up with are dropped."""
+
+    def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
+        # The library's own formats the message here, which would lose the level and the traceback.
+        return record
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  the library's name
+        """Drop the message: it is in the file."""
+
+
+class _Printer(QueueListener):
+    """The thread that writes messages to standard error."""
+
+    def stop(self) -> None:
+        """Write what waits, unless whoever reads standard error is too slow."""
+        with contextlib.suppress(queue.Full):
+            self.enqueue_sentinel()
+        if (thread := self._thread) is not None:
+            thread.join(STOP_TIMEOUT_S)
+        self._thread = None
+
+
+@contextlib.contextmanager
+def gateway_logging(logs: Logs, level: Level, form: Format) -> Iterator[None]:
+    """Inside the block, messages of `level` and above go to standard error, and to the gateway's log."""
+    stream = logging.StreamHandler(sys.stderr)
+    stream.setFormatter(MessageFormatter(form))
+    waiting: queue.Queue[logging.LogRecord] = queue.Queue(MAX_WAITING)
+    listener = _Printer(waiting, stream)
+    handlers = (_LossyHandler(waiting), BookHandler(logs.book(GATEWAY)))
+    loggers = [logging.getLogger(name) for name in LOGGERS]
+    before = [(logger, logger.level) for logger in loggers]
+    listener.start()
+    for logger in loggers:
+        logger.setLevel(level.upper())
+        for handler in handlers:
+            logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        for logger, old_level in before:
+            logger.setLevel(old_level)
+            for handler in handlers:
+                logger.removeHandler(handler)
+        listener.stop()
+
+
+def line_of(record: logging.LogRecord) -> LogLine:
+    """Return a message as a line of the gateway's log, with its traceback if it has one."""
+    text = record.getMessage()
+    if record.exc_info:
+        text = f"{text}\n{logging.Formatter().formatException(record.exc_info)}"
+    level = "error" if record.levelno >= logging.ERROR else record.levelname.lower()
+    return LogLine(record.created, "gateway", text, level)

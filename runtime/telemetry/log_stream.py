@@ -1,0 +1,154 @@
+"""Reads what a process prints, line by line, and finds the invocation that each line belongs to.
+
+A worker marks the lines that it knows the invocation of: `MARK level[+] channel id text`. MARK is a control
+character and a random word that the process chose when it connected, so that printed input cannot forge it. A
+"+" says that the line goes on in the channel's next marked line. All other lines were written to the
+descriptors directly, by C code, child processes or threads of the handler's own. They belong to an invocation
+only if it was recorded and was alone in its worker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import TypeAlias
+
+from .logs import Capture, Log
+
+MAX_LINE_BYTES = 16 << 10
+RECEIVE_BYTES = 64 << 10
+# `drain` reads at most this often, in case the process prints without end.
+MAX_READS = 32
+MAX_UNFINISHED = 256
+MARK_START = b"\x1e"
+NOBODY = "-"
+LEVEL_NAMES = {"d": "debug", "i": "info", "w": "warning", "e": "error"}
+# The first words of Python's report of a crash. What follows is for the function's owner.
+CRASH = b"Fatal Python error"
+_Recorded: TypeAlias = tuple[str, Capture]
+
+
+class LogStream:
+    """Reads the output of the process `source` from a socket until its end, and writes the lines to a log."""
+
+    def __init__(self, sock: socket.socket, log: Log, source: str, mark: str = "") -> None:
+        """`mark` is the random word of the process; "" if it marks nothing."""
+        sock.setblocking(False)
+        self._sock, self._log, self._source = sock, log, source
+        self._mark = MARK_START + mark.encode() + b" " if mark else b""
+        self._rest = b""
+        # The beginnings of marked lines by channel, and the recorded invocations by channel.
+        self._unfinished: dict[int, str] = {}
+        self._recorded: dict[int, _Recorded] = {}
+        self._alone = 0
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(sock, self._read)
+
+    @property
+    def alive(self) -> bool:
+        return self._sock.fileno() >= 0
+
+    def close(self) -> None:
+        if not self.alive:
+            return
+        self._loop.remove_reader(self._sock)
+        self._sock.close()
+        if self._rest:
+            self._line(self._rest)
+            self._rest = b""
+        for channel in list(self._unfinished):
+            self._finish(channel, "", "info", "")
+
+    # -- which lines belong to which invocation
+
+    def record(self, channel: int, request_id: str, capture: Capture, *, alone: bool) -> None:
+        """Add the lines of the invocation on `channel`, which is about to be sent, to `capture`.
+
+        If it is `alone` in its worker, that includes what is written to the descriptors directly.
+        """
+        self.drain()
+        self._recorded[channel] = (request_id, capture)
+        self._alone = channel if alone else 0
+
+    def crowd(self) -> None:
+        """From now on, unmarked lines belong to no invocation: a second one is sent, or the call is stuck."""
+        if self._alone:
+            self.drain()
+            self._alone = 0
+
+    def end(self, channel: int) -> None:
+        """Stop recording the invocation on `channel`, whose answer has arrived: its lines came before."""
+        self.drain()
+        self._recorded.pop(channel, None)
+        if self._alone == channel:
+            self._alone = 0
+
+    def drain(self) -> None:
+        """Read what has arrived."""
+        for _ in range(MAX_READS):
+            if not self.alive or not self._read():
+                return
+
+    # -- reading
+
+    def _read(self) -> bool:
+        """Read once. Return False if nothing has arrived."""
+        try:
+            data = self._sock.recv(RECEIVE_BYTES)
+        except BlockingIOError:
+            return False
+        except OSError:
+            data = b""
+        if not data:
+            self.close()
+            return False
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            self._line(line)
+        # A process that prints no newline must not fill the gateway's memory.
+        if len(self._rest) > 2 * MAX_LINE_BYTES:
+            self._line(self._rest)
+            self._rest = b""
+        return True
+
+    def _line(self, line: bytes) -> None:
+        begin = line.find(self._mark) if self._mark else -1
+        if begin < 0:
+            self._unmarked(line)
+            return
+        if begin:
+            self._unmarked(line[:begin])
+        parts = line[begin + len(self._mark) :].decode("utf-8", "replace").split(" ", 3)
+        if len(parts) == 4 and parts[1].isdecimal():
+            request_id = "" if parts[2] == NOBODY else parts[2]
+            self._marked(parts[0], int(parts[1]), request_id, parts[3])
+
+    def _unmarked(self, line: bytes) -> None:
+        if line.startswith(CRASH):
+            self._alone = 0
+        for start in range(0, len(line) or 1, MAX_LINE_BYTES):
+            text = line[start : start + MAX_LINE_BYTES].decode("utf-8", "replace").rstrip("\r")
+            self._write(text, "info", self._alone, "")
+
+    def _marked(self, flags: str, channel: int, request_id: str, text: str) -> None:
+        if not flags.endswith("+"):
+            self._finish(channel, text, LEVEL_NAMES.get(flags, "info"), request_id)
+            return
+        if len(self._unfinished) >= MAX_UNFINISHED:
+            self._finish(next(iter(self._unfinished)), "", "info", "")
+        begun = self._unfinished.pop(channel, "") + text
+        while len(begun) >= MAX_LINE_BYTES:
+            self._write(begun[:MAX_LINE_BYTES], "info", channel, request_id)
+            begun = begun[MAX_LINE_BYTES:]
+        self._unfinished[channel] = begun
+
+    def _finish(self, channel: int, text: str, level: str, request_id: str) -> None:
+        text = (self._unfinished.pop(channel, "") + text).rstrip("\r")
+        for start in range(0, len(text) or 1, MAX_LINE_BYTES):
+            self._write(text[start : start + MAX_LINE_BYTES], level, channel, request_id)
+
+    def _write(self, text: str, level: str, channel: int, request_id: str) -> None:
+        if (recorded := self._recorded.get(channel)) is not None:
+            request_id, capture = recorded
+            capture.add(text if level == "info" else f"{level.upper()} {text}")
+        self._log.write(self._source, text, level, request_id=request_id)

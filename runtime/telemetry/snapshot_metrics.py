@@ -1,0 +1,72 @@
+"""Counts what the node's fetcher does, and exports the counts and the state of its cache as Prometheus metrics.
+
+The fetcher is a process of its own. It reports the totals of its cache whenever a fetch or a hold ends. So these
+metrics change at the end of a fetch, not while it runs. If the fetcher is started again, its totals begin at
+zero, as Prometheus expects of counters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+_TIER_NAMES = {"tmpfs": "memory", "disk": "disk"}
+_TIER_COUNTERS = {
+    "received": "Bytes of weights received into the tier. The disk also receives copies from memory.",
+    "verified": "Bytes of weights received into the tier whose digests were right.",
+    "evicted": "Bytes of snapshots evicted from the tier.",
+}
+_TIER_GAUGES = {
+    "used": ("cache", "Bytes of snapshots and spare files in the tier."),
+    "budget": ("cache_budget", "Bytes that the tier may hold."),
+}
+
+
+class SnapshotMetrics(Collector):
+    """The fetches of one gateway, and the tiers of its node's cache."""
+
+    def __init__(self) -> None:
+        self._under_way = 0
+        self._outcomes = {"done": 0, "failed": 0, "released": 0}
+        self._tiers: Sequence[Mapping[str, Any]] = ()
+
+    def began(self) -> None:
+        """Count a fetch that begins. A snapshot that the node already holds also counts, for a moment."""
+        self._under_way += 1
+
+    def ended(self, outcome: str) -> None:
+        """Count a fetch that ended: "done", "failed", or "released" before its end was known."""
+        self._under_way -= 1
+        self._outcomes[outcome] += 1
+
+    def on_tiers(self, tiers: Sequence[Mapping[str, Any]]) -> None:
+        """Take over what the fetcher reported of its tiers."""
+        self._tiers = tiers
+
+    def collect(self) -> Iterable[Metric]:
+        """Return all metrics. The registry calls this when the metrics are read."""
+        under_way = GaugeMetricFamily(
+            "pilotflame_snapshot_fetches_under_way", "Snapshots that are being fetched."
+        )
+        under_way.add_metric([], self._under_way)
+        outcomes = CounterMetricFamily(
+            "pilotflame_snapshot_fetches", "Fetches of snapshots that ended, by outcome.", labels=["outcome"]
+        )
+        for outcome, count in self._outcomes.items():
+            outcomes.add_metric([outcome], count)
+        return [under_way, outcomes, *self._of_tiers()]
+
+    def _of_tiers(self) -> Iterable[Metric]:
+        for key, text in _TIER_COUNTERS.items():
+            counter = CounterMetricFamily(f"pilotflame_snapshot_{key}_bytes", text, labels=["tier"])
+            for tier in self._tiers:
+                counter.add_metric([_TIER_NAMES[tier["kind"]]], tier[f"{key}_bytes"])
+            yield counter
+        for key, (name, text) in _TIER_GAUGES.items():
+            gauge = GaugeMetricFamily(f"pilotflame_snapshot_{name}_bytes", text, labels=["tier"])
+            for tier in self._tiers:
+                gauge.add_metric([_TIER_NAMES[tier["kind"]]], tier[f"{key}_bytes"])
+            yield gauge

@@ -1,0 +1,230 @@
+"""Replicate's routes over plain HTTP: what its clients do not show."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from live import Function, Gate, Gateway
+from pilotflame.errors import InputTooLarge, UnknownFile
+from pilotflame.runtime.dialects.replicate import file_store, routes
+from pilotflame.runtime.dialects.replicate.file_store import FileStore
+from pilotflame.runtime.dialects.replicate.routes import preferred_wait
+
+from .conftest import STREAM
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+
+class Caller:
+    """A caller with a key of their own."""
+
+    def __init__(self, gateway: Gateway, token: str, scheme: str = "Bearer") -> None:
+        self._client, self._headers = gateway.client, {"Authorization": f"{scheme} {token}"}
+
+    async def __call__(self, method: str, path: str, body: Any = None, **headers: str) -> httpx.Response:
+        return await self._client.request(method, path, json=body, headers=self._headers | headers)
+
+    async def upload(self, name: str, content: bytes, metadata: Any = None) -> httpx.Response:
+        data = {} if metadata is None else {"metadata": metadata}
+        files = {"content": (name, content, "text/plain")}
+        return await self._client.post("/v1/files", files=files, data=data, headers=self._headers)
+
+    async def made(self, function: Function, text: str = "a", **headers: str) -> dict[str, Any]:
+        response = await self("POST", "/v1/predictions", {"version": function.name, "input": {"text": text}}, **headers)  # fmt: skip
+        assert response.status_code == 201, response.text
+        return dict(response.json())
+
+
+@pytest.fixture
+def caller(gateway: Gateway, key: Callable[..., Any]) -> Callable[..., Any]:
+    async def made(scheme: str = "Bearer", **wanted: Any) -> Caller:
+        return Caller(gateway, await key(**wanted), scheme)
+
+    return made
+
+
+async def test_a_prediction_belongs_to_its_key(
+    caller: Callable[..., Any], predictor: Callable[..., Any]
+) -> None:
+    function, mine, theirs = await predictor(), await caller("Token"), await caller()
+    made = await mine.made(function, Prefer="wait=5")
+    assert (made["status"], made["output"], made["source"]) == ("succeeded", "a", "api")
+    own = made["urls"]["get"]
+    assert own.endswith(f"/v1/predictions/{made['id']}")
+    assert (await mine("GET", own)).json() == made
+    for method, path in (
+        ("GET", own),
+        ("POST", made["urls"]["cancel"]),
+        ("GET", f"/v1/predictions?cursor={made['id']}"),
+    ):
+        response = await theirs(method, path)
+        assert (response.status_code, response.json()["title"]) == (404, "Not Found")
+        assert made["id"] in response.json()["detail"]
+    assert (await theirs("GET", "/v1/predictions")).json()["results"] == []
+    assert [one["id"] for one in (await mine("GET", "/v1/predictions")).json()["results"]] == [made["id"]]
+
+
+async def test_a_key_of_another_function(caller: Callable[..., Any], predictor: Callable[..., Any]) -> None:
+    function, other = await predictor(), await predictor()
+    stranger = await caller(functions=[other.name])
+    body: dict[str, Any] = {"input": {"text": "a"}}
+    for path in ("models", "deployments"):
+        assert (await stranger("POST", f"/v1/{path}/me/{function.name}/predictions", body)).status_code == 404
+        assert (await stranger("GET", f"/v1/{path}/me/{function.name}")).status_code == 404
+        assert [one["name"] for one in (await stranger("GET", f"/v1/{path}")).json()["results"]] == [
+            other.name
+        ]
+    assert (await stranger("POST", "/v1/predictions", body | {"version": function.name})).status_code == 404
+
+
+@pytest.mark.parametrize("reference", ["{}", "me/{}", "me/{}:anything", "{}:1"])
+async def test_what_a_version_may_be(
+    caller: Callable[..., Any], predictor: Callable[..., Any], reference: str
+) -> None:
+    function, call = await predictor(), await caller()
+    body = {"version": reference.format(function.name), "input": {"text": "a"}}
+    assert (await call("POST", "/v1/predictions", body)).json()["version"] == function.name
+    refused = await call("POST", "/v1/predictions", {"input": {"text": "a"}})
+    assert (refused.status_code, refused.json()["error"]["type"]) == (422, "input_invalid")
+
+
+async def test_the_url_of_a_stream_is_the_permission(
+    gateway: Gateway, caller: Callable[..., Any], predictor: Callable[..., Any]
+) -> None:
+    function, call = await predictor(STREAM), await caller()
+    url = (await call.made(function, "once upon"))["urls"]["stream"]
+    async with httpx.AsyncClient() as anybody:
+        told = (await anybody.get(url)).text.replace(": waiting\n\n", "")
+        assert told.startswith("event: output\nid: 1\ndata: once\ndata:  \n\n")
+        assert told.endswith("event: done\nid: 3\ndata: {}\n\n")
+        forged = url[:-1] + ("0" if url[-1] != "0" else "1")
+        assert (await anybody.get(forged)).status_code == 404
+        assert (await anybody.get(url.partition("?")[0])).status_code == 404
+        assert (await anybody.get(url, headers={"Last-Event-ID": "1"})).text.count("event: output") == 1
+
+
+async def test_a_wait_that_runs_out(
+    caller: Callable[..., Any], predictor: Callable[..., Any], gate: Gate
+) -> None:
+    function, call = await predictor(gate=gate), await caller()
+    made = await call.made(function, "wait", Prefer="wait=1")
+    assert (made["status"], made["started_at"] is not None) == ("starting", True)
+    assert (await call("GET", made["urls"]["get"])).json()["status"] == "processing"
+    gate.open()
+
+
+async def test_pages(
+    caller: Callable[..., Any], predictor: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function, call = await predictor(), await caller()
+    monkeypatch.setattr(routes, "PAGE", 2)
+    made = [(await call.made(function))["id"] for _ in range(3)]
+    first = (await call("GET", "/v1/predictions")).json()
+    assert [one["id"] for one in first["results"]] == made[:0:-1]
+    second = (await call("GET", first["next"])).json()
+    assert ([one["id"] for one in second["results"]], second["next"]) == (made[:1], None)
+
+
+async def test_files_are_their_uploaders(caller: Callable[..., Any], predictor: Callable[..., Any]) -> None:
+    function, mine, theirs = await predictor(), await caller(), await caller()
+    file = (await mine.upload("in.txt", b"content", json.dumps({"a": 1}))).json()
+    assert (file["name"], file["size"], file["metadata"], file["content_type"]) == (
+        "in.txt",
+        7,
+        {"a": 1},
+        "text/plain",
+    )
+    own = file["urls"]["get"]
+    downloaded = await mine("GET", f"{own}/download")
+    assert (downloaded.content, downloaded.headers["content-disposition"]) == (b"content", "attachment")
+    for method, path in (("GET", own), ("DELETE", own), ("GET", f"{own}/download")):
+        assert (await theirs(method, path)).status_code == 404
+    assert (await theirs("GET", "/v1/files")).json()["results"] == []
+    body = {"version": function.name, "input": {"text": "a", "image": own}}
+    assert (await mine("POST", "/v1/predictions", body, Prefer="wait")).json()["output"] == "acontent.txt"
+    refused = await theirs("POST", "/v1/predictions", body)
+    assert (refused.status_code, "not there" in refused.json()["detail"]) == (422, True)
+    assert (await mine("DELETE", own)).status_code == 204
+
+
+async def test_forms_that_are_refused(gateway: Gateway, caller: Callable[..., Any]) -> None:
+    call = await caller()
+    form = {"Content-Type": "multipart/form-data; boundary=x"}
+    for body in (
+        b"",
+        b"--x\r\n\r\n",
+        b'--x\r\nContent-Disposition: form-data; name="a\x7f"\r\n\r\n\r\n--x--\r\n',
+        b"--y--",
+    ):
+        response = await gateway.client.post("/v1/files", content=body, headers=form)
+        assert (response.status_code, response.json()["error"]["type"]) == (400, "bad_json"), response.text
+    assert (await call("POST", "/v1/files", {})).status_code == 400
+    assert (await call.upload("a", b"a", "[]")).status_code == 400
+    assert (await call.upload("a", b"a", "{")).status_code == 400
+    assert (await call("GET", "/v1/files")).json()["results"] == []
+
+
+async def test_a_caller_cannot_name_files_of_the_gateway(
+    gateway: Gateway, caller: Callable[..., Any], predictor: Callable[..., Any]
+) -> None:
+    function, call = await predictor(), await caller()
+    body = {"input": {"text": "a", "image": "http://x/secret"}, "version": function.name,
+            "prediction": {"files": {"http://x/secret": "/etc/passwd"}}, "context": {"files": "/etc/passwd"}}  # fmt: skip
+    found = (await call("POST", "/v1/predictions", body, Prefer="wait")).json()
+    assert (found["status"], found["output"]) == ("failed", None)
+    for path in ("/etc/passwd", "file:///etc/passwd"):
+        body["input"] = {"text": "a", "image": path}
+        assert (await call("POST", "/v1/predictions", body, Prefer="wait")).json()["status"] == "failed"
+
+
+# -- without a gateway
+
+
+@pytest.mark.parametrize(
+    ("lines", "wait_s"),
+    [
+        ([], 0.0),
+        (["wait"], 60.0),
+        (["Wait=5"], 5.0),
+        (["wait=500"], 60.0),
+        (["respond-async"], 0.0),
+        (["waits"], 0.0),
+    ],
+)
+async def test_preferences(lines: Iterable[str], wait_s: float) -> None:
+    assert preferred_wait(lines) == wait_s
+
+
+def store_file(store: FileStore, owner: str, content: bytes) -> str:
+    upload = store.begin("x.txt")
+    upload.write(content)
+    about = store.finish(upload, owner, "x.txt", "text/plain", {})
+    store.discard(upload)
+    return about.id
+
+
+async def test_files_are_bounded_and_expire(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = FileStore(tmp_path / "files")
+    first = await asyncio.to_thread(store_file, store, "me", b"12345")
+    assert store.get(first, "me")[1].read_bytes() == b"12345"
+    for file_id, owner in ((first, "you"), ("../files", "me"), ("0" * 32, "me")):
+        with pytest.raises(UnknownFile):
+            store.get(file_id, owner)
+    monkeypatch.setattr(file_store, "MAX_FILE_BYTES", 4)
+    upload = store.begin("y")
+    with pytest.raises(InputTooLarge):
+        upload.write(b"12345")
+    store.discard(upload)
+    assert [path.name for path in (tmp_path / "files").iterdir()] == [first]
+    monkeypatch.setattr(file_store, "MAX_FILES", 1)
+    with pytest.raises(InputTooLarge, match="all that it may"):
+        store.begin("z")
+    monkeypatch.setattr(file_store, "KEEP_S", -1.0)
+    store.discard(store.begin("z"))
+    assert list((tmp_path / "files").iterdir()) == []

@@ -1,0 +1,114 @@
+"""What functions hold at rest: nothing for those that are not used, and no more than the limit for all."""
+
+from __future__ import annotations
+
+import asyncio
+
+import psutil
+import pytest
+from live import Function, gateway_here, gone, until
+from pilotflame.runtime.functions import rest
+from pilotflame.runtime.functions.rest import RestStats, functions_to_rest
+
+LIGHT = "import os\ndef handler(event):\n    return os.getpid()"
+# So long that the zygote is worth keeping.
+HEAVY = "import time\ntime.sleep(0.4)\n" + LIGHT
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Checks follow within a moment, and a function counts as unused after one second."""
+    for name, seconds in (("SETTLE_S", 0.05), ("RECHECK_S", 0.1), ("UNUSED_S", 1.0)):
+        monkeypatch.setattr(rest, name, seconds)
+
+
+def one(name: str, held_mb: float = 10.0, **how: object) -> RestStats:
+    return RestStats(**{"name": name, "held_mb": held_mb, "idle": True, "light": False, "used_s": 1.0, "since_s": 0.0, **how})  # fmt: skip
+
+
+def test_below_the_limit_only_light_functions_that_were_never_used_rest():
+    stats = [one("used", light=True), one("unused", light=True, used_s=0.0), one("heavy", used_s=0.0)]
+    assert functions_to_rest(stats, 10.0, 100.0, rest.UNUSED_S - 1) == []
+    assert functions_to_rest(stats, 10.0, 100.0, rest.UNUSED_S) == ["unused"]
+
+
+def test_above_the_limit_the_least_recently_used_rest_first_and_those_in_use_never():
+    stats = [one("new", used_s=3.0), one("busy", used_s=1.0, idle=False), one("old", used_s=2.0), one("never", used_s=0.0)]  # fmt: skip
+    assert functions_to_rest(stats, 5.0, 45.0, 9.0) == []
+    assert functions_to_rest(stats, 5.0, 35.0, 9.0) == ["never"]
+    assert functions_to_rest(stats, 5.0, 25.0, 9.0) == ["never", "old"]
+    assert functions_to_rest(stats, 5.0, 0.0, 9.0) == ["never", "old", "new"]
+
+
+@pytest.mark.asyncio
+async def test_a_light_function_holds_nothing_until_it_is_used(state, quick):
+    async with gateway_here(state) as gateway:
+        light = await gateway.deploy(LIGHT, {"scale.idle_timeout_s": 0})
+        heavy = await gateway.deploy(HEAVY)
+        await light.settled(zygote=False, standby=False)
+        assert await light.answer() > 0
+        # From now on it is kept, as the heavy one was from its deploy.
+        await light.settled(zygote=True, standby=True)
+        await asyncio.sleep(1.5)
+        await light.settled(zygote=True, standby=True)
+        await heavy.settled(zygote=True, standby=True)
+        status = await heavy.status()
+        assert 0.5 < status["rest_mb"] < 100
+
+
+@pytest.mark.asyncio
+async def test_after_a_restart_a_light_function_has_only_a_base(state):
+    async with gateway_here(state) as gateway:
+        for name, source in (("light", LIGHT), ("heavy", HEAVY)):
+            await gateway.deploy(source, name=name)
+    async with gateway_here(state) as gateway:
+        await gateway.function("heavy").settled(zygote=True, standby=True)
+        await gateway.function("light").settled(zygote=False, standby=False)
+        (zygote,) = await gateway.function("heavy").pids("zygote")
+        base = psutil.Process(zygote).ppid()
+        assert len(psutil.Process(base).children()) == 1
+        assert (await gateway.function("light").call()).headers["x-cold-start"] == "true"
+
+
+@pytest.mark.asyncio
+async def test_the_limit_ends_the_zygotes_that_were_least_recently_used_and_then_the_base(state, quick):
+    async with gateway_here(state, rest_mb=0) as gateway:
+        function = await gateway.deploy(HEAVY, {"scale.idle_timeout_s": 0.3})
+        worker = await function.answer()
+        (zygote,) = await function.pids("zygote")
+        base = psutil.Process(zygote).ppid()
+        assert base == psutil.Process(worker).parents()[1].pid
+        # While it has a worker it keeps all.
+        for pid in (worker, zygote, base):
+            await gone(pid)
+        await function.settled(zygote=False, standby=False)
+        await function.logged("the zygote ended to save memory")
+        again = await function.call()
+        assert again.headers["x-cold-start"] == "true"
+
+
+@pytest.mark.asyncio
+async def test_the_base_of_deleted_functions_ends(state):
+    async with gateway_here(state) as gateway:
+        first, second = [await gateway.deploy(LIGHT) for _ in range(2)]
+        base = await base_of(first)
+        assert await base_of(second) == base
+        await gateway.client.delete(f"/v1/functions/{first.name}")
+        assert await second.answer() > 0
+        assert psutil.pid_exists(base)
+        # A new revision uses the same base, also after the old one has ended.
+        await gateway.deploy(HEAVY, name=second.name)
+        assert await base_of(second) == base
+        await gateway.client.delete(f"/v1/functions/{second.name}")
+        await gone(base)
+        third = await gateway.deploy(LIGHT)
+        assert await third.answer() > 0
+
+
+async def base_of(function: Function) -> int:
+    await until(lambda: function.pids("zygote"), "a zygote")
+    (zygote,) = await function.pids("zygote")
+    base = psutil.Process(zygote).parent()
+    assert base is not None
+    assert base.pid != psutil.Process().pid
+    return base.pid
