@@ -134,11 +134,9 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
     if not local and not keyring.exists:
         LOG.warning(NO_KEY_YET.format(url=url_of(sock), state=shlex.quote(str(state))))
 
+    listener = _listen(state, stack)
     tasks = await stack.enter_async_context(BackgroundTasks())
-    launcher, fetcher = (
-        ProcessLauncher(_listen(state, stack), tasks),
-        FetcherClient(settings.cache_dir, tasks),
-    )
+    launcher, fetcher = ProcessLauncher(listener, tasks), FetcherClient(settings.cache_dir, tasks)
     for part in (launcher, fetcher):
         stack.push_async_callback(part.close)
     events = FunctionEvents()
