@@ -136,8 +136,11 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
     if not local and not keyring.exists:
         LOG.warning(NO_KEY_YET.format(url=url_of(sock), state=shlex.quote(str(state))))
 
+    listener = _listen(state, stack)
     tasks = await stack.enter_async_context(BackgroundTasks())
-    launcher, fetcher = _launcher(settings, state, tasks, stack), FetcherClient(settings.cache_dir, tasks)
+    listener = _listen(state, stack)
+    tasks = await stack.enter_async_context(BackgroundTasks())
+    launcher, fetcher = _launcher(settings, listener, state, tasks), FetcherClient(settings.cache_dir, tasks)
     for part in (launcher, fetcher):
         stack.push_async_callback(part.close)
     events = FunctionEvents()
@@ -215,9 +218,8 @@ def _listen(state: Path, stack: contextlib.AsyncExitStack) -> Listener:
 
 
 def _launcher(
-    settings: GatewaySettings, state: Path, tasks: BackgroundTasks, stack: contextlib.AsyncExitStack
+    settings: GatewaySettings, listener: Listener, state: Path, tasks: BackgroundTasks
 ) -> LauncherByImage:
-    listener = _listen(state, stack)
     containers = ContainerLauncher(settings.engine or find_engine(), listener, tasks, str(state), LOG.warning)
     return LauncherByImage(ProcessLauncher(listener, tasks), containers)
 

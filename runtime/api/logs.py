@@ -102,7 +102,9 @@ class LogsApi:
     async def _send(self, request: web.Request, file: str) -> web.StreamResponse:
         query = _query(request)
         lines = self._logs.follow(file, query) if FOLLOW.read(request) else self._stored(file, query)
-        headers = {"Content-Type": "application/x-ndjson", "Cache-Control": "no-store"}
+        headers = {
+            "Content-Type": "application/x-ndjson", "Cache-Control": "no-store", "X-Accel-Buffering": "no",
+        }  # fmt: skip
         response = web.StreamResponse(headers=headers)
         await response.prepare(request)
         async for line in lines:

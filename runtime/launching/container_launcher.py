@@ -134,6 +134,7 @@ class ContainerLauncher:
         self._log = log
         self._url, self._listener, self._tasks, self._gateway = url, listener, tasks, gateway
         self._engine: aiodocker.Docker | None = None
+        self._connecting = asyncio.Lock()
         self._user = ""
         self._bases: dict[str, ContainerBase] = {}
         self._containers: dict[str, DockerContainer] = {}
@@ -156,7 +157,8 @@ class ContainerLauncher:
             raise
 
     async def prepare(self, _spec: WorkerSpec) -> None:
-        """Do nothing: containers share no process."""
+        """Connect to the engine, and remove what a killed gateway has left there. Raise LauncherError."""
+        await self._connect()
 
     async def forget(self, spec: WorkerSpec) -> None:
         """Remove the container of a revision that has ended."""
@@ -185,10 +187,14 @@ class ContainerLauncher:
 
     async def _connect(self) -> aiodocker.Docker:
         """Return the client of the engine. The first call removes containers that a killed gateway left."""
-        if self._closed:
-            raise LauncherError("The gateway is shutting down.")
-        if self._engine is not None:
+        async with self._connecting:
+            if self._closed:
+                raise LauncherError("The gateway is shutting down.")
+            if self._engine is None:
+                self._engine = await self._open()
             return self._engine
+
+    async def _open(self) -> aiodocker.Docker:
         try:
             import aiodocker  # noqa: PLC0415  only functions with an image need it
         except ImportError:
@@ -213,7 +219,6 @@ class ContainerLauncher:
         # A rootless engine maps the user who runs it to root, and files of that user are mounted.
         rootless = any("rootless" in option for option in info.get("SecurityOptions") or ())
         self._user = "0:0" if rootless else f"{os.getuid()}:{os.getgid()}"
-        self._engine = engine
         return engine
 
     # -- containers

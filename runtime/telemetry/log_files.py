@@ -36,7 +36,7 @@ BACKUPS = 3
 # Lines that wait for the disk may use this much memory. Each line counts with LINE_BYTES and its text.
 MAX_WAITING_BYTES = 16 << 20
 LINE_BYTES = 400
-MAX_OPEN_FILES = 64
+MAX_OPEN_FILES = 8
 PRUNE_EVERY_S = 3600.0
 # How long a search waits until the lines that were written before it are in the files.
 SETTLE_TIMEOUT_S = 5.0

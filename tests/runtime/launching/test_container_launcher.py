@@ -246,20 +246,21 @@ async def test_a_killed_gateways_containers_are_removed_by_the_next(
     engine: Engine, image: str, state: Path
 ) -> None:
     async with gateway_process(state, engine=engine.url) as first:
-        await deployed(first, image)
-        assert len(containers(state)) == 1
+        function = await deployed(first, image)
+        (left,) = containers(state)
         assert first.process is not None
         os.kill(first.process.pid, signal.SIGKILL)
         await first.process.wait()
     async with gateway_process(state, engine=engine.url) as second:
-        await second.client.get("/healthz")
-        await asyncio.wait_for(_only_one(state), 30)
+        await asyncio.wait_for(_none_of(state, left["Id"]), 30)
+        assert (await second.function(function.name).answer({"n": 1}))["echo"] == {"n": 1}
+        assert len(containers(state)) == 1
         assert second.process is not None
         second.process.terminate()
         await second.process.wait()
     assert containers(state) == []
 
 
-async def _only_one(state: Path) -> None:
-    while len(found := containers(state)) != 1 or found[0]["State"] != "running":
+async def _none_of(state: Path, container: str) -> None:
+    while container in {found["Id"] for found in containers(state)}:
         await asyncio.sleep(0.1)
