@@ -138,8 +138,6 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
 
     listener = _listen(state, stack)
     tasks = await stack.enter_async_context(BackgroundTasks())
-    listener = _listen(state, stack)
-    tasks = await stack.enter_async_context(BackgroundTasks())
     launcher, fetcher = _launcher(settings, listener, state, tasks), FetcherClient(settings.cache_dir, tasks)
     for part in (launcher, fetcher):
         stack.push_async_callback(part.close)

@@ -1,8 +1,7 @@
 """Launches functions in containers, through the Docker Engine API of docker or podman.
 
 Each revision has one container. Its first process is a base, and the zygote and the workers are forked in it.
-They connect to the gateway's link socket, which is mounted into the container. So a container needs no
-network, and a cold start from a running zygote costs no more than without a container.
+They connect to the gateway's link socket, which is mounted into the container, so it needs no network.
 """
 
 from __future__ import annotations
@@ -48,6 +47,7 @@ TMP = "/tmp"  # noqa: S108
 UNREACHABLE = 900
 _MIB = 1 << 20
 _LAST_LINES = 20
+MAX_OUTPUT_CHARS = 2000
 
 
 def find_engine(environ: dict[str, str] | os._Environ[str] = os.environ) -> str | None:
@@ -74,8 +74,8 @@ class ContainerChild(Child):
     def dump_stacks(self) -> None:
         self._send_signal(STACKS_SIGNAL)
 
-    def report_exit(self, code: int | None) -> None:
-        super().report_exit(code)
+    def report_exit(self, code: int | None, *, out_of_memory: bool = False) -> None:
+        super().report_exit(code, out_of_memory=out_of_memory)
         self.ended()
 
 
@@ -114,9 +114,7 @@ class ContainerSource(ZygoteSource):
         self._base.close()
 
     async def wait_closed(self, timeout_s: float) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await self._base.child.gone.wait()
+        await self._base.child.wait_gone(timeout_s)
 
 
 class ContainerLauncher:
@@ -265,7 +263,7 @@ class ContainerLauncher:
             REQUEST_VARIABLE: json.dumps(request),
         }
         host: dict[str, Any] = {
-            "Binds": [f"{self._listener.path}:{self._listener.path}", *_read_only(spec)],
+            "Mounts": [_mount(self._listener.path, writable=True), *_read_only(spec)],
             "NetworkMode": limits.network, "ReadonlyRootfs": True, "CapDrop": ["ALL"],
             "SecurityOpt": ["no-new-privileges"], "PidsLimit": limits.pids,
             "Tmpfs": {TMP: f"rw,nosuid,nodev,size={limits.tmp_mb * _MIB}"}, "Ulimits": list(_limits(limits.pids)),
@@ -288,25 +286,28 @@ class ContainerLauncher:
         self, container: DockerContainer, dialled: asyncio.Future[ContainerChild], name: str
     ) -> ContainerChild:
         """Return the container's first process once it has connected. Raise LauncherError if it ends before."""
-        ended = asyncio.ensure_future(container.wait())
+        ended = self._tasks.create_task(self._last_words(container))
         try:
             waited: set[asyncio.Future[Any]] = {ended, dialled}
             await asyncio.wait(waited, timeout=START_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
             if dialled.done():
                 return dialled.result()
             if not ended.done():
-                raise LauncherError(f"{name} did not connect within {START_TIMEOUT_S:.0f} s.")
-            async with _engine_errors(self._url):
-                code, lines = (
-                    ended.result()["StatusCode"],
-                    await container.log(stdout=True, stderr=True, tail=_LAST_LINES),
-                )
-            raise LauncherError(
-                f"The container of image {container.id[:12]} ended with code {code} before it was ready: {''.join(lines)[-2000:].strip()}",
-                remedy="The image must have a `python` with pilotflame; `pilotflame build` makes one.",
-            )
+                raise LauncherError(f"Container {name} did not connect within {START_TIMEOUT_S:.0f} s.")
+            remedy = "The image must have a `python` with pilotflame in it; see docs/containers.md."
+            raise LauncherError(f"Container {name} {ended.result()}", remedy=remedy)
         finally:
             ended.cancel()
+
+    async def _last_words(self, container: DockerContainer) -> str:
+        """Wait until a container has ended. Return how, for a message: the exit code and the last output."""
+        try:
+            async with _engine_errors(self._url):
+                code = (await container.wait())["StatusCode"]
+                lines = await container.log(stdout=True, stderr=True, tail=_LAST_LINES)
+        except LauncherError as error:
+            return f"was lost before it was ready: {error}"
+        return f"ended with code {code} before it was ready: {''.join(lines)[-MAX_OUTPUT_CHARS:].strip()}"
 
     def _end(self, name: str) -> None:
         """Remove a container in the background: it has ended, or is to be killed."""
@@ -357,10 +358,16 @@ async def _engine_errors(url: str | None) -> AsyncIterator[None]:
         raise LauncherError(message, remedy="See the engine's log.") from error
 
 
-def _read_only(spec: WorkerSpec) -> Iterator[str]:
+def _read_only(spec: WorkerSpec) -> Iterator[dict[str, Any]]:
     """Yield the mounts of what the function reads: its code, and the weights and their manifest."""
-    for path in {spec.code, spec.snapshot, spec.manifest, spec.cache} - {None}:
-        yield f"{path}:{path}:ro"
+    for path in {spec.code, spec.snapshot, spec.manifest}:
+        if path is not None:
+            yield _mount(path)
+
+
+def _mount(path: Path, *, writable: bool = False) -> dict[str, Any]:
+    """Return the mount of a file or folder at its own path. As one text, a colon in the path would split it."""
+    return {"Type": "bind", "Source": str(path), "Target": str(path), "ReadOnly": not writable}
 
 
 def _limits(pids: int) -> Iterator[dict[str, Any]]:

@@ -7,10 +7,8 @@ import contextlib
 import functools
 import math
 import signal
-import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Protocol
 
 from ..link.connection import Link
@@ -19,10 +17,6 @@ from ..telemetry.log_stream import LogStream
 from ..telemetry.logs import Log
 
 EXIT_REPORT_TIMEOUT_S = 2.0
-# Where the kernel counts its kills: of this container in version 2 and 1 of cgroups, or of the whole machine.
-OOM_COUNTERS = (
-    "/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control", "/proc/vmstat",
-)  # fmt: skip
 # How long a stuck worker has to write its stacks before it is killed.
 STACKS_TIMEOUT_S = 0.5
 # How long a killed process may take to end, before the gateway goes on without it.
@@ -41,6 +35,7 @@ class Child(ABC):
         self._kill_timer: asyncio.TimerHandle | None = None
         self._kill_at_s = math.inf
         self._kill_reason = ""
+        self._out_of_memory = False
 
     @abstractmethod
     def kill(self) -> None:
@@ -98,12 +93,16 @@ class Child(ABC):
         text = f"signal {-code} ({names.get(-code, 'real-time')})"
         if self._kill_reason:
             return f"{text}, sent by the gateway because {self._kill_reason}"
-        if code == -signal.SIGKILL and await asyncio.to_thread(_memory.has_killed):
+        if self._out_of_memory:
             return f"{text}, sent by the kernel because memory ran out"
         return text
 
-    def report_exit(self, code: int | None) -> None:
-        """Set the exit code that the parent reported, or None if the parent ended before."""
+    def report_exit(self, code: int | None, *, out_of_memory: bool = False) -> None:
+        """Set the exit code that the parent reported, or None if the parent ended before.
+
+        `out_of_memory` is True if the kernel killed the process because memory ran out.
+        """
+        self._out_of_memory = out_of_memory
         if not self._exit_code.done():
             self._exit_code.set_result(code)
 
@@ -113,34 +112,6 @@ class Child(ABC):
         if self._kill_timer is not None:
             self._kill_timer.cancel()
         self.gone.set()
-
-
-class OutOfMemoryKills:
-    """Counts the processes that the kernel has killed because memory ran out, as far as it tells."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._known = self._count()
-
-    def has_killed(self) -> bool:
-        """Return True if the kernel has killed one more process than this has returned True for. Blocks."""
-        with self._lock:
-            if self._count() <= self._known:
-                return False
-            self._known += 1
-            return True
-
-    def _count(self) -> int:
-        for file in OOM_COUNTERS:
-            with contextlib.suppress(OSError):
-                for line in Path(file).read_text().splitlines():
-                    name, _, count = line.partition(" ")
-                    if name == "oom_kill":
-                        return int(count)
-        return 0
-
-
-_memory = OutOfMemoryKills()
 
 
 class WorkerSource(Protocol):

@@ -172,19 +172,19 @@ class ZygoteProcess:
         elif frame.kind == FrameKind.UNFORKED:
             self._fail_fork(head["token"], f"{self.child.name} could not fork: {head['why']}.")
         elif frame.kind == FrameKind.EXITED:
-            self._child_ended(head["pid"], head["code"])
+            self._child_ended(**head)
         elif frame.kind == FrameKind.BUILT and not self._built.done():
             self._built.set_result(head)
         elif frame.kind == FrameKind.FAILED and not self._built.done():
             self._built.set_exception(PilotflameError.from_wire(head))
 
-    def _child_ended(self, pid: int, code: int) -> None:
+    def _child_ended(self, pid: int, code: int, out_of_memory: bool) -> None:
         token = self._token_of.pop(pid, "")
         if token in self._forking and token not in self._children:
             # The HELLO and the output that it sent before its death may still be unread.
             self._listener.settle()
         if (child := self._children.pop(token, None)) is not None:
-            child.report_exit(code)
+            child.report_exit(code, out_of_memory=out_of_memory)
         else:
             self._fail_fork(token, f"A child of {self.child.name} died before it dialled in ({code}).")
 

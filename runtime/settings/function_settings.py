@@ -110,9 +110,7 @@ class Image(BaseModel, frozen=True, extra="forbid", strict=True):
 class Resources(BaseModel, frozen=True, extra="forbid", strict=True):
     """What all workers of a function on one node may use together. It needs a container (`image`)."""
 
-    memory_mb: int | None = Field(
-        None, ge=16, le=16 << 20, description="Memory in MiB, without shared weights."
-    )
+    memory_mb: int | None = Field(None, ge=16, le=16 << 20, description="Memory in MiB.")
     cpus: float | None = Field(None, gt=0, le=1024, description="Processors, as 0.5 or 2.")
     pids: int = Field(1024, ge=16, le=1 << 22, description="Processes and threads at most.")
     tmp_mb: int = Field(

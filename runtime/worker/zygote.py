@@ -18,7 +18,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -34,6 +34,8 @@ from .function_setup import Built, build, weights_hint
 from .worker import Worker
 
 DIAL_TIMEOUT_S = 10.0
+# Where the kernel counts its kills: of this container in version 2 and 1 of cgroups, or of the whole machine.
+MEMORY_KILLS = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control", "/proc/vmstat")
 # What a process runs until its end. In a child that it has forked, it returns the role of this child.
 Role = Callable[[], Any]
 
@@ -58,7 +60,8 @@ class Zygote:
     def __init__(self, ticket: Ticket) -> None:
         self._ticket = ticket
         self._wake_read, self._wake_write = socket.socketpair()
-        self._children: set[int] = set()
+        # For each child that was not reaped yet: how many processes the kernel had killed for memory before.
+        self._children: dict[int, int] = {}
 
     def run(self) -> Role | None:
         self._watch_children()
@@ -107,10 +110,20 @@ class Zygote:
                 pid, status = os.waitpid(-1, os.WNOHANG)
                 if pid == 0:
                     return
+                code = os.waitstatus_to_exitcode(status)
+                head = {"pid": pid, "code": code, "out_of_memory": self._ran_out_of_memory(pid, code)}
                 # OSError: the gateway has ended, which `_serve` notices at its next read.
-                self._children.discard(pid)
                 with contextlib.suppress(OSError):
-                    link.send(FrameKind.EXITED, {"pid": pid, "code": os.waitstatus_to_exitcode(status)})
+                    link.send(FrameKind.EXITED, head)
+
+    def _ran_out_of_memory(self, pid: int, code: int) -> bool:
+        """Forget a child that has ended. Return True if the kernel killed it because memory ran out."""
+        before = self._children.pop(pid, None)
+        if before is None or code != -signal.SIGKILL or (kills := count_memory_kills()) <= before:
+            return False
+        # This kill explains the end of no other child.
+        self._children = dict.fromkeys(self._children, kills)
+        return True
 
     def _signal(self, pid: int, number: int) -> None:
         # Until it is reaped here, the pid of a child is not given to another process.
@@ -126,7 +139,7 @@ class Zygote:
             link.send(FrameKind.UNFORKED, {"token": request["token"], "why": str(error)})
             return None
         if pid != 0:
-            self._children.add(pid)
+            self._children[pid] = count_memory_kills()
             link.send(FrameKind.FORKED, {"token": request["token"], "pid": pid})
             return None
         fork_safety.detach(parent)
@@ -135,6 +148,17 @@ class Zygote:
         self._wake_write.close()
         fork_safety.reseed()
         return self.child_role(Ticket(self._ticket.address, request["token"]), request)
+
+
+def count_memory_kills(files: Sequence[str] = MEMORY_KILLS) -> int:
+    """Return how many processes the kernel has killed because memory ran out, by the first file that tells."""
+    for file in files:
+        with contextlib.suppress(OSError), open(file) as lines:  # noqa: PTH123
+            for line in lines:
+                name, _, count = line.partition(" ")
+                if name == "oom_kill":
+                    return int(count)
+    return 0
 
 
 class Base(Zygote):

@@ -7,20 +7,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import Any, Literal, NotRequired
+from typing import Any, Literal
 
 from aiohttp import web
-from typing_extensions import TypedDict
 
 from ....errors import InputInvalid
 from ...access.keys import Scope
 from ...api.backend import ASYNC_BODY_BYTES, Backend
 from ...api.requests import caller_of, dump_json, load_json, owner_of, read_body, too_large, validate
-from ...api.responses import Timestamp, json_response
+from ...api.responses import json_response
 from ...api.routes import Parameter, Route, header
 from ...jobs.job import Job
-from ...jobs.prediction import PredictionState, prediction_of
-from ..predictions import PredictionMetrics, PredictionRequest, preferences, shown
+from ...jobs.prediction import prediction_of
+from ..predictions import Prediction, PredictionRequest, preferences, shown
 from .file_store import FileStore
 from .files import FilesApi
 from .models import OWNER, ModelsApi, page_of
@@ -35,25 +34,13 @@ CURSOR = Parameter("cursor", "As in `next` of the page before.")
 _WAIT = re.compile(r"wait(?:\s*=\s*\"?(\d{1,9})\"?)?")
 
 
-class ReplicatePrediction(TypedDict):
-    """A prediction."""
+class ReplicatePrediction(Prediction):
+    """A prediction as Replicate's clients read it."""
 
-    id: str
     model: str
-    version: str
-    status: PredictionState
-    input: Any
-    output: Any
-    error: str | None
-    logs: str
-    metrics: PredictionMetrics
-    created_at: Timestamp | None
-    started_at: Timestamp | None
-    completed_at: Timestamp | None
     data_removed: bool
     source: Literal["api"]
     urls: dict[str, str]
-    webhook: NotRequired[str | None]
 
 
 class ReplicateApi:

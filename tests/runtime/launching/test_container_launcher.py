@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import re
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from containers import Engine, made_image, podman, require_podman, running_engine
-from live import Function, Gateway, failure, gateway_here, gateway_process, short_folder
+from live import Function, Gateway, failure, gateway_here, gateway_process, short_folder, until
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
@@ -45,7 +44,7 @@ def handler(event):
             return {"children": children, "error": type(error).__name__}
     if what == "die":
         os._exit(3)
-    return {"pid": os.getpid(), "root": sorted(os.listdir("/")), "capabilities": capabilities(), "echo": event,
+    return {"pid": os.getpid(), "capabilities": capabilities(), "echo": event,
             "code": os.path.dirname(__file__)}
 def capabilities():
     return next(line.split()[1] for line in open("/proc/self/status") if line.startswith("CapEff"))
@@ -77,12 +76,11 @@ async def gateway(engine: Engine) -> AsyncIterator[Gateway]:
         assert containers(folder / "state") == []
 
 
-def containers(state: Path, *, every: bool = True) -> list[dict[str, Any]]:
-    """The containers of a gateway, as podman knows them."""
-    label = f"label=pilotflame.gateway={state}"
-    return list(
-        json.loads(podman("ps", *(["-a"] if every else []), "--filter", label, "--format", "json") or "[]")
-    )
+def containers(state: Path, function: Function | None = None, *, every: bool = True) -> list[dict[str, Any]]:
+    """The containers of a gateway, or of one of its functions, as podman knows them."""
+    labels = {"gateway": str(state)} | ({"function": function.name} if function is not None else {})
+    filters = [f"--filter=label=pilotflame.{name}={value}" for name, value in labels.items()]
+    return list(json.loads(podman("ps", *(["-a"] if every else []), *filters, "--format", "json") or "[]"))
 
 
 async def exception(function: Function, event: dict[str, Any]) -> str:
@@ -102,32 +100,19 @@ async def deployed(gateway: Gateway, image: str, handler: str = HANDLER, **setti
 async def test_from_zero_in_a_container_and_back(gateway: Gateway, image: str) -> None:
     function = await deployed(gateway, image, **{"scale.idle_timeout_s": 0.2})
     await function.settled(ready=0)
-    (container,) = [
-        found
-        for found in containers(gateway.state)
-        if found["Labels"]["pilotflame.function"] == function.name
-    ]
+    (container,) = containers(gateway.state, function)
     for _ in range(10):
         response = await function.call({"n": 1})
         assert response.status_code == 200, response.text
         assert response.headers["X-Cold-Start"] == "true"
         answer = response.json()
         assert answer["echo"] == {"n": 1}
-        assert not {"home", "work", "opt"} & {*answer["root"]}
         assert answer["pid"] < 1000
         await function.settled(ready=0)
     # One container served all of them.
-    assert [
-        found["Id"]
-        for found in containers(gateway.state)
-        if found["Labels"]["pilotflame.function"] == function.name
-    ] == [container["Id"]]
+    assert [found["Id"] for found in containers(gateway.state, function)] == [container["Id"]]
     await gateway.client.delete(f"/v1/functions/{function.name}")
-    assert [
-        found
-        for found in containers(gateway.state)
-        if found["Labels"]["pilotflame.function"] == function.name
-    ] == []
+    assert containers(gateway.state, function) == []
 
 
 async def test_a_worker_has_no_rights(gateway: Gateway, image: str) -> None:
@@ -150,7 +135,7 @@ async def test_nothing_of_another_function_or_of_the_gateway_can_be_read(
         path for path in (gateway.state).rglob("*") if path.is_file() and function.name not in path.parts
     ]
     assert any(other.name in path.parts for path in paths)
-    for path in (*paths[:50], Path("/proc/1/root/etc/shadow"), gateway.state / "run" / "own.sock"):
+    for path in (*paths[:50], gateway.state / "run" / "own.sock", Path(__file__)):
         assert await exception(function, {"do": "read", "path": str(path)}) in {
             "FileNotFoundError", "PermissionError", "OSError", "NotADirectoryError",
         }  # fmt: skip
@@ -176,9 +161,9 @@ async def test_limits_of_memory_processes_and_disk(gateway: Gateway, image: str)
     found = await function.answer({"do": "fork"})
     assert found["error"] == "BlockingIOError"
     assert found["children"] < 64
-    eaten = await function.call({"do": "eat", "mb": 400})
-    assert eaten.status_code == 500
-    assert failure(eaten)["type"] in {"worker_died", "handler_failed", "out_of_memory"}
+    eaten = await function.error({"do": "eat", "mb": 400})
+    assert eaten["type"] == "worker_died"
+    assert "memory ran out" in eaten["message"]
     assert (await neighbour.answer({"n": 2}))["echo"] == {"n": 2}
     assert (await function.answer({"n": 3}))["echo"] == {"n": 3}
 
@@ -194,17 +179,10 @@ async def test_a_dead_worker_is_replaced_and_its_end_is_told(gateway: Gateway, i
 async def test_a_killed_container_is_replaced(gateway: Gateway, image: str) -> None:
     function = await deployed(gateway, image)
     assert (await function.answer({}))["echo"] == {}
-    (container,) = [
-        found
-        for found in containers(gateway.state)
-        if found["Labels"]["pilotflame.function"] == function.name
-    ]
+    (container,) = containers(gateway.state, function)
     podman("kill", container["Id"])
     assert (await function.answer({"again": True}))["echo"] == {"again": True}
-    (other,) = [
-        found for found in containers(gateway.state, every=False)
-        if found["Labels"]["pilotflame.function"] == function.name
-    ]  # fmt: skip
+    (other,) = containers(gateway.state, function, every=False)
     assert other["Id"] != container["Id"]
 
 
@@ -224,11 +202,7 @@ async def test_the_engine_is_restarted_meanwhile(gateway: Gateway, image: str, e
     assert (await function.answer({"n": 2}))["echo"] == {"n": 2}
     engine.start()
     await gateway.client.delete(f"/v1/functions/{function.name}")
-    assert [
-        found
-        for found in containers(gateway.state)
-        if found["Labels"]["pilotflame.function"] == function.name
-    ] == []
+    assert containers(gateway.state, function) == []
 
 
 async def test_what_cannot_start_says_why(gateway: Gateway, image: str, state: Path) -> None:
@@ -252,15 +226,14 @@ async def test_a_killed_gateways_containers_are_removed_by_the_next(
         os.kill(first.process.pid, signal.SIGKILL)
         await first.process.wait()
     async with gateway_process(state, engine=engine.url) as second:
-        await asyncio.wait_for(_none_of(state, left["Id"]), 30)
+
+        async def removed() -> bool:
+            return left["Id"] not in {found["Id"] for found in containers(state)}
+
+        await until(removed, "the end of the first gateway's container")
         assert (await second.function(function.name).answer({"n": 1}))["echo"] == {"n": 1}
         assert len(containers(state)) == 1
         assert second.process is not None
         second.process.terminate()
         await second.process.wait()
     assert containers(state) == []
-
-
-async def _none_of(state: Path, container: str) -> None:
-    while container in {found["Id"] for found in containers(state)}:
-        await asyncio.sleep(0.1)

@@ -9,8 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 from live import gateway_here
-from pilotflame.runtime.launching import launcher as module
-from pilotflame.runtime.launching.launcher import Child, OutOfMemoryKills
+from pilotflame.runtime.launching.launcher import Child
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -105,26 +104,11 @@ async def test_of_several_kill_deadlines_the_earliest_counts():
         await killed.wait()
 
 
-async def test_kills_for_want_of_memory_are_those_that_the_kernel_counts(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
-    counter = tmp_path / "vmstat"
-    counter.write_text("nr_free_pages 3\noom_kill 4\n")
-    monkeypatch.setattr(module, "OOM_COUNTERS", (str(tmp_path / "none"), str(counter)))
-    kills = OutOfMemoryKills()
-    assert not kills.has_killed()
-    counter.write_text("nr_free_pages 3\noom_kill 5\n")
-    assert kills.has_killed()
-    assert not kills.has_killed()
-
-
-async def test_the_cause_names_the_kernel_if_memory_ran_out(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(OutOfMemoryKills, "has_killed", lambda _self: True)
-
+async def test_the_cause_names_the_kernel_if_memory_ran_out():
     class Victim(Child):
         def kill(self) -> None: ...
         def dump_stacks(self) -> None: ...
 
     victim = Victim(None, 1, "victim")  # type: ignore[arg-type]
-    victim.report_exit(-9)
+    victim.report_exit(-9, out_of_memory=True)
     assert await victim.cause() == "signal 9 (SIGKILL), sent by the kernel because memory ran out"

@@ -5,10 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from pathlib import Path
 
 import psutil
 import pytest
 from live import gateway_here, gateway_process, gone
+from pilotflame.runtime.worker.zygote import count_memory_kills
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -128,3 +130,19 @@ def handler(event):
     text = "\n".join(line["text"] for line in await function.lines())
     assert text.count("were loaded at import") == 1
     assert "model = AutoModel.from_config(AutoConfig.from_pretrained(context.snapshot.path)).eval()" in text
+
+
+async def test_the_kernels_kills_are_counted_by_the_first_file_that_tells(tmp_path: Path):
+    counter = tmp_path / "vmstat"
+    counter.write_text("nr_free_pages 3\noom_kill 4\n")
+    other = tmp_path / "other"
+    other.write_text("oom_kill 9\n")
+    assert count_memory_kills((str(tmp_path / "none"), str(counter), str(other))) == 4
+    assert count_memory_kills(()) == 0
+
+
+async def test_a_kill_by_somebody_else_is_not_taken_for_the_kernels(deploy):
+    function = await deploy("import os\ndef handler(event):\n    os.kill(os.getpid(), 9)")
+    error = await function.error()
+    assert "SIGKILL" in error["message"]
+    assert "memory" not in error["message"]
