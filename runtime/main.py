@@ -139,7 +139,8 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
     listener = _listen(state, stack)
     tasks = await stack.enter_async_context(BackgroundTasks())
     launcher, fetcher = _launcher(settings, listener, state, tasks), FetcherClient(settings.cache_dir, tasks)
-    for part in (launcher, fetcher):
+    # The launcher is closed first: containers have folders of the fetcher's cache mounted.
+    for part in (fetcher, launcher):
         stack.push_async_callback(part.close)
     events = FunctionEvents()
     functions = Functions(

@@ -37,17 +37,18 @@ class Snapshot:
         verified: Sequence[ObjectInfo] | None = None,
         *,
         cache: Path | None = None,
+        mounted: Sequence[Path] = (),
     ) -> None:
         """Describe a snapshot in `cache`, the folder of the node's cache, or else in folder `root`.
 
         With `cache`, the shards are in that cache or are still being fetched into it, and `root` holds only
-        the assets. Without `cache`, `root` holds all files, and `open` refuses a shard that differs from its
+        the assets. In a container, `mounted` are the folders of that snapshot in the cache. Without `cache`, `root` holds all files, and `open` refuses a shard that differs from its
         entry in `verified`, which is what `FolderSource.stat` returned for the verified file.
         """
         self.root = root
         self.manifest = manifest
         self._verified = verified
-        self._cache = cache
+        self._cache, self._mounted = cache, mounted
         self._arrival: Arrival | None = None
         self._plans: list[Plan] = []
         self._mapping: Mapping | None = None
@@ -112,7 +113,7 @@ class Snapshot:
         else:
             from .caching.node import follow  # noqa: PLC0415  only remote weights need it
 
-            lease = follow(self._cache, self.manifest)
+            lease = follow(self._cache, self.manifest, self._mounted)
             self._arrival = lease.arrival
             self._mapping = Mapping(lease.root, self.manifest, keep=lease, arrival=lease.arrival)
         for plan in self._plans:

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pilotflame
@@ -23,10 +23,12 @@ REQUIRED = os.environ.pop("PILOTFLAME_REQUIRE_CONTAINERS", "") == "1"
 PODMAN = ("podman", "--runtime", "runc")
 IMAGE = "localhost/pilotflame-test"
 _SKIPPED = shutil.ignore_patterns(
-    "__pycache__", "test", "idlelib", "site-packages", "config-3*", "lib2to3", "ensurepip", "tkinter"
+    "test", "idlelib", "site-packages", "config-3*", "lib2to3", "ensurepip", "tkinter"
 )
 # These are large, and only the gateway and the commands use them.
 _UNUSED = {"uv"}
+_UNUSED_FOLDERS = {("torch", "test"), ("torch", "include")}
+LIBRARY = "usr/local/lib/python3.11"
 
 
 def require_podman() -> None:
@@ -85,19 +87,33 @@ def running_engine(folder: Path) -> Iterator[Engine]:
         engine.stop()
 
 
-def made_image() -> str:
-    """Return an image with this Python and the installed pilotflame. It is built once for each version of both."""
+def made_image(*, torch: bool = False) -> str:
+    """Return an image with this Python and the installed pilotflame, and with torch if that is wanted.
+
+    It is built once for each version of them. The layer with torch is shared by all that have it.
+    """
     package = Path(pilotflame.__file__).parent
     digest = hashlib.sha256(sys.version.encode())
     for path in [Path(__file__), *sorted(package.rglob("*.py"))]:
         digest.update(path.read_bytes())
-    tag = f"{IMAGE}:{digest.hexdigest()[:16]}"
+    parent = _torch_image() if torch else "scratch"
+    return _built(f"{IMAGE}:{digest.hexdigest()[:16]}{'-torch' if torch else ''}", parent, _fill)
+
+
+def _torch_image() -> str:
+    """Return an image with torch and what it requires, and nothing else: to build others on."""
+    version = importlib.metadata.version("torch").replace("+", "-")
+    return _built(f"{IMAGE}-torch:{version}", "scratch", _fill_torch)
+
+
+def _built(tag: str, parent: str, fill: Callable[[Path], None]) -> str:
+    """Return the image `tag`. If it is absent, `fill` writes the files that it has beyond those of `parent`."""
     exists = subprocess.run([*PODMAN, "image", "exists", tag], check=False, timeout=60).returncode == 0
     if not exists:
         build = Path(os.environ.get("TMPDIR", "/tmp")) / f"pilotflame-image-{os.getpid()}"
         try:
-            _fill(build / "root")
-            (build / "Containerfile").write_text("FROM scratch\nCOPY root /\n")
+            fill(build / "root")
+            (build / "Containerfile").write_text(f"FROM {parent}\nCOPY root /\n")
             podman("build", "-q", "-t", tag, str(build))
         finally:
             shutil.rmtree(build, ignore_errors=True)
@@ -106,23 +122,32 @@ def made_image() -> str:
 
 def _fill(root: Path) -> None:
     """Write a root file system: the interpreter, its library, pilotflame and what it requires."""
-    interpreter, library = Path(sys.executable).resolve(), root / "usr/local/lib/python3.11"
+    interpreter, library = Path(sys.executable).resolve(), root / LIBRARY
     (root / "usr/local/bin").mkdir(parents=True)
     shutil.copy(interpreter, root / "usr/local/bin/python")
     shutil.copytree(sysconfig.get_path("stdlib"), library, ignore=_SKIPPED)
-    for name in _required("pilotflame", set()) - _UNUSED:
-        distribution = _installed(name)
+    _install("pilotflame", library)
+    _add_libraries(root, [interpreter, *root.rglob("*.so*")])
+    for name in ("tmp", "proc", "dev", "sys", "etc", "run"):
+        (root / name).mkdir(exist_ok=True)
+
+
+def _fill_torch(root: Path) -> None:
+    _install("torch", root / LIBRARY)
+    _add_libraries(root, list(root.rglob("*.so*")))
+
+
+def _install(name: str, library: Path) -> None:
+    """Copy a distribution and what it requires into the site-packages of `library`."""
+    for required in _required(name, set()) - _UNUSED:
+        distribution = _installed(required)
         assert distribution is not None
         for file in distribution.files or ():
             source = Path(str(distribution.locate_file(file)))
-            if ".." not in file.parts and source.is_file():
+            if ".." not in file.parts and source.is_file() and file.parts[:2] not in _UNUSED_FOLDERS:
                 (library / "site-packages" / file).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(source, library / "site-packages" / file)
-    for needed in _shared_libraries([interpreter, *root.rglob("*.so*")]):
-        (root / needed.lstrip("/")).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(needed, root / needed.lstrip("/"))
-    for name in ("tmp", "proc", "dev", "sys", "etc", "run"):
-        (root / name).mkdir(exist_ok=True)
+                # With its time, which its compiled form names: a read-only container could not compile it.
+                shutil.copy2(source, library / "site-packages" / file)
 
 
 def _required(name: str, found: set[str]) -> set[str]:
@@ -138,6 +163,13 @@ def _required(name: str, found: set[str]) -> set[str]:
 def _installed(name: str) -> importlib.metadata.Distribution | None:
     """Return an installed distribution. The working directory, which may hold build files, is not searched."""
     return next(iter(importlib.metadata.distributions(name=name, path=[sysconfig.get_path("purelib")])), None)
+
+
+def _add_libraries(root: Path, files: list[Path]) -> None:
+    """Copy the shared libraries that `files` need and that are not among them."""
+    for needed in _shared_libraries(files):
+        (root / needed.lstrip("/")).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(needed, root / needed.lstrip("/"))
 
 
 def _shared_libraries(files: list[Path]) -> set[str]:

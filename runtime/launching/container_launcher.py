@@ -19,7 +19,10 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...errors import LauncherError
+from ...errors import LauncherError, PilotflameError
+from ...snapshot.caching.mounted import KeptFolders
+from ...snapshot.caching.node import keep_folders
+from ...snapshot.format.manifest import Manifest
 from ..link.connection import Link
 from ..link.worker_spec import REQUEST_VARIABLE, STACKS_SIGNAL, WorkerSpec
 from ..telemetry.log_stream import LogStream
@@ -138,6 +141,8 @@ class ContainerLauncher:
         self._containers: dict[str, DockerContainer] = {}
         # The first process of each container, once it has connected.
         self._first: dict[str, ContainerChild] = {}
+        # The folders of the node's cache that are mounted into each container.
+        self._kept: dict[str, KeptFolders] = {}
         self._starting: dict[str, asyncio.Lock] = {}
         self._removing: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -148,6 +153,8 @@ class ContainerLauncher:
             base = self._bases.get(spec.label)
             if base is None or not base.alive:
                 base = self._bases[spec.label] = await self._start_base(spec, logs)
+        if (kept := self._kept.get(base.child.name)) is not None:
+            spec = spec.model_copy(update={"mounted": tuple(kept.paths)})
         try:
             return await base.launch(spec, logs, on_death)
         except BaseException:
@@ -232,8 +239,11 @@ class ContainerLauncher:
             ),
         )  # fmt: skip
         try:
+            weights = await self._keep_weights(spec, name)
             async with _engine_errors(self._url), asyncio.timeout(ENGINE_TIMEOUT_S):
-                container = await engine.containers.create(self._configuration(spec, token), name=name)
+                container = await engine.containers.create(
+                    self._configuration(spec, token, weights), name=name
+                )
                 self._containers[name] = container
                 await container.start()
             child = self._first[name] = await self._wait_dialled(container, dialled, name)
@@ -252,7 +262,22 @@ class ContainerLauncher:
         logs.write("gateway", f"container {name} runs {spec.image}")
         return base
 
-    def _configuration(self, spec: WorkerSpec, token: str) -> dict[str, Any]:
+    async def _keep_weights(self, spec: WorkerSpec, name: str) -> list[Path]:
+        """Return the folders of the node's cache that a container needs, which stay until it is removed."""
+        if spec.cache is None or spec.manifest is None:
+            return []
+        cache, manifest = spec.cache, spec.manifest
+        try:
+            kept = await asyncio.to_thread(lambda: keep_folders(cache, Manifest.read(manifest).digest))
+        except (PilotflameError, OSError) as error:
+            message = f"The node's cache of weights in {cache} cannot be mounted: {error}."
+            raise LauncherError(
+                message, remedy="See its owner, its disk and the mode of the folder."
+            ) from error
+        self._kept[name] = kept
+        return kept.paths
+
+    def _configuration(self, spec: WorkerSpec, token: str, weights: list[Path]) -> dict[str, Any]:
         """Return the body of the engine's request to create the container."""
         limits = spec.resources
         request = {"address": str(self._listener.path), "token": token, "preload": spec.preload}
@@ -263,7 +288,7 @@ class ContainerLauncher:
             REQUEST_VARIABLE: json.dumps(request),
         }
         host: dict[str, Any] = {
-            "Mounts": [_mount(self._listener.path, writable=True), *_read_only(spec)],
+            "Mounts": [_mount(self._listener.path, writable=True), *_read_only(spec), *map(_mount, weights)],
             "NetworkMode": limits.network, "ReadonlyRootfs": True, "CapDrop": ["ALL"],
             "SecurityOpt": ["no-new-privileges"], "PidsLimit": limits.pids,
             "Tmpfs": {TMP: f"rw,nosuid,nodev,size={limits.tmp_mb * _MIB}"}, "Ulimits": list(_limits(limits.pids)),
@@ -311,15 +336,19 @@ class ContainerLauncher:
 
     def _end(self, name: str) -> None:
         """Remove a container in the background: it has ended, or is to be killed."""
-        if name in self._containers:
+        if name in self._containers or name in self._kept:
             task = self._tasks.create_task(self._remove(name))
             self._removing.add(task)
             task.add_done_callback(self._removing.discard)
 
     async def _remove(self, name: str) -> None:
-        container = self._containers.pop(name, None)
-        if container is None:
-            return
+        container, kept = self._containers.pop(name, None), self._kept.pop(name, None)
+        if container is not None:
+            await self._delete(container, name)
+        if kept is not None:
+            await asyncio.to_thread(kept.close)
+
+    async def _delete(self, container: DockerContainer, name: str) -> None:
         first = self._first.pop(name, None)
         try:
             async with _engine_errors(self._url), asyncio.timeout(REMOVE_TIMEOUT_S):

@@ -34,6 +34,8 @@ class WorkerSpec(BaseModel):
     """The URL of the weights; `snapshot` then holds only the other files (config, tokenizer)."""
     cache: Path | None = None
     """The folder of the node's cache of fetched snapshots."""
+    mounted: tuple[Path, ...] = ()
+    """In a container: the snapshot's folders in that cache, which alone are mounted."""
     concurrency: int = 1
     threads: int | None = None
     env: dict[str, str] = {}

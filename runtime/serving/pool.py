@@ -159,7 +159,9 @@ class Pool:
     def explain(self, error: PilotflameError) -> PilotflameError:
         """Return `error`, or the fetcher's error if `error` only says that a worker's weights are missing."""
         cause = self._fetching.error if self._fetching is not None else None
-        if cause is None or error.details.get("cause") != SourceDenied.code:
+        # `exception`: the weights were already missing when the worker was set up.
+        told = {error.details.get("cause"), error.details.get("exception")}
+        if cause is None or SourceDenied.code not in told:
             return error
         message = f"The weights are not whole: {cause.message}"
         details = {**cause.details, "cause": cause.code}

@@ -210,14 +210,6 @@ class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
         (), max_length=100, description="Queues whose messages are run as jobs: tables, [[source]]."
     )
 
-    @model_validator(mode="after")
-    def _weights_of_container(self) -> Self:
-        if self.image.name is not None and self.snapshot_url is not None:
-            raise ValueError(
-                "with image.name, snapshot must be a folder or a file: containers cannot follow a fetch yet"
-            )
-        return self
-
     @property
     def snapshot_url(self) -> str | None:
         """The setting `snapshot` if it is the URL of a remote snapshot, else None."""

@@ -79,7 +79,7 @@ def _snapshot(spec: WorkerSpec) -> Snapshot | None:
 
     manifest = Manifest.read(spec.manifest)
     if spec.cache is not None:
-        return Snapshot(spec.snapshot, manifest, cache=spec.cache)
+        return Snapshot(spec.snapshot, manifest, cache=spec.cache, mounted=spec.mounted)
     files = FolderSource(spec.snapshot)
     return Snapshot(spec.snapshot, manifest, [files.stat(shard.name) for shard in manifest.shards])
 

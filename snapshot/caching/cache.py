@@ -80,9 +80,9 @@ class Lease:
 
     def close(self) -> None:
         """Release the files. May be called twice, and from another thread."""
-        self._hold = None
-        # This also closes a copy that begins later.
+        # This also closes a copy that begins later. It comes first, since a copy reads the files.
         self._copy.add_done_callback(_close_copy)
+        self._hold = None
         if self._pull is not None:
             self._pull.close()
 
@@ -99,6 +99,8 @@ class Lease:
 
     def _copy_to(self, tiers: Sequence[Tier]) -> None:
         try:
+            # Until the copy belongs to this lease. If the lease is closed, nothing protects the files.
+            _held = self.hold
             # The copy is a fetch from this tier's folder: also resumable, verified and published last.
             copy = Cache(tiers).open(self.manifest, FolderSource(self.root), tee=False)
         except Exception as error:  # noqa: BLE001  raised by `wait`

@@ -28,9 +28,13 @@ def try_lock(descriptor: int, *, exclusive: bool) -> bool:
 
 
 @contextmanager
-def locked_file(path: Path, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[int]:
-    """Open or create a file, lock it, and yield its descriptor. Raises CacheError after `timeout_s`."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+def locked_file(path: Path, timeout_s: float = LOCK_TIMEOUT_S, *, read_only: bool = False) -> Iterator[int]:
+    """Open a file, lock it, and yield its descriptor. Raises CacheError after `timeout_s`.
+
+    The file is created if it is absent, unless `read_only`, which also works if it may not be written to.
+    """
+    flags = os.O_RDONLY if read_only else os.O_RDWR | os.O_CREAT
+    descriptor = os.open(path, flags | os.O_CLOEXEC, 0o600)
     try:
         if not try_lock(descriptor, exclusive=True):
             _lock_within(descriptor, path, timeout_s)

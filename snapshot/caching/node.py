@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
@@ -13,6 +14,7 @@ from ...errors import CacheError, SourceDenied
 from ..format.manifest import Manifest
 from .cache import Cache, Lease
 from .memory import SHARED_MEMORY, give_back, is_ours, prepare, sweep
+from .mounted import KeptFolders, MountedFolder
 from .tier import Tier
 
 MEMORY_SHARE = 0.25
@@ -26,15 +28,24 @@ def node_cache(folder: Path) -> Cache:
     The budgets are a quarter of the machine's memory, and four fifths of the bytes on the disk that are free
     or used by this cache.
     """
-    disk, own = _disk_tier(folder), _memory_root(folder)
-    sweep(SHARED_MEMORY.glob(f"{_MEMORY_PREFIX}{os.getuid()}-*"), own)
-    # On a read-only disk the lock cannot be taken. The disk's snapshots can still be used.
-    with suppress(OSError, CacheError), disk.locked():
-        prepare(own, _memory_budget_bytes())
-    tiers = node_tiers(folder)
+    sweep(SHARED_MEMORY.glob(f"{_MEMORY_PREFIX}{os.getuid()}-*"), _memory_root(folder))
+    tiers = _prepared_tiers(folder)
     for tier in tiers:
         tier.sweep()
     return Cache(tiers)
+
+
+def _prepared_tiers(folder: Path) -> list[Tier]:
+    """Make the memory tier if it is absent. Return the tiers."""
+    # On a read-only disk the lock cannot be taken. The disk's snapshots can still be used.
+    with suppress(OSError, CacheError), _disk_tier(folder).locked():
+        prepare(_memory_root(folder), _memory_budget_bytes())
+    return node_tiers(folder)
+
+
+def keep_folders(folder: Path, digest: str) -> KeptFolders:
+    """Return the folders of a snapshot, to be mounted into a container. Blocks. Raises OSError or CacheError."""
+    return KeptFolders(_prepared_tiers(folder), digest)
 
 
 def node_tiers(folder: Path) -> list[Tier]:
@@ -78,10 +89,14 @@ def release_memory(cache: Cache) -> None:
             give_back(_memory_root(tier.root))
 
 
-def follow(folder: Path, manifest: Manifest) -> Lease:
-    """Return a lease of a snapshot that another process of this node has fetched or is fetching."""
+def follow(folder: Path, manifest: Manifest, mounted: Sequence[Path] = ()) -> Lease:
+    """Return a lease of a snapshot that another process of this node has fetched or is fetching.
+
+    In a container, `mounted` are the folders of `keep_folders`.
+    """
     # The tiers are not swept here, since a cold start waits for this. The fetching process sweeps them.
-    return Cache(node_tiers(folder)).open(manifest, _NoSource(), tee=False)
+    tiers = [MountedFolder(path) for path in mounted] or node_tiers(folder)
+    return Cache(tiers).open(manifest, _NoSource(), tee=False)
 
 
 class _NoSource:

@@ -136,10 +136,12 @@ class Pull:
         Raises CacheError if the tier has no room, or if the lock stays locked without a feed to follow.
         """
         deadline_s = time.monotonic() + TAKEOVER_TIMEOUT_S
+        folder = self.tier.folder(self._digest)
         while True:
+            if self.tier.read_only:
+                return self._follow(folder, deadline_s)
             with self.tier.locked(), ExitStack() as undo:
-                folder = self.tier.folder(self._digest)
-                new = not folder.is_dir()
+                new = not self.tier.has(self._digest)
                 if new:
                     self.tier.make_room(self._digest, self._manifest)
                 self.hold = self.hold or hold(folder)
@@ -161,6 +163,25 @@ class Pull:
             # The fetch lock is held, but there is no feed: the holder is ending. Wait for the lock and retry.
             with locked_file(folder / "fetching", max(0.0, deadline_s - time.monotonic())):
                 pass
+
+    def _follow(self, folder: Path, deadline_s: float) -> Following | None:
+        """Follow the process that fetches. Return None if all is published. Raise SourceDenied if none does."""
+        self.hold = self.hold or hold(folder)
+        while self.hold is not None:
+            # In this order: a process that publishes and ends in between is not missed.
+            fetches = self.tier.fetches(self._digest)
+            if is_whole(self.files, self._manifest):
+                return None
+            with suppress(ConnectionError, FileNotFoundError):
+                return Following(self.hold.descriptor)
+            if not fetches:
+                break
+            # Its feed is closed already, or not open yet.
+            timeout_s = max(0.0, deadline_s - time.monotonic())
+            with locked_file(folder / "fetching", timeout_s, read_only=True):
+                pass
+        fault = f"{folder} holds no snapshot, and no process fetches one into it."
+        raise SourceDenied(fault, remedy="Try again: the next activation fetches what is missing.")
 
     def _drop_role(self, error: PilotflameError | None, *, dropped: bool = False) -> None:
         """End fetching or following. `error` and `dropped` are passed to Feed.close."""

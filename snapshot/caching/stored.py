@@ -11,6 +11,10 @@ from pathlib import Path
 
 from ..format.manifest import MANIFEST_NAME, Manifest
 from ..publish import sync
+from .flock import try_lock
+
+MOUNTED = "mounted"
+"""The file of a snapshot's folder that is locked shared while containers have the folder mounted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +83,18 @@ def read_stored(folder: Path) -> Stored:
         used_s=folder.stat().st_mtime,
         ready=(folder / "files" / MANIFEST_NAME).is_file(),
     )
+
+
+def is_mounted(folder: Path) -> bool:
+    """Return True if a snapshot's folder is kept in place for a container that has it mounted."""
+    try:
+        descriptor = os.open(folder / MOUNTED, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return False
+    try:
+        return not try_lock(descriptor, exclusive=True)
+    finally:
+        os.close(descriptor)
 
 
 def is_whole(files: Path, manifest: Manifest) -> bool:

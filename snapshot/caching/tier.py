@@ -5,6 +5,8 @@
         files/                        its shards at full size and its assets; its manifest once published
         fetching                      locked exclusively by the process that fetches the snapshot
         socket                        where that process tells followers which chunks have landed
+        mounted                       locked shared while containers have the folder mounted: eviction then
+                                      leaves the folder, without `files`
     <root>/trash/                     snapshots that were evicted and are being deleted
     <root>/spare/                     files of evicted snapshots, kept to use their pages again (tmpfs only)
 
@@ -22,14 +24,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 from uuid import uuid4
 
 from ...errors import CacheError, StorageFull
 from ..format.manifest import MANIFEST_NAME, Manifest
 from .flock import LOCK_TIMEOUT_S, Hold, hold, is_at, lock_folder, locked_file, try_lock
 from .spare import Spares
-from .stored import Stored, TierCounts, is_whole, read_stored
+from .stored import Stored, TierCounts, is_mounted, is_whole, read_stored
 
 STALE_AFTER_S = 86_400.0
 SWEEP_TIMEOUT_S = 1.0
@@ -49,6 +51,8 @@ class Tier:
     budget_bytes: int
     kind: Literal["tmpfs", "disk"] = "disk"
     spare_bytes: int = 0
+    read_only: ClassVar[bool] = False
+    """True if this process can only follow the fetches of others."""
 
     def __post_init__(self) -> None:
         self.spares = Spares(self.root / "spare")
@@ -58,9 +62,9 @@ class Tier:
         return self.root / "snapshots" / digest
 
     def has(self, digest: str) -> bool:
-        """Return True if the snapshot has a folder here: complete, being fetched, or left incomplete."""
+        """Return True if the snapshot has files here: complete, being fetched, or left incomplete."""
         # Path.is_dir would raise if a parent folder may not be read.
-        return os.path.isdir(self.folder(digest))  # noqa: PTH112
+        return os.path.isdir(self.folder(digest) / "files")  # noqa: PTH112
 
     def fetches(self, digest: str) -> bool:
         """Return True if a process is fetching the snapshot into this tier."""
@@ -119,7 +123,8 @@ class Tier:
         for folder in folders:
             # A snapshot may be evicted meanwhile.
             with suppress(FileNotFoundError):
-                found.append(read_stored(folder))
+                if (folder / "files").is_dir():
+                    found.append(read_stored(folder))
         return sorted(found, key=lambda stored: stored.used_s)
 
     def make_room(self, digest: str, manifest: Manifest) -> None:
@@ -132,7 +137,7 @@ class Tier:
         if size_bytes > self.budget_bytes:
             fault = f"{self.root} takes {self.budget_bytes} bytes, the snapshot has {size_bytes}."
             raise CacheError(fault, remedy="Give the tier a larger budget.")
-        new = not folder.is_dir()
+        new = not self.has(digest)
         self._free(digest, size_bytes)
         try:
             (folder / "files").mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -140,7 +145,8 @@ class Tier:
                 self._make_file(folder / "files" / shard.name, shard.size_bytes)
         except OSError:
             if new:
-                shutil.rmtree(folder, ignore_errors=True)
+                shutil.rmtree(folder / "files", ignore_errors=True)
+                self.remove_empty(folder)
             raise
         finally:
             self._trim(digest, size_bytes)
@@ -160,6 +166,11 @@ class Tier:
                 remedy = "Stop the workers that have it mapped, or the fetch of it."
                 raise CacheError(f"Snapshot {digest} in {self.root} is in use.", remedy=remedy)
 
+    def remove_empty(self, folder: Path) -> None:
+        """Remove a snapshot's folder if it has no files and is mounted nowhere. Lock the tier first."""
+        if not (folder / "files").exists() and not is_mounted(folder):
+            shutil.rmtree(folder, ignore_errors=True)
+
     def release(self) -> None:
         """Delete the spare files and, if the tier holds no snapshots, its folders. Errors are ignored."""
         with suppress(OSError), self.locked():
@@ -176,6 +187,8 @@ class Tier:
             return
         with suppress(OSError, CacheError), self.locked(SWEEP_TIMEOUT_S):
             shutil.rmtree(self.root / "trash", ignore_errors=True)
+            for folder in (self.root / "snapshots").glob("*"):
+                self.remove_empty(folder)
             stale_s = time.time() - STALE_AFTER_S
             stale = [stored.folder for stored in self.list() if not stored.ready and stored.used_s < stale_s]
             locked = [(folder, lock_folder(folder, exclusive=True)) for folder in stale]
@@ -227,7 +240,11 @@ class Tier:
             gone = self.root / "trash" / uuid4().hex
             gone.parent.mkdir(exist_ok=True)
             try:
-                folder.rename(gone)
+                if is_mounted(folder):
+                    gone.mkdir()
+                    (folder / "files").rename(gone / "files")
+                else:
+                    folder.rename(gone)
             finally:
                 os.close(descriptor)
             if self.kind == "tmpfs":

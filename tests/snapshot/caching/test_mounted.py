@@ -1,0 +1,124 @@
+"""One snapshot's folders as a container sees them: in place whatever happens, followed, never written to."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pilotflame.errors import CacheError, SourceDenied
+from pilotflame.snapshot.caching.cache import Cache
+from pilotflame.snapshot.caching.mounted import KeptFolders
+from pilotflame.snapshot.caching.node import follow
+from pilotflame.snapshot.caching.tier import Tier
+from pilotflame.snapshot.format.manifest import Manifest
+from pilotflame.snapshot.sources.folder import FolderSource
+from pulling import LIMIT_S, Stopping, make
+
+
+@pytest.fixture
+def origin(tmp_path: Path) -> tuple[Path, Manifest]:
+    return tmp_path / "origin", make(tmp_path / "origin")
+
+
+@pytest.fixture
+def tiers(tmp_path: Path) -> list[Tier]:
+    return [Tier(tmp_path / "memory", 1 << 30, "tmpfs"), Tier(tmp_path / "disk", 1 << 30)]
+
+
+@pytest.fixture
+def kept(tiers: list[Tier], origin: tuple[Path, Manifest]) -> Iterator[KeptFolders]:
+    folders = KeptFolders(tiers, origin[1].digest)
+    yield folders
+    folders.close()
+
+
+def evict(tiers: list[Tier], digest: str) -> None:
+    """Evict a snapshot as soon as a lease that was closed has let it go."""
+    by_s = time.monotonic() + LIMIT_S
+    while any(tier.has(digest) for tier in tiers):
+        try:
+            Cache(tiers).evict(digest)
+        except CacheError:
+            assert time.monotonic() < by_s
+            time.sleep(0.01)
+
+
+def test_a_follower_hears_of_a_fetch_that_runs_and_of_one_that_is_done(
+    tmp_path: Path, tiers: list[Tier], kept: KeptFolders, origin: tuple[Path, Manifest]
+) -> None:
+    folder, manifest = origin
+    source = Stopping(folder, 100_000)
+    with Cache(tiers).open(manifest, source, tee=False), follow(tmp_path, manifest, kept.paths) as lease:
+        assert not lease.arrival.complete
+        source.go()
+        lease.wait(LIMIT_S)
+        with follow(tmp_path, manifest, kept.paths) as again:
+            assert again.arrival.complete
+            assert again.root == tiers[0].folder(manifest.digest) / "files"
+
+
+def test_folders_stay_in_place_through_an_eviction_and_the_next_fetch(
+    tmp_path: Path, tiers: list[Tier], kept: KeptFolders, origin: tuple[Path, Manifest]
+) -> None:
+    folder, manifest = origin
+    inodes = [path.stat().st_ino for path in kept.paths]
+    for _ in range(3):
+        with Cache(tiers).open(manifest, FolderSource(folder)) as lease:
+            lease.wait(LIMIT_S, copied=True)
+            with follow(tmp_path, manifest, kept.paths) as followed:
+                followed.wait(LIMIT_S)
+                with pytest.raises(CacheError, match="in use"):
+                    Cache(tiers).evict(manifest.digest)
+        evict(tiers, manifest.digest)
+        assert [path.stat().st_ino for path in kept.paths] == inodes
+    assert Cache(tiers).list() == []
+
+
+def test_what_nobody_fetches_is_refused_and_never_fetched(
+    tmp_path: Path, tiers: list[Tier], kept: KeptFolders, origin: tuple[Path, Manifest]
+) -> None:
+    _, manifest = origin
+    with pytest.raises(SourceDenied, match="no process fetches"):
+        follow(tmp_path, manifest, kept.paths)
+    assert not any(tier.has(manifest.digest) for tier in tiers)
+
+
+def test_a_follower_does_not_take_over_a_fetch_that_was_given_up(
+    tmp_path: Path, tiers: list[Tier], kept: KeptFolders, origin: tuple[Path, Manifest]
+) -> None:
+    folder, manifest = origin
+    source = Stopping(folder, 100_000)
+    fetching = Cache(tiers).open(manifest, source, tee=False)
+    with follow(tmp_path, manifest, kept.paths) as lease:
+        source.deny()
+        fetching.close()
+        with pytest.raises(SourceDenied, match="no process fetches"):
+            lease.wait(LIMIT_S)
+    assert not tiers[0].fetches(manifest.digest)
+
+
+def test_folders_without_files_are_removed_once_no_container_has_them(
+    tiers: list[Tier], origin: tuple[Path, Manifest]
+) -> None:
+    digest = origin[1].digest
+    one, two = KeptFolders(tiers, digest), KeptFolders(tiers, digest)
+    one.close()
+    for tier in tiers:
+        tier.sweep()
+    assert all(path.is_dir() for path in two.paths)
+    paths = two.paths
+    two.close()
+    assert not any(path.exists() for path in paths)
+
+
+def test_a_snapshot_that_no_container_has_mounted_is_evicted_with_its_folder(
+    tiers: list[Tier], kept: KeptFolders, origin: tuple[Path, Manifest]
+) -> None:
+    folder, manifest = origin
+    with Cache(tiers).open(manifest, FolderSource(folder), tee=False) as lease:
+        lease.wait(LIMIT_S)
+    kept.close()
+    evict(tiers, manifest.digest)
+    assert not tiers[0].folder(manifest.digest).exists()
