@@ -4,7 +4,7 @@ BIN := .venv/bin
 SOURCES := $(shell find runtime snapshot handlers templates -type f -not -name '*.pyc') $(wildcard *.py) pyproject.toml
 EXTRAS := test
 
-.PHONY: help demo test coverage lint bench bench-snapshot bench-jobs bench-batch bench-clairvoyant bench-warm check-api soak soak-gateway soak-jobs clean
+.PHONY: help demo test coverage lint bench bench-snapshot bench-jobs bench-batch bench-clairvoyant bench-warm check-api bench-containers soak soak-gateway soak-jobs soak-containers clean
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
 
@@ -36,7 +36,7 @@ lint: .venv/wheel ## ruff, import-linter and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/mypy -p pilotflame
-	MYPYPATH=infra/bench $(BIN)/mypy --explicit-package-bases infra/bench infra/demo.py infra/house.py
+	MYPYPATH=infra/bench:tests $(BIN)/mypy --explicit-package-bases infra/bench infra/demo.py infra/house.py
 
 bench: .venv/installed-bench ## Cold start, warm path and memory, beside the floors and LitServe
 	@$(MAKE) --no-print-directory EXTRAS=bench .venv/wheel
@@ -65,6 +65,9 @@ check-api: .venv/wheel ## schemathesis over /openapi.json: 2,000 requests and mo
 bench-batch: .venv/wheel ## A batch of 10,000 lines, whole and killed and resumed
 	$(BIN)/python infra/bench/batch.py $(BENCH_ARGS)
 
+bench-containers: .venv/wheel ## Containers: cold starts, memory that they share, and neighbours; needs podman and runc
+	$(BIN)/python infra/bench/containers_bench.py $(BENCH_ARGS)
+
 bench-clairvoyant: .venv/wheel ## The queue's policy beside a scheduler that knows the future, simulated
 	$(BIN)/python infra/bench/clairvoyant.py
 
@@ -77,6 +80,9 @@ soak: .venv/wheel ## 1,000 activations in a row, and what they leave behind
 
 soak-gateway: .venv/wheel ## 24 hours of jobs, disconnecting callers, deploys and deletes, and what has grown
 	$(BIN)/python infra/bench/soak_gateway.py $(BENCH_ARGS)
+
+soak-containers: .venv/wheel ## 500 activations in containers, with kills and a restart of the engine, and what is left
+	$(BIN)/python infra/bench/soak_containers.py --activations 500
 
 soak-jobs: .venv/wheel ## Jobs under 500 kills of gateways, zygotes and workers; none may be lost
 	$(BIN)/python infra/bench/soak_jobs.py --kills 500

@@ -167,12 +167,12 @@ def _installed(name: str) -> importlib.metadata.Distribution | None:
 
 def _add_libraries(root: Path, files: list[Path]) -> None:
     """Copy the shared libraries that `files` need and that are not among them."""
-    for needed in _shared_libraries(files):
+    for needed in shared_libraries(files):
         (root / needed.lstrip("/")).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(needed, root / needed.lstrip("/"))
 
 
-def _shared_libraries(files: list[Path]) -> set[str]:
+def shared_libraries(files: list[Path]) -> set[str]:
     listed = subprocess.run(
         ["ldd", *map(str, files)], capture_output=True, text=True, check=False, timeout=60
     )

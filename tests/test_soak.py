@@ -1,6 +1,6 @@
-"""The soaks, short: fifty activations and some hours of traffic leave nothing behind.
+"""The soaks, short: fifty activations, also in containers, and some hours of traffic leave nothing behind.
 
-`make soak` does a thousand activations, `make soak-gateway` 24 hours.
+`make soak` does a thousand activations, `make soak-containers` five hundred, `make soak-gateway` 24 hours.
 """
 
 from __future__ import annotations
@@ -10,6 +10,9 @@ import json
 import sys
 from pathlib import Path
 from typing import Any
+
+import pytest
+from containers import require_podman
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -30,6 +33,18 @@ async def test_fifty_activations_leave_nothing():
     found = await soaked("soak", "soak-test", "--activations", "50")
     assert found["figures"]["activations"] == 50
     assert set(found["met"]) >= {"leaked_processes", "leaked_descriptors", "leaked_threads", "leaked_files"}
+
+
+@pytest.mark.timeout(300)
+async def test_fifty_activations_in_containers_leave_nothing():
+    require_podman()
+    found = await soaked("soak_containers", "soak-containers-test", "--activations", "50")
+    assert found["figures"]["activations"] == 50
+    assert found["figures"]["containers_seen"] >= 2
+    assert set(found["met"]) >= {
+        "containers_after_stop", "mounts_after_stop", "cgroups_after_stop", "processes_after_stop",
+        "leaked_descriptors", "leaked_threads",
+    }  # fmt: skip
 
 
 async def test_hours_of_traffic_leave_nothing():
