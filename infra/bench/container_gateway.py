@@ -28,7 +28,6 @@ from servers import Server
 
 WAIT_S = 60.0
 WORKER = "pilotflame: worker"
-LABEL = "pilotflame.gateway"
 GATEWAY = """
 import json, sys
 from pathlib import Path
@@ -64,9 +63,10 @@ class EngineClient:
             raise RuntimeError(f"{method} {path}: {answer.status} {text.decode(errors='replace')}")
         return json.loads(text) if text and answer.status < 400 else None
 
-    def containers(self, label: str, value: str) -> list[dict[str, Any]]:
-        """The containers with a label, those that have ended too."""
-        filters = quote(json.dumps({"label": [f"{label}={value}"]}))
+    def containers(self, **labels: str) -> list[dict[str, Any]]:
+        """The containers with these labels of ours, those that have ended too."""
+        named = [f"pilotflame.{name}={value}" for name, value in labels.items()]
+        filters = quote(json.dumps({"label": named}))
         return list(self.request("GET", f"/containers/json?all=1&filters={filters}") or [])
 
 
@@ -96,9 +96,8 @@ class Place:
 
     def containers(self, name: str = "") -> list[dict[str, Any]]:
         """Those of one function, or all of the gateway."""
-        if name:
-            return self.client.containers("pilotflame.function", name)
-        return self.client.containers(LABEL, str(self.state))
+        function = {"function": name} if name else {}
+        return self.client.containers(gateway=str(self.state), **function)
 
     def processes(self, name: str) -> list[psutil.Process]:
         """All processes in the containers of a function, as the host sees them."""
