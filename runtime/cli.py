@@ -33,6 +33,7 @@ COMMANDS = {
     "keys": ("keys", "Make, list and revoke API keys."),
     "list": ("functions", "List the functions, with the number of their workers and requests."),
     "logs": ("logs", "Print the log of a function, or of the gateway."),
+    "prefetch": ("functions", "Bring images and weights to the gateway's machine, ahead of cold starts."),
     "restart": ("revisions", "Replace a function's processes, without dropping a call."),
     "restore": ("backup", "Make a state folder from a backup in FILE."),
     "revisions": ("revisions", "List a function's revisions, the newest first."),

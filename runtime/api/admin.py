@@ -15,7 +15,7 @@ from ...errors import CodeError, Forbidden, SettingsError, UnsupportedMedia
 from ...handlers.codec import JSON_TYPE
 from ..access.keys import Caller, Scope
 from ..functions.deploy import Deployment
-from ..functions.live import FunctionStatus, Workers
+from ..functions.live import FunctionStatus, Prefetched, Workers
 from ..functions.registry import Functions
 from ..telemetry.logs import Logs
 from ..telemetry.metrics import Metrics
@@ -87,6 +87,11 @@ class Admin:
             Route("GET", function, self.status, read, "Show a function.", FunctionStatus, parameters=(MEMORY,)),
             Route("DELETE", function, self.delete, deploy, "Delete a function.", {"deleted": str}),
             Route(
+                "POST", f"{function}/prefetch", self.prefetch, deploy,
+                "Bring a function's image and weights to this node.", Prefetched,
+                errors=(404, 422, 500, 502, 503, 507),
+            ),
+            Route(
                 "POST", "/v2/{function}/warmup", self.warmup, Scope.INVOKE, "Start workers ahead of calls.",
                 {"workers": Workers}, parameters=(WORKERS,),
             ),
@@ -114,6 +119,10 @@ class Admin:
         name = request.match_info["function"]
         await self._functions.delete(name)
         return json_response({"deleted": name})
+
+    async def prefetch(self, request: web.Request) -> web.StreamResponse:
+        found = await self._functions.prefetch(request.match_info["function"])
+        return json_response(found.model_dump(mode="json"))
 
     async def warmup(self, request: web.Request) -> web.StreamResponse:
         live = self._functions.get(request.match_info["function"])

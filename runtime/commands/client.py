@@ -168,6 +168,10 @@ class Client:
         with self._stream("GET", path, params=params, timeout=timeout) as response:
             yield from (json.loads(line) for line in split_lines(response.iter_bytes()) if line)
 
+    def prefetch(self, name: str) -> dict[str, Any]:
+        """Bring a function's image and weights to the gateway's machine. Return what was brought."""
+        return _json_of(self._request("POST", _path("v1", "functions", name, "prefetch"), timeout=NO_TIMEOUT))
+
     # -- requests to any route; `path` contains the segments of its path
 
     def get(self, *path: str, **params: Any) -> dict[str, Any]:

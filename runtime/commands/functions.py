@@ -1,4 +1,4 @@
-"""The commands about functions: `pilotflame deploy|invoke|list|status|delete|warmup`."""
+"""The commands about functions: `pilotflame deploy|invoke|list|status|delete|warmup|prefetch`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from typing import Any
 
 import click
 
-from . import display, options
+from ...errors import GatewayUnreachable, PilotflameError
+from . import display, exit_codes, options
 from .client import Client
 from .options import FunctionSource
 
@@ -151,6 +152,57 @@ def warmup(*, name: str, workers: int, client: Client, as_json: bool) -> None:
     found = client.post("v2", name, "warmup", workers=workers)["workers"]
     text = f"{name}: {found['ready']} ready, {found['starting']} starting"
     display.print_result({"workers": found}, text, as_json=as_json)
+
+
+@click.command()
+@click.argument("names", nargs=-1, metavar="[FUNCTION]...", shell_complete=options.complete_functions)
+@click.option("--all", "every", is_flag=True, help="Prefetch all functions.")
+@options.gateway
+def prefetch(*, names: tuple[str, ...], every: bool, client: Client, as_json: bool) -> None:
+    """Bring images and weights to the gateway's machine, ahead of cold starts.
+
+    What is there already is not fetched again. The weights also go to the disk of the node's cache, which may evict
+    them when it needs room. If something cannot be fetched, the others still are.
+
+    \b
+    Examples:
+      pilotflame prefetch embedder classifier
+      pilotflame prefetch --all
+    """
+    if bool(names) == every:
+        raise click.UsageError("Name one or more functions, or give --all.")
+    listed = [one["name"] for one in client.get("v1", "functions")["functions"]] if every else names
+    wanted = list(dict.fromkeys(listed))
+    found = []
+    with display.progress("prefetching", in_bytes=False) as update:
+        for number, name in enumerate(wanted):
+            update(number, len(wanted), name)
+            found.append(_prefetched(client, name))
+    failed = any("error" in one for one in found)
+    if as_json:
+        display.print_json({"functions": found})
+    else:
+        columns = ("function", "image", "fetched", "snapshot", "error")
+        display.print_table(columns, [_prefetched_row(one) for one in found])
+    if failed:
+        raise click.exceptions.Exit(exit_codes.ERROR)
+
+
+def _prefetched(client: Client, name: str) -> dict[str, Any]:
+    """Return what was brought for a function, or its error. Raise GatewayUnreachable."""
+    try:
+        return client.prefetch(name)
+    except GatewayUnreachable:
+        raise
+    except PilotflameError as error:
+        return {"function": name, "error": error.to_wire()}
+
+
+def _prefetched_row(found: dict[str, Any]) -> tuple[str, ...]:
+    if error := found.get("error"):
+        return (found["function"], "-", "-", "-", f"{error['message']} {error.get('remedy', '')}".strip())
+    fetched = display.size(found["fetched_bytes"]) if found["snapshot"] else "-"
+    return (found["function"], found["image"] or "-", fetched, found["snapshot"] or "-", "")
 
 
 def _row(status: dict[str, Any]) -> tuple[str, ...]:

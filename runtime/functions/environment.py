@@ -121,6 +121,9 @@ class EnvironmentLauncher(Launcher):
     async def prepare(self, spec: WorkerSpec) -> None:
         await self._launcher.prepare(await self._resolved(spec, lambda _text: None))
 
+    async def provide(self, spec: WorkerSpec) -> bool:
+        return await self._launcher.provide(spec)
+
     async def forget(self, spec: WorkerSpec) -> None:
         await self._launcher.forget(self._present or spec)
 

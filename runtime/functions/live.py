@@ -89,6 +89,18 @@ class FunctionStatus(BaseModel, frozen=True):
     processes: list[Process] = []
 
 
+class Prefetched(BaseModel, frozen=True):
+    """What a prefetch has brought to this node. `image` and `snapshot` are None if the function has none.
+
+    `fetched_bytes` are those of the snapshot that were missing.
+    """
+
+    function: str
+    image: Literal["present", "pulled"] | None = None
+    snapshot: str | None = None
+    fetched_bytes: int = 0
+
+
 class RevisionFacts(BaseModel, frozen=True):
     """A stored revision of a function. `size_bytes` are those that no newer revision shares with it."""
 

@@ -26,7 +26,7 @@ from ..telemetry.metrics import Census
 from ..telemetry.timeline import Timeline
 from .deploy import Deployment, prepare, requirements_of, worker_spec
 from .environment import EnvironmentLauncher, discard_unused
-from .live import Live, RevisionFacts, policy_of
+from .live import Live, Prefetched, RevisionFacts, policy_of
 from .rest import LIGHT_S
 from .store import RevisionRecord, Store
 
@@ -154,6 +154,20 @@ class Functions:
             old = self.get(name)
             record = await self._thread(functools.partial(choose, old.record))
             return await self._replace(record, old.logs, check=True)
+
+    async def prefetch(self, name: str) -> Prefetched:
+        """Bring the image and the weights of a function to this node, so that its next cold start needs no network.
+
+        Raise what `get` raises, LauncherError, SourceError, CacheError or SnapshotError.
+        """
+        spec = self.get(name).revision.spec
+        image = None
+        if spec.image:
+            image = "pulled" if await self.launcher.provide(spec) else "present"
+        fetched_bytes = await self.weights.prefetch(spec) if spec.source else 0
+        return Prefetched(
+            function=name, image=image, snapshot=spec.source or None, fetched_bytes=fetched_bytes
+        )
 
     async def revisions(self, name: str) -> list[RevisionFacts]:
         """Return a function's stored revisions, the newest first. Raise what `get` raises."""

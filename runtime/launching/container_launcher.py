@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 
 START_TIMEOUT_S = 300.0
 REMOVE_TIMEOUT_S = 30.0
+PULL_TIMEOUT_S = 3600.0
 EXIT_TIMEOUT_S = 5.0
 ENGINE_TIMEOUT_S = 60.0
 GATEWAY_LABEL = "pilotflame.gateway"
@@ -164,6 +165,30 @@ class ContainerLauncher:
     async def prepare(self, _spec: WorkerSpec) -> None:
         """Connect to the engine, and remove what a killed gateway has left there. Raise LauncherError."""
         await self._connect()
+
+    async def provide(self, spec: WorkerSpec) -> bool:
+        """Pull the image of `spec` if the engine does not have it. Return True if it was pulled."""
+        from aiodocker.exceptions import DockerError  # noqa: PLC0415
+
+        engine = await self._connect()
+        try:
+            async with _engine_errors(self._url), asyncio.timeout(PULL_TIMEOUT_S):
+                try:
+                    await engine.images.inspect(spec.image)
+                except DockerError as error:
+                    if error.status != HTTPStatus.NOT_FOUND:
+                        raise
+                else:
+                    return False
+                await engine.images.pull(spec.image)
+        except TimeoutError:
+            message = f"Image {spec.image} was not pulled within {PULL_TIMEOUT_S:.0f} s."
+            raise LauncherError(message, remedy="See the engine's log, and the registry.") from None
+        except LauncherError as error:
+            message = f"Image {spec.image} cannot be pulled. {error.message}"
+            remedy = "Check its name, and that the engine can reach and log in to its registry."
+            raise LauncherError(message, remedy=remedy) from error
+        return True
 
     async def forget(self, spec: WorkerSpec) -> None:
         """Remove the container of a revision that has ended."""

@@ -4,6 +4,7 @@ Workers have no credentials of object storage: they read the files that the fetc
 of JSON on standard input. Events are lines of JSON on standard output:
 
     {"op": "hold", "id": 1, "manifest": path, "url": "s3://..."}     fetch if needed; keep until released
+                                                with "copied": true, it is done when it is also on the disk
     {"op": "release", "id": 1}                  stop fetching; the snapshot may be evicted
     {"id": 1, "event": "held"}                  the files can be mapped; their bytes may still be arriving
     {"id": 1, "event": "done", "bytes": n}      all bytes are here and verified; this hold fetched n of them
@@ -55,7 +56,7 @@ class Fetcher:
             return
         with self._lock:
             self._leases[number] = None
-        arguments = (number, Path(request["manifest"]), request["url"])
+        arguments = (number, Path(request["manifest"]), request["url"], bool(request.get("copied")))
         threading.Thread(target=self._hold, args=arguments, daemon=True).start()
 
     def close(self) -> None:
@@ -71,7 +72,7 @@ class Fetcher:
             thread.join(max(0.0, deadline_s - time.monotonic()))
         release_memory(self._cache)
 
-    def _hold(self, number: int, manifest: Path, url: str) -> None:
+    def _hold(self, number: int, manifest: Path, url: str, copied: bool) -> None:
         try:
             lease = self._cache.open(Manifest.read(manifest), open_source(url))
             with self._lock:
@@ -82,7 +83,7 @@ class Fetcher:
                 lease.close()
                 return
             self._emit(number, "held")
-            lease.wait(WAIT_TIMEOUT_S)
+            lease.wait(WAIT_TIMEOUT_S, copied=copied)
         except PilotflameError as error:
             self._emit(number, "failed", error=error.to_wire())
         except Exception as error:  # noqa: BLE001  the gateway waits for an event

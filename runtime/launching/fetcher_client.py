@@ -16,7 +16,7 @@ from typing import Any
 import orjson
 
 from ...errors import LauncherError, PilotflameError
-from ..link.worker_spec import WorkerSpec
+from ..link.worker_spec import WEIGHTS_TIMEOUT_S, WorkerSpec
 from ..telemetry.snapshot_metrics import SnapshotMetrics
 from ..telemetry.timeline import Fetch
 
@@ -34,6 +34,8 @@ class FetchProgress:
         self.fetch = Fetch(time.monotonic())
         self.error: PilotflameError | None = None
         self.held: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.ended = asyncio.Event()
+        """Set when all bytes are here, or when the fetch has failed with `error`."""
 
     def on_event(self, event: dict[str, Any]) -> None:
         """Update the state from an event of the fetcher."""
@@ -42,11 +44,13 @@ class FetchProgress:
             return
         if event["event"] == "done":
             self.fetch.ended_s, self.fetch.fetched_bytes = time.monotonic(), int(event["bytes"])
+            self.ended.set()
         if not self.held.done():
             self.held.set_result(None)
 
     def fail(self, error: PilotflameError) -> None:
         self.error = error
+        self.ended.set()
         self.fetch.ended_s = self.fetch.ended_s or time.monotonic()
         if not self.held.done():
             self.held.set_exception(error)
@@ -74,16 +78,35 @@ class FetcherClient:
         with contextlib.suppress(LauncherError):
             await self._ensure_started()
 
-    async def hold(self, spec: WorkerSpec) -> FetchProgress:
+    async def prefetch(self, spec: WorkerSpec) -> int:
+        """Bring the snapshot of `spec` to this node, also to its disk. Return how many bytes were fetched.
+
+        The cache may evict it at any time after that. Raise SourceError, CacheError, SnapshotError or LauncherError.
+        """
+        progress = await self.hold(spec, copied=True)
+        try:
+            async with asyncio.timeout(WEIGHTS_TIMEOUT_S):
+                await progress.ended.wait()
+        except TimeoutError:
+            message = f"The weights of {spec.function} did not arrive within {WEIGHTS_TIMEOUT_S:.0f} s."
+            raise LauncherError(message, remedy="Try again: what has arrived is kept.") from None
+        finally:
+            self.release(progress)
+        if progress.error is not None:
+            raise progress.error
+        return progress.fetch.fetched_bytes
+
+    async def hold(self, spec: WorkerSpec, *, copied: bool = False) -> FetchProgress:
         """Hold the snapshot of `spec`. Return once its files can be mapped; bytes may still be arriving.
 
-        Raise SourceError, CacheError, SnapshotError or LauncherError.
+        With `copied`, it has only ended when it is on the disk too. Raise SourceError, CacheError, SnapshotError or LauncherError.
         """
         await self._ensure_started()
         progress = FetchProgress(next(self._numbers))
         self._held[progress.number] = progress
         self.metrics.began()
-        self._send(op="hold", id=progress.number, manifest=str(spec.manifest), url=spec.source)
+        order = {"manifest": str(spec.manifest), "url": spec.source, "copied": copied}
+        self._send(op="hold", id=progress.number, **order)
         try:
             async with asyncio.timeout(HOLD_TIMEOUT_S):
                 await progress.held

@@ -151,6 +151,12 @@ class Launcher(Protocol):
     async def prepare(self, spec: WorkerSpec) -> None:
         """Start what a launch of `spec` shares with others, so that it takes less time. Raise LauncherError."""
 
+    async def provide(self, spec: WorkerSpec) -> bool:
+        """Bring to this machine what a launch of `spec` needs: the image. Return True if it was missing.
+
+        Raise LauncherError.
+        """
+
     async def forget(self, spec: WorkerSpec) -> None:
         """End what was started for `spec`, which must be the same object as at its launch, and for no other."""
 
@@ -175,6 +181,9 @@ class LauncherByImage:
 
     async def prepare(self, spec: WorkerSpec) -> None:
         await self._of(spec).prepare(spec)
+
+    async def provide(self, spec: WorkerSpec) -> bool:
+        return await self._of(spec).provide(spec)
 
     async def forget(self, spec: WorkerSpec) -> None:
         await self._of(spec).forget(spec)

@@ -56,6 +56,10 @@ class ProcessLauncher:
     async def prepare(self, spec: WorkerSpec) -> None:
         await self._base(spec)
 
+    async def provide(self, _spec: WorkerSpec) -> bool:
+        """Do nothing: all that a process needs is deployed."""
+        return False
+
     async def forget(self, spec: WorkerSpec) -> None:
         specs = self._specs.get(key := _key(spec), set())
         specs.discard(id(spec))

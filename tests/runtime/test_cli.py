@@ -262,6 +262,23 @@ def test_warmup_starts_workers(pilotflame, deployed):
     assert workers["ready"] + workers["starting"] >= 1
 
 
+def test_prefetch_goes_on_after_an_error(pilotflame, deployed):
+    name = deployed(ECHO)
+    nothing = {"function": name, "image": None, "snapshot": None, "fetched_bytes": 0}
+    assert json.loads(pilotflame("prefetch", name, name, "--json").stdout) == {"functions": [nothing]}
+    assert nothing in json.loads(pilotflame("prefetch", "--all", "--json").stdout)["functions"]
+    mixed = pilotflame("prefetch", "nobody", name, "--json")
+    assert mixed.returncode == 1
+    failed, fine = json.loads(mixed.stdout)["functions"]
+    assert failed["error"]["type"] == "unknown_function"
+    assert fine == nothing
+    assert "nobody" in pilotflame("prefetch", "nobody").stdout
+    for wrong in ((), ("--all", name)):
+        refused = pilotflame("prefetch", *wrong)
+        assert refused.returncode == 2
+        assert "--all" in refused.stderr
+
+
 # -- invoke
 
 

@@ -32,6 +32,7 @@ ROUTES = [
     ("PUT", "/v1/functions/{f}/secrets/TOKEN"),
     ("DELETE", "/v1/functions/{f}/secrets/TOKEN"),
     ("DELETE", "/v1/functions/{f}"),
+    ("POST", "/v1/functions/{f}/prefetch"),
     ("POST", "/v2/{f}/warmup"),
     ("POST", "/v2/{f}/run"),
     ("POST", "/v2/{f}/runsync"),

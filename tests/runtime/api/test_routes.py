@@ -32,6 +32,7 @@ async def handler(_request: Any) -> Any:
         ("POST /2015-03-31/functions/{name}/invocations", Scope.INVOKE),
         ("POST /v1/functions", Scope.DEPLOY),
         ("DELETE /v1/functions/{function}", Scope.DEPLOY),
+        ("POST /v1/functions/{function}/prefetch", Scope.DEPLOY),
         ("GET /v1/functions", Scope.READ),
         ("GET /v1/functions/{function}", Scope.READ),
         ("GET /v1/functions/{function}/logs", Scope.DEPLOY),

@@ -17,6 +17,7 @@ import torch
 from fault_server import Faults, FaultServer
 from live import Function, Gateway, failure, gateway_here, until
 from pilotflame.runtime.telemetry.timeline import parse_server_timing
+from pilotflame.snapshot.caching.node import node_tiers
 from pilotflame.snapshot.format.create import create
 from pilotflame.snapshot.format.manifest import MANIFEST_NAME
 from safetensors.torch import save_file
@@ -131,6 +132,36 @@ async def test_what_was_fetched_is_fetched_once(gateway: Gateway, weights: Weigh
     assert await first.answer([1.0] * WIDTH) == weights.right
     assert await second.answer([1.0] * WIDTH) == weights.right
     assert weights.fetched() == asked
+
+
+async def test_a_prefetch_brings_the_weights_to_the_disk_and_once_only(
+    gateway: Gateway, weights: Weights, tmp_path: Path
+) -> None:
+    function = await deployed(gateway, weights, check=False)
+    path = f"/v1/functions/{function.name}/prefetch"
+    first = (await gateway.client.post(path)).json()
+    size_bytes = (weights.folder / "model.safetensors").stat().st_size
+    assert first == {
+        "function": function.name,
+        "image": None,
+        "snapshot": weights.url,
+        "fetched_bytes": size_bytes,
+    }
+    disk = next(tier for tier in node_tiers(tmp_path / "cache") if tier.kind == "disk")
+    assert [stored.ready for stored in disk.list()] == [True]
+    assert (await gateway.client.post(path)).json()["fetched_bytes"] == 0
+    asked = weights.fetched()
+    assert await function.answer([1.0] * WIDTH) == weights.right
+    assert weights.fetched() == asked
+
+
+async def test_a_prefetch_tells_what_could_not_be_fetched(gateway: Gateway, weights: Weights) -> None:
+    function = await deployed(gateway, weights, check=False)
+    weights.server.faults = lambda request: Faults(flip_share=float("model" in request.name))
+    error = failure(await gateway.client.post(f"/v1/functions/{function.name}/prefetch"))
+    assert error["type"] == "snapshot_corrupt"
+    assert "model.safetensors" in error["message"]
+    assert failure(await gateway.client.post("/v1/functions/nobody/prefetch"))["status"] == 404
 
 
 async def test_many_workers_at_once_follow_one_fetch(gateway: Gateway, weights: Weights) -> None:
