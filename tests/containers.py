@@ -114,7 +114,8 @@ def _built(tag: str, parent: str, fill: Callable[[Path], None]) -> str:
         try:
             fill(build / "root")
             (build / "Containerfile").write_text(f"FROM {parent}\nCOPY root /\n")
-            podman("build", "-q", "-t", tag, str(build))
+            # Not from the cache, which takes files of other times for the same.
+            podman("build", "-q", "--no-cache", "-t", tag, str(build))
         finally:
             shutil.rmtree(build, ignore_errors=True)
     return tag
@@ -146,8 +147,11 @@ def _install(name: str, library: Path) -> None:
             source = Path(str(distribution.locate_file(file)))
             if ".." not in file.parts and source.is_file() and file.parts[:2] not in _UNUSED_FOLDERS:
                 (library / "site-packages" / file).parent.mkdir(parents=True, exist_ok=True)
-                # With its time, which its compiled form names: a read-only container could not compile it.
-                shutil.copy2(source, library / "site-packages" / file)
+                shutil.copy(source, library / "site-packages" / file)
+                # Its compiled form names its time in whole seconds, to which engines round. With another time
+                # each start would compile it, since the container is read-only.
+                whole_s = int(source.stat().st_mtime)
+                os.utime(library / "site-packages" / file, (whole_s, whole_s))
 
 
 def _required(name: str, found: set[str]) -> set[str]:
