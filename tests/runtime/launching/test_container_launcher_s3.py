@@ -1,4 +1,4 @@
-"""Weights from object storage in containers: a real S3, real podman, and torch in the image."""
+"""Weights from object storage in containers: a real S3, real podman, and torch in the containers."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Weights]]
 async def gateway(s3: dict[str, Weights]) -> AsyncIterator[Gateway]:
     del s3
     require_podman()
-    with short_folder() as folder, running_engine(folder) as engine:
+    with short_folder() as folder, running_engine(folder, lent="torch") as engine:
         cache = folder / "cache"
         async with gateway_here(folder / "state", engine=engine.url, cache_dir=cache) as found:
             roots = [tier.root for tier in node_tiers(cache)]
@@ -120,7 +120,7 @@ async def gateway(s3: dict[str, Weights]) -> AsyncIterator[Gateway]:
 @pytest.fixture(scope="module")
 def image() -> str:
     require_podman()
-    return made_image(torch=True)
+    return made_image()
 
 
 def tiers(gateway: Gateway) -> Cache:
