@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
+import hmac
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -107,6 +110,22 @@ async def test_the_url_of_a_stream_is_the_permission(
         assert (await anybody.get(forged)).status_code == 404
         assert (await anybody.get(url.partition("?")[0])).status_code == 404
         assert (await anybody.get(url, headers={"Last-Event-ID": "1"})).text.count("event: output") == 1
+
+
+async def test_the_webhook_secret_signs_no_stream(
+    gateway: Gateway, caller: Callable[..., Any], predictor: Callable[..., Any]
+) -> None:
+    function, call = await predictor(STREAM), await caller()
+    made = await call.made(function, "once upon")
+    path, _, sent = made["urls"]["stream"].rpartition("=")
+    found = (await gateway.client.get(f"/v1/functions/{function.name}/webhooks/secret")).json()["secret"]
+    raw = base64.b64decode(found.removeprefix("whsec_"))
+    async with httpx.AsyncClient() as receiver:
+        for key in (found.encode(), raw):
+            for text in (f"stream:{made['id']}", f"{function.name}:{made['id']}", made["id"]):
+                forged = hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
+                assert (await receiver.get(f"{path}={forged}")).status_code == 404
+        assert (await receiver.get(f"{path}={sent}")).status_code == 200
 
 
 async def test_a_wait_that_runs_out(
