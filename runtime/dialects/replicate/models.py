@@ -19,7 +19,7 @@ from ...api.requests import caller_of, owner_of
 from ...api.responses import Timestamp, json_response
 from ...api.routes import Route
 from ...functions.live import FunctionStatus, Live
-from .problem import ERRORS, origin_of
+from .problem import ERRORS
 
 OWNER = "pilotflame"
 """The owner that is shown where the caller named none."""
@@ -141,7 +141,7 @@ class ModelsApi:
         name = live.record.function
         counts = await self._backend.jobs.store.counts(name, owner_of(request))
         return Model(
-            url=f"{origin_of(request)}/v1/models/{owner}/{name}", owner=owner, name=name, description=None,
+            url=f"{self._backend.origins.of(request)}/v1/models/{owner}/{name}", owner=owner, name=name, description=None,
             visibility="private", github_url=None, paper_url=None, license_url=None, cover_image_url=None,
             run_count=counts.completed + counts.failed + counts.cancelled, default_example=None,
             latest_version=_version(live.status()),

@@ -23,7 +23,7 @@ from ..predictions import Prediction, PredictionRequest, preferences, shown
 from .file_store import FileStore
 from .files import FilesApi
 from .models import OWNER, ModelsApi, page_of
-from .problem import ERRORS, origin_of
+from .problem import ERRORS
 from .stream import StreamApi
 
 MAX_WAIT_S = 60.0
@@ -49,7 +49,8 @@ class ReplicateApi:
     def __init__(self, backend: Backend) -> None:
         self._backend, self._jobs = backend, backend.jobs
         self._models, self._stream = ModelsApi(backend), StreamApi(backend.jobs)
-        self._files = FilesApi(FileStore(backend.state / "files"))
+        self._files = FilesApi(FileStore(backend.state / "files"), backend.origins)
+        self.sweep = self._files.sweep
 
     def routes(self) -> list[Route]:
         base, one, call, kind = "/v1/predictions", "/v1/predictions/{id}", Scope.INVOKE, ReplicatePrediction
@@ -87,12 +88,15 @@ class ReplicateApi:
         if not reference:
             raise InputInvalid("The prediction names no version.", remedy=REMEDY)
         live = self._models.live(request, reference)
-        if len(body) > live.record.settings.max_body_bytes:
-            raise too_large(live.record.settings.max_body_bytes)
+        settings = live.record.settings
+        if len(body) > settings.max_body_bytes:
+            raise too_large(settings.max_body_bytes)
         fields = wanted.fields(None, caller_of(request).owner, waits=False)
-        if files := await self._files.known(request, body, wanted.input):
+        inside = None if settings.image.name is None else min(most, settings.max_body_bytes)
+        given, files = await self._files.given(request, body, wanted.input, inside)
+        if files:
             fields["extra"]["prediction"]["files"] = files
-        job, replayed = await self._backend.submit(request, live, dump_json(wanted.input), **fields)
+        job, replayed = await self._backend.submit(request, live, dump_json(given), **fields)
         found = await self._shown(request, job)
         if wait_s:
             job = await self._jobs.wait(job.function, job.id, wait_s)
@@ -104,7 +108,11 @@ class ReplicateApi:
         """List the caller's predictions, without inputs and outputs."""
         names, owner = self._models.names(request), owner_of(request)
         jobs = await self._jobs.store.latest(names, PAGE, request.query.get(CURSOR.name, ""), owner)
-        following = f"{origin_of(request)}/v1/predictions?cursor={jobs[-1].id}" if len(jobs) == PAGE else None
+        following = (
+            f"{self._backend.origins.of(request)}/v1/predictions?cursor={jobs[-1].id}"
+            if len(jobs) == PAGE
+            else None
+        )
         results = [self._whole(request, job, prediction_of(job)) for job in jobs]
         return json_response({"previous": None, "next": following, "results": results})
 
@@ -125,7 +133,7 @@ class ReplicateApi:
         return self._whole(request, job, await shown(job, self._jobs))
 
     def _whole(self, request: web.Request, job: Job, prediction: dict[str, Any]) -> dict[str, Any]:
-        origin = origin_of(request)
+        origin = self._backend.origins.of(request)
         own = f"{origin}/v1/predictions/{job.id}"
         urls = {"get": own, "cancel": f"{own}/cancel", "stream": origin + self._stream.path(job)}
         more = {"model": f"{OWNER}/{job.function}", "data_removed": False, "source": "api", "urls": urls}
