@@ -53,6 +53,11 @@ class Backend:
     """The gateway's state folder."""
     origins: Origins
 
+    def names(self, request: web.Request) -> list[str]:
+        """Return the names of the functions that the caller may see."""
+        allows = caller_of(request).allows
+        return [live.record.function for live in self.functions.all() if allows(live.record.function)]
+
     def body_limit(self, revision: Revision) -> int:
         """Return the largest number of bytes that a body for this revision may have."""
         return min(self.max_body_bytes, revision.policy.settings.max_body_bytes)

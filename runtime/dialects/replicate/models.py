@@ -106,13 +106,11 @@ class ModelsApi:
         caller_of(request).check(name)
         return self._backend.functions.get(name)
 
-    def names(self, request: web.Request) -> list[str]:
-        """Return the functions that the caller may see."""
-        names = (live.record.function for live in self._backend.functions.all())
-        return [name for name in names if caller_of(request).allows(name)]
-
     async def models(self, request: web.Request) -> web.StreamResponse:
-        found = [await self._model(request, self.live(request, name), OWNER) for name in self.names(request)]
+        found = [
+            await self._model(request, self.live(request, name), OWNER)
+            for name in self._backend.names(request)
+        ]
         return _page(found)
 
     async def model(self, request: web.Request) -> web.StreamResponse:
@@ -128,7 +126,7 @@ class ModelsApi:
         return json_response(_version(live.status()))
 
     async def deployments(self, request: web.Request) -> web.StreamResponse:
-        lives = [self.live(request, name) for name in self.names(request)]
+        lives = [self.live(request, name) for name in self._backend.names(request)]
         return _page([_deployment(live.status(), OWNER) for live in lives])
 
     async def deployment(self, request: web.Request) -> web.StreamResponse:

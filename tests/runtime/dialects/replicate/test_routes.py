@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import pytest
 from live import Function, Gate, Gateway, gateway_here, short_folder, until
+from pilotflame.runtime.api.requests import parse_preferences
 from pilotflame.runtime.dialects.replicate import routes
 from pilotflame.runtime.dialects.replicate.routes import preferred_wait
 
@@ -288,4 +289,4 @@ async def test_links_behind_a_proxy(gateway: Gateway, caller: Callable[..., Any]
     ],
 )
 async def test_preferences(lines: Iterable[str], wait_s: float) -> None:
-    assert preferred_wait(lines) == wait_s
+    assert preferred_wait(parse_preferences(lines)) == wait_s
