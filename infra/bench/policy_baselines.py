@@ -7,12 +7,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from pilotflame.runtime.scaling.idle_law import IdleLaw, cheapest
-from pilotflame.runtime.scaling.keep_alive import History
 from pilotflame.runtime.scaling.ladder import Costs, Ladder, Plan, Step
 from pilotflame.runtime.scaling.ladder_simulator import Fixed, KeepAlivePolicy, LadderRun, Replay, run
 
 SERVICE_S = 0.2
-TIMEOUTS_S = (0.001, *(10 ** (power / 4) for power in range(-3, 21)), math.inf)
+TIMEOUTS_S = (0.001, *(10 ** (power / 4) for power in range(-3, 21, 2)), math.inf)
 BIN_WIDTHS_S = (1.0, 10.0, 60.0, 600.0)
 # Serverless in the Wild (Shahrad et al., USENIX ATC 2020): a histogram of four hours, its 5th and 99th percentiles, and a
 # margin of 10 %. Where the histogram says little (its bins' counts vary by less than 2), the function stays.
@@ -40,11 +39,8 @@ def timeout(timeout_s: float, floor: int) -> Plan:
 
 def fixed_timeouts(functions: Sequence[Sequence[float]], ladder: Ladder) -> list[LadderRun]:
     """What each timeout and floor rung costs the whole class."""
-    return [
-        total(replay_all(functions, ladder, lambda plan=timeout(at_s, floor): Fixed(plan)))
-        for floor in range(1, len(ladder.rungs))
-        for at_s in TIMEOUTS_S
-    ]
+    plans = [timeout(at_s, floor) for floor in range(1, len(ladder.rungs)) for at_s in TIMEOUTS_S]
+    return [total(replay_all(functions, ladder, lambda plan=plan: Fixed(plan))) for plan in plans]
 
 
 class Hybrid:
@@ -110,10 +106,6 @@ def own_best_ladder(run_of: LadderRun, costs: Costs) -> Plan:
         counts[index] += 1
     law = IdleLaw(tuple(edges), tuple(map(float, counts)), (0,) * len(edges))
     return cheapest(law, costs, climbs=False, guarded=False).plan()
-
-
-def learned_costs(history: History, ladder: Ladder) -> Costs:
-    return history.costs(ladder)
 
 
 def offline_optimum(run_of: LadderRun, costs: Costs, *, climbs: bool) -> float:

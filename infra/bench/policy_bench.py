@@ -16,7 +16,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from pilotflame.runtime.scaling.ladder import Ladder, Rung
-from pilotflame.runtime.scaling.ladder_simulator import Fixed, Habits, Learned, LadderRun, Replay, run, run_together
+from pilotflame.runtime.scaling.ladder_simulator import (
+    Fixed,
+    Habits,
+    LadderRun,
+    Learned,
+    Replay,
+    run,
+    run_together,
+)
 from policy_baselines import (
     SERVICE_S,
     fixed_timeouts,
@@ -92,7 +100,7 @@ def compare(task: tuple[str, str, int]) -> list[Outcome]:
             run(Replay(arrivals, SERVICE_S, ladder, Fixed(plan)))
             for arrivals, plan in zip(functions, plans, strict=True)
         ]
-        envelope = replay_all(functions, ladder, lambda ladder=ladder: Fixed(ladder.costs().envelope()))
+        envelope = replay_all(functions, ladder, lambda ladder=ladder: Fixed(ladder.costs().envelope))
         pairs = list(zip(runs, costs, strict=True))
         outcomes.append(Outcome(
             trace, name, price, bill,
@@ -139,7 +147,8 @@ def enter(report: Report, outcomes: list[Outcome], equal: dict[str, tuple[float,
     ladders = [one.best_fixed for one in timers if one.ladder != WITHOUT_RUNGS]
     report.add("timer_bill_vs_best_fixed", max(ladders), "the worst of 3 ladders x 2 prices", "<= 0.4")
     report.add(
-        "timer_bill_vs_best_fixed_two_rungs", max(one.best_fixed for one in timers if one.ladder == WITHOUT_RUNGS)
+        "timer_bill_vs_best_fixed_two_rungs",
+        max(one.best_fixed for one in timers if one.ladder == WITHOUT_RUNGS),
     )
     bursts = [one for one in outcomes if one.trace == "bursty" and one.ladder == WITHOUT_RUNGS]
     long_ones = [one for one in outcomes if one.trace not in ("azure", "mixed") and one not in bursts]
@@ -154,9 +163,15 @@ def enter(report: Report, outcomes: list[Outcome], equal: dict[str, tuple[float,
 
 
 def show(outcomes: list[Outcome]) -> None:
-    print("bill of ours / bill of: the best fixed timeout for the class, each function's own best ladder, the envelope,")
-    print("the hybrid histogram (the first three and it tuned in hindsight), the offline optimum without and with climbs")
-    print(f"{'trace':18}{'ladder':7}{'price':>6} {'fixed':>7}{'own':>7}{'envel.':>7}{'hybrid':>7}{'opt.':>7}{'climb':>8}")
+    print(
+        "bill of ours / bill of: the best fixed timeout for the class, each function's own best ladder, the envelope,"
+    )
+    print(
+        "the hybrid histogram (the first three and it tuned in hindsight), the offline optimum without and with climbs"
+    )
+    print(
+        f"{'trace':18}{'ladder':7}{'price':>6} {'fixed':>7}{'own':>7}{'envel.':>7}{'hybrid':>7}{'opt.':>7}{'climb':>8}"
+    )
     for one in sorted(outcomes, key=lambda one: (one.trace, one.ladder, one.price)):
         gain = "" if one.own_best < 0.97 or one.best_fixed < 0.97 else "   nothing to gain"
         print(
@@ -166,15 +181,21 @@ def show(outcomes: list[Outcome]) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seed", type=int, default=20261122, help="no constant of the policy was chosen by this one")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--seed", type=int, default=20261122, help="no constant of the policy was chosen by this one"
+    )
     parser.add_argument("--only", default="", help="one class of traces")
     arguments = parser.parse_args()
     report = Report("bench-policy")
     started_s = time.monotonic()
     names = [arguments.only] if arguments.only else list(classes(arguments.seed))
     with multiprocessing.get_context("fork").Pool(2) as pool:
-        equal = pool.map_async(at_equal_cost, [("mixed", name, arguments.seed) for name in ("slice", "gpu2")], 1)
+        equal = pool.map_async(
+            at_equal_cost, [("mixed", name, arguments.seed) for name in ("slice", "gpu2")], 1
+        )
         tasks = [(trace, name, arguments.seed) for trace in names for name in LADDERS]
         outcomes = [one for found in pool.imap_unordered(compare, tasks) for one in found]
         by_name = {name: (waiting, cold) for name, waiting, cold in equal.get()}

@@ -73,7 +73,7 @@ def azure(rnd: random.Random, functions: int = 48) -> list[list[float]]:
 
 
 def _random(seed: int, name: str, number: int) -> random.Random:
-    return random.Random(f"{seed} {name} {number}")  # noqa: S311
+    return random.Random(f"{seed} {name} {number}")
 
 
 def _whole(gaps: Gaps, count: int = REQUESTS) -> list[float]:
@@ -108,7 +108,11 @@ def _drifting(rnd: random.Random) -> Gaps:
     """A law that changes every 50 to 300 calls."""
     while True:
         mean_s = 10 ** rnd.uniform(0.3, 3.5)
-        laws = (_poisson(rnd, mean_s), _lognormal(rnd, 1.5, mean_s), (mean_s * rnd.gauss(1, 0.01) for _ in iter(int, 1)))
+        laws = (
+            _poisson(rnd, mean_s),
+            _lognormal(rnd, 1.5, mean_s),
+            (mean_s * rnd.gauss(1, 0.01) for _ in iter(int, 1)),
+        )
         yield from islice(rnd.choice(laws), rnd.randint(50, 300))
 
 

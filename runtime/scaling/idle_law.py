@@ -66,13 +66,15 @@ class IdleLaw:
     """For each edge: how many samples were longer."""
 
 
-def law_of(samples: Sequence[float], costs: Costs, prior: Prior) -> IdleLaw:
-    """Return the law of `samples`, with guesses of what is longer than most and of what was never seen."""
+def law_of(samples: Sequence[float], costs: Costs, habits: Callable[[float], float]) -> IdleLaw:
+    """Return the law of `samples`, with guesses of what is longer than most and of what was never seen.
+
+    `habits` is the `cdf` of the node's prior.
+    """
     ascending = sorted(samples)
     edges = _edges(ascending, costs)
     at_most = [bisect.bisect_right(ascending, edge) for edge in edges]
     tail = _pareto(ascending[len(ascending) // 2]) if ascending else lambda _time_s: 0.0
-    habits = prior.cdf()
     guessed = [TAIL_SAMPLES * tail(edge) + PRIOR_SAMPLES * habits(edge) for edge in edges]
     masses = tuple(
         at_most[index + 1] - at_most[index] + guessed[index + 1] - guessed[index]
@@ -83,7 +85,7 @@ def law_of(samples: Sequence[float], costs: Costs, prior: Prior) -> IdleLaw:
 
 def _edges(ascending: list[float], costs: Costs) -> list[float]:
     count = len(ascending)
-    found = {0.0, LONGEST_S, *DECADES_S, *(step.offset_s for step in costs.envelope())}
+    found = {0.0, LONGEST_S, *DECADES_S, *(step.offset_s for step in costs.envelope)}
     found |= {ascending[count * part // QUANTILES] for part in range(QUANTILES)} if count else set()
     found |= set(ascending[-LONGEST_SAMPLES:])
     return sorted(edge for edge in found if 0 <= edge <= LONGEST_S)
@@ -99,7 +101,7 @@ class Strategy:
 
     law: IdleLaw
     costs: Costs
-    choices: tuple[tuple[int, ...], ...]
+    choices: tuple[list[int], ...]
 
     def plan(self, since_s: float = 0.0) -> Plan:
         """Return the plan of an idle period that begins `since_s` seconds after the law's time 0."""
@@ -128,48 +130,53 @@ def cheapest(law: IdleLaw, costs: Costs, *, climbs: bool, guarded: bool = True) 
 
     If `guarded`, it steps down to a rung before the envelope does only where enough samples were longer.
     """
-    rungs = range(len(costs.holds))
-    earliest_s = _earliest(costs) if guarded else [0.0] * len(costs.holds)
-    values = [min(costs.penalties[lower] for lower in rungs[rung:]) for rung in rungs]
+    holds, penalties = costs.holds, costs.penalties
+    rungs = range(len(holds))
+    earliest_s = _earliest(costs) if guarded else [0.0] * len(holds)
+    values = [min(penalties[rung:]) for rung in rungs]
     left = 0.0
-    choices = list[tuple[int, ...]]()
+    choices = list[list[int]]()
     for index in reversed(range(len(law.masses))):
         left += law.masses[index]
         arriving = law.masses[index] / left if left > 0 else 0.0
-        long_s = law.edges[index + 1] - law.edges[index]
+        start_s = law.edges[index]
+        paid_s, remaining = (law.edges[index + 1] - start_s) * (1 - arriving / 2), 1 - arriving
         held = [
-            costs.holds[rung] * long_s * (1 - arriving / 2)
-            + arriving * costs.penalties[rung]
-            + (1 - arriving) * values[rung]
-            for rung in rungs
+            holds[rung] * paid_s + arriving * penalties[rung] + remaining * values[rung] for rung in rungs
         ]
         known = law.longer[index] >= ENOUGH_LONGER
-        allowed = [known or law.edges[index] >= earliest_s[rung] for rung in rungs]
-        best = [_best(rung, held, allowed, costs, climbs=climbs) for rung in rungs]
-        choices.append(tuple(rung for rung, _ in best))
-        values = [value for _, value in best]
+        chosen, values = _descend(held, [known or start_s >= earliest_s[rung] for rung in rungs])
+        if climbs:
+            _climb(held, costs, chosen, values)
+        choices.append(chosen)
     return Strategy(law, costs, tuple(reversed(choices)))
 
 
-def _best(
-    rung: int, held: list[float], allowed: list[bool], costs: Costs, *, climbs: bool
-) -> tuple[int, float]:
-    """Return the rung to hold in a bin for one who stands on `rung` before it, and the cost from there on."""
-    chosen, value = rung, held[rung]
-    for lower in range(rung + 1, len(held)):
-        if allowed[lower] and held[lower] < value:
-            chosen, value = lower, held[lower]
-    if climbs:
+def _descend(held: list[float], allowed: list[bool]) -> tuple[list[int], list[float]]:
+    """For each rung that one may stand on before a bin, return the best one at or below it, and its cost."""
+    chosen, values = list(range(len(held))), held.copy()
+    below, least = -1, math.inf
+    for rung in reversed(range(len(held))):
+        if least < held[rung]:
+            chosen[rung], values[rung] = below, least
+        if allowed[rung] and held[rung] < least:
+            below, least = rung, held[rung]
+    return chosen, values
+
+
+def _climb(held: list[float], costs: Costs, chosen: list[int], values: list[float]) -> None:
+    """Replace the choices of those for whom a step up is cheaper."""
+    holds, wakes = costs.holds, costs.wakes
+    for rung in range(1, len(held)):
         for upper in range(rung):
-            climb = (costs.holds[upper] - costs.holds[rung]) * (costs.wakes[rung] - costs.wakes[upper])
-            if held[upper] + climb < value:
-                chosen, value = upper, held[upper] + climb
-    return chosen, value
+            value = held[upper] + (holds[upper] - holds[rung]) * (wakes[rung] - wakes[upper])
+            if value < values[rung]:
+                chosen[rung], values[rung] = upper, value
 
 
 def _earliest(costs: Costs) -> list[float]:
     """Return for each rung when the envelope first stands on it or on a lower one."""
-    envelope = costs.envelope()
+    envelope = costs.envelope
     earliest = [math.inf] * len(costs.holds)
     for (_, upper), (offset_s, lower) in pairwise((Step(0.0, -1), *envelope)):
         for rung in range(upper + 1, lower + 1):

@@ -22,11 +22,16 @@ NO_PRIOR = Prior()
 
 
 @dataclass(frozen=True, slots=True)
-class _Laws:
-    """The strategies of the four experts that learn: of idle times, then of intervals between starts."""
+class _Experts:
+    """The plans of the envelope and of two laws of idle times, and the strategies for two laws of intervals."""
 
-    idles: tuple[Strategy, Strategy]
-    intervals: tuple[Strategy, Strategy]
+    steady: tuple[Plan, Plan, Plan]
+    climbing: tuple[Strategy, Strategy]
+
+    def plan(self, expert: int, since_s: float) -> Plan:
+        """Return the plan of an expert. Only those that prewarm look at `since_s`."""
+        count = len(self.steady)
+        return self.steady[expert] if expert < count else self.climbing[expert - count].plan(since_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +46,7 @@ class History:
     """For each rung, the seconds that an arrival on it and those after it would have waited, summed over periods."""
     periods: int = 0
     bills: tuple[float, ...] = (0.0,) * EXPERTS
-    laws: _Laws | None = None
+    experts: _Experts | None = None
 
     def costs(self, ladder: Ladder) -> Costs:
         """Return the costs of `ladder` with the waiting that bursts have caused so far."""
@@ -54,9 +59,8 @@ class History:
 
 def decide(history: History, ladder: Ladder, since_s: float, prior: Prior = NO_PRIOR) -> Plan:
     """Return the plan of an idle period that begins `since_s` seconds after the arrival that ended the last one."""
-    if history.laws is None:
-        history = _solved(history, ladder, prior)
-    return _plans(history, history.costs(ladder), since_s)[followed(history)]
+    experts = history.experts or _consult(history, ladder, prior)
+    return experts.plan(followed(history), since_s)
 
 
 def followed(history: History) -> int:
@@ -76,10 +80,9 @@ def learn(
     `since_s` is what `decide` was given at its beginning. `burst_waits` has for each rung the seconds that this
     arrival and those within the rung's wake time would have waited, summed.
     """
-    if history.laws is None:
-        history = _solved(history, ladder, prior)
+    experts = history.experts or _consult(history, ladder, prior)
     costs = history.costs(ladder)
-    due = [costs.bill(plan, idle_s) for plan in _plans(history, costs, since_s)]
+    due = [costs.bill(experts.plan(expert, since_s), idle_s) for expert in range(EXPERTS)]
     waits = history.waits if len(history.waits) == len(burst_waits) else (0.0,) * len(burst_waits)
     learned = replace(
         history,
@@ -89,32 +92,25 @@ def learn(
         periods=history.periods + 1,
         bills=tuple(old * (1 - DECAY) + new for old, new in zip(history.bills, due, strict=True)),
     )
-    return _solved(learned, ladder, prior) if _to_solve(learned.periods) else learned
+    if _to_consult(learned.periods):
+        experts = _consult(learned, ladder, prior)
+    return replace(learned, experts=experts)
 
 
-def _to_solve(periods: int) -> bool:
-    """Return True if the laws are to be solved again: each period changes a long history less."""
+def _to_consult(periods: int) -> bool:
+    """Return True if the experts are to plan anew: each period changes a long history less."""
     return periods % (1 if periods <= 32 else 4 if periods <= 128 else 16) == 0
 
 
-def _solved(history: History, ladder: Ladder, prior: Prior) -> History:
-    costs = history.costs(ladder)
+def _consult(history: History, ladder: Ladder, prior: Prior) -> _Experts:
+    costs, habits = history.costs(ladder), prior.cdf()
 
     def strategy(samples: Sequence[float], *, climbs: bool) -> Strategy:
-        return cheapest(law_of(samples, costs, prior), costs, climbs=climbs)
+        return cheapest(law_of(samples, costs, habits), costs, climbs=climbs)
 
     idles, intervals = history.idles, history.intervals
-    laws = _Laws(
-        (strategy(idles, climbs=False), strategy(idles[-RECENT:], climbs=False)),
+    lasting, recent = (strategy(samples, climbs=False).plan() for samples in (idles, idles[-RECENT:]))
+    return _Experts(
+        (costs.envelope, lasting, recent),
         (strategy(intervals, climbs=True), strategy(intervals[-RECENT:], climbs=True)),
     )
-    return replace(history, laws=laws)
-
-
-def _plans(history: History, costs: Costs, since_s: float) -> list[Plan]:
-    """Return the plan of each expert."""
-    laws = history.laws
-    if laws is None:
-        raise ValueError("the history has no laws yet")
-    steady = [law.plan() for law in laws.idles]
-    return [costs.envelope(), *steady, *(law.plan(since_s) for law in laws.intervals)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, TypeAlias
 
 
@@ -59,7 +60,7 @@ class Ladder:
         return Costs(holds, wakes, penalties)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Costs:
     """For each rung: what a second on it costs, its seconds to wake, and what an arrival on it costs."""
 
@@ -67,8 +68,9 @@ class Costs:
     wakes: tuple[float, ...]
     penalties: tuple[float, ...]
 
+    @cached_property
     def envelope(self) -> Plan:
-        """Return the plan that stands at each time on the rung with the least penalty plus holding cost so far.
+        """The plan that stands at each time on the rung with the least penalty plus holding cost so far.
 
         It costs at most twice the best rung in hindsight: the deterministic multi-slope ski rental of Lotker,
         Patt-Shamir and Rawitz, "Rent, lease or buy: randomized algorithms for multislope ski rental" (2008).

@@ -142,6 +142,8 @@ class Replay:
 
     def _burst_wait(self, wake_s: float) -> float:
         first_s = self._arrivals[self._next]
+        if self._next + 1 == len(self._arrivals) or self._arrivals[self._next + 1] >= first_s + wake_s:
+            return wake_s
         end = bisect.bisect_left(self._arrivals, first_s + wake_s, self._next)
         return sum(first_s + wake_s - self._arrivals[number] for number in range(self._next, end))
 
