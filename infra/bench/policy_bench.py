@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import policy_memory
 from pilotflame.runtime.scaling.ladder import Ladder, Rung
 from pilotflame.runtime.scaling.ladder_simulator import (
     Fixed,
@@ -202,6 +203,7 @@ def main() -> int:
     show(outcomes)
     if not arguments.only:
         enter(report, outcomes, by_name)
+        policy_memory.compare(report)
     report.note(f"seed {arguments.seed}; {time.monotonic() - started_s:.0f} s")
     return 0 if report.finish() else 1
 
