@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from pilotflame.runtime.scaling.idle_law import IdleLaw, cheapest
 from pilotflame.runtime.scaling.ladder import Costs, Ladder, Plan, Step
@@ -40,7 +41,7 @@ def timeout(timeout_s: float, floor: int) -> Plan:
 def fixed_timeouts(functions: Sequence[Sequence[float]], ladder: Ladder) -> list[LadderRun]:
     """What each timeout and floor rung costs the whole class."""
     plans = [timeout(at_s, floor) for floor in range(1, len(ladder.rungs)) for at_s in TIMEOUTS_S]
-    return [total(replay_all(functions, ladder, lambda plan=plan: Fixed(plan))) for plan in plans]
+    return [total(replay_all(functions, ladder, partial(Fixed, plan))) for plan in plans]
 
 
 class Hybrid:
@@ -87,7 +88,7 @@ class Hybrid:
 def hybrids(functions: Sequence[Sequence[float]], ladder: Ladder) -> list[LadderRun]:
     """What the hybrid histogram costs with each width of its bins and each floor rung."""
     return [
-        total(replay_all(functions, ladder, lambda width=width, floor=floor: Hybrid(width, floor, ladder)))
+        total(replay_all(functions, ladder, partial(Hybrid, width, floor, ladder)))
         for width in BIN_WIDTHS_S
         for floor in range(1, len(ladder.rungs))
     ]

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import policy_memory
 from pilotflame.runtime.scaling.ladder import Ladder, Rung
@@ -101,7 +102,7 @@ def compare(task: tuple[str, str, int]) -> list[Outcome]:
             run(Replay(arrivals, SERVICE_S, ladder, Fixed(plan)))
             for arrivals, plan in zip(functions, plans, strict=True)
         ]
-        envelope = replay_all(functions, ladder, lambda ladder=ladder: Fixed(ladder.costs().envelope))
+        envelope = replay_all(functions, ladder, partial(Fixed, ladder.costs().envelope))
         pairs = list(zip(runs, costs, strict=True))
         outcomes.append(Outcome(
             trace, name, price, bill,
