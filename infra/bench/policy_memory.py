@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from pilotflame.runtime.scaling.eviction import Gaps, Rest, cheapest_step
+from pilotflame.runtime.scaling.eviction import Gaps, StepDown, cheapest_step
 from pilotflame.runtime.scaling.keep_alive import IDLES
 from policy_traces import mixed_fleet
 from report import Report
@@ -124,7 +124,7 @@ def greedy_dual(node: Node, now_s: float, called: Function) -> Function | None:
 def ours(node: Node, now_s: float, called: Function) -> Function | None:
     idle = {one.name: one for one in node.idle(now_s, called)}
     step = cheapest_step(
-        Rest(one.name, now_s - one.idle_from_s, node.extra_wake_s(one), node.freed(one), one.gaps)
+        StepDown(one.name, now_s - one.idle_from_s, node.extra_wake_s(one), node.freed(one), one.gaps)
         for one in idle.values()
     )
     if step is None:

@@ -9,8 +9,8 @@ from itertools import accumulate
 
 
 @dataclass(frozen=True, slots=True)
-class Rest:
-    """An idle function that could take one step down its ladder."""
+class StepDown:
+    """One step down its ladder that an idle function could take."""
 
     name: str
     idle_s: float
@@ -39,7 +39,7 @@ class Gaps:
         return (longer + 0.5) / (rest_s + idle_s + 1.0)
 
 
-def cheapest_step(idle: Iterable[Rest]) -> Rest | None:
+def cheapest_step(idle: Iterable[StepDown]) -> StepDown | None:
     """Return the function whose step down costs the callers least waiting for each byte freed; None without any."""
     return min(
         idle, key=lambda one: one.gaps.rate(one.idle_s) * one.extra_wake_s / one.freed_bytes, default=None

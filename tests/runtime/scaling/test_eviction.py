@@ -2,15 +2,15 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
-from pilotflame.runtime.scaling.eviction import Gaps, Rest, cheapest_step
+from pilotflame.runtime.scaling.eviction import Gaps, StepDown, cheapest_step
 
 USUAL = Gaps([60.0] * 20)
 
 
 def resting(
     name: str, *, idle_s: float = 10.0, extra_wake_s: float = 5.0, freed: float = 1e9, gaps: Gaps = USUAL
-) -> Rest:
-    return Rest(name, idle_s, extra_wake_s, freed, gaps)
+) -> StepDown:
+    return StepDown(name, idle_s, extra_wake_s, freed, gaps)
 
 
 def test_the_function_that_is_called_most_rarely_goes_first() -> None:
