@@ -156,7 +156,7 @@ class PredictionsApi:
         except (UnknownFunction, GatewayError):
             return "DEFUNCT"
         census, scale = revision.census(), revision.policy.scale
-        if not census.ready and revision.failures:
+        if not census.ready and revision.breaker.failures:
             return "SETUP_FAILED"
         if not census.ready and census.starting:
             return "STARTING"
