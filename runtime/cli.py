@@ -34,6 +34,7 @@ COMMANDS = {
     "list": ("functions", "List the functions, with the number of their workers and requests."),
     "logs": ("logs", "Print the log of a function, or of the gateway."),
     "prefetch": ("functions", "Bring images and weights to the gateway's machine, ahead of cold starts."),
+    "reset": ("revisions", "Start workers again at once, although the last starts failed."),
     "restart": ("revisions", "Replace a function's processes, without dropping a call."),
     "restore": ("backup", "Make a state folder from a backup in FILE."),
     "revisions": ("revisions", "List a function's revisions, the newest first."),
