@@ -305,7 +305,9 @@ TOGETHER = {
     "pypi_client",
     "schema",
     "templates",
-    "container_launcher_pull", "container_launcher_s3", "fetcher_s3",
+    "container_launcher_pull",
+    "container_launcher_s3",
+    "fetcher_s3",
 }
 
 
