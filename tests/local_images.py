@@ -1,0 +1,71 @@
+"""Images for tests of infra/, made from what is installed on this machine: no registry can be reached."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from containers import IMAGE, PODMAN, copy_libraries, made_image, podman
+
+# What podman needs on machines where its limits cannot be raised.
+LIMITS = ("--network", "host", "--ulimit", "nofile=1024:1024", "--ulimit", "nproc=1024:1024")
+SITE = "usr/local/lib/python3.11/site-packages"
+# Taken out of the image that has pilotflame: the build under test installs it again.
+REMOVE = (
+    "import pathlib, shutil; [shutil.rmtree(path) for path in pathlib.Path('/{site}').glob('pilotflame*')]"
+)
+
+
+def base_image() -> str:
+    """Return an image to build on: Python, pip, a shell, and all that pilotflame requires, but not pilotflame."""
+    remove = REMOVE.format(site=SITE)
+    build = f'FROM {made_image()}\nCOPY root /\nRUN ["/usr/local/bin/python", "-c", "{remove}"]\n'
+
+    def write(root: Path) -> None:
+        for name in ("pip", "setuptools", "wheel"):
+            _add_distribution(root, name)
+        # Required, but not called here: its name is enough, and its program is large.
+        _add_distribution(root, "uv", only=".dist-info/")
+        _add_program(root, Path("/bin/sh").resolve(), "bin/sh")
+
+    return _image("base", build, write)
+
+
+def program_image(program: Path) -> str:
+    """Return an image that holds one program of this machine."""
+    build = f"# {hashlib.sha256(program.read_bytes()).hexdigest()}\nFROM scratch\nCOPY root /\n"
+    return _image(
+        program.name, build, lambda root: _add_program(root, program, f"usr/local/bin/{program.name}")
+    )
+
+
+def _image(name: str, build: str, write: Callable[[Path], None]) -> str:
+    """Return the tag of an image of what `write` writes. It is made once for each Containerfile `build`."""
+    build += "ENV PATH=/usr/local/bin:/usr/bin:/bin\n"
+    key = f"{build}{Path(__file__).read_text()}"
+    tag = f"{IMAGE}-{name}:{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+    if subprocess.run([*PODMAN, "image", "exists", tag], check=False, timeout=60).returncode:
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, "root/tmp").mkdir(parents=True)
+            write(Path(folder, "root"))
+            Path(folder, "Containerfile").write_text(build)
+            podman("build", "-q", "--layers=false", *LIMITS, "-t", tag, folder)
+    return tag
+
+
+def _add_distribution(root: Path, name: str, only: str = "") -> None:
+    for file in importlib.metadata.files(name) or ():
+        if ".." not in file.parts and only in str(file):
+            (root / SITE / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(file.locate(), root / SITE / file)
+
+
+def _add_program(root: Path, program: Path, path: str) -> None:
+    (root / path).parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(program, root / path)
+    copy_libraries(root, [program])
