@@ -14,6 +14,7 @@ from containers import IMAGE, PODMAN, copy_libraries, made_image, podman
 
 # What podman needs on machines where its limits cannot be raised.
 LIMITS = ("--network", "host", "--ulimit", "nofile=1024:1024", "--ulimit", "nproc=1024:1024")
+ROOT = Path(__file__).parents[1]
 SITE = "usr/local/lib/python3.11/site-packages"
 # Taken out of the image that has pilotflame: the build under test installs it again.
 REMOVE = (
@@ -38,10 +39,23 @@ def base_image() -> str:
 
 def program_image(program: Path) -> str:
     """Return an image that holds one program of this machine."""
-    build = f"# {hashlib.sha256(program.read_bytes()).hexdigest()}\nFROM scratch\nCOPY root /\n"
-    return _image(
-        program.name, build, lambda root: _add_program(root, program, f"usr/local/bin/{program.name}")
-    )
+    digest = hashlib.sha256(program.read_bytes()).hexdigest()
+
+    def write(root: Path) -> None:
+        _add_program(root, program, f"usr/local/bin/{program.name}")
+        (root / "etc").mkdir()
+        # Programs in Go ask the name server alone without it.
+        (root / "etc/nsswitch.conf").write_text("hosts: files dns\n")
+
+    return _image(program.name, f"# {digest}\nFROM scratch\nCOPY root /\n", write)
+
+
+def gateway_image(tag: str) -> None:
+    """Build infra/gateway/Containerfile without a package index, on the base image."""
+    arguments = {"BASE": base_image(), "PIP_NO_INDEX": "1", "EXTRAS": ""}
+    given = [word for name, value in arguments.items() for word in ("--build-arg", f"{name}={value}")]
+    file = str(ROOT / "infra/gateway/Containerfile")
+    podman("build", "-q", "--layers=false", *LIMITS, *given, "-f", file, "-t", tag, str(ROOT))
 
 
 def _image(name: str, build: str, write: Callable[[Path], None]) -> str:

@@ -218,10 +218,10 @@ async def after_traffic() -> list[Metric]:
             async def attempted() -> bool:
                 nonlocal text
                 text = (await gateway.client.get("/metrics")).text
-                wanted = ("pilotflame_webhook_attempts_total{", "pilotflame_worker_deaths_total{")
-                return all(name in text for name in wanted) and 'deaths_total{function="f' in text
+                died = re.search(r'pilotflame_worker_deaths_total{function="[^"]+"} 1.0', text)
+                return bool(died) and "pilotflame_webhook_attempts_total{" in text
 
-            await until(attempted, "an attempt to deliver")
+            await until(attempted, "an attempt to deliver, and the death of the worker")
     return list(text_string_to_metric_families(text))
 
 
