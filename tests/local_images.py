@@ -16,16 +16,18 @@ from containers import IMAGE, PODMAN, copy_libraries, made_image, podman
 LIMITS = ("--network", "host", "--ulimit", "nofile=1024:1024", "--ulimit", "nproc=1024:1024")
 ROOT = Path(__file__).parents[1]
 SITE = "usr/local/lib/python3.11/site-packages"
-# Taken out of the image that has pilotflame: the build under test installs it again.
-REMOVE = (
-    "import pathlib, shutil; [shutil.rmtree(path) for path in pathlib.Path('/{site}').glob('pilotflame*')]"
+# pilotflame is taken out of the image that has it, since the build under test installs it. /tmp is open to all
+# users, as in all images of distributions.
+PREPARE = (
+    "import os, pathlib, shutil; os.chmod('/tmp', 0o1777);"
+    " [shutil.rmtree(path) for path in pathlib.Path('/{site}').glob('pilotflame*')]"
 )
 
 
 def base_image() -> str:
     """Return an image to build on: Python, pip, a shell, and all that pilotflame requires, but not pilotflame."""
-    remove = REMOVE.format(site=SITE)
-    build = f'FROM {made_image()}\nCOPY root /\nRUN ["/usr/local/bin/python", "-c", "{remove}"]\n'
+    prepare = PREPARE.format(site=SITE)
+    build = f'FROM {made_image()}\nCOPY root /\nRUN ["/usr/local/bin/python", "-c", "{prepare}"]\n'
 
     def write(root: Path) -> None:
         for name in ("pip", "setuptools", "wheel"):

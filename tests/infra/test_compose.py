@@ -139,7 +139,7 @@ def test_the_gateway_serves_as_no_root_user_on_a_read_only_root(stack: Stack) ->
     assert described["EffectiveCaps"] in (None, [])
     key = stack.execute("pilotflame", "keys", "create", "deployer", "--scope", "admin")
     stack.execute("pilotflame", "init", "/tmp/greeter", "--template", "hello")
-    stack.execute("pilotflame", "deploy", "/tmp/greeter", PILOTFLAME_API_KEY=key)
+    stack.execute("pilotflame", "deploy", "/tmp/greeter", "--upload", PILOTFLAME_API_KEY=key)
     answer = stack.execute("pilotflame", "invoke", "greeter", '{"name": "Ada"}', PILOTFLAME_API_KEY=key)
     assert "Ada" in answer
 

@@ -51,7 +51,10 @@ async def test_a_gateway_serves_on_the_socket_of_systemd_and_requests_wait_for_i
 ) -> None:
     with socket.create_server(("127.0.0.1", 0), backlog=64) as sock:
         url = f"http://127.0.0.1:{sock.getsockname()[1]}"
-        async with httpx.AsyncClient(base_url=url, timeout=LIMIT_S) as client, activated(state, sock) as first:
+        async with (
+            httpx.AsyncClient(base_url=url, timeout=LIMIT_S) as client,
+            activated(state, sock) as first,
+        ):
             assert await listening(first) == url
             assert (await client.get("/healthz")).status_code == 200
             first.send_signal(signal.SIGTERM)
