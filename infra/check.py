@@ -38,7 +38,7 @@ KUBERNETES = "1.34"
 PROMTOOL = os.environ.get("PROMTOOL") or shutil.which("promtool") or ""
 # A directive that is not listed is most likely misspelt: systemd ignores those that it does not know.
 DIRECTIVES = {
-    "Unit": "After Description Documentation Wants",
+    "Unit": "After Description Wants",
     "Install": "WantedBy",
     "Socket": "Backlog ListenStream",
     "Service": """CacheDirectory CapabilityBoundingSet Delegate DynamicUser Environment EnvironmentFile ExecStart
@@ -109,9 +109,10 @@ def _scaled_queries(document: dict[str, Any]) -> Iterator[str]:
 
 def _knative_pod(document: dict[str, Any]) -> Iterator[str]:
     spec = document["spec"].get("template", {}).get("spec", {})
-    pod = {key: spec[key] for key in ("containers", "volumes", "automountServiceAccountToken") if key in spec}
+    own = ("containerConcurrency", "timeoutSeconds")
+    pod = deepcopy({key: value for key, value in spec.items() if key not in own})
     # Knative names the container and its probes' port itself.
-    for container in (pod := deepcopy(pod)).get("containers", ()):
+    for container in pod.get("containers", ()):
         container.setdefault("name", "user-container")
         for probe in ("readinessProbe", "livenessProbe", "startupProbe"):
             if (get := container.get(probe, {}).get("httpGet")) is not None:

@@ -41,10 +41,20 @@ class Autoscaling(Strict):
     target: WholeText | None = Field(None, alias="autoscaling.knative.dev/target")
     utilization: WholeText | None = Field(None, alias="autoscaling.knative.dev/target-utilization-percentage")
     scale_down_delay: Duration | None = Field(None, alias="autoscaling.knative.dev/scale-down-delay")
+    initial_scale: WholeText | None = Field(None, alias="autoscaling.knative.dev/initial-scale")
+    activation_scale: WholeText | None = Field(None, alias="autoscaling.knative.dev/activation-scale")
+    window: Duration | None = Field(None, alias="autoscaling.knative.dev/window")
+    retention: Duration | None = Field(
+        None, alias="autoscaling.knative.dev/scale-to-zero-pod-retention-period"
+    )
 
 
 class TemplateMetadata(Strict):
     annotations: Autoscaling
+
+
+class SecretName(Strict):
+    name: Text
 
 
 class KnativeRevision(Strict):
@@ -53,12 +63,8 @@ class KnativeRevision(Strict):
     containers: list[dict[str, Any]] = Field(min_length=1, max_length=1)
     volumes: list[dict[str, Any]] = []
     automount_service_account_token: bool = Field(True, alias="automountServiceAccountToken")
-
-    def pod(self) -> dict[str, Any]:
-        """Return the fields that a pod has, too."""
-        return self.model_dump(
-            by_alias=True, include={"containers", "volumes", "automount_service_account_token"}
-        )
+    service_account_name: Text | None = Field(None, alias="serviceAccountName")
+    image_pull_secrets: list[SecretName] = Field([], alias="imagePullSecrets")
 
 
 class KnativeTemplate(Strict):
@@ -93,11 +99,19 @@ class PrometheusQuery(Strict):
     query: Text
     threshold: Annotated[str, Field(pattern=r"^[0-9.]+$")]
     activation_threshold: Annotated[str, Field(pattern=r"^[0-9.]+$", alias="activationThreshold")] = "0"
+    auth_modes: Literal["basic", "bearer", "tls", None] = Field(None, alias="authModes")
+    ignore_null_values: Literal["true", "false"] = Field("true", alias="ignoreNullValues")
+
+
+class Authentication(Strict):
+    name: Text
+    kind: Literal["TriggerAuthentication", "ClusterTriggerAuthentication"] = "TriggerAuthentication"
 
 
 class PrometheusTrigger(Strict):
     type: Literal["prometheus"]
     metadata: PrometheusQuery
+    authentication: Authentication | None = Field(None, alias="authenticationRef")
 
 
 class InterceptorName(Strict):
@@ -137,6 +151,8 @@ class ScaledObjectSpec(Strict):
     most: int = Field(ge=1, alias="maxReplicaCount")
     polling_interval: int = Field(30, ge=1, alias="pollingInterval")
     cooldown_period: int = Field(300, ge=0, alias="cooldownPeriod")
+    initial_cooldown_period: int = Field(0, ge=0, alias="initialCooldownPeriod")
+    idle_replicas: int | None = Field(None, ge=0, alias="idleReplicaCount")
     fallback: Fallback | None = None
     advanced: Advanced | None = None
     triggers: list[Annotated[PrometheusTrigger | PushTrigger, Field(discriminator="type")]] = Field(
@@ -205,6 +221,8 @@ class Endpoint(Strict):
     port: Text
     path: Text
     interval: Duration
+    scrape_timeout: Duration | None = Field(None, alias="scrapeTimeout")
+    scheme: Literal["http", "https"] = "http"
     authorization: Authorization
 
 

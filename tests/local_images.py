@@ -78,7 +78,8 @@ def _add_distribution(root: Path, name: str, only: str = "") -> None:
     for file in importlib.metadata.files(name) or ():
         if ".." not in file.parts and only in str(file):
             (root / SITE / file).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(file.locate(), root / SITE / file)
+            # With its time, by which Python knows that a compiled module is valid.
+            shutil.copy2(file.locate(), root / SITE / file)
 
 
 def _add_program(root: Path, program: Path, path: str) -> None:
