@@ -139,14 +139,14 @@ def _fill(root: Path) -> None:
     shutil.copytree(sysconfig.get_path("stdlib"), library, ignore=_SKIPPED)
     _install("pilotflame", library)
     lent = Path(sysconfig.get_path("purelib"), "torch", "lib").glob("*.so*")
-    _add_libraries(root, [interpreter, *root.rglob("*.so*"), *lent])
+    copy_libraries(root, [interpreter, *root.rglob("*.so*"), *lent])
     for name in ("tmp", "proc", "dev", "sys", "etc", "run"):
         (root / name).mkdir(exist_ok=True)
 
 
 def _fill_torch(root: Path) -> None:
     _install("torch", root / LIBRARY)
-    _add_libraries(root, list(root.rglob("*.so*")))
+    copy_libraries(root, list(root.rglob("*.so*")))
 
 
 def _install(name: str, library: Path) -> None:
@@ -177,6 +177,13 @@ def _mounts(name: str) -> list[str]:
     return [f"{source}:{target}:ro" for source, target in places if source.exists()]
 
 
+def copy_libraries(root: Path, programs: list[Path]) -> None:
+    """Copy the shared libraries that these programs and libraries need to the same paths below `root`."""
+    for needed in (path for path in shared_libraries(programs) if not path.startswith(sys.prefix)):
+        (root / needed.lstrip("/")).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(needed, root / needed.lstrip("/"))
+
+
 def _required(name: str, found: set[str]) -> set[str]:
     """Return the names of a distribution and of all that it requires."""
     if name not in found and (distribution := _installed(name)) is not None:
@@ -190,13 +197,6 @@ def _required(name: str, found: set[str]) -> set[str]:
 def _installed(name: str) -> importlib.metadata.Distribution | None:
     """Return an installed distribution. The working directory, which may hold build files, is not searched."""
     return next(iter(importlib.metadata.distributions(name=name, path=[sysconfig.get_path("purelib")])), None)
-
-
-def _add_libraries(root: Path, files: list[Path]) -> None:
-    """Copy the shared libraries that `files` need and that are not among them."""
-    for needed in (path for path in shared_libraries(files) if not path.startswith(sys.prefix)):
-        (root / needed.lstrip("/")).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(needed, root / needed.lstrip("/"))
 
 
 def shared_libraries(files: list[Path]) -> set[str]:
