@@ -19,6 +19,7 @@ import uvloop
 from containers import REQUIRED as CONTAINERS_REQUIRED
 from live import Function, Gate, Gateway, gateway_here, short_folder
 from pilotflame.snapshot.caching.memory import unmount
+from pilotflame.snapshot.caching.stored import is_mounted
 
 # Half of hypothesis' default number of examples keeps CI short. PILOTFLAME_TEST_EXAMPLES draws more.
 hypothesis.settings.register_profile(
@@ -47,6 +48,9 @@ def _memory_given_back() -> Iterator[None]:
     before = set(shared.glob(f"pilotflame-{os.getuid()}-*"))
     yield
     for root in set(shared.glob(f"pilotflame-{os.getuid()}-*")) - before:
+        if any(is_mounted(folder) for folder in root.glob("snapshots/*")):
+            # A container of another test session uses it.
+            continue
         if root.is_mount():
             unmount(root)
         shutil.rmtree(root, ignore_errors=True)

@@ -228,5 +228,6 @@ async def test_the_first_answer_comes_while_weights_arrive_and_a_killed_fetcher_
         assert response.status_code >= 500 or response.json()["answer"] == weights.right, response.text
         await function.settled(ready=0)
         answer = await function.call()
+        assert answer.status_code == 200, answer.text
         assert answer.json()["answer"] == weights.right
         assert parse_server_timing(answer.headers["server-timing"])["fetch"] > 0
