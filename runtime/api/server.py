@@ -53,11 +53,44 @@ def url_of(sock: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
+class HttpServer:
+    """The gateway's HTTP server, which first sends its clients away when the gateway is to end."""
+
+    def __init__(self, fast_path: FastPath) -> None:
+        self._fast_path = fast_path
+        self._servers: list[asyncio.Server] = []
+        self._leaving = False
+
+    async def listen(
+        self, accept: Callable[[], asyncio.Protocol], socks: Sequence[socket.socket]
+    ) -> list[asyncio.Server]:
+        """Accept connections on `socks`."""
+        loop = asyncio.get_running_loop()
+        self._servers = [await loop.create_server(accept, sock=sock, backlog=BACKLOG) for sock in socks]
+        return self._servers
+
+    def send_away(self) -> None:
+        """From now on, close each connection after its next response, so that clients connect elsewhere."""
+        self._leaving = True
+        self._fast_path.close()
+
+    def stop_accepting(self) -> None:
+        """Refuse new connections of other programs. The control socket stays open."""
+        for server in self._servers:
+            if server.sockets and server.sockets[0].family != socket.AF_UNIX:
+                server.close()
+
+    async def on_prepare(self, _request: web.Request, response: web.StreamResponse) -> None:
+        if self._leaving:
+            response.headers["Connection"] = "close"
+            response.force_close()
+
+
 @contextlib.asynccontextmanager
 async def http_server(
     socks: Sequence[socket.socket], routes: Sequence[Route], middlewares: Sequence[Middleware],
     fast_path: FastPath, header_timeout_s: float, on_prepare: Sequence[OnPrepare] = (),
-) -> AsyncIterator[None]:  # fmt: skip
+) -> AsyncIterator[HttpServer]:  # fmt: skip
     """Serve `routes` on `socks` inside the block. At its end, requests have one more second.
 
     Each of `on_prepare` is called with the request and the response before the response's header is sent. If the installed aiohttp does not support `fast_path`, log a message and serve without it.
@@ -65,9 +98,10 @@ async def http_server(
     if missing := missing_internals():
         LOG.warning(NO_FAST_PATH.format(version=aiohttp.__version__, names=", ".join(missing)))
         middlewares = [header_timer, *middlewares]
+    http = HttpServer(fast_path)
     app = web.Application(client_max_size=MAX_ARCHIVE_BYTES, middlewares=middlewares)
     app.add_routes(aiohttp_routes(routes))
-    app.on_response_prepare.extend([complete_headers, *on_prepare])
+    app.on_response_prepare.extend([complete_headers, *on_prepare, http.on_prepare])
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
     await runner.setup()
 
@@ -78,10 +112,9 @@ async def http_server(
             return ClientConnection(runner.server, header_timeout_s=header_timeout_s)
         return FastConnection(runner.server, fast_path, header_timeout_s=header_timeout_s)
 
-    loop = asyncio.get_running_loop()
-    servers = [await loop.create_server(accept, sock=sock, backlog=BACKLOG) for sock in socks]
+    servers = await http.listen(accept, socks)
     try:
-        yield
+        yield http
     finally:
         for server in servers:
             server.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from pydantic import BaseModel, Field, field_validator
@@ -82,6 +83,11 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
         description="With less free space for the state folder, /readyz answers 503, disk_full; 0: never.",
     )
     drain_s: Seconds = Field(30.0, description="Seconds that started invocations get at shutdown.")
+    lame_duck_s: Seconds | None = Field(
+        None,
+        description="Seconds after SIGTERM for which new requests are still served, before the shutdown begins, while"
+        " /readyz answers 503: balancers learn late. By default 3 if other machines can reach the gateway, else 0.",
+    )
     rest_mb: int | None = Field(
         None,
         ge=0,
@@ -115,19 +121,19 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
 
 def read_gateway_settings(
     environ: Mapping[str, str], *, config: Path | None = None, other_variables: Collection[str] = (),
-    **overrides: Any,
+    defaults: Mapping[str, Any] = MappingProxyType({}), **overrides: Any,
 ) -> GatewaySettings:  # fmt: skip
     """Return the gateway's settings. Raise SettingsError, which names all problems.
 
     A setting has the value of its override, else of its variable PILOTFLAME_<KEY> in `environ`, else of its
-    key in the TOML file `config`, else its default. An override of None does not count. Unknown keys and
+    key in the TOML file `config`, else that of `defaults`, else its default. An override of None does not count. Unknown keys and
     unknown variables PILOTFLAME_* are problems, except for the names in `other_variables`, which have another
     purpose.
     """
     known = {ENV_PREFIX + key.upper(): key for key in GatewaySettings.model_fields}
     found = {name for name in environ if name.startswith(ENV_PREFIX)}.difference(other_variables)
     problems = [unknown_key(name, known) for name in sorted(found - known.keys())]
-    raw: dict[str, Any] = {"state_dir": default_state_dir(environ)}
+    raw: dict[str, Any] = {"state_dir": default_state_dir(environ), **defaults}
     if config is not None:
         raw |= _read_config(config)
     raw |= {known[name]: environ[name] for name in found & known.keys()}
