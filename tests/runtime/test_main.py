@@ -11,7 +11,7 @@ import httpx
 import psutil
 import pytest
 from blockbuster import blockbuster_ctx
-from live import LIMIT_S, Gate, failure, gateway_here, gateway_process, gone
+from live import LIMIT_S, Gate, Gateway, failure, gateway_here, gateway_process, gone, until
 from pilotflame.errors import GatewayError
 from pilotflame.runtime.functions.registry import Functions
 from pilotflame.runtime.main import run
@@ -20,6 +20,20 @@ from pilotflame.runtime.settings.gateway_settings import GatewaySettings
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 WAITS = "import gate\ndef handler(event):\n    gate.wait(str(event))\n    return event"
+
+
+async def refuses_connections(gateway: Gateway) -> None:
+    """Wait until the gateway has begun to shut down. Its control socket stays open."""
+
+    async def refused() -> bool:
+        try:
+            async with httpx.AsyncClient() as client:
+                await client.get(f"{gateway.url}/readyz")
+        except httpx.ConnectError:
+            return True
+        return False
+
+    await until(refused, "a refused connection")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -32,12 +46,13 @@ async def test_a_signal_drains(state, gate: Gate, number: signal.Signals):
         assert gateway.process is not None
         processes = psutil.Process(gateway.process.pid).children(recursive=True)
         gateway.process.send_signal(number)
-        while (response := await gateway.client.get("/readyz")).status_code == 200:
-            pass
-        assert response.status_code == 503
-        late = await function.call("late")
-        assert failure(late)["status"] == 503
-        assert "retry-after" in late.headers
+        await refuses_connections(gateway)
+        async with gateway.at_home() as home:
+            response = await home.get("/readyz")
+            assert (response.status_code, response.json()) == (503, {"status": "draining"})
+            late = await home.post(function.path, json="late")
+            assert failure(late)["status"] == 503
+            assert "retry-after" in late.headers
         gate.open()
         assert await asyncio.gather(*calls) == list(range(6))
         async with asyncio.timeout(LIMIT_S):
@@ -70,8 +85,7 @@ async def test_a_second_signal_ends_at_once(state, gate: Gate):
         worker = (await gate.next()).pid
         assert gateway.process is not None
         gateway.process.terminate()
-        while (await gateway.client.get("/readyz")).status_code == 200:
-            pass
+        await refuses_connections(gateway)
         gateway.process.terminate()
         async with asyncio.timeout(LIMIT_S):
             assert await gateway.process.wait() == -signal.SIGTERM
