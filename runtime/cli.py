@@ -16,6 +16,7 @@ from .commands.first_process import become_child_of_init
 from .commands.lazy_group import LazyGroup
 
 PROGRAM = "pilotflame"
+_FILE = click.Path(dir_okay=False, path_type=Path)
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True}
 # For each command its module in `commands`, and the first sentence of its help.
 COMMANDS = {
@@ -82,6 +83,8 @@ def _gateway_options(command: Any) -> Any:
 @options.optional_source
 @_gateway_options
 @click.option("--drain", "drain_s", type=float, metavar="SECONDS", help="Time for calls at shutdown.")
+@click.option("--tls-cert", type=_FILE, help="Serve HTTPS, with the certificate chain in this PEM file.")
+@click.option("--tls-key", type=_FILE, help="The PEM file with the key of --tls-cert.")
 @click.option("--auth", type=click.Choice(["auto", "always"]), help="When to ask for keys.  [default: auto]")
 @click.option("--json", "as_json", is_flag=True, help='Print {"url": ...} on stdout once it listens.')
 def serve(

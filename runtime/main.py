@@ -40,6 +40,7 @@ from .api.revisions import RevisionsApi
 from .api.routes import Route, error_formats
 from .api.server import HttpServer, bind, http_server, url_of
 from .api.standalone import PLATFORM, Standalone
+from .api.tls import Certificate
 from .api.webhooks import WebhooksApi
 from .commands.watch import watch
 from .dialects.registry import dialect_routes
@@ -177,11 +178,13 @@ async def startup(
     logs = await _open_logs(state, settings, stack)
     store = Store(state, LOG.warning, Retention(settings.keep_revisions, settings.keep_revisions_bytes))
     await asyncio.to_thread(store.start)
+    certificate = _load_certificate(settings, stack)
     sock = stack.enter_context(bind(settings.host, settings.port))
+    url = url_of(sock, tls=certificate is not None)
     local = is_loopback(sock.getsockname()[0])
     keyring, secrets = await asyncio.to_thread(_load_access, state)
     if not local and not keyring.exists and alone is None:
-        LOG.warning(NO_KEY_YET.format(url=url_of(sock), state=shlex.quote(str(state))))
+        LOG.warning(NO_KEY_YET.format(url=url, state=shlex.quote(str(state))))
 
     listener = _listen(state, stack)
     tasks = await stack.enter_async_context(BackgroundTasks())
@@ -245,11 +248,11 @@ async def startup(
                 *([standalone.hold] if standalone is not None else []),
             ],
             FastPath(gateway, functions, guard, routes, requests, alone.name if alone is not None else ""),
-            settings.header_timeout_s, [cors.on_prepare],
+            settings.header_timeout_s, [cors.on_prepare], certificate.context if certificate is not None else None,
         )
     )  # fmt: skip
     server = Server(
-        url_of(sock), functions, admin, tasks, jobs, sources, http, standalone, _lame_duck_s(settings, local=local)
+        url, functions, admin, tasks, jobs, sources, http, standalone, _lame_duck_s(settings, local=local)
     )  # fmt: skip
     stack.push_async_callback(shutdown, server)
     return server
@@ -263,6 +266,17 @@ async def _open_logs(state: Path, settings: GatewaySettings, stack: contextlib.A
     logs = Logs(files)
     stack.enter_context(gateway_logging(logs, settings.log_level, settings.log_format))
     return logs
+
+
+def _load_certificate(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -> Certificate | None:
+    """Return the certificate if the gateway serves HTTPS. SIGHUP lets it be read again."""
+    if settings.tls_cert is None or settings.tls_key is None:
+        return None
+    certificate = Certificate(settings.tls_cert, settings.tls_key)
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGHUP, certificate.reload)
+    stack.callback(loop.remove_signal_handler, signal.SIGHUP)
+    return certificate
 
 
 def _listen(state: Path, stack: contextlib.AsyncExitStack) -> Listener:

@@ -82,7 +82,7 @@ class Instance:
 
     async def wait_unready(self) -> None:
         """Probe until /readyz fails, as a kubelet does."""
-        while await self.status("/readyz") == 200:
+        while await self.status("/readyz") == 200:  # noqa: ASYNC110  a kubelet polls
             await asyncio.sleep(PROBE_S)
 
     def terminate(self) -> None:

@@ -6,8 +6,9 @@ import asyncio
 import contextlib
 import logging
 import socket
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import aiohttp
 from aiohttp import web
@@ -48,25 +49,29 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
-def url_of(sock: socket.socket) -> str:
-    host, port = sock.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+def url_of(sock: socket.socket, *, tls: bool = False) -> str:
+    (host, port), scheme = sock.getsockname()[:2], "https" if tls else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 class HttpServer:
     """The gateway's HTTP server, which first sends its clients away when the gateway is to end."""
 
-    def __init__(self, fast_path: FastPath) -> None:
-        self._fast_path = fast_path
+    def __init__(self, fast_path: FastPath, tls: ssl.SSLContext | None) -> None:
+        self._fast_path, self._tls = fast_path, tls
         self._servers: list[asyncio.Server] = []
         self._leaving = False
 
     async def listen(
-        self, accept: Callable[[], asyncio.Protocol], socks: Sequence[socket.socket]
+        self, accept: Callable[[], asyncio.Protocol], socks: Sequence[socket.socket], header_timeout_s: float
     ) -> list[asyncio.Server]:
-        """Accept connections on `socks`."""
+        """Accept connections on `socks`, with TLS on those of other programs than our own."""
         loop = asyncio.get_running_loop()
-        self._servers = [await loop.create_server(accept, sock=sock, backlog=BACKLOG) for sock in socks]
+        for sock in socks:
+            tls: dict[str, Any] = {}
+            if self._tls is not None and sock.family != socket.AF_UNIX:
+                tls = {"ssl": self._tls, "ssl_handshake_timeout": header_timeout_s}
+            self._servers.append(await loop.create_server(accept, sock=sock, backlog=BACKLOG, **tls))
         return self._servers
 
     def send_away(self) -> None:
@@ -90,6 +95,7 @@ class HttpServer:
 async def http_server(
     socks: Sequence[socket.socket], routes: Sequence[Route], middlewares: Sequence[Middleware],
     fast_path: FastPath, header_timeout_s: float, on_prepare: Sequence[OnPrepare] = (),
+    tls: ssl.SSLContext | None = None,
 ) -> AsyncIterator[HttpServer]:  # fmt: skip
     """Serve `routes` on `socks` inside the block. At its end, requests have one more second.
 
@@ -98,7 +104,7 @@ async def http_server(
     if missing := missing_internals():
         LOG.warning(NO_FAST_PATH.format(version=aiohttp.__version__, names=", ".join(missing)))
         middlewares = [header_timer, *middlewares]
-    http = HttpServer(fast_path)
+    http = HttpServer(fast_path, tls)
     app = web.Application(client_max_size=MAX_ARCHIVE_BYTES, middlewares=middlewares)
     app.add_routes(aiohttp_routes(routes))
     app.on_response_prepare.extend([complete_headers, *on_prepare, http.on_prepare])
@@ -112,7 +118,7 @@ async def http_server(
             return ClientConnection(runner.server, header_timeout_s=header_timeout_s)
         return FastConnection(runner.server, fast_path, header_timeout_s=header_timeout_s)
 
-    servers = await http.listen(accept, socks)
+    servers = await http.listen(accept, socks, header_timeout_s)
     try:
         yield http
     finally:

@@ -18,6 +18,8 @@ from ...errors import CodeError, GatewayError, PilotflameError
 from ...snapshot.sources.locate import is_remote
 
 if TYPE_CHECKING:
+    import ssl
+
     from ..settings.gateway_settings import GatewaySettings
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -26,6 +28,7 @@ DEFAULT_URL = "http://127.0.0.1:8600"
 URL_VARIABLE = "PILOTFLAME_URL"
 KEY_VARIABLE = "PILOTFLAME_API_KEY"
 CONFIG_VARIABLE = "PILOTFLAME_CONFIG"
+CA_VARIABLE = "PILOTFLAME_CA"
 STATE_VARIABLE = "PILOTFLAME_STATE_DIR"
 INPUT_FILE = "test_input.json"
 
@@ -197,10 +200,29 @@ def gateway_settings(
 
     if config is None and (named := os.environ.get(CONFIG_VARIABLE)):
         config = Path(named)
-    other = (URL_VARIABLE, KEY_VARIABLE, CONFIG_VARIABLE)
+    other = (URL_VARIABLE, KEY_VARIABLE, CONFIG_VARIABLE, CA_VARIABLE)
     return read_gateway_settings(
         os.environ, config=config, other_variables=other, defaults=defaults or {}, **overrides
     )
+
+
+def trusted_authorities() -> ssl.SSLContext | None:
+    """Return what makes a gateway's certificate valid: the file PILOTFLAME_CA, or SSL_CERT_FILE.
+
+    None if neither is set: then the well-known authorities count. Raise GatewayError if it cannot be read.
+    """
+    # The import takes time, and only commands that send requests need it.
+    import ssl  # noqa: PLC0415
+
+    variable = next((name for name in (CA_VARIABLE, "SSL_CERT_FILE") if os.environ.get(name)), None)
+    if variable is None:
+        return None
+    try:
+        return ssl.create_default_context(cafile=os.environ[variable])
+    except OSError as error:
+        why = getattr(error, "reason", "") or error.strerror
+        wrong = f"{variable} is {os.environ[variable]}, which holds no certificate that can be read: {why}."
+        raise GatewayError(wrong, remedy="Name a PEM file with the authority's certificate.") from None
 
 
 def event_body(event: str | None) -> bytes:

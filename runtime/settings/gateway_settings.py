@@ -6,9 +6,9 @@ import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, Field, field_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 from .validation import (
     ENV_PREFIX,
@@ -53,6 +53,11 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
         description="Folder of the node's cache of fetched snapshots.",
         json_schema_extra={"shown_default": "~/.cache/pilotflame/snapshots"},
     )
+    tls_cert: Path | None = Field(
+        None,
+        description="File with the certificate chain, in PEM, with which the gateway serves HTTPS; read again when it changes.",
+    )
+    tls_key: Path | None = Field(None, description="File with the private key of tls_cert, in PEM.")
     engine: str | None = Field(
         None,
         pattern=r"^(unix|tcp|http|https)://.",
@@ -113,10 +118,17 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
         """Split a text, which is the value of an environment variable."""
         return split_text(values)
 
-    @field_validator("state_dir", "cache_dir")
+    @field_validator("state_dir", "cache_dir", "tls_cert", "tls_key")
     @classmethod
-    def _absolute(cls, folder: Path) -> Path:
-        return folder.expanduser().absolute()
+    def _absolute(cls, path: Path | None) -> Path | None:
+        return None if path is None else path.expanduser().absolute()
+
+    @model_validator(mode="after")
+    def _certificate_with_key(self) -> Self:
+        for one, other in (("tls_cert", "tls_key"), ("tls_key", "tls_cert")):
+            if getattr(self, one) is not None and getattr(self, other) is None:
+                raise ValueError(f"{one} is set, but {other} is not; HTTPS needs both")
+        return self
 
 
 def read_gateway_settings(
@@ -147,6 +159,6 @@ def _read_config(file: Path) -> dict[str, Any]:
     """Return the settings in a file. A relative path in it is relative to the file's folder."""
     raw = read_toml(file)
     for key, field in GatewaySettings.model_fields.items():
-        if field.annotation is Path and isinstance(raw.get(key), str):
+        if field.annotation in (Path, Path | None) and isinstance(raw.get(key), str):
             raw[key] = file.absolute().parent / Path(raw[key]).expanduser()
     return raw
