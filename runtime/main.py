@@ -145,7 +145,7 @@ def run(
                 on_listening(server.url)
                 if server.standalone is not None:
                     opening = _open(server.standalone, server.functions, deployment, stop)
-                    server.tasks.create_task(opening, name="deploy")
+                    server.standalone.follow(server.tasks.create_task(opening, name="deploy"))
                 elif folder is not None:
                     follow = functools.partial(watch, folder, server.functions, deployment, stop)
                     server.tasks.keep(follow, name="watch")
@@ -314,6 +314,8 @@ async def shutdown(server: Server) -> None:
     """Refuse new work, finish what runs, and release messages of event sources that no job is running for."""
     server.leave()
     server.http.stop_accepting()
+    if server.standalone is not None:
+        await server.standalone.close()
     server.jobs.stop()
     # Not a task group of their own: if one failed, it would cancel the other.
     parts = (server.sources.close(), server.functions.close())

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from aiohttp import web
 
-from ...errors import ActivationTimeout, QueueFull
+from ...errors import ActivationTimeout, GatewayError, QueueFull
 from ..access.keys import Caller, Scope
 from ..functions.registry import Functions
 from ..settings.function_settings import FunctionSettings
@@ -45,6 +45,8 @@ class Standalone:
             if route.scope is Scope.INVOKE and route.method in ("POST", "PUT")
         }
         self._live = asyncio.Event()
+        self._closing = False
+        self._deploying: asyncio.Task[None] | None = None
         self._held = 0
 
     def is_starting(self) -> bool:
@@ -52,8 +54,20 @@ class Standalone:
         live = [live for live in self._functions.all() if live.record.function == self.name]
         return not (live and live[0].revision.pool.ready)
 
+    def follow(self, deploying: asyncio.Task[None]) -> None:
+        """Remember the task of the first deploy, which `close` ends."""
+        self._deploying = deploying
+
     def open(self) -> None:
         """Let the requests continue that have waited for the first deploy."""
+        self._live.set()
+
+    async def close(self) -> None:
+        """Give the first deploy up if it still runs, and refuse the requests that wait for it."""
+        self._closing = not self._live.is_set()
+        if self._deploying is not None and not self._deploying.done():
+            self._deploying.cancel()
+            await asyncio.wait([self._deploying])
         self._live.set()
 
     @web.middleware
@@ -89,3 +103,5 @@ class Standalone:
             raise ActivationTimeout(message, remedy=remedy) from None
         finally:
             self._held -= 1
+        if self._closing:
+            raise GatewayError(f"{self.name} has not started.", remedy="Try again at another instance.")
