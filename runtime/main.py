@@ -9,6 +9,7 @@ import gc
 import logging
 import shlex
 import signal
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +73,8 @@ YOUNG_OBJECTS = 20_000
 # How long a gateway that other machines can reach serves new requests after SIGTERM. Kubernetes tells balancers
 # at the same time as the process, and they need a second or two.
 LAME_DUCK_S = 3.0
+# How long slow readers get at least for answers that are made.
+LAST_BYTES_S = 1.0
 NO_KEY_YET = (
     "{url} can be reached by other machines, and there is no API key yet: all routes except /healthz and"
     " /readyz refuse requests. Create a key: pilotflame keys create NAME --scope admin --state-dir {state}"
@@ -312,6 +315,7 @@ def _open_audit(routes: Sequence[Route], logs: Logs, stack: contextlib.AsyncExit
 
 async def shutdown(server: Server) -> None:
     """Refuse new work, finish what runs, and release messages of event sources that no job is running for."""
+    begun_s = time.monotonic()
     server.leave()
     server.http.stop_accepting()
     if server.standalone is not None:
@@ -320,6 +324,7 @@ async def shutdown(server: Server) -> None:
     # Not a task group of their own: if one failed, it would cancel the other.
     parts = (server.sources.close(), server.functions.close())
     await asyncio.wait([server.tasks.create_task(part) for part in parts])
+    await server.http.finish(max(LAST_BYTES_S, begun_s + server.functions.drain_s - time.monotonic()))
 
 
 def _lame_duck_s(settings: GatewaySettings, *, local: bool) -> float:

@@ -57,8 +57,8 @@ def url_of(sock: socket.socket, *, tls: bool = False) -> str:
 class HttpServer:
     """The gateway's HTTP server, which first sends its clients away when the gateway is to end."""
 
-    def __init__(self, fast_path: FastPath, tls: ssl.SSLContext | None) -> None:
-        self._fast_path, self._tls = fast_path, tls
+    def __init__(self, runner: web.AppRunner, fast_path: FastPath, tls: ssl.SSLContext | None) -> None:
+        self._runner, self._fast_path, self._tls = runner, fast_path, tls
         self._servers: list[asyncio.Server] = []
         self._leaving = False
 
@@ -85,6 +85,14 @@ class HttpServer:
             if server.sockets and server.sockets[0].family != socket.AF_UNIX:
                 server.close()
 
+    async def finish(self, timeout_s: float) -> None:
+        """Wait until the answers of all invocations have been sent, also to slow readers. Close their connections."""
+        server = self._runner.server
+        connections = server.connections if server is not None else []
+        sending = [one.finish() for one in connections if isinstance(one, FastConnection)]
+        if waits := [one for one in sending if one is not None]:
+            await asyncio.wait(waits, timeout=timeout_s)
+
     async def on_prepare(self, _request: web.Request, response: web.StreamResponse) -> None:
         if self._leaving:
             response.headers["Connection"] = "close"
@@ -104,11 +112,11 @@ async def http_server(
     if missing := missing_internals():
         LOG.warning(NO_FAST_PATH.format(version=aiohttp.__version__, names=", ".join(missing)))
         middlewares = [header_timer, *middlewares]
-    http = HttpServer(fast_path, tls)
     app = web.Application(client_max_size=MAX_ARCHIVE_BYTES, middlewares=middlewares)
     app.add_routes(aiohttp_routes(routes))
-    app.on_response_prepare.extend([complete_headers, *on_prepare, http.on_prepare])
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
+    http = HttpServer(runner, fast_path, tls)
+    app.on_response_prepare.extend([complete_headers, *on_prepare, http.on_prepare])
     await runner.setup()
 
     def accept() -> asyncio.Protocol:

@@ -64,6 +64,35 @@ async def test_a_signal_drains(state, gate: Gate, number: signal.Signals):
         assert not (state / "run" / "link.sock").exists()
 
 
+BIG = "def handler(event):\n    return b'x' * 16_000_000"
+BIG_STREAM = "def handler(event):\n    for _ in range(32):\n        yield 'x' * 500_000"
+
+
+@pytest.mark.parametrize(("handler", "more"), [(BIG, ""), (BIG, "Prefer: x\r\n"), (BIG_STREAM, "")])
+async def test_slow_readers_get_their_whole_answer(state, handler: str, more: str):
+    async with gateway_process(state) as gateway:
+        function = await gateway.deploy(handler, {"scale.min": 1})
+        with socket.socket() as sock:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+            sock.connect(gateway.address)
+            sock.setblocking(False)
+            reader, writer = await asyncio.open_connection(sock=sock, limit=65536)
+            head = f"POST {function.path} HTTP/1.1\r\nHost: localhost\r\n{more}Content-Length: 0\r\n\r\n"
+            writer.write(head.encode())
+            received = len(await reader.readuntil(b"\r\n\r\n"))
+            assert gateway.process is not None
+            gateway.process.terminate()
+            # Longer than aiohttp lets anything go on.
+            await asyncio.sleep(2.5)
+            assert gateway.process.returncode is None
+            while piece := await reader.read(1 << 20):
+                received += len(piece)
+            writer.close()
+        assert received > 16_000_000
+        async with asyncio.timeout(LIMIT_S):
+            assert await gateway.process.wait() == 0
+
+
 async def test_a_drain_ends_in_time(state, gate: Gate):
     async with gateway_process(state, drain_s=0.1) as gateway:
         function = await gateway.deploy(WAITS, {"scale.max": 1}, gate=gate)
