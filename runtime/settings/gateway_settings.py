@@ -42,7 +42,12 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
     """
 
     host: str = Field("127.0.0.1", min_length=1, description="Address to listen on.")
-    port: int = Field(8600, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
+    port: int = Field(
+        8600,
+        ge=0,
+        le=65535,
+        description="Port to listen on; 0 takes a free one. For `serve`, a platform's $PORT replaces the default.",
+    )
     state_dir: Path = Field(
         default_factory=default_state_dir,
         description="Folder of everything deployed.",
