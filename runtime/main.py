@@ -36,6 +36,7 @@ from .api.guard import Guard
 from .api.invoke import Gateway
 from .api.logs import LogsApi
 from .api.openapi import OpenApi
+from .api.origins import Origins
 from .api.responses import ErrorResponses, compressed
 from .api.revisions import RevisionsApi
 from .api.routes import Route, error_formats
@@ -44,7 +45,7 @@ from .api.standalone import PLATFORM, Standalone
 from .api.tls import Certificate
 from .api.webhooks import WebhooksApi
 from .commands.watch import watch
-from .dialects.registry import dialect_routes
+from .dialects.registry import Dialects
 from .events.sources import Sources
 from .functions.deploy import Deployment
 from .functions.registry import FunctionEvents, Functions
@@ -61,7 +62,7 @@ from .settings.function_settings import FunctionSettings, read_settings
 from .settings.gateway_settings import GatewaySettings
 from .settings.state_dir import is_disk_full, locked_state_dir
 from .telemetry.background import BackgroundTasks
-from .telemetry.gateway_log import gateway_logging, print_log
+from .telemetry.gateway_log import Format, gateway_logging, print_log
 from .telemetry.log_files import ACCESS, AUDIT, LogFiles
 from .telemetry.logs import Logs
 from .telemetry.metrics import Metrics
@@ -219,17 +220,19 @@ async def startup(
         disk_full=functools.partial(is_disk_full, state, settings.min_free_bytes),
         starting=lambda: standalone is not None and standalone.is_starting(),
     )  # fmt: skip
-    backend = Backend(functions, jobs, metrics, settings.max_body_bytes, settings.body_timeout_s, state)
-    gateway = Gateway(backend)
+    backend = Backend(
+        functions, jobs, metrics, settings.max_body_bytes, settings.body_timeout_s, state,
+        Origins(settings.trusted_proxies),
+    )  # fmt: skip
+    gateway, dialects = Gateway(backend), Dialects(backend)
+    stack.callback(tasks.keep(dialects.sweep, name="files_sweep").cancel)
     apis = (
         gateway, admin, LogsApi(functions, logs), RevisionsApi(functions), AccessControl(keyring, secrets, functions),
         WebhooksApi(functions, jobs), DocsPage(),
     )  # fmt: skip
     own_routes = [route for api in apis for route in api.routes()]
-    rows = [*own_routes, *dialect_routes(backend)]
-    standalone = Standalone(alone, functions, rows) if alone is not None else None
-    if alone is not None:
-        stack.callback(tasks.create_task(print_log(logs.of_function(alone.name), settings.log_format)).cancel)
+    rows = [*own_routes, *dialects.routes()]
+    standalone = _standalone(alone, functions, rows, settings.log_format, stack)
     routes = OpenApi([*rows, *(standalone.routes if standalone is not None else [])], admin.statuses).routes
     cors = CrossOrigin(functions, routes, settings.cors_origins)
     guard = Guard(
@@ -332,6 +335,18 @@ def _lame_duck_s(settings: GatewaySettings, *, local: bool) -> float:
     if settings.lame_duck_s is not None:
         return settings.lame_duck_s
     return 0.0 if local else LAME_DUCK_S
+
+
+def _standalone(
+    alone: FunctionSettings | None, functions: Functions, rows: Sequence[Route], form: Format,
+    stack: contextlib.AsyncExitStack,
+) -> Standalone | None:  # fmt: skip
+    """Return what serves the only function, and print that function's log until `stack` closes."""
+    if alone is None:
+        return None
+    printing = print_log(functions.logs.of_function(alone.name), form)
+    stack.callback(functions.tasks.create_task(printing).cancel)
+    return Standalone(alone, functions, rows)
 
 
 async def _open(standalone: Standalone, functions: Functions, deployment: Deployment, stop: Stop) -> None:
