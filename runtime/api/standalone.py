@@ -50,9 +50,9 @@ class Standalone:
         self._held = 0
 
     def is_starting(self) -> bool:
-        """Return True if no worker is ready."""
+        """Return True if no worker is ready, or only one of an older revision, from a state folder that was kept."""
         live = [live for live in self._functions.all() if live.record.function == self.name]
-        return not (live and live[0].revision.pool.ready)
+        return not (self._live.is_set() and live and live[0].revision.pool.ready)
 
     def follow(self, deploying: asyncio.Task[None]) -> None:
         """Remember the task of the first deploy, which `close` ends."""
