@@ -136,7 +136,9 @@ def run(
     if folder is not None and not folder.is_dir():
         raise GatewayError(f"{folder} is not a folder.", remedy="Give the folder that holds handler.py.")
     deployment = Deployment(path=folder, overrides=overrides or {}, standalone=standalone)
-    alone = read_settings(folder, overrides=overrides) if folder is not None and standalone else None
+    alone: FunctionSettings | None = None
+    if folder is not None and standalone:
+        alone = read_settings(folder, overrides=overrides, standalone=True)
 
     async def run_until_signal() -> None:
         stop = Stop()

@@ -37,10 +37,10 @@ class Certificate:
         try:
             self._seen = self._look()
             self._current = self._load()
+            self._warn_of_readers()
         except GatewayError as error:
             LOG.warning("the old TLS certificate stays in use: %s", error)
             return
-        self._warn_of_readers()
         LOG.info("the TLS certificate was read again from %s", self._chain)
 
     def _choose(self, connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:

@@ -20,7 +20,7 @@ from ...errors import RequirementsError, SettingsError, SnapshotError
 from ...handlers.dialects.recognise import recognise
 from ...snapshot.extras import is_installed, missing
 from ..link.worker_spec import WorkerSpec
-from ..settings.function_settings import FunctionSettings, Image, Resources, read_settings, setting_origins
+from ..settings.function_settings import FunctionSettings, read_settings, setting_origins
 from . import code, requirements
 from .archive import unpack
 from .cog_yaml import COG_YAML, CogYaml
@@ -45,9 +45,7 @@ class Deployment:
 
     Its code is the folder `path` on this node, or an uploaded `archive`, which is a tar.gz. `overrides` are
     settings that take precedence over pilotflame.toml. With `install`, requirements that are not met are
-    installed. With `check`, a worker is started to see that it gets ready. A `standalone` function is the only
-    one, in a container that a platform has started and scales: one worker is always there, and its own image and
-    limits do not count.
+    installed. With `check`, a worker is started to see that it gets ready. For `standalone` see `read_settings`.
     """
 
     path: Path | None = None
@@ -71,9 +69,9 @@ def prepare(store: Store, environments: Path, request: Deployment, log: Log) -> 
         undo.callback(shutil.rmtree, staged, ignore_errors=True)
         folder = _source_folder(request, staged_code)
         place = "the uploaded folder" if request.archive is not None else ""
-        settings = read_settings(folder, overrides=request.overrides, place=place)
-        if request.standalone:
-            settings = _alone(settings)
+        settings = read_settings(
+            folder, overrides=request.overrides, place=place, standalone=request.standalone
+        )
         cog = _cog_yaml(folder, settings.handler)
         settings = settings.model_copy(update={"env": cog.env() | dict(settings.env)})
         if request.authorize is not None:
@@ -113,12 +111,6 @@ def _fields(
         code_digest=code.code_digest(staged_code), settings=settings, snapshot_root=snapshot,
         snapshot_url=url, python=environment[0], requirements_digest=environment[1],
     )  # fmt: skip
-
-
-def _alone(settings: FunctionSettings) -> FunctionSettings:
-    """Return the settings for a function that runs in a container which a platform has started, and scales."""
-    scale = settings.scale.model_copy(update={"min": max(1, settings.scale.min)})
-    return settings.model_copy(update={"scale": scale, "image": Image(), "resources": Resources()})
 
 
 def worker_spec(store: Store, record: RevisionRecord, cache: Path) -> WorkerSpec:
