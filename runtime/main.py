@@ -60,12 +60,12 @@ from .launching.listener import Listener
 from .launching.process_launcher import ProcessLauncher
 from .settings.function_settings import FunctionSettings, read_settings
 from .settings.gateway_settings import GatewaySettings
-from .settings.state_dir import is_disk_full, locked_state_dir
+from .settings.state_dir import free_bytes, is_disk_full, locked_state_dir
 from .telemetry.background import BackgroundTasks
 from .telemetry.gateway_log import Format, gateway_logging, print_log
 from .telemetry.log_files import ACCESS, AUDIT, LogFiles
 from .telemetry.logs import Logs
-from .telemetry.metrics import Metrics
+from .telemetry.metrics import Metrics, Reading
 
 LOG = logging.getLogger(__name__)
 # How many new objects trigger a garbage collection. A request creates about twenty objects that the collector
@@ -215,7 +215,9 @@ async def startup(
     stack.push_async_callback(jobs.close)
     sources = Sources(jobs, tasks, functions.log, drain_s=settings.drain_s)
     _connect(events, functions, jobs, sources)
-    metrics.readers += [jobs.readings, sources.readings, keyring.readings]
+    metrics.readers += [
+        jobs.readings, sources.readings, keyring.readings, functools.partial(_disk_readings, state),
+    ]  # fmt: skip
 
     admin = Admin(
         functions, metrics, logs, local=local and alone is None,
@@ -300,6 +302,11 @@ def _launcher(
 ) -> LauncherByImage:
     containers = ContainerLauncher(settings.engine or find_engine(), listener, tasks, str(state), LOG.warning)
     return LauncherByImage(ProcessLauncher(listener, tasks), containers)
+
+
+async def _disk_readings(state: Path) -> list[Reading]:
+    free = await asyncio.to_thread(free_bytes, state)
+    return [Reading("state_free_bytes", "Free space for the state folder.", {(): free}, ())]
 
 
 def _load_access(state: Path) -> tuple[Keyring, Secrets]:
