@@ -118,7 +118,7 @@ def _fill(root: Path) -> None:
             if ".." not in file.parts and source.is_file():
                 (library / "site-packages" / file).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(source, library / "site-packages" / file)
-    for needed in _shared_libraries([interpreter, *root.rglob("*.so*")]):
+    for needed in shared_libraries([interpreter, *root.rglob("*.so*")]):
         (root / needed.lstrip("/")).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(needed, root / needed.lstrip("/"))
     for name in ("tmp", "proc", "dev", "sys", "etc", "run"):
@@ -140,7 +140,7 @@ def _installed(name: str) -> importlib.metadata.Distribution | None:
     return next(iter(importlib.metadata.distributions(name=name, path=[sysconfig.get_path("purelib")])), None)
 
 
-def _shared_libraries(files: list[Path]) -> set[str]:
+def shared_libraries(files: list[Path]) -> set[str]:
     listed = subprocess.run(
         ["ldd", *map(str, files)], capture_output=True, text=True, check=False, timeout=60
     )
