@@ -22,20 +22,12 @@ QUERY_TIMEOUT_S = 60.0
 EPOCH_VARIABLE = "SOURCE_DATE_EPOCH"
 Reason = Literal["base", "disk_full", "timeout", "push", "step"]
 
-# In the output of a failed build or push: what went wrong, and what the user can do. The first match counts.
-_CAUSES: tuple[tuple[str, Reason, str], ...] = (
-    (
-        r"no space left on device|disk quota exceeded",
-        "disk_full",
-        "Free space, for example with `{engine} image prune`.",
-    ),
-    (
-        r"(?s)(initializing source|failed to resolve source metadata|pull access denied|short-name resolution|"
-        r"error creating build container|failed to do request|unable to (pull|copy)|manifest unknown)"
-        r".*",
-        "base",
-        "Check the names of the base image (image.base) and of uv's image, the network, and `{engine} login`.",
-    ),
+SHOWN_LINES = 5
+_DISK_FULL = re.compile(r"no space left on device|disk quota exceeded", re.IGNORECASE)
+# What the engines write if an image cannot be pulled: podman and buildah, then docker.
+_NOT_PULLED = re.compile(
+    r"creating build container|initializing source|did not resolve to an alias|unable to copy from source"
+    r"|failed to resolve source metadata|pull access denied|failed to resolve reference"
 )
 
 
@@ -139,23 +131,26 @@ class ImageEngine:
             raise self._failure(command, outcome)
 
     def _failure(self, command: Literal["build", "push"], outcome: CommandOutcome) -> BuildFailed:
+        """Return the error. All lines were shown already, so its message has only the last of them."""
+        reason, remedy = self._cause(command, outcome)
+        how = f"did not end within {self.deadline_s:g} s" if outcome.late else f"failed ({outcome.status})"
+        last = "\n".join(outcome.lines[-SHOWN_LINES:])
+        details = {"reason": reason, "output": "\n".join(outcome.lines)}
+        return BuildFailed(f"{self.name} {command} {how}: \n{last}\n", remedy=remedy, details=details)
+
+    def _cause(self, command: Literal["build", "push"], outcome: CommandOutcome) -> tuple[Reason, str]:
+        """Return why a build or push failed, and what the user can do."""
         output = "\n".join(outcome.lines)
-        reason: Reason
         if outcome.late:
-            reason, remedy = "timeout", "Pass a longer --timeout."
-        elif command == "push" and not re.search(_CAUSES[0][0], output):
-            reason = "push"
-            remedy = f"Check the registry's name in --tag, the network, and `{self.name} login`."
-        else:
-            causes = ((kind, what) for pattern, kind, what in _CAUSES if re.search(pattern, output))
-            reason, remedy = next(causes, ("step", "Correct requirements.txt or [image] as its output says."))
-        how = (
-            f"did not end within {self.deadline_s:g} s"
-            if outcome.late
-            else f"failed (status {outcome.status})"
-        )
-        message = f"{self.name} {command} {how}; its last lines: \n{output}\n"
-        return BuildFailed(message, remedy=remedy.format(engine=self.name), details={"reason": reason})
+            return "timeout", "Pass a longer --timeout."
+        if _DISK_FULL.search(output):
+            return "disk_full", "Free space, for example that of unused images."
+        login = f"the network, and `{self.name} login`"
+        if command == "push":
+            return "push", f"Check the registry in --tag, {login}."
+        if _NOT_PULLED.search(output):
+            return "base", f"Check the names of image.base and of uv's image, {login}."
+        return "step", "Correct requirements.txt or [image] as its output says."
 
     def _query(self, *arguments: str) -> str:
         done = subprocess.run(

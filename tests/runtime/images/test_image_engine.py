@@ -27,6 +27,9 @@ def handler(event):
 """
 
 
+LIMITS = ("--ulimit", "nofile=1024:1024", "--ulimit", "nproc=1024:1024", "--network", "host")
+
+
 class Done(NamedTuple):
     code: int
     out: str
@@ -106,8 +109,7 @@ def test_the_list_of_packages_is_that_of_the_image(builder: Builder, built: dict
 
 def test_it_runs_read_only_and_without_rights(built: dict[str, Any]) -> None:
     script = "import os, sys; sys.path.insert(0, '/function'); import handler; print(os.getuid(), handler.handler(1))"
-    limits = ("--ulimit", "nofile=1024:1024", "--ulimit", "nproc=1024:1024", "--network", "host")
-    found = podman("run", "--rm", "--read-only", *limits, built["id"], "python", "-c", script)
+    found = podman("run", "--rm", "--read-only", *LIMITS, built["id"], "python", "-c", script)
     assert found == "65532 {'version': '1.0', 'echo': 1}"
 
 
@@ -140,17 +142,27 @@ def test_a_change_of_the_handler_rebuilds_the_last_layer_only(
     assert second["Config"]["Cmd"] == ["pilotflame", "serve", "/function", "--host", "0.0.0.0"]
 
 
-def test_the_printed_context_builds_without_us(
-    builder: Builder, built: dict[str, Any], tmp_path: Path
-) -> None:
-    printed = builder.run("--print")
-    done = builder.run("--context", tmp_path / "context")
+@pytest.mark.usefixtures("built")
+def test_the_printed_context_builds_without_us_also_with_weights(builder: Builder, tmp_path: Path) -> None:
+    weights = builder.folder / "weights"
+    weights.mkdir()
+    (weights / "model.safetensors").write_bytes(b"w")
+    (weights / "model.safetensors").chmod(0o600)
+    having = ("--snapshot", weights, "--with-weights")
+    printed = builder.run("--print", *having)
+    done = builder.run("--context", tmp_path / "context", *having)
+    shutil.rmtree(weights)
     assert done.code == 0, done.errors
     assert (tmp_path / "context" / "Containerfile").read_text() == printed.out
     tag = f"{builder.tag}-printed"
     try:
         podman("build", "-q", "-t", tag, *builder.options, str(tmp_path / "context"))
         assert inspected(tag)["Labels"]["pilotflame.function"] == "hello"
+        # The user of the image can read what the user who built it alone could.
+        script = "print(open('/function/weights/model.safetensors').read(), open('/function/pilotflame.toml').read())"
+        found = podman("run", "--rm", *LIMITS, tag, "python", "-c", script)
+        assert found.startswith("w ")
+        assert 'snapshot = "weights"' in found
     finally:
         podman("rmi", "--force", "--ignore", tag)
 
@@ -164,7 +176,8 @@ def test_failures_say_what_to_do(builder: Builder) -> None:
     try:
         error = builder.failure()
         assert error["details"]["reason"] == "step"
-        assert "tinything==9.9" in error["message"]
+        assert "tinything==9.9" in error["details"]["output"]
+        assert "exit status" in error["message"]
     finally:
         requirements.write_text("tinything==1.0\n")
 
@@ -188,7 +201,7 @@ def test_a_push_gives_the_digest_in_the_registry(
         assert any("Copying blob" in line for line in lines)
         with pytest.raises(BuildFailed, match="podman login") as caught:
             engine.push(refused)
-        assert caught.value.details == {"reason": "push"}
+        assert caught.value.details["reason"] == "push"
     finally:
         podman("rmi", "--force", tag, refused)
 
@@ -216,7 +229,32 @@ def test_a_build_has_a_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
     with pytest.raises(BuildFailed, match=r"(?s)did not end within 0\.5 s.*begun") as caught:
         ImageEngine("docker", print, 0.5).build(tmp_path, "hello", {})
-    assert caught.value.details == {"reason": "timeout"}
+    assert caught.value.details == {"reason": "timeout", "output": "begun"}
+
+
+@pytest.mark.parametrize(
+    ("command", "output", "reason"),
+    [
+        ("build", "ERROR: failed to solve: nope:1: failed to resolve source metadata for docker.io/library/nope:1: not found", "base"),
+        ("build", "Error response from daemon: pull access denied for nope, repository does not exist", "base"),
+        ("build", "Error: creating build container: short-name \"nope\" did not resolve to an alias", "base"),
+        ("build", "E: Unable to locate package nope", "step"),
+        ("build", "write /x: no space left on device", "disk_full"),
+        ("push", "denied: requested access to the resource is denied", "push"),
+        ("push", "Error: writing blob: No space left on device", "disk_full"),
+    ],
+)  # fmt: skip
+def test_what_engines_say_is_understood(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, output: str, reason: str
+) -> None:
+    (tmp_path / "docker").write_text(f"#!/bin/sh\ncat <<'END'\n{output}\nEND\nexit 125\n")
+    (tmp_path / "docker").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    engine = ImageEngine("docker", lambda _line: None, 30)
+    with pytest.raises(BuildFailed, match=f"docker {command} failed \\(125\\)") as caught:
+        engine.push("hello") if command == "push" else engine.build(tmp_path, "hello", {})
+    assert caught.value.details == {"reason": reason, "output": output}
+    assert caught.value.remedy
 
 
 def test_a_push_needs_a_name_with_a_registry(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
