@@ -124,15 +124,17 @@ def _build(
     name = f"{repository_of(tag)}@{digest}" if digest else built.id
     facts = {
         "image": name, "id": built.id, "digest": digest, "tag": tag, "size_bytes": built.size, "pushed": push,
-        "engine": runner.name, "seconds": round(time.monotonic() - started_s, 1), "notices": context.notices,
+        "engine": runner.name, "base": runner.pinned(context.recipe.base_image),
+        "seconds": round(time.monotonic() - started_s, 1), "notices": context.notices,
     }  # fmt: skip
     display.print_result(facts, _told(facts), as_json=as_json)
 
 
 def _told(facts: dict[str, Any]) -> str:
     size = f", {display.size(facts['size_bytes'])}" if facts["size_bytes"] else ""
+    base = f"\nits base image is {facts['base']}" if facts["base"] else ""
     return (
-        f"{facts['tag']} is {'pushed' if facts['pushed'] else 'built'} in {facts['seconds']} s{size}\n"
+        f"{facts['tag']} is {'pushed' if facts['pushed'] else 'built'} in {facts['seconds']} s{size}{base}\n"
         f"run it under a gateway: pilotflame deploy --set image.name={facts['image']}, or in pilotflame.toml:\n"
         f'[image]\nname = "{facts["image"]}"'
     )

@@ -21,7 +21,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import tomli_w
+from packaging.utils import canonicalize_name
 
+from ..._version import __version__
 from ...errors import BuildFailed, RequirementsError, SettingsError
 from ..functions import code
 from ..functions.cog_yaml import COG_YAML, CogYaml
@@ -76,10 +78,13 @@ def write_context(
     code.make_empty(target)
     code.copy_folder(source, target / CODE_FOLDER, exclude=weights)
     _write_settings(target / CODE_FOLDER, settings, inside)
-    lines = _write_requirements(source, target, cog)
+    wanted = _wanted(source, cog)
+    extras = _own_extras(wanted) | ({"s3"} if _needs_s3(settings) else set())
+    lines = [line for line in wanted if not _is_own(line)]
+    _write_requirements(target, lines)
     recipe = Recipe(
         function=settings.name, uv_version=metadata.version("uv"), wheel=_write_wheel(target),
-        extras=("s3",) if _needs_s3(settings) else (), base=settings.image.base,
+        extras=tuple(sorted(extras)), base=settings.image.base,
         packages=(*settings.image.packages, *_system_packages(cog)), requirements=bool(lines),
         hashes=any(line.hashes for line in lines), weights=with_weights and bool(inside),
     )  # fmt: skip
@@ -143,15 +148,38 @@ def _system_packages(cog: CogYaml) -> tuple[str, ...]:
 # -- requirements
 
 
-def _write_requirements(source: Path, target: Path, cog: CogYaml) -> list[RequirementLine]:
-    """Write the function's requirements, if it has any, and their versions as constraints for what comes later."""
+def _wanted(source: Path, cog: CogYaml) -> list[RequirementLine]:
+    """Return the requirements that a deploy would install; if there are none, those of uv.lock."""
     text, name = function_requirements(source, cog)
     if not text and (source / LOCK_FILE).is_file() and (source / PROJECT_FILE).is_file():
         text, name = _exported(source), LOCK_FILE
-    if lines := parse_requirements(text, name):
-        (target / REQUIREMENTS).write_text(text.rstrip() + "\n", encoding="utf-8")
+    return parse_requirements(text, name)
+
+
+def _is_own(line: RequirementLine) -> bool:
+    """Return whether a line requires pilotflame, which must not come from an index: there, the name is not ours."""
+    return canonicalize_name(line.requirement.name) == "pilotflame"
+
+
+def _own_extras(lines: list[RequirementLine]) -> set[str]:
+    """Return the extras of pilotflame that are required. Raise RequirementsError if another version is."""
+    own = [line for line in lines if _is_own(line)]
+    for number, requirement, _ in own:
+        if not requirement.specifier.contains(__version__, prereleases=True):
+            message = f"Line {number} requires {requirement}, but the image gets pilotflame {__version__}."
+            raise RequirementsError(message, remedy="Correct that line, or build with that version.")
+    return {extra for line in own for extra in line.requirement.extras}
+
+
+def _write_requirements(target: Path, lines: list[RequirementLine]) -> None:
+    """Write requirements, if there are any, and their versions as constraints for what is installed after them."""
+    if lines:
+        (target / REQUIREMENTS).write_text("".join(map(_requirement, lines)), encoding="utf-8")
         (target / CONSTRAINTS).write_text("".join(map(_constraint, lines)), encoding="utf-8")
-    return lines
+
+
+def _requirement(line: RequirementLine) -> str:
+    return " \\\n    ".join([str(line.requirement), *(f"--hash={item}" for item in line.hashes)]) + "\n"
 
 
 def _constraint(line: RequirementLine) -> str:

@@ -95,6 +95,17 @@ class ImageEngine:
         facts = json.loads(self._query("image", "inspect", image))[0]
         return BuiltImage(_prefixed(facts["Id"]), _digest(facts), facts.get("Size"))
 
+    def pinned(self, image: str) -> str | None:
+        """Return the name of an image by its digest, or None if the engine does not store that image.
+
+        docker's builder keeps base images to itself.
+        """
+        try:
+            digest = self.inspect(image).digest
+        except BuildFailed:
+            return None
+        return f"{repository_of(image)}@{digest}" if digest else None
+
     def push(self, tag: str) -> str:
         """Push an image to its registry. Return the digest that it has there. Raise BuildFailed."""
         if self.name == "docker":

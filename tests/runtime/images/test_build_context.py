@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 import uv
+from pilotflame._version import __version__
 from pilotflame.errors import CodeError, RequirementsError, SettingsError
+from pilotflame.runtime.functions.requirements import parse_requirements
 from pilotflame.runtime.images.build_context import write_context
 
 HANDLER = "def handler(event):\n    return event\n"
@@ -115,6 +117,31 @@ def test_requirements_become_constraints_of_what_follows(function: Path, tmp_pat
     assert not written.recipe.hashes
     (function / "requirements.txt").write_text("-r other.txt\n")
     with pytest.raises(RequirementsError, match="another file"):
+        write_context(function, tmp_path / "other")
+
+
+def test_hashes_are_kept(function: Path, tmp_path: Path) -> None:
+    hashes = [f"--hash=sha256:{digit * 64}" for digit in "ab"]
+    (function / "requirements.txt").write_text(
+        f"click==8.2.1 {hashes[0]} \\\n {hashes[1]}\nidna==3.10 {hashes[0]}\n"
+    )
+    written = write_context(function, tmp_path / "context")
+    assert written.recipe.hashes
+    given, kept = (
+        [line.normal for line in parse_requirements((folder / "requirements.txt").read_text())]
+        for folder in (function, written.folder)
+    )
+    assert given == kept
+
+
+def test_pilotflame_is_never_taken_from_an_index(function: Path, tmp_path: Path) -> None:
+    (function / "requirements.txt").write_text(f"Pilotflame[torch] >= {__version__}\nidna\n")
+    written = write_context(function, tmp_path / "context")
+    assert (written.folder / "requirements.txt").read_text() == "idna\n"
+    assert (written.folder / "constraints.txt").read_text() == "idna\n"
+    assert written.recipe.extras == ("torch",)
+    (function / "requirements.txt").write_text("pilotflame==99\n")
+    with pytest.raises(RequirementsError, match="Line 1 requires pilotflame==99"):
         write_context(function, tmp_path / "other")
 
 

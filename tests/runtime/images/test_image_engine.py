@@ -92,6 +92,11 @@ def inspected(image: str) -> dict[str, Any]:
     return dict(json.loads(podman("image", "inspect", image))[0])
 
 
+def test_the_base_is_named_by_its_digest(base: str, built: dict[str, Any]) -> None:
+    assert built["base"] == f"{base.rpartition(':')[0]}@{inspected(base)['Digest']}"
+    assert ImageEngine("podman", print, 60).pinned("localhost/no-such-image:1") is None
+
+
 async def test_a_gateway_runs_the_image_that_was_built(builder: Builder, built: dict[str, Any]) -> None:
     assert built["image"] == f"{builder.tag.removesuffix(':1.0')}@{built['digest']}"
     with short_folder() as folder, running_engine(folder) as engine:
