@@ -25,6 +25,7 @@ from packaging.utils import canonicalize_name
 
 from ..._version import __version__
 from ...errors import BuildFailed, RequirementsError, SettingsError
+from ...snapshot.sources.location import shown
 from ..functions import code
 from ..functions.cog_yaml import COG_YAML, CogYaml
 from ..functions.deploy import cog_yaml, function_requirements
@@ -73,8 +74,8 @@ def write_context(
     cog = cog_yaml(source, settings.handler)
     weights = settings.snapshot_path(source)
     inside = _path_inside(source, weights)
-    if with_weights and weights is not None:
-        _check_weights(weights, inside)
+    if with_weights:
+        _check_weights(settings, weights, inside)
     code.make_empty(target)
     code.copy_folder(source, target / CODE_FOLDER, exclude=weights)
     _write_settings(target / CODE_FOLDER, settings, inside)
@@ -106,10 +107,17 @@ def _path_inside(source: Path, weights: Path | None) -> str:
     return weights.relative_to(root).as_posix()
 
 
-def _check_weights(weights: Path, inside: str) -> None:
-    if not weights.exists():
+def _check_weights(settings: FunctionSettings, weights: Path | None, inside: str) -> None:
+    """Raise SettingsError if the weights cannot be put into the image."""
+    if weights is None:
+        if settings.snapshot_url is not None:
+            remedy = (
+                "Build without --with-weights: the image fetches them, or `pilotflame snapshot` copies them."
+            )
+            raise SettingsError(f"snapshot is {shown(settings.snapshot_url)}, not a folder.", remedy=remedy)
+    elif not weights.exists():
         raise SettingsError(f"snapshot: {weights} does not exist.", remedy="Put the weights there.")
-    if not inside:
+    elif not inside:
         remedy = "Move them into the function's folder, or build without --with-weights and mount them."
         raise SettingsError(f"snapshot: {weights} is not in the function's folder.", remedy=remedy)
 

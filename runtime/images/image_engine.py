@@ -22,7 +22,8 @@ QUERY_TIMEOUT_S = 60.0
 EPOCH_VARIABLE = "SOURCE_DATE_EPOCH"
 Reason = Literal["base", "disk_full", "timeout", "push", "step"]
 
-SHOWN_LINES = 5
+SHOWN_LINES = 3
+_PUSHED = re.compile(r"\bdigest: (sha256:[0-9a-f]{64})\b")
 _DISK_FULL = re.compile(r"no space left on device|disk quota exceeded", re.IGNORECASE)
 # What the engines write if an image cannot be pulled: podman and buildah, then docker.
 _NOT_PULLED = re.compile(
@@ -52,12 +53,12 @@ class ImageEngine:
     @staticmethod
     def find(name: str | None = None) -> str:
         """Return `name`, or the first engine that works. Raise BuildFailed if it does not, or none does."""
-        names = (name,) if name is not None else ENGINES
-        problems = {candidate: _problem(candidate) for candidate in names}
-        for candidate, problem in problems.items():
-            if problem is None:
+        problems: list[str] = []
+        for candidate in (name,) if name is not None else ENGINES:
+            if (problem := _problem(candidate)) is None:
                 return candidate
-        message = "; ".join(f"{candidate} {problem}" for candidate, problem in problems.items())
+            problems.append(f"{candidate} {problem}")
+        message = "; ".join(problems)
         remedy = "Install docker, podman or buildah, and start docker's service if you use docker."
         raise BuildFailed(
             f"No engine can build images: {message}.", remedy=remedy, details={"reason": "no_engine"}
@@ -109,10 +110,12 @@ class ImageEngine:
     def push(self, tag: str) -> str:
         """Push an image to its registry. Return the digest that it has there. Raise BuildFailed."""
         if self.name == "docker":
-            self._run("push", tag)
-            repository = repository_of(tag)
-            names: list[str] = json.loads(self._query("image", "inspect", tag))[0]["RepoDigests"]
-            return next(name.partition("@")[2] for name in names if name.partition("@")[0] == repository)
+            # Its last line is like `1.0: digest: sha256:... size: 1234`.
+            outcome = self._run("push", tag)
+            if found := _PUSHED.search("\n".join(outcome.lines)):
+                return found[1]
+            message, remedy = f"docker push {tag} tells no digest.", "Look it up in the registry."
+            raise BuildFailed(message, remedy=remedy, details={"reason": "push"})
         with tempfile.TemporaryDirectory(prefix="pilotflame-push-") as folder:
             digest_file = Path(folder, "digest")
             self._run("push", "--digestfile", str(digest_file), tag)
@@ -133,13 +136,14 @@ class ImageEngine:
             )
         return [*found, *options, str(context)]
 
-    def _run(self, command: Literal["build", "push"], *arguments: str) -> None:
+    def _run(self, command: Literal["build", "push"], *arguments: str) -> CommandOutcome:
         outcome = run_streamed(
             [self.name, command, *arguments], self.progress, deadline_s=self.deadline_s,
             environ={"DOCKER_BUILDKIT": "1", **os.environ},
         )  # fmt: skip
         if outcome.failed:
             raise self._failure(command, outcome)
+        return outcome
 
     def _failure(self, command: Literal["build", "push"], outcome: CommandOutcome) -> BuildFailed:
         """Return the error. All lines were shown already, so its message has only the last of them."""

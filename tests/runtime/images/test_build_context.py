@@ -107,6 +107,10 @@ def test_weights_elsewhere_cannot_be_put_into_the_image(function: Path, tmp_path
         write_context(function, tmp_path / "b", overrides=overrides, with_weights=True)
     with pytest.raises(SettingsError, match="does not exist"):
         write_context(function, tmp_path / "c", overrides={"snapshot": "weights"}, with_weights=True)
+    with pytest.raises(SettingsError, match="s3://bucket/weights, not a folder"):
+        write_context(
+            function, tmp_path / "d", overrides={"snapshot": "s3://bucket/weights"}, with_weights=True
+        )
 
 
 def test_requirements_become_constraints_of_what_follows(function: Path, tmp_path: Path) -> None:

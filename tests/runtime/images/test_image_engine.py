@@ -88,6 +88,13 @@ def built(builder: Builder) -> dict[str, Any]:
     return builder.built("--sbom", builder.folder.parent / "sbom.json")
 
 
+def trust(registry: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let podman use a registry without TLS."""
+    conf = folder / "registries.conf"
+    conf.write_text(f'[[registry]]\nlocation = "{registry.address}"\ninsecure = true\n')
+    monkeypatch.setenv("CONTAINERS_REGISTRIES_CONF", str(conf))
+
+
 def inspected(image: str) -> dict[str, Any]:
     return dict(json.loads(podman("image", "inspect", image))[0])
 
@@ -172,10 +179,13 @@ def test_the_printed_context_builds_without_us_also_with_weights(builder: Builde
         podman("rmi", "--force", "--ignore", tag)
 
 
-def test_failures_say_what_to_do(builder: Builder) -> None:
-    error = builder.failure(base="127.0.0.1:1/none:1.0")
+def test_failures_say_what_to_do(
+    builder: Builder, registry: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trust(registry, tmp_path, monkeypatch)
+    error = builder.failure(base=f"{registry.address}/none:1.0")
     assert (error["type"], error["details"]["reason"]) == ("build_failed", "base")
-    assert "127.0.0.1:1" in error["message"]
+    assert f"{registry.address}/none:1.0" in error["message"]
     requirements = builder.folder / "requirements.txt"
     requirements.write_text("tinything==9.9\n")
     try:
@@ -192,9 +202,7 @@ def test_a_push_gives_the_digest_in_the_registry(
 ) -> None:
     require_podman()
     (tmp_path / "Containerfile").write_text("FROM scratch\nCOPY Containerfile /\n")
-    conf = tmp_path / "registries.conf"
-    conf.write_text(f'[[registry]]\nlocation = "{registry.address}"\ninsecure = true\n')
-    monkeypatch.setenv("CONTAINERS_REGISTRIES_CONF", str(conf))
+    trust(registry, tmp_path, monkeypatch)
     tag, refused = (f"{registry.address}/{team}/hello:2.0" for team in ("team", "refused"))
     lines: list[str] = []
     engine = ImageEngine("podman", lines.append, 60)
@@ -209,6 +217,16 @@ def test_a_push_gives_the_digest_in_the_registry(
         assert caught.value.details["reason"] == "push"
     finally:
         podman("rmi", "--force", tag, refused)
+
+
+def test_docker_tells_the_digest_in_its_last_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    digest = f"sha256:{'0a' * 32}"
+    (tmp_path / "docker").write_text(
+        f"#!/bin/sh\necho 'a1b2: Pushed'\necho '1.0: digest: {digest} size: 1234'\n"
+    )
+    (tmp_path / "docker").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
+    assert ImageEngine("docker", lambda _line: None, 30).push("docker.io/team/hello:1.0") == digest
 
 
 def test_without_an_engine_each_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
