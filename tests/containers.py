@@ -118,11 +118,16 @@ def _fill(root: Path) -> None:
             if ".." not in file.parts and source.is_file():
                 (library / "site-packages" / file).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(source, library / "site-packages" / file)
-    for needed in shared_libraries([interpreter, *root.rglob("*.so*")]):
-        (root / needed.lstrip("/")).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(needed, root / needed.lstrip("/"))
+    copy_libraries(root, [interpreter, *root.rglob("*.so*")])
     for name in ("tmp", "proc", "dev", "sys", "etc", "run"):
         (root / name).mkdir(exist_ok=True)
+
+
+def copy_libraries(root: Path, programs: list[Path]) -> None:
+    """Copy the shared libraries that these programs and libraries need to the same paths below `root`."""
+    for needed in _shared_libraries(programs):
+        (root / needed.lstrip("/")).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(needed, root / needed.lstrip("/"))
 
 
 def _required(name: str, found: set[str]) -> set[str]:
@@ -140,7 +145,7 @@ def _installed(name: str) -> importlib.metadata.Distribution | None:
     return next(iter(importlib.metadata.distributions(name=name, path=[sysconfig.get_path("purelib")])), None)
 
 
-def shared_libraries(files: list[Path]) -> set[str]:
+def _shared_libraries(files: list[Path]) -> set[str]:
     listed = subprocess.run(
         ["ldd", *map(str, files)], capture_output=True, text=True, check=False, timeout=60
     )

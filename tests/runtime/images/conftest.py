@@ -1,4 +1,4 @@
-"""A base image for builds without a network: this Python, a shell, pilotflame's requirements and a package `tinything`."""
+"""What builds without a network need: a base image with a package `tinything`, uv's image, and a registry."""
 
 from __future__ import annotations
 
@@ -10,20 +10,13 @@ import uuid
 import zipfile
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from importlib import metadata
 from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
 import uv
-from containers import made_image, podman, require_podman, shared_libraries
-
-CONTAINERFILE = """
-FROM {image}
-COPY root /
-COPY wheels /wheels
-ENV PATH=/usr/local/bin:/usr/bin:/bin
-"""
+from containers import podman, require_podman
+from local_images import base_image
 
 
 def _write_wheel(folder: Path, name: str = "tinything", version: str = "1.0") -> Path:
@@ -57,21 +50,10 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The name of a base image. It is removed after the tests."""
     require_podman()
     folder = tmp_path_factory.mktemp("base")
-    site_packages, wheels = folder / "root/usr/local/lib/python3.11/site-packages", folder / "wheels"
-    for place in (site_packages, wheels, folder / "root/bin", folder / "root/usr/share"):
-        place.mkdir(parents=True)
-    shutil.copy("/bin/dash", folder / "root/bin/sh")
-    for library in shared_libraries([Path("/bin/dash")]):
-        target = folder / "root" / library.lstrip("/")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(library, target)
-    # pilotflame requires uv, and its program is large: for the resolver its metadata are enough.
-    installed = metadata.distribution("uv")
-    info = Path(str(installed.locate_file(f"uv-{installed.version}.dist-info")))
-    shutil.copytree(info, site_packages / info.name)
-    _write_wheel(wheels)
+    (folder / "wheels").mkdir()
+    _write_wheel(folder / "wheels")
     name = f"localhost/pilotflame-test-build-base:{folder.parent.name}"
-    (folder / "Containerfile").write_text(CONTAINERFILE.format(image=made_image()))
+    (folder / "Containerfile").write_text(f"FROM {base_image()}\nCOPY wheels /wheels\n")
     podman("build", "-q", "-t", name, str(folder))
     yield name
     podman("rmi", "--force", name)
