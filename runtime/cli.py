@@ -22,6 +22,7 @@ CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110, "sho
 COMMANDS = {
     "backup": ("backup", "Write functions, jobs, keys and secrets to FILE, also while the gateway serves."),
     "batch": ("batch", "Run FUNCTION with every line of INPUT, and write the answers to OUTPUT."),
+    "build": ("build", "Build a container image with FOLDER's function, its requirements and pilotflame."),
     "completion": (
         "completion",
         "Print the script that completes commands, functions and templates in SHELL.",
@@ -35,7 +36,7 @@ COMMANDS = {
     "keys": ("keys", "Make, list and revoke API keys."),
     "list": ("functions", "List the functions, with the number of their workers and requests."),
     "logs": ("logs", "Print the log of a function, or of the gateway."),
-    "reset": ("revisions", "Start workers again at once, although the last starts failed."),
+    "reset": ("revisions", "Start workers of a function again at once, although the last starts failed."),
     "restart": ("revisions", "Replace a function's processes, without dropping a call."),
     "restore": ("backup", "Make a state folder from a backup in FILE."),
     "revisions": ("revisions", "List a function's revisions, the newest first."),
