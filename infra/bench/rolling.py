@@ -220,7 +220,7 @@ def image_for_containers() -> str:
     """Return the image of the tests: this machine's Python and the installed pilotflame."""
     sys.path.append(str(TESTS))
     # Imported here, because only --containers needs it.
-    from containers import made_image  # type: ignore[import-not-found]  # noqa: PLC0415
+    from containers import made_image  # noqa: PLC0415
 
     return str(made_image())
 
