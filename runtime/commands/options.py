@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 import sys
 from collections.abc import Callable
 from enum import StrEnum
@@ -26,6 +27,8 @@ URL_VARIABLE = "PILOTFLAME_URL"
 KEY_VARIABLE = "PILOTFLAME_API_KEY"
 CONFIG_VARIABLE = "PILOTFLAME_CONFIG"
 INPUT_FILE = "test_input.json"
+_DURATION = re.compile(r"(\d{1,9})([smhdw])", re.ASCII)
+_UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs, one value a line.")
 yes = click.option("--yes", "-y", is_flag=True, help="Do not ask for confirmation.")
@@ -160,6 +163,12 @@ def gateway_settings(*, config: Path | None = None, **overrides: Any) -> Gateway
         config = Path(named)
     other = (URL_VARIABLE, KEY_VARIABLE, CONFIG_VARIABLE)
     return read_gateway_settings(os.environ, config=config, other_variables=other, **overrides)
+
+
+def seconds_of(text: str) -> float | None:
+    """Return the seconds of a duration such as 90s, 5m, 12h, 30d or 2w. Return None if `text` is none."""
+    match = _DURATION.fullmatch(text)
+    return float(match[1]) * _UNITS_S[match[2]] if match is not None else None
 
 
 def event_body(event: str | None) -> bytes:
