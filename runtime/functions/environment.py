@@ -84,18 +84,16 @@ def ensure_environment(root: Path, requirements: str, progress: Log, *, deadline
     return python
 
 
-def present_python(root: Path, recorded: Path, requirements: str, progress: Log) -> Path:
+def present_python(root: Path, recorded: Path, requirements: str) -> Path | None:
     """Return the Python that runs a revision now. At its deploy it was `recorded`.
 
-    If that was in an environment that is missing now, or is another gateway's, the environment is built in
-    `root`. Otherwise it was the gateway's Python, and is the gateway's present one. Raise RequirementsError.
+    If that was in an environment, return None if the environment is missing in `root`. Otherwise it was the
+    gateway's Python, and is the gateway's present one.
     """
     if not any(_FOLDER.fullmatch(part) for part in recorded.parts):
         return Path(sys.executable)
     folder = root.absolute() / _key(requirements_digest(requirements))
-    return (
-        folder / "bin" / "python" if _is_whole(folder) else ensure_environment(root, requirements, progress)
-    )
+    return folder / "bin" / "python" if _is_whole(folder) else None
 
 
 class EnvironmentLauncher(Launcher):
@@ -105,7 +103,10 @@ class EnvironmentLauncher(Launcher):
         self, launcher: Launcher, root: Path, requirements_of: Callable[[WorkerSpec], str],
         in_thread: Callable[[Callable[[], Path]], Awaitable[Path]],
     ) -> None:  # fmt: skip
-        """`root` holds the environments. `requirements_of` reads the requirements of a revision from its code."""
+        """`root` holds the environments. `requirements_of` reads the requirements of a revision from its code.
+
+        `in_thread` runs work that may take minutes.
+        """
         self._launcher, self._root = launcher, root
         self._requirements_of, self._in_thread = requirements_of, in_thread
         self._present: WorkerSpec | None = None
@@ -138,9 +139,10 @@ class EnvironmentLauncher(Launcher):
         recorded = Path(spec.python)
         if recorded == Path(sys.executable):
             return spec
-        python = await self._in_thread(
-            lambda: present_python(self._root, recorded, self._requirements_of(spec), log)
-        )
+        requirements = await asyncio.to_thread(self._requirements_of, spec)
+        python = await asyncio.to_thread(present_python, self._root, recorded, requirements)
+        if python is None:
+            python = await self._in_thread(lambda: ensure_environment(self._root, requirements, log))
         if self._present is None:
             self._present = spec.model_copy(update={"python": str(python)})
         return self._present

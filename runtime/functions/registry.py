@@ -68,6 +68,8 @@ class Functions:
     _live: dict[str, Live] = field(default_factory=dict, init=False)
     # A lock goes when no deploy and no delete holds it or waits for it: names come and go.
     _locks: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary, init=False)
+    # Pairs of a function and its revision that may become live. Their files must stay.
+    _proving: list[tuple[str, str]] = field(default_factory=list, init=False)
     _closing: bool = field(default=False, init=False)
     _retirements: dict[asyncio.Task[None], Live | None] = field(default_factory=dict, init=False)
     _threads: ThreadPoolExecutor = field(
@@ -185,6 +187,7 @@ class Functions:
         """
         old = self._live.get(record.function)
         live: Live | None = None
+        self._proving.append((record.function, record.revision))
         try:
             live = await self._create(record, old.logs if old is not None else logs)
             await live.prove(check=check, ready=len(old.revision.pool.ready) if old is not None else 0)
@@ -193,19 +196,28 @@ class Functions:
             if isinstance(error, PilotflameError):
                 text = f"revision {record.revision} was not deployed: {error}\n{error.trace}".rstrip()
                 logs.write("deploy", text, "error", revision=record.revision)
-            await self._uninterrupted(self._abandon(live, withdraw))
+            await self._uninterrupted(self._abandon(record, live, withdraw))
             raise
-        await self._uninterrupted(self._go_live(record.function, live, old))
+        await self._uninterrupted(self._go_live(live, old, withdraw))
         return live
 
-    async def _abandon(self, live: Live | None, withdraw: Callable[[], None]) -> None:
-        if live is not None:
-            await live.revision.retire(0.0)
-        await self._thread(withdraw)
+    async def _abandon(self, record: RevisionRecord, live: Live | None, withdraw: Callable[[], None]) -> None:
+        try:
+            if live is not None:
+                await live.revision.retire(0.0)
+            await self._thread(withdraw)
+        finally:
+            self._proving.remove((record.function, record.revision))
 
-    async def _go_live(self, name: str, live: Live, old: Live | None) -> None:
+    async def _go_live(self, live: Live, old: Live | None, withdraw: Callable[[], None]) -> None:
         """Make a placed revision live, and begin to retire the old one."""
-        await self._thread(functools.partial(self.store.promote, live.record))
+        name = live.record.function
+        try:
+            await self._thread(functools.partial(self.store.promote, live.record))
+        except BaseException:
+            await self._abandon(live.record, live, withdraw)
+            raise
+        self._proving.remove((name, live.record.revision))
         self._live[name] = live
         live.revision.scale()
         live.logs.write("gateway", f"revision {live.record.revision} is live")
@@ -330,6 +342,7 @@ class Functions:
         if old is not None:
             await old.revision.retire(self.drain_s)
         busy = self._busy(name) - ({old.record.revision} if old is not None else set())
+        busy |= {revision for function, revision in self._proving if function == name}
         await self._tidy(old or self._live[name], lambda: self.store.prune(name, busy=busy))
 
     async def _tidy(self, function: Live, prune: Callable[[], object]) -> None:
