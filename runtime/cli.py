@@ -67,7 +67,8 @@ def cli() -> None:
 
     \b
     Exit codes: 0 done, 1 it failed (one paragraph on stderr says what and why; with --json one line of
-    JSON), 2 the command line is wrong, 3 no gateway answers, 4 the job that was waited for (or a line of a batch) failed, 130 interrupted.
+    JSON), 2 the command line is wrong, 3 no gateway answers, 4 the job that was waited for (or a line of a
+    batch) failed, 130 interrupted.
     """
 
 
@@ -86,7 +87,8 @@ def serve(*, as_json: bool, **settings: Any) -> None:
     """Run the gateway until Ctrl-C, and let running calls finish.
 
     Functions that were deployed before are there again, without workers. Every option is also an environment
-    variable, such as PILOTFLAME_PORT, and a key of the --config file, and there are more: see `pilotflame settings`.
+    variable, such as PILOTFLAME_PORT, and a key of the --config file, and there are more: see
+    `pilotflame settings`.
 
     With --auth auto the gateway asks for API keys if other machines can reach it, or if a key exists. It then
     answers only health checks without one; see `pilotflame keys`.

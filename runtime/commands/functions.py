@@ -201,9 +201,10 @@ def _settings(status: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def _shown(value: Any) -> str:
-    if isinstance(value, list):
-        return display.counted(len(value), "table")
-    return "-" if value is None else value if isinstance(value, str) else json.dumps(value)
+    if isinstance(value, list) and value:
+        tables = any(isinstance(one, dict) for one in value)
+        return display.counted(len(value), "table") if tables else ", ".join(map(str, value))
+    return "-" if value is None or value == [] else value if isinstance(value, str) else json.dumps(value)
 
 
 def _process_row(process: dict[str, Any]) -> tuple[str, ...]:

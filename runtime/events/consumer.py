@@ -111,7 +111,7 @@ class Consumer:
             await self._queue.close()
             if self._sink is not None:
                 await self._sink.close()
-        except Exception as error:  # noqa: BLE001  one broken source must not end the gateway
+        except Exception as error:  # noqa: BLE001  whatever it is, the function's log has it
             self._log(_text_of(error))
 
     # -- all messages
@@ -126,7 +126,7 @@ class Consumer:
                 for message in await self._queue.receive(room):
                     self._accept(message)
                 retry_s, logged = RETRY_S, ""
-            except Exception as error:  # noqa: BLE001  one broken source must not end the gateway
+            except Exception as error:  # noqa: BLE001  whatever it is, the function's log has it
                 # An error that repeats is logged only once.
                 if _text_of(error) != logged:
                     logged = _text_of(error)
@@ -165,7 +165,7 @@ class Consumer:
                 async with self._visibility:
                     kept = [one for one in self._messages.values() if one.id not in self._left]
                     failed = await self._queue.extend(kept)
-            except Exception as error:  # noqa: BLE001  one broken source must not end the gateway
+            except Exception as error:  # noqa: BLE001  whatever it is, the function's log has it
                 self._log(f"messages in flight could not be extended: {_text_of(error)}")
             else:
                 for message_id in set(failed) & set(self._messages):
@@ -178,7 +178,7 @@ class Consumer:
             async with self._visibility:
                 with contextlib.suppress(BusFailed):
                     await self._queue.release(messages, delay_s)
-        except Exception as error:  # noqa: BLE001  one broken source must not end the gateway
+        except Exception as error:  # noqa: BLE001  whatever it is, the function's log has it
             self._log(f"messages could not be released: {_text_of(error)}")
 
     # -- one message
@@ -193,7 +193,7 @@ class Consumer:
         except TimeoutError:
             self._end_group(message)
             self._log(f"message {message.id}: its job did not end in {MAX_VISIBILITY_S} s; left to the queue")
-        except Exception as error:  # noqa: BLE001  one broken source must not end the gateway
+        except Exception as error:  # noqa: BLE001  whatever it is, the function's log has it
             await self._leave(message, f"{_text_of(error)} The message is left to the queue.")
         finally:
             del self._messages[message.id]

@@ -141,7 +141,8 @@ class Live:
     async def prove(self, *, check: bool, ready: int = 0) -> None:
         """Start the zygote and, with `check`, a worker. Raise the error if one of them fails to start.
 
-        With `check`, also start as many workers as `ready` (at most `scale.max`), which remain. The zygote also tells the facts of the handler. They are put into the record and the policy.
+        With `check`, also start as many workers as `ready` (at most `scale.max`), which remain. The zygote
+        also tells the facts of the handler. They are put into the record and the policy.
         """
         source = await self.revision.pool.zygote.open()
         if source.spawn_reason:

@@ -135,7 +135,7 @@ class Job:
     progress: bytes | None = None
     """The handler's latest progress report, as JSON."""
     logs: str = ""
-    """The last log lines of a failed job."""
+    """The last log lines of an ended job."""
     pieces: int = 0
     """How many pieces of a streamed output are stored."""
     webhook: Webhook | None = None

@@ -112,7 +112,8 @@ def test_the_life_of_a_function(pilotflame, tmp_path: Path):
 
 
 def test_the_settings_in_force_and_where_they_come_from(pilotflame, deployed, tmp_path: Path):
-    name = deployed(ECHO, "--set", "scale.max=3", "--set", "env.TOKEN=hidden")
+    lists = ("--set", "aliases=prod,canary", "--set", "cors.origins=https://shop.example")
+    name = deployed(ECHO, "--set", "scale.max=3", "--set", "env.TOKEN=hidden", *lists)
     shown = {
         line.split()[0]: " ".join(line.split()[1:])
         for line in pilotflame("status", name).stdout.splitlines()
@@ -122,6 +123,9 @@ def test_the_settings_in_force_and_where_they_come_from(pilotflame, deployed, tm
     assert shown["scale.min"] == "0 default"
     assert shown["env.TOKEN"] == "(set) --set"
     assert shown["threads"] == "- default"
+    assert shown["aliases"] == "prod, canary --set"
+    assert shown["cors.origins"] == "https://shop.example --set"
+    assert shown["source"] == "- default"
 
 
 def test_a_gateway_reads_its_file(start, run, short_tmp: Path, tmp_path: Path):

@@ -9,11 +9,12 @@ import os
 import shutil
 import signal
 import zipfile
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from live import LIMIT_S, Gate, failure, gateway_here, gone, until
+from live import LIMIT_S, Function, Gate, failure, gateway_here, gone, until
 from pilotflame.runtime.functions import environment
 from pilotflame.runtime.functions.code import pack
 from pilotflame.runtime.functions.registry import DEPLOY_THREADS
@@ -24,12 +25,10 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 WAITS = "import gate\ndef handler(event):\n    gate.wait(str(event))\n    return event"
 
 
-async def test_a_redeploy_under_load_fails_no_request(gateway, deploy):
-    def version(number: int) -> str:
-        return f"def handler(event):\n    return {number}"
-
-    function = await deploy(version(0), name="busy")
-    answers: list[int] = []
+@contextlib.asynccontextmanager
+async def called(function: Function) -> AsyncIterator[list[Any]]:
+    """Within the block, eight callers invoke a function again and again. Yields the list of their answers."""
+    answers: list[Any] = []
     enough = asyncio.Event()
 
     async def caller() -> None:
@@ -39,10 +38,19 @@ async def test_a_redeploy_under_load_fails_no_request(gateway, deploy):
     async with asyncio.TaskGroup() as callers:
         for _ in range(8):
             callers.create_task(caller())
+        yield answers
+        enough.set()
+
+
+async def test_a_redeploy_under_load_fails_no_request(gateway, deploy):
+    def version(number: int) -> str:
+        return f"def handler(event):\n    return {number}"
+
+    function = await deploy(version(0), name="busy")
+    async with called(function) as answers:
         for number in (1, 2, 3):
             assert (await gateway.send(version(number), name="busy")).status_code == 201
             assert await function.answer() == number
-        enough.set()
     assert set(answers) <= {0, 1, 2, 3}
     assert (await function.status())["revision"].startswith("r4-")
 
@@ -67,16 +75,7 @@ async def test_a_restart_under_load_fails_no_request_and_brings_the_new_secret(g
     function = await deploy(SECRET, {"scale.max": 2}, name="renewed")
     path = f"/v1/functions/{function.name}"
     before = (await function.status())["revision"]
-    answers: list[list] = []
-    enough = asyncio.Event()
-
-    async def caller() -> None:
-        while not enough.is_set():
-            answers.append(await function.answer())
-
-    async with asyncio.TaskGroup() as callers:
-        for _ in range(8):
-            callers.create_task(caller())
+    async with called(function) as answers:
         for number in range(3):
             await gateway.client.put(f"{path}/secrets/TOKEN", json={"value": f"{number}"})
             response = await gateway.client.post(f"{path}/restart")
@@ -84,7 +83,6 @@ async def test_a_restart_under_load_fails_no_request_and_brings_the_new_secret(g
             # The new workers are ready when the restart returns: the next call is not a cold start.
             call = await function.call()
             assert (call.json()[1], call.headers["x-cold-start"]) == (f"{number}", "false")
-        enough.set()
     assert {token for _, token in answers} >= {"0", "1"}
     assert len({pid for pid, _ in answers}) >= 3
     assert (await function.status())["revision"] == before
@@ -224,7 +222,9 @@ async def test_a_revision_that_cannot_be_stored_as_live_leaves_no_process(state,
         current = state / "functions" / "stuck" / "current"
         current.unlink()
         (current / "in the way").mkdir(parents=True)
-        source = "import gate\ndef setup(context):\n    gate.wait('setup')\ndef handler(event):\n    return 'new'"
+        source = (
+            "import gate\ndef setup(context):\n    gate.wait('setup')\ndef handler(event):\n    return 'new'"
+        )
         deploying = asyncio.create_task(gateway.send(source, name="stuck", gate=gate))
         proof = await gate.next("setup")
         proof.go()
