@@ -45,7 +45,7 @@ COMMANDS = {
     ),
     "simulate": ("simulate", "Predict how many calls are answered in time, for each number of workers."),
     "snapshot": ("snapshot", "Create, inspect, verify, copy and convert snapshots of weights."),
-    "status": ("functions", "Show one function: revision, workers, settings, processes."),
+    "status": ("functions", "Show one function: revision, workers, settings, event sources, processes."),
     "test": ("trial", "Deploy FOLDER in a temporary gateway, send it test_input.json, and print the answer."),
     "warmup": ("functions", "Start workers now, ahead of the requests that will need them."),
     "webhooks": ("webhooks", "List deliveries of webhooks, send one again, show the secret that signs them."),

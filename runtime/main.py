@@ -162,7 +162,7 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
     metrics.readers += [jobs.readings, sources.readings, keyring.readings]
 
     admin = Admin(
-        functions, metrics, logs, local=local,
+        functions, metrics, logs, local=local, sources=sources.statuses,
         disk_full=functools.partial(is_disk_full, state, settings.min_free_bytes),
     )  # fmt: skip
     backend = Backend(functions, jobs, metrics, settings.max_body_bytes, settings.body_timeout_s, state)

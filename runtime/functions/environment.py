@@ -18,6 +18,7 @@ import asyncio
 import contextlib
 import fcntl
 import hashlib
+import logging
 import os
 import re
 import shutil
@@ -44,9 +45,15 @@ from ..link.worker_spec import WorkerSpec
 from ..telemetry.logs import Log as ProcessLog
 from .requirements import check_requirements, installed_versions, parse_requirements, requirements_digest
 
+_log = logging.getLogger(__name__)
 # Called with each line about the deploy, including those that uv writes.
 Log = Callable[[str], None]
 _MARKER = "pilotflame-complete"
+_UV_CACHE = ".uv-cache"
+# Files in the cache of uv are hard-linked into the environments that use them. It may hold so much besides.
+CACHE_BYTES = 2 << 30
+# How long a command that shrinks the cache may take, and how long it waits for other commands of uv.
+_SHRINK_S, _LOCK_S = 300.0, 5
 # The name of an environment's folder, as `_key` makes it.
 _FOLDER = re.compile(r"py[0-9]{2,4}-[0-9a-f]{16}")
 _PLACEHOLDER = "pilotflame-placeholder\n"
@@ -172,6 +179,36 @@ def discard_unused(root: Path, digests: Collection[str]) -> None:
                 shutil.rmtree(folder)
 
 
+def shrink_cache(root: Path) -> None:
+    """Make uv remove what it has downloaded or built, if more than CACHE_BYTES of that is in no environment.
+
+    Wheels that uv has built are kept, unless they alone are larger. A cache that UV_CACHE_DIR names is not
+    touched. Blocks while uv removes files.
+    """
+    cache = root / _UV_CACHE
+    if not cache.is_dir() or "UV_CACHE_DIR" in os.environ:
+        return
+    with contextlib.suppress(BlockingIOError), _locked(root / f"{_UV_CACHE}.lock") as lock_fd:
+        uv = UvCommand(root, _log.debug, lock_fd, _SHRINK_S)
+        try:
+            for command in (("prune", "--ci"), ("clean",)):
+                if _unshared_bytes(cache) > CACHE_BYTES:
+                    uv.run("cache", *command, environ={"UV_LOCK_TIMEOUT": f"{_LOCK_S}"})
+        except RequirementsError as error:
+            _log.warning("the cache of uv in %s stays too large: %s", cache, error.message)
+
+
+def _unshared_bytes(folder: Path) -> int:
+    """Return the size of the files that have no other hard link."""
+    total = 0
+    for path in folder.rglob("*"):
+        # uv may remove files meanwhile.
+        with contextlib.suppress(FileNotFoundError):
+            facts = path.lstat()
+            total += facts.st_size if facts.st_nlink == 1 else 0
+    return total
+
+
 def _key(digest: str) -> str:
     """Return the name of the environment's folder, which depends on the requirements and the interpreter."""
     base = f"{digest}\n{sys.prefix}\n{sys.version}\n{os.pathsep.join(_base_paths())}".encode()
@@ -270,7 +307,8 @@ class UvCommand:
         if status != 0:
             late = status < 0 and time.monotonic() >= end_s
             problem = f"did not finish within {self.deadline_s:g} s" if late else f"failed (status {status})"
-            message = f"uv {problem} on requirements.txt; its last lines: \n" + "\n".join(lines)
+            place = "" if arguments[0] == "cache" else " on requirements.txt"
+            message = f"uv {problem}{place}; its last lines: \n" + "\n".join(lines)
             remedy = "Correct requirements.txt, or check the package index and the network."
             raise RequirementsError(message, remedy=remedy)
 
@@ -281,7 +319,7 @@ class UvCommand:
         with subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             text=True, errors="replace", pass_fds=(self.lock_fd,),
-            env={"UV_CACHE_DIR": str(self.root.absolute() / ".uv-cache"), **environ, **own},
+            env={"UV_CACHE_DIR": str(self.root.absolute() / _UV_CACHE), **environ, **own},
             # uv starts processes that build packages. In a new process group, all can be killed together.
             start_new_session=True,
         ) as process:  # fmt: skip

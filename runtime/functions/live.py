@@ -56,6 +56,21 @@ class LastError(BaseModel, frozen=True):
     text: str
 
 
+class SourceStatus(BaseModel, frozen=True):
+    """How an event source of a function does. Counts are those since the gateway started the source."""
+
+    queue: str
+    state: Literal["connecting", "connected", "failing"]
+    in_flight: int
+    completed: int
+    left: int
+    """Messages that were left to the queue, because their job failed or their output could not be sent."""
+    lag_s: float | None
+    """How long the latest message had waited when it was received first; 0 if the queue was empty after it."""
+    last_error: str
+    last_error_at: datetime | None
+
+
 class FunctionStatus(BaseModel, frozen=True):
     """The status of a function, as the control routes return it."""
 
@@ -82,6 +97,7 @@ class FunctionStatus(BaseModel, frozen=True):
     """Batch sizes, and the median seconds that such a batch takes."""
     warnings: list[str]
     last_errors: list[LastError] = []
+    sources: list[SourceStatus] = []
     settings: FunctionSettings
     setting_origins: dict[str, str] = {}
     input_schema: dict[str, Any]

@@ -25,7 +25,7 @@ from ..telemetry.logs import LogBook, Logs
 from ..telemetry.metrics import Census
 from ..telemetry.timeline import Timeline
 from .deploy import Deployment, prepare, requirements_of, worker_spec
-from .environment import EnvironmentLauncher, discard_unused
+from .environment import EnvironmentLauncher, discard_unused, shrink_cache
 from .live import Live, RevisionFacts, policy_of
 from .rest import LIGHT_S
 from .store import RevisionRecord, Store
@@ -346,11 +346,15 @@ class Functions:
         await self._tidy(old or self._live[name], lambda: self.store.prune(name, busy=busy))
 
     async def _tidy(self, function: Live, prune: Callable[[], object]) -> None:
-        """Call `prune` in a thread, and remove the environments that no stored revision needs any more."""
+        """Call `prune` in a thread, and remove the environments that no stored revision needs any more.
+
+        What uv keeps for further environments is limited then, too.
+        """
 
         def tidy() -> None:
             prune()
             discard_unused(self.environments, self.store.environments())
+            shrink_cache(self.environments)
 
         try:
             await self._thread(tidy)

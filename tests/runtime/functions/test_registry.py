@@ -430,7 +430,9 @@ def installing(state: Path, folder: Path) -> Iterator[None]:
         yield
 
 
-async def test_a_function_runs_in_the_environment_of_its_requirements(state, small: Path):
+async def test_a_function_runs_in_the_environment_of_its_requirements(state, small: Path, monkeypatch):
+    monkeypatch.delenv("UV_CACHE_DIR", raising=False)
+    monkeypatch.setattr(environment, "CACHE_BYTES", 0)
     async with gateway_here(state) as gateway:
         body = {"path": str(small), "install": True}
         response = await gateway.client.post("/v1/functions", json=body)
@@ -439,9 +441,10 @@ async def test_a_function_runs_in_the_environment_of_its_requirements(state, sma
         assert size == "tiny"
         assert prefix.startswith(str(gateway.state / "environments"))
         assert len(list((state / "environments").glob("py*/"))) == 1
-        # With the last function that needs it, the environment goes.
+        # With the last function that needs it, the environment goes, and what uv has downloaded for it.
         await gateway.client.delete("/v1/functions/small")
         assert list((state / "environments").glob("py*/")) == []
+        assert list((state / "environments" / ".uv-cache").rglob("tinything.py")) == []
 
 
 async def test_environments_are_built_again_where_the_state_folder_was_moved_or_they_are_missing(
