@@ -128,6 +128,20 @@ def test_the_settings_in_force_and_where_they_come_from(pilotflame, deployed, tm
     assert shown["source"] == "- default"
 
 
+def test_the_status_lists_event_sources(pilotflame, tmp_path: Path):
+    (tmp_path / "handler.py").write_text(ECHO)
+    queue = "http://127.0.0.1:1/000000000000/orders"
+    table = f'[[source]]\ntype = "sqs"\nqueue = "{queue}"\nregion = "us-east-1"\n'
+    (tmp_path / "pilotflame.toml").write_text(f'name = "ordered"\n{table}')
+    assert pilotflame("deploy", tmp_path, "--no-check").returncode == 0
+    lines = [line.split() for line in pilotflame("status", "ordered").stdout.splitlines()]
+    assert ["source", "state", "in", "flight", "completed", "left", "lag", "last", "error"] in lines
+    (found,) = [line for line in lines if line[:1] == ["orders"]]
+    assert found[1] in ("connecting", "failing")
+    assert found[2:5] == ["0", "0", "0"]
+    pilotflame("delete", "ordered", "--yes")
+
+
 def test_a_gateway_reads_its_file(start, run, short_tmp: Path, tmp_path: Path):
     file = tmp_path / "gateway.toml"
     file.write_text(f'port = 0\nstate_dir = "{short_tmp}/filed"\ndrain_s = 1\n')
