@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ...errors import CacheError, SourceDenied
+from ...machine import memory_bytes
 from ..format.manifest import Manifest
 from .cache import Cache, Lease
 from .memory import SHARED_MEMORY, give_back, is_ours, prepare, sweep
@@ -23,7 +24,7 @@ _MEMORY_PREFIX = "pilotflame-"
 def node_cache(folder: Path) -> Cache:
     """Return a cache to fetch into, whose disk tier is `folder`. Processes with the same folder share it.
 
-    The budgets are a quarter of the machine's memory, and four fifths of the bytes on the disk that are free
+    The budgets are a quarter of the memory (see `machine.memory_bytes`), and four fifths of the bytes on the disk that are free
     or used by this cache.
     """
     disk, own = _disk_tier(folder), _memory_root(folder)
@@ -59,7 +60,7 @@ def _memory_root(folder: Path) -> Path:
 
 
 def _memory_budget_bytes() -> int:
-    return int(MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    return int(MEMORY_SHARE * memory_bytes())
 
 
 def release_memory(cache: Cache) -> None:

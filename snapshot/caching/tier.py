@@ -162,7 +162,7 @@ class Tier:
 
     def release(self) -> None:
         """Delete the spare files and, if the tier holds no snapshots, its folders. Errors are ignored."""
-        with suppress(OSError), self.locked():
+        with suppress(OSError, CacheError), self.locked():
             self.spares.trim(0)
             for name in ("snapshots", "trash", "spare"):
                 with suppress(FileNotFoundError):
