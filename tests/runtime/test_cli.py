@@ -83,7 +83,9 @@ def test_the_list_of_commands_says_of_each_what_its_help_says(group: LazyGroup):
     context = click.Context(group)
     for name in group.list_commands(context):
         text = group.get_command(context, name).help
-        assert " ".join(text.split()).startswith(group.summary(name).removesuffix(".")), name
+        summary = group.summary(name)
+        assert summary.endswith("."), name
+        assert " ".join(text.split()).startswith(summary.removesuffix(".")), name
 
 
 # -- the life of a function
