@@ -127,6 +127,21 @@ def test_what_another_process_has_mapped_is_not_evicted(
     assert ready(tier) == digests(two, three)
 
 
+def test_an_eviction_that_fails_keeps_nothing_locked(
+    tier: Tier, sources: list[tuple[Path, Manifest]]
+) -> None:
+    one = sources[0]
+    pull(tier, one)
+    shutil.rmtree(tier.root / "trash", ignore_errors=True)
+    (tier.root / "trash").write_text("in the way")
+    with pytest.raises(OSError, match="File exists"):
+        tier.evict(one[1].digest)
+    assert tier.ready(one[1].digest, one[1]) is not None
+    (tier.root / "trash").unlink()
+    tier.evict(one[1].digest)
+    assert ready(tier) == set()
+
+
 def test_nothing_is_evicted_in_vain(tier: Tier, sources: list[tuple[Path, Manifest]], tmp_path: Path) -> None:
     one, two, _ = sources
     large = tmp_path / "large", make(tmp_path / "large", 9, tensors=16)
