@@ -21,8 +21,12 @@ from live import Function, Gate, Gateway, gateway_here, short_folder
 from pilotflame.snapshot.caching.memory import unmount
 
 # Half of hypothesis' default number of examples keeps CI short. PILOTFLAME_TEST_EXAMPLES draws more.
+# No example has a deadline of its own: on a machine that others use, any of them may take long.
 hypothesis.settings.register_profile(
-    "house", max_examples=int(os.environ.get("PILOTFLAME_TEST_EXAMPLES", "50"))
+    "house",
+    max_examples=int(os.environ.get("PILOTFLAME_TEST_EXAMPLES", "50")),
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("house")
 
