@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import click
 
 from ...errors import CodeError, PilotflameError
-from ...snapshot.sources.locate import is_remote
+from ...snapshot.sources.locate import ANONYMOUS_VARIABLE, is_remote
 
 if TYPE_CHECKING:
     from ..settings.gateway_settings import GatewaySettings
@@ -161,7 +161,7 @@ def gateway_settings(*, config: Path | None = None, **overrides: Any) -> Gateway
 
     if config is None and (named := os.environ.get(CONFIG_VARIABLE)):
         config = Path(named)
-    other = (URL_VARIABLE, KEY_VARIABLE, CONFIG_VARIABLE)
+    other = (URL_VARIABLE, KEY_VARIABLE, CONFIG_VARIABLE, ANONYMOUS_VARIABLE)
     return read_gateway_settings(os.environ, config=config, other_variables=other, **overrides)
 
 

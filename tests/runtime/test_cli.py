@@ -471,6 +471,13 @@ def test_serve_names_what_it_cannot_have(run, served, short_tmp: Path):
     one_paragraph(run("serve", "--port", port, "--state-dir", short_tmp / "other"), port, "--port")
     one_paragraph(run("serve", "--port", 0, "--state-dir", short_tmp / "served"), str(short_tmp / "served"))
     one_paragraph(run("serve", PILOTFLAME_PROT="1"), "PILOTFLAME_PROT", "PILOTFLAME_PORT")
+    # The variables of the snapshot engine and of the client are no settings of the gateway.
+    known = {
+        "PILOTFLAME_S3_ANONYMOUS": "1",
+        "PILOTFLAME_URL": "http://127.0.0.1:1",
+        "PILOTFLAME_API_KEY": "x",
+    }
+    one_paragraph(run("serve", PILOTFLAME_STATE_DIR="/dev/null/x", **known), "/dev/null/x")
 
 
 def test_dev_follows_changes_and_keeps_the_last_good_revision(start, run, tmp_path: Path, short_tmp: Path):
