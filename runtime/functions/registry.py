@@ -193,9 +193,7 @@ class Functions:
             await live.prove(check=check, ready=len(old.revision.pool.ready) if old is not None else 0)
             self._check_open()
         except BaseException as error:
-            if isinstance(error, PilotflameError):
-                text = f"revision {record.revision} was not deployed: {error}\n{error.trace}".rstrip()
-                logs.write("deploy", text, "error", revision=record.revision)
+            _log_failure(logs, record, error)
             await self._uninterrupted(self._abandon(record, live, withdraw))
             raise
         await self._uninterrupted(self._go_live(live, old, withdraw))
@@ -214,7 +212,8 @@ class Functions:
         name = live.record.function
         try:
             await self._thread(functools.partial(self.store.promote, live.record))
-        except BaseException:
+        except BaseException as error:
+            _log_failure(live.logs, live.record, error)
             await self._abandon(live.record, live, withdraw)
             raise
         self._proving.remove((name, live.record.revision))
@@ -361,6 +360,12 @@ class Functions:
         # Files that cannot be removed do no harm, so this is only logged.
         except (OSError, PilotflameError) as error:
             function.logs.write("gateway", f"old revisions were not removed: {error}")
+
+
+def _log_failure(logs: LogBook, record: RevisionRecord, error: BaseException) -> None:
+    if isinstance(error, PilotflameError):
+        text = f"revision {record.revision} was not deployed: {error}\n{error.trace}".rstrip()
+        logs.write("deploy", text, "error", revision=record.revision)
 
 
 def _remove(folder: Path) -> None:

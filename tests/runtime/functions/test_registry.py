@@ -229,6 +229,7 @@ async def test_a_revision_that_cannot_be_stored_as_live_leaves_no_process(state,
         proof = await gate.next("setup")
         proof.go()
         assert "current cannot be written" in failure(await deploying)["message"]
+        assert "current cannot be written" in (await function.logged("was not deployed"))["text"]
         await gone(proof.pid)
         assert [path.name.partition("-")[0] for path in current.parent.glob("r*")] == ["r1"]
         assert await function.answer() == "old"
