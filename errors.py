@@ -35,6 +35,7 @@ The text beside a class says what has happened when it is raised.
     │   ├── HandlerFailed               the handler raised
     │   ├── WorkerDied                  the worker died while it ran this invocation
     │   ├── ActivationFailed            no worker could be started
+    │   │   ├── CrashLoop                   so many starts in a row failed that no more are tried for a while
     │   │   └── RevisionRetired             the revision was replaced, deleted or shut down before it ran
     │   ├── ActivationTimeout           no worker was ready within the hold time
     │   ├── QueueFull                   the function's queue is at its limit
@@ -242,6 +243,10 @@ class WorkerDied(InvocationError, code="worker_died"): ...
 
 
 class ActivationFailed(InvocationError, code="activation_failed"): ...
+
+
+class CrashLoop(ActivationFailed, code="crash_loop", status=503):
+    """A retry after `details["retry_after_s"]` seconds may succeed."""
 
 
 class RevisionRetired(ActivationFailed, code="revision_retired", status=503): ...

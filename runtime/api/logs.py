@@ -89,11 +89,11 @@ class LogsApi:
         return await self._send(request, name)
 
     async def list(self, request: web.Request) -> web.StreamResponse:
-        caller, found = caller_of(request), await self._logs.facts()
+        allowed, found = caller_of(request).functions, await self._logs.facts()
         rows = [
             LogSummary(name=one.name, bytes=one.bytes, written_at=timestamp(one.written_at))
             for one in found
-            if caller.functions is None or function_of(one.name) in caller.functions
+            if allowed is None or function_of(one.name) in allowed
         ]
         return json_response({"logs": rows})
 

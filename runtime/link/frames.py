@@ -68,6 +68,8 @@ class FrameKind(enum.IntEnum):
     SIGNAL = 23
     # Up: the progress of an invocation, as JSON in the payload. It replaces earlier progress.
     PROGRESS = 22
+    # Up: the metrics of an invocation, as JSON in the payload. They replace earlier ones.
+    METRICS = 24
 
 
 class Frame(NamedTuple):
