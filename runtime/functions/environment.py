@@ -165,18 +165,20 @@ def _is_whole(folder: Path) -> bool:
     return marker.read_text(encoding="utf-8").splitlines()[1:] in ([], [str(folder)])
 
 
-def discard_unused(root: Path, digests: Collection[str]) -> None:
-    """Remove the environments in `root` whose requirements are not among `digests`.
+def discard_unused(root: Path, digests: Collection[str]) -> int:
+    """Remove the environments in `root` whose requirements are not among `digests`. Return how many.
 
     One that another deploy is building stays. A function whose environment is missing gets it built again.
     """
-    kept = {_key(digest) for digest in digests}
+    kept, removed = {_key(digest) for digest in digests}, 0
     for folder in root.glob("py*-*/"):
         if folder.name not in kept:
             with contextlib.suppress(BlockingIOError), _locked(folder.with_name(f"{folder.name}.lock")):
                 # Without its marker, what a crash leaves of the folder is an unfinished environment.
                 (folder / _MARKER).unlink(missing_ok=True)
                 shutil.rmtree(folder)
+                removed += 1
+    return removed
 
 
 def shrink_cache(root: Path) -> None:

@@ -347,13 +347,14 @@ class Functions:
     async def _tidy(self, function: Live, prune: Callable[[], object]) -> None:
         """Call `prune` in a thread, and remove the environments that no stored revision needs any more.
 
-        What uv keeps for further environments is limited then, too.
+        If there are any, what uv keeps for further environments is limited, too.
         """
 
         def tidy() -> None:
             prune()
-            discard_unused(self.environments, self.store.environments())
-            shrink_cache(self.environments)
+            # The cache has files of its own alone once the environments that have them too are gone.
+            if discard_unused(self.environments, self.store.environments()):
+                shrink_cache(self.environments)
 
         try:
             await self._thread(tidy)

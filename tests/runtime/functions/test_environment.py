@@ -182,7 +182,7 @@ def test_the_cache_of_uv_is_limited_to_what_environments_use(
     deploy()
     # Its files are those of the environment, so removing them would free nothing.
     assert len(kept()) == 1
-    discard_unused(environments, ())
+    assert discard_unused(environments, ()) == 1
     shrink_cache(environments)
     assert kept() == []
     deploy()
