@@ -7,9 +7,7 @@ import gc
 import mmap
 import os
 import shutil
-import tempfile
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +24,6 @@ from pilotflame.snapshot.sources.folder import FolderSource
 from pulling import CHUNK_BYTES, LIMIT_S, Stopping, check, make, pulling
 
 MIB = 1 << 20
-
-
-@pytest.fixture
-def shm() -> Iterator[Path]:
-    """A folder on tmpfs."""
-    if not Path("/dev/shm").is_dir():
-        pytest.skip("no /dev/shm")
-    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="pilotflame-test-") as folder:
-        yield Path(folder)
 
 
 @pytest.fixture
