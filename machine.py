@@ -1,4 +1,4 @@
-"""Tells how much memory a process may use: that of the machine, or less in a container or a limited service."""
+"""Tells how much a process may use: of the machine, or less in a container or a limited service."""
 
 from __future__ import annotations
 
@@ -17,21 +17,36 @@ def memory_bytes(cgroups: Path = _CGROUPS, own: Path = _OWN) -> int:
     `cgroups` is where they are mounted. `own` is the file in which the kernel names those of the process.
     """
     total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min([total_bytes, *_limits(cgroups, own)])
+    return min([total_bytes, *(limit for (limit,) in _limits(cgroups, own, "memory"))])
 
 
-def _limits(cgroups: Path, own: Path) -> Iterator[int]:
+def processors(cgroups: Path = _CGROUPS, own: Path = _OWN) -> float:
+    """Return how many processors this process may run on, or the smallest quota of its cgroups, as 0.5 or 2."""
+    quotas = [quota / period for quota, period in _limits(cgroups, own, "cpu") if quota > 0 < period]
+    return min([float(len(os.sched_getaffinity(0))), *quotas])
+
+
+# By controller: the files of version 2 and of version 1 of cgroups that hold its limit, in one line each.
+_FILES = {
+    "memory": (("memory.max",), ("memory.limit_in_bytes",)),
+    "cpu": (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")),
+}
+
+
+def _limits(cgroups: Path, own: Path, controller: str) -> Iterator[tuple[int, ...]]:
+    """Yield the numbers of each limit of a controller. Version 1 has 2**63 or -1 where there is no limit."""
+    second, first = _FILES[controller]
     with suppress(OSError):
         for line in own.read_text(encoding="utf-8").splitlines():
             number, controllers, path = line.split(":", 2)
             # Version 2 has one hierarchy, which is numbered 0 and names no controllers.
             if number == "0" and not controllers:
-                yield from _limits_above(cgroups, path, "memory.max")
-            elif "memory" in controllers.split(","):
-                yield from _limits_above(cgroups / "memory", path, "memory.limit_in_bytes")
+                yield from _limits_above(cgroups, path, second)
+            elif controller in controllers.split(","):
+                yield from _limits_above(cgroups / controller, path, first)
 
 
-def _limits_above(root: Path, path: str, name: str) -> Iterator[int]:
+def _limits_above(root: Path, path: str, files: tuple[str, ...]) -> Iterator[tuple[int, ...]]:
     """Yield the limits of a cgroup and of those that contain it.
 
     In a container, `root` may be the container's own cgroup, and `path` that cgroup as the host names it. Then
@@ -41,6 +56,7 @@ def _limits_above(root: Path, path: str, name: str) -> Iterator[int]:
     for one in (folder, *folder.parents):
         # ValueError: there is no limit, and the file contains "max".
         with suppress(OSError, ValueError):
-            yield int((one / name).read_text(encoding="ascii"))
+            text = " ".join((one / name).read_text(encoding="ascii") for name in files)
+            yield tuple(map(int, text.split()))
         if one == root:
             return
