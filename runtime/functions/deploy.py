@@ -46,7 +46,7 @@ class Deployment:
 
     Its code is the folder `path` on this node, or an uploaded `archive`, which is a tar.gz. `overrides` are
     settings that take precedence over pilotflame.toml. With `install`, requirements that are not met are
-    installed. With `check`, a worker is started to see that it gets ready.
+    installed. With `check`, a worker is started to see that it gets ready. For `standalone` see `read_settings`.
     """
 
     path: Path | None = None
@@ -54,6 +54,7 @@ class Deployment:
     overrides: Mapping[str, Any] = field(default_factory=dict)
     install: bool = False
     check: bool = True
+    standalone: bool = False
     authorize: Callable[[str], None] | None = None
     """Called with the function's name. It raises Forbidden if the caller may not deploy that function."""
 
@@ -69,7 +70,9 @@ def prepare(store: Store, environments: Path, request: Deployment, log: Log) -> 
         undo.callback(shutil.rmtree, staged, ignore_errors=True)
         folder = _source_folder(request, staged_code)
         place = "the uploaded folder" if request.archive is not None else ""
-        settings = read_settings(folder, overrides=request.overrides, place=place)
+        settings = read_settings(
+            folder, overrides=request.overrides, place=place, standalone=request.standalone
+        )
         cog = _cog_yaml(folder, settings.handler)
         settings = settings.model_copy(update={"env": cog.env() | dict(settings.env)})
         if request.authorize is not None:

@@ -231,11 +231,12 @@ class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
 
 
 def read_settings(
-    folder: Path, *, overrides: Mapping[str, Any] | None = None, place: str = ""
+    folder: Path, *, overrides: Mapping[str, Any] | None = None, place: str = "", standalone: bool = False
 ) -> FunctionSettings:
     """Return the settings of the function in `folder`. Raise SettingsError, which names all problems.
 
-    Errors call the folder `place`, if that is given.
+    Errors call the folder `place`, if that is given. A `standalone` function is in a container that a platform has
+    started and scales: [image] and [resources] do not count, and at least one worker is always there.
 
     `overrides` have dotted keys, as in `{"scale.max": "8", "env.MODE": "x"}`, and take precedence over the
     file. A text is converted to the type of its key. An empty text sets an optional key to None. A key whose
@@ -246,13 +247,20 @@ def read_settings(
     raw = read_toml(folder / SETTINGS_FILE, missing_ok=True)
     problems = list(_apply(raw, overrides or {}))
     raw.setdefault("name", slug(folder.resolve().name))
+    if standalone:
+        raw.pop("image", None)
+        raw.pop("resources", None)
     try:
-        return validate(FunctionSettings, raw, problems, f"The settings of {place or folder}", "")
+        settings = validate(FunctionSettings, raw, problems, f"The settings of {place or folder}", "")
     except SettingsError as error:
         origins = setting_origins(folder, overrides=overrides)
         places = {origins.get(problem.split()[0], SETTINGS_FILE) for problem in error.details["problems"]}
         error.remedy = f"Correct {' and '.join(sorted(places))}."
         raise
+    if standalone and not settings.scale.min:
+        scale = settings.scale.model_copy(update={"min": 1})
+        settings = settings.model_copy(update={"scale": scale})
+    return settings
 
 
 def setting_origins(folder: Path, *, overrides: Mapping[str, Any] | None = None) -> dict[str, str]:
