@@ -22,6 +22,7 @@ CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110, "sho
 COMMANDS = {
     "backup": ("backup", "Write functions, jobs, keys and secrets to FILE, also while the gateway serves."),
     "batch": ("batch", "Run FUNCTION with every line of INPUT, and write the answers to OUTPUT."),
+    "build": ("build", "Build a container image with FOLDER's function, its requirements and pilotflame."),
     "completion": (
         "completion",
         "Print the script that completes commands, functions and templates in SHELL.",

@@ -73,10 +73,12 @@ def prepare(store: Store, environments: Path, request: Deployment, log: Log) -> 
         settings = read_settings(
             folder, overrides=request.overrides, place=place, standalone=request.standalone
         )
-        cog = _cog_yaml(folder, settings.handler)
+        cog = cog_yaml(folder, settings.handler)
         settings = settings.model_copy(update={"env": cog.env() | dict(settings.env)})
         if request.authorize is not None:
             request.authorize(settings.name)
+        if settings.image.unbuilt:
+            raise _unbuilt(settings)
         if settings.source and not is_installed("boto3"):
             raise missing("A [[source]] table", "boto3")
         snapshot = settings.snapshot_path(folder)
@@ -155,6 +157,15 @@ def heavy_imports(file: Path) -> tuple[str, ...]:
     return tuple(name for name in HEAVY if name in found)
 
 
+def _unbuilt(settings: FunctionSettings) -> SettingsError:
+    remedy = (
+        "Run `pilotflame build`, and write the name that it prints into [image], or deploy with"
+        " --set image.name=NAME."
+    )
+    message = f"[image] of {settings.name} says how its image is built, but image.name is not set."
+    return SettingsError(message, remedy=remedy, details={"problems": ["image.name is missing"]})
+
+
 def _source_folder(request: Deployment, staged_code: Path) -> Path:
     """Return the request's folder. Or unpack its archive into `staged_code`, and return that folder."""
     if request.archive is not None:
@@ -171,15 +182,15 @@ def _source_folder(request: Deployment, staged_code: Path) -> Path:
 
 def requirements_of(spec: WorkerSpec) -> str:
     """Return the requirements of a stored revision, as its environment was made from them."""
-    return _requirements(spec.code, _cog_yaml(spec.code, spec.handler))[0]
+    return function_requirements(spec.code, cog_yaml(spec.code, spec.handler))[0]
 
 
-def _cog_yaml(folder: Path, handler: str) -> CogYaml:
+def cog_yaml(folder: Path, handler: str) -> CogYaml:
     """Return the settings in cog.yaml, which count only if the handler is Cog's."""
     return CogYaml.read(folder) if recognise(folder, handler).dialect == "cog" else CogYaml()
 
 
-def _requirements(code_folder: Path, cog: CogYaml) -> tuple[str, str]:
+def function_requirements(code_folder: Path, cog: CogYaml) -> tuple[str, str]:
     """Return the requirements of a function's code, and the name of the file that holds them, for messages."""
     file = code_folder / REQUIREMENTS_FILE
     text, name = file.read_text(encoding="utf-8") if file.is_file() else "", REQUIREMENTS_FILE
@@ -202,7 +213,7 @@ def _environment(
     If the function has an image, that must hold them. Raise RequirementsError if they are not met and are not
     to be installed, or if their installation fails.
     """
-    text, name = _requirements(code_folder, cog)
+    text, name = function_requirements(code_folder, cog)
     digest = requirements.requirements_digest(text)
     try:
         if settings.image.name is None:

@@ -47,6 +47,8 @@ _MIB = 1024 * 1024
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _ALIAS = re.compile(r"(?![0-9]+$)[A-Za-z0-9_-]{1,128}")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+# The name of a Debian package, optionally with an architecture and a version.
+_APT_PACKAGE = re.compile(r"[a-z0-9][a-z0-9.+-]*(:[a-z0-9-]+)?(=[A-Za-z0-9.+:~-]+)?")
 
 
 def name_problem(name: str) -> str | None:
@@ -97,14 +99,37 @@ class Scale(BaseModel, frozen=True, extra="forbid", strict=True):
         return self
 
 
+def _package_problem(package: str) -> str | None:
+    if _APT_PACKAGE.fullmatch(package):
+        return None
+    return f"image.packages has {package[:80]!r}; allowed: a Debian package, as ffmpeg or libgl1=1.6.0-1"
+
+
+AptPackage = Annotated[str, checked(_package_problem)]
+
+
 class Image(BaseModel, frozen=True, extra="forbid", strict=True):
     """The container image that a function runs in. Without a name, it runs in processes of the gateway's machine."""
 
     name: str | None = Field(
         None,
         pattern=r"^[^\s-]\S{0,511}$",
-        description="Image with pilotflame and the function's requirements.",
+        description="Image with pilotflame and the function's requirements, as `pilotflame build` makes it.",
     )
+    base: str | None = Field(
+        None,
+        pattern=r"^[a-z0-9][A-Za-z0-9._:/@-]{0,511}$",
+        description='For `pilotflame build`: the image that it starts from, which has Python; "cuda" for NVIDIA\'s;'
+        " by default Debian's slim one with the Python of this machine.",
+    )
+    packages: Annotated[tuple[AptPackage, ...], Strict(False), BeforeValidator(split_text)] = Field(
+        (), max_length=200, description="For `pilotflame build`: system packages, installed with apt-get."
+    )
+
+    @property
+    def unbuilt(self) -> bool:
+        """Whether the settings say how the image is built, but not which image it became."""
+        return self.name is None and (self.base is not None or bool(self.packages))
 
 
 class Resources(BaseModel, frozen=True, extra="forbid", strict=True):
