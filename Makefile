@@ -4,7 +4,7 @@ BIN := .venv/bin
 SOURCES := $(shell find runtime snapshot handlers templates -type f -not -name '*.pyc') $(wildcard *.py) pyproject.toml
 EXTRAS := test
 
-.PHONY: help demo test coverage lint bench bench-snapshot bench-jobs bench-batch bench-clairvoyant bench-policy bench-warm bench-containers check-api check-infra soak soak-gateway soak-jobs soak-containers soak-rolling clean
+.PHONY: help demo test coverage lint bench bench-snapshot bench-jobs bench-batch bench-clairvoyant bench-path bench-policy bench-warm bench-containers check-api check-infra soak soak-gateway soak-jobs soak-containers soak-rolling clean
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
 

@@ -50,7 +50,7 @@ COMMANDS = {
     ),
     "simulate": ("simulate", "Predict how many calls are answered in time, for each number of workers."),
     "snapshot": ("snapshot", "Create, inspect, verify, copy and convert snapshots of weights."),
-    "status": ("functions", "Show one function: revision, workers, settings, processes."),
+    "status": ("functions", "Show one function: revision, workers, settings, event sources, processes."),
     "test": ("trial", "Deploy FOLDER in a temporary gateway, send it test_input.json, and print the answer."),
     "warmup": ("functions", "Start workers now, ahead of the requests that will need them."),
     "webhooks": ("webhooks", "List deliveries of webhooks, send one again, show the secret that signs them."),
@@ -72,7 +72,8 @@ def cli() -> None:
 
     \b
     Exit codes: 0 done, 1 it failed (one paragraph on stderr says what and why; with --json one line of
-    JSON), 2 the command line is wrong, 3 no gateway answers, 4 the job that was waited for (or a line of a batch) failed, 130 interrupted.
+    JSON), 2 the command line is wrong, 3 no gateway answers, 4 the job that was waited for (or a line of a
+    batch) failed, 130 interrupted.
     """
 
 
@@ -96,7 +97,8 @@ def serve(
     """Run the gateway until Ctrl-C, and let running calls finish. With FOLDER, serve that function alone.
 
     Functions that were deployed before are there again, without workers. Every option is also an environment
-    variable, such as PILOTFLAME_PORT, and a key of the --config file, and there are more: see `pilotflame settings`.
+    variable, such as PILOTFLAME_PORT, and a key of the --config file, and there are more: see
+    `pilotflame settings`.
 
     With --auth auto the gateway asks for API keys if other machines can reach it, or if a key exists. It then
     answers only health checks without one; see `pilotflame keys`.

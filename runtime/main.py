@@ -221,7 +221,7 @@ async def startup(
     ]  # fmt: skip
 
     admin = Admin(
-        functions, metrics, logs, local=local and alone is None,
+        functions, metrics, logs, local=local and alone is None, sources=sources.statuses,
         disk_full=functools.partial(is_disk_full, state, settings.min_free_bytes),
         starting=lambda: standalone is not None and standalone.is_starting(),
     )  # fmt: skip

@@ -21,7 +21,7 @@ def publish(path: Path, mode: int = 0o644, *, durable: bool = True) -> Iterator[
 
     Without `durable`, nothing is synced: after a power loss, `path` may be incomplete.
     """
-    with NamedTemporaryFile(dir=path.parent, prefix=f".{path.name[:100]}.", delete=False) as stream:
+    with NamedTemporaryFile(dir=path.parent, prefix=_beginning(path), delete=False) as stream:
         try:
             yield stream
             stream.flush()
@@ -45,7 +45,7 @@ def publish_folder(path: Path) -> Iterator[Path]:
     """
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise SnapshotError(f"{path} is there and not empty.", remedy="Choose a folder that does not exist.")
-    made = path.parent / f".{path.name[:100]}.{secrets.token_hex(4)}"
+    made = path.parent / f"{_beginning(path)}{secrets.token_hex(4)}"
     try:
         made.mkdir(parents=True)
         yield made
@@ -58,6 +58,12 @@ def publish_folder(path: Path) -> Iterator[Path]:
     finally:
         # After a successful rename there is no folder `made`, and nothing is removed.
         shutil.rmtree(made, ignore_errors=True)
+
+
+def _beginning(path: Path) -> str:
+    """Return the beginning of a hidden name for what becomes `path`. It leaves room for a random ending."""
+    # A character may take 4 of the 255 bytes that a name may have.
+    return f".{path.name[:50]}."
 
 
 def sync(path: Path) -> None:

@@ -22,8 +22,12 @@ from pilotflame.snapshot.caching.memory import unmount
 from pilotflame.snapshot.caching.stored import is_mounted
 
 # Half of hypothesis' default number of examples keeps CI short. PILOTFLAME_TEST_EXAMPLES draws more.
+# No example has a deadline of its own: on a machine that others use, any of them may take long.
 hypothesis.settings.register_profile(
-    "house", max_examples=int(os.environ.get("PILOTFLAME_TEST_EXAMPLES", "50"))
+    "house",
+    max_examples=int(os.environ.get("PILOTFLAME_TEST_EXAMPLES", "50")),
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("house")
 

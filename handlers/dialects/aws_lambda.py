@@ -17,6 +17,7 @@ from typing import Any
 import orjson
 
 from ...errors import BadInput, HandlerFailed, HandlerSignatureError, OutputInvalid
+from ...machine import memory_bytes
 from ..codec import InputCodec, OutputCodec
 from ..contract import Context
 from ..failure import PACKAGE_FOLDER, explain
@@ -180,7 +181,7 @@ class LambdaCaller:
 
 def _set_environment(root: Path, entry: Entry, function: str) -> None:
     """Set the main environment variables that AWS sets before it imports a handler, unless they are set."""
-    memory_mb = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 20
+    memory_mb = memory_bytes() >> 20
     stream = f"{datetime.now(UTC):%Y/%m/%d}/[{VERSION}]{os.getpid():032x}"
     region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or DEFAULT_REGION
     for name, value in {

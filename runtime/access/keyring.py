@@ -2,8 +2,9 @@
 
 The file holds digests of the tokens, never a token. It must stay private all the same: a signing digest is
 enough to call functions as a client of AWS Lambda does (see `aws_signature.py`). A gateway that has this file
-requires an API key from every caller, even after the last key is revoked. To admit callers without a key again,
-stop the gateway and remove the file. The use of quotas is in memory only: it begins again with each start.
+requires an API key from every caller, even after the last key is revoked. To admit callers without a key
+again, stop the gateway and remove the file. The use of quotas is in memory only: it begins again with each
+start.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from ...errors import CodeError, Forbidden, SettingsError, UnsupportedMedia
 from ...handlers.codec import JSON_TYPE
 from ..access.keys import Caller, Scope
 from ..functions.deploy import Deployment
-from ..functions.live import FunctionStatus, Prefetched, Workers
+from ..functions.live import FunctionStatus, Prefetched, SourceStatus, Workers
 from ..functions.registry import Functions
 from ..telemetry.logs import Logs
 from ..telemetry.metrics import Metrics
@@ -56,14 +56,16 @@ class Admin:
         logs: Logs,
         *,
         local: bool,
+        sources: Callable[[str], list[SourceStatus]] = lambda _function: [],
         disk_full: Callable[[], bool] = lambda: False,
         starting: Callable[[], bool] = lambda: False,
     ) -> None:
         """`local`: only this machine can reach the gateway. Only then may callers deploy folders by path.
 
-        `disk_full` is called in a thread, and returns whether the state folder's disk is full. While `starting`
-        returns True, /readyz responds with 503 too.
+        `sources` returns how a function's event sources do. `disk_full` is called in a thread, and returns whether
+        the state folder's disk is full. While `starting` returns True, /readyz responds with 503 too.
         """
+        self._sources = sources
         self._disk_full, self._starting = disk_full, starting
         self._functions = functions
         self._logs = logs
@@ -114,7 +116,11 @@ class Admin:
     async def status(self, request: web.Request) -> web.StreamResponse:
         live = self._functions.get(request.match_info["function"])
         processes = await live.processes() if MEMORY.read(request) else None
-        status = live.status(processes).model_copy(update={"last_errors": await live.last_errors(self._logs)})
+        found = {
+            "last_errors": await live.last_errors(self._logs),
+            "sources": self._sources(live.record.function),
+        }
+        status = live.status(processes).model_copy(update=found)
         return json_response(_visible(status, caller_of(request)).model_dump(mode="json"))
 
     async def delete(self, request: web.Request) -> web.StreamResponse:
@@ -181,7 +187,8 @@ def _visible(status: FunctionStatus, caller: Caller) -> FunctionStatus:
         return status
     settings = status.settings.model_copy(update={"env": dict.fromkeys(status.settings.env, "…")})
     errors = [error.model_copy(update={"text": ""}) for error in status.last_errors]
-    return status.model_copy(update={"settings": settings, "last_errors": errors})
+    sources = [source.model_copy(update={"last_error": ""}) for source in status.sources]
+    return status.model_copy(update={"settings": settings, "last_errors": errors, "sources": sources})
 
 
 def _pair(text: str) -> tuple[str, str]:

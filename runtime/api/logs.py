@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import AsyncIterator
-from enum import StrEnum
 from typing import Any
 
 from aiohttp import web
@@ -13,7 +12,16 @@ from typing_extensions import TypedDict
 from ...errors import BadInput, UnknownFunction, UnknownRoute
 from ..access.keys import Scope
 from ..functions.registry import Functions
-from ..telemetry.log_files import ACCESS, AUDIT, GATEWAY, LogLine, LogQuery, function_file
+from ..telemetry.log_files import (
+    ACCESS,
+    AUDIT,
+    GATEWAY,
+    LogLevel,
+    LogLine,
+    LogQuery,
+    function_file,
+    function_of,
+)
 from ..telemetry.logs import Logs
 from .requests import caller_of
 from .responses import Timestamp, json_response, timestamp
@@ -21,21 +29,11 @@ from .routes import Flag, Number, Parameter, Route
 
 MAX_LINES = 10_000
 NAMES = (GATEWAY, AUDIT, ACCESS)
-FUNCTIONS = "functions/"
 LINES = Number("lines", "The largest number of lines, the last ones.", 100, maximum=MAX_LINES)
 FOLLOW = Flag("follow", "Go on with new lines: such a response does not end.")
 SINCE = Parameter("since", "Unix time in seconds of the first line.", type="number")
 UNTIL = Parameter("until", "Unix time in seconds of the last line.", type="number")
 REQUEST = Parameter("request", "Only the lines of the invocation or job with this id.")
-
-
-class LogLevel(StrEnum):
-    """How important a line is."""
-
-    DEBUG = "debug"
-    INFO = "info"
-    WARNING = "warning"
-    ERROR = "error"
 
 
 LOG = Parameter("log", place="path", type="string", enum=list(NAMES))
@@ -92,11 +90,10 @@ class LogsApi:
 
     async def list(self, request: web.Request) -> web.StreamResponse:
         allowed, found = caller_of(request).functions, await self._logs.facts()
-        names = None if allowed is None else {f"{FUNCTIONS}{name}" for name in allowed}
         rows = [
             LogSummary(name=one.name, bytes=one.bytes, written_at=timestamp(one.written_at))
             for one in found
-            if names is None or one.name in names
+            if allowed is None or function_of(one.name) in allowed
         ]
         return json_response({"logs": rows})
 

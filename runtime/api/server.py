@@ -131,7 +131,8 @@ async def http_server(
 ) -> AsyncIterator[HttpServer]:  # fmt: skip
     """Serve `routes` on `socks` inside the block. At its end, requests have one more second.
 
-    Each of `on_prepare` is called with the request and the response before the response's header is sent. If the installed aiohttp does not support `fast_path`, log a message and serve without it.
+    Each of `on_prepare` is called with the request and the response before the response's header is sent.
+    If the installed aiohttp does not support `fast_path`, log a message and serve without it.
     """
     if missing := missing_internals():
         LOG.warning(NO_FAST_PATH.format(version=aiohttp.__version__, names=", ".join(missing)))

@@ -24,6 +24,7 @@ import click
 from ..._version import __version__
 from ...errors import GatewayError
 from ...snapshot.publish import publish
+from ..functions import shared_weights
 from . import display, options
 
 FORMAT = 1
@@ -175,6 +176,7 @@ def _unpacked(file: Path, into: Path) -> dict[str, Any]:
     except (tarfile.TarError, EOFError, ValueError) as error:
         raise GatewayError(f"{file} is not a complete backup: {error}.", remedy=remedy) from None
     (into / FACTS_FILE).unlink()
+    shared_weights.SharedWeights(into / shared_weights.FOLDER).protect()
     return found
 
 

@@ -20,6 +20,7 @@ from typing import Literal, NamedTuple
 import click
 import psutil
 
+from ...machine import processors
 from ..launching.container_launcher import find_engine
 from ..settings.gateway_settings import GatewaySettings
 from . import display, exit_codes, options
@@ -153,11 +154,8 @@ def _open_files() -> Check:
 
 
 def _processors() -> Check:
-    usable, limited = len(os.sched_getaffinity(0)), ""
-    # Without a limit, the file contains "max" instead of the quota, and int() raises ValueError.
-    with suppress(OSError, ValueError):
-        quota, period = map(int, Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split())
-        limited = f", limited to {quota / period:.1f} by the container" if quota < usable * period else ""
+    usable, allowed = len(os.sched_getaffinity(0)), processors()
+    limited = f", limited to {allowed:.1f} by a cgroup" if allowed < usable else ""
     return Check("processors", "ok", f"{usable} usable{limited}")
 
 

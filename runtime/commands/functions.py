@@ -101,7 +101,7 @@ def list_functions(*, client: Client, as_json: bool) -> None:
 @click.option("--memory", is_flag=True, help="Also measure the memory of each of its processes.")
 @options.gateway
 def status(*, name: str, memory: bool, client: Client, as_json: bool) -> None:
-    """Show one function: revision, workers, settings, processes.
+    """Show one function: revision, workers, settings, event sources, processes.
 
     Example: pilotflame status hello --memory
     """
@@ -115,6 +115,10 @@ def status(*, name: str, memory: bool, client: Client, as_json: bool) -> None:
         columns = ("process", "pid", "own memory", "with its share", "resident")
         click.echo()
         display.print_table(columns, [_process_row(process) for process in found["processes"]])
+    if sources := found.get("sources"):
+        names = ("source", "state", "in flight", "completed", "left", "lag", "last error")
+        click.echo()
+        display.print_table(names, [_source_row(source) for source in sources])
     if errors := found.get("last_errors"):
         click.echo("\nlast errors:")
         for error in errors:
@@ -253,9 +257,18 @@ def _settings(status: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def _shown(value: Any) -> str:
-    if isinstance(value, list):
-        return display.counted(len(value), "table")
-    return "-" if value is None else value if isinstance(value, str) else json.dumps(value)
+    if isinstance(value, list) and value:
+        tables = any(isinstance(one, dict) for one in value)
+        return display.counted(len(value), "table") if tables else ", ".join(map(str, value))
+    return "-" if value is None or value == [] else value if isinstance(value, str) else json.dumps(value)
+
+
+def _source_row(source: dict[str, Any]) -> tuple[str, ...]:
+    counts = (str(source[key]) for key in ("in_flight", "completed", "left"))
+    lag = "-" if source["lag_s"] is None else display.duration(source["lag_s"])
+    failed_at = source["last_error_at"]
+    error = f"{display.local_time(failed_at)} {source['last_error']}" if failed_at else "-"
+    return (source["queue"].rpartition("/")[2], source["state"], *counts, lag, error)
 
 
 def _process_row(process: dict[str, Any]) -> tuple[str, ...]:

@@ -27,7 +27,6 @@ from ..telemetry.log_files import AUDIT, LogFiles, LogLine
 from . import display, options
 from .client import Client
 
-_UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 SCOPES = click.Choice(["invoke", "read", "deploy", "admin"])
 _repeatable = functools.partial(click.option, multiple=True)
 _WHOLE_KEY = re.compile(r"pf_([0-9a-f]+)_")
@@ -36,7 +35,6 @@ CLOSES = (
     " machine as well (PILOTFLAME_API_KEY); only /healthz and /readyz stay open, and `pilotflame keys`. Revoking the"
     " key does not open the gateway again"
 )
-_DURATION = re.compile(r"([1-9][0-9]{0,8})([smhd])")
 
 
 @contextmanager
@@ -60,8 +58,11 @@ def _open_keys(url: str, api_key: str, state_dir: Path | None) -> Iterator[Clien
             keyring = Keyring(state)
             keyring.load()
             before = {key.id for key in keyring.all()}
-            yield keyring
-            _audit(settings, before, {key.id for key in keyring.all()})
+            # A command may fail after it has changed the files, for example if its output is closed.
+            try:
+                yield keyring
+            finally:
+                _audit(settings, before, {key.id for key in keyring.all()})
 
 
 def _audit(settings: GatewaySettings, before: Set[str], after: Set[str]) -> None:
@@ -93,8 +94,8 @@ def _with_keys(command: Callable[..., Any]) -> Callable[..., Any]:
 def _seconds(_context: click.Context, _option: click.Parameter, text: str | None) -> float | None:
     if text is None:
         return None
-    if match := _DURATION.fullmatch(text):
-        return float(match[1]) * _UNITS_S[match[2]]
+    if found := options.seconds_of(text):
+        return found
     raise click.BadParameter(f"{text!r} is not a duration such as 30d, 12h, 5m or 90s.")
 
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import re
 import time
 from datetime import datetime
 from typing import Any
 
 import click
 
+from ..telemetry.log_files import LogLevel
 from . import display, options
 from .client import Client
-
-LEVELS = ("debug", "info", "warning", "error")
-_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
-_AGE = re.compile(r"(\d{1,9})([smhdw])")
 
 
 class Moment(click.ParamType[float]):
@@ -24,8 +20,8 @@ class Moment(click.ParamType[float]):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
         """Return it as Unix time in seconds. A time without a zone is of this machine's zone."""
-        if (age := _AGE.fullmatch(value)) is not None:
-            return time.time() - float(age[1]) * _UNITS[age[2]]
+        if (age_s := options.seconds_of(value)) is not None:
+            return time.time() - age_s
         try:
             return datetime.fromisoformat(value).timestamp()
         except (ValueError, OverflowError):
@@ -39,7 +35,11 @@ class Moment(click.ParamType[float]):
 @click.option("--since", type=Moment(), help="Only lines from then on: 10m, 2h, 3d or 2026-11-22T10:00.")
 @click.option("--until", type=Moment(), help="Only lines up to then.")
 @click.option("--request", metavar="ID", help="Only the lines of one invocation or job.")
-@click.option("--level", type=click.Choice(LEVELS), help="Only lines of this level and above.")
+@click.option(
+    "--level",
+    type=click.Choice([level.value for level in LogLevel]),
+    help="Only lines of this level and above.",
+)
 @click.option(
     "--audit", "kind", flag_value="audit", help="Show who deployed, deleted, or changed keys and secrets."
 )
@@ -48,7 +48,8 @@ class Moment(click.ParamType[float]):
 def logs(*, name: str | None, kind: str | None, client: Client, as_json: bool, **query: Any) -> None:
     """Print the log of a function, or of the gateway.
 
-    Without FUNCTION it is what the gateway said. FUNCTION may be deleted. A function's log has what its processes printed, the tracebacks of failed calls, and why workers ended.
+    Without FUNCTION it is what the gateway said. FUNCTION may be deleted. A function's log has what its
+    processes printed, the tracebacks of failed calls, and why workers ended.
 
     \b
     Examples:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
@@ -15,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import click
 
 from ...errors import CodeError, GatewayError, PilotflameError
-from ...snapshot.sources.locate import is_remote
+from ...snapshot.sources.locate import ANONYMOUS_VARIABLE, is_remote
 
 if TYPE_CHECKING:
     import ssl
@@ -31,6 +32,8 @@ CONFIG_VARIABLE = "PILOTFLAME_CONFIG"
 CA_VARIABLE = "PILOTFLAME_CA"
 STATE_VARIABLE = "PILOTFLAME_STATE_DIR"
 INPUT_FILE = "test_input.json"
+_DURATION = re.compile(r"(\d{1,9})([smhdw])", re.ASCII)
+_UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0, "w": 604800.0}
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs, one value a line.")
 yes = click.option("--yes", "-y", is_flag=True, help="Do not ask for confirmation.")
@@ -200,7 +203,7 @@ def gateway_settings(
 
     if config is None and (named := os.environ.get(CONFIG_VARIABLE)):
         config = Path(named)
-    other = (URL_VARIABLE, KEY_VARIABLE, CONFIG_VARIABLE, CA_VARIABLE)
+    other = (URL_VARIABLE, KEY_VARIABLE, CONFIG_VARIABLE, CA_VARIABLE, ANONYMOUS_VARIABLE)
     return read_gateway_settings(
         os.environ, config=config, other_variables=other, defaults=defaults or {}, **overrides
     )
@@ -223,6 +226,12 @@ def trusted_authorities() -> ssl.SSLContext | None:
         why = getattr(error, "reason", "") or error.strerror
         wrong = f"{variable} is {os.environ[variable]}, which holds no certificate that can be read: {why}."
         raise GatewayError(wrong, remedy="Name a PEM file with the authority's certificate.") from None
+
+
+def seconds_of(text: str) -> float | None:
+    """Return the seconds of a duration such as 90s, 5m, 12h, 30d or 2w. Return None if `text` is none."""
+    match = _DURATION.fullmatch(text)
+    return float(match[1]) * _UNITS_S[match[2]] if match is not None else None
 
 
 def event_body(event: str | None) -> bytes:

@@ -34,7 +34,7 @@ SHOWN_DIGEST_CHARS = 16
 @click.option("--force", is_flag=True, help="Overwrite another snapshot at DESTINATION.")
 @options.as_json
 def push(folder: Path, destination: str, force: bool, as_json: bool) -> None:
-    """Copy the snapshot in FOLDER to DESTINATION, an s3:// prefix or another folder.
+    """Copy the snapshot in FOLDER to DESTINATION, S3 or another folder.
 
     Verifies the files, sends those that are missing there, and the manifest last: a prefix with a manifest is
     complete.

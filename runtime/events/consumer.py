@@ -14,12 +14,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+from typing import Literal
 
 import orjson
 
 from ...errors import BusFailed, PilotflameError
+from ..functions.live import SourceStatus
 from ..jobs.job import Job, JobState, NewJob
 from ..jobs.jobs import Jobs
 from ..settings.event_source import MAX_VISIBILITY_S, EventSource
@@ -74,14 +78,21 @@ class Consumer:
         self._visibility = asyncio.Lock()
         """Held while visibility timeouts are changed."""
         self._stopping = False
+        self._state: Literal["connecting", "connected", "failing"] = "connecting"
+        self._lag_s: float | None = None
+        self._last_error = ""
+        self._last_error_at: datetime | None = None
         self._tasks: BackgroundTasks
         self._polling: asyncio.Task[None]
         self._extending: asyncio.Task[None]
 
-    @property
-    def in_flight(self) -> int:
-        """How many messages it holds."""
-        return len(self._messages)
+    def status(self) -> SourceStatus:
+        """Return whether the queue can be reached, and how many messages were run."""
+        return SourceStatus(
+            queue=self.source.queue, state=self._state, in_flight=len(self._messages), lag_s=self._lag_s,
+            completed=self.ended["completed"], left=self.ended["left"],
+            last_error=self._last_error, last_error_at=self._last_error_at,
+        )  # fmt: skip
 
     def start(self, tasks: BackgroundTasks) -> None:
         self._tasks = tasks
@@ -111,28 +122,41 @@ class Consumer:
             await self._queue.close()
             if self._sink is not None:
                 await self._sink.close()
-        except Exception as error:  # noqa: BLE001  one broken source must not end the gateway
+        except Exception as error:  # noqa: BLE001  whatever it is, the function's log has it
             self._log(_text_of(error))
 
     # -- all messages
 
     async def _poll(self) -> None:
-        retry_s, logged = RETRY_S, ""
+        retry_s = RETRY_S
         while True:
             while (room := self._room()) <= 0:
                 self._changed.clear()
                 await self._changed.wait()
             try:
-                for message in await self._queue.receive(room):
+                # The first request does not wait for messages, so that the status soon tells if it was answered.
+                messages = await self._queue.receive(room, wait=self._state == "connected")
+                for message in messages:
                     self._accept(message)
-                retry_s, logged = RETRY_S, ""
-            except Exception as error:  # noqa: BLE001  one broken source must not end the gateway
-                # An error that repeats is logged only once.
-                if _text_of(error) != logged:
-                    logged = _text_of(error)
-                    self._log(logged)
+                self._note_received(messages)
+                retry_s = RETRY_S
+            except Exception as error:  # noqa: BLE001  whatever it is, the function's log has it
+                self._note_failure(_text_of(error))
                 await asyncio.sleep(retry_s)
                 retry_s = min(2 * retry_s, MAX_RETRY_S)
+
+    def _note_received(self, messages: Sequence[Message]) -> None:
+        self._state = "connected"
+        waited_s = [time.time() - message.sent_s for message in messages if message.received == 1]
+        # A message that is delivered again says nothing of the queue.
+        if waited_s or not messages:
+            self._lag_s = round(max([0.0, *waited_s[-1:]]), 3)
+
+    def _note_failure(self, text: str) -> None:
+        # An error that repeats is logged only once.
+        if self._state != "failing" or text != self._last_error:
+            self._log(text)
+        self._state, self._last_error, self._last_error_at = "failing", text, datetime.now(UTC)
 
     def _room(self) -> int:
         most = self.source.concurrency or self._settings.scale.max * self._settings.concurrency
@@ -165,7 +189,7 @@ class Consumer:
                 async with self._visibility:
                     kept = [one for one in self._messages.values() if one.id not in self._left]
                     failed = await self._queue.extend(kept)
-            except Exception as error:  # noqa: BLE001  one broken source must not end the gateway
+            except Exception as error:  # noqa: BLE001  whatever it is, the function's log has it
                 self._log(f"messages in flight could not be extended: {_text_of(error)}")
             else:
                 for message_id in set(failed) & set(self._messages):
@@ -178,7 +202,7 @@ class Consumer:
             async with self._visibility:
                 with contextlib.suppress(BusFailed):
                     await self._queue.release(messages, delay_s)
-        except Exception as error:  # noqa: BLE001  one broken source must not end the gateway
+        except Exception as error:  # noqa: BLE001  whatever it is, the function's log has it
             self._log(f"messages could not be released: {_text_of(error)}")
 
     # -- one message
@@ -193,7 +217,7 @@ class Consumer:
         except TimeoutError:
             self._end_group(message)
             self._log(f"message {message.id}: its job did not end in {MAX_VISIBILITY_S} s; left to the queue")
-        except Exception as error:  # noqa: BLE001  one broken source must not end the gateway
+        except Exception as error:  # noqa: BLE001  whatever it is, the function's log has it
             await self._leave(message, f"{_text_of(error)} The message is left to the queue.")
         finally:
             del self._messages[message.id]

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 
+from ..functions.live import SourceStatus
 from ..jobs.jobs import Jobs
 from ..settings.function_settings import FunctionSettings
 from ..telemetry.background import BackgroundTasks
@@ -67,17 +68,32 @@ class Sources:
 
     async def readings(self) -> list[Reading]:
         """Return the metrics of the consumers that run."""
-        held: Counter[tuple[str, ...]] = Counter()
         ended: Counter[tuple[str, ...]] = Counter()
+        held: Counter[tuple[str, ...]] = Counter()
+        connected: dict[tuple[str, ...], float] = {}
+        lags: dict[tuple[str, ...], float] = {}
         for name, consumers in self._consumers.items():
             for consumer in consumers:
-                held[name,] += consumer.in_flight
-                ended.update({(name, outcome): count for outcome, count in consumer.ended.items()})
-        labels = ("function", "outcome")
+                status, key = consumer.status(), (name, consumer.source.queue_name)
+                ended.update({(*key, outcome): count for outcome, count in consumer.ended.items()})
+                held[key] += status.in_flight
+                connected[key] = status.state == "connected"
+                if status.lag_s is not None:
+                    lags[key] = status.lag_s
+        of_source = ("function", "source")
         return [
-            Reading("source_messages_in_flight", "Messages of event sources that run as jobs.", held),
-            Reading("source_messages", "Messages of event sources by outcome.", ended, labels, total=True),
-        ]
+            Reading(
+                "source_messages", "Messages of event sources by outcome.", ended, (*of_source, "outcome"),
+                total=True,
+            ),
+            Reading("source_messages_in_flight", "Messages that run as jobs.", held, of_source),
+            Reading("source_connected", "1 if the latest request for messages was answered.", connected, of_source),
+            Reading("source_lag_seconds", "How long the latest message had waited in its queue.", lags, of_source),
+        ]  # fmt: skip
+
+    def statuses(self, name: str) -> list[SourceStatus]:
+        """Return the state of each event source of a function."""
+        return [consumer.status() for consumer in self._consumers.get(name, [])]
 
     def _close(self, consumers: list[Consumer]) -> None:
         for consumer in consumers:

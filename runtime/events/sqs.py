@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ POLL_S = 20
 """How long a request waits for messages: as long as SQS allows, so that an empty queue needs few requests."""
 BATCH = 10
 """The most messages that SQS allows in one request."""
-_COUNT, _GROUP = "ApproximateReceiveCount", "MessageGroupId"
+_COUNT, _GROUP, _SENT = "ApproximateReceiveCount", "MessageGroupId", "SentTimestamp"
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,8 @@ class Message:
     received: int
     """How many times the message was delivered, including this one."""
     attributes: Mapping[str, str]
+    sent_s: float
+    """When it was sent, as Unix time in seconds."""
     group: str = ""
     """The message group, of which the queue keeps the order. "" if the queue is no FIFO queue."""
 
@@ -40,17 +43,17 @@ class MessageQueue(AwsClient):
         self._url = source.queue
         self._visibility_s = source.visibility_s
 
-    async def receive(self, limit: int) -> Sequence[Message]:
-        """Wait up to POLL_S for messages and return up to `limit` of them, at most BATCH.
+    async def receive(self, limit: int, *, wait: bool) -> Sequence[Message]:
+        """Return up to `limit` messages, at most BATCH. With `wait`, wait up to POLL_S for the first.
 
         Messages that arrive after the caller was cancelled are released.
         """
 
         def poll(client: Any) -> list[Message]:
             response = client.receive_message(
-                QueueUrl=self._url, MaxNumberOfMessages=min(limit, BATCH), WaitTimeSeconds=POLL_S,
+                QueueUrl=self._url, MaxNumberOfMessages=min(limit, BATCH), WaitTimeSeconds=POLL_S * wait,
                 VisibilityTimeout=self._visibility_s,
-                MessageSystemAttributeNames=[_COUNT, _GROUP], MessageAttributeNames=["traceparent"],
+                MessageSystemAttributeNames=[_COUNT, _GROUP, _SENT], MessageAttributeNames=["traceparent"],
             )  # fmt: skip
             return [_message(raw, fifo=self._url.endswith(".fifo")) for raw in response.get("Messages", ())]
 
@@ -91,7 +94,7 @@ class MessageQueue(AwsClient):
 
 def _message(raw: dict[str, Any], *, fifo: bool) -> Message:
     facts = raw.get("Attributes", {})
-    count = max(1, int(facts.get(_COUNT, "1")))
+    count, sent_s = max(1, int(facts.get(_COUNT, "1"))), int(facts.get(_SENT, "0")) / 1000 or time.time()
     # In a standard queue, a group only says whose the message is, and has no order.
     group = str(facts.get(_GROUP, "")) if fifo else ""
     attributes = {
@@ -99,4 +102,6 @@ def _message(raw: dict[str, Any], *, fifo: bool) -> Message:
         for name, value in raw.get("MessageAttributes", {}).items()
         if "StringValue" in value
     }
-    return Message(raw["MessageId"], raw["ReceiptHandle"], raw["Body"].encode(), count, attributes, group)
+    return Message(
+        raw["MessageId"], raw["ReceiptHandle"], raw["Body"].encode(), count, attributes, sent_s, group
+    )

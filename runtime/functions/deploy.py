@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import os
+import math
 import shutil
 import sys
 from collections.abc import Callable, Mapping
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import RequirementsError, SettingsError, SnapshotError
 from ...handlers.dialects.recognise import recognise
+from ...machine import processors
 from ...snapshot.extras import is_installed, missing
 from ..link.worker_spec import WorkerSpec
 from ..settings.function_settings import FunctionSettings, read_settings, setting_origins
@@ -125,17 +126,17 @@ def worker_spec(store: Store, record: RevisionRecord, cache: Path) -> WorkerSpec
         snapshot=folder / snapshot if snapshot is not None else None,
         manifest=folder.parent / MANIFEST_FILE if snapshot is not None else None,
         source=record.snapshot_url or "", cache=cache if record.snapshot_url else None,
-        concurrency=settings.concurrency, threads=settings.threads or fair_threads(settings.scale.max),
+        concurrency=settings.concurrency, threads=settings.threads or fair_threads(settings),
         image=settings.image.name or "", resources=settings.resources, env=settings.env,
         preload=heavy_imports(folder / recognise(folder, settings.handler).file),
     )  # fmt: skip
 
 
-def fair_threads(workers: int) -> int:
-    """Return how many threads each of `workers` workers should use to share the processors equally."""
+def fair_threads(settings: FunctionSettings) -> int:
+    """Return how many threads each worker of a function should use, so that all share the processors equally."""
     # If all workers together had more threads than there are processors, they would be far slower. A forward
     # pass of MiniLM took 476 ms with 2 threads, and 11 ms with 1, while 2 processors were busy.
-    return max(1, len(os.sched_getaffinity(0)) // workers)
+    return max(1, int(min(processors(), settings.resources.cpus or math.inf)) // settings.scale.max)
 
 
 def heavy_imports(file: Path) -> tuple[str, ...]:

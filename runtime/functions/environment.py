@@ -18,6 +18,7 @@ import asyncio
 import contextlib
 import fcntl
 import hashlib
+import logging
 import os
 import re
 import shutil
@@ -41,9 +42,15 @@ from ..telemetry.logs import Log as ProcessLog
 from .requirements import check_requirements, installed_versions, parse_requirements, requirements_digest
 from .streamed_command import run_streamed
 
+_log = logging.getLogger(__name__)
 # Called with each line about the deploy, including those that uv writes.
 Log = Callable[[str], None]
 _MARKER = "pilotflame-complete"
+_UV_CACHE = ".uv-cache"
+# Files in the cache of uv are hard-linked into the environments that use them. It may hold so much besides.
+CACHE_BYTES = 2 << 30
+# How long a command that shrinks the cache may take, and how long it waits for other commands of uv.
+_SHRINK_S, _LOCK_S = 300.0, 5
 # The name of an environment's folder, as `_key` makes it.
 _FOLDER = re.compile(r"py[0-9]{2,4}-[0-9a-f]{16}")
 _PLACEHOLDER = "pilotflame-placeholder\n"
@@ -81,18 +88,16 @@ def ensure_environment(root: Path, requirements: str, progress: Log, *, deadline
     return python
 
 
-def present_python(root: Path, recorded: Path, requirements: str, progress: Log) -> Path:
+def present_python(root: Path, recorded: Path, requirements: str) -> Path | None:
     """Return the Python that runs a revision now. At its deploy it was `recorded`.
 
-    If that was in an environment that is missing now, or is another gateway's, the environment is built in
-    `root`. Otherwise it was the gateway's Python, and is the gateway's present one. Raise RequirementsError.
+    If that was in an environment, return None if the environment is missing in `root`. Otherwise it was the
+    gateway's Python, and is the gateway's present one.
     """
     if not any(_FOLDER.fullmatch(part) for part in recorded.parts):
         return Path(sys.executable)
     folder = root.absolute() / _key(requirements_digest(requirements))
-    return (
-        folder / "bin" / "python" if _is_whole(folder) else ensure_environment(root, requirements, progress)
-    )
+    return folder / "bin" / "python" if _is_whole(folder) else None
 
 
 class EnvironmentLauncher(Launcher):
@@ -102,7 +107,10 @@ class EnvironmentLauncher(Launcher):
         self, launcher: Launcher, root: Path, requirements_of: Callable[[WorkerSpec], str],
         in_thread: Callable[[Callable[[], Path]], Awaitable[Path]],
     ) -> None:  # fmt: skip
-        """`root` holds the environments. `requirements_of` reads the requirements of a revision from its code."""
+        """`root` holds the environments. `requirements_of` reads the requirements of a revision from its code.
+
+        `in_thread` runs work that may take minutes.
+        """
         self._launcher, self._root = launcher, root
         self._requirements_of, self._in_thread = requirements_of, in_thread
         self._present: WorkerSpec | None = None
@@ -138,9 +146,10 @@ class EnvironmentLauncher(Launcher):
         recorded = Path(spec.python)
         if recorded == Path(sys.executable):
             return spec
-        python = await self._in_thread(
-            lambda: present_python(self._root, recorded, self._requirements_of(spec), log)
-        )
+        requirements = await asyncio.to_thread(self._requirements_of, spec)
+        python = await asyncio.to_thread(present_python, self._root, recorded, requirements)
+        if python is None:
+            python = await self._in_thread(lambda: ensure_environment(self._root, requirements, log))
         if self._present is None:
             self._present = spec.model_copy(update={"python": str(python)})
         return self._present
@@ -156,18 +165,50 @@ def _is_whole(folder: Path) -> bool:
     return marker.read_text(encoding="utf-8").splitlines()[1:] in ([], [str(folder)])
 
 
-def discard_unused(root: Path, digests: Collection[str]) -> None:
-    """Remove the environments in `root` whose requirements are not among `digests`.
+def discard_unused(root: Path, digests: Collection[str]) -> int:
+    """Remove the environments in `root` whose requirements are not among `digests`. Return how many.
 
     One that another deploy is building stays. A function whose environment is missing gets it built again.
     """
-    kept = {_key(digest) for digest in digests}
+    kept, removed = {_key(digest) for digest in digests}, 0
     for folder in root.glob("py*-*/"):
         if folder.name not in kept:
             with contextlib.suppress(BlockingIOError), _locked(folder.with_name(f"{folder.name}.lock")):
                 # Without its marker, what a crash leaves of the folder is an unfinished environment.
                 (folder / _MARKER).unlink(missing_ok=True)
                 shutil.rmtree(folder)
+                removed += 1
+    return removed
+
+
+def shrink_cache(root: Path) -> None:
+    """Make uv remove what it has downloaded or built, if more than CACHE_BYTES of that is in no environment.
+
+    Wheels that uv has built are kept, unless they alone are larger. A cache that UV_CACHE_DIR names is not
+    touched. Blocks while uv removes files.
+    """
+    cache = root / _UV_CACHE
+    if not cache.is_dir() or "UV_CACHE_DIR" in os.environ:
+        return
+    with contextlib.suppress(BlockingIOError), _locked(root / f"{_UV_CACHE}.lock") as lock_fd:
+        uv = UvCommand(root, _log.debug, lock_fd, _SHRINK_S)
+        try:
+            for command in (("prune", "--ci"), ("clean",)):
+                if _unshared_bytes(cache) > CACHE_BYTES:
+                    uv.run("cache", *command, environ={"UV_LOCK_TIMEOUT": f"{_LOCK_S}"})
+        except RequirementsError as error:
+            _log.warning("the cache of uv in %s stays too large: %s", cache, error.message)
+
+
+def _unshared_bytes(folder: Path) -> int:
+    """Return the size of the files that have no other hard link."""
+    total = 0
+    for path in folder.rglob("*"):
+        # uv may remove files meanwhile.
+        with contextlib.suppress(FileNotFoundError):
+            facts = path.lstat()
+            total += facts.st_size if facts.st_nlink == 1 else 0
+    return total
 
 
 def _key(digest: str) -> str:
@@ -266,13 +307,14 @@ class UvCommand:
         own = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
         ended = run_streamed(
             [uv.find_uv_bin(), "--no-config", *arguments], self.progress, deadline_s=self.deadline_s,
-            environ={"UV_CACHE_DIR": str(self.root.absolute() / ".uv-cache"), **environ, **own},
+            environ={"UV_CACHE_DIR": str(self.root.absolute() / _UV_CACHE), **environ, **own},
             pass_fds=(self.lock_fd,),
         )  # fmt: skip
         if ended.failed:
             late = f"did not finish within {self.deadline_s:g} s"
             problem = late if ended.late else f"failed (status {ended.status})"
-            message = f"uv {problem} on requirements.txt; its last lines: \n" + "\n".join(ended.lines)
+            place = "" if arguments[0] == "cache" else " on requirements.txt"
+            message = f"uv {problem}{place}; its last lines: \n" + "\n".join(ended.lines)
             remedy = "Correct requirements.txt, or check the package index and the network."
             raise RequirementsError(message, remedy=remedy)
 

@@ -56,6 +56,21 @@ class LastError(BaseModel, frozen=True):
     text: str
 
 
+class SourceStatus(BaseModel, frozen=True):
+    """How an event source of a function does. Counts are those since the gateway started the source."""
+
+    queue: str
+    state: Literal["connecting", "connected", "failing"]
+    in_flight: int
+    completed: int
+    left: int
+    """Messages that were left to the queue, because their job failed or their output could not be sent."""
+    lag_s: float | None
+    """How long the latest message had waited when it was received first; 0 if the queue was empty after it."""
+    last_error: str
+    last_error_at: datetime | None
+
+
 class FunctionStatus(BaseModel, frozen=True):
     """The status of a function, as the control routes return it."""
 
@@ -82,6 +97,7 @@ class FunctionStatus(BaseModel, frozen=True):
     """Batch sizes, and the median seconds that such a batch takes."""
     warnings: list[str]
     last_errors: list[LastError] = []
+    sources: list[SourceStatus] = []
     settings: FunctionSettings
     setting_origins: dict[str, str] = {}
     input_schema: dict[str, Any]
@@ -153,7 +169,8 @@ class Live:
     async def prove(self, *, check: bool, ready: int = 0) -> None:
         """Start the zygote and, with `check`, a worker. Raise the error if one of them fails to start.
 
-        With `check`, also start as many workers as `ready` (at most `scale.max`), which remain. The zygote also tells the facts of the handler. They are put into the record and the policy.
+        With `check`, also start as many workers as `ready` (at most `scale.max`), which remain. The zygote
+        also tells the facts of the handler. They are put into the record and the policy.
         """
         source = await self.revision.pool.zygote.open()
         if source.spawn_reason:

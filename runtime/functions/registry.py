@@ -25,7 +25,7 @@ from ..telemetry.logs import LogBook, Logs
 from ..telemetry.metrics import Census
 from ..telemetry.timeline import Timeline
 from .deploy import Deployment, prepare, requirements_of, worker_spec
-from .environment import EnvironmentLauncher, discard_unused
+from .environment import EnvironmentLauncher, discard_unused, shrink_cache
 from .live import Live, Prefetched, RevisionFacts, policy_of
 from .rest import LIGHT_S
 from .store import RevisionRecord, Store
@@ -68,6 +68,8 @@ class Functions:
     _live: dict[str, Live] = field(default_factory=dict, init=False)
     # A lock goes when no deploy and no delete holds it or waits for it: names come and go.
     _locks: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary, init=False)
+    # Pairs of a function and its revision that may become live. Their files must stay.
+    _proving: list[tuple[str, str]] = field(default_factory=list, init=False)
     _closing: bool = field(default=False, init=False)
     _retirements: dict[asyncio.Task[None], Live | None] = field(default_factory=dict, init=False)
     _threads: ThreadPoolExecutor = field(
@@ -199,27 +201,36 @@ class Functions:
         """
         old = self._live.get(record.function)
         live: Live | None = None
+        self._proving.append((record.function, record.revision))
         try:
             live = await self._create(record, old.logs if old is not None else logs)
             await live.prove(check=check, ready=len(old.revision.pool.ready) if old is not None else 0)
             self._check_open()
         except BaseException as error:
-            if isinstance(error, PilotflameError):
-                text = f"revision {record.revision} was not deployed: {error}\n{error.trace}".rstrip()
-                logs.write("deploy", text, "error", revision=record.revision)
-            await self._uninterrupted(self._abandon(live, withdraw))
+            _log_failure(logs, record, error)
+            await self._uninterrupted(self._abandon(record, live, withdraw))
             raise
-        await self._uninterrupted(self._go_live(record.function, live, old))
+        await self._uninterrupted(self._go_live(live, old, withdraw))
         return live
 
-    async def _abandon(self, live: Live | None, withdraw: Callable[[], None]) -> None:
-        if live is not None:
-            await live.revision.retire(0.0)
-        await self._thread(withdraw)
+    async def _abandon(self, record: RevisionRecord, live: Live | None, withdraw: Callable[[], None]) -> None:
+        try:
+            if live is not None:
+                await live.revision.retire(0.0)
+            await self._thread(withdraw)
+        finally:
+            self._proving.remove((record.function, record.revision))
 
-    async def _go_live(self, name: str, live: Live, old: Live | None) -> None:
+    async def _go_live(self, live: Live, old: Live | None, withdraw: Callable[[], None]) -> None:
         """Make a placed revision live, and begin to retire the old one."""
-        await self._thread(functools.partial(self.store.promote, live.record))
+        name = live.record.function
+        try:
+            await self._thread(functools.partial(self.store.promote, live.record))
+        except BaseException as error:
+            _log_failure(live.logs, live.record, error)
+            await self._abandon(live.record, live, withdraw)
+            raise
+        self._proving.remove((name, live.record.revision))
         self._live[name] = live
         live.revision.scale()
         live.logs.write("gateway", f"revision {live.record.revision} is live")
@@ -344,20 +355,32 @@ class Functions:
         if old is not None:
             await old.revision.retire(self.drain_s)
         busy = self._busy(name) - ({old.record.revision} if old is not None else set())
+        busy |= {revision for function, revision in self._proving if function == name}
         await self._tidy(old or self._live[name], lambda: self.store.prune(name, busy=busy))
 
     async def _tidy(self, function: Live, prune: Callable[[], object]) -> None:
-        """Call `prune` in a thread, and remove the environments that no stored revision needs any more."""
+        """Call `prune` in a thread, and remove the environments that no stored revision needs any more.
+
+        If there are any, what uv keeps for further environments is limited, too.
+        """
 
         def tidy() -> None:
             prune()
-            discard_unused(self.environments, self.store.environments())
+            # The cache has files of its own alone once the environments that have them too are gone.
+            if discard_unused(self.environments, self.store.environments()):
+                shrink_cache(self.environments)
 
         try:
             await self._thread(tidy)
         # Files that cannot be removed do no harm, so this is only logged.
         except (OSError, PilotflameError) as error:
             function.logs.write("gateway", f"old revisions were not removed: {error}")
+
+
+def _log_failure(logs: LogBook, record: RevisionRecord, error: BaseException) -> None:
+    if isinstance(error, PilotflameError):
+        text = f"revision {record.revision} was not deployed: {error}\n{error.trace}".rstrip()
+        logs.write("deploy", text, "error", revision=record.revision)
 
 
 def _remove(folder: Path) -> None:

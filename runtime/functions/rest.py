@@ -15,8 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-import psutil
-
+from ...machine import memory_bytes
 from ..launching.launcher import Launcher
 from ..serving.revision import Revision
 from ..telemetry.background import BackgroundTasks
@@ -74,7 +73,7 @@ class Rest:
     ) -> None:  # fmt: skip
         """`functions` returns all live functions."""
         self._functions, self._launcher, self._tasks = functions, launcher, tasks
-        self._limit_mb = psutil.virtual_memory().total * SHARE / _MIB if limit_mb is None else limit_mb
+        self._limit_mb = memory_bytes() * SHARE / _MIB if limit_mb is None else limit_mb
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._check_at_s = math.inf

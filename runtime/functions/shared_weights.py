@@ -18,6 +18,8 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+FOLDER = "weights"
+"""The name of the folder in the state folder."""
 # Smaller files are not worth a look.
 MIN_BYTES = 1 << 20
 ENDINGS = frozenset(
@@ -63,7 +65,7 @@ class SharedWeights:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         shared = self._folder / (f"{digest}-x" if executable else digest)
         self._folder.mkdir(exist_ok=True, mode=0o700)
-        path.chmod(0o555 if executable else 0o444)
+        _protect(path)
         try:
             os.link(path, shared)
         except FileExistsError:
@@ -74,12 +76,22 @@ class SharedWeights:
             return facts.st_size
         return 0
 
+    def protect(self) -> None:
+        """Make all files read-only, which those of a restored backup are not."""
+        with contextlib.suppress(FileNotFoundError):
+            for path in self._folder.iterdir():
+                _protect(path)
+
     def discard_unused(self) -> None:
         """Remove the files that no revision has any more."""
         with contextlib.suppress(FileNotFoundError):
             for path in list(self._folder.iterdir()):
                 if path.lstat().st_nlink == 1:
                     path.unlink(missing_ok=True)
+
+
+def _protect(path: Path) -> None:
+    path.chmod(0o555 if path.stat().st_mode & stat.S_IXUSR else 0o444)
 
 
 def _weights(code: Path, snapshot: Path | None) -> Iterator[Path]:

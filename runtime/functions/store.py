@@ -32,7 +32,7 @@ from ...errors import BadInput, GatewayError, UnknownFunction, UnknownRevision
 from ...snapshot.publish import sync
 from ..access import private_files
 from ..settings.function_settings import FunctionSettings, check_name, name_problem
-from .shared_weights import SharedWeights
+from . import shared_weights
 
 CODE_FOLDER = "code"
 
@@ -92,7 +92,7 @@ class Store:
             rf"{re.escape(str(root.absolute()))}/(?:functions/[^/\s]+|staging)/[^/\s]+/{CODE_FOLDER}/"
         )
         """Matches the paths of copied code in a text, up to the name of the file in the function's folder."""
-        self.weights = SharedWeights(root.absolute() / "weights")
+        self.weights = shared_weights.SharedWeights(root.absolute() / shared_weights.FOLDER)
         self._retention = retention
         self._functions = root.absolute() / "functions"
         self._staging = root.absolute() / "staging"

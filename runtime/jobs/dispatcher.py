@@ -174,7 +174,7 @@ class JobDispatcher:
         return attempt
 
     async def _attend(self, attempt: JobAttempt, jobs: _FunctionJobs) -> None:
-        """Run an attempt to its end. Errors are only logged: an exception would end the gateway."""
+        """Run an attempt to its end. Errors go to the function's log: nobody else waits for them."""
         job_id = attempt.job.id
         try:
             await attempt.run()

@@ -137,7 +137,7 @@ class Job:
     metrics: bytes | None = None
     """What the handler has measured of the attempt that ended the job, as a JSON object."""
     logs: str = ""
-    """The last log lines of a failed job."""
+    """The last log lines of an ended job."""
     pieces: int = 0
     """How many pieces of a streamed output are stored."""
     webhook: Webhook | None = None

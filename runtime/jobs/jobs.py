@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 
-from ...errors import JobStoreFailed
+from ...errors import GatewayError, JobStoreFailed, UnknownFunction
 from ..functions.live import Live
 from ..settings.gateway_settings import GatewaySettings
 from ..telemetry.background import BackgroundTasks
@@ -51,7 +52,8 @@ class Jobs:
         self._dispatcher = JobDispatcher(self.store, live, tasks)
         self._watchers: dict[str, set[asyncio.Event]] = {}
         self._key = key
-        self._sender = WebhookSender(self._database, key, self._addresses)
+        self._sender = WebhookSender(self._database, key, self._addresses, on_attempt=self._attempted)
+        self._webhook_attempts: Counter[tuple[str, ...]] = Counter()
         self._expiry: asyncio.Task[None]
         self._next_expiry_s = 0.0
         self._earlier_expiry = asyncio.Event()
@@ -154,7 +156,7 @@ class Jobs:
 
     async def purge(self, function: str, owner: str = ALL) -> int:
         """Cancel an owner's queued jobs and return how many. It goes on if the caller is cancelled."""
-        # The task is not in the task group, because an error of the task would end the group.
+        # Not in the task group, which would log an error instead of raising it here.
         return await asyncio.shield(asyncio.create_task(self.store.purge(function, owner)))
 
     # -- for functions that are deployed or deleted
@@ -164,13 +166,21 @@ class Jobs:
         self._dispatcher.wake(function)
 
     def forget(self, function: str) -> None:
-        """Cancel all jobs of a deleted function, in the background."""
+        """Cancel all jobs of a deleted function, in the background, and drop its counts."""
+        for key in [key for key in self._webhook_attempts if key[0] == function]:
+            del self._webhook_attempts[key]
         self._tasks.create_task(self._forget(function))
 
     async def _forget(self, function: str) -> None:
         # If the store fails, the jobs stay queued until their ttl ends or the function is deployed again.
         with contextlib.suppress(JobStoreFailed):
             await self.store.purge(function, running=True)
+
+    def _attempted(self, function: str, outcome: str) -> None:
+        # A deleted function's deliveries are still sent, but not counted: names come and go.
+        with contextlib.suppress(UnknownFunction, GatewayError):
+            self._live(function)
+            self._webhook_attempts[function, outcome] += 1
 
     def webhook_secret(self, function: str) -> str:
         """Return the secret with which receivers verify a function's deliveries."""
@@ -196,7 +206,7 @@ class Jobs:
         retried: Numbers = {(name,): of.retried for name, of in counts.items()}
         size: Numbers = {(name,): of.queued_bytes for name, of in counts.items()}
         waiting: Numbers = {(name,): count for name, count in pending.items()}
-        sent: Numbers = dict(self._sender.attempts)
+        sent: Numbers = dict(self._webhook_attempts)
         return [
             Reading("job_store_up", up, {(): 1.0}, ()),
             Reading("jobs", "Jobs that wait or run.", live, state),

@@ -45,7 +45,8 @@ class JobStore:
     """The stored jobs of all functions.
 
     Most methods run a function of `transitions`, `queries` or `outbox`. They take the arguments of this
-    function except the first. With an `owner`, the jobs of others are as if they did not exist. All methods raise JobStoreFailed if the database cannot be read or written.
+    function except the first. With an `owner`, the jobs of others are as if they did not exist. All methods
+    raise JobStoreFailed if the database cannot be read or written.
     """
 
     def __init__(

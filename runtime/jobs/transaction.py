@@ -198,11 +198,8 @@ def missing(
     connection: sqlite3.Connection, function: str, job_id: str, owner: str
 ) -> UnknownJob | JobExpired:
     """Return the error for a job that the owner does not have: JobExpired if it was deleted."""
-    key, deleted = (
-        tombstone_key(function, job_id),
-        "SELECT 1 FROM tombstones WHERE key = ? AND ? IN (owner, ?)",
-    )
-    if connection.execute(deleted, (key, owner, ALL)).fetchone():
+    deleted = "SELECT 1 FROM tombstones WHERE key = ? AND ? IN (owner, ?)"
+    if connection.execute(deleted, (tombstone_key(function, job_id), owner, ALL)).fetchone():
         return JobExpired(
             f"Job {job_id!r} of {function!r} has ended, and its result was deleted.",
             remedy="Ask sooner, or keep results longer.",

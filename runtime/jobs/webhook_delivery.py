@@ -69,7 +69,8 @@ class RetrySchedule:
     """A schedule of at most `tries` attempts, with random pauses that grow exponentially.
 
     The pause after attempt number n is a random number from 0 to the smaller of `max_s` and
-    `first_s * factor ** (n - 1)`, or what Retry-After asks for, if that is longer. The pauses of the default schedule are 25 hours in total, on average.
+    `first_s * factor ** (n - 1)`, or what Retry-After asks for, if that is longer. The pauses of the default
+    schedule are 25 hours in total, on average.
     """
 
     tries: int = 16

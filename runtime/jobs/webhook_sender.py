@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import Counter
+from collections.abc import Callable
 from functools import partial
 
 from ...errors import JobStoreFailed
@@ -40,8 +40,13 @@ class WebhookSender:
         key: SigningKey,
         policy: AddressPolicy,
         schedule: RetrySchedule | None = None,
+        *,
+        on_attempt: Callable[[str, str], None] = lambda _function, _outcome: None,
     ) -> None:
-        """`key` is the gateway's key, from which the key of each function is derived."""
+        """`key` is the gateway's key, from which the key of each function is derived.
+
+        `on_attempt` is called after each attempt with the function and the outcome.
+        """
         self._database = database
         self._key = key
         self._policy = policy
@@ -52,8 +57,7 @@ class WebhookSender:
         """For each sending task, the host and the job id of its delivery."""
         self._running: asyncio.Task[None]
         self._paused = False
-        self.attempts: Counter[tuple[str, ...]] = Counter()
-        """The number of attempts since the start of the gateway, by function and outcome."""
+        self._on_attempt = on_attempt
 
     def start(self, tasks: BackgroundTasks) -> None:
         """Start to send, also the deliveries that the previous run of the gateway left pending."""
@@ -121,7 +125,7 @@ class WebhookSender:
             self._pause(error)
             return
         outcome = "delivered" if state is DeliveryState.DELIVERED else "failed"
-        self.attempts[delivery.function, "given_up" if state is DeliveryState.DEAD else outcome] += 1
+        self._on_attempt(delivery.function, "given_up" if state is DeliveryState.DEAD else outcome)
         if state is DeliveryState.DEAD:
             _log.warning(
                 "webhook %s (%s of %s) was given up after %d attempts: %s", delivery.id, delivery.event,

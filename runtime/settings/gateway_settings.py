@@ -108,7 +108,7 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
         None,
         ge=0,
         description="MiB of memory that functions without workers may hold together; then the least"
-        " recently used keep no zygote. By default an eighth of the machine's memory.",
+        " recently used keep no zygote. By default an eighth of the memory.",
     )
     max_body_bytes: int = Field(20 * _MIB, ge=1, description="Largest request body of any function.")
     body_timeout_s: PositiveSeconds = Field(30.0, description="Seconds a request's body may take.")

@@ -12,6 +12,7 @@ A file that is full is renamed to `….jsonl.1`, the older ones to `.2` and `.3`
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import math
 import queue
@@ -20,6 +21,7 @@ import threading
 import time
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterator
+from enum import StrEnum
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 from typing import NamedTuple
@@ -30,7 +32,6 @@ from ...errors import UnknownFunction
 
 LOG = logging.getLogger(__name__)
 GATEWAY, AUDIT, ACCESS = "gateway", "audit", "access"
-LEVELS = ("debug", "info", "warning", "error")
 SUFFIX = ".jsonl"
 BACKUPS = 3
 # Lines that wait for the disk may use this much memory. Each line counts with LINE_BYTES and its text.
@@ -40,7 +41,20 @@ MAX_OPEN_FILES = 8
 PRUNE_EVERY_S = 3600.0
 # How long a search waits until the lines that were written before it are in the files.
 SETTLE_TIMEOUT_S = 5.0
+_FUNCTIONS = "functions/"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
+
+
+class LogLevel(StrEnum):
+    """How important a line is, the least important first."""
+
+    DEBUG = "debug"
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+
+
+_SEVERITIES: dict[str, int] = {level: number for number, level in enumerate(LogLevel)}
 
 
 class LogLine(NamedTuple):
@@ -74,8 +88,15 @@ class LogQuery(NamedTuple):
     since_s: float = 0.0
     until_s: float = math.inf
     request_id: str = ""
-    level: str = "debug"
+    level: str = LogLevel.DEBUG
     """The lowest level."""
+
+    def marks(self) -> list[bytes]:
+        """Return bytes that each stored line that fits contains, so that the others need not be parsed."""
+        marks = [self.request_id.encode()]
+        if self.level == LogLevel.ERROR:
+            marks.append(b'"level":"error"')
+        return marks
 
     def fits(self, line: LogLine) -> bool:
         return (
@@ -143,7 +164,7 @@ class LogFiles:
         settled.wait(SETTLE_TIMEOUT_S)
         found: list[LogLine] = []
         if query.most > 0:
-            for line in self._newest_first(name, query.request_id):
+            for line in self._newest_first(name, query.marks()):
                 if line.at < query.since_s:
                     break
                 if query.fits(line):
@@ -166,10 +187,10 @@ class LogFiles:
                 written[name] = max(written[name], status.st_mtime)
         return [LogFacts(name, sizes[name], written[name]) for name in sorted(sizes)]
 
-    def _newest_first(self, name: str, needle: str) -> Iterator[LogLine]:
+    def _newest_first(self, name: str, marks: list[bytes]) -> Iterator[LogLine]:
         for data in self._contents(name):
             for raw in reversed(data.splitlines()):
-                if needle.encode() in raw and (line := _parse(raw)) is not None:
+                if all(mark in raw for mark in marks) and (line := _parse(raw)) is not None:
                     yield line
 
     def _contents(self, name: str) -> Iterator[bytes]:
@@ -242,9 +263,8 @@ class LogFiles:
 
     def _file(self, name: str) -> _LogFile:
         if (file := self._open.get(name)) is None:
-            file = self._open[name] = _LogFile(
-                self._paths(name)[0], self._file_bytes, self._keep_s, self._fail
-            )
+            failed = functools.partial(self._fail, name)
+            file = self._open[name] = _LogFile(self._paths(name)[0], self._file_bytes, self._keep_s, failed)
             if len(self._open) > MAX_OPEN_FILES:
                 self._open.popitem(last=False)[1].close()
         self._open.move_to_end(name)
@@ -271,9 +291,8 @@ class _LogFile(RotatingFileHandler):
 
     terminator = ""
 
-    def __init__(
-        self, path: Path, max_bytes: int, keep_s: float, on_failure: Callable[[str, int], None]
-    ) -> None:
+    def __init__(self, path: Path, max_bytes: int, keep_s: float, on_failure: Callable[[int], None]) -> None:
+        """`on_failure` is called with the number of lines that could not be written."""
         super().__init__(path, maxBytes=max_bytes, backupCount=BACKUPS, encoding="utf-8", delay=True)
         self._path, self._keep_s, self._on_failure = path, keep_s, on_failure
         self._begun_s = _first_s(path)
@@ -292,7 +311,7 @@ class _LogFile(RotatingFileHandler):
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802
         """Count the lines that could not be written, and open the file anew next time."""
-        self._on_failure(self._path.name.removesuffix(SUFFIX), record.__dict__["count"])
+        self._on_failure(record.__dict__["count"])
         with contextlib.suppress(OSError, ValueError):
             self.close()
 
@@ -301,11 +320,16 @@ def function_file(function: str) -> str:
     """Return the name of the log of a function. Raise UnknownFunction if no function can have this name."""
     if not _NAME.fullmatch(function):
         raise UnknownFunction.named(function)
-    return f"functions/{function}"
+    return f"{_FUNCTIONS}{function}"
+
+
+def function_of(file: str) -> str:
+    """Return the name of the function whose log this is, or "" for a log of the gateway's own."""
+    return file.removeprefix(_FUNCTIONS) if file.startswith(_FUNCTIONS) else ""
 
 
 def _severity(level: str) -> int:
-    return LEVELS.index(level) if level in LEVELS else 1
+    return _SEVERITIES.get(level, _SEVERITIES[LogLevel.INFO])
 
 
 def _first_s(path: Path) -> float:

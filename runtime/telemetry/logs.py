@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Protocol
 from weakref import WeakValueDictionary
 
-from .log_files import LogFacts, LogFiles, LogLine, LogQuery, function_file
+from .log_files import LogFacts, LogFiles, LogLine, LogQuery, function_file, function_of
 
 KEPT_LINES = 2_000
 # The sources of lines that a function has not printed itself.
@@ -126,12 +126,12 @@ class Logs:
 
     def of_function(self, function: str) -> LogBook:
         """Return the log of a function, which need not exist."""
-        return self.book(function_file(function), function)
+        return self.book(function_file(function))
 
-    def book(self, file: str, function: str = "") -> LogBook:
+    def book(self, file: str) -> LogBook:
         """Return the log that is stored in `file`."""
         if (book := self._books.get(file)) is None:
-            book = self._books[file] = LogBook(function, lambda line: self.files.write(file, line))
+            book = self._books[file] = LogBook(function_of(file), lambda line: self.files.write(file, line))
         return book
 
     async def facts(self) -> list[LogFacts]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple, TypeAlias, TypeVar
@@ -120,7 +120,7 @@ class _Families(Collector):
         return self._families
 
 
-class Metrics(Collector):
+class Metrics:
     """The metrics of one gateway. Gateways in one process do not share them."""
 
     def __init__(
@@ -182,23 +182,15 @@ class Metrics(Collector):
 
     def text(self, readings: Iterable[Reading] = ()) -> bytes:
         """Return all metrics in the text format of Prometheus."""
-        families = [family for part in (self, *self._others) for family in part.collect()]
-        return generate_latest(_Families([*families, *map(self._read, readings)]))
+        census = self._census()
+        families = [*self._counters(), *self._histograms(), *_states(census), self._lost()]
+        families += [family for part in self._others for family in part.collect()]
+        return generate_latest(_Families([*families, *(_read(reading, census) for reading in readings)]))
 
-    def collect(self) -> Iterable[Metric]:
-        """Return all metrics that this object counts."""
+    def _lost(self) -> Metric:
         lost = CounterMetricFamily("pilotflame_log_lines_dropped", "Log lines that were not stored.")
         lost.add_metric([], self._dropped())
-        return [*self._counters(), *self._histograms(), *self._states(), lost]
-
-    def _read(self, reading: Reading) -> Metric:
-        kind = CounterMetricFamily if reading.total else GaugeMetricFamily
-        family = kind(f"pilotflame_{reading.name}", reading.text, labels=reading.labels)
-        of_function, live = reading.labels[:1] == ("function",), self._census()
-        for labels, number in reading.values.items():
-            if not of_function or labels[0] in live:
-                family.add_metric(list(labels), number)
-        return family
+        return lost
 
     def _counters(self) -> Iterator[Metric]:
         codes = _family(CounterMetricFamily, "invocations", "Invocations answered.", "code")
@@ -228,24 +220,35 @@ class Metrics(Collector):
                     family.add_metric([function, phase], histogram.buckets(), histogram.sum)
         yield from (took, warm, cold, batch)
 
-    def _states(self) -> Iterator[Metric]:
-        workers = _family(GaugeMetricFamily, "workers", "Workers by state.", "state")
-        waiting = _family(GaugeMetricFamily, "queued", "Invocations waiting.")
-        running = _family(GaugeMetricFamily, "in_flight", "Invocations at workers.")
-        busy = _family(CounterMetricFamily, "worker_busy_seconds", "Time with work, summed over all workers.")
-        ready = _family(CounterMetricFamily, "worker_ready_seconds", "Time ready, summed over all workers.")
-        share = _family(GaugeMetricFamily, "worker_busy_ratio", "Busy share of worker_ready_seconds.")
-        deaths = _family(CounterMetricFamily, "worker_deaths", "Workers that ended without draining.")
-        for function, census in self._census().items():
-            for state in ("starting", "ready", "draining"):
-                workers.add_metric([function, state], getattr(census, state))
-            waiting.add_metric([function], census.queued)
-            running.add_metric([function], census.in_flight)
-            busy.add_metric([function], census.busy_s)
-            ready.add_metric([function], census.ready_s)
-            share.add_metric([function], census.busy_s / census.ready_s if census.ready_s else 0.0)
-            deaths.add_metric([function], census.deaths)
-        yield from (workers, waiting, running, busy, ready, share, deaths)
+
+def _read(reading: Reading, live: Collection[str]) -> Metric:
+    kind = CounterMetricFamily if reading.total else GaugeMetricFamily
+    family = kind(f"pilotflame_{reading.name}", reading.text, labels=reading.labels)
+    of_function = reading.labels[:1] == ("function",)
+    for labels, number in reading.values.items():
+        if not of_function or labels[0] in live:
+            family.add_metric(list(labels), number)
+    return family
+
+
+def _states(censuses: Mapping[str, Census]) -> Iterator[Metric]:
+    workers = _family(GaugeMetricFamily, "workers", "Workers by state.", "state")
+    waiting = _family(GaugeMetricFamily, "queued", "Invocations waiting.")
+    running = _family(GaugeMetricFamily, "in_flight", "Invocations at workers.")
+    busy = _family(CounterMetricFamily, "worker_busy_seconds", "Time with work, summed over all workers.")
+    ready = _family(CounterMetricFamily, "worker_ready_seconds", "Time ready, summed over all workers.")
+    share = _family(GaugeMetricFamily, "worker_busy_ratio", "Busy share of worker_ready_seconds.")
+    deaths = _family(CounterMetricFamily, "worker_deaths", "Workers that ended without draining.")
+    for function, census in censuses.items():
+        for state in ("starting", "ready", "draining"):
+            workers.add_metric([function, state], getattr(census, state))
+        waiting.add_metric([function], census.queued)
+        running.add_metric([function], census.in_flight)
+        busy.add_metric([function], census.busy_s)
+        ready.add_metric([function], census.ready_s)
+        share.add_metric([function], census.busy_s / census.ready_s if census.ready_s else 0.0)
+        deaths.add_metric([function], census.deaths)
+    yield from (workers, waiting, running, busy, ready, share, deaths)
 
 
 def _family(kind: type[Family], name: str, text: str, *labels: str) -> Family:

@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from .runner import Call
 
 current: ContextVar[tuple[int, str] | None] = ContextVar("current", default=None)
-"""The channel and id of the invocation that this thread or task works for. None for hooks, and for batches of several."""
+"""The channel and id of the invocation that this thread or task works for.
+
+None for hooks, and for batches of several.
+"""
 # The beginnings of lines that were not ended yet, by descriptor and channel. Nearly always empty, so the check
 # at the end of an invocation costs nothing.
 unfinished: dict[tuple[int, int], str] = {}

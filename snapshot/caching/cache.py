@@ -34,7 +34,8 @@ class Lease:
 
     `root`, their folder, is not evicted before the lease is closed and every Mapping that was given `hold` is
     gone. If the tier becomes full during the fetch, the rest arrives in another tier, whose folder `root` is
-    from then on; a Mapping that was given `arrival` notices. Closing a lease stops its fetch, which any other lease of the snapshot then continues.
+    from then on; a Mapping that was given `arrival` notices. Closing a lease stops its fetch, which any other
+    lease of the snapshot then continues.
     """
 
     _files: Path
@@ -134,8 +135,8 @@ class Cache:
         If the snapshot is published in a tier, it is used from there. If another lease is fetching it, this
         lease waits for the same bytes. Otherwise this lease fetches it from `source` into the first tier that
         has room. In both cases, if the tier is in memory and `tee` is True, the snapshot is then copied to a
-        disk tier, unless a disk tier has it. Raises CacheError if no tier has room, and SourceError or SnapshotCorrupt if an asset
-        cannot be fetched.
+        disk tier, unless a disk tier has it. Raises CacheError if no tier has room, and SourceError or
+        SnapshotCorrupt if an asset cannot be fetched.
         """
         digest = manifest.digest
         for tier in self.tiers:

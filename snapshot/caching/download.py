@@ -48,7 +48,8 @@ def download(
 
     Raises CacheError, without changing any file, if the folder holds the manifest of another snapshot, or if
     a name of this snapshot is taken by a link, or by a file of another size or with other bytes. With
-    `force`, those files are removed instead. Damaged files of this snapshot are mended either way. Raises SnapshotCorrupt for an asset that differs from the manifest, and the errors of `fetch`.
+    `force`, those files are removed instead. Damaged files of this snapshot are mended either way. Raises
+    SnapshotCorrupt for an asset that differs from the manifest, and the errors of `fetch`.
     """
     stopped = cancelled or threading.Event()
     if isinstance(source, FolderSource) and Path(source.url).resolve() == folder.resolve():

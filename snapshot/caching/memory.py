@@ -20,6 +20,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from ...machine import memory_bytes
 from ..format.manifest import Manifest
 from ..sources.folder import FolderSource
 
@@ -108,7 +109,7 @@ def enlarge_cached_pages(root: Path, manifest: Manifest) -> int:
     memory beyond that of the cached file. Shards that other processes map stay as they are, and all do if
     together they exceed a quarter of the memory, or if the file system caches files in small pages only.
     """
-    if manifest.total_bytes > CACHED_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"):
+    if manifest.total_bytes > CACHED_SHARE * memory_bytes():
         return 0
     source = FolderSource(root)
     return sum(_enlarge(source, shard.name) for shard in manifest.shards)

@@ -21,7 +21,7 @@ import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -173,7 +173,7 @@ class Tier:
 
     def release(self) -> None:
         """Delete the spare files and, if the tier holds no snapshots, its folders. Errors are ignored."""
-        with suppress(OSError), self.locked():
+        with suppress(OSError, CacheError), self.locked():
             self.spares.trim(0)
             for name in ("snapshots", "trash", "spare"):
                 with suppress(FileNotFoundError):
@@ -234,26 +234,29 @@ class Tier:
 
     def _discard(self, folders: Sequence[tuple[Path, int]]) -> None:
         """Delete snapshots, given as pairs of a folder and the descriptor that locks it, which is closed."""
+        with ExitStack() as locks:
+            for _, descriptor in folders:
+                locks.callback(os.close, descriptor)
+            for folder, _ in folders:
+                self._delete(folder)
+
+    def _delete(self, folder: Path) -> None:
         # Rename the folder first. If this process is killed, no incomplete folder looks like a snapshot.
-        for folder, descriptor in folders:
-            self.counts.add_evicted(read_stored(folder).allocated_bytes)
-            gone = self.root / "trash" / uuid4().hex
-            gone.parent.mkdir(exist_ok=True)
-            try:
-                if is_mounted(folder):
-                    gone.mkdir()
-                    (folder / "files").rename(gone / "files")
-                else:
-                    folder.rename(gone)
-            finally:
-                os.close(descriptor)
-            if self.kind == "tmpfs":
-                for file in list((gone / "files").rglob("*")):
-                    # Using the pages of smaller files again would save too little.
-                    large = file.is_file() and file.stat().st_size >= LEAST_SPARE_BYTES
-                    if large and file.name != MANIFEST_NAME:
-                        self.spares.put(file)
-            shutil.rmtree(gone, ignore_errors=True)
+        self.counts.add_evicted(read_stored(folder).allocated_bytes)
+        gone = self.root / "trash" / uuid4().hex
+        gone.parent.mkdir(exist_ok=True)
+        if is_mounted(folder):
+            gone.mkdir()
+            (folder / "files").rename(gone / "files")
+        else:
+            folder.rename(gone)
+        if self.kind == "tmpfs":
+            for file in list((gone / "files").rglob("*")):
+                # Using the pages of smaller files again would save too little.
+                large = file.is_file() and file.stat().st_size >= LEAST_SPARE_BYTES
+                if large and file.name != MANIFEST_NAME:
+                    self.spares.put(file)
+        shutil.rmtree(gone, ignore_errors=True)
 
     def _trim(self, digest: str = "", size_bytes: int = 0) -> None:
         """Delete spares beyond `spare_bytes`, and those for which the budget or the file system has no room.

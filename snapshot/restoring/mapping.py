@@ -48,9 +48,9 @@ class Mapping:
         """Map the shards in folder `root`.
 
         `verified` is what `FolderSource.stat` returned for each shard when it was verified. Raises
-        SnapshotChanged if a shard differs from that, is missing, or does not have the manifest's size. `keep`, such as a
-        lease, is referenced as long as any shard is mapped. With `arrival`, bytes may still be arriving: call
-        `wait` before reading them. Until a chunk has landed, its bytes read as zeros.
+        SnapshotChanged if a shard differs from that, is missing, or does not have the manifest's size. `keep`,
+        such as a lease, is referenced as long as any shard is mapped. With `arrival`, bytes may still be
+        arriving: call `wait` before reading them. Until a chunk has landed, its bytes read as zeros.
         """
         self.manifest = manifest
         self.arrival = arrival

@@ -7,6 +7,9 @@ from pathlib import Path
 from .folder import FolderSource
 from .source import Source
 
+ANONYMOUS_VARIABLE = "PILOTFLAME_S3_ANONYMOUS"
+"""The environment variable that, if it is 1, lets S3 be read without credentials."""
+
 
 def is_remote(url: str) -> bool:
     """Return True if `url` is of S3 or a web server. Anything else is a path on this machine."""

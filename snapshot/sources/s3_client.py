@@ -25,6 +25,7 @@ from ...errors import (
     SourceMissing,
     SourceUnavailable,
 )
+from .locate import ANONYMOUS_VARIABLE
 
 _AMAZON = (".amazonaws.com", ".amazonaws.com.cn", ".api.aws")
 
@@ -96,7 +97,7 @@ class S3Client:
         """
         try:
             core = botocore.session.Session()
-            anonymous = os.environ.get("PILOTFLAME_S3_ANONYMOUS") == "1"
+            anonymous = os.environ.get(ANONYMOUS_VARIABLE) == "1"
             found = None if anonymous else core.get_credentials()
             session = boto3.Session(botocore_session=core, region_name=region)
             config = _CONFIG if found is not None else _CONFIG.merge(Config(signature_version=UNSIGNED))

@@ -83,7 +83,9 @@ def test_the_list_of_commands_says_of_each_what_its_help_says(group: LazyGroup):
     context = click.Context(group)
     for name in group.list_commands(context):
         text = group.get_command(context, name).help
-        assert " ".join(text.split()).startswith(group.summary(name).removesuffix(".")), name
+        summary = group.summary(name)
+        assert summary.endswith("."), name
+        assert " ".join(text.split()).startswith(summary.removesuffix(".")), name
 
 
 # -- the life of a function
@@ -112,7 +114,8 @@ def test_the_life_of_a_function(pilotflame, tmp_path: Path):
 
 
 def test_the_settings_in_force_and_where_they_come_from(pilotflame, deployed, tmp_path: Path):
-    name = deployed(ECHO, "--set", "scale.max=3", "--set", "env.TOKEN=hidden")
+    lists = ("--set", "aliases=prod,canary", "--set", "cors.origins=https://shop.example")
+    name = deployed(ECHO, "--set", "scale.max=3", "--set", "env.TOKEN=hidden", *lists)
     shown = {
         line.split()[0]: " ".join(line.split()[1:])
         for line in pilotflame("status", name).stdout.splitlines()
@@ -122,6 +125,23 @@ def test_the_settings_in_force_and_where_they_come_from(pilotflame, deployed, tm
     assert shown["scale.min"] == "0 default"
     assert shown["env.TOKEN"] == "(set) --set"
     assert shown["threads"] == "- default"
+    assert shown["aliases"] == "prod, canary --set"
+    assert shown["cors.origins"] == "https://shop.example --set"
+    assert shown["source"] == "- default"
+
+
+def test_the_status_lists_event_sources(pilotflame, tmp_path: Path):
+    (tmp_path / "handler.py").write_text(ECHO)
+    queue = "http://127.0.0.1:1/000000000000/orders"
+    table = f'[[source]]\ntype = "sqs"\nqueue = "{queue}"\nregion = "us-east-1"\n'
+    (tmp_path / "pilotflame.toml").write_text(f'name = "ordered"\n{table}')
+    assert pilotflame("deploy", tmp_path, "--no-check").returncode == 0
+    lines = [line.split() for line in pilotflame("status", "ordered").stdout.splitlines()]
+    assert ["source", "state", "in", "flight", "completed", "left", "lag", "last", "error"] in lines
+    (found,) = [line for line in lines if line[:1] == ["orders"]]
+    assert found[1] in ("connecting", "failing")
+    assert found[2:5] == ["0", "0", "0"]
+    pilotflame("delete", "ordered", "--yes")
 
 
 def test_a_gateway_reads_its_file(start, run, short_tmp: Path, tmp_path: Path):
@@ -469,6 +489,13 @@ def test_serve_names_what_it_cannot_have(run, served, short_tmp: Path):
     one_paragraph(run("serve", "--port", port, "--state-dir", short_tmp / "other"), port, "--port")
     one_paragraph(run("serve", "--port", 0, "--state-dir", short_tmp / "served"), str(short_tmp / "served"))
     one_paragraph(run("serve", PILOTFLAME_PROT="1"), "PILOTFLAME_PROT", "PILOTFLAME_PORT")
+    # The variables of the snapshot engine and of the client are no settings of the gateway.
+    known = {
+        "PILOTFLAME_S3_ANONYMOUS": "1",
+        "PILOTFLAME_URL": "http://127.0.0.1:1",
+        "PILOTFLAME_API_KEY": "x",
+    }
+    one_paragraph(run("serve", PILOTFLAME_STATE_DIR="/dev/null/x", **known), "/dev/null/x")
 
 
 def test_dev_follows_changes_and_keeps_the_last_good_revision(start, run, tmp_path: Path, short_tmp: Path):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,3 +38,12 @@ def save(tmp_path: Path) -> Callable[..., tuple[Path, Manifest]]:
         return tmp_path, create(tmp_path, **options)
 
     return write
+
+
+@pytest.fixture
+def shm() -> Iterator[Path]:
+    """A folder on tmpfs."""
+    if not Path("/dev/shm").is_dir():
+        pytest.skip("no /dev/shm")
+    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="pilotflame-test-") as folder:
+        yield Path(folder)

@@ -61,3 +61,13 @@ def test_what_is_there_is_not_replaced(tmp_path: Path) -> None:
         ):
             pass
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "mine", "out"]
+
+
+def test_a_name_may_be_as_long_as_the_file_system_allows(tmp_path: Path) -> None:
+    name = "模" * 85
+    with publish(tmp_path / name) as stream:
+        stream.write(b"new")
+    with publish_folder(tmp_path / "folder" / name) as folder:
+        (folder / "f").touch()
+    assert (tmp_path / name).read_bytes() == b"new"
+    assert (tmp_path / "folder" / name / "f").exists()

@@ -230,14 +230,17 @@ async def test_scopes_are_kept_apart(keyed: Opened):
 
 
 async def test_a_key_that_only_reads_sees_figures_and_changes_nothing(gateway: Gateway, keyed: Opened):
-    await gateway.deploy(
-        "def handler(event):\n    return 1\n", {"env.TOKEN": "of-the-owner"}, name="secretive"
-    )
+    source = {"type": "sqs", "queue": "http://127.0.0.1:1/000000000000/orders", "region": "us-east-1"}
+    settings = {"env.TOKEN": "of-the-owner", "source": [source]}
+    function = await gateway.deploy("def handler(event):\n    return 1\n", settings, name="secretive")
+    await function.logged("source orders: ")
     read = await keyed(scopes=["read"])
     assert "pilotflame_workers" in (await read.get("/metrics")).text
     assert (await read.get("/v1/functions")).status_code == 200
     status = await read.get("/v1/functions/secretive")
     assert status.json()["settings"]["env"] == {"TOKEN": "…"}
+    (mine,), (theirs,) = status.json()["sources"], (await function.status())["sources"]
+    assert (mine["state"], mine["last_error"], bool(theirs["last_error"])) == ("failing", "", True)
     assert "functions/secretive" in [log["name"] for log in (await read.get("/v1/logs")).json()["logs"]]
     document = (await read.get("/openapi.json")).json()
     changing = [

@@ -181,3 +181,6 @@ async def test_jobs_webhooks_and_keys_are_in_the_metrics(deploy, gateway: Gatewa
     assert found["pilotflame_job_retries_total"] == 0
     assert 'pilotflame_keys{state="valid"} 0.0' in text
     assert "pilotflame_key_requests_running 0.0" in text
+    await gateway.client.delete(f"/v1/functions/{function.name}")
+    sent = next(one for one in await gateway.server.jobs.readings() if one.name == "webhook_attempts")
+    assert not any(name == function.name for name, _ in sent.values)

@@ -69,6 +69,7 @@ async def test_a_backup_under_load_has_all_that_was_acknowledged(state: Path, tm
         assert await command("restore", file, "--state-dir", folder / "state") == 0
         copies = list((folder / "state" / "functions" / "heavy").glob("r*/code/model.bin"))
         assert len({path.stat().st_ino for path in copies}) == 1
+        assert {stat.S_IMODE(path.stat().st_mode) for path in copies} == {0o444}
         async with gateway_process(folder / "state") as gateway:
             assert await gateway.function("guarded").answer() == "kept"
             assert await gateway.function("heavy").answer() == 2

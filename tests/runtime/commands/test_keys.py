@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from ..conftest import COMMAND, environment
 
 Run = Callable[..., Any]
 
@@ -53,6 +56,18 @@ def test_the_life_of_keys_with_and_without_a_gateway(run: Run, start: Run, short
     assert [key["name"] for key in json.loads(run("keys", "list", *home, "--json").stdout)["keys"]] == [
         "laptop"
     ]
+
+
+def test_a_key_that_could_not_be_printed_is_in_the_audit_log(short_tmp: Path):
+    home = short_tmp / "unprinted"
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run(
+            [*COMMAND, "keys", "create", "a", "--state-dir", home], stdout=full, env=environment(), check=False,
+        )  # fmt: skip
+    assert done.returncode == 1
+    (line,) = (home / "logs/audit.jsonl").read_text().splitlines()
+    (key,) = json.loads((home / "access/keys.json").read_text())["keys"]
+    assert f'did="Create an API key" id="{key["id"]}"' in json.loads(line)["text"]
 
 
 def test_the_first_key_warns_of_what_closes(run: Run, short_tmp: Path):

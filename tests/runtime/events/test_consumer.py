@@ -21,6 +21,7 @@ from pilotflame.runtime.events.sqs import Message
 from pilotflame.runtime.settings.event_source import EventSource
 from pilotflame.runtime.settings.function_settings import FunctionSettings
 from pilotflame.runtime.telemetry.background import BackgroundTasks
+from prometheus_client.parser import text_string_to_metric_families
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -55,6 +56,17 @@ def source(queue: Any, **more: Any) -> dict[str, Any]:
     return {
         "source": [{"type": "sqs", "queue": queue.url, "backoff_s": 0, **more}],
         "scale.idle_timeout_s": 0.3,
+    }
+
+
+async def metrics(gateway: Gateway, function: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    """Return the metrics of a function by name and labels."""
+    text = (await gateway.client.get("/metrics")).text
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for sample in samples
+        if sample.labels.get("function") == function
     }
 
 
@@ -302,13 +314,54 @@ async def test_a_new_revision_keeps_the_source(deploy, gate: Gate, queue) -> Non
     assert len(gate.arrived) == 2
 
 
-async def test_a_missing_queue_is_logged(deploy, queue) -> None:
+async def test_a_missing_queue_is_logged_and_in_the_status(deploy, queue) -> None:
     mine = queue()
     mine.url = mine.url.replace(mine.name, "nowhere")
     function = await deploy(PLAIN, source(mine), check=False)
     line = await function.logged("NonExistentQueue")
     assert "Check the queue's URL" in line["text"]
     assert "hush" not in json.dumps(await function.lines())
+    (found,) = (await function.status())["sources"]
+    assert (found["queue"], found["state"], found["lag_s"]) == (mine.url, "failing", None)
+    assert "NonExistentQueue" in found["last_error"]
+    assert found["last_error_at"]
+
+
+async def test_a_source_tells_its_state_its_lag_and_what_became_of_its_messages(
+    gateway, deploy, gate: Gate, queue
+) -> None:
+    mine = queue()
+    function = await deploy(HANDLER, source(mine, concurrency=2, backoff_s=900), gate=gate, check=False)
+
+    async def connected() -> bool:
+        (found,) = (await function.status())["sources"]
+        return (found["state"], found["lag_s"], found["last_error_at"]) == ("connected", 0.0, None)
+
+    # It was asked without waiting for messages, so this takes no 20 s.
+    await until(connected, "the answer of an empty queue")
+    await mine.send('"boom"')
+    await mine.send('"fine"')
+    await gate.next("fine")
+
+    async def counted() -> bool:
+        (found,) = (await function.status())["sources"]
+        return (found["in_flight"], found["completed"], found["left"]) == (1, 0, 1)
+
+    await until(counted, "one that failed and one that runs")
+    found = await metrics(gateway, function.name)
+    labels = {("function", function.name), ("source", mine.name)}
+    total = {key: value for key, value in found.items() if key[0] == "pilotflame_source_messages_total"}
+    assert total == {("pilotflame_source_messages_total", frozenset({*labels, ("outcome", "left")})): 1.0}
+    assert found["pilotflame_source_messages_in_flight", frozenset(labels)] == 1.0
+    assert found["pilotflame_source_connected", frozenset(labels)] == 1.0
+    assert found["pilotflame_source_lag_seconds", frozenset(labels)] < LIMIT_S
+    gate.open()
+
+    async def completed() -> bool:
+        (found,) = (await function.status())["sources"]
+        return (found["in_flight"], found["completed"], found["left"]) == (0, 1, 1)
+
+    await until(completed, "the end of the other message")
 
 
 async def test_malformed_responses_are_logged_and_end_nothing(deploy, queue) -> None:
@@ -407,10 +460,10 @@ class Broken:
     name = "broken"
 
     def __init__(self) -> None:
-        self.messages = [Message("one", "receipt", b"1", 1, {})]
+        self.messages = [Message("one", "receipt", b"1", 1, {}, 0.0)]
         self.asked = asyncio.Event()
 
-    async def receive(self, limit: int) -> list[Message]:
+    async def receive(self, limit: int, *, wait: bool) -> list[Message]:
         if self.messages:
             return [self.messages.pop()]
         self.asked.set()

@@ -21,6 +21,7 @@ from pilotflame.runtime.functions.deploy import (
 )
 from pilotflame.runtime.functions.requirements import requirements_digest
 from pilotflame.runtime.functions.store import RevisionFields, RevisionRecord, Store
+from pilotflame.runtime.settings.function_settings import FunctionSettings, Resources, Scale
 from pilotflame.snapshot.format.manifest import MANIFEST_NAME, Manifest
 from safetensors.torch import save_file
 
@@ -128,7 +129,10 @@ def test_processors_are_shared_out_unless_the_settings_name_threads(store: Store
         store, published(store, prepared(store, folder, overrides={"scale.max": 1000})), Path("cache")
     )
     assert spec.threads == 1
-    assert fair_threads(1) >= fair_threads(2) >= fair_threads(10_000) == 1
+    one, two = (FunctionSettings(name="f", scale=Scale(max=workers)) for workers in (1, 2))
+    assert fair_threads(one) >= fair_threads(two) >= 1
+    # A function in a container has no more than its container.
+    assert fair_threads(one.model_copy(update={"resources": Resources(cpus=1.5)})) == 1
 
 
 BROKEN: dict[str, tuple[Callable[[Path], object], type[PilotflameError], str]] = {

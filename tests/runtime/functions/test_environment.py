@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from pilotflame.errors import RequirementsError
 from pilotflame.runtime.functions import environment
-from pilotflame.runtime.functions.environment import ensure_environment
+from pilotflame.runtime.functions.environment import discard_unused, ensure_environment, shrink_cache
 from pilotflame.runtime.functions.requirements import check_requirements, installed_versions
 
 
@@ -161,6 +161,32 @@ def test_a_package_that_the_current_environment_lost_is_installed(tmp_path: Path
     assert ensure_environment(tmp_path / "envs", "tinything", lines.append) == python
     assert lines[0].startswith("the gateway's environment has changed")
     assert run(python, "import tinything; tinything.main()") == "tiny"
+
+
+def test_the_cache_of_uv_is_limited_to_what_environments_use(
+    tmp_path: Path, index: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("UV_CACHE_DIR", raising=False)
+    monkeypatch.setattr(environment, "CACHE_BYTES", 500_000)
+    wheel(index, "large", "1.0", f"DATA = '{'x' * 1_000_000}'\n")
+    environments = tmp_path / "envs"
+
+    def kept() -> list[Path]:
+        return list((environments / ".uv-cache").rglob("large.py"))
+
+    def deploy() -> None:
+        ensure_environment(environments, "large", lambda _: None)
+        shrink_cache(environments)
+
+    shrink_cache(environments)
+    deploy()
+    # Its files are those of the environment, so removing them would free nothing.
+    assert len(kept()) == 1
+    assert discard_unused(environments, ()) == 1
+    shrink_cache(environments)
+    assert kept() == []
+    deploy()
+    assert len(kept()) == 1
 
 
 def test_two_deploys_build_it_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

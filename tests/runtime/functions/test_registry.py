@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import os
 import shutil
+import signal
 import zipfile
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from live import LIMIT_S, Gate, failure, gateway_here, gone, until
+from live import LIMIT_S, Function, Gate, failure, gateway_here, gone, until
 from pilotflame.runtime.functions import environment
 from pilotflame.runtime.functions.code import pack
+from pilotflame.runtime.functions.registry import DEPLOY_THREADS
 from pilotflame.runtime.functions.requirements import requirements_digest
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -21,12 +25,10 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 WAITS = "import gate\ndef handler(event):\n    gate.wait(str(event))\n    return event"
 
 
-async def test_a_redeploy_under_load_fails_no_request(gateway, deploy):
-    def version(number: int) -> str:
-        return f"def handler(event):\n    return {number}"
-
-    function = await deploy(version(0), name="busy")
-    answers: list[int] = []
+@contextlib.asynccontextmanager
+async def called(function: Function) -> AsyncIterator[list[Any]]:
+    """Within the block, eight callers invoke a function again and again. Yields the list of their answers."""
+    answers: list[Any] = []
     enough = asyncio.Event()
 
     async def caller() -> None:
@@ -36,10 +38,19 @@ async def test_a_redeploy_under_load_fails_no_request(gateway, deploy):
     async with asyncio.TaskGroup() as callers:
         for _ in range(8):
             callers.create_task(caller())
+        yield answers
+        enough.set()
+
+
+async def test_a_redeploy_under_load_fails_no_request(gateway, deploy):
+    def version(number: int) -> str:
+        return f"def handler(event):\n    return {number}"
+
+    function = await deploy(version(0), name="busy")
+    async with called(function) as answers:
         for number in (1, 2, 3):
             assert (await gateway.send(version(number), name="busy")).status_code == 201
             assert await function.answer() == number
-        enough.set()
     assert set(answers) <= {0, 1, 2, 3}
     assert (await function.status())["revision"].startswith("r4-")
 
@@ -64,16 +75,7 @@ async def test_a_restart_under_load_fails_no_request_and_brings_the_new_secret(g
     function = await deploy(SECRET, {"scale.max": 2}, name="renewed")
     path = f"/v1/functions/{function.name}"
     before = (await function.status())["revision"]
-    answers: list[list] = []
-    enough = asyncio.Event()
-
-    async def caller() -> None:
-        while not enough.is_set():
-            answers.append(await function.answer())
-
-    async with asyncio.TaskGroup() as callers:
-        for _ in range(8):
-            callers.create_task(caller())
+    async with called(function) as answers:
         for number in range(3):
             await gateway.client.put(f"{path}/secrets/TOKEN", json={"value": f"{number}"})
             response = await gateway.client.post(f"{path}/restart")
@@ -81,7 +83,6 @@ async def test_a_restart_under_load_fails_no_request_and_brings_the_new_secret(g
             # The new workers are ready when the restart returns: the next call is not a cold start.
             call = await function.call()
             assert (call.json()[1], call.headers["x-cold-start"]) == (f"{number}", "false")
-        enough.set()
     assert {token for _, token in answers} >= {"0", "1"}
     assert len({pid for pid, _ in answers}) >= 3
     assert (await function.status())["revision"] == before
@@ -186,6 +187,52 @@ async def test_old_revisions_are_pruned_but_not_while_they_drain(state, gate: Ga
             return stored() == {"r3"}
 
         await until(alone, "r1 pruned")
+
+
+async def test_a_revision_that_a_rollback_proves_is_not_pruned(state, gate: Gate, tmp_path: Path):
+    held = tmp_path / "held"
+    proof = "import os\ndef setup(context):\n    if os.path.exists(os.environ['HELD']):\n        gate.wait('proof')"
+    async with gateway_here(state, keep_revisions=1) as gateway:
+        source = f"{WAITS}\n{proof}"
+        function = await gateway.deploy(source, {"env.HELD": str(held)}, name="proved", gate=gate)
+        running = asyncio.create_task(function.answer("runs"))
+        call = await gate.next("runs")
+        await gateway.deploy("def handler(event):\n    return 'new'", name="proved")
+        held.touch()
+        rolling = asyncio.create_task(gateway.client.post("/v1/functions/proved/rollback"))
+        await gate.next("proof")
+        # When the last call of the first revision has ended, the gateway prunes old revisions.
+        call.go()
+        assert await running == "runs"
+
+        async def pruned() -> bool:
+            return not gateway.server.functions._retirements
+
+        await until(pruned, "the end of the retirement")
+        gate.open()
+        response = await rolling
+        assert response.status_code == 200, response.text
+        assert await function.answer("again") == "again"
+        assert len(list((state / "functions" / "proved").glob("r1-*/code/handler.py"))) == 1
+
+
+async def test_a_revision_that_cannot_be_stored_as_live_leaves_no_process(state, gate: Gate):
+    async with gateway_here(state) as gateway:
+        function = await gateway.deploy("def handler(event):\n    return 'old'", name="stuck")
+        current = state / "functions" / "stuck" / "current"
+        current.unlink()
+        (current / "in the way").mkdir(parents=True)
+        source = (
+            "import gate\ndef setup(context):\n    gate.wait('setup')\ndef handler(event):\n    return 'new'"
+        )
+        deploying = asyncio.create_task(gateway.send(source, name="stuck", gate=gate))
+        proof = await gate.next("setup")
+        proof.go()
+        assert "current cannot be written" in failure(await deploying)["message"]
+        assert "current cannot be written" in (await function.logged("was not deployed"))["text"]
+        await gone(proof.pid)
+        assert [path.name.partition("-")[0] for path in current.parent.glob("r*")] == ["r1"]
+        assert await function.answer() == "old"
 
 
 async def test_uploads_with_the_same_weights_share_them(gateway, deploy, tmp_path):
@@ -384,7 +431,9 @@ def installing(state: Path, folder: Path) -> Iterator[None]:
         yield
 
 
-async def test_a_function_runs_in_the_environment_of_its_requirements(state, small: Path):
+async def test_a_function_runs_in_the_environment_of_its_requirements(state, small: Path, monkeypatch):
+    monkeypatch.delenv("UV_CACHE_DIR", raising=False)
+    monkeypatch.setattr(environment, "CACHE_BYTES", 0)
     async with gateway_here(state) as gateway:
         body = {"path": str(small), "install": True}
         response = await gateway.client.post("/v1/functions", json=body)
@@ -393,9 +442,10 @@ async def test_a_function_runs_in_the_environment_of_its_requirements(state, sma
         assert size == "tiny"
         assert prefix.startswith(str(gateway.state / "environments"))
         assert len(list((state / "environments").glob("py*/"))) == 1
-        # With the last function that needs it, the environment goes.
+        # With the last function that needs it, the environment goes, and what uv has downloaded for it.
         await gateway.client.delete("/v1/functions/small")
         assert list((state / "environments").glob("py*/")) == []
+        assert list((state / "environments" / ".uv-cache").rglob("tinything.py")) == []
 
 
 async def test_environments_are_built_again_where_the_state_folder_was_moved_or_they_are_missing(
@@ -416,6 +466,35 @@ async def test_environments_are_built_again_where_the_state_folder_was_moved_or_
     async with gateway_here(moved) as gateway:
         size, prefix = await gateway.function("small").answer()
         assert (size, prefix.startswith(f"{moved}/environments/py")) == ("tiny", True)
+
+
+async def test_a_function_starts_while_all_threads_of_the_deploys_wait(state, small: Path, tmp_path: Path):
+    other = shutil.copytree(small, tmp_path / "other")
+    (other / "requirements.txt").write_text("tinything==1.0\n")
+    async with gateway_here(state) as gateway:
+        body = {"path": str(small), "install": True}
+        assert (await gateway.client.post("/v1/functions", json=body)).status_code == 201
+        function = gateway.function("small")
+        with installing(state, other):
+            body = {"path": str(other), "install": True}
+            deploying = [
+                asyncio.create_task(gateway.client.post("/v1/functions", json=body))
+                for _ in range(DEPLOY_THREADS)
+            ]
+
+            async def waiting() -> bool:
+                return len(list((state / "staging").iterdir())) == DEPLOY_THREADS
+
+            await until(waiting, "deploys that wait")
+            for role in ("zygote", "worker"):
+                for pid in await function.pids(role):
+                    os.kill(pid, signal.SIGKILL)
+                    await gone(pid)
+            async with asyncio.timeout(LIMIT_S):
+                assert (await function.answer())[0] == "tiny"
+            for task in deploying:
+                task.cancel()
+            await asyncio.gather(*deploying, return_exceptions=True)
 
 
 async def test_a_deploy_whose_caller_leaves_while_files_are_prepared_leaves_nothing(state, small: Path):

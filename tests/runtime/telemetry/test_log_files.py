@@ -92,14 +92,15 @@ def test_lines_beyond_the_limit_of_memory_are_counted_and_said(
     assert found[-1] == "line 100"
 
 
-def test_a_disk_that_cannot_be_written_ends_nothing(files: LogFiles, tmp_path: Path) -> None:
-    (tmp_path / "gateway.jsonl").mkdir()
-    files.write("gateway", line(1))
-    files.search("gateway", LogQuery())
+@pytest.mark.parametrize("name", ["gateway", "functions/a"])
+def test_a_disk_that_cannot_be_written_ends_nothing(files: LogFiles, tmp_path: Path, name: str) -> None:
+    (tmp_path / f"{name}.jsonl").mkdir()
+    files.write(name, line(1))
+    files.search(name, LogQuery())
     assert files.dropped == 1
-    (tmp_path / "gateway.jsonl").rmdir()
-    files.write("gateway", line(2))
-    assert texts(files.search("gateway", LogQuery())) == [
+    (tmp_path / f"{name}.jsonl").rmdir()
+    files.write(name, line(2))
+    assert texts(files.search(name, LogQuery())) == [
         "line 2", "1 lines were not stored: the disk is too slow or full",
     ]  # fmt: skip
 

@@ -2,9 +2,10 @@
 
 import asyncio
 import contextlib
+from pathlib import Path
 
-from pilotflame.runtime.telemetry.log_files import LogLine
-from pilotflame.runtime.telemetry.logs import FOLLOWER_LINES, LogBook
+from pilotflame.runtime.telemetry.log_files import LogFiles, LogLine, LogQuery, function_file
+from pilotflame.runtime.telemetry.logs import FOLLOWER_LINES, LogBook, Logs
 
 LIMIT_S = 30.0
 
@@ -72,3 +73,22 @@ async def test_a_follower_that_does_not_read_misses_lines_and_delays_nothing() -
     got = [(await anext(follow)).text for _ in range(FOLLOWER_LINES - 1)]
     assert got == [str(number) for number in range(1, FOLLOWER_LINES)]
     await follow.aclose()  # type: ignore[attr-defined]
+
+
+async def test_lines_name_their_function_also_if_somebody_followed_before_it_was_there(
+    tmp_path: Path,
+) -> None:
+    files = LogFiles(tmp_path, max_bytes=40_000, keep_s=1000.0)
+    files.start()
+    logs = Logs(files)
+    follow = logs.follow(function_file("late"), LogQuery())
+    async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as tasks:
+        first = tasks.create_task(anext(follow))  # type: ignore[arg-type]
+        # The follower has searched the files when this later search is answered.
+        await asyncio.sleep(0)
+        await logs.history("gateway", LogQuery())
+        logs.of_function("late").write("w1", "printed")
+        line = await first
+    assert (line.function, line.text) == ("late", "printed")
+    await follow.aclose()  # type: ignore[attr-defined]
+    files.close()

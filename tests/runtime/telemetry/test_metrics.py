@@ -196,7 +196,13 @@ def test_fetches_and_the_tiers_of_the_cache_are_exported() -> None:
 
 
 async def test_readings_of_other_parts_are_exported_and_a_failing_one_is_left_out() -> None:
-    metrics = Metrics(lambda: {"tone": Census()})
+    scrapes: list[str] = []
+
+    def census() -> dict[str, Census]:
+        scrapes.append("census")
+        return {"tone": Census()}
+
+    metrics = Metrics(census)
     rows = {("tone", "completed"): 3.0, ("deleted", "completed"): 4.0}
 
     async def read() -> list[Reading]:
@@ -213,6 +219,7 @@ async def test_readings_of_other_parts_are_exported_and_a_failing_one_is_left_ou
     assert 'pilotflame_jobs_ended_total{function="tone",state="completed"} 3.0' in text
     assert "pilotflame_keys_running 2.0" in text
     assert "deleted" not in text
+    assert len(scrapes) == 1
 
 
 PROMTOOL = os.environ.get("PROMTOOL") or shutil.which("promtool") or ""

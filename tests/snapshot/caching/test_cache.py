@@ -9,7 +9,6 @@ import random
 import shutil
 import signal
 import subprocess
-import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,15 +45,6 @@ def source(tmp_path: Path) -> Path:
 @pytest.fixture
 def manifest(source: Path) -> Manifest:
     return Manifest.read(source)
-
-
-@pytest.fixture
-def shm() -> Iterator[Path]:
-    """A folder on tmpfs."""
-    if not Path("/dev/shm").is_dir():
-        pytest.skip("no /dev/shm")
-    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="pilotflame-test-") as folder:
-        yield Path(folder)
 
 
 @pytest.fixture

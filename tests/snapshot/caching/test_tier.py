@@ -7,9 +7,7 @@ import gc
 import mmap
 import os
 import shutil
-import tempfile
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +24,6 @@ from pilotflame.snapshot.sources.folder import FolderSource
 from pulling import CHUNK_BYTES, LIMIT_S, Stopping, check, make, pulling
 
 MIB = 1 << 20
-
-
-@pytest.fixture
-def shm() -> Iterator[Path]:
-    """A folder on tmpfs."""
-    if not Path("/dev/shm").is_dir():
-        pytest.skip("no /dev/shm")
-    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="pilotflame-test-") as folder:
-        yield Path(folder)
 
 
 @pytest.fixture
@@ -125,6 +114,21 @@ def test_what_another_process_has_mapped_is_not_evicted(
         puller.kill()
     pull(tier, two)
     assert ready(tier) == digests(two, three)
+
+
+def test_an_eviction_that_fails_keeps_nothing_locked(
+    tier: Tier, sources: list[tuple[Path, Manifest]]
+) -> None:
+    one = sources[0]
+    pull(tier, one)
+    shutil.rmtree(tier.root / "trash", ignore_errors=True)
+    (tier.root / "trash").write_text("in the way")
+    with pytest.raises(OSError, match="File exists"):
+        tier.evict(one[1].digest)
+    assert tier.ready(one[1].digest, one[1]) is not None
+    (tier.root / "trash").unlink()
+    tier.evict(one[1].digest)
+    assert ready(tier) == set()
 
 
 def test_nothing_is_evicted_in_vain(tier: Tier, sources: list[tuple[Path, Manifest]], tmp_path: Path) -> None:

@@ -1,0 +1,76 @@
+"""How much memory and how many processors a process may use, by the limits of its cgroups."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from pilotflame.machine import memory_bytes, processors
+
+TOTAL = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+USABLE = len(os.sched_getaffinity(0))
+LIMIT = 64 << 20
+
+
+def made(root: Path, own: str, **limits: object) -> tuple[Path, Path]:
+    """Make files of cgroups; the names of limits have `__` for `/` and `_dot_` for `.`."""
+    root.mkdir()
+    for name, value in limits.items():
+        path = root / name.replace("__", "/").replace("_dot_", ".")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{value}\n")
+    (root / "own").write_text(own)
+    return root, root / "own"
+
+
+@pytest.mark.parametrize(
+    ("own", "limits", "found"),
+    [
+        # A service of systemd, whose slice has the limit.
+        ("0::/a.slice/b\n", {"a.slice__b__memory_dot_max": "max", "a.slice__memory_dot_max": LIMIT}, LIMIT),
+        (
+            "0::/a.slice/b\n",
+            {"a.slice__b__memory_dot_max": LIMIT, "a.slice__memory_dot_max": 2 * LIMIT},
+            LIMIT,
+        ),
+        # A container in a namespace of cgroups of its own, and one without: it sees the host's path.
+        ("0::/\n", {"memory_dot_max": LIMIT}, LIMIT),
+        ("0::/../outside\n", {"memory_dot_max": LIMIT}, LIMIT),
+        ("4:memory:/docker/1f\n0::/\n", {"memory__memory_dot_limit_in_bytes": LIMIT}, LIMIT),
+        ("4:cpu,memory:/a\n", {"memory__a__memory_dot_limit_in_bytes": LIMIT}, LIMIT),
+        # Without a limit, version 1 says a number near 2**63.
+        ("4:memory:/\n", {"memory__memory_dot_limit_in_bytes": 9223372036854771712}, TOTAL),
+        ("", {}, TOTAL),
+    ],
+)
+def test_the_smallest_limit_counts(tmp_path: Path, own: str, limits: dict[str, object], found: int) -> None:
+    assert memory_bytes(*made(tmp_path / "cgroups", own, **limits)) == found
+
+
+@pytest.mark.parametrize(
+    ("own", "limits", "found"),
+    [
+        (
+            "0::/a.slice/b\n",
+            {"a.slice__b__cpu_dot_max": "max 100000", "a.slice__cpu_dot_max": "50000 100000"},
+            0.5,
+        ),
+        ("0::/\n", {"cpu_dot_max": "25000 50000"}, 0.5),
+        (
+            "3:cpu,cpuacct:/docker/1f\n0::/\n",
+            {"cpu__cpu_dot_cfs_quota_us": 50000, "cpu__cpu_dot_cfs_period_us": 100000},
+            0.5,
+        ),
+        ("3:cpu:/\n", {"cpu__cpu_dot_cfs_quota_us": -1, "cpu__cpu_dot_cfs_period_us": 100000}, USABLE),
+        ("", {}, USABLE),
+    ],
+)
+def test_the_smallest_quota_counts(tmp_path: Path, own: str, limits: dict[str, object], found: float) -> None:
+    assert processors(*made(tmp_path / "cgroups", own, **limits)) == found
+
+
+def test_without_cgroups_it_is_the_memory_of_the_machine(tmp_path: Path) -> None:
+    assert memory_bytes(tmp_path / "nowhere", tmp_path / "none") == TOTAL
+    assert 0 < memory_bytes() <= TOTAL
+    assert 0 < processors() <= USABLE
