@@ -61,7 +61,8 @@ class Child(ABC):
     def kill_after(self, timeout_s: float) -> None:
         """Kill the process if it has not ended in `timeout_s`. Of several deadlines, the earliest counts."""
         kill_at_s = self._loop.time() + timeout_s
-        if self.gone.is_set() or kill_at_s >= self._kill_at_s:
+        # One that is stuck is killed in a moment.
+        if self._kill_reason or self.gone.is_set() or kill_at_s >= self._kill_at_s:
             return
         if self._kill_timer is not None:
             self._kill_timer.cancel()

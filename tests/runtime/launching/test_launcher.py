@@ -104,6 +104,22 @@ async def test_of_several_kill_deadlines_the_earliest_counts():
         await killed.wait()
 
 
+async def test_a_deadline_to_end_does_not_save_a_stuck_process() -> None:
+    killed = asyncio.Event()
+
+    class Victim(Child):
+        def kill(self) -> None:
+            killed.set()
+
+        def dump_stacks(self) -> None: ...
+
+    victim = Victim(None, 1, "victim")  # type: ignore[arg-type]
+    victim.kill_stuck("it does not answer")
+    victim.kill_after(0.2)
+    async with asyncio.timeout(5):
+        await killed.wait()
+
+
 async def test_the_cause_names_the_kernel_if_memory_ran_out():
     class Victim(Child):
         def kill(self) -> None: ...
