@@ -82,8 +82,8 @@ class ContainerChild(Child):
     def dump_stacks(self) -> None:
         self._send_signal(STACKS_SIGNAL)
 
-    def report_exit(self, code: int | None, *, out_of_memory: bool = False) -> None:
-        super().report_exit(code, out_of_memory=out_of_memory)
+    def report_exit(self, code: int | None, *, out_of_memory: bool = False, certain: bool = True) -> None:
+        super().report_exit(code, out_of_memory=out_of_memory, certain=certain)
         if code is not None:
             self._container.release(self)
             self.ended()

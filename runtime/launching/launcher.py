@@ -9,7 +9,7 @@ import math
 import signal
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ..link.connection import Link
 from ..link.worker_spec import WorkerSpec
@@ -21,6 +21,15 @@ EXIT_REPORT_TIMEOUT_S = 2.0
 STACKS_TIMEOUT_S = 0.5
 # How long a killed process may take to end, before the gateway goes on without it.
 KILLED_S = 10.0
+
+
+class EndCause(NamedTuple):
+    """How a process ended."""
+
+    text: str = ""
+    """For messages: "signal 9 (SIGKILL)" or "exit code 1". If it was killed, also by whom and why, if known."""
+    out_of_memory: bool = False
+    """True if the kernel certainly killed it because the memory of its function ran out."""
 
 
 class Child(ABC):
@@ -35,6 +44,7 @@ class Child(ABC):
         self._kill_timer: asyncio.TimerHandle | None = None
         self._kill_at_s = math.inf
         self._kill_reason = ""
+        self._memory_text = ""
         self._out_of_memory = False
 
     @abstractmethod
@@ -78,32 +88,30 @@ class Child(ABC):
             async with asyncio.timeout(timeout_s):
                 await self.gone.wait()
 
-    async def cause(self) -> str:
-        """Return how the process ended, as text for messages: "signal 9 (SIGKILL)" or "exit code 1".
-
-        If it was killed, that includes by whom and why, as far as that can be known.
-        """
+    async def cause(self) -> EndCause:
+        """Wait for the report of the process's end, for a moment, and return how it ended."""
         await asyncio.wait([self._exit_code], timeout=EXIT_REPORT_TIMEOUT_S)
         code = self._exit_code.result() if self._exit_code.done() else None
         if code is None:
-            return "an unknown cause"
+            return EndCause("an unknown cause")
         if code >= 0:
-            return f"exit code {code}"
+            return EndCause(f"exit code {code}")
         # Python has no names for real-time signals.
         names = {number.value: number.name for number in signal.Signals}
         text = f"signal {-code} ({names.get(-code, 'real-time')})"
         if self._kill_reason:
-            return f"{text}, sent by the gateway because {self._kill_reason}"
-        if self._out_of_memory:
-            return f"{text}, sent by the kernel because memory ran out"
-        return text
+            return EndCause(f"{text}, sent by the gateway because {self._kill_reason}")
+        return EndCause(f"{text}{self._memory_text}", self._out_of_memory)
 
-    def report_exit(self, code: int | None, *, out_of_memory: bool = False) -> None:
+    def report_exit(self, code: int | None, *, out_of_memory: bool = False, certain: bool = True) -> None:
         """Set the exit code that the parent reported, or None if the parent ended before.
 
-        `out_of_memory` is True if the kernel killed the process because memory ran out.
+        `out_of_memory` is True if the kernel killed the process because memory ran out. If that is not
+        `certain`, it may have killed another process of the machine.
         """
-        self._out_of_memory = out_of_memory
+        self._out_of_memory = out_of_memory and certain
+        if out_of_memory:
+            self._memory_text = f", sent by the kernel {'' if certain else 'perhaps '}because memory ran out"
         if not self._exit_code.done():
             self._exit_code.set_result(code)
 

@@ -178,13 +178,13 @@ class ZygoteProcess:
         elif frame.kind == FrameKind.FAILED and not self._built.done():
             self._built.set_exception(PilotflameError.from_wire(head))
 
-    def _child_ended(self, pid: int, code: int, out_of_memory: bool) -> None:
+    def _child_ended(self, pid: int, code: int, out_of_memory: bool, certain: bool = True) -> None:
         token = self._token_of.pop(pid, "")
         if token in self._forking and token not in self._children:
             # The HELLO and the output that it sent before its death may still be unread.
             self._listener.settle()
         if (child := self._children.pop(token, None)) is not None:
-            child.report_exit(code, out_of_memory=out_of_memory)
+            child.report_exit(code, out_of_memory=out_of_memory, certain=certain)
         else:
             self._fail_fork(token, f"A child of {self.child.name} died before it dialled in ({code}).")
 

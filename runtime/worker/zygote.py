@@ -35,7 +35,8 @@ from .worker import Worker
 
 DIAL_TIMEOUT_S = 10.0
 # Where the kernel counts its kills: of this container in version 2 and 1 of cgroups, or of the whole machine.
-MEMORY_KILLS = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control", "/proc/vmstat")
+MACHINE_KILLS = "/proc/vmstat"
+MEMORY_KILLS = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control", MACHINE_KILLS)
 # What a process runs until its end. In a child that it has forked, it returns the role of this child.
 Role = Callable[[], Any]
 
@@ -60,8 +61,8 @@ class Zygote:
     def __init__(self, ticket: Ticket) -> None:
         self._ticket = ticket
         self._wake_read, self._wake_write = socket.socketpair()
-        # For each child that was not reaped yet: how many processes the kernel had killed for memory before.
-        self._children: dict[int, int] = {}
+        # For each child that was not reaped yet: the counter of the kernel's kills that its end may be one of.
+        self._children: dict[int, MemoryKills] = {}
 
     def run(self) -> Role | None:
         self._watch_children()
@@ -111,19 +112,20 @@ class Zygote:
                 if pid == 0:
                     return
                 code = os.waitstatus_to_exitcode(status)
-                head = {"pid": pid, "code": code, "out_of_memory": self._ran_out_of_memory(pid, code)}
+                kills = self._children.pop(pid, None)
+                killed = kills is not None and code == -signal.SIGKILL and kills.explain()
+                certain = kills is not None and kills.file != MACHINE_KILLS
+                head = {"pid": pid, "code": code, "out_of_memory": killed, "certain": certain}
                 # OSError: the gateway has ended, which `_serve` notices at its next read.
                 with contextlib.suppress(OSError):
                     link.send(FrameKind.EXITED, head)
 
-    def _ran_out_of_memory(self, pid: int, code: int) -> bool:
-        """Forget a child that has ended. Return True if the kernel killed it because memory ran out."""
-        before = self._children.pop(pid, None)
-        if before is None or code != -signal.SIGKILL or (kills := count_memory_kills()) <= before:
-            return False
-        # This kill explains the end of no other child.
-        self._children = dict.fromkeys(self._children, kills)
-        return True
+    def _memory_kills(self, files: Sequence[str]) -> MemoryKills:
+        """Return the counter that the children with the same limit of memory share."""
+        file = next(filter(tells_memory_kills, files), MACHINE_KILLS)
+        known = (kills for kills in self._children.values() if kills.file == file)
+        # If no such child is left, all kills so far are explained, or were of children of children.
+        return next(known, None) or MemoryKills(file)
 
     def _signal(self, pid: int, number: int) -> None:
         # Until it is reaped here, the pid of a child is not given to another process.
@@ -131,7 +133,7 @@ class Zygote:
             os.kill(pid, number)
 
     def _fork(self, link: BlockingLink, request: dict[str, Any]) -> Role | None:
-        parent = os.getpid()
+        parent, kills = os.getpid(), self._memory_kills(MEMORY_KILLS)
         try:
             pid = os.fork()
         except OSError as error:
@@ -139,7 +141,7 @@ class Zygote:
             link.send(FrameKind.UNFORKED, {"token": request["token"], "why": str(error)})
             return None
         if pid != 0:
-            self._children[pid] = count_memory_kills()
+            self._children[pid] = kills
             link.send(FrameKind.FORKED, {"token": request["token"], "pid": pid})
             return None
         fork_safety.detach(parent)
@@ -150,15 +152,36 @@ class Zygote:
         return self.child_role(Ticket(self._ticket.address, request["token"]), request)
 
 
-def count_memory_kills(files: Sequence[str] = MEMORY_KILLS) -> int:
-    """Return how many processes the kernel has killed because memory ran out, by the first file that tells."""
-    for file in files:
-        with contextlib.suppress(OSError), open(file) as lines:  # noqa: PTH123
-            for line in lines:
-                name, _, count = line.partition(" ")
-                if name == "oom_kill":
-                    return int(count)
-    return 0
+class MemoryKills:
+    """Counts the processes that the kernel has killed because memory ran out. Each kill explains one end."""
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+        self._explained = self._count()
+
+    def explain(self) -> bool:
+        """Return True if there was a kill that explains no other end."""
+        if self._count() <= self._explained:
+            return False
+        self._explained += 1
+        return True
+
+    def _count(self) -> int:
+        return _count_memory_kills(self.file) or 0
+
+
+def tells_memory_kills(file: str) -> bool:
+    return _count_memory_kills(file) is not None
+
+
+def _count_memory_kills(file: str) -> int | None:
+    """Return the kernel's count in `file`; None if it has none."""
+    with contextlib.suppress(OSError), open(file) as lines:  # noqa: PTH123
+        for line in lines:
+            name, _, count = line.partition(" ")
+            if name == "oom_kill":
+                return int(count)
+    return None
 
 
 class Base(Zygote):

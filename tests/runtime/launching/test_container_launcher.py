@@ -173,8 +173,9 @@ async def test_limits_of_memory_processes_and_disk(gateway: Gateway, image: str)
     assert found["error"] == "BlockingIOError"
     assert found["children"] < 64
     eaten = await function.error({"do": "eat", "mb": 400})
-    assert eaten["type"] == "worker_died"
-    assert "memory ran out" in eaten["message"]
+    assert (eaten["status"], eaten["type"]) == (500, "out_of_memory")
+    assert "memory_mb of the function is 160" in eaten["message"]
+    assert "resources.memory_mb" in eaten["remedy"]
     assert (await neighbour.answer({"n": 2}))["echo"] == {"n": 2}
     assert (await function.answer({"n": 3}))["echo"] == {"n": 3}
 
