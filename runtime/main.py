@@ -219,7 +219,7 @@ def _launcher(
     settings: GatewaySettings, listener: Listener, state: Path, tasks: BackgroundTasks
 ) -> LauncherByImage:
     containers = ContainerLauncher(settings.engine or find_engine(), listener, tasks, str(state), LOG.warning)
-    return LauncherByImage(ProcessLauncher(listener, tasks), containers)
+    return LauncherByImage(ProcessLauncher(listener, tasks, state), containers)
 
 
 def _load_access(state: Path) -> tuple[Keyring, Secrets]:

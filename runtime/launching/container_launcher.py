@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import LauncherError
 from ..link.connection import Link
-from ..link.worker_spec import REQUEST_VARIABLE, STACKS_SIGNAL, WorkerSpec
+from ..link.worker_spec import REQUEST_VARIABLE, STACKS_SIGNAL, Confinement, WorkerSpec
 from ..telemetry.log_stream import LogStream
 from ..telemetry.logs import Log, LogBook
 from .launcher import Child
@@ -41,6 +41,8 @@ GATEWAY_LABEL = "pilotflame.gateway"
 COMMAND = ("python", "-m", "pilotflame.runtime.worker.zygote", "base")
 SOCKETS = ("/var/run/docker.sock", "/run/podman/podman.sock")
 OPEN_FILES = 4096
+# What a container has if the settings of its function do not say.
+PIDS, TMP_MB = 1024, 1024
 # How many processes and threads can exist on this machine.
 PID_MAX = Path("/proc/sys/kernel/pid_max")
 # The only folder of a container that can be written to.
@@ -154,8 +156,9 @@ class ContainerBase(ContainerZygote):
         return ContainerZygote(child, self._listener, on_zygote_death, self._container)
 
     def _make_source(
-        self, zygote: ZygoteProcess, spec: WorkerSpec, facts: dict[str, Any], reason: str
-    ) -> ZygoteSource:
+        self, zygote: ZygoteProcess, spec: WorkerSpec, facts: dict[str, Any], reason: str,
+        _confinement: Confinement | None,
+    ) -> ZygoteSource:  # fmt: skip
         return ContainerSource(zygote, self, spec, facts, reason)
 
 
@@ -324,9 +327,9 @@ class ContainerLauncher:
         }
         host: dict[str, Any] = {
             "Mounts": [_mount(self._listener.path, writable=True), *_read_only(spec)],
-            "NetworkMode": limits.network, "ReadonlyRootfs": True, "CapDrop": ["ALL"],
-            "SecurityOpt": ["no-new-privileges"], "PidsLimit": limits.pids,
-            "Tmpfs": {TMP: f"rw,nosuid,nodev,size={limits.tmp_mb * _MIB}"}, "Ulimits": list(_limits()),
+            "NetworkMode": limits.network or "none", "ReadonlyRootfs": True, "CapDrop": ["ALL"],
+            "SecurityOpt": ["no-new-privileges"], "PidsLimit": limits.pids or PIDS,
+            "Tmpfs": {TMP: f"rw,nosuid,nodev,size={(limits.tmp_mb or TMP_MB) * _MIB}"}, "Ulimits": list(_limits()),
         }  # fmt: skip
         if limits.memory_mb is not None:
             host |= {"Memory": limits.memory_mb * _MIB, "MemorySwap": limits.memory_mb * _MIB}

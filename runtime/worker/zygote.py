@@ -28,8 +28,9 @@ from setproctitle import setproctitle
 from ...errors import PilotflameError
 from ..link.connection import BlockingLink, dial
 from ..link.frames import FrameKind
-from ..link.worker_spec import REQUEST_VARIABLE, WorkerSpec
+from ..link.worker_spec import REQUEST_VARIABLE, Confinement, WorkerSpec
 from . import fork_safety, output
+from .confinement import confine
 from .function_setup import Built, build, weights_hint
 from .worker import Worker
 
@@ -79,6 +80,10 @@ class Zygote:
     def child_role(self, ticket: Ticket, request: dict[str, Any]) -> Role:
         """Return the function that a forked child runs. Called in the child, with the child's ticket."""
         raise NotImplementedError
+
+    def kill_files(self, _request: dict[str, Any]) -> Sequence[str]:
+        """Return where the kernel may count that it killed the child because memory ran out."""
+        return MEMORY_KILLS
 
     def _watch_children(self) -> None:
         for end in (self._wake_read, self._wake_write):
@@ -133,7 +138,7 @@ class Zygote:
             os.kill(pid, number)
 
     def _fork(self, link: BlockingLink, request: dict[str, Any]) -> Role | None:
-        parent, kills = os.getpid(), self._memory_kills(MEMORY_KILLS)
+        parent, kills = os.getpid(), self._memory_kills(self.kill_files(request))
         try:
             pid = os.fork()
         except OSError as error:
@@ -201,17 +206,22 @@ class Base(Zygote):
         return True
 
     def child_role(self, ticket: Ticket, request: dict[str, Any]) -> Role:
+        confinement = _confinement(request)
+        confine(confinement)
         if request["role"] == "zygote":
-            return RevisionZygote(ticket, WorkerSpec.model_validate(request["spec"])).run
+            return RevisionZygote(ticket, WorkerSpec.model_validate(request["spec"]), confinement).run
         return partial(spawn_worker, ticket, request["spec"])
+
+    def kill_files(self, request: dict[str, Any]) -> Sequence[str]:
+        return _kill_files(_confinement(request))
 
 
 class RevisionZygote(Zygote):
     """The parent of one revision's workers. It has imported and built the handler, without weights."""
 
-    def __init__(self, ticket: Ticket, spec: WorkerSpec) -> None:
+    def __init__(self, ticket: Ticket, spec: WorkerSpec, confinement: Confinement) -> None:
         super().__init__(ticket)
-        self._spec = spec
+        self._spec, self._confinement = spec, confinement
         self._built: Built | None = None
 
     def run(self) -> Role | None:
@@ -240,6 +250,17 @@ class RevisionZygote(Zygote):
 
     def child_role(self, ticket: Ticket, request: dict[str, Any]) -> Role:
         return partial(run_worker, ticket, self._spec, self._built)
+
+    def kill_files(self, _request: dict[str, Any]) -> Sequence[str]:
+        return _kill_files(self._confinement)
+
+
+def _confinement(request: dict[str, Any]) -> Confinement:
+    return Confinement.model_validate(request.get("confinement") or {})
+
+
+def _kill_files(confinement: Confinement) -> Sequence[str]:
+    return MEMORY_KILLS if confinement.memory_kills is None else [str(confinement.memory_kills)]
 
 
 def spawn_worker(ticket: Ticket, spec: dict[str, Any]) -> None:

@@ -244,9 +244,9 @@ _valid = st.builds(
         Resources,
         memory_mb=st.none() | st.integers(16, 4096),
         cpus=st.none() | st.floats(min_value=0.01, max_value=64),
-        pids=st.integers(16, 4096),
-        tmp_mb=st.integers(1, 4096),
-        network=st.sampled_from(["none", "bridge", "host"]),
+        pids=st.none() | st.integers(16, 4096),
+        tmp_mb=st.none() | st.integers(1, 4096),
+        files=st.sampled_from(["shared", "private"]),
     ),
     scale=st.builds(
         Scale,
