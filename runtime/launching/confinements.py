@@ -106,13 +106,15 @@ class Confinements:
     def _files(self, spec: WorkerSpec) -> dict[str, tuple[Path, ...]]:
         if spec.resources.files != "private":
             return {}
+        # A rule of Landlock needs a folder that exists.
+        (uploads := self._state / "files").mkdir(mode=0o700, exist_ok=True)
         # An environment is a folder with bin/python.
         environment = Path(spec.python).parents[1] if spec.python else None
         paths = (spec.code, spec.snapshot, spec.manifest, spec.cache, environment)
         return {
             "hidden": (self._state, self._tmp_root),
             "readable": tuple(path for path in paths if path is not None),
-            "unlisted": (self._state / "files",),
+            "unlisted": (uploads,),
         }
 
 

@@ -31,6 +31,8 @@ _OF_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE
 _READ = _EXECUTE | _READ_FILE | _READ_DIR
 # The first versions that know the right to rename between folders, the right to truncate, and the signal scope.
 _SINCE_REFER, _SINCE_TRUNCATE, _SINCE_SCOPE = 2, 3, 6
+# From <linux/capability.h>: version 3 has two sets of three numbers.
+_CAPABILITY_HEADER, _CAPABILITY_VERSION, _CAPABILITY_BYTES = struct.Struct("=Ii"), 0x20080522, 24
 # Devices that can be read and written. Others, such as disks, cannot.
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty", "ptmx", "pts", "dri", "kfd", "infiniband")
 DEVICE_PREFIX = "nvidia"
@@ -71,6 +73,8 @@ def _restrict(confinement: Confinement) -> None:
         if _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), "no new privileges")
         _call(_RESTRICT_SELF, ruleset, 0)
+        # A process of root could otherwise read the memory of those that it must not look into.
+        _drop_capabilities()
     finally:
         os.close(ruleset)
 
@@ -82,8 +86,9 @@ def _rules(confinement: Confinement) -> Iterator[tuple[Path, int]]:
     yield from ((path, _READ) for path in _outside(Path("/"), hidden | {devices}))
     python = (Path(sys.prefix), Path(sys.base_prefix), *map(Path, filter(None, sys.path)))
     for path in (*confinement.readable, *python, devices / "shm"):
-        # What is not below a hidden folder was yielded before, and a second rule does no harm.
-        yield path, _READ
+        # One that holds a hidden folder was yielded in parts before. The working directory may be "/".
+        if not any(other.is_relative_to(path.resolve()) for other in hidden):
+            yield path, _READ
     for path in confinement.unlisted:
         yield path, _READ_FILE
     for path in devices.iterdir():
@@ -122,6 +127,12 @@ def _allow(ruleset: int, path: Path, rights: int) -> None:
         _call(_ADD_RULE, ruleset, _RULE_PATH_BENEATH, _PATH_BENEATH_ATTR.pack(rights, descriptor), 0)
     finally:
         os.close(descriptor)
+
+
+def _drop_capabilities() -> None:
+    """Give up all capabilities. Without new privileges, no program that is started has any either."""
+    if _libc.capset(_CAPABILITY_HEADER.pack(_CAPABILITY_VERSION, 0), bytes(_CAPABILITY_BYTES)) != 0:
+        raise OSError(ctypes.get_errno(), "capset")
 
 
 def _call(number: int, *arguments: object) -> int:
