@@ -110,7 +110,7 @@ class Confinements:
         (uploads := self._state / "files").mkdir(mode=0o700, exist_ok=True)
         # An environment is a folder with bin/python.
         environment = Path(spec.python).parents[1] if spec.python else None
-        paths = (spec.code, spec.snapshot, spec.manifest, spec.cache, environment)
+        paths = (spec.code, spec.snapshot, spec.manifest, environment)
         return {
             "hidden": (self._state, self._tmp_root),
             "readable": tuple(path for path in paths if path is not None),

@@ -217,10 +217,12 @@ class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
     )
 
     @model_validator(mode="after")
-    def _weights_of_container(self) -> Self:
-        if self.image.name is not None and self.snapshot_url is not None:
+    def _weights_of_confined(self) -> Self:
+        private = self.resources.files == "private"
+        if self.snapshot_url is not None and (private or self.image.name is not None):
+            setting = 'resources.files = "private"' if private else "image.name"
             raise ValueError(
-                "with image.name, snapshot must be a folder or a file: containers cannot follow a fetch yet"
+                f"with {setting}, snapshot must be a folder or a file: such workers cannot follow a fetch yet"
             )
         return self
 

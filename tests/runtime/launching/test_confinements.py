@@ -124,7 +124,8 @@ async def test_temporary_files_are_limited(deploy) -> None:
 @with_landlock
 async def test_private_files_hide_the_gateway_and_other_functions(gateway, deploy, tmp_path: Path) -> None:
     other = await deploy("SECRET = 'of another'\n" + HANDLER)
-    await other.client.put(f"/v1/functions/{other.name}/secrets/TOKEN", json={"value": "secret"})
+    secret = f"/v1/functions/{other.name}/secrets/TOKEN"
+    assert (await other.client.put(secret, json={"value": "hush"})).status_code < 300
     function = await deploy(HANDLER, {"resources.files": "private", "scale.idle_timeout_s": 30})
     code = next((gateway.state / "functions" / other.name).rglob("handler.py"))
     hidden = [code, *(path for path in gateway.state.rglob("*.json*"))]

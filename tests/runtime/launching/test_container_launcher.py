@@ -27,30 +27,13 @@ from pilotflame.runtime.telemetry.logs import LogBook
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
 HANDLER = """
-import os, resource, socket, time
+import os, resource
 def handler(event):
     what = event.get("do")
     if what == "write":
         with open(event["path"], "wb") as file:
             file.write(b"x" * event.get("bytes", 1))
         return "written"
-    if what == "read":
-        return open(event["path"]).read()
-    if what == "connect":
-        socket.create_connection((event["host"], event["port"]), timeout=2).close()
-        return "connected"
-    if what == "eat":
-        return len(bytearray(b"x") * (event["mb"] << 20))
-    if what == "fork":
-        children = 0
-        try:
-            while children < 10_000:
-                if os.fork() == 0:
-                    time.sleep(1)
-                    os._exit(0)
-                children += 1
-        except OSError as error:
-            return {"children": children, "error": type(error).__name__}
     if what == "limits":
         return {"nproc": resource.getrlimit(resource.RLIMIT_NPROC)}
     if what == "die":
@@ -133,51 +116,6 @@ async def test_a_worker_has_no_rights(gateway: Gateway, image: str) -> None:
     for path in ("/etc/passwd", f"{code}/x", "/usr/local/lib/x"):
         assert await exception(function, {"do": "write", "path": path}) in {"OSError", "FileNotFoundError"}
     assert await function.answer({"do": "write", "path": "/tmp/x", "bytes": 1000}) == "written"
-
-
-async def test_nothing_of_another_function_or_of_the_gateway_can_be_read(
-    gateway: Gateway, image: str
-) -> None:
-    other = await deployed(gateway, image, "SECRET = 'of another'\n" + HANDLER)
-    code = next((gateway.state / "functions").rglob("handler.py"))
-    assert code.exists()
-    function = await deployed(gateway, image)
-    paths = [
-        path for path in (gateway.state).rglob("*") if path.is_file() and function.name not in path.parts
-    ]
-    assert any(other.name in path.parts for path in paths)
-    for path in (*paths[:50], gateway.state / "run" / "own.sock", Path(__file__)):
-        assert await exception(function, {"do": "read", "path": str(path)}) in {
-            "FileNotFoundError", "PermissionError", "OSError", "NotADirectoryError",
-        }  # fmt: skip
-
-
-async def test_no_connection_without_a_grant(gateway: Gateway, image: str) -> None:
-    host, port = gateway.address
-    function = await deployed(gateway, image)
-    assert await exception(function, {"do": "connect", "host": host, "port": port}) in {
-        "ConnectionRefusedError",
-        "OSError",
-    }
-    granted = await deployed(gateway, image, **{"resources.network": "host"})
-    assert await granted.answer({"do": "connect", "host": host, "port": port}) == "connected"
-
-
-async def test_limits_of_memory_processes_and_disk(gateway: Gateway, image: str) -> None:
-    limits = {"resources.memory_mb": 160, "resources.pids": 64, "resources.tmp_mb": 8}
-    function = await deployed(gateway, image, **limits)
-    neighbour = await deployed(gateway, image)
-    assert await function.answer({"do": "write", "path": "/tmp/a", "bytes": 1 << 20}) == "written"
-    assert await exception(function, {"do": "write", "path": "/tmp/b", "bytes": 16 << 20}) == "OSError"
-    found = await function.answer({"do": "fork"})
-    assert found["error"] == "BlockingIOError"
-    assert found["children"] < 64
-    eaten = await function.error({"do": "eat", "mb": 400})
-    assert (eaten["status"], eaten["type"]) == (500, "out_of_memory")
-    assert "memory_mb of the function is 160" in eaten["message"]
-    assert "resources.memory_mb" in eaten["remedy"]
-    assert (await neighbour.answer({"n": 2}))["echo"] == {"n": 2}
-    assert (await function.answer({"n": 3}))["echo"] == {"n": 3}
 
 
 async def test_a_dead_worker_is_replaced_and_its_end_is_told(gateway: Gateway, image: str) -> None:
