@@ -138,11 +138,17 @@ class ZygoteProcess:
         zygote = self._make_zygote(child, on_death)
         try:
             head = await zygote.wait_built(BUILD_TIMEOUT_S)
-        except BaseException:
+        except BaseException as error:
+            # A build that failed is told by the zygote, a death by the base.
+            died = (
+                await _death(child, spec) if isinstance(error, LauncherError) and not zygote.alive else None
+            )
             # The build failed or the deploy was cancelled. The process may be running user code and not
             # notice that its link is closed, so kill it.
             zygote.close()
             child.kill()
+            if died is not None:
+                raise died from error
             raise
         reason = ""
         if head["threads"] != 1:
@@ -225,6 +231,16 @@ class ZygoteProcess:
         if not self._built.cancelled():
             # Retrieve the exception: otherwise asyncio logs an error if `wait_built` is never called.
             self._built.exception()
+
+
+async def _death(child: Child, spec: WorkerSpec) -> LauncherError:
+    """Return the error that says why a zygote has ended before its handler was built."""
+    cause = await child.cause()
+    message = f"The zygote of {spec.label} died of {cause.text} while it imported and built the handler."
+    if cause.out_of_memory and (limit_mb := spec.resources.memory_mb) is not None:
+        remedy = f"Raise resources.memory_mb, which is {limit_mb}, or use less memory in import and `build`."
+        return LauncherError(message, remedy=remedy)
+    return LauncherError(message, remedy="See `pilotflame logs` for its last output.")
 
 
 class ZygoteSource:

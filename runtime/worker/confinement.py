@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import struct
 import sys
 import tempfile
@@ -41,6 +42,8 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def confine(confinement: Confinement) -> None:
     """Confine this process. Raise OSError, or LauncherError if the kernel has no Landlock."""
+    # A file with the memory of a crashed worker would hold its secrets and weights.
+    resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     for file in confinement.joins:
         # 0: the process that writes.
         file.write_text("0")

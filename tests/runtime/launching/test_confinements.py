@@ -121,6 +121,22 @@ async def test_temporary_files_are_limited(deploy) -> None:
     await until(lambda: asyncio.to_thread(lambda: not Path(folder).exists()), "the end of the folder")
 
 
+@with_cgroups
+async def test_a_handler_that_needs_too_much_to_be_imported_is_told_why(gateway) -> None:
+    response = await gateway.send(
+        "held = bytearray(b'x') * (100 << 20)\n" + HANDLER, {"resources.memory_mb": 32}
+    )
+    error = failure(response)
+    assert error["type"] == "launcher_error"
+    assert "sent by the kernel because memory ran out" in error["message"]
+    assert "Raise resources.memory_mb, which is 32" in error["remedy"]
+
+
+async def test_a_crashed_worker_leaves_no_file_with_its_memory(deploy) -> None:
+    limit = "import resource\ndef handler(event):\n    return resource.getrlimit(resource.RLIMIT_CORE)[0]"
+    assert await (await deploy(limit)).answer() == 0
+
+
 @with_landlock
 async def test_private_files_hide_the_gateway_and_other_functions(gateway, deploy, tmp_path: Path) -> None:
     other = await deploy("SECRET = 'of another'\n" + HANDLER)
