@@ -4,7 +4,7 @@ BIN := .venv/bin
 SOURCES := $(shell find runtime snapshot handlers templates -type f -not -name '*.pyc') $(wildcard *.py) pyproject.toml
 EXTRAS := test
 
-.PHONY: help demo test coverage lint bench bench-snapshot bench-jobs bench-batch bench-clairvoyant bench-warm check-api soak soak-gateway soak-jobs clean
+.PHONY: help demo test coverage lint bench bench-snapshot bench-jobs bench-batch bench-clairvoyant bench-policy bench-warm check-api soak soak-gateway soak-jobs clean
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
 
@@ -54,6 +54,9 @@ bench-snapshot: .venv/installed-bench ## Loading weights, beside raw sockets, cl
 bench-jobs: .venv/installed-bench ## Durable jobs: submits, status among a million, the store's size
 	@$(MAKE) --no-print-directory EXTRAS=bench .venv/wheel
 	$(BIN)/python infra/bench/jobs_bench.py $(BENCH_ARGS)
+
+bench-policy: .venv/wheel ## The keep-alive policy, beside fixed timeouts, the hybrid histogram and the optimum
+	$(BIN)/python infra/bench/policy_bench.py $(BENCH_ARGS)
 
 bench-warm: .venv/installed-bench ## The warm path beside LitServe, BentoML and Ray Serve; overload, tenants, streams
 	@$(MAKE) --no-print-directory EXTRAS=bench .venv/wheel

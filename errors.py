@@ -36,6 +36,7 @@ The text beside a class says what has happened when it is raised.
     │   ├── WorkerDied                  the worker died while it ran this invocation
     │   │   └── OutOfMemory                 the kernel killed it because the function's memory ran out
     │   ├── ActivationFailed            no worker could be started
+    │   │   ├── CrashLoop                   so many starts in a row failed that no more are tried for a while
     │   │   └── RevisionRetired             the revision was replaced, deleted or shut down before it ran
     │   ├── ActivationTimeout           no worker was ready within the hold time
     │   ├── QueueFull                   the function's queue is at its limit
@@ -246,6 +247,10 @@ class OutOfMemory(WorkerDied, code="out_of_memory"): ...
 
 
 class ActivationFailed(InvocationError, code="activation_failed"): ...
+
+
+class CrashLoop(ActivationFailed, code="crash_loop", status=503):
+    """A retry after `details["retry_after_s"]` seconds may succeed."""
 
 
 class RevisionRetired(ActivationFailed, code="revision_retired", status=503): ...

@@ -133,6 +133,7 @@ class Host(Protocol):
     """The worker as its handler sees it. `channel` identifies an invocation. Any thread may use it."""
 
     def progress(self, channel: int, value: Any) -> None: ...
+    def metrics(self, channel: int, values: Mapping[str, Any]) -> None: ...
     def retire(self) -> None: ...
     def resize(self, concurrency: int) -> None: ...
 
@@ -202,6 +203,13 @@ class Context:
             context.progress(value)
         if self._host is not None:
             self._host.progress(self._channel, value)
+
+    def metrics(self, values: Mapping[str, Any]) -> None:
+        """Report measurements of the invocation, a JSON object. The job, as a prediction, shows the latest report."""
+        for context in self.items:
+            context.metrics(values)
+        if self._host is not None:
+            self._host.metrics(self._channel, values)
 
     def retire(self) -> None:
         """Let this worker accept no more invocations, and end after it has answered those that it runs."""

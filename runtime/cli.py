@@ -33,6 +33,7 @@ COMMANDS = {
     "keys": ("keys", "Make, list and revoke API keys."),
     "list": ("functions", "List the functions, with the number of their workers and requests."),
     "logs": ("logs", "Print the log of a function, or of the gateway."),
+    "reset": ("revisions", "Start workers again at once, although the last starts failed."),
     "restart": ("revisions", "Replace a function's processes, without dropping a call."),
     "restore": ("backup", "Make a state folder from a backup in FILE."),
     "revisions": ("revisions", "List a function's revisions, the newest first."),

@@ -34,13 +34,14 @@ from .api.guard import Guard
 from .api.invoke import Gateway
 from .api.logs import LogsApi
 from .api.openapi import OpenApi
+from .api.origins import Origins
 from .api.responses import ErrorResponses, compressed
 from .api.revisions import RevisionsApi
 from .api.routes import Route, error_formats
 from .api.server import bind, http_server, url_of
 from .api.webhooks import WebhooksApi
 from .commands.watch import watch
-from .dialects.registry import dialect_routes
+from .dialects.registry import Dialects
 from .events.sources import Sources
 from .functions.deploy import Deployment
 from .functions.registry import FunctionEvents, Functions
@@ -165,14 +166,18 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
         functions, metrics, logs, local=local,
         disk_full=functools.partial(is_disk_full, state, settings.min_free_bytes),
     )  # fmt: skip
-    backend = Backend(functions, jobs, metrics, settings.max_body_bytes, settings.body_timeout_s, state)
-    gateway = Gateway(backend)
+    backend = Backend(
+        functions, jobs, metrics, settings.max_body_bytes, settings.body_timeout_s, state,
+        Origins(settings.trusted_proxies),
+    )  # fmt: skip
+    gateway, dialects = Gateway(backend), Dialects(backend)
+    stack.callback(tasks.keep(dialects.sweep, name="files_sweep").cancel)
     apis = (
         gateway, admin, LogsApi(functions, logs), RevisionsApi(functions), AccessControl(keyring, secrets, functions),
         WebhooksApi(functions, jobs), DocsPage(),
     )  # fmt: skip
     own_routes = [route for api in apis for route in api.routes()]
-    routes = OpenApi([*own_routes, *dialect_routes(backend)], admin.statuses).routes
+    routes = OpenApi([*own_routes, *dialects.routes()], admin.statuses).routes
     cors = CrossOrigin(functions, routes, settings.cors_origins)
     guard = Guard(
         keyring, tasks, routes, cors, required=settings.auth == "always" or not local,

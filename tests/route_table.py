@@ -15,13 +15,15 @@ from pilotflame.runtime.api.logs import LogsApi
 from pilotflame.runtime.api.openapi import OpenApi
 from pilotflame.runtime.api.revisions import RevisionsApi
 from pilotflame.runtime.api.webhooks import WebhooksApi
-from pilotflame.runtime.dialects.registry import dialect_routes
+from pilotflame.runtime.dialects.registry import Dialects
 from pilotflame.runtime.functions.live import FunctionStatus
 
 
 def described() -> OpenApi:
     missing: Any = None
-    backend: Any = SimpleNamespace(functions=None, jobs=None, metrics=None, body_limit=None, state=Path())
+    backend: Any = SimpleNamespace(
+        functions=None, jobs=None, metrics=None, body_limit=None, state=Path(), origins=None
+    )
     apis = (
         Gateway(backend),
         Admin(missing, missing, missing, local=True),
@@ -32,7 +34,7 @@ def described() -> OpenApi:
         DocsPage(),
     )
     own = [route for api in apis for route in api.routes()]
-    return OpenApi([*own, *dialect_routes(backend)], lambda _request: ())
+    return OpenApi([*own, *Dialects(backend).routes()], lambda _request: ())
 
 
 def describe(functions: Iterable[FunctionStatus]) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from ..handler import Handler, HandlerKind, Hook, kind_of, written
 from ..loading import import_file
 from .adapter import LenientOutput, awaited, of_kind
 from .cog_inputs import CogInputs, output_adapter
+from .cog_metrics import CogMetrics
 from .cog_sdk import CONCURRENCY_MARK, stand_in
 from .files import InputFiles, text_of, with_urls
 from .recognise import Entry
@@ -135,7 +136,9 @@ class Predictor:
         about = _about(context)
         files = InputFiles(context.remaining_ms, about.get("files"))
         if self._scope is not None:
-            files.enter_context(self._scope(about.get("context") or {}))
+            metrics = CogMetrics()
+            files.callback(_report, context, metrics)
+            files.enter_context(self._scope(about.get("context") or {}, metrics))
         return files
 
     async def _arguments_async(self, event: Any, context: Context, files: InputFiles) -> dict[str, Any]:
@@ -197,8 +200,8 @@ def _publisher(context: Context) -> Uploader | None:
     return Uploader.of(_about(context), context, os.environ)
 
 
-def _scope() -> Callable[[Mapping[str, str]], AbstractContextManager[None]] | None:
-    """Return what makes `cog.current_scope()` return a scope with this context; None if nobody calls it.
+def _scope() -> Callable[[Mapping[str, str], CogMetrics], AbstractContextManager[None]] | None:
+    """Return what makes `cog.current_scope()` return a scope with this context and these metrics; None if nobody calls it.
 
     Cog 0.17 and later have no such module.
     """
@@ -208,10 +211,14 @@ def _scope() -> Callable[[Mapping[str, str]], AbstractContextManager[None]] | No
         return None
     if not hasattr(scopes, "scope"):
         return None
-    return lambda context: scopes.scope(scopes.Scope(record_metric=_ignored, context=dict(context)))
+    return lambda context, metrics: scopes.scope(
+        scopes.Scope(record_metric=metrics.record, context=dict(context))
+    )
 
 
-def _ignored(*_: Any) -> None: ...
+def _report(context: Context, metrics: CogMetrics) -> None:
+    if found := metrics.nested():
+        context.metrics(found)
 
 
 def _method_name(target: Any, label: str) -> str:

@@ -157,15 +157,32 @@ class AsyncConcatenateIterator(AsyncIterator[T]):
     """An async stream of pieces of one text."""
 
 
+class MetricRecorder:
+    """The metrics of a scope, which can only be written."""
+
+    def __init__(self, record: Callable[[str, Any, str], None]) -> None:
+        self._record = record
+
+    def record(self, key: str, value: Any, mode: str = "replace") -> None:
+        self._record(key, value, mode)
+
+    def delete(self, key: str) -> None:
+        self._record(key, None, "replace")
+
+    __setitem__ = record
+    __delitem__ = delete
+
+
 class CogScope:
-    """Replaces Cog's `Scope`: the context of the prediction that runs, and its metrics, which are not used."""
+    """Replaces Cog's `Scope`: the context of the prediction that runs, and its metrics."""
 
     def __init__(self, record_metric: Any = None, context: Mapping[str, str] | None = None) -> None:
-        self.metrics: dict[str, Any] = {}
+        """`record_metric(name, value, mode)` records a metric. Outside of predictions there is none."""
+        self.metrics = MetricRecorder(record_metric or (lambda *_: None))
         self.context = dict(context or {})
 
     def record_metric(self, key: str, value: Any, mode: str = "replace") -> None:
-        self.metrics[key] = value
+        self.metrics.record(key, value, mode)
 
 
 _scope: ContextVar[CogScope | None] = ContextVar("scope", default=None)
@@ -186,7 +203,8 @@ def current_scope() -> CogScope:
 
 
 def emit_metric(name: str, value: Any) -> None:
-    """Do nothing. In Cog this is an older name of `current_scope().record_metric`."""
+    """Record a metric: the older name of `current_scope().record_metric`."""
+    current_scope().record_metric(name, value)
 
 
 def streaming(call: F | None = None) -> Any:

@@ -17,6 +17,7 @@ import time
 import urllib.parse
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
+from email.message import Message
 from pathlib import Path, PurePath
 from typing import IO, Any, TypeAlias
 
@@ -60,25 +61,28 @@ class InputFiles(ExitStack):
     def fetch(self, url: str) -> Path:
         """Download a URL to a temporary file, and return its path. Raises ValueError if that fails."""
         shown = url if len(url) <= MAX_SUFFIX_CHARS else f"{url[:MAX_SUFFIX_CHARS]}…"
-        if urllib.parse.urlsplit(url).scheme not in SCHEMES:
+        if url not in self._known and urllib.parse.urlsplit(url).scheme not in SCHEMES:
             raise ValueError(f"{shown!r} is not the address of a file: send an http, https or data URL")
         try:
             if url in self._known:
                 return self._copied(Path(self._known[url]))
             with opener().open(url, timeout=self._timeout_s()) as response:
-                target, path = self._temporary(_suffix(url, response.headers.get_content_type()))
+                target, path = self._temporary(_suffix(url, response.headers))
                 with target:
                     self._copy(response, target)
         except (OSError, ValueError, http.client.HTTPException) as error:
-            fault = {"fault": f"{shown} cannot be fetched: {error}"}
+            # The text of an OSError can have a path of the gateway's state folder, which is not for callers.
+            reason = (error.strerror if isinstance(error, OSError) else None) or error
+            fault = {"fault": f"{shown} cannot be fetched: {reason}"}
             raise PydanticCustomError(UNAVAILABLE, "{fault}", fault) from None
         return path
 
     def _copied(self, source: Path) -> Path:
         """Copy a file: handlers may change and delete the files that they are given."""
-        target, path = self._temporary(source.suffix)
-        with source.open("rb") as opened, target:
-            shutil.copyfileobj(opened, target, BLOCK_BYTES)
+        with source.open("rb") as opened:
+            target, path = self._temporary(source.suffix)
+            with target:
+                shutil.copyfileobj(opened, target, BLOCK_BYTES)
         return path
 
     def _temporary(self, suffix: str) -> tuple[IO[bytes], Path]:
@@ -176,10 +180,13 @@ def opened_file(file: PurePath | io.IOBase, path: str) -> Iterator[Any]:
         raise OutputInvalid(fault, remedy="Return the path of a file that was written.") from None
 
 
-def _suffix(url: str, kind: str) -> str:
-    """Return an extension for a data URL of media type `kind`, or else the end of the URL's path."""
+def _suffix(url: str, headers: Message) -> str:
+    """Return the end of the URL's path; for a data URL that of its parameter `name`, or of its media type."""
     parts = urllib.parse.urlsplit(url)
-    if parts.scheme == "data":
-        return mimetypes.guess_extension(kind) or ""
-    name = urllib.parse.unquote(PurePath(parts.path).name).replace("/", "_").replace("\0", "_")
-    return name.encode()[-MAX_SUFFIX_CHARS:].decode("utf-8", "ignore")
+    if parts.scheme != "data":
+        name = urllib.parse.unquote(PurePath(parts.path).name).replace("/", "_").replace("\0", "_")
+        return name.encode()[-MAX_SUFFIX_CHARS:].decode("utf-8", "ignore")
+    suffix = PurePath(str(headers.get_param("name") or "")).suffix
+    if not suffix.isprintable() or len(suffix) > MAX_SUFFIX_CHARS:
+        suffix = ""
+    return suffix or mimetypes.guess_extension(headers.get_content_type()) or ""

@@ -12,6 +12,7 @@ import calendar
 import contextlib
 import hashlib
 import hmac
+import logging
 import re
 import time
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ from urllib.parse import quote, unquote
 
 from ...errors import Unauthorized
 
+LOG = logging.getLogger(__name__)
 SCHEME = "AWS4-"
 SERVICE = "lambda"
 DATE_HEADER = "X-Amz-Date"
@@ -28,7 +30,7 @@ MAX_SKEW_S = 300.0
 """How far the time of a signature may be from the gateway's clock, as AWS allows it."""
 _REMEDY = (
     "AWS_ACCESS_KEY_ID is the API key's id, and AWS_SECRET_ACCESS_KEY is the part of the key after its second"
-    " underscore. Or send the whole key as AWS_SESSION_TOKEN."
+    " underscore. Or send the whole key as AWS_SESSION_TOKEN. The gateway's log says why a signature was refused."
 )
 _AUTHORIZATION = re.compile(
     r"AWS4-HMAC-SHA256 +Credential=([0-9a-f]{12})/([0-9]{8})/([a-z0-9-]{1,64})/" + SERVICE + r"/aws4_request"
@@ -99,8 +101,7 @@ def verify(digest: str | None, signature: Signature, request: SignedRequest) -> 
     was made by an older version of pilotflame.
     """
     if digest is None:
-        message = "This API key is too old to sign requests."
-        raise Unauthorized(message, remedy="Make a new key, or send this one as AWS_SESSION_TOKEN.")
+        raise refused(signature, "an older version made the key, so it cannot sign")
     key = bytes.fromhex(digest)
     for part in (signature.day, signature.region, SERVICE, "aws4_request"):
         key = hmac.digest(key, part.encode(), "sha256")
@@ -108,12 +109,13 @@ def verify(digest: str | None, signature: Signature, request: SignedRequest) -> 
     canonical = hashlib.sha256(_canonical(signature.headers, request)).hexdigest()
     text = f"AWS4-HMAC-SHA256\n{signature.at}\n{scope}\n{canonical}"
     if not hmac.compare_digest(hmac.digest(key, text.encode(), "sha256").hex(), signature.value):
-        raise Unauthorized("The AWS signature does not fit the request and the API key.", remedy=_REMEDY)
+        raise refused(signature, "it does not fit the request and the key's secret")
 
 
-def unknown_signer() -> Unauthorized:
-    """Return the error for a signature by a key that does not exist or has expired."""
-    return Unauthorized("The API key is unknown, was revoked, or has expired.", remedy=_REMEDY)
+def refused(signature: Signature, reason: str) -> Unauthorized:
+    """Return the error for a signature. The reason is only logged: it would tell strangers which keys exist."""
+    LOG.info("an AWS signature by the API key %s is refused: %s", signature.key_id, reason)
+    return Unauthorized("The AWS signature does not fit the request and a valid API key.", remedy=_REMEDY)
 
 
 def _canonical(names: tuple[str, ...], request: SignedRequest) -> bytes:

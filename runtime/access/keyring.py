@@ -1,8 +1,9 @@
 """Holds all API keys of a gateway in memory, and stores them in `access/keys.json` of its state folder.
 
 The file holds digests of the tokens, never a token. It must stay private all the same: a signing digest is
-enough to call functions as a client of AWS Lambda does (see `aws_signature.py`). A gateway that has this file requires an API key from every caller, even after the last key is revoked. To admit callers
-without a key again, stop the gateway and remove the file.
+enough to call functions as a client of AWS Lambda does (see `aws_signature.py`). A gateway that has this file
+requires an API key from every caller, even after the last key is revoked. To admit callers without a key again,
+stop the gateway and remove the file. The use of quotas is in memory only: it begins again with each start.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Meter:
     """Limits the requests of one API key to its quota: at most `concurrency` of them run at the same time.
 
     Each request takes one token out of a bucket, which holds at most `burst` tokens and gains `rate_per_s`
-    tokens per second.
+    tokens per second. A limit that is None does not apply.
     """
 
     def __init__(
@@ -72,6 +73,11 @@ class Meter:
 
     def leave(self) -> None:
         self.running -= 1
+
+    def withdraw(self) -> None:
+        """Leave, and return the token: the request turned out to be somebody else's."""
+        self.leave()
+        self._tokens = min(self._burst, self._tokens + 1.0)
 
 
 class Held:
@@ -147,7 +153,7 @@ class Keyring:
     async def readings(self) -> list[Reading]:
         """Return the metrics of all keys together: metrics with a label for each key would grow with the keys."""
         now_s, held = time.time(), list(self._held.values())
-        expired = sum(one.key.expires_s is not None and one.key.expires_s <= now_s for one in held)
+        expired = sum(one.key.expired(now_s) for one in held)
         states: Numbers = {("valid",): len(held) - expired, ("expired",): expired}
         running: Numbers = {(): sum(one.meter.running for one in held)}
         return [

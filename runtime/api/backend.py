@@ -18,6 +18,7 @@ from ..jobs.jobs import Jobs
 from ..serving.invocation import Invocation
 from ..serving.revision import Revision
 from ..telemetry.metrics import Metrics
+from .origins import Origins
 from .requests import MAX_KEY_CHARS, caller_of, idempotency_of, read_body, traceparent_of
 from .routes import Parameter, header
 
@@ -50,6 +51,12 @@ class Backend:
     body_timeout_s: float
     state: Path
     """The gateway's state folder."""
+    origins: Origins
+
+    def names(self, request: web.Request) -> list[str]:
+        """Return the names of the functions that the caller may see."""
+        allows = caller_of(request).allows
+        return [live.record.function for live in self.functions.all() if allows(live.record.function)]
 
     def body_limit(self, revision: Revision) -> int:
         """Return the largest number of bytes that a body for this revision may have."""

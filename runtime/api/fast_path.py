@@ -72,7 +72,7 @@ class FastPath:
             # The guard refuses it again in aiohttp's handler, and the caller gets the error.
             return None
         request = FastRequest(self, revision, admitted, send, received_s)
-        request.begin(headers, payload.read_nowait(), received_s)
+        request.begin(headers, payload.read_nowait())
         return request
 
     def send(self, send: Send, response: Response) -> None:
@@ -130,14 +130,14 @@ class FastRequest:
         self._invocation: Invocation | None = None
         self._accept_encoding = ""
 
-    def begin(self, headers: Headers, body: bytes, received_s: float) -> None:
+    def begin(self, headers: Headers, body: bytes) -> None:
         """Submit the invocation. If that raises, respond with the error."""
         request_id = request_id_of(headers)
         self._accept_encoding = headers.get(hdrs.ACCEPT_ENCODING, "")
         gateway, caller = self._fast_path.gateway, self._admitted.caller
         try:
             self._revision, invocation = gateway.begin(
-                self._name, headers, request_id, body, received_s, caller, self._on_answer
+                self._name, headers, request_id, body, self._received_s, caller, self._on_answer
             )
         except PilotflameError as error:
             self._end(gateway.refused(self._name, error, request_id, caller))

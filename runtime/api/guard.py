@@ -8,11 +8,13 @@ other gateway requires an API key on all routes that are not public, but not on 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
+import math
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -20,8 +22,8 @@ from aiohttp import hdrs, web
 from multidict import istr
 
 from ...addresses import is_loopback
-from ...errors import Forbidden, GatewayError, PilotflameError, QuotaExceeded, Unauthorized
-from ..access.aws_signature import SCHEME, SignedRequest, parse_signature, unknown_signer, verify
+from ...errors import Forbidden, GatewayError, Overloaded, PilotflameError, QuotaExceeded, Unauthorized
+from ..access.aws_signature import SCHEME, Signature, SignedRequest, parse_signature, refused, verify
 from ..access.keyring import Held, Keyring, Meter
 from ..access.keys import ANYBODY, Caller, Scope
 from .cross_origin import CrossOrigin
@@ -32,6 +34,9 @@ from .routes import Route, scopes_by_route
 LOG = logging.getLogger(__name__)
 # AWS's clients sign requests, and may also send a session token. A caller can use the API key as this token.
 SESSION_TOKEN = "X-Amz-Security-Token"  # noqa: S105
+UNVERIFIED_BODIES = 16
+"""How many large bodies are read at a time of which it is not known yet who has sent them."""
+RETRY_S = 1.0
 _FETCH_SITE = istr("Sec-Fetch-Site")
 
 
@@ -82,6 +87,7 @@ class Guard:
         self._signed = {route.path for route in routes if route.aws_signed}
         self._scopes = scopes_by_route(routes)
         self._max_body_bytes, self._body_timeout_s = max_body_bytes, body_timeout_s
+        self._unverified = asyncio.Semaphore(UNVERIFIED_BODIES)
         self._required = required
         self._on_quota = on_quota
 
@@ -118,7 +124,8 @@ class Guard:
     ) -> Admitted:  # fmt: skip
         """Admit a request to the route of this method and registered path. Call `leave` of the result.
 
-        `signer` is the key that has signed the request, if the request does not hold the key itself.
+        `signer` is the key that has signed the request, if the request does not hold the key itself. Its meter
+        counts the request already.
         Raises Unauthorized, Forbidden, QuotaExceeded, or UnknownFunction if the key does not cover it.
         """
         if not self.closed:
@@ -131,10 +138,8 @@ class Guard:
         held = signer or self._find_key(headers, transport)
         if held is None:
             return UNKNOWN_CALLER
-        if wait_s := held.meter.enter(time.monotonic()):
-            remedy = "Try again after the seconds in Retry-After, or ask for a larger quota."
-            details = {"retry_after_s": wait_s}
-            raise QuotaExceeded("This API key's quota is used up.", remedy=remedy, details=details)
+        if signer is None:
+            _enter(held.meter)
         try:
             if route[1] and (scope := self._scopes.get(route, Scope.ADMIN)) is not None:
                 held.caller.check_scope(scope)
@@ -167,25 +172,53 @@ class Guard:
     async def _find_signer(self, request: web.Request) -> Held | None:
         """Return the key that has signed the request, or None if it is not signed or holds the key itself.
 
-        Raises Unauthorized if the signature is not valid, and the errors of `read_body`: a signature covers
-        the body. Bodies are read only for existing keys, so that nobody else can fill the memory.
+        The key's meter counts the request then. Raises Unauthorized if the signature is not valid, QuotaExceeded,
+        Overloaded, and the errors of `read_body`: a signature covers the body.
         """
         headers, now_s = request.headers, time.time()
         signed = headers.get("Authorization", "").startswith(SCHEME) and SESSION_TOKEN not in headers
         if not signed or not self.closed:
             return None
         signature = parse_signature(headers, now_s)
+        # The body is not read for a key that does not exist or has no quota left, so that it cannot fill the memory.
         held = self._keyring.signer(signature.key_id, now_s)
         if held is None:
-            raise unknown_signer()
-        body = request[BODY] = await read_body(request, self._max_body_bytes, self._body_timeout_s)
-        covered = SignedRequest(request.method, request.raw_path, headers, body)
-        if len(body) > MAX_ON_LOOP_BYTES:
-            await asyncio.to_thread(verify, held.key.signing_digest, signature, covered)
-        else:
-            verify(held.key.signing_digest, signature, covered)
+            raise refused(signature, "there is no such key, or it has expired")
+        _enter(held.meter)
+        with contextlib.ExitStack() as undo:
+            undo.callback(held.meter.withdraw)
+            await self._verify(request, held, signature)
+            undo.pop_all()
         self._note_use(held, now_s)
         return held
+
+    async def _verify(self, request: web.Request, held: Held, signature: Signature) -> None:
+        """Read the body, and raise Unauthorized unless the key has signed the request."""
+        async with self._reading(request):
+            body = request[BODY] = await read_body(request, self._max_body_bytes, self._body_timeout_s)
+            covered = SignedRequest(request.method, request.raw_path, request.headers, body)
+            if len(body) > MAX_ON_LOOP_BYTES:
+                await asyncio.to_thread(verify, held.key.signing_digest, signature, covered)
+            else:
+                verify(held.key.signing_digest, signature, covered)
+
+    @contextlib.asynccontextmanager
+    async def _reading(self, request: web.Request) -> AsyncIterator[None]:
+        """Limit how many bodies are in memory that are not verified. Small ones are not counted."""
+        if not request.can_read_body or (request.content_length or math.inf) <= MAX_ON_LOOP_BYTES:
+            yield
+            return
+        try:
+            async with asyncio.timeout(self._body_timeout_s):
+                await self._unverified.acquire()
+        except TimeoutError:
+            message = "The gateway is verifying as many signed requests as it may at a time."
+            details = {"retry_after_s": RETRY_S}
+            raise Overloaded(message, remedy="Try again, or send the API key.", details=details) from None
+        try:
+            yield
+        finally:
+            self._unverified.release()
 
     def _note_use(self, held: Held, now_s: float) -> None:
         if held.used(now_s):
@@ -197,6 +230,14 @@ class Guard:
         except GatewayError as error:
             # The time of last use is only shown to users, so the request is admitted all the same.
             LOG.warning("%s", error)
+
+
+def _enter(meter: Meter) -> None:
+    """Count a request. Raises QuotaExceeded if the key may not send one now."""
+    if wait_s := meter.enter(time.monotonic()):
+        remedy = "Try again after the seconds in Retry-After, or ask for a larger quota."
+        details = {"retry_after_s": wait_s}
+        raise QuotaExceeded("This API key's quota is used up.", remedy=remedy, details=details)
 
 
 def token_in(header: str) -> str:

@@ -91,11 +91,12 @@ class LogsApi:
         return await self._send(request, name)
 
     async def list(self, request: web.Request) -> web.StreamResponse:
-        caller, found = caller_of(request), await self._logs.facts()
+        allowed, found = caller_of(request).functions, await self._logs.facts()
+        names = None if allowed is None else {f"{FUNCTIONS}{name}" for name in allowed}
         rows = [
             LogSummary(name=one.name, bytes=one.bytes, written_at=timestamp(one.written_at))
             for one in found
-            if caller.functions is None or one.name in {f"{FUNCTIONS}{name}" for name in caller.functions}
+            if names is None or one.name in names
         ]
         return json_response({"logs": rows})
 

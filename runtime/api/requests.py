@@ -6,7 +6,7 @@ import asyncio
 import math
 import re
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeAlias, TypeVar
 
 import orjson
@@ -177,8 +177,13 @@ def idempotency_of(headers: Headers) -> str:
 
 def preferences_of(request: web.Request) -> dict[str, str]:
     """Return the preferences in the headers Prefer (RFC 7240), by name in lower case; "" without a value."""
+    return parse_preferences(request.headers.getall("Prefer", ()))
+
+
+def parse_preferences(lines: Iterable[str]) -> dict[str, str]:
+    """Return the preferences in these lines, as `preferences_of` does. The first of a name counts."""
     found: dict[str, str] = {}
-    for line in request.headers.getall("Prefer", ()):
+    for line in lines:
         for preference in line.split(","):
             name, _, value = preference.partition(";")[0].partition("=")
             found.setdefault(name.strip().lower(), value.strip(' \t"'))

@@ -46,6 +46,10 @@ class RevisionsApi:
                 errors=ERRORS,
             ),
             Route(
+                "POST", f"{function}/reset", self.reset, deploy,
+                "Try to start workers again, although the last starts failed.", FunctionStatus,
+            ),
+            Route(
                 "POST", f"{function}/rollback", self.rollback, deploy, "Make an older revision live.",
                 FunctionStatus, body=Rollback, body_required=False, errors=ERRORS,
             ),
@@ -57,6 +61,11 @@ class RevisionsApi:
 
     async def restart(self, request: web.Request) -> web.StreamResponse:
         live = await self._functions.restart(request.match_info["function"])
+        return json_response(live.status().model_dump(mode="json"))
+
+    async def reset(self, request: web.Request) -> web.StreamResponse:
+        live = self._functions.get(request.match_info["function"])
+        live.revision.reset()
         return json_response(live.status().model_dump(mode="json"))
 
     async def rollback(self, request: web.Request) -> web.StreamResponse:

@@ -143,7 +143,7 @@ class Client:
         return _json_of(self._request("POST", "/v1/functions", timeout=DEPLOY_TIMEOUT, **request))
 
     def replace(self, name: str, how: str, **order: Any) -> dict[str, Any]:
-        """Replace the live revision of a function, and return its status. `how` is "restart" or "rollback"."""
+        """Change the live revision of a function, and return its status. `how` is "restart", "rollback" or "reset"."""
         path = _path("v1", "functions", name, how)
         return _json_of(self._request("POST", path, json=order, timeout=DEPLOY_TIMEOUT))
 

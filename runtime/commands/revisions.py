@@ -1,4 +1,4 @@
-"""The commands about a function's revisions: `pilotflame restart|rollback|revisions`."""
+"""The commands about a function's revisions: `pilotflame restart|rollback|revisions|reset`."""
 
 from __future__ import annotations
 
@@ -44,6 +44,21 @@ def rollback(*, name: str, revision: str | None, client: Client, as_json: bool) 
     with display.spinner(f"rolling {name} back"):
         found = client.replace(name, "rollback", revision=revision)
     _print_live(found, f"{name} {found['revision']} is live again", as_json=as_json)
+
+
+@click.command()
+@options.function
+@options.gateway
+def reset(*, name: str, client: Client, as_json: bool) -> None:
+    """Start workers of a function again at once, although the last starts failed.
+
+    After five failed starts in a row, calls are refused for a while. Use this when the cause was not the function
+    and is mended: a full disk, a licence server, a missing file. A deploy does the same.
+
+    Example: pilotflame reset greeter
+    """
+    found = client.replace(name, "reset")
+    display.print_result(found, f"{name} starts workers again", as_json=as_json)
 
 
 @click.command()

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, NotRequired
 
 import orjson
+from aiohttp import web
 from pydantic import BaseModel, Field, NonNegativeFloat, StringConstraints
 from typing_extensions import TypedDict
 
-from ...errors import InputInvalid, PilotflameError
+from ...errors import InputInvalid, PilotflameError, UnknownJob
+from ..api.backend import Backend
+from ..api.requests import caller_of, load_json, owner_of, read_body, too_large, validate
 from ..api.responses import ErrorFields, Response, Timestamp, error_reply
+from ..functions.live import Live
 from ..jobs.job import EVENTS, PREDICTION, Job, Webhook
 from ..jobs.jobs import Jobs
 from ..jobs.prediction import MAX_SHOWN_PIECES, PredictionState, prediction_of, stored_id
 
-MAX_WAIT_S = 300.0
+MAX_DIGITS = 10
 # The ids that a caller may choose. They must not begin like generated ids.
 ID = re.compile(r"(?!job-)[A-Za-z0-9._~-]{1,128}")
 WebhookEvent = Literal["start", "output", "logs", "completed"]
 ShortText = Annotated[str, StringConstraints(max_length=4096)]
-_WAIT = re.compile(r"wait\s*=\s*\"?(\d{1,6})\"?")
 _STEP = re.compile(r"[^.\[\]]+")
 
 
@@ -67,7 +71,7 @@ class PredictionRequest(BaseModel, frozen=True, extra="ignore", strict=True):
 
 
 class PredictionMetrics(TypedDict):
-    """Durations in seconds."""
+    """Durations in seconds, and the metrics that the predictor has recorded."""
 
     predict_time: NotRequired[NonNegativeFloat]
     total_time: NotRequired[NonNegativeFloat]
@@ -104,18 +108,38 @@ async def shown(job: Job, jobs: Jobs) -> dict[str, Any]:
     return prediction_of(job, [piece for _, piece in await jobs.store.pieces(job.id, 0, MAX_SHOWN_PIECES)])
 
 
-def preferred_wait(headers: Iterable[str]) -> float | None:
-    """Parse all lines of Prefer (RFC 7240). Return the seconds to wait for the job's end; None: no limit."""
-    parts = list(preferences(headers))
-    waits = [float(found[1]) for part in parts if (found := _WAIT.fullmatch(part)) is not None]
-    if waits:
-        return min(waits[0], MAX_WAIT_S)
-    return 0.0 if "respond-async" in parts else None
+async def read_prediction(
+    request: web.Request, backend: Backend, most: int, remedy: str
+) -> tuple[PredictionRequest, bytes]:
+    """Return the request for a prediction and its body, of at most `most` bytes.
+
+    Raises InputInvalid, with `remedy`, if it does not fit, and the errors of `requests.read_body`.
+    """
+    body = await read_body(request, most, backend.body_timeout_s)
+    return validate(PredictionRequest, load_json(body or b"{}"), remedy, InputInvalid), body
 
 
-def preferences(headers: Iterable[str]) -> Iterator[str]:
-    """Yield the preferences in all lines of Prefer, in lower case and without parameters."""
-    return (part.split(";")[0].strip().lower() for line in headers for part in line.split(","))
+def check_size(live: Live, body: bytes) -> None:
+    """Raise InputTooLarge if the body of a prediction is larger than its function allows."""
+    if len(body) > (most := live.record.settings.max_body_bytes):
+        raise too_large(most)
+
+
+async def find_prediction(request: web.Request, backend: Backend) -> Job:
+    """Return the job of the path's id, also if its function was deleted. Raises UnknownJob or JobExpired."""
+    caller, job_id, owner = caller_of(request), request.match_info["id"], owner_of(request)
+    names, find = backend.names(request), backend.jobs.store.find
+    if caller.owner and ID.fullmatch(job_id):
+        with contextlib.suppress(UnknownJob):
+            return await find(stored_id(job_id, caller.owner), caller.allows, names, owner)
+    # The stored id has no owner: it was generated, or chosen by a caller without an API key.
+    return await find(job_id, caller.allows, names, owner)
+
+
+def wait_in(preferences: Mapping[str, str], most: float) -> float | None:
+    """Return the seconds of `wait=seconds` in the header Prefer, at most `most`; None if it has none."""
+    text = preferences.get("wait", "")
+    return min(float(text), most) if text.isascii() and text.isdecimal() and len(text) < MAX_DIGITS else None
 
 
 def detailed_error(error: PilotflameError, request_id: str) -> Response:

@@ -11,9 +11,17 @@ from .replicate.routes import ReplicateApi
 from .runpod.routes import QueueApi
 
 
-def dialect_routes(backend: Backend) -> list[Route]:
-    """Return the rows of all dialects for the route table."""
-    apis = (
-        LambdaApi(backend), EventsApi(backend), PredictionsApi(backend), ReplicateApi(backend), QueueApi(backend),
-    )  # fmt: skip
-    return [route for api in apis for route in api.routes()]
+class Dialects:
+    """All dialects of a gateway."""
+
+    def __init__(self, backend: Backend) -> None:
+        replicate = ReplicateApi(backend)
+        self._apis = (
+            LambdaApi(backend), EventsApi(backend), PredictionsApi(backend), replicate, QueueApi(backend),
+        )  # fmt: skip
+        self.sweep = replicate.sweep
+        """Removes expired files that callers uploaded, now and every hour. Does not return."""
+
+    def routes(self) -> list[Route]:
+        """Return the rows of all dialects for the route table."""
+        return [route for api in self._apis for route in api.routes()]

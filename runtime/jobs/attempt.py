@@ -82,6 +82,7 @@ class JobAttempt:
         self._fence = 0
         self._stored_bytes = 0
         self._progress: bytes | None = None
+        self._metrics: bytes | None = None
         self._progress_writer: asyncio.Task[None] | None = None
         now_s, waited_s = time.monotonic(), max(0.0, time.time() - job.created_s)
         deadline_s = now_s + max(0.0, job.ttl_s - waited_s)
@@ -91,7 +92,7 @@ class JobAttempt:
             content_type=job.content_type, traceparent=job.traceparent,
             streaming=revision.streaming, execution_s=job.execution_timeout_s, on_sent=self._sent.set,
             extra={**(job.extra or {}), "bare": True, "job": {"id": job.id, "attempt": job.attempts + 1}},
-            on_progress=self._store_progress, tenant=job.owner, priority=LAST if job.priority else NORMAL,
+            on_progress=self._store_progress, on_metrics=self._keep_metrics, tenant=job.owner, priority=LAST if job.priority else NORMAL,
             capture=Capture(MAX_LOG_CHARS),
         )  # fmt: skip
         self.invocation.output.add_done_callback(lambda _: self._sent.set())
@@ -131,6 +132,7 @@ class JobAttempt:
         try:
             await asyncio.wait([output], timeout=UNSTORED_S)
             if (outcome := self._ended()) is not None:
+                outcome = replace(outcome, metrics=self._metrics)
                 self.stored.set_result(await self._store.record(new, self._as_sent(), outcome))
             elif output.done() and not self.invocation.worker:
                 self.stored.set_result(None)
@@ -202,6 +204,10 @@ class JobAttempt:
         idle = self._progress_writer is None or self._progress_writer.done()
         if self._fence and self._progress is not None and idle:
             self._progress_writer = self._tasks.create_task(self._write_progress())
+
+    def _keep_metrics(self, metrics: bytes) -> None:
+        """Keep the latest report, which is stored with the result."""
+        self._metrics = metrics
 
     async def _write_progress(self) -> None:
         # A progress report may be lost. If the store is broken, this is reported when the result is stored.
@@ -290,6 +296,7 @@ class JobAttempt:
 
     async def _finish(self, outcome: JobOutcome) -> None:
         if await self._take():
+            outcome = replace(outcome, metrics=self._metrics)
             await self._retried(self._store.finish, self.job.id, self._fence, outcome)
 
     async def _retried(self, call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:

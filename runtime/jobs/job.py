@@ -134,6 +134,8 @@ class Job:
     """The result of `PilotflameError.to_wire()`."""
     progress: bytes | None = None
     """The handler's latest progress report, as JSON."""
+    metrics: bytes | None = None
+    """What the handler has measured of the attempt that ended the job, as a JSON object."""
     logs: str = ""
     """The last log lines of a failed job."""
     pieces: int = 0
@@ -183,6 +185,7 @@ class JobOutcome:
     output_type: str = ""
     error: Mapping[str, Any] | None = None
     logs: str = ""
+    metrics: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)

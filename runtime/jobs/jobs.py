@@ -176,6 +176,10 @@ class Jobs:
         """Return the secret with which receivers verify a function's deliveries."""
         return self._key.of(function).secret
 
+    def seal(self, purpose: str, job: Job) -> str:
+        """Return a signature of the job that only this gateway can make, as proof of a permission: `purpose`."""
+        return self._key.seal(purpose, f"{job.function}:{job.id}")
+
     async def readings(self) -> list[Reading]:
         """Return the metrics of jobs and webhooks. Raise JobStoreFailed if the store cannot be read."""
         counts, pending = await self.store.all_counts(), await self.store.pending_deliveries()

@@ -68,11 +68,13 @@ def _output(job: Job) -> Any:
         return f"data:{job.output_type};base64,{base64.b64encode(job.output).decode()}"
 
 
-def _metrics(job: Job) -> dict[str, float]:
+def _metrics(job: Job) -> dict[str, Any]:
+    """Return what the predictor has recorded, and the durations."""
+    recorded = orjson.loads(job.metrics) if job.metrics else {}
     if not job.ended_s or not job.started_s:
-        return {}
+        return recorded
     times = {"predict_time": job.ended_s - job.started_s, "total_time": job.ended_s - job.created_s}
-    return {name: max(0.0, seconds) for name, seconds in times.items()}
+    return recorded | {name: max(0.0, seconds) for name, seconds in times.items()}
 
 
 def _date(at_s: float) -> str | None:

@@ -138,7 +138,10 @@ CREATE INDEX deliveries_owner ON deliveries (function, owner, created_s) WHERE o
 # Counts pending deliveries by function without reading them.
 _PENDING = "CREATE INDEX deliveries_pending ON deliveries (function) WHERE state = 'PENDING';"
 
-SCRIPTS = (_TABLES, _QUEUED_BYTES, _OWNERS, _PENDING)
+# What handlers measure.
+_METRICS = "ALTER TABLE results ADD COLUMN metrics BLOB;"
+
+SCRIPTS = (_TABLES, _QUEUED_BYTES, _OWNERS, _PENDING, _METRICS)
 """`SCRIPTS[n]` upgrades a file from version n to n + 1. Do not edit a released script: add a new one."""
 
 _COLUMNS = (
@@ -146,16 +149,14 @@ _COLUMNS = (
     "attempts, retries, created_s, started_s, ended_s, due_s, expires_s, worker, error, progress, pieces, webhook, "
     "traceparent, extra, allowed, stale_s"
 )
-_RESULT = "results.body AS output, type AS output_type, logs FROM jobs LEFT JOIN results ON results.number = jobs.number"
+_RESULT = "results.body AS output, type AS output_type, logs, metrics FROM jobs LEFT JOIN results ON results.number = jobs.number"
 
 # Callers append a WHERE clause to these queries. The columns and joins are constants, so the SQL is safe.
 SELECT_WHOLE = (
     f"SELECT {_COLUMNS}, inputs.body AS input, {_RESULT} LEFT JOIN inputs ON inputs.number = jobs.number "
 )
 SELECT_WITH_RESULT = f"SELECT {_COLUMNS}, x'' AS input, {_RESULT} "
-SELECT_WITHOUT_BODIES = (
-    f"SELECT {_COLUMNS}, x'' AS input, NULL AS output, '' AS output_type, '' AS logs FROM jobs "  # noqa: S608
-)
+SELECT_WITHOUT_BODIES = f"SELECT {_COLUMNS}, x'' AS input, NULL AS output, '' AS output_type, '' AS logs, NULL AS metrics FROM jobs "  # noqa: S608
 _JOB_FIELDS = tuple(field.name for field in dataclasses.fields(Job))
 _PLAIN_FIELDS = tuple(name for name in SHARED_FIELDS if name not in ("input", "webhook"))
 

@@ -97,6 +97,7 @@ class Transaction:
         ended = replace(
             job, state=outcome.state, attempts=1, ended_s=self.now_s, expires_s=expires_s, error=error,
             output=outcome.output, output_type=outcome.output_type, logs=outcome.logs,
+            metrics=outcome.metrics,
         )  # fmt: skip
         number = insert_job(
             self.connection, new, ended, attempts=1, worker=job.worker, started_s=job.started_s,
@@ -146,10 +147,10 @@ class Transaction:
             self.notified = True
 
     def _insert_result(self, number: int, outcome: JobOutcome) -> None:
-        if outcome.output is not None or outcome.logs:
+        if outcome.output is not None or outcome.logs or outcome.metrics:
             self.connection.execute(
-                "INSERT INTO results (number, type, logs, body) VALUES (?, ?, ?, ?)",
-                (number, outcome.output_type, outcome.logs, outcome.output),
+                "INSERT INTO results (number, type, logs, body, metrics) VALUES (?, ?, ?, ?, ?)",
+                (number, outcome.output_type, outcome.logs, outcome.output, outcome.metrics),
             )
 
     def _update(self, row: sqlite3.Row, fields: Mapping[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """Signs webhooks as https://www.standardwebhooks.com defines it, with one secret per function.
 
 Each function's secret is derived from the gateway's secret. So a receiver, which knows the secret of one
-function, cannot sign messages of another function.
+function, cannot sign messages of another function. Signatures of the gateway itself have keys of their own.
 """
 
 from __future__ import annotations
@@ -43,6 +43,14 @@ class SigningKey:
     def of(self, function: str) -> SigningKey:
         """Return a function's key: the HMAC-SHA256 of its name under the gateway's key."""
         return SigningKey(hmac.digest(self._key, function.encode(), hashlib.sha256))
+
+    def seal(self, purpose: str, text: str) -> str:
+        """Return a signature of `text` that only this gateway can make. Each purpose has a key that is never shared.
+
+        The keys of functions differ from it: no function's name contains a colon.
+        """
+        key = hmac.digest(self._key, f"seal:{purpose}".encode(), hashlib.sha256)
+        return hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
 
     def headers(self, message_id: str, body: bytes, now_s: float) -> dict[str, str]:
         """Return the headers with the message's id, the time `now_s` of this attempt and the signature."""

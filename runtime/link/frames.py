@@ -68,6 +68,8 @@ class FrameKind(enum.IntEnum):
     PROGRESS = 22
     # Down, to a zygote: send the signal in the head to the child with the pid in the head.
     SIGNAL = 23
+    # Up: the metrics of an invocation, as JSON in the payload. They replace earlier ones.
+    METRICS = 24
 
 
 class Frame(NamedTuple):

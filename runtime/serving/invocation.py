@@ -97,6 +97,8 @@ class Invocation:
     """Called each time the invocation is sent to a worker."""
     on_progress: Callable[[bytes], None] | None = None
     """Called with each progress report, as JSON."""
+    on_metrics: Callable[[bytes], None] | None = None
+    """Called with each report of metrics, as a JSON object."""
     on_end: Callable[[], None] | None = None
     """Called as soon as the invocation has an output or an error, but not if its caller has gone."""
     capture: Capture | None = None

@@ -207,7 +207,7 @@ class Replica:
             self._on_end(frame.channel, Output(b"", JSON_TYPE), Timing.unpack(frame.head))
         elif kind == FrameKind.ERROR:
             self._on_end(frame.channel, PilotflameError.from_wire(frame.json()), UNKNOWN)
-        elif kind in (FrameKind.CHUNK, FrameKind.PROGRESS):
+        elif kind in (FrameKind.CHUNK, FrameKind.PROGRESS, FrameKind.METRICS):
             self._on_piece(frame)
         elif kind == FrameKind.RETURNED:
             self._on_end(frame.channel, None, UNKNOWN)
@@ -246,8 +246,8 @@ class Replica:
         if frame.kind == FrameKind.CHUNK:
             if invocation.stream is not None:
                 invocation.stream.put(frame.payload)
-        elif invocation.on_progress is not None:
-            invocation.on_progress(frame.payload)
+        elif report := invocation.on_progress if frame.kind == FrameKind.PROGRESS else invocation.on_metrics:
+            report(frame.payload)
 
     def _on_control(self, kind: int, head: dict[str, Any]) -> None:
         if kind == FrameKind.READY:

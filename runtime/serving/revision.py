@@ -18,6 +18,7 @@ from ..scaling import autoscaler
 from ..telemetry.logs import RevisionLog
 from ..telemetry.metrics import Census
 from ..telemetry.timeline import WorkerTiming
+from .breaker import Breaker
 from .dispatcher import Dispatcher, Policy
 from .invocation import Invocation, Output
 from .latency_curve_store import LatencyCurveStore
@@ -34,11 +35,6 @@ FIRST_START_TIMEOUT_S = 900.0
 # Workers have at least this long for their `teardown` (or the whole timeout of `retire`, if that is shorter),
 # even if all the time was used to end invocations.
 MIN_TEARDOWN_S = 2.0
-# After n failed starts in a row, workers that only `min` and `buffer` ask for are not started for
-# FIRST_BACKOFF_S x 2^(n - 1) seconds, at most MAX_BACKOFF_S. Workers for waiting invocations are started without
-# this delay.
-FIRST_BACKOFF_S = 0.5
-MAX_BACKOFF_S = 300.0
 
 
 class Revision(RevisionEvents):
@@ -54,8 +50,7 @@ class Revision(RevisionEvents):
         scale, measure = policy.settings.scale, not curves.known
         self.pool = Pool(spec, scale, launcher, logs, tasks, self, weights, secrets, measure)
         self.dispatcher = Dispatcher(spec, policy, self.pool, curves, self.scale)
-        self.failures = 0
-        """The number of failed starts of workers since one was ready."""
+        self.breaker = Breaker()
         self.retiring = False
         """True from the start of `retire`."""
         self._tasks, self._logs, self._on_activation = tasks, logs, on_activation
@@ -65,7 +60,6 @@ class Revision(RevisionEvents):
         self._scale_timer: asyncio.TimerHandle | None = None
         self._scale_at_s = 0.0
         self._unexplained_deaths = 0
-        self._backoff_until_s = 0.0
         # The outcome of the first start of workers: the error if it failed. `_unproven` have not reported yet.
         self._first_start: asyncio.Future[PilotflameError | None] = self._loop.create_future()
         self._unproven, self._proven = 1, False
@@ -78,9 +72,11 @@ class Revision(RevisionEvents):
     # -- invocations
 
     def submit(self, invocation: Invocation) -> None:
-        """Send an invocation, or queue it. Raise QueueFull, Overloaded or RevisionRetired."""
+        """Send an invocation, or queue it. Raise QueueFull, Overloaded, CrashLoop or RevisionRetired."""
         if self.retiring:
             raise self.dispatcher.retired()
+        if self.breaker.failures and self.breaker.open(now_s := time.monotonic()) and not self.pool.ready:
+            raise self.breaker.refusal(self.spec.function, now_s)
         try:
             sent = self.dispatcher.submit(invocation)
         except Overloaded:
@@ -124,12 +120,12 @@ class Revision(RevisionEvents):
         stats = autoscaler.Stats(queued, pool.in_flight, pool.starting, ready, idle_since_s, prewarm)
         self._sufficient_load = autoscaler.sufficient_load(spec, stats)
         decision = autoscaler.decide(spec, stats, now_s)
-        pool.start(decision.start)
+        pool.start(self._allowed(decision.start, now_s))
         if decision.stop:
             pool.stop(decision.stop)
         wake_at_s = decision.wake_at_s
-        if self._backoff_until_s > now_s:
-            wake_at_s = min(wake_at_s or self._backoff_until_s, self._backoff_until_s)
+        if (retry_at_s := self.breaker.backoff_until_s) > now_s:
+            wake_at_s = min(wake_at_s or retry_at_s, retry_at_s)
         if wake_at_s is not None:
             self._scale_at(wake_at_s, now_s)
         if self.retiring and not queued and not pool.in_flight:
@@ -164,9 +160,15 @@ class Revision(RevisionEvents):
             spec = replace(spec, concurrency=min(slots))
         if self.retiring:
             return replace(spec, min=0, buffer=0, idle_timeout_s=0.0)
-        if self._backoff_until_s > now_s:
+        if self.breaker.backoff_until_s > now_s:
             return replace(spec, min=0, buffer=0)
         return spec
+
+    def _allowed(self, start: int, now_s: float) -> int:
+        """Return how many of `start` workers may be started: after a failed start, one at a time."""
+        if not self.breaker.failures or self.pool.ready:
+            return start
+        return 0 if self.breaker.open(now_s) or self.pool.starting else min(1, start)
 
     # -- start and end
 
@@ -196,6 +198,11 @@ class Revision(RevisionEvents):
         if not self._first_start.done() and (not self._proven or self._unproven <= 0):
             self._first_start.set_result(None if self._proven else error)
 
+    def reset(self) -> None:
+        """Try to start workers again at once, although the last starts failed."""
+        self.breaker.reset()
+        self.scale()
+
     async def retire(self, timeout_s: float) -> None:
         """Run the accepted invocations for at most `timeout_s`, fail the others, and end the processes."""
         started_s = time.monotonic()
@@ -214,7 +221,8 @@ class Revision(RevisionEvents):
     # -- events
 
     def on_ready(self, replica: Replica) -> None:
-        self._unexplained_deaths = self.failures = 0
+        self._unexplained_deaths = 0
+        self.breaker.reset()
         self._settle_first_start(None)
         self.pool.note_ready(replica)
         self._on_activation("ready")
@@ -298,9 +306,7 @@ class Revision(RevisionEvents):
 
     def _count_failure(self, error: PilotflameError) -> None:
         self._on_activation("failed")
-        self.failures += 1
-        backoff_s = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2 ** min(self.failures - 1, 16))
-        self._backoff_until_s = time.monotonic() + backoff_s
+        self.breaker.fail(error, time.monotonic())
         self._settle_first_start(error)
 
     def _count_unexplained_death(self, cause: str) -> None:

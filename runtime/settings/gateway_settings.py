@@ -11,6 +11,7 @@ from pydantic import BaseModel, Field, field_validator
 
 from .validation import (
     ENV_PREFIX,
+    NetworkText,
     Origin,
     PositiveSeconds,
     Seconds,
@@ -76,6 +77,11 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
         (),
         description="Origins of web pages that may call all functions, as https://shop.example; by default none.",
     )
+    trusted_proxies: tuple[NetworkText, ...] = Field(
+        (),
+        description="Networks of proxies in front, whose Forwarded, X-Forwarded-Proto and -Host say the address that links"
+        " in responses begin with; by default none.",
+    )
     min_free_bytes: int = Field(
         64 * _MIB,
         ge=0,
@@ -101,7 +107,7 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
     access_log: bool = Field(False, description="Whether each request is logged.")
     header_timeout_s: PositiveSeconds = Field(10.0, description="Seconds a request's header may take.")
 
-    @field_validator("webhook_networks", "cors_origins", mode="before")
+    @field_validator("webhook_networks", "cors_origins", "trusted_proxies", mode="before")
     @classmethod
     def _split(cls, values: Any) -> Any:
         """Split a text, which is the value of an environment variable."""

@@ -9,6 +9,7 @@ import difflib
 import re
 import tomllib
 from collections.abc import Callable, Iterable
+from ipaddress import ip_network
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin
 
@@ -52,6 +53,18 @@ def _origin_problem(origin: str) -> str | None:
 
 Origin = Annotated[str, checked(_origin_problem)]
 """The origin of web pages, or "*" for all."""
+
+
+def _network_problem(network: str) -> str | None:
+    try:
+        ip_network(network)
+    except ValueError as error:
+        return f"{error}; write it as 10.1.0.0/16, fd00::/8 or 127.0.0.1"
+    return None
+
+
+NetworkText = Annotated[str, checked(_network_problem)]
+"""A network of IP addresses."""
 
 
 def split_text(value: Any) -> Any:

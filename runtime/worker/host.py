@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -38,9 +38,7 @@ class WorkerHost:
 
     def progress(self, channel: int, value: Any) -> None:
         """Report the progress of the invocation on `channel`. Raise OutputInvalid if `value` is not JSON."""
-        payload, kind = self._codec.encode(value)
-        if kind != JSON_TYPE:
-            raise OutputInvalid("Progress must be JSON, this is bytes.", remedy="Decode the bytes.")
+        payload = self._encoded(value)
         with self._lock:
             if self._link.closed:
                 return
@@ -50,6 +48,19 @@ class WorkerHost:
             self._waiting = True
             self._link.send(FrameKind.PROGRESS, channel, b"", payload)
         self._loop.call_soon_threadsafe(self._loop.call_later, PROGRESS_INTERVAL_S, self._flush)
+
+    def metrics(self, channel: int, values: Mapping[str, Any]) -> None:
+        """Report metrics of the invocation on `channel`. Raise OutputInvalid if they are not JSON."""
+        payload = self._encoded(values)
+        with self._lock:
+            if not self._link.closed:
+                self._link.send(FrameKind.METRICS, channel, b"", payload)
+
+    def _encoded(self, value: Any) -> bytes:
+        payload, kind = self._codec.encode(value)
+        if kind != JSON_TYPE:
+            raise OutputInvalid("A report must be JSON, this is bytes.", remedy="Decode the bytes.")
+        return payload
 
     def retire(self) -> None:
         """Drain the worker: it starts no more invocations and exits once those that run were answered."""

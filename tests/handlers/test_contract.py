@@ -124,6 +124,9 @@ class Host:
     def progress(self, channel: int, value: object) -> None:
         self.asked.append(("progress", channel, value))
 
+    def metrics(self, channel: int, values: object) -> None:
+        self.asked.append(("metrics", channel, values))
+
     def retire(self) -> None:
         self.asked.append(("retire",))
 

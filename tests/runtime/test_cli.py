@@ -159,6 +159,7 @@ def test_restart_rollback_and_revisions(pilotflame, deployed, tmp_path: Path):
     assert "stored" in (text := pilotflame("revisions", name).stdout) or "draining" in text
     one_paragraph(pilotflame("rollback", name), "no older revision")
     one_paragraph(pilotflame("rollback", name, "r7"), "r7")
+    assert "starts workers again" in pilotflame("reset", name).stdout
     one_paragraph(pilotflame("restart", "nobody"), "nobody")
 
 

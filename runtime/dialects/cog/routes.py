@@ -17,30 +17,34 @@ import orjson
 from aiohttp import web
 
 from ...._version import __version__
-from ....errors import GatewayError, InputInvalid, PilotflameError, UnknownFunction, UnknownJob
+from ....errors import GatewayError, InputInvalid, PilotflameError, UnknownFunction
 from ....handlers.codec import JSON_TYPE
 from ....handlers.contract import NOTHING
 from ....handlers.dialects.files import UNAVAILABLE
 from ...access.keys import Scope
 from ...api.backend import ASYNC_BODY_BYTES, Backend
 from ...api.event_stream import EVENTS, JobEncoder, accepts_events, event, send_job
-from ...api.requests import caller_of, dump_json, load_json, owner_of, read_body, too_large, validate
+from ...api.requests import caller_of, dump_json, preferences_of
 from ...api.responses import json_response
 from ...api.routes import Parameter, Route, header
 from ...functions.live import Live
 from ...jobs.job import Job, JobState
-from ...jobs.prediction import chosen_id, prediction_of, stored_id
+from ...jobs.prediction import chosen_id, prediction_of
 from ..predictions import (
     ID,
     Prediction,
     PredictionError,
     PredictionRequest,
+    check_size,
     detailed_error,
-    preferred_wait,
+    find_prediction,
+    read_prediction,
     shown,
+    wait_in,
 )
 
 MAX_CHOICES = 50
+MAX_WAIT_S = 300.0
 # A caller who does not wait for the end gets the state when a worker has the prediction, or after this time.
 START_S = 0.1
 # The codes of errors with which a caller who waits gets an error instead of a failed prediction.
@@ -96,16 +100,14 @@ class PredictionsApi:
 
     async def create(self, request: web.Request) -> web.StreamResponse:
         """Make a prediction, or return the existing one with the same id or Idempotency-Key."""
-        wait_s = preferred_wait(request.headers.getall("Prefer", ()))
+        wait_s = preferred_wait(preferences_of(request))
         limit = self._backend.max_body_bytes
         limit = limit if wait_s is None else min(limit, ASYNC_BODY_BYTES)
-        body = await read_body(request, limit, self._backend.body_timeout_s)
-        wanted = validate(PredictionRequest, load_json(body or b"{}"), REMEDY, InputInvalid)
+        wanted, body = await read_prediction(request, self._backend, limit, REMEDY)
         owner = caller_of(request).owner
         fields = wanted.fields(request.match_info.get("id"), owner, waits=wait_s is None)
         live = self._live(request, wanted.version)
-        if len(body) > live.record.settings.max_body_bytes:
-            raise too_large(live.record.settings.max_body_bytes)
+        check_size(live, body)
         job, replayed = await self._backend.submit(request, live, dump_json(wanted.input), **fields)
         if accepts_events(request):
             return await send_job(request, self._jobs, job, _encoder())
@@ -124,13 +126,13 @@ class PredictionsApi:
         return await self._response(job, 200 if waited else 202, changes, **replayed)
 
     async def show(self, request: web.Request) -> web.StreamResponse:
-        job = await self._job(request)
+        job = await find_prediction(request, self._backend)
         if accepts_events(request):
             return await send_job(request, self._jobs, job, _encoder())
         return await self._response(job)
 
     async def cancel(self, request: web.Request) -> web.StreamResponse:
-        job = await self._job(request)
+        job = await find_prediction(request, self._backend)
         return await self._response(await self._jobs.store.cancel(job.function, job.id))
 
     async def health(self, request: web.Request) -> web.StreamResponse:
@@ -138,7 +140,7 @@ class PredictionsApi:
 
         A function without a worker is READY, too: a prediction starts one.
         """
-        named, names = _named(request), self._names(request)
+        named, names = _named(request), self._backend.names(request)
         if named and named not in names:
             raise UnknownFunction.named(named)
         found = {name: self._health(name) for name in ([named] if named else names)}
@@ -154,7 +156,7 @@ class PredictionsApi:
         except (UnknownFunction, GatewayError):
             return "DEFUNCT"
         census, scale = revision.census(), revision.policy.scale
-        if not census.ready and revision.failures:
+        if not census.ready and revision.breaker.failures:
             return "SETUP_FAILED"
         if not census.ready and census.starting:
             return "STARTING"
@@ -190,11 +192,6 @@ class PredictionsApi:
         body = await shown(job, self._jobs) | dict(changes)
         return json_response(body, status=status, headers=headers | {"X-Job-Id": job.id})
 
-    def _names(self, request: web.Request) -> list[str]:
-        caller = caller_of(request)
-        names = (live.record.function for live in self._backend.functions.all())
-        return [name for name in names if caller.allows(name)]
-
     def _live(self, request: web.Request, version: str | None) -> Live:
         """Return the function that the request names, or else the only one that the caller may see.
 
@@ -203,7 +200,7 @@ class PredictionsApi:
         if named := _named(request) or version:
             caller_of(request).check(named)
             return self._backend.functions.get(named)
-        names = self._names(request)
+        names = self._backend.names(request)
         if not names:
             raise UnknownFunction("There is no function to predict with.", remedy="Deploy one.")
         if len(names) > 1:
@@ -212,14 +209,11 @@ class PredictionsApi:
             raise InputInvalid("The prediction names no function.", remedy=remedy, details=details)
         return self._backend.functions.get(names[0])
 
-    async def _job(self, request: web.Request) -> Job:
-        """Return the job, also if its function was deleted. Raises UnknownJob or JobExpired."""
-        caller, job_id, owner = caller_of(request), request.match_info["id"], owner_of(request)
-        names = self._names(request)
-        with contextlib.suppress(UnknownJob):
-            return await self._jobs.store.find(stored_id(job_id, caller.owner), caller.allows, names, owner)
-        # The stored id has no owner: it was generated, or chosen by a caller without an API key.
-        return await self._jobs.store.find(job_id, caller.allows, names, owner)
+
+def preferred_wait(preferences: Mapping[str, str]) -> float | None:
+    """Return the seconds for which the caller prefers to wait for the job's end; None: no limit."""
+    wait_s = wait_in(preferences, MAX_WAIT_S)
+    return 0.0 if wait_s is None and "respond-async" in preferences else wait_s
 
 
 def _is_error(error: Mapping[str, Any]) -> bool:

@@ -2,153 +2,160 @@
 
 from __future__ import annotations
 
-import hashlib
+import contextlib
 import os
 import re
 import secrets
 import shutil
+import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path, PurePath
-from typing import IO, Any
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from ....errors import InputTooLarge, UnknownFile
 from ...jobs.job import ALL
+from .upload import ABOUT, CONTENT, HIDDEN, MAX_FILE_BYTES, StoredFile, Upload, reported
 
-MAX_FILE_BYTES = 100 << 20
-MAX_TOTAL_BYTES = 4 << 30
-MAX_FILES = 10_000
+MAX_OWNER_BYTES = 4 << 30
+MAX_OWNER_FILES = 10_000
 KEEP_S = 24 * 3600.0
-MAX_SUFFIX_CHARS = 20
-_ABOUT, _CONTENT = "about.json", "content"
 _ID = re.compile(r"[0-9a-f]{32}")
 
 
-class StoredFile(BaseModel, frozen=True):
-    """What is stored of a file beside its content. `owner` is the id of the API key that uploaded it."""
+class Share(NamedTuple):
+    """What a file, or an upload that is not complete, takes of its owner's share of the disk."""
 
-    id: str
     owner: str
-    name: str
-    content_type: str
     size: int
-    sha256: str
-    md5: str
-    metadata: dict[str, Any]
     created_s: float
 
     @property
-    def expires_s(self) -> float:
-        return self.created_s + KEEP_S
-
-
-class Upload:
-    """A file that is being uploaded. Its methods block."""
-
-    def __init__(self, folder: Path, suffix: str) -> None:
-        self.folder = folder
-        self.size = 0
-        self.sha256, self.md5 = hashlib.sha256(), hashlib.md5(usedforsecurity=False)
-        self._target: IO[bytes] = (folder / f"{_CONTENT}{suffix}").open("wb")
-
-    def write(self, block: bytes) -> None:
-        """Append a block. Raises InputTooLarge if the file becomes larger than MAX_FILE_BYTES."""
-        self.size += len(block)
-        if self.size > MAX_FILE_BYTES:
-            raise too_large()
-        for part in (self.sha256, self.md5):
-            part.update(block)
-        self._target.write(block)
-
-    def close(self) -> None:
-        self._target.close()
+    def expired(self) -> bool:
+        return time.time() >= self.created_s + KEEP_S
 
 
 class FileStore:
-    """The folder of uploaded files. Its methods block. What others uploaded is as if it did not exist."""
+    """The folder of uploaded files. Each owner has a share of it, and does not see the files of others.
+
+    All methods but `begin` block. They are safe to call from several threads.
+    """
 
     def __init__(self, root: Path) -> None:
         self._root = root
+        self._lock = threading.Lock()
+        self._loaded = False
+        self._stored: dict[str, Share] = {}
+        self._pending: dict[str, Share] = {}
 
-    def begin(self, name: str) -> Upload:
-        """Return a new upload, which `finish` or `discard` must end.
+    def load(self) -> None:
+        """Find the stored files, unless that is done. Remove what the uploads of a dead gateway have left.
 
-        Raises InputTooLarge if there are too many files. Removes expired files first.
+        Raises StorageFull if the folder cannot be created or read.
         """
-        self._root.mkdir(mode=0o700, exist_ok=True)
-        files = list(self._files())
-        if len(files) >= MAX_FILES or sum(file.size for file in files) > MAX_TOTAL_BYTES:
-            message = f"The gateway holds {len(files)} uploaded files, which are all that it may."
-            raise InputTooLarge(message, remedy="Delete files that are not needed, or send data URLs.")
-        folder = self._root / f".{secrets.token_hex(16)}"
-        folder.mkdir(mode=0o700)
-        return Upload(folder, PurePath(name).suffix[:MAX_SUFFIX_CHARS])
+        with self._lock, reported():
+            if self._loaded:
+                return
+            self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+            with os.scandir(self._root) as entries:
+                folders = [Path(entry.path) for entry in entries]
+            for folder in folders:
+                if (about := _read(folder)) is not None and not folder.name.startswith(HIDDEN):
+                    self._stored[about.id] = Share(about.owner, about.size, about.created_s)
+                else:
+                    shutil.rmtree(folder, ignore_errors=True)
+            self._loaded = True
+
+    def begin(self, owner: str, name: str, most: int = MAX_FILE_BYTES) -> Upload:
+        """Return a new upload of at most `most` bytes, which the owner's share must hold. Call `load` before.
+
+        The upload must be given to `discard` in the end. Does not touch the disk, so it does not block.
+        Raises InputTooLarge if the owner's files and uploads leave too little.
+        """
+        file_id, most = secrets.token_hex(16), min(most, MAX_FILE_BYTES)
+        with self._lock:
+            shares = (*self._stored.values(), *self._pending.values())
+            sizes = [share.size for share in shares if share.owner == owner and not share.expired]
+            if len(sizes) >= MAX_OWNER_FILES or sum(sizes) + most > MAX_OWNER_BYTES:
+                limits = f"{MAX_OWNER_FILES} files and {MAX_OWNER_BYTES >> 20} MiB"
+                message = f"Your uploaded files may be {limits} together, and there is no room for this one."
+                raise InputTooLarge(message, remedy="Delete files that are not needed, or send data URLs.")
+            self._pending[file_id] = Share(owner, most, time.time())
+        return Upload(self._root, file_id, owner, name, most)
+
+    def finish(self, upload: Upload, content_type: str, metadata: dict[str, Any]) -> StoredFile:
+        """Store an upload and return what is stored of it. Raises StorageFull."""
+        about = upload.publish(content_type, metadata)
+        with self._lock:
+            self._pending.pop(about.id, None)
+            self._stored[about.id] = Share(about.owner, about.size, about.created_s)
+        return about
 
     def discard(self, upload: Upload) -> None:
-        """Remove what has arrived of an upload, unless it is stored."""
+        """End an upload. Remove what has arrived of it, unless it is stored."""
         upload.close()
-        shutil.rmtree(upload.folder, ignore_errors=True)
-
-    def finish(self, upload: Upload, owner: str, name: str, content_type: str, metadata: dict[str, Any]) -> StoredFile:  # fmt: skip
-        """Store an upload and return what is stored of it."""
-        upload.close()
-        about = StoredFile(
-            id=upload.folder.name.removeprefix("."), owner=owner, name=name, content_type=content_type,
-            size=upload.size, sha256=upload.sha256.hexdigest(), md5=upload.md5.hexdigest(), metadata=metadata,
-            created_s=time.time(),
-        )  # fmt: skip
-        (upload.folder / _ABOUT).write_bytes(about.model_dump_json().encode())
-        upload.folder.rename(self._root / about.id)
-        return about
+        with self._lock:
+            self._pending.pop(upload.file_id, None)
 
     def get(self, file_id: str, owner: str) -> tuple[StoredFile, Path]:
         """Return a file and the path of its content; with `owner` ALL, of any owner. Raises UnknownFile."""
-        about = self._read(self._root / file_id) if _ID.fullmatch(file_id) else None
-        if about is None or owner not in (ALL, about.owner):
-            raise UnknownFile(f"There is no file {file_id[:128]!r}.", remedy="Files are kept for 24 hours.")
-        return about, next((self._root / file_id).glob(f"{_CONTENT}*"))
+        self.load()
+        share, folder = self._stored.get(file_id), self._root / file_id
+        if share is not None and owner in (ALL, share.owner) and not share.expired:
+            about, path = _read(folder), next(folder.glob(f"{CONTENT}*"), None)
+            if about is not None and path is not None:
+                return about, path
+        raise _unknown(file_id)
 
     def list(self, owner: str) -> list[StoredFile]:
         """Return an owner's files, the newest first."""
-        found = [file for file in self._files() if owner in (ALL, file.owner)]
+        mine = self._find(lambda share: owner in (ALL, share.owner) and not share.expired)
+        found = [about for file_id in mine if (about := _read(self._root / file_id)) is not None]
         return sorted(found, key=lambda file: file.created_s, reverse=True)
 
     def delete(self, file_id: str, owner: str) -> None:
         """Delete a file. Raises UnknownFile."""
         self.get(file_id, owner)
-        shutil.rmtree(self._root / file_id, ignore_errors=True)
+        if not self._remove(file_id):
+            raise _unknown(file_id)
 
-    def _files(self) -> Iterator[StoredFile]:
-        """Yield all files. Expired ones, and what broken uploads have left, are removed."""
-        if not self._root.is_dir():
-            return
-        with os.scandir(self._root) as entries:
-            folders = [Path(entry.path) for entry in entries]
-        for folder in folders:
-            if (about := self._read(folder)) is not None:
-                yield about
-            elif not folder.name.startswith(".") or time.time() - _changed_s(folder) > KEEP_S:
-                shutil.rmtree(folder, ignore_errors=True)
+    def sweep(self) -> None:
+        """Remove all expired files."""
+        for file_id in self._find(lambda share: share.expired):
+            self._remove(file_id)
 
-    @staticmethod
-    def _read(folder: Path) -> StoredFile | None:
-        """Return what is stored of a file, or None if it is unreadable or expired."""
-        try:
-            about = StoredFile.model_validate_json((folder / _ABOUT).read_bytes())
-        except (OSError, ValidationError):
-            return None
-        return about if time.time() < about.expires_s and folder.name == about.id else None
+    def _find(self, wanted: Callable[[Share], bool]) -> tuple[str, ...]:
+        self.load()
+        with self._lock:
+            return tuple(file_id for file_id, share in self._stored.items() if wanted(share))
 
-
-def too_large() -> InputTooLarge:
-    message = f"The file is larger than {MAX_FILE_BYTES >> 20} MiB."
-    return InputTooLarge(message, remedy="Send the address of the file as the input instead.")
+    def _remove(self, file_id: str) -> bool:
+        """Remove a file. Return False if somebody else has removed it."""
+        with self._lock:
+            if self._stored.pop(file_id, None) is None:
+                return False
+        # Renamed first, so that after a crash in the middle nobody finds a file whose content is missing.
+        hidden = self._root / f"{HIDDEN}{file_id}"
+        with contextlib.suppress(OSError):
+            (self._root / file_id).rename(hidden)
+        shutil.rmtree(hidden, ignore_errors=True)
+        return True
 
 
-def _changed_s(folder: Path) -> float:
+def expires_s(file: StoredFile) -> float:
+    return file.created_s + KEEP_S
+
+
+def _unknown(file_id: str) -> UnknownFile:
+    return UnknownFile(f"There is no file {file_id[:128]!r}.", remedy="Files are kept for 24 hours.")
+
+
+def _read(folder: Path) -> StoredFile | None:
+    """Return what is stored of a file, or None if it is unreadable."""
     try:
-        return folder.stat().st_mtime
-    except OSError:
-        return time.time()
+        about = StoredFile.model_validate_json((folder / ABOUT).read_bytes())
+    except (OSError, ValidationError):
+        return None
+    return about if folder.name == about.id else None

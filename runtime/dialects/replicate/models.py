@@ -19,7 +19,7 @@ from ...api.requests import caller_of, owner_of
 from ...api.responses import Timestamp, json_response
 from ...api.routes import Route
 from ...functions.live import FunctionStatus, Live
-from .problem import ERRORS, origin_of
+from .problem import ERRORS
 
 OWNER = "pilotflame"
 """The owner that is shown where the caller named none."""
@@ -106,13 +106,11 @@ class ModelsApi:
         caller_of(request).check(name)
         return self._backend.functions.get(name)
 
-    def names(self, request: web.Request) -> list[str]:
-        """Return the functions that the caller may see."""
-        names = (live.record.function for live in self._backend.functions.all())
-        return [name for name in names if caller_of(request).allows(name)]
-
     async def models(self, request: web.Request) -> web.StreamResponse:
-        found = [await self._model(request, self.live(request, name), OWNER) for name in self.names(request)]
+        found = [
+            await self._model(request, self.live(request, name), OWNER)
+            for name in self._backend.names(request)
+        ]
         return _page(found)
 
     async def model(self, request: web.Request) -> web.StreamResponse:
@@ -128,7 +126,7 @@ class ModelsApi:
         return json_response(_version(live.status()))
 
     async def deployments(self, request: web.Request) -> web.StreamResponse:
-        lives = [self.live(request, name) for name in self.names(request)]
+        lives = [self.live(request, name) for name in self._backend.names(request)]
         return _page([_deployment(live.status(), OWNER) for live in lives])
 
     async def deployment(self, request: web.Request) -> web.StreamResponse:
@@ -141,7 +139,7 @@ class ModelsApi:
         name = live.record.function
         counts = await self._backend.jobs.store.counts(name, owner_of(request))
         return Model(
-            url=f"{origin_of(request)}/v1/models/{owner}/{name}", owner=owner, name=name, description=None,
+            url=f"{self._backend.origins.of(request)}/v1/models/{owner}/{name}", owner=owner, name=name, description=None,
             visibility="private", github_url=None, paper_url=None, license_url=None, cover_image_url=None,
             run_count=counts.completed + counts.failed + counts.cancelled, default_example=None,
             latest_version=_version(live.status()),

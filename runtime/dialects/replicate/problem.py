@@ -6,7 +6,6 @@ from http import HTTPStatus
 from typing import Any
 
 import orjson
-from aiohttp import web
 from typing_extensions import TypedDict
 
 from ....errors import PilotflameError
@@ -31,8 +30,3 @@ def problem_reply(error: PilotflameError, request_id: str) -> Response:
 
 ERRORS: dict[str, Any] = {"error_format": problem_reply, "error_type": Problem}
 """Rows of the route table have these fields."""
-
-
-def origin_of(request: web.Request) -> str:
-    """Return the scheme, host and port with which the caller reaches the gateway."""
-    return str(request.url.origin())

@@ -5,8 +5,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from aiohttp import web
@@ -14,16 +13,24 @@ from aiohttp import web
 from ....errors import InputInvalid
 from ...access.keys import Scope
 from ...api.backend import ASYNC_BODY_BYTES, Backend
-from ...api.requests import caller_of, dump_json, load_json, owner_of, read_body, too_large, validate
+from ...api.requests import caller_of, dump_json, owner_of, preferences_of
 from ...api.responses import json_response
 from ...api.routes import Parameter, Route, header
 from ...jobs.job import Job
 from ...jobs.prediction import prediction_of
-from ..predictions import Prediction, PredictionRequest, preferences, shown
+from ..predictions import (
+    Prediction,
+    PredictionRequest,
+    check_size,
+    find_prediction,
+    read_prediction,
+    shown,
+    wait_in,
+)
 from .file_store import FileStore
 from .files import FilesApi
 from .models import OWNER, ModelsApi, page_of
-from .problem import ERRORS, origin_of
+from .problem import ERRORS
 from .stream import StreamApi
 
 MAX_WAIT_S = 60.0
@@ -31,7 +38,6 @@ PAGE = 100
 REMEDY = 'Send for example {"version": "hello", "input": {"text": "hello"}}.'
 PREFER = header("Prefer", f"wait or wait=seconds, {MAX_WAIT_S:.0f} at most.")
 CURSOR = Parameter("cursor", "As in `next` of the page before.")
-_WAIT = re.compile(r"wait(?:\s*=\s*\"?(\d{1,9})\"?)?")
 
 
 class ReplicatePrediction(Prediction):
@@ -49,7 +55,8 @@ class ReplicateApi:
     def __init__(self, backend: Backend) -> None:
         self._backend, self._jobs = backend, backend.jobs
         self._models, self._stream = ModelsApi(backend), StreamApi(backend.jobs)
-        self._files = FilesApi(FileStore(backend.state / "files"))
+        self._files = FilesApi(FileStore(backend.state / "files"), backend.origins)
+        self.sweep = self._files.sweep
 
     def routes(self) -> list[Route]:
         base, one, call, kind = "/v1/predictions", "/v1/predictions/{id}", Scope.INVOKE, ReplicatePrediction
@@ -79,60 +86,60 @@ class ReplicateApi:
 
     async def create(self, request: web.Request) -> web.StreamResponse:
         """Make a prediction. If it has not ended when the wait is over, its status is `starting`."""
-        wait_s = preferred_wait(request.headers.getall("Prefer", ()))
+        wait_s = preferred_wait(preferences_of(request))
         most = min(self._backend.max_body_bytes, ASYNC_BODY_BYTES)
-        body = await read_body(request, most, self._backend.body_timeout_s)
-        wanted = validate(PredictionRequest, load_json(body or b"{}"), REMEDY, InputInvalid)
+        wanted, body = await read_prediction(request, self._backend, most, REMEDY)
         reference = request.match_info.get("name") or wanted.version
         if not reference:
             raise InputInvalid("The prediction names no version.", remedy=REMEDY)
         live = self._models.live(request, reference)
-        if len(body) > live.record.settings.max_body_bytes:
-            raise too_large(live.record.settings.max_body_bytes)
+        check_size(live, body)
+        settings = live.record.settings
         fields = wanted.fields(None, caller_of(request).owner, waits=False)
-        if files := await self._files.known(request, body, wanted.input):
+        inside = None if settings.image.name is None else min(most, settings.max_body_bytes)
+        given, files = await self._files.given(request, body, wanted.input, inside)
+        if files:
             fields["extra"]["prediction"]["files"] = files
-        job, replayed = await self._backend.submit(request, live, dump_json(wanted.input), **fields)
-        found = await self._shown(request, job)
+        job, replayed = await self._backend.submit(request, live, dump_json(given), **fields)
         if wait_s:
             job = await self._jobs.wait(job.function, job.id, wait_s)
+        found = await self._shown(request, job)
+        if wait_s and not job.state.final:
             # Replicate's clients take every other status for the end of the prediction.
-            found = await self._shown(request, job) | ({} if job.state.final else {"status": "starting"})
+            found["status"] = "starting"
         return json_response(found, status=201, headers=replayed)
 
     async def list(self, request: web.Request) -> web.StreamResponse:
         """List the caller's predictions, without inputs and outputs."""
-        names, owner = self._models.names(request), owner_of(request)
+        names, owner = self._backend.names(request), owner_of(request)
         jobs = await self._jobs.store.latest(names, PAGE, request.query.get(CURSOR.name, ""), owner)
-        following = f"{origin_of(request)}/v1/predictions?cursor={jobs[-1].id}" if len(jobs) == PAGE else None
+        following = (
+            f"{self._backend.origins.of(request)}/v1/predictions?cursor={jobs[-1].id}"
+            if len(jobs) == PAGE
+            else None
+        )
         results = [self._whole(request, job, prediction_of(job)) for job in jobs]
         return json_response({"previous": None, "next": following, "results": results})
 
     async def show(self, request: web.Request) -> web.StreamResponse:
-        return json_response(await self._shown(request, await self._job(request)))
+        return json_response(await self._shown(request, await find_prediction(request, self._backend)))
 
     async def cancel(self, request: web.Request) -> web.StreamResponse:
-        job = await self._job(request)
+        job = await find_prediction(request, self._backend)
         cancelled = await self._jobs.store.cancel(job.function, job.id, owner_of(request))
         return json_response(await self._shown(request, cancelled))
-
-    async def _job(self, request: web.Request) -> Job:
-        """Return the job, also if its function was deleted. Raises UnknownJob or JobExpired."""
-        names, allows = self._models.names(request), caller_of(request).allows
-        return await self._jobs.store.find(request.match_info["id"], allows, names, owner_of(request))
 
     async def _shown(self, request: web.Request, job: Job) -> dict[str, Any]:
         return self._whole(request, job, await shown(job, self._jobs))
 
     def _whole(self, request: web.Request, job: Job, prediction: dict[str, Any]) -> dict[str, Any]:
-        origin = origin_of(request)
+        origin = self._backend.origins.of(request)
         own = f"{origin}/v1/predictions/{job.id}"
         urls = {"get": own, "cancel": f"{own}/cancel", "stream": origin + self._stream.path(job)}
         more = {"model": f"{OWNER}/{job.function}", "data_removed": False, "source": "api", "urls": urls}
         return prediction | {"id": job.id} | more
 
 
-def preferred_wait(headers: Iterable[str]) -> float:
+def preferred_wait(preferences: Mapping[str, str]) -> float:
     """Return the seconds for which the caller prefers to wait; 0 if they do not."""
-    waits = [found for part in preferences(headers) if (found := _WAIT.fullmatch(part)) is not None]
-    return min(float(waits[0][1] or MAX_WAIT_S), MAX_WAIT_S) if waits else 0.0
+    return MAX_WAIT_S if preferences.get("wait") == "" else wait_in(preferences, MAX_WAIT_S) or 0.0

@@ -1,12 +1,12 @@
 """Streams the output of a prediction as server-sent events, as Replicate does, to whoever has its signed URL.
 
 Replicate's clients for browsers and Node open the URL of a stream without an API key. So the URL itself is
-the permission: it holds a signature of the prediction's id that only the gateway can make.
+the permission: it holds a signature of the prediction's id that only the gateway can make. Receivers of webhooks
+cannot make it, although they know the function's webhook secret.
 """
 
 from __future__ import annotations
 
-import hashlib
 import hmac
 import re
 from collections.abc import Iterator, Sequence
@@ -57,8 +57,7 @@ class StreamApi:
         return await send_job(request, self._jobs, job, _encoder())
 
     def _signature(self, job: Job) -> str:
-        secret = self._jobs.webhook_secret(job.function).encode()
-        return hmac.new(secret, f"stream:{job.id}".encode(), hashlib.sha256).hexdigest()
+        return self._jobs.seal("stream", job)
 
 
 def _encoder() -> JobEncoder:

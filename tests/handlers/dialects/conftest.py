@@ -43,11 +43,15 @@ class Host:
 
     def __init__(self) -> None:
         self.progressed: list[Any] = []
+        self.measured: list[Any] = []
         self.retired = 0
         self.sizes: list[int] = []
 
     def progress(self, channel: int, value: Any) -> None:
         self.progressed.append(value)
+
+    def metrics(self, channel: int, values: Any) -> None:
+        self.measured.append(values)
 
     def retire(self) -> None:
         self.retired += 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from collections.abc import Iterator
+from email.message import Message
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,29 @@ def test_too_large_is_refused_and_removed(monkeypatch: pytest.MonkeyPatch, tmp_p
 
 
 @pytest.mark.parametrize(
+    ("url", "suffix"),
+    [
+        ("data:text/plain;name=x.md,a", ".md"),
+        ("data:text/plain;name=x/y,a", ".txt"),
+        ("data:;name=.,a", ".txt"),
+    ],
+)
+def test_a_data_url_can_have_a_name(url: str, suffix: str) -> None:
+    with InputFiles() as found:
+        assert found.fetch(url).suffix == suffix
+
+
+def test_a_path_of_the_gateway_is_not_told(tmp_path: Path) -> None:
+    known = {"/v1/files/1": str(tmp_path / "content")}
+    with InputFiles(known=known) as found:
+        with pytest.raises(ValueError, match="/v1/files/1 cannot be fetched: No such file") as failed:
+            found.fetch("/v1/files/1")
+        assert str(tmp_path) not in str(failed.value)
+        (tmp_path / "content").write_bytes(b"1")
+        assert found.fetch("/v1/files/1").read_bytes() == b"1"
+
+
+@pytest.mark.parametrize(
     ("url", "why"),
     [
         ("file:///etc/passwd", "not the address of a file"),
@@ -87,4 +111,6 @@ def test_what_is_no_address(url: str, why: str) -> None:
     ],
 )
 def test_a_files_name_ends_as_its_address_does(url: str, kind: str, suffix: str) -> None:
-    assert files._suffix(url, kind) == suffix
+    headers = Message()
+    headers["Content-Type"] = kind
+    assert files._suffix(url, headers) == suffix

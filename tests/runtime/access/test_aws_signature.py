@@ -116,8 +116,12 @@ def test_malformed_signatures_are_refused(wrong: str) -> None:
         parse_signature({"Authorization": wrong, "X-Amz-Date": "20260101T000000Z"}, time.time())
 
 
-def test_a_key_without_a_signing_digest_says_what_to_do() -> None:
+def test_a_key_without_a_signing_digest_is_refused_like_any_other(caplog: pytest.LogCaptureFixture) -> None:
     request = signed()
-    with pytest.raises(Unauthorized, match="too old") as raised:
+    with caplog.at_level("INFO"), pytest.raises(Unauthorized, match="does not fit") as raised:
         verify(None, parse_signature(request.headers, time.time()), request)  # type: ignore[arg-type]
     assert "AWS_SESSION_TOKEN" in raised.value.remedy
+    with pytest.raises(Unauthorized) as wrong:
+        check(request, "d" * 64)
+    assert wrong.value.to_wire() == raised.value.to_wire()
+    assert f"{ID} is refused: an older version made the key" in caplog.text

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pilotflame.errors import BadInput, InputInvalid
-from pilotflame.runtime.api.requests import load_json, validate
-from pilotflame.runtime.dialects.predictions import PredictionRequest, preferred_wait
+from pilotflame.runtime.api.requests import load_json, parse_preferences, validate
+from pilotflame.runtime.dialects.cog.routes import preferred_wait
+from pilotflame.runtime.dialects.predictions import PredictionRequest
 from pilotflame.runtime.jobs.job import EVENTS, PREDICTION, Job, JobState, Webhook
 from pilotflame.runtime.jobs.prediction import STATUSES, prediction_of
 
@@ -23,16 +24,16 @@ from pilotflame.runtime.jobs.prediction import STATUSES, prediction_of
     [
         ([], None), (["respond-async"], 0.0), (["Respond-Async; x=1"], 0.0), (["wait=5"], 5.0), (['wait = "5"'], 5.0),
         (["respond-async, wait=5"], 5.0), (["respond-async", "wait=5"], 5.0), (["wait=0"], 0.0), (["wait=99999"], 300.0),
-        (["wait=x", "return=minimal"], None),
+        (["wait=x", "return=minimal"], None), (["wait"], None), (["wait=5", "wait=7"], 5.0), (["wait=٣"], None),
     ],
 )  # fmt: skip
 def test_preferences(lines: list[str], wait_s: float | None):
-    assert preferred_wait(lines) == wait_s
+    assert preferred_wait(parse_preferences(lines)) == wait_s
 
 
 @given(st.lists(st.text(max_size=30), max_size=3))
 def test_any_preference_is_parsed(lines: list[str]):
-    wait_s = preferred_wait(lines)
+    wait_s = preferred_wait(parse_preferences(lines))
     assert wait_s is None or 0 <= wait_s <= 300
 
 

@@ -48,6 +48,12 @@ def handler(event):
     for number in range(event["count"]):
         yield number
 """
+PREDICT = """
+from cog import BasePredictor, Path
+class Predictor(BasePredictor):
+    def predict(self, files: list[Path]) -> str:
+        return "".join(file.read_text() + file.suffix for file in files)
+"""
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +113,20 @@ async def test_from_zero_in_a_container_and_back(gateway: Gateway, image: str) -
     assert [found["Id"] for found in containers(gateway.state, function)] == [container["Id"]]
     await gateway.client.delete(f"/v1/functions/{function.name}")
     assert containers(gateway.state, function) == []
+
+
+async def test_an_uploaded_file_reaches_a_container(gateway: Gateway, image: str) -> None:
+    settings = {"image.name": image, "max_body_bytes": 2000}
+    response = await gateway.send(None, settings, files={"predict.py": PREDICT})
+    assert response.status_code == 201, response.text
+    body: dict[str, Any] = {"version": response.json()["name"]}
+    for content, status, found in ((b"content", 201, "content.md"), (b"x" * 1600, 413, "in a container")):
+        upload = {"content": ("notes.md", content, "text/markdown")}
+        file = (await gateway.client.post("/v1/files", files=upload)).json()
+        body["input"] = {"files": [file["urls"]["get"]]}
+        response = await gateway.client.post("/v1/predictions", json=body, headers={"Prefer": "wait"})
+        assert response.status_code == status, response.text
+        assert found in (response.json().get("output") or response.json()["detail"])
 
 
 async def test_a_worker_has_no_rights(gateway: Gateway, image: str) -> None:

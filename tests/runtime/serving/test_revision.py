@@ -220,8 +220,8 @@ def handler(event):
 
 
 async def test_workers_that_no_invocation_needs_are_not_started_again_and_again(deploy, monkeypatch):
-    monkeypatch.setattr("pilotflame.runtime.serving.revision.FIRST_BACKOFF_S", 3600.0)
-    monkeypatch.setattr("pilotflame.runtime.serving.revision.MAX_BACKOFF_S", 3600.0)
+    monkeypatch.setattr("pilotflame.runtime.serving.breaker.FIRST_BACKOFF_S", 3600.0)
+    monkeypatch.setattr("pilotflame.runtime.serving.breaker.MAX_BACKOFF_S", 3600.0)
     source = "def setup(context):\n    raise OSError\ndef handler(event):\n    return event"
     function = await deploy(source, {"scale.min": 1}, check=False)
     await function.logged("activation failed")
@@ -235,7 +235,76 @@ async def test_the_first_delay_after_a_failed_start_is_half_a_second(gateway, de
     assert gateway.server is not None
     revision = gateway.server.functions.live(function.name)
     assert (await function.error())["type"] == "handler_setup_failed"
-    assert 0.3 < revision._backoff_until_s - time.monotonic() <= 0.5
+    assert 0.3 < revision.breaker.backoff_until_s - time.monotonic() <= 0.5
+
+
+async def test_a_crash_loop_costs_five_starts_and_then_callers_get_the_reason_at_once(deploy):
+    source = "def setup(context):\n    raise OSError('no licence')\ndef handler(event):\n    return event"
+    function = await deploy(source, check=False)
+    errors = [await function.error() for _ in range(5)]
+    assert {error["type"] for error in errors} == {"handler_setup_failed"}
+    for _ in range(3):
+        response = await function.call()
+        error = response.json()["error"]
+        assert (response.status_code, error["type"]) == (503, "crash_loop")
+        assert "OSError: no licence" in error["message"]
+        assert error["details"]["cause"] == "handler_setup_failed"
+        assert int(response.headers["retry-after"]) > 0
+    assert (await function.status())["activations"] == 5
+
+
+async def test_a_burst_on_a_function_that_cannot_start_costs_its_workers_and_one_more(deploy):
+    source = "def setup(context):\n    raise OSError\ndef handler(event):\n    return event"
+    function = await deploy(source, {"scale.max": 4}, check=False)
+    for _ in range(4):
+        await asyncio.gather(*(function.error() for _ in range(30)))
+    assert (await function.status())["activations"] <= 5
+
+
+async def test_reset_and_the_end_of_the_back_off_close_the_breaker(gateway, deploy, tmp_path, monkeypatch):
+    source = f"""
+import os
+def setup(context):
+    if not os.path.exists({str(tmp_path / "ok")!r}):
+        raise OSError
+def handler(event):
+    return event
+"""
+    function = await deploy(source, check=False)
+    for _ in range(5):
+        await function.error()
+    assert (await function.error())["type"] == "crash_loop"
+    response = await gateway.client.post(f"/v1/functions/{function.name}/reset")
+    assert response.status_code == 200
+    assert (await function.error())["type"] == "handler_setup_failed"
+    monkeypatch.setattr("pilotflame.runtime.serving.breaker.FIRST_BACKOFF_S", 0.01)
+    for _ in range(4):
+        await function.error()
+    (tmp_path / "ok").touch()
+    await asyncio.sleep(0.2)
+    assert await function.answer(1) == 1
+    assert await function.answer(2) == 2
+
+
+async def test_jobs_wait_while_the_breaker_is_open(gateway, deploy, tmp_path):
+    source = f"""
+import os
+def setup(context):
+    if not os.path.exists({str(tmp_path / "ok")!r}):
+        raise OSError
+def handler(event):
+    return event
+"""
+    function = await deploy(source, check=False)
+    for _ in range(5):
+        await function.error()
+    job = (await gateway.client.post(f"/v2/{function.name}/run", json={"input": 1})).json()["id"]
+    await asyncio.sleep(0.3)
+    status = (await gateway.client.get(f"/v2/{function.name}/status/{job}")).json()
+    assert status["status"] == "IN_QUEUE"
+    (tmp_path / "ok").touch()
+    await gateway.client.post(f"/v1/functions/{function.name}/reset")
+    await function.answer(1)
 
 
 async def test_starts_of_workers_are_counted_by_outcome(gateway, deploy, tmp_path):

@@ -5,17 +5,19 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import boto3
 import httpx
 import pytest
+import pytest_asyncio
 from botocore.auth import SigV4Auth
 from botocore.awsrequest import AWSRequest
 from botocore.config import Config
 from botocore.credentials import Credentials
 from botocore.exceptions import ClientError
-from live import Function, Gate, Gateway, gateway_here, until
+from live import Function, Gate, Gateway, gateway_here, short_folder, until
 from pilotflame.errors import (
     ActivationTimeout,
     BadInput,
@@ -24,6 +26,7 @@ from pilotflame.errors import (
     Unauthorized,
     UnknownFunction,
 )
+from pilotflame.runtime.api import guard
 from pilotflame.runtime.dialects.aws_lambda.failures import aws_error
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -477,6 +480,89 @@ async def test_a_signature_opens_no_other_route(state):
             SigV4Auth(credentials, "lambda", "us-east-1").add_auth(request)
             response = await gateway.client.get(path, headers=dict(request.headers.items()))
             assert response.status_code == 401
+
+
+def signed_head(
+    gateway: Gateway, key_id: str, secret: str, body: bytes = b"", length: int | None = None
+) -> bytes:
+    """Return the head of a request that boto3's signer has signed, and its body."""
+    path = "/2015-03-31/functions/mine/invocations"
+    request = AWSRequest("POST", gateway.url + path, data=body)
+    SigV4Auth(Credentials(key_id, secret), "lambda", "us-east-1").add_auth(request)
+    lines = [f"POST {path} HTTP/1.1", f"Host: {gateway.url.partition('//')[2]}", "Connection: close"]
+    lines += [
+        f"{name}: {value}" for name, value in request.headers.items() if name.lower() != "content-length"
+    ]
+    lines += [f"Content-Length: {len(body) if length is None else length}", "", ""]
+    return "\r\n".join(lines).encode() + body
+
+
+async def answer_to(gateway: Gateway, sent: bytes) -> tuple[int, dict[str, Any]]:
+    """Send bytes over a connection, and return the status and body of the response."""
+    reader, writer = await asyncio.open_connection(*gateway.url.partition("//")[2].split(":"))
+    try:
+        writer.write(sent)
+        async with asyncio.timeout(10):
+            head = (await reader.readuntil(b"\r\n\r\n")).decode()
+            length = next(line for line in head.lower().split("\r\n") if line.startswith("content-length:"))
+            body = await reader.readexactly(int(length.partition(":")[2]))
+    finally:
+        writer.close()
+    return int(head.split()[1]), {
+        name: value for name, value in json.loads(body).items() if name == "Message"
+    }
+
+
+@pytest_asyncio.fixture(loop_scope="module", scope="module")
+async def keyed() -> AsyncIterator[Gateway]:
+    """A gateway with keys and the function `mine`, which waits 0.3 s for bodies."""
+    with short_folder() as folder:
+        async with gateway_here(folder / "state", auth="always", drain_s=1.0, body_timeout_s=0.3) as gateway:
+            async with gateway.at_home() as home:
+                admin = (await home.post("/v1/keys", json={"name": "k", "scopes": ["admin"]})).json()["key"]
+            gateway.client.headers["Authorization"] = f"Bearer {admin}"
+            await gateway.deploy(ECHO, name="mine")
+            yield gateway
+
+
+async def signing_key(gateway: Gateway, **wanted: Any) -> tuple[str, str]:
+    """Return the id and the secret of a new key."""
+    made = (await gateway.client.post("/v1/keys", json={"name": "k", **wanted})).json()
+    return made["id"], made["key"].rpartition("_")[2]
+
+
+async def test_refusals_do_not_tell_which_keys_exist(keyed: Gateway):
+    known, _ = await signing_key(keyed)
+    expired, secret = await signing_key(keyed, expires_in_s=0.001)
+    answers = [
+        await answer_to(keyed, signed_head(keyed, *credentials, body=b"{}"))
+        for credentials in ((known, "0" * 64), ("0" * 12, "0" * 64), (expired, secret))
+    ]
+    assert answers[0][0] == 401
+    assert answers[1:] == answers[:1] * 2
+
+
+async def test_the_quota_counts_before_the_body_is_read(keyed: Gateway):
+    key = await signing_key(keyed, concurrency=5, rate_per_s=0.001, burst=1)
+    # What somebody else signs in the key's name does not use its quota.
+    assert (await answer_to(keyed, signed_head(keyed, key[0], "0" * 64, b"{}")))[0] == 401
+    assert (await answer_to(keyed, signed_head(keyed, *key, length=50_000)))[0] == 408
+    assert (await answer_to(keyed, signed_head(keyed, *key, body=b"{}")))[0] == 200
+    assert (await answer_to(keyed, signed_head(keyed, *key, length=50_000)))[0] == 429
+
+
+async def test_few_large_bodies_are_read_before_they_are_verified(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(guard, "UNVERIFIED_BODIES", 1)
+    with short_folder() as folder:
+        async with gateway_here(folder / "state", auth="always", drain_s=1.0, body_timeout_s=0.3) as gateway:
+            async with gateway.at_home() as home:
+                made = (await home.post("/v1/keys", json={"name": "k"})).json()
+            stuck = signed_head(gateway, made["id"], "0" * 64, length=1_000_000)
+            statuses = [
+                one[0] for one in await asyncio.gather(*(answer_to(gateway, stuck) for _ in range(3)))
+            ]
+    # The first body takes too long. Those behind it wait as long for their turn.
+    assert set(statuses) == {408, 503}
 
 
 @pytest.mark.parametrize(

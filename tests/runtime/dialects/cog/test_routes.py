@@ -382,3 +382,34 @@ async def test_health_of_a_function_that_cannot_start(deploy, gate: Gate):
         assert (await call).status_code >= 500
     response = await function.client.get("/health-check", params={"function": function.name})
     assert response.json()["status"] == "SETUP_FAILED"
+
+
+METRICS = """
+from cog import BasePredictor, current_scope
+
+class Predictor(BasePredictor):
+    def predict(self, fail: bool = False) -> str:
+        self.record_metric("token_count", 1, mode="incr")
+        current_scope().record_metric("token_count", 2, mode="incr")
+        self.record_metric("tags", "fast", mode="append")
+        self.scope.metrics["timing.inference"] = 0.5
+        self.scope.metrics["gone"] = 1
+        del self.scope.metrics["gone"]
+        if fail:
+            raise ValueError("failed")
+        return "ok"
+"""
+
+
+async def test_metrics_that_a_predictor_records(deploy):
+    predictor = Predictor(await deploy(None, files={"predict.py": METRICS}))
+    recorded = {"token_count": 3, "tags": ["fast"], "timing": {"inference": 0.5}}
+    for fail, status in ((False, "succeeded"), (True, "failed")):
+        found = (await predictor.post({"fail": fail})).json()
+        times = {name: found["metrics"].pop(name) for name in ("predict_time", "total_time")}
+        assert (found["status"], found["metrics"]) == (status, recorded)
+        again = await predictor.look(found["id"])
+        assert again["metrics"] == recorded | times
+    # A job that was stored before it ran.
+    made = (await predictor.ask("PUT", "/predictions/mine", {"input": {}})).json()
+    assert made["metrics"].items() >= recorded.items()

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
+import hmac
 import json
+import resource
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from live import Function, Gate, Gateway
-from pilotflame.errors import InputTooLarge, UnknownFile
-from pilotflame.runtime.dialects.replicate import file_store, routes
-from pilotflame.runtime.dialects.replicate.file_store import FileStore
+from live import Function, Gate, Gateway, gateway_here, short_folder, until
+from pilotflame.runtime.api.requests import parse_preferences
+from pilotflame.runtime.dialects.replicate import routes
 from pilotflame.runtime.dialects.replicate.routes import preferred_wait
 
 from .conftest import STREAM
@@ -109,6 +112,22 @@ async def test_the_url_of_a_stream_is_the_permission(
         assert (await anybody.get(url, headers={"Last-Event-ID": "1"})).text.count("event: output") == 1
 
 
+async def test_the_webhook_secret_signs_no_stream(
+    gateway: Gateway, caller: Callable[..., Any], predictor: Callable[..., Any]
+) -> None:
+    function, call = await predictor(STREAM), await caller()
+    made = await call.made(function, "once upon")
+    path, _, sent = made["urls"]["stream"].rpartition("=")
+    found = (await gateway.client.get(f"/v1/functions/{function.name}/webhooks/secret")).json()["secret"]
+    raw = base64.b64decode(found.removeprefix("whsec_"))
+    async with httpx.AsyncClient() as receiver:
+        for key in (found.encode(), raw):
+            for text in (f"stream:{made['id']}", f"{function.name}:{made['id']}", made["id"]):
+                forged = hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
+                assert (await receiver.get(f"{path}={forged}")).status_code == 404
+        assert (await receiver.get(f"{path}={sent}")).status_code == 200
+
+
 async def test_a_wait_that_runs_out(
     caller: Callable[..., Any], predictor: Callable[..., Any], gate: Gate
 ) -> None:
@@ -183,6 +202,78 @@ async def test_a_caller_cannot_name_files_of_the_gateway(
         assert (await call("POST", "/v1/predictions", body, Prefer="wait")).json()["status"] == "failed"
 
 
+async def test_only_urls_of_this_gateway_are_its_files(
+    caller: Callable[..., Any], predictor: Callable[..., Any]
+) -> None:
+    function, call = await predictor(), await caller()
+    file_id = (await call.upload("in.txt", b"content")).json()["id"]
+    body: dict[str, Any] = {"version": function.name, "input": {"text": "a", "image": f"/v1/files/{file_id}"}}
+    assert (await call("POST", "/v1/predictions", body, Prefer="wait")).json()["output"] == "acontent.txt"
+    # The caller reaches this gateway by another name.
+    body["input"]["image"] = f"http://models.example/v1/files/{file_id}/download"
+    found = await call("POST", "/v1/predictions", body, Prefer="wait", Host="models.example")
+    assert found.json()["output"] == "acontent.txt", found.text
+    # A file of another host is downloaded from there, here in vain.
+    body["input"]["image"] = f"http://127.0.0.1:1/v1/files/{file_id}"
+    found = await call("POST", "/v1/predictions", body, Prefer="wait")
+    assert (found.json()["status"], "cannot be fetched" in found.json()["error"]) == ("failed", True)
+
+
+async def test_a_file_that_has_lost_its_content(
+    gateway: Gateway, caller: Callable[..., Any], predictor: Callable[..., Any]
+) -> None:
+    function, call = await predictor(), await caller()
+    file = (await call.upload("in.txt", b"content")).json()
+    (gateway.state / "files" / file["id"] / "content.txt").unlink()
+    async with asyncio.timeout(5):
+        assert (await call("GET", f"{file['urls']['get']}/download")).status_code == 404
+        body = {"version": function.name, "input": {"text": "a", "image": file["urls"]["get"]}}
+        assert (await call("POST", "/v1/predictions", body)).status_code == 422
+
+
+async def test_a_full_disk(gateway: Gateway, caller: Callable[..., Any]) -> None:
+    call, limits = await caller(), resource.getrlimit(resource.RLIMIT_FSIZE)
+    # No file of this process may be larger: a write beyond it fails as on a full disk.
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8 << 20, limits[1]))
+    try:
+        refused = await call.upload("large", bytes(9 << 20))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert (refused.status_code, refused.json()["error"]["type"]) == (507, "storage_full"), refused.text
+    assert (refused.json()["title"], str(gateway.state) in refused.text) == ("Insufficient Storage", False)
+    assert (await call("GET", "/v1/files")).json()["results"] == []
+    assert not [one for one in (gateway.state / "files").iterdir() if one.name.startswith(".")]
+
+
+async def test_links_behind_a_proxy(gateway: Gateway, caller: Callable[..., Any], tmp_path: Path) -> None:
+    told = {"X-Forwarded-Proto": "https", "X-Forwarded-Host": "models.example"}
+    # This gateway trusts no proxy.
+    assert (await (await caller())("GET", "/v1/models", **told)).text.count("https://") == 0
+    with short_folder() as folder:
+        expired = folder / "state/files/.interrupted"
+        expired.mkdir(parents=True)
+        async with gateway_here(folder / "state", trusted_proxies=("10.0.0.0/8", "127.0.0.1")) as behind:
+            for headers, origin in (
+                (told, "https://models.example"),
+                ({"X-Forwarded-Proto": "https, http"}, behind.url.replace("http", "https")),
+                (
+                    {"Forwarded": "for=1.2.3.4;proto=https;host=f.example:8443, for=10.0.0.1"},
+                    "https://f.example:8443",
+                ),
+                ({"X-Forwarded-Proto": "gopher", "X-Forwarded-Host": "a/b"}, behind.url),
+                ({}, behind.url),
+            ):
+                file = (
+                    await behind.client.post("/v1/files", files={"content": b"1"}, headers=headers)
+                ).json()
+                assert file["urls"]["get"] == f"{origin}/v1/files/{file['id']}"
+
+            async def swept() -> bool:
+                return not await asyncio.to_thread(expired.exists)
+
+            await until(swept, "the sweep at the start")
+
+
 # -- without a gateway
 
 
@@ -198,33 +289,4 @@ async def test_a_caller_cannot_name_files_of_the_gateway(
     ],
 )
 async def test_preferences(lines: Iterable[str], wait_s: float) -> None:
-    assert preferred_wait(lines) == wait_s
-
-
-def store_file(store: FileStore, owner: str, content: bytes) -> str:
-    upload = store.begin("x.txt")
-    upload.write(content)
-    about = store.finish(upload, owner, "x.txt", "text/plain", {})
-    store.discard(upload)
-    return about.id
-
-
-async def test_files_are_bounded_and_expire(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = FileStore(tmp_path / "files")
-    first = await asyncio.to_thread(store_file, store, "me", b"12345")
-    assert store.get(first, "me")[1].read_bytes() == b"12345"
-    for file_id, owner in ((first, "you"), ("../files", "me"), ("0" * 32, "me")):
-        with pytest.raises(UnknownFile):
-            store.get(file_id, owner)
-    monkeypatch.setattr(file_store, "MAX_FILE_BYTES", 4)
-    upload = store.begin("y")
-    with pytest.raises(InputTooLarge):
-        upload.write(b"12345")
-    store.discard(upload)
-    assert [path.name for path in (tmp_path / "files").iterdir()] == [first]
-    monkeypatch.setattr(file_store, "MAX_FILES", 1)
-    with pytest.raises(InputTooLarge, match="all that it may"):
-        store.begin("z")
-    monkeypatch.setattr(file_store, "KEEP_S", -1.0)
-    store.discard(store.begin("z"))
-    assert list((tmp_path / "files").iterdir()) == []
+    assert preferred_wait(parse_preferences(lines)) == wait_s

@@ -1,0 +1,108 @@
+"""Writes a file that a caller uploads. It is hidden from readers of the store until it is complete."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path, PurePath
+from typing import IO, Any
+
+from pydantic import BaseModel
+
+from ....errors import InputTooLarge, StorageFull
+
+MAX_FILE_BYTES = 100 << 20
+MAX_SUFFIX_CHARS = 20
+ABOUT, CONTENT = "about.json", "content"
+HIDDEN = "."
+"""The names of the folders of incomplete files begin with it."""
+
+
+class StoredFile(BaseModel, frozen=True):
+    """What is stored of a file beside its content. `owner` is the id of the API key that uploaded it."""
+
+    id: str
+    owner: str
+    name: str
+    content_type: str
+    size: int
+    sha256: str
+    md5: str
+    metadata: dict[str, Any]
+    created_s: float
+
+
+class Upload:
+    """A file that is being uploaded. Its methods block, and are safe to call from several threads.
+
+    A caller can disconnect while a thread still writes. What is closed then writes nothing any more.
+    """
+
+    def __init__(self, root: Path, file_id: str, owner: str, name: str, most: int) -> None:
+        """The file may have `most` bytes. Nothing is written before the first block."""
+        self.file_id = file_id
+        self._root, self._owner, self._name, self._most = root, owner, name, most
+        self._folder = root / f"{HIDDEN}{file_id}"
+        self._size = 0
+        self._sha256, self._md5 = hashlib.sha256(), hashlib.md5(usedforsecurity=False)
+        self._target: IO[bytes] | None = None
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def write(self, block: bytes) -> None:
+        """Append a block. Raises InputTooLarge if the file becomes too large, and StorageFull."""
+        with self._lock, reported():
+            target = self._opened()
+            self._size += len(block)
+            if self._size > self._most:
+                remedy = "Send the address of the file as the input instead."
+                raise InputTooLarge(f"The file is larger than {self._most} bytes.", remedy=remedy)
+            for digest in (self._sha256, self._md5):
+                digest.update(block)
+            target.write(block)
+
+    def publish(self, content_type: str, metadata: dict[str, Any]) -> StoredFile:
+        """Complete the file, and return what is stored of it. Raises StorageFull."""
+        about = StoredFile(
+            id=self.file_id, owner=self._owner, name=self._name, content_type=content_type, size=self._size,
+            sha256=self._sha256.hexdigest(), md5=self._md5.hexdigest(), metadata=metadata, created_s=time.time(),
+        )  # fmt: skip
+        with self._lock, reported():
+            self._opened().close()
+            (self._folder / ABOUT).write_bytes(about.model_dump_json().encode())
+            self._folder.rename(self._root / self.file_id)
+        return about
+
+    def close(self) -> None:
+        """Remove what was written, unless it was published."""
+        with self._lock:
+            self._closed = True
+            if self._target is not None:
+                # A full disk is reported by `write` and `publish`.
+                with contextlib.suppress(OSError):
+                    self._target.close()
+                shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _opened(self) -> IO[bytes]:
+        if self._closed:
+            raise StorageFull("The upload was given up.")
+        if self._target is None:
+            self._folder.mkdir(mode=0o700)
+            suffix = PurePath(self._name).suffix[:MAX_SUFFIX_CHARS]
+            self._target = (self._folder / f"{CONTENT}{suffix}").open("wb")
+        return self._target
+
+
+@contextlib.contextmanager
+def reported() -> Iterator[None]:
+    """Raise StorageFull, which names no path, for an OSError of the block."""
+    try:
+        yield
+    except OSError as error:
+        # Paths of the state folder are not for callers.
+        message = f"The gateway cannot store the file: {error.strerror or type(error).__name__}."
+        raise StorageFull(message, remedy="Send data URLs, or free space on the gateway's disk.") from error

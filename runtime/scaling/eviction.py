@@ -1,0 +1,46 @@
+"""Chooses which idle function gives memory back when a node has too little. It does no I/O and reads no clock."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+
+@dataclass(frozen=True, slots=True)
+class StepDown:
+    """One step down its ladder that an idle function could take."""
+
+    name: str
+    idle_s: float
+    extra_wake_s: float
+    """How many seconds longer its next call waits after the step."""
+    freed_bytes: float
+    gaps: Gaps
+
+
+class Gaps:
+    """A function's last idle times, prepared for many questions."""
+
+    def __init__(self, idles: Sequence[float]) -> None:
+        self._ascending = sorted(idles)
+        self._sums = [0.0, *accumulate(self._ascending)]
+
+    def rate(self, idle_s: float) -> float:
+        """Return how many calls a second are to be expected after `idle_s` seconds without one.
+
+        It is the number of idle times that were longer over the time that they still lasted. The halves and ones stand
+        for what was never seen.
+        """
+        at_most = bisect.bisect_right(self._ascending, idle_s)
+        longer = len(self._ascending) - at_most
+        rest_s = self._sums[-1] - self._sums[at_most] - longer * idle_s
+        return (longer + 0.5) / (rest_s + idle_s + 1.0)
+
+
+def cheapest_step(idle: Iterable[StepDown]) -> StepDown | None:
+    """Return the function whose step down costs the callers least waiting for each byte freed; None without any."""
+    return min(
+        idle, key=lambda one: one.gaps.rate(one.idle_s) * one.extra_wake_s / one.freed_bytes, default=None
+    )

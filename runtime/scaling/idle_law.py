@@ -1,0 +1,184 @@
+"""Estimates how long an idle period will last, and finds the cheapest plan for such a law."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+
+from .ladder import Costs, Plan, Step
+
+# Times beyond these are not told apart.
+SHORTEST_S, LONGEST_S = 0.05, 30 * 86400.0
+DECADES_S = tuple(SHORTEST_S * 10**power for power in range(8) if SHORTEST_S * 10**power < LONGEST_S)
+QUANTILES = 16
+LONGEST_SAMPLES = 32
+# How many samples the guesses about what was never seen weigh: long periods, and the habits of the node.
+TAIL_SAMPLES, PRIOR_SAMPLES = 4.0, 0.2
+# Fewer samples than this beyond a time say nothing of what comes then.
+ENOUGH_LONGER = 3
+PRIOR_BINS, PRIOR_BINS_PER_DECADE = 31, 4
+# A function's later periods teach the node less, or a busy function would drown all others.
+PRIOR_HALF_LIFE = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Prior:
+    """The habits of a node: a histogram of idle times over four bins a decade from SHORTEST_S on."""
+
+    weights: tuple[float, ...] = (0.0,) * PRIOR_BINS
+
+    def learn(self, idle_s: float, known: int) -> Prior:
+        """Return the prior with one more idle period of a function of which `known` were known before."""
+        place = math.log10(max(idle_s, SHORTEST_S) / SHORTEST_S) * PRIOR_BINS_PER_DECADE
+        weights = list(self.weights)
+        weights[min(PRIOR_BINS - 1, int(place))] += 1 / (PRIOR_HALF_LIFE + known)
+        return Prior(tuple(weights))
+
+    def cdf(self) -> Callable[[float], float]:
+        """Return the share of idle times up to a time. Half of it is what was seen, half is log-uniform."""
+        total = sum(self.weights)
+        even = 1 / PRIOR_BINS
+        shares = [0.5 * even + 0.5 * (weight / total if total else even) for weight in self.weights]
+        sums = [0.0, *accumulate(shares)]
+
+        def share(time_s: float) -> float:
+            if time_s <= SHORTEST_S:
+                return 0.0
+            place = math.log10(time_s / SHORTEST_S) * PRIOR_BINS_PER_DECADE
+            if place >= PRIOR_BINS:
+                return 1.0
+            index = int(place)
+            return sums[index] + (place - index) * shares[index]
+
+        return share
+
+
+@dataclass(frozen=True, slots=True)
+class IdleLaw:
+    """The probability of each length of an idle period: the mass of each bin between two edges, in seconds."""
+
+    edges: tuple[float, ...]
+    masses: tuple[float, ...]
+    longer: tuple[int, ...]
+    """For each edge: how many samples were longer."""
+
+
+def law_of(samples: Sequence[float], costs: Costs, habits: Callable[[float], float]) -> IdleLaw:
+    """Return the law of `samples`, with guesses of what is longer than most and of what was never seen.
+
+    `habits` is the `cdf` of the node's prior.
+    """
+    ascending = sorted(samples)
+    edges = _edges(ascending, costs)
+    at_most = [bisect.bisect_right(ascending, edge) for edge in edges]
+    tail = _pareto(ascending[len(ascending) // 2]) if ascending else lambda _time_s: 0.0
+    guessed = [TAIL_SAMPLES * tail(edge) + PRIOR_SAMPLES * habits(edge) for edge in edges]
+    masses = tuple(
+        at_most[index + 1] - at_most[index] + guessed[index + 1] - guessed[index]
+        for index in range(len(edges) - 1)
+    )
+    return IdleLaw(tuple(edges), masses, tuple(len(ascending) - count for count in at_most))
+
+
+def _edges(ascending: list[float], costs: Costs) -> list[float]:
+    count = len(ascending)
+    found = {0.0, LONGEST_S, *DECADES_S, *(step.offset_s for step in costs.envelope)}
+    found |= {ascending[count * part // QUANTILES] for part in range(QUANTILES)} if count else set()
+    found |= set(ascending[-LONGEST_SAMPLES:])
+    return sorted(edge for edge in found if 0 <= edge <= LONGEST_S)
+
+
+def _pareto(median_s: float) -> Callable[[float], float]:
+    return lambda time_s: max(0.0, 1 - median_s / time_s) if time_s > 0 else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Strategy:
+    """The cheapest way through a law: for each bin and the rung held before it, the rung to hold in it."""
+
+    law: IdleLaw
+    costs: Costs
+    choices: tuple[list[int], ...]
+
+    def plan(self, since_s: float = 0.0) -> Plan:
+        """Return the plan of an idle period that begins `since_s` seconds after the law's time 0."""
+        law, wakes = self.law, self.costs.wakes
+        first = min(len(law.masses) - 1, max(0, bisect.bisect_right(law.edges, since_s) - 1))
+        rung = self.choices[first][0]
+        steps = [Step(0.0, rung)]
+        for index in range(first + 1, len(law.masses)):
+            following = self.choices[index][rung]
+            if following == rung:
+                continue
+            # A step up begins so much earlier that it has ended at the edge.
+            offset_s = law.edges[index] - since_s - max(0.0, wakes[rung] - wakes[following])
+            rung = following
+            while len(steps) > 1 and offset_s <= steps[-1].offset_s:
+                steps.pop()
+            if offset_s <= 0:
+                steps = [Step(0.0, rung)]
+            elif steps[-1].rung != rung:
+                steps.append(Step(offset_s, rung))
+        return tuple(steps)
+
+
+def cheapest(law: IdleLaw, costs: Costs, *, climbs: bool, guarded: bool = True) -> Strategy:
+    """Return the cheapest way through `law`, found backwards from its last bin. `climbs` allows steps up.
+
+    If `guarded`, it steps down to a rung before the envelope does only where enough samples were longer.
+    """
+    holds, penalties = costs.holds, costs.penalties
+    rungs = range(len(holds))
+    earliest_s = _earliest(costs) if guarded else [0.0] * len(holds)
+    values = [min(penalties[rung:]) for rung in rungs]
+    left = 0.0
+    choices = list[list[int]]()
+    for index in reversed(range(len(law.masses))):
+        left += law.masses[index]
+        arriving = law.masses[index] / left if left > 0 else 0.0
+        start_s = law.edges[index]
+        paid_s, remaining = (law.edges[index + 1] - start_s) * (1 - arriving / 2), 1 - arriving
+        held = [
+            holds[rung] * paid_s + arriving * penalties[rung] + remaining * values[rung] for rung in rungs
+        ]
+        known = law.longer[index] >= ENOUGH_LONGER
+        chosen, values = _descend(held, [known or start_s >= earliest_s[rung] for rung in rungs])
+        if climbs:
+            _climb(held, costs, chosen, values)
+        choices.append(chosen)
+    return Strategy(law, costs, tuple(reversed(choices)))
+
+
+def _descend(held: list[float], allowed: list[bool]) -> tuple[list[int], list[float]]:
+    """For each rung that one may stand on before a bin, return the best one at or below it, and its cost."""
+    chosen, values = list(range(len(held))), held.copy()
+    below, least = -1, math.inf
+    for rung in reversed(range(len(held))):
+        if least < held[rung]:
+            chosen[rung], values[rung] = below, least
+        if allowed[rung] and held[rung] < least:
+            below, least = rung, held[rung]
+    return chosen, values
+
+
+def _climb(held: list[float], costs: Costs, chosen: list[int], values: list[float]) -> None:
+    """Replace the choices of those for whom a step up is cheaper."""
+    holds, wakes = costs.holds, costs.wakes
+    for rung in range(1, len(held)):
+        for upper in range(rung):
+            value = held[upper] + (holds[upper] - holds[rung]) * (wakes[rung] - wakes[upper])
+            if value < values[rung]:
+                chosen[rung], values[rung] = upper, value
+
+
+def _earliest(costs: Costs) -> list[float]:
+    """Return for each rung when the envelope first stands on it or on a lower one."""
+    envelope = costs.envelope
+    earliest = [math.inf] * len(costs.holds)
+    for (_, upper), (offset_s, lower) in pairwise((Step(0.0, -1), *envelope)):
+        for rung in range(upper + 1, lower + 1):
+            earliest[rung] = offset_s
+    return earliest

@@ -1,0 +1,116 @@
+"""Decides for how long an idle function stays on which rung of its ladder, from the history of its idle times.
+
+Five experts plan each idle period, and the one whose plans would have cost least so far is followed. All functions
+here are pure: the caller passes what was observed, and no clock is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from .idle_law import Prior, Strategy, cheapest, law_of
+from .ladder import Costs, Ladder, Plan
+
+IDLES, INTERVALS, RECENT = 256, 128, 32
+# The bills decay by this share with each idle period, so that habits that have changed are forgotten.
+DECAY = 1 / 128
+# An expert that prewarms is followed only if its bill is lower than the best other one by this factor.
+CLIMB_MARGIN = 0.95
+EXPERTS = 5
+NO_PRIOR = Prior()
+
+
+@dataclass(frozen=True, slots=True)
+class _Experts:
+    """The plans of the envelope and of two laws of idle times, and the strategies for two laws of intervals."""
+
+    steady: tuple[Plan, Plan, Plan]
+    climbing: tuple[Strategy, Strategy]
+
+    def plan(self, expert: int, since_s: float) -> Plan:
+        """Return the plan of an expert. Only those that prewarm look at `since_s`."""
+        count = len(self.steady)
+        return self.steady[expert] if expert < count else self.climbing[expert - count].plan(since_s)
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """What is remembered of one function. The default is a function of which nothing is known."""
+
+    idles: tuple[float, ...] = ()
+    """The last idle periods in seconds, the newest last."""
+    intervals: tuple[float, ...] = ()
+    """The last seconds between the arrivals that ended two idle periods one after the other."""
+    waits: tuple[float, ...] = ()
+    """For each rung, the seconds that an arrival on it and those after it would have waited, summed over periods."""
+    periods: int = 0
+    bills: tuple[float, ...] = (0.0,) * EXPERTS
+    experts: _Experts | None = None
+
+    def costs(self, ladder: Ladder) -> Costs:
+        """Return the costs of `ladder` with the waiting that bursts have caused so far."""
+        if len(self.waits) != len(ladder.rungs):
+            return ladder.costs()
+        # The wake time counts as a first sample.
+        pairs = zip(self.waits, ladder.rungs, strict=True)
+        return ladder.costs([(total + rung.wake_s) / (self.periods + 1) for total, rung in pairs])
+
+
+def decide(history: History, ladder: Ladder, since_s: float, prior: Prior = NO_PRIOR) -> Plan:
+    """Return the plan of an idle period that begins `since_s` seconds after the arrival that ended the last one."""
+    experts = history.experts or _consult(history, ladder, prior)
+    return experts.plan(followed(history), since_s)
+
+
+def followed(history: History) -> int:
+    """Return the number of the expert that is followed: 0 is the envelope, 3 and 4 prewarm."""
+    steady, climbing = history.bills[:3], history.bills[3:]
+    best = min(range(3), key=lambda expert: steady[expert])
+    climber = min(range(2), key=lambda expert: climbing[expert])
+    return 3 + climber if climbing[climber] < CLIMB_MARGIN * steady[best] else best
+
+
+def learn(
+    history: History, ladder: Ladder, idle_s: float, since_s: float, burst_waits: Sequence[float],
+    prior: Prior = NO_PRIOR,
+) -> History:  # fmt: skip
+    """Return the history with an idle period that has ended after `idle_s` seconds.
+
+    `since_s` is what `decide` was given at its beginning. `burst_waits` has for each rung the seconds that this
+    arrival and those within the rung's wake time would have waited, summed.
+    """
+    experts = history.experts or _consult(history, ladder, prior)
+    costs = history.costs(ladder)
+    due = [costs.bill(experts.plan(expert, since_s), idle_s) for expert in range(EXPERTS)]
+    waits = history.waits if len(history.waits) == len(burst_waits) else (0.0,) * len(burst_waits)
+    learned = replace(
+        history,
+        idles=(*history.idles, idle_s)[-IDLES:],
+        intervals=(*history.intervals, since_s + idle_s)[-INTERVALS:],
+        waits=tuple(total + waited for total, waited in zip(waits, burst_waits, strict=True)),
+        periods=history.periods + 1,
+        bills=tuple(old * (1 - DECAY) + new for old, new in zip(history.bills, due, strict=True)),
+    )
+    if _to_consult(learned.periods):
+        experts = _consult(learned, ladder, prior)
+    return replace(learned, experts=experts)
+
+
+def _to_consult(periods: int) -> bool:
+    """Return True if the experts are to plan anew: each period changes a long history less."""
+    return periods % (1 if periods <= 32 else 4 if periods <= 128 else 16) == 0
+
+
+def _consult(history: History, ladder: Ladder, prior: Prior) -> _Experts:
+    costs, habits = history.costs(ladder), prior.cdf()
+
+    def strategy(samples: Sequence[float], *, climbs: bool) -> Strategy:
+        return cheapest(law_of(samples, costs, habits), costs, climbs=climbs)
+
+    idles, intervals = history.idles, history.intervals
+    lasting, recent = (strategy(samples, climbs=False).plan() for samples in (idles, idles[-RECENT:]))
+    return _Experts(
+        (costs.envelope, lasting, recent),
+        (strategy(intervals, climbs=True), strategy(intervals[-RECENT:], climbs=True)),
+    )

@@ -1,0 +1,117 @@
+"""Describes how warm a function can be kept, what that costs, and a plan for one idle period.
+
+The rungs of a ladder are numbered from 0 (READY: a worker holds everything) downwards. A rung has no name here: two
+measured figures describe it, what it costs to hold and how long it takes to wake.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, TypeAlias
+
+
+class Rung(NamedTuple):
+    """One rung: the price of holding it, in money per second, and the seconds until it is READY."""
+
+    hold_per_s: float
+    wake_s: float
+
+
+class Step(NamedTuple):
+    """From `offset_s` seconds after the end of the last request on, the function is held on `rung`."""
+
+    offset_s: float
+    rung: int
+
+
+Plan: TypeAlias = tuple[Step, ...]
+"""The rungs of one idle period, in the order of their offsets. The first offset is 0.
+
+A step down is instant. A step up is a prewarm: it takes the difference of the wake times, at the upper rung's price.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Ladder:
+    """The rungs from READY down, and what a second of one caller's waiting is worth, in the same money."""
+
+    rungs: tuple[Rung, ...]
+    wait_per_s: float
+
+    def __post_init__(self) -> None:
+        wakes = [rung.wake_s for rung in self.rungs]
+        if not wakes or wakes[0] != 0 or wakes != sorted(wakes):
+            raise ValueError(f"the wake times of a ladder start with 0 and ascend, not {wakes}")
+
+    def costs(self, burst_waits: Sequence[float] = ()) -> Costs:
+        """Return the costs for the seconds that an arrival on each rung and those after it wait, summed.
+
+        Without `burst_waits`, an arrival waits alone, for the rung's wake time.
+        """
+        holds = tuple(rung.hold_per_s for rung in self.rungs)
+        wakes = tuple(rung.wake_s for rung in self.rungs)
+        waits = tuple(burst_waits) or wakes
+        # READY's price is paid during the wake.
+        pairs = zip(waits, wakes, strict=True)
+        penalties = tuple(self.wait_per_s * waited + holds[0] * wake for waited, wake in pairs)
+        return Costs(holds, wakes, penalties)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """For each rung: what a second on it costs, its seconds to wake, and what an arrival on it costs."""
+
+    holds: tuple[float, ...]
+    wakes: tuple[float, ...]
+    penalties: tuple[float, ...]
+
+    @cached_property
+    def envelope(self) -> Plan:
+        """The plan that stands at each time on the rung with the least penalty plus holding cost so far.
+
+        It costs at most twice the best rung in hindsight: the deterministic multi-slope ski rental of Lotker,
+        Patt-Shamir and Rawitz, "Rent, lease or buy: randomized algorithms for multislope ski rental" (2008).
+        """
+        steps, rung, at_s = [Step(0.0, self._first())], self._first(), 0.0
+        while True:
+            following = [
+                (crossing, lower)
+                for lower in range(rung + 1, len(self.holds))
+                if (crossing := self._crossing(rung, lower)) < math.inf
+            ]
+            if not following:
+                return tuple(steps)
+            # Of rungs that are reached at the same time, the lowest is the cheapest to hold.
+            at_s, rung = min(following, key=lambda found: (max(found[0], at_s), -found[1]))
+            steps.append(Step(max(at_s, steps[-1].offset_s), rung))
+
+    def bill(self, plan: Plan, idle_s: float) -> float:
+        """Return what an idle period of `idle_s` seconds costs under `plan`, its end included."""
+        held, now_s = 0.0, 0.0
+        rung, price, climb_s, below = plan[0].rung, self.holds[plan[0].rung], 0.0, plan[0].rung
+        for offset_s, following in plan[1:]:
+            if offset_s >= idle_s:
+                break
+            held += price * (offset_s - now_s)
+            now_s, below = offset_s, rung
+            climb_s = max(0.0, self.wakes[rung] - self.wakes[following])
+            rung, price = following, self.holds[following]
+        held += price * (idle_s - now_s)
+        penalty = self.penalties[rung]
+        if climb_s > (climbed_s := idle_s - now_s):
+            penalty += (1 - climbed_s / climb_s) * (self.penalties[below] - penalty)
+        return held + penalty
+
+    def _first(self) -> int:
+        least = min(self.penalties)
+        return max(rung for rung, penalty in enumerate(self.penalties) if penalty == least)
+
+    def _crossing(self, upper: int, lower: int) -> float:
+        """Return when the lower rung becomes the better one, in seconds from the start of the idle period."""
+        saved = self.holds[upper] - self.holds[lower]
+        if saved <= 0:
+            return math.inf
+        return max(0.0, (self.penalties[lower] - self.penalties[upper]) / saved)

@@ -1,0 +1,181 @@
+"""Replays the arrivals of one function on a ladder, on a simulated clock, under any keep-alive policy.
+
+The function has one worker, which runs any number of invocations at a time. An arrival on a lower rung waits until the
+worker is READY, and those that come meanwhile wait for the rest of that.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from . import keep_alive
+from .idle_law import Prior
+from .keep_alive import History
+from .ladder import Ladder, Plan
+
+# A caller notices a wait that is longer.
+FELT_S = 0.1
+
+
+class KeepAlivePolicy(Protocol):
+    """Plans idle periods."""
+
+    def plan(self, since_s: float) -> Plan:
+        """Return the plan of an idle period. See `keep_alive.decide`."""
+
+    def learn(self, idle_s: float, since_s: float, burst_waits: Sequence[float]) -> None:
+        """Learn how the idle period ended. See `keep_alive.learn`."""
+
+
+@dataclass(slots=True)
+class Habits:
+    """The prior that all functions of a node share."""
+
+    prior: Prior = field(default_factory=Prior)
+
+
+class Learned:
+    """The policy of `keep_alive`, which learns as it goes."""
+
+    def __init__(self, ladder: Ladder, habits: Habits | None = None) -> None:
+        self.history = History()
+        self._ladder, self._habits = ladder, habits or Habits()
+
+    def plan(self, since_s: float) -> Plan:
+        return keep_alive.decide(self.history, self._ladder, since_s, self._habits.prior)
+
+    def learn(self, idle_s: float, since_s: float, burst_waits: Sequence[float]) -> None:
+        prior = self._habits.prior
+        self._habits.prior = prior.learn(idle_s, self.history.periods)
+        self.history = keep_alive.learn(self.history, self._ladder, idle_s, since_s, burst_waits, prior)
+
+
+class Fixed:
+    """A policy that always gives the same plan, such as an idle timeout."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+
+    def plan(self, since_s: float) -> Plan:
+        return self._plan
+
+    def learn(self, idle_s: float, since_s: float, burst_waits: Sequence[float]) -> None:
+        """Learn nothing."""
+
+
+@dataclass(slots=True)
+class LadderRun:
+    """What a replay cost. The time in which invocations run is held under any policy and is not counted."""
+
+    requests: int = 0
+    held: float = 0.0
+    """Money for holding rungs, in idle periods and while waking."""
+    waited_s: float = 0.0
+    felt: int = 0
+    """Requests that waited longer than FELT_S."""
+    woken: int = 0
+    """Idle periods that ended below READY."""
+    periods: list[float] = field(default_factory=list)
+
+    def bill(self, wait_per_s: float) -> float:
+        return self.held + wait_per_s * self.waited_s
+
+    def __iadd__(self, other: LadderRun) -> LadderRun:
+        self.requests += other.requests
+        self.held += other.held
+        self.waited_s += other.waited_s
+        self.felt += other.felt
+        self.woken += other.woken
+        self.periods += other.periods
+        return self
+
+
+class Replay:
+    """The replay of one function: give it to `run` alone, or take turns with others by `next_s`."""
+
+    def __init__(
+        self, arrivals: Sequence[float], service_s: float, ladder: Ladder, policy: KeepAlivePolicy
+    ) -> None:
+        """`arrivals` are ascending times in seconds. Each invocation runs for `service_s`."""
+        self.result = LadderRun(len(arrivals))
+        self._arrivals, self._service_s, self._ladder, self._policy = arrivals, service_s, ladder, policy
+        self._next = 0
+        self._idle_from_s = self._woken_at_s = 0.0
+        self._serve(0.0)
+
+    @property
+    def next_s(self) -> float | None:
+        """When the present idle period ends; None if no arrival is left."""
+        return self._arrivals[self._next] if self._next < len(self._arrivals) else None
+
+    def step(self) -> None:
+        """Replay one idle period, its end, and the invocations until the next one begins."""
+        arrival_s = self._arrivals[self._next]
+        since_s, idle_s = self._idle_from_s - self._woken_at_s, arrival_s - self._idle_from_s
+        plan = self._policy.plan(since_s)
+        self.result.periods.append(idle_s)
+        wake_s = self._hold(plan, idle_s)
+        waits = [self._burst_wait(rung.wake_s) for rung in self._ladder.rungs]
+        self._policy.learn(idle_s, since_s, waits)
+        self._woken_at_s = arrival_s
+        self._serve(wake_s)
+
+    def _hold(self, plan: Plan, idle_s: float) -> float:
+        """Pay for the idle period. Return the seconds that the wake at its end takes."""
+        rungs, result = self._ladder.rungs, self.result
+        now_s, rung, climb_until_s, below = 0.0, plan[0].rung, 0.0, plan[0].rung
+        for offset_s, following in plan[1:]:
+            if offset_s >= idle_s:
+                break
+            result.held += rungs[rung].hold_per_s * (offset_s - now_s)
+            climb_s = max(0.0, rungs[rung].wake_s - rungs[following].wake_s)
+            now_s, below, rung, climb_until_s = offset_s, rung, following, offset_s + climb_s
+        result.held += rungs[rung].hold_per_s * (idle_s - now_s)
+        wake_s = rungs[rung].wake_s + max(0.0, climb_until_s - idle_s)
+        wake_s = min(wake_s, max(rungs[rung].wake_s, rungs[below].wake_s))
+        result.held += rungs[0].hold_per_s * wake_s
+        result.woken += wake_s > 0
+        return wake_s
+
+    def _burst_wait(self, wake_s: float) -> float:
+        first_s = self._arrivals[self._next]
+        if self._next + 1 == len(self._arrivals) or self._arrivals[self._next + 1] >= first_s + wake_s:
+            return wake_s
+        end = bisect.bisect_left(self._arrivals, first_s + wake_s, self._next)
+        return sum(first_s + wake_s - self._arrivals[number] for number in range(self._next, end))
+
+    def _serve(self, wake_s: float) -> None:
+        """Serve the next arrival, and all others that come before the worker is idle again."""
+        if self._next >= len(self._arrivals):
+            return
+        ready_s = busy_until_s = self._arrivals[self._next] + wake_s
+        while self._next < len(self._arrivals) and self._arrivals[self._next] <= busy_until_s:
+            arrival_s = self._arrivals[self._next]
+            waited_s = max(0.0, ready_s - arrival_s)
+            self.result.waited_s += waited_s
+            self.result.felt += waited_s > FELT_S
+            busy_until_s = max(busy_until_s, max(arrival_s, ready_s) + self._service_s)
+            self._next += 1
+        self._idle_from_s = busy_until_s
+
+
+def run(replay: Replay) -> LadderRun:
+    """Replay one function to its end."""
+    while replay.next_s is not None:
+        replay.step()
+    return replay.result
+
+
+def run_together(replays: Sequence[Replay]) -> list[LadderRun]:
+    """Replay the functions of a node, whose idle periods end in the order of their times."""
+    waiting = [(first_s, number) for number, one in enumerate(replays) if (first_s := one.next_s) is not None]
+    waiting.sort(reverse=True)
+    while waiting:
+        _, number = waiting.pop()
+        replays[number].step()
+        if (following_s := replays[number].next_s) is not None:
+            bisect.insort(waiting, (following_s, number), key=lambda entry: -entry[0])
+    return [one.result for one in replays]

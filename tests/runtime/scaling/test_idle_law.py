@@ -1,0 +1,98 @@
+"""Laws of idle times, and the cheapest plans for them."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pilotflame.runtime.scaling.idle_law import LONGEST_S, IdleLaw, Prior, cheapest, law_of
+from pilotflame.runtime.scaling.ladder import Costs, Plan, Step
+
+from .test_ladder import THREE, assert_orderly, ladders
+
+NO_HABITS = Prior().cdf()
+
+
+def expected_bill(law: IdleLaw, costs: Costs, plan: Plan) -> float:
+    """The mean bill of `plan` for idle periods that follow `law`, each bin's in its middle."""
+    total = sum(law.masses)
+    middles = [(law.edges[index] + law.edges[index + 1]) / 2 for index in range(len(law.masses))]
+    pairs = zip(law.masses, middles, strict=True)
+    return sum(mass / total * costs.bill(plan, middle) for mass, middle in pairs)
+
+
+def test_a_prior_learns_less_of_those_it_knows_and_never_forgets_the_rest() -> None:
+    prior = Prior()
+    assert prior.cdf()(LONGEST_S * 10) == pytest.approx(1.0)
+    even = prior.cdf()(10.0)
+    for known in range(100):
+        prior = prior.learn(1.0, known)
+    assert prior.cdf()(2.0) - prior.cdf()(0.9) > 0.4
+    # Half of it stays log-uniform.
+    assert 1 - prior.cdf()(10.0) == pytest.approx((1 - even) / 2, rel=0.1)
+    assert sum(prior.weights) < math.log(110 / 10) + 0.2
+
+
+@given(st.lists(st.floats(0.0, 1e8), max_size=200), ladders())
+def test_all_samples_are_in_the_law(samples: list[float], ladder: object) -> None:
+    law = law_of(samples, THREE.costs(), NO_HABITS)
+    assert list(law.edges) == sorted(set(law.edges))
+    assert len(law.masses) == len(law.edges) - 1 == len(law.longer) - 1
+    assert min(law.masses) >= 0
+    within = sum(sample <= LONGEST_S for sample in samples)
+    assert within <= sum(law.masses) + 0.3 + sum(sample == 0 for sample in samples)
+    assert law.longer[0] == sum(sample > 0 for sample in samples)
+
+
+def test_the_cheapest_plan_for_one_certain_time_rests_and_climbs_just_before_it() -> None:
+    law = IdleLaw((0.0, 1000.0, 1001.0, 2000.0), (0.0, 1.0, 0.0), (1, 1, 0, 0))
+    strategy = cheapest(law, THREE.costs(), climbs=True, guarded=False)
+    assert strategy.plan() == (Step(0.0, 2), Step(990.0, 0), Step(1001.0, 2))
+    # Without steps up, waiting for it costs less on REMOTE than holding anything.
+    assert cheapest(law, THREE.costs(), climbs=False, guarded=False).plan() == (Step(0.0, 2),)
+
+
+def test_a_plan_that_begins_later_is_the_rest_of_the_same_way() -> None:
+    law = IdleLaw((0.0, 1000.0, 1001.0, 2000.0), (0.0, 1.0, 0.0), (1, 1, 0, 0))
+    strategy = cheapest(law, THREE.costs(), climbs=True, guarded=False)
+    assert strategy.plan(400.0) == (Step(0.0, 2), Step(590.0, 0), Step(601.0, 2))
+    # There is no time left to climb: it stays up.
+    assert strategy.plan(995.0) == (Step(0.0, 0), Step(6.0, 2))
+    assert strategy.plan(5000.0)[-1].rung == 2
+
+
+def test_without_enough_longer_samples_it_steps_down_no_earlier_than_the_envelope() -> None:
+    costs = THREE.costs()
+    few, many = ([1.0] * 50 + [500.0] * count for count in (2, 3))
+    envelope_s = {step.rung: step.offset_s for step in costs.envelope}
+    guarded = cheapest(law_of(few, costs, NO_HABITS), costs, climbs=False).plan()
+    assert all(step.offset_s >= envelope_s[step.rung] for step in guarded[1:])
+    bold = cheapest(law_of(many, costs, NO_HABITS), costs, climbs=False).plan()
+    assert bold[1].offset_s < envelope_s[bold[1].rung]
+
+
+@given(st.lists(st.floats(0.001, 1e6), min_size=1, max_size=60), ladders(), st.booleans(), st.floats(0, 1e6))
+def test_plans_are_orderly_and_end_at_the_cheapest_rung(
+    samples: list[float], ladder: object, climbs: bool, since_s: float
+) -> None:
+    costs = ladder.costs()  # type: ignore[attr-defined]
+    law = law_of(samples, costs, NO_HABITS)
+    strategy = cheapest(law, costs, climbs=climbs)
+    assert strategy == cheapest(law, costs, climbs=climbs)
+    plan = strategy.plan(since_s)
+    assert_orderly(plan, len(costs.holds))
+    rungs = [step.rung for step in plan]
+    if not climbs:
+        assert rungs == sorted(set(rungs))
+
+
+@given(st.lists(st.floats(0.01, 1e5), min_size=4, max_size=60), ladders())
+def test_no_single_timeout_is_cheaper_than_the_cheapest_plan(samples: list[float], ladder: object) -> None:
+    costs = ladder.costs()  # type: ignore[attr-defined]
+    law = law_of(samples, costs, NO_HABITS)
+    best = expected_bill(law, costs, cheapest(law, costs, climbs=False, guarded=False).plan())
+    for rung in range(len(costs.holds)):
+        for edge in law.edges:
+            plan = (Step(0.0, 0), Step(edge, rung)) if edge else (Step(0.0, rung),)
+            # The plan was chosen for arrivals anywhere in a bin, and is billed here for its middle: that is equal.
+            assert best <= expected_bill(law, costs, plan) * (1 + 1e-6) + 1e-9

@@ -1,0 +1,127 @@
+"""The keep-alive policy: what it promises for every history, and what it learns."""
+
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pilotflame.runtime.scaling.idle_law import Prior
+from pilotflame.runtime.scaling.keep_alive import IDLES, INTERVALS, History, decide, followed, learn
+from pilotflame.runtime.scaling.ladder import Ladder, Rung, Step
+from pilotflame.runtime.scaling.ladder_simulator import Fixed, Learned, Replay, run
+
+from .test_ladder import assert_orderly, ladders
+
+GB = 3e-6
+# An eighth of a device: READY, PARKED, ZYGOTE, LOCAL and REMOTE.
+SLICE = Ladder(
+    (Rung(1e-4, 0), Rung(3.5 * GB, 0.08), Rung(0.5 * GB, 2.2), Rung(4.5e-8, 7), Rung(0, 12)), wait_per_s=0.001
+)
+idle_periods = st.lists(st.tuples(st.floats(0, 1e6), st.floats(0, 1e4)), max_size=40)
+
+
+def taught(ladder: Ladder, periods: list[tuple[float, float]], prior: Prior | None = None) -> History:
+    history, waits = History(), [rung.wake_s for rung in ladder.rungs]
+    for idle_s, since_s in periods:
+        history = learn(history, ladder, idle_s, since_s, waits, prior or Prior())
+    return history
+
+
+def test_a_function_of_which_nothing_is_known_follows_the_envelope() -> None:
+    assert decide(History(), SLICE, 5.0) == SLICE.costs().envelope
+
+
+@settings(max_examples=50)
+@given(ladders(), idle_periods, st.floats(0, 1e5))
+def test_every_plan_is_orderly_and_equal_inputs_give_equal_plans(
+    ladder: Ladder, periods: list[tuple[float, float]], since_s: float
+) -> None:
+    history = taught(ladder, periods)
+    plan = decide(history, ladder, since_s)
+    assert_orderly(plan, len(ladder.rungs))
+    assert plan == decide(taught(ladder, periods), ladder, since_s)
+    assert history.periods == len(periods)
+    # The last step goes down, or nothing is cheaper to hold.
+    assert len(plan) == 1 or plan[-1].rung > plan[-2].rung or plan[-1].rung == len(ladder.rungs) - 1
+
+
+def test_the_history_is_bounded() -> None:
+    history = taught(SLICE, [(60.0, 1.0)] * (IDLES + 50))
+    assert (len(history.idles), len(history.intervals)) == (IDLES, INTERVALS)
+    assert history.periods == IDLES + 50
+
+
+def test_a_timer_is_prewarmed_just_before_it_fires() -> None:
+    rnd = random.Random(1)
+    history = taught(SLICE, [(600 + rnd.gauss(0, 2), 0.5) for _ in range(64)])
+    assert followed(history) >= 3
+    plan = decide(history, SLICE, 0.5)
+    ready_s = next(step.offset_s for step in plan[1:] if step.rung == 0)
+    assert 580 < ready_s < 605
+    # In between it rests, and half an hour later nothing warm is held any more.
+    assert max(step.rung for step in plan if step.offset_s < 500) >= 2
+    assert [step.rung for step in plan if step.offset_s < 2400][-1] >= 2
+
+
+def test_bursts_are_kept_warm_for_longer_than_single_calls() -> None:
+    lonely = taught(SLICE, [(100.0, 1.0)] * 3)
+    crowded = History()
+    for _ in range(3):
+        crowded = learn(crowded, SLICE, 100.0, 1.0, [0.0, 0.4, 50.0, 300.0, 700.0])
+    assert crowded.costs(SLICE).penalties[2] > 10 * lonely.costs(SLICE).penalties[2]
+    assert crowded.costs(SLICE).envelope[2].offset_s > lonely.costs(SLICE).envelope[2].offset_s
+
+
+def test_waits_of_another_ladder_are_forgotten_and_the_idle_times_are_kept() -> None:
+    history = taught(SLICE, [(60.0, 1.0)] * 5)
+    shorter = Ladder(SLICE.rungs[:3], SLICE.wait_per_s)
+    assert history.costs(shorter) == shorter.costs()
+    following = learn(history, shorter, 60.0, 1.0, [0.0, 0.1, 3.0])
+    assert len(following.waits) == 3
+    assert len(following.idles) == 6
+
+
+def test_habits_that_change_are_noticed() -> None:
+    before = taught(SLICE, [(20.0, 1.0)] * 200)
+    after = taught(SLICE, [(20.0, 1.0)] * 200 + [(5000.0, 1.0)] * 40)
+    bills = [SLICE.costs().bill(decide(history, SLICE, 1.0), 5000.0) for history in (before, after)]
+    assert bills[1] < bills[0]
+    assert bills[1] < 1.3 * min(SLICE.costs().bill((Step(0.0, rung),), 5000.0) for rung in range(5))
+
+
+def test_the_node_s_habits_help_a_function_that_is_new() -> None:
+    prior = Prior()
+    for known in range(200):
+        prior = prior.learn(3.0, known // 20)
+    informed, alone = taught(SLICE, [(3.0, 1.0)], prior), taught(SLICE, [(3.0, 1.0)])
+    bills = [SLICE.costs().bill(decide(history, SLICE, 1.0, prior), 3.0) for history in (informed, alone)]
+    assert bills[0] <= bills[1]
+
+
+def test_a_replay_waits_for_the_rung_and_so_do_those_that_come_meanwhile() -> None:
+    # READY ends 10 s after the first call; the second comes in REMOTE, the third 2 s later, the last during service.
+    ladder = Ladder((Rung(1.0, 0.0), Rung(0.0, 5.0)), 1.0)
+    plan = (Step(0.0, 0), Step(10.0, 1))
+    result = run(Replay([0.0, 100.0, 102.0, 105.5], 1.0, ladder, Fixed(plan)))
+    assert (result.requests, result.woken, result.felt) == (4, 1, 2)
+    assert result.waited_s == 5 + 3
+    assert result.held == 10 + 5
+    assert result.periods == [99.0]
+
+
+def test_an_arrival_in_the_middle_of_a_prewarm_waits_for_its_rest() -> None:
+    ladder = Ladder((Rung(1.0, 0.0), Rung(0.0, 5.0)), 1.0)
+    plan = (Step(0.0, 1), Step(50.0, 0), Step(100.0, 1))
+    result = run(Replay([0.0, 53.0], 1.0, ladder, Fixed(plan)))
+    assert (result.waited_s, result.held) == (3.0, 2.0 + 3.0)
+
+
+def test_the_policy_is_never_much_dearer_than_the_envelope_and_much_cheaper_for_a_timer() -> None:
+    rnd = random.Random(7)
+    timer = [600.0 * number + rnd.gauss(0, 5) for number in range(1, 300)]
+    callers = [60.0]
+    for _ in range(600):
+        callers.append(callers[-1] + rnd.paretovariate(1.1) * 5)
+    for arrivals, most in ((timer, 0.5), (callers, 1.15)):
+        learned = run(Replay(arrivals, 0.2, SLICE, Learned(SLICE))).bill(SLICE.wait_per_s)
+        envelope = run(Replay(arrivals, 0.2, SLICE, Fixed(SLICE.costs().envelope))).bill(SLICE.wait_per_s)
+        assert learned <= most * envelope
