@@ -23,6 +23,7 @@ from ..settings.function_settings import Resources
 CONTROLLERS = {"memory": "memory_mb", "pids": "pids", "cpu": "cpus"}
 # In version 2, the gateway moves itself into this group below its own.
 GATEWAY_GROUP = "pilotflame-gateway"
+MOST_MOVES = 10
 CPU_PERIOD_US = 100_000
 REMOVE_TIMEOUT_S = 5.0
 REMEDY = (
@@ -154,8 +155,13 @@ def _delegate(folder: Path, wanted: set[str]) -> None:
     if wanted <= set(control.read_text().split()):
         return
     (own := folder / GATEWAY_GROUP).mkdir(exist_ok=True)
-    for pid in _lines(folder / "cgroup.procs"):
-        (own / "cgroup.procs").write_text(pid)
+    for _ in range(MOST_MOVES):
+        if not (pids := _lines(folder / "cgroup.procs")):
+            break
+        for pid in pids:
+            # It may have ended meanwhile, and others may have been forked.
+            with contextlib.suppress(ProcessLookupError):
+                (own / "cgroup.procs").write_text(pid)
     control.write_text(" ".join(f"+{name}" for name in sorted(wanted)))
 
 

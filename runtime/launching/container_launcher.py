@@ -142,6 +142,7 @@ class ContainerBase(ContainerZygote):
     ) -> None:
         super().__init__(child, listener, remove, container)
         self._remove = remove
+        self._orphaned = False
 
     def close(self) -> None:
         super().close()
@@ -150,10 +151,18 @@ class ContainerBase(ContainerZygote):
     def _make_zygote(self, child: Child, on_death: Callable[[], None]) -> ZygoteProcess:
         def on_zygote_death() -> None:
             # The workers that it leaves have no parent that tells their ends, and a relaunch needs their memory.
-            self.close()
+            self._orphaned = True
+            if child.gone.is_set():
+                self.close()
             on_death()
 
         return ContainerZygote(child, self._listener, on_zygote_death, self._container)
+
+    def _child_ended(self, pid: int, code: int, out_of_memory: bool, certain: bool = True) -> None:
+        super()._child_ended(pid, code, out_of_memory, certain)
+        # Not before: this tells why the zygote died.
+        if self._orphaned:
+            self.close()
 
     def _make_source(
         self, zygote: ZygoteProcess, spec: WorkerSpec, facts: dict[str, Any], reason: str,

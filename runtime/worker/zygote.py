@@ -9,6 +9,7 @@ role) is returned up to `main`, which calls it, so that the child starts on an a
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib
 import json
@@ -18,7 +19,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -35,7 +36,7 @@ from .function_setup import Built, build, weights_hint
 from .worker import Worker
 
 DIAL_TIMEOUT_S = 10.0
-# Where the kernel counts its kills: of this container in version 2 and 1 of cgroups, or of the whole machine.
+# Where the kernel counts its kills: of the whole machine; in a container, its own in version 2 and 1 of cgroups.
 MACHINE_KILLS = "/proc/vmstat"
 MEMORY_KILLS = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control", MACHINE_KILLS)
 # What a process runs until its end. In a child that it has forked, it returns the role of this child.
@@ -59,8 +60,9 @@ class Ticket:
 class Zygote:
     """A process that forks on request. Subclasses define how it gets ready and what its children run."""
 
-    def __init__(self, ticket: Ticket) -> None:
-        self._ticket = ticket
+    def __init__(self, ticket: Ticket, kill_files: tuple[str, ...]) -> None:
+        """`kill_files` is where the kernel may count what it kills here because memory ran out."""
+        self._ticket, self._kill_files = ticket, kill_files
         self._wake_read, self._wake_write = socket.socketpair()
         # For each child that was not reaped yet: the counter of the kernel's kills that its end may be one of.
         self._children: dict[int, MemoryKills] = {}
@@ -81,9 +83,9 @@ class Zygote:
         """Return the function that a forked child runs. Called in the child, with the child's ticket."""
         raise NotImplementedError
 
-    def kill_files(self, _request: dict[str, Any]) -> Sequence[str]:
+    def kill_files(self, _request: dict[str, Any]) -> tuple[str, ...]:
         """Return where the kernel may count that it killed the child because memory ran out."""
-        return MEMORY_KILLS
+        return self._kill_files
 
     def _watch_children(self) -> None:
         for end in (self._wake_read, self._wake_write):
@@ -125,9 +127,9 @@ class Zygote:
                 with contextlib.suppress(OSError):
                     link.send(FrameKind.EXITED, head)
 
-    def _memory_kills(self, files: Sequence[str]) -> MemoryKills:
+    def _memory_kills(self, files: tuple[str, ...]) -> MemoryKills:
         """Return the counter that the children with the same limit of memory share."""
-        file = next(filter(tells_memory_kills, files), MACHINE_KILLS)
+        file = first_that_tells(files)
         known = (kills for kills in self._children.values() if kills.file == file)
         # If no such child is left, all kills so far are explained, or were of children of children.
         return next(known, None) or MemoryKills(file)
@@ -175,8 +177,10 @@ class MemoryKills:
         return _count_memory_kills(self.file) or 0
 
 
-def tells_memory_kills(file: str) -> bool:
-    return _count_memory_kills(file) is not None
+@functools.lru_cache(maxsize=16)
+def first_that_tells(files: tuple[str, ...]) -> str:
+    """Return the first file in which the kernel counts its kills."""
+    return next((file for file in files if _count_memory_kills(file) is not None), MACHINE_KILLS)
 
 
 def _count_memory_kills(file: str) -> int | None:
@@ -192,8 +196,8 @@ def _count_memory_kills(file: str) -> int | None:
 class Base(Zygote):
     """The first process of a Python environment. It has imported large packages, and no function."""
 
-    def __init__(self, ticket: Ticket, preload: list[str]) -> None:
-        super().__init__(ticket)
+    def __init__(self, ticket: Ticket, preload: list[str], kill_files: tuple[str, ...]) -> None:
+        super().__init__(ticket, kill_files)
         self._preload = preload
 
     def prepare(self, link: BlockingLink) -> bool:
@@ -206,22 +210,23 @@ class Base(Zygote):
         return True
 
     def child_role(self, ticket: Ticket, request: dict[str, Any]) -> Role:
-        confinement = _confinement(request)
-        confine(confinement)
+        confine(_confinement(request))
         if request["role"] == "zygote":
-            return RevisionZygote(ticket, WorkerSpec.model_validate(request["spec"]), confinement).run
+            spec = WorkerSpec.model_validate(request["spec"])
+            return RevisionZygote(ticket, spec, self.kill_files(request)).run
         return partial(spawn_worker, ticket, request["spec"])
 
-    def kill_files(self, request: dict[str, Any]) -> Sequence[str]:
-        return _kill_files(_confinement(request))
+    def kill_files(self, request: dict[str, Any]) -> tuple[str, ...]:
+        file = _confinement(request).memory_kills
+        return (str(file),) if file is not None else self._kill_files
 
 
 class RevisionZygote(Zygote):
     """The parent of one revision's workers. It has imported and built the handler, without weights."""
 
-    def __init__(self, ticket: Ticket, spec: WorkerSpec, confinement: Confinement) -> None:
-        super().__init__(ticket)
-        self._spec, self._confinement = spec, confinement
+    def __init__(self, ticket: Ticket, spec: WorkerSpec, kill_files: tuple[str, ...]) -> None:
+        super().__init__(ticket, kill_files)
+        self._spec = spec
         self._built: Built | None = None
 
     def run(self) -> Role | None:
@@ -251,16 +256,9 @@ class RevisionZygote(Zygote):
     def child_role(self, ticket: Ticket, request: dict[str, Any]) -> Role:
         return partial(run_worker, ticket, self._spec, self._built)
 
-    def kill_files(self, _request: dict[str, Any]) -> Sequence[str]:
-        return _kill_files(self._confinement)
-
 
 def _confinement(request: dict[str, Any]) -> Confinement:
     return Confinement.model_validate(request.get("confinement") or {})
-
-
-def _kill_files(confinement: Confinement) -> Sequence[str]:
-    return MEMORY_KILLS if confinement.memory_kills is None else [str(confinement.memory_kills)]
 
 
 def spawn_worker(ticket: Ticket, spec: dict[str, Any]) -> None:
@@ -323,7 +321,7 @@ def main() -> None:
         run_worker(ticket, WorkerSpec.model_validate(request["spec"]), None)
     else:
         gc.disable()
-        role: Role | None = Base(ticket, request["preload"]).run
+        role: Role | None = Base(ticket, request["preload"], MEMORY_KILLS if given else (MACHINE_KILLS,)).run
         # In a forked child, `role` returns the child's own role, which runs next.
         while role is not None:
             role = role()

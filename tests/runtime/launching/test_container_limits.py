@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from containers import made_image, require_podman, running_engine
-from live import Function, Gateway, gateway_here, short_folder
+from live import Function, Gateway, failure, gateway_here, short_folder
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
@@ -96,6 +96,14 @@ async def test_a_job_that_eats_memory(function: Function, neighbour: Function) -
     job = response.json()
     assert (job["status"], job["errorDetails"]["type"]) == ("FAILED", "out_of_memory"), job
     assert await neighbour.answer({"do": "echo", "with": [1]}) == 1
+
+
+async def test_a_handler_that_needs_too_much_to_be_imported(gateway: Gateway, image: str) -> None:
+    source = "held = bytearray(b'x') * (300 << 20)\n" + HANDLER
+    response = await gateway.send(source, {"image.name": image, **LIMITS})
+    error = failure(response)
+    assert "sent by the kernel because memory ran out" in error["message"]
+    assert "Raise resources.memory_mb, which is 160" in error["remedy"]
 
 
 async def test_a_handler_that_forks_without_end(function: Function, neighbour: Function) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 from live import gateway_here, gateway_process, gone
-from pilotflame.runtime.worker.zygote import MemoryKills, tells_memory_kills
+from pilotflame.runtime.worker.zygote import MemoryKills, first_that_tells
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -135,7 +135,7 @@ def handler(event):
 async def test_each_kill_of_the_kernel_explains_one_end(tmp_path: Path):
     counter = tmp_path / "vmstat"
     counter.write_text("nr_free_pages 3\noom_kill 4\n")
-    assert tells_memory_kills(str(counter))
+    assert first_that_tells((str(tmp_path / "none"), str(counter), "/proc/vmstat")) == str(counter)
     kills = MemoryKills(str(counter))
     assert not kills.explain()
     # Two children were killed before the first was reaped.
@@ -143,7 +143,6 @@ async def test_each_kill_of_the_kernel_explains_one_end(tmp_path: Path):
     assert [kills.explain() for _ in range(3)] == [True, True, False]
     counter.write_text("nr_free_pages 3\noom_kill 7\n")
     assert [kills.explain() for _ in range(2)] == [True, False]
-    assert not tells_memory_kills(str(tmp_path / "none"))
     assert not MemoryKills(str(tmp_path / "none")).explain()
 
 
@@ -151,4 +150,6 @@ async def test_a_kill_by_somebody_else_is_not_taken_for_the_kernels(deploy):
     function = await deploy("import os\ndef handler(event):\n    os.kill(os.getpid(), 9)")
     error = await function.error()
     assert "SIGKILL" in error["message"]
-    assert "memory" not in error["message"]
+    assert error["type"] == "worker_died"
+    # Meanwhile the kernel may have killed a process of another test.
+    assert "memory" not in error["message"] or "perhaps" in error["message"]
