@@ -4,7 +4,7 @@ BIN := .venv/bin
 SOURCES := $(shell find runtime snapshot handlers templates -type f -not -name '*.pyc') $(wildcard *.py) pyproject.toml
 EXTRAS := test
 
-.PHONY: help demo test coverage lint bench bench-snapshot bench-jobs bench-batch bench-clairvoyant bench-policy bench-warm check-api soak soak-gateway soak-jobs clean
+.PHONY: help demo test coverage lint bench bench-snapshot bench-jobs bench-batch bench-clairvoyant bench-policy bench-warm check-api check-infra soak soak-gateway soak-jobs clean
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
 
@@ -36,7 +36,7 @@ lint: .venv/wheel ## ruff, import-linter and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/mypy -p pilotflame
-	MYPYPATH=infra/bench $(BIN)/mypy --explicit-package-bases infra/bench infra/demo.py infra/house.py
+	MYPYPATH=infra:infra/bench $(BIN)/mypy --explicit-package-bases infra/bench infra/*.py
 
 bench: .venv/installed-bench ## Cold start, warm path and memory, beside the floors and LitServe
 	@$(MAKE) --no-print-directory EXTRAS=bench .venv/wheel
@@ -64,6 +64,9 @@ bench-warm: .venv/installed-bench ## The warm path beside LitServe, BentoML and 
 
 check-api: .venv/wheel ## schemathesis over /openapi.json: 2,000 requests and more, each answer as described
 	$(BIN)/python infra/bench/schema.py --examples 30
+
+check-infra: .venv/wheel ## The manifests in infra/: misspelt fields, missing files, queries that are none
+	$(BIN)/python infra/check.py
 
 bench-batch: .venv/wheel ## A batch of 10,000 lines, whole and killed and resumed
 	$(BIN)/python infra/bench/batch.py $(BENCH_ARGS)

@@ -55,12 +55,12 @@ from .launching.launcher import LauncherByImage
 from .launching.listener import Listener
 from .launching.process_launcher import ProcessLauncher
 from .settings.gateway_settings import GatewaySettings
-from .settings.state_dir import is_disk_full, locked_state_dir
+from .settings.state_dir import free_bytes, is_disk_full, locked_state_dir
 from .telemetry.background import BackgroundTasks
 from .telemetry.gateway_log import gateway_logging
 from .telemetry.log_files import ACCESS, AUDIT, LogFiles
 from .telemetry.logs import Logs
-from .telemetry.metrics import Metrics
+from .telemetry.metrics import Metrics, Reading
 
 LOG = logging.getLogger(__name__)
 # How many new objects trigger a garbage collection. A request creates about twenty objects that the collector
@@ -160,7 +160,9 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
     stack.push_async_callback(jobs.close)
     sources = Sources(jobs, tasks, functions.log, drain_s=settings.drain_s)
     _connect(events, functions, jobs, sources)
-    metrics.readers += [jobs.readings, sources.readings, keyring.readings]
+    metrics.readers += [
+        jobs.readings, sources.readings, keyring.readings, functools.partial(_disk_readings, state),
+    ]  # fmt: skip
 
     admin = Admin(
         functions, metrics, logs, local=local,
@@ -225,6 +227,11 @@ def _launcher(
 ) -> LauncherByImage:
     containers = ContainerLauncher(settings.engine or find_engine(), listener, tasks, str(state), LOG.warning)
     return LauncherByImage(ProcessLauncher(listener, tasks, state), containers)
+
+
+async def _disk_readings(state: Path) -> list[Reading]:
+    free = await asyncio.to_thread(free_bytes, state)
+    return [Reading("state_free_bytes", "Free space for the state folder.", {(): free}, ())]
 
 
 def _load_access(state: Path) -> tuple[Keyring, Secrets]:

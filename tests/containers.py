@@ -118,11 +118,16 @@ def _fill(root: Path) -> None:
             if ".." not in file.parts and source.is_file():
                 (library / "site-packages" / file).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(source, library / "site-packages" / file)
-    for needed in _shared_libraries([interpreter, *root.rglob("*.so*")]):
-        (root / needed.lstrip("/")).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(needed, root / needed.lstrip("/"))
+    copy_libraries(root, [interpreter, *root.rglob("*.so*")])
     for name in ("tmp", "proc", "dev", "sys", "etc", "run"):
         (root / name).mkdir(exist_ok=True)
+
+
+def copy_libraries(root: Path, programs: list[Path]) -> None:
+    """Copy the shared libraries that these programs and libraries need to the same paths below `root`."""
+    for needed in _shared_libraries(programs):
+        (root / needed.lstrip("/")).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(needed, root / needed.lstrip("/"))
 
 
 def _required(name: str, found: set[str]) -> set[str]:

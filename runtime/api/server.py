@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import TypeAlias
@@ -23,6 +24,8 @@ from .routes import Route, aiohttp_routes
 LOG = logging.getLogger(__name__)
 OnPrepare: TypeAlias = Callable[[web.Request, web.StreamResponse], Awaitable[None]]
 BACKLOG = 1024
+# The file descriptor of the first socket that systemd passes.
+FIRST_PASSED = 3
 NO_FAST_PATH = (
     "aiohttp {version} lacks {names}, so plain calls take more time. Install an aiohttp that pilotflame's"
     " pyproject.toml allows."
@@ -30,7 +33,12 @@ NO_FAST_PATH = (
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket bound to this address; port 0 is any free port. Raise GatewayError if that fails."""
+    """Return a socket bound to this address; port 0 is any free port. Raise GatewayError if that fails.
+
+    If systemd has passed a socket to this process, return that.
+    """
+    if os.environ.pop("LISTEN_PID", "") == str(os.getpid()):
+        return _passed(os.environ.pop("LISTEN_FDS", ""))
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, address = found[0]
@@ -45,6 +53,22 @@ def bind(host: str, port: int) -> socket.socket:
         sock.close()
         remedy = "Choose another --port (0 picks a free one), or stop the program that listens there."
         raise GatewayError(f"Cannot listen on {host}:{port}: {error.strerror}.", remedy=remedy) from None
+    return sock
+
+
+def _passed(count: str) -> socket.socket:
+    """Return the socket of a unit's ListenStream=, as sd_listen_fds(3) describes."""
+    remedy = "Give the .socket unit one ListenStream= with an address and a port."
+    if count != "1":
+        message = f"LISTEN_FDS={count}: the gateway takes one socket of systemd."
+        raise GatewayError(message, remedy=remedy)
+    try:
+        sock = socket.socket(fileno=FIRST_PASSED)
+    except OSError as error:
+        raise GatewayError(f"systemd passes no socket: {error.strerror}.", remedy=remedy) from error
+    sock.set_inheritable(False)
+    if sock.family not in (socket.AF_INET, socket.AF_INET6) or sock.type != socket.SOCK_STREAM:
+        raise GatewayError(f"The socket of systemd, {sock.getsockname()!r}, is not for TCP.", remedy=remedy)
     return sock
 
 

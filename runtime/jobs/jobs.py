@@ -181,8 +181,12 @@ class Jobs:
         return self._key.seal(purpose, f"{job.function}:{job.id}")
 
     async def readings(self) -> list[Reading]:
-        """Return the metrics of jobs and webhooks. Raise JobStoreFailed if the store cannot be read."""
-        counts, pending = await self.store.all_counts(), await self.store.pending_deliveries()
+        """Return the metrics of jobs and webhooks; if the store cannot be read, only that it cannot."""
+        up = "1 if the jobs database can be read, else 0."
+        try:
+            counts, pending = await self.store.all_counts(), await self.store.pending_deliveries()
+        except JobStoreFailed:
+            return [Reading("job_store_up", up, {(): 0.0}, ())]
 
         def by_state(*states: str) -> Numbers:
             return {(name, state): getattr(of, state) for name, of in counts.items() for state in states}
@@ -194,6 +198,7 @@ class Jobs:
         waiting: Numbers = {(name,): count for name, count in pending.items()}
         sent: Numbers = dict(self._sender.attempts)
         return [
+            Reading("job_store_up", up, {(): 1.0}, ()),
             Reading("jobs", "Jobs that wait or run.", live, state),
             Reading("jobs_ended", "Jobs that have ended, by final state.", ended, state, total=True),
             Reading("job_retries", "Retries of jobs that callers requested.", retried, total=True),

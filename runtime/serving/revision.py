@@ -59,7 +59,7 @@ class Revision(RevisionEvents):
         self._sufficient_load = 0.0
         self._scale_timer: asyncio.TimerHandle | None = None
         self._scale_at_s = 0.0
-        self._unexplained_deaths = 0
+        self._unexplained_deaths = self._deaths = 0
         # The outcome of the first start of workers: the error if it failed. `_unproven` have not reported yet.
         self._first_start: asyncio.Future[PilotflameError | None] = self._loop.create_future()
         self._unproven, self._proven = 1, False
@@ -104,6 +104,7 @@ class Revision(RevisionEvents):
             zygote=pool.zygote.source is not None,
             busy_s=busy_s,
             ready_s=ready_s,
+            deaths=self._deaths,
         )
 
     # -- the number of workers
@@ -301,7 +302,9 @@ class Revision(RevisionEvents):
         words = self._logs.last_words(replica.name, LAST_WORDS)
         said = f"; its last words: {words}" if words else "; it printed nothing"
         # A failed start was logged as such, and the gateway kills what it does not want any more.
-        level = "info" if replica.reported_failure or (replica.left and self.retiring) else "error"
+        expected = replica.reported_failure or (replica.left and self.retiring)
+        self._deaths += not (expected or replica.left)
+        level = "info" if expected else "error"
         self._logs.write("gateway", f"worker {replica.name} ended with {cause}{said}", level)
 
     def _count_failure(self, error: PilotflameError) -> None:

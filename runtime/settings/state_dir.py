@@ -36,6 +36,12 @@ def locked_state_dir(path: Path) -> Iterator[Path]:
         os.close(descriptor)
 
 
+def free_bytes(folder: Path) -> int:
+    """Return how much may still be written to the disk of `folder`."""
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize
+
+
 def is_disk_full(folder: Path, min_free_bytes: int) -> bool:
     """Return whether the disk of `folder` has less free space, or no free inodes. 0 bytes: it is never full."""
     found = os.statvfs(folder)

@@ -47,6 +47,8 @@ class Census:
     """The seconds for which workers were ready, summed over all workers that the revision has had."""
     standby: bool = False
     zygote: bool = False
+    deaths: int = 0
+    """The number of workers that ended without draining; failed starts do not count."""
 
 
 class _Histogram:
@@ -243,6 +245,7 @@ class Metrics(Collector):
         busy = _family(CounterMetricFamily, "worker_busy_seconds", "Time with work, summed over all workers.")
         ready = _family(CounterMetricFamily, "worker_ready_seconds", "Time ready, summed over all workers.")
         share = _family(GaugeMetricFamily, "worker_busy_ratio", "Busy share of worker_ready_seconds.")
+        deaths = _family(CounterMetricFamily, "worker_deaths", "Workers that ended without draining.")
         for function, census in self._census().items():
             for state in ("starting", "ready", "draining"):
                 workers.add_metric([function, state], getattr(census, state))
@@ -251,7 +254,8 @@ class Metrics(Collector):
             busy.add_metric([function], census.busy_s)
             ready.add_metric([function], census.ready_s)
             share.add_metric([function], census.busy_s / census.ready_s if census.ready_s else 0.0)
-        yield from (workers, waiting, running, busy, ready, share)
+            deaths.add_metric([function], census.deaths)
+        yield from (workers, waiting, running, busy, ready, share, deaths)
 
 
 def _family(kind: type[Family], name: str, text: str, *labels: str) -> Family:

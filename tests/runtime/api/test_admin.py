@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import re
 import shutil
+import sqlite3
 from pathlib import Path
 
 import httpx
 import pytest
 from live import Gate, Gateway, failure, gateway_here
 from pilotflame.runtime.functions.code import pack
+from pilotflame.runtime.jobs.jobs import DATABASE_FILE
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -336,6 +340,20 @@ async def test_a_full_disk_is_not_ready(state):
         assert (response.status_code, response.json()) == (503, {"status": "disk_full"})
         assert "retry-after" in response.headers
         assert (await gateway.client.get("/healthz")).status_code == 200
+
+
+async def test_the_metrics_tell_free_space_and_a_jobs_database_that_fails(state):
+    async with gateway_here(state) as gateway:
+        text = (await gateway.client.get("/metrics")).text
+        assert "pilotflame_job_store_up 1.0" in text
+        free = re.search(r"^pilotflame_state_free_bytes (\S+)$", text, re.MULTILINE)
+        assert free is not None
+        assert 0 < float(free[1]) <= shutil.disk_usage(state).total
+        with contextlib.closing(sqlite3.connect(state / DATABASE_FILE)) as connection:
+            connection.execute("DROP TABLE deliveries")
+        text = (await gateway.client.get("/metrics")).text
+        assert "pilotflame_job_store_up 0.0" in text
+        assert "pilotflame_state_free_bytes" in text
 
 
 async def test_draining_is_not_ready(state, gate: Gate):

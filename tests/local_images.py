@@ -1,0 +1,88 @@
+"""Images for tests of infra/, made from what is installed on this machine: no registry can be reached."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from containers import IMAGE, PODMAN, copy_libraries, made_image, podman
+
+# What podman needs on machines where its limits cannot be raised.
+LIMITS = ("--network", "host", "--ulimit", "nofile=1024:1024", "--ulimit", "nproc=1024:1024")
+ROOT = Path(__file__).parents[1]
+SITE = "usr/local/lib/python3.11/site-packages"
+# pilotflame is taken out of the image that has it, since the build under test installs it. /tmp is open to all
+# users, as in all images of distributions.
+PREPARE = (
+    "import os, pathlib, shutil; os.chmod('/tmp', 0o1777);"
+    " [shutil.rmtree(path) for path in pathlib.Path('/{site}').glob('pilotflame*')]"
+)
+
+
+def base_image() -> str:
+    """Return an image to build on: Python, pip, a shell, and all that pilotflame requires, but not pilotflame."""
+    prepare = PREPARE.format(site=SITE)
+    build = f'FROM {made_image()}\nCOPY root /\nRUN ["/usr/local/bin/python", "-c", "{prepare}"]\n'
+
+    def write(root: Path) -> None:
+        for name in ("pip", "setuptools", "wheel"):
+            _add_distribution(root, name)
+        # Required, but not called here: its name is enough, and its program is large.
+        _add_distribution(root, "uv", only=".dist-info/")
+        _add_program(root, Path("/bin/sh").resolve(), "bin/sh")
+
+    return _image("base", build, write)
+
+
+def program_image(program: Path) -> str:
+    """Return an image that holds one program of this machine."""
+    digest = hashlib.sha256(program.read_bytes()).hexdigest()
+
+    def write(root: Path) -> None:
+        _add_program(root, program, f"usr/local/bin/{program.name}")
+        (root / "etc").mkdir()
+        # Programs in Go ask the name server alone without it.
+        (root / "etc/nsswitch.conf").write_text("hosts: files dns\n")
+
+    return _image(program.name, f"# {digest}\nFROM scratch\nCOPY root /\n", write)
+
+
+def gateway_image(tag: str) -> None:
+    """Build infra/gateway/Containerfile without a package index, on the base image."""
+    arguments = {"BASE": base_image(), "PIP_NO_INDEX": "1", "EXTRAS": ""}
+    given = [word for name, value in arguments.items() for word in ("--build-arg", f"{name}={value}")]
+    file = str(ROOT / "infra/gateway/Containerfile")
+    podman("build", "-q", "--layers=false", *LIMITS, *given, "-f", file, "-t", tag, str(ROOT))
+
+
+def _image(name: str, build: str, write: Callable[[Path], None]) -> str:
+    """Return the tag of an image of what `write` writes. It is made once for each Containerfile `build`."""
+    build += "ENV PATH=/usr/local/bin:/usr/bin:/bin\n"
+    key = f"{build}{Path(__file__).read_text()}"
+    tag = f"{IMAGE}-{name}:{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+    if subprocess.run([*PODMAN, "image", "exists", tag], check=False, timeout=60).returncode:
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, "root/tmp").mkdir(parents=True)
+            write(Path(folder, "root"))
+            Path(folder, "Containerfile").write_text(build)
+            podman("build", "-q", "--layers=false", *LIMITS, "-t", tag, folder)
+    return tag
+
+
+def _add_distribution(root: Path, name: str, only: str = "") -> None:
+    for file in importlib.metadata.files(name) or ():
+        if ".." not in file.parts and only in str(file):
+            (root / SITE / file).parent.mkdir(parents=True, exist_ok=True)
+            # With its time, by which Python knows that a compiled module is valid.
+            shutil.copy2(file.locate(), root / SITE / file)
+
+
+def _add_program(root: Path, program: Path, path: str) -> None:
+    (root / path).parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(program, root / path)
+    copy_libraries(root, [program])
