@@ -4,7 +4,7 @@ BIN := .venv/bin
 SOURCES := $(shell find runtime snapshot handlers templates -type f -not -name '*.pyc') $(wildcard *.py) pyproject.toml
 EXTRAS := test
 
-.PHONY: help demo test coverage lint bench bench-snapshot bench-jobs bench-batch bench-clairvoyant bench-policy bench-warm check-api check-infra soak soak-gateway soak-jobs clean
+.PHONY: help demo test coverage lint bench bench-snapshot bench-jobs bench-batch bench-clairvoyant bench-policy bench-warm check-api check-infra soak soak-gateway soak-jobs soak-rolling clean
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
 
@@ -86,6 +86,9 @@ soak-gateway: .venv/wheel ## 24 hours of jobs, disconnecting callers, deploys an
 
 soak-jobs: .venv/wheel ## Jobs under 500 kills of gateways, zygotes and workers; none may be lost
 	$(BIN)/python infra/bench/soak_jobs.py --kills 500
+
+soak-rolling: .venv/wheel ## 20 rolling restarts under load, alone and as a gateway; no request may be dropped
+	$(BIN)/python infra/bench/rolling.py $(BENCH_ARGS)
 
 clean: ## Remove the environment and what was built
 	rm -rf .venv build

@@ -53,6 +53,7 @@ The text beside a class says what has happened when it is raised.
     │   └── JobStoreFailed              the jobs database cannot be written or read
     ├── BusFailed                   a message queue, or the destination of its results, could not be used
     ├── BatchFailed                 the input or output of a batch cannot be used
+    ├── BuildFailed                 a function's image could not be built or pushed
     ├── AccessError                 an API key or secret is missing, or the key does not suffice
     │   ├── Unauthorized                the request has no API key, or an unknown or expired one
     │   ├── Forbidden                   the key's scopes or functions do not cover the request
@@ -300,6 +301,10 @@ class BusFailed(PilotflameError, code="bus_failed", status=502): ...
 
 
 class BatchFailed(PilotflameError, code="batch_failed", status=422): ...
+
+
+class BuildFailed(PilotflameError, code="build_failed", status=422):
+    """`details["reason"]` is one of no_engine, base, disk_full, timeout, push and step."""
 
 
 class AccessError(PilotflameError, code="access_error", status=403): ...

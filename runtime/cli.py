@@ -12,14 +12,17 @@ import click
 
 from .._version import __version__
 from .commands import display, exit_codes, options
+from .commands.first_process import become_child_of_init
 from .commands.lazy_group import LazyGroup
 
 PROGRAM = "pilotflame"
+_FILE = click.Path(dir_okay=False, path_type=Path)
 CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True}
 # For each command its module in `commands`, and the first sentence of its help.
 COMMANDS = {
     "backup": ("backup", "Write functions, jobs, keys and secrets to FILE, also while the gateway serves."),
     "batch": ("batch", "Run FUNCTION with every line of INPUT, and write the answers to OUTPUT."),
+    "build": ("build", "Build a container image with FOLDER's function, its requirements and pilotflame."),
     "completion": (
         "completion",
         "Print the script that completes commands, functions and templates in SHELL.",
@@ -33,7 +36,7 @@ COMMANDS = {
     "keys": ("keys", "Make, list and revoke API keys."),
     "list": ("functions", "List the functions, with the number of their workers and requests."),
     "logs": ("logs", "Print the log of a function, or of the gateway."),
-    "reset": ("revisions", "Start workers again at once, although the last starts failed."),
+    "reset": ("revisions", "Start workers of a function again at once, although the last starts failed."),
     "restart": ("revisions", "Replace a function's processes, without dropping a call."),
     "restore": ("backup", "Make a state folder from a backup in FILE."),
     "revisions": ("revisions", "List a function's revisions, the newest first."),
@@ -79,12 +82,17 @@ def _gateway_options(command: Any) -> Any:
 
 
 @cli.command()
+@options.optional_source
 @_gateway_options
 @click.option("--drain", "drain_s", type=float, metavar="SECONDS", help="Time for calls at shutdown.")
+@click.option("--tls-cert", type=_FILE, help="Serve HTTPS, with the certificate chain in this PEM file.")
+@click.option("--tls-key", type=_FILE, help="The PEM file with the key of --tls-cert.")
 @click.option("--auth", type=click.Choice(["auto", "always"]), help="When to ask for keys.  [default: auto]")
 @click.option("--json", "as_json", is_flag=True, help='Print {"url": ...} on stdout once it listens.')
-def serve(*, as_json: bool, **settings: Any) -> None:
-    """Run the gateway until Ctrl-C, and let running calls finish.
+def serve(
+    *, source: options.FunctionSource | None, as_json: bool, state_dir: Path | None, **settings: Any
+) -> None:
+    """Run the gateway until Ctrl-C, and let running calls finish. With FOLDER, serve that function alone.
 
     Functions that were deployed before are there again, without workers. Every option is also an environment
     variable, such as PILOTFLAME_PORT, and a key of the --config file, and there are more: see `pilotflame settings`.
@@ -92,19 +100,30 @@ def serve(*, as_json: bool, **settings: Any) -> None:
     With --auth auto the gateway asks for API keys if other machines can reach it, or if a key exists. It then
     answers only health checks without one; see `pilotflame keys`.
 
+    With FOLDER it is what a container's image runs on Knative, Cloud Run or plain docker: `POST /` calls the function,
+    /readyz answers 200 once a worker is ready, and SIGTERM drains. The platform starts and stops containers, and
+    authenticates: callers need no key, but can change nothing. The port is that of $PORT.
+
     Example: pilotflame serve --port 8600
     """
+    become_child_of_init()
     # aiohttp takes time to import, and --help does not need it.
     from .main import run  # noqa: PLC0415
-
-    gateway = options.gateway_settings(**settings)
 
     def listening(url: str) -> None:
         if as_json:
             return display.print_json({"url": url})
-        return display.say(f"pilotflame {__version__} listens on {url}; its state is in {gateway.state_dir}")
+        what = f"serves {source.folder} on" if source is not None else "listens on"
+        return display.say(f"pilotflame {__version__} {what} {url}; its state is in {gateway.state_dir}")
 
-    run(gateway, on_listening=listening)
+    standalone = source is not None
+    with options.gateway_defaults(standalone=standalone, state_dir=state_dir) as defaults:
+        gateway = options.gateway_settings(state_dir=state_dir, defaults=defaults, **settings)
+        if source is None:
+            return run(gateway, on_listening=listening)
+        overrides = source.overrides()
+        folder = source.folder.resolve()
+        return run(gateway, on_listening=listening, folder=folder, overrides=overrides, standalone=True)
 
 
 @cli.command()

@@ -9,6 +9,7 @@ import gc
 import logging
 import shlex
 import signal
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from ..addresses import is_loopback
 from ..errors import GatewayError, PilotflameError, UnknownFunction
 from .access.control_socket import control_socket
 from .access.keyring import Keyring
+from .access.keys import ANYBODY
 from .access.secrets import Secrets
 from .api.access import AccessControl
 from .api.access_log import AccessLog
@@ -38,7 +40,9 @@ from .api.origins import Origins
 from .api.responses import ErrorResponses, compressed
 from .api.revisions import RevisionsApi
 from .api.routes import Route, error_formats
-from .api.server import bind, http_server, url_of
+from .api.server import HttpServer, bind, http_server, url_of
+from .api.standalone import PLATFORM, Standalone
+from .api.tls import Certificate
 from .api.webhooks import WebhooksApi
 from .commands.watch import watch
 from .dialects.registry import Dialects
@@ -54,10 +58,11 @@ from .launching.fetcher_client import FetcherClient
 from .launching.launcher import LauncherByImage
 from .launching.listener import Listener
 from .launching.process_launcher import ProcessLauncher
+from .settings.function_settings import FunctionSettings, read_settings
 from .settings.gateway_settings import GatewaySettings
 from .settings.state_dir import free_bytes, is_disk_full, locked_state_dir
 from .telemetry.background import BackgroundTasks
-from .telemetry.gateway_log import gateway_logging
+from .telemetry.gateway_log import Format, gateway_logging, print_log
 from .telemetry.log_files import ACCESS, AUDIT, LogFiles
 from .telemetry.logs import Logs
 from .telemetry.metrics import Metrics, Reading
@@ -66,6 +71,11 @@ LOG = logging.getLogger(__name__)
 # How many new objects trigger a garbage collection. A request creates about twenty objects that the collector
 # counts. Nearly all of them are freed when the request ends, so frequent collections would find nothing.
 YOUNG_OBJECTS = 20_000
+# How long a gateway that other machines can reach serves new requests after SIGTERM. Kubernetes tells balancers
+# at the same time as the process, and they need a second or two.
+LAME_DUCK_S = 3.0
+# How long slow readers get at least for answers that are made.
+LAST_BYTES_S = 1.0
 NO_KEY_YET = (
     "{url} can be reached by other machines, and there is no API key yet: all routes except /healthz and"
     " /readyz refuse requests. Create a key: pilotflame keys create NAME --scope admin --state-dir {state}"
@@ -82,6 +92,31 @@ class Server:
     tasks: BackgroundTasks
     jobs: Jobs
     sources: Sources
+    http: HttpServer
+    standalone: Standalone | None
+    lame_duck_s: float
+
+    def leave(self) -> None:
+        """Say that this gateway is about to end: in /readyz, and by closing connections after their next response."""
+        self.admin.draining = True
+        self.http.send_away()
+
+
+class Stop(asyncio.Event):
+    """Set when the process is to end: by a signal, or because it cannot serve."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.signal: int | None = None
+        self.error: PilotflameError | None = None
+
+    def by_signal(self, number: int) -> None:
+        self.signal = number
+        self.set()
+
+    def by_error(self, error: PilotflameError) -> None:
+        self.error = error
+        self.set()
 
 
 def run(
@@ -90,58 +125,78 @@ def run(
     on_listening: Callable[[str], None],
     folder: Path | None = None,
     overrides: Mapping[str, Any] | None = None,
+    standalone: bool = False,
 ) -> None:
     """Serve until SIGINT or SIGTERM, then drain. A second signal ends the process at once.
 
     `on_listening` is called with the gateway's URL once it accepts requests. If `folder` is given, it is
-    deployed at the start and after each change. Raise GatewayError if the gateway cannot start.
+    deployed at the start and after each change. If it is `standalone`, it is the only function, and deployed once.
+    Raise GatewayError if the gateway cannot start, and the error of a function alone that cannot be deployed.
     """
     if folder is not None and not folder.is_dir():
         raise GatewayError(f"{folder} is not a folder.", remedy="Give the folder that holds handler.py.")
+    deployment = Deployment(path=folder, overrides=overrides or {}, standalone=standalone)
+    alone: FunctionSettings | None = None
+    if folder is not None and standalone:
+        alone = read_settings(folder, overrides=overrides, standalone=True)
 
     async def run_until_signal() -> None:
-        stop = asyncio.Event()
+        stop = Stop()
         with _capture_signals(stop):
-            async with serve(settings) as server:
+            async with serve(settings, alone) as server:
                 # Exempt all objects that exist now from garbage collection, and collect new ones less often.
                 gc.collect()
                 gc.freeze()
                 gc.set_threshold(YOUNG_OBJECTS)
                 on_listening(server.url)
-                if folder is not None:
-                    deployment = Deployment(path=folder, overrides=overrides or {})
+                if server.standalone is not None:
+                    opening = _open(server.standalone, server.functions, deployment, stop)
+                    server.standalone.follow(server.tasks.create_task(opening, name="deploy"))
+                elif folder is not None:
                     follow = functools.partial(watch, folder, server.functions, deployment, stop)
                     server.tasks.keep(follow, name="watch")
                 await stop.wait()
+                if stop.signal == signal.SIGTERM:
+                    server.leave()
+                    await asyncio.sleep(server.lame_duck_s)
+        if stop.error is not None:
+            raise stop.error
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(run_until_signal())
 
 
 @contextlib.asynccontextmanager
-async def serve(settings: GatewaySettings) -> AsyncIterator[Server]:
-    """Run a gateway: it accepts requests inside the `async with` block and drains when the block ends."""
+async def serve(settings: GatewaySettings, alone: FunctionSettings | None = None) -> AsyncIterator[Server]:
+    """Run a gateway: it accepts requests inside the `async with` block and drains when the block ends.
+
+    If `alone` is given, these are the settings of its only function, which the caller deploys.
+    """
     async with contextlib.AsyncExitStack() as stack:
-        yield await startup(settings, stack)
+        yield await startup(settings, stack, alone)
 
 
-async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -> Server:
+async def startup(
+    settings: GatewaySettings, stack: contextlib.AsyncExitStack, alone: FunctionSettings | None = None
+) -> Server:
     """Start each part after the parts that it uses. Closing `stack` drains and closes them in reverse."""
     state = stack.enter_context(locked_state_dir(settings.state_dir))
     logs = await _open_logs(state, settings, stack)
     store = Store(state, LOG.warning, Retention(settings.keep_revisions, settings.keep_revisions_bytes))
     await asyncio.to_thread(store.start)
+    certificate = _load_certificate(settings, stack)
     sock = stack.enter_context(bind(settings.host, settings.port))
+    url = url_of(sock, tls=certificate is not None)
     local = is_loopback(sock.getsockname()[0])
     keyring, secrets = await asyncio.to_thread(_load_access, state)
-    if not local and not keyring.exists:
-        LOG.warning(NO_KEY_YET.format(url=url_of(sock), state=shlex.quote(str(state))))
+    if not local and not keyring.exists and alone is None:
+        LOG.warning(NO_KEY_YET.format(url=url, state=shlex.quote(str(state))))
 
     listener = _listen(state, stack)
     tasks = await stack.enter_async_context(BackgroundTasks())
     launcher, fetcher = _launcher(settings, listener, state, tasks), FetcherClient(settings.cache_dir, tasks)
-    for part in (launcher, fetcher):
-        stack.push_async_callback(part.close)
+    for close in (launcher.close, fetcher.close):
+        stack.push_async_callback(close)
     events = FunctionEvents()
     functions = Functions(
         store, state / "environments", launcher, tasks, fetcher, secrets, events, logs, settings.drain_s
@@ -165,8 +220,9 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
     ]  # fmt: skip
 
     admin = Admin(
-        functions, metrics, logs, local=local,
+        functions, metrics, logs, local=local and alone is None,
         disk_full=functools.partial(is_disk_full, state, settings.min_free_bytes),
+        starting=lambda: standalone is not None and standalone.is_starting(),
     )  # fmt: skip
     backend = Backend(
         functions, jobs, metrics, settings.max_body_bytes, settings.body_timeout_s, state,
@@ -179,27 +235,35 @@ async def startup(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -
         WebhooksApi(functions, jobs), DocsPage(),
     )  # fmt: skip
     own_routes = [route for api in apis for route in api.routes()]
-    routes = OpenApi([*own_routes, *dialects.routes()], admin.statuses).routes
+    rows = [*own_routes, *dialects.routes()]
+    standalone = _standalone(alone, functions, rows, settings.log_format, stack)
+    routes = OpenApi([*rows, *(standalone.routes if standalone is not None else [])], admin.statuses).routes
     cors = CrossOrigin(functions, routes, settings.cors_origins)
     guard = Guard(
-        keyring, tasks, routes, cors, required=settings.auth == "always" or not local,
-        on_quota=functools.partial(_count_refusal, functions, metrics),
+        keyring, tasks, routes, cors, local=local,
+        required=settings.auth == "always" or not (local or standalone is not None),
+        anybody=ANYBODY if standalone is None else PLATFORM, on_quota=functools.partial(_count_refusal, functions, metrics),
         max_body_bytes=settings.max_body_bytes, body_timeout_s=settings.body_timeout_s,
     )  # fmt: skip
     errors = ErrorResponses(error_formats(routes))
     requests = AccessLog(logs.book(ACCESS)) if settings.access_log else None
     audit = _open_audit(routes, logs, stack)
-    await stack.enter_async_context(
+    http = await stack.enter_async_context(
         http_server(
             [sock, stack.enter_context(control_socket(state))], routes,
             [
+                *([standalone.name_function] if standalone is not None else []),
                 *([requests.middleware] if requests is not None else []), cors.middleware, compressed,
                 errors.middleware, guard.middleware, audit.middleware,
+                *([standalone.hold] if standalone is not None else []),
             ],
-            FastPath(gateway, functions, guard, routes, requests), settings.header_timeout_s, [cors.on_prepare],
+            FastPath(gateway, functions, guard, routes, requests, alone.name if alone is not None else ""),
+            settings.header_timeout_s, [cors.on_prepare], certificate.context if certificate is not None else None,
         )
     )  # fmt: skip
-    server = Server(url_of(sock), functions, admin, tasks, jobs, sources)
+    server = Server(
+        url, functions, admin, tasks, jobs, sources, http, standalone, _lame_duck_s(settings, local=local)
+    )  # fmt: skip
     stack.push_async_callback(shutdown, server)
     return server
 
@@ -212,6 +276,17 @@ async def _open_logs(state: Path, settings: GatewaySettings, stack: contextlib.A
     logs = Logs(files)
     stack.enter_context(gateway_logging(logs, settings.log_level, settings.log_format))
     return logs
+
+
+def _load_certificate(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -> Certificate | None:
+    """Return the certificate if the gateway serves HTTPS. SIGHUP lets it be read again."""
+    if settings.tls_cert is None or settings.tls_key is None:
+        return None
+    certificate = Certificate(settings.tls_cert, settings.tls_key)
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGHUP, certificate.reload)
+    stack.callback(loop.remove_signal_handler, signal.SIGHUP)
+    return certificate
 
 
 def _listen(state: Path, stack: contextlib.AsyncExitStack) -> Listener:
@@ -252,11 +327,49 @@ def _open_audit(routes: Sequence[Route], logs: Logs, stack: contextlib.AsyncExit
 
 async def shutdown(server: Server) -> None:
     """Refuse new work, finish what runs, and release messages of event sources that no job is running for."""
-    server.admin.draining = True
+    begun_s = time.monotonic()
+    server.leave()
+    server.http.stop_accepting()
+    if server.standalone is not None:
+        await server.standalone.close()
     server.jobs.stop()
     # Not a task group of their own: if one failed, it would cancel the other.
     parts = (server.sources.close(), server.functions.close())
     await asyncio.wait([server.tasks.create_task(part) for part in parts])
+    await server.http.finish(max(LAST_BYTES_S, begun_s + server.functions.drain_s - time.monotonic()))
+
+
+def _lame_duck_s(settings: GatewaySettings, *, local: bool) -> float:
+    """Return for how many seconds new requests are served after SIGTERM."""
+    if settings.lame_duck_s is not None:
+        return settings.lame_duck_s
+    return 0.0 if local else LAME_DUCK_S
+
+
+def _standalone(
+    alone: FunctionSettings | None, functions: Functions, rows: Sequence[Route], form: Format,
+    stack: contextlib.AsyncExitStack,
+) -> Standalone | None:  # fmt: skip
+    """Return what serves the only function, and print that function's log until `stack` closes."""
+    if alone is None:
+        return None
+    printing = print_log(functions.logs.of_function(alone.name), form)
+    stack.callback(functions.tasks.create_task(printing).cancel)
+    return Standalone(alone, functions, rows)
+
+
+async def _open(standalone: Standalone, functions: Functions, deployment: Deployment, stop: Stop) -> None:
+    """Deploy the only function. If that fails, end the process: the platform starts it again."""
+    try:
+        live = await functions.deploy(deployment)
+    except PilotflameError as error:
+        return stop.by_error(error)
+    except OSError as error:
+        remedy = "Check the folder, and the space of the temporary folder."
+        return stop.by_error(GatewayError(f"The function cannot be copied: {error}.", remedy=remedy))
+    for warning in live.warnings:
+        LOG.warning(warning)
+    return standalone.open()
 
 
 def _observe(events: FunctionEvents, metrics: Metrics, rest: Rest) -> None:
@@ -294,20 +407,20 @@ def _count_refusal(functions: Functions, metrics: Metrics, name: str, error: Pil
 
 
 @contextlib.contextmanager
-def _capture_signals(stop: asyncio.Event) -> Iterator[None]:
+def _capture_signals(stop: Stop) -> Iterator[None]:
     """Inside the block, the first SIGINT or SIGTERM sets `stop`, and the second one ends the process."""
     loop = asyncio.get_running_loop()
     numbers = (signal.SIGINT, signal.SIGTERM)
 
-    def on_signal() -> None:
+    def on_signal(received: int) -> None:
         for number in numbers:
             loop.remove_signal_handler(number)
             signal.signal(number, signal.SIG_DFL)
         LOG.info("draining; press Ctrl-C again to stop at once")
-        stop.set()
+        stop.by_signal(received)
 
     for number in numbers:
-        loop.add_signal_handler(number, on_signal)
+        loop.add_signal_handler(number, on_signal, number)
     try:
         yield
     finally:

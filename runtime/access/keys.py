@@ -35,6 +35,11 @@ class Scope(enum.StrEnum):
 _ALLOWING = {scope: frozenset({scope, Scope.ADMIN}) for scope in Scope}
 _ALLOWING[Scope.READ] |= {Scope.DEPLOY}
 
+NO_CHANGES = "This gateway serves one function alone: without an API key it can only be called."
+NO_CHANGES_REMEDY = (
+    "Start a new image, or make a key on its machine: pilotflame keys create NAME --scope admin."
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Caller:
@@ -74,6 +79,8 @@ class Caller:
     def check_scope(self, scope: Scope) -> None:
         """Raise Forbidden if the caller has neither `scope` nor one that includes it."""
         if not self.has(scope):
+            if not self.owner:
+                raise Forbidden(NO_CHANGES, remedy=NO_CHANGES_REMEDY)
             message = f"This API key lacks the scope {scope.value!r}."
             raise Forbidden(message, remedy="Ask the key's creator for one that has it.")
 

@@ -57,12 +57,14 @@ class Admin:
         *,
         local: bool,
         disk_full: Callable[[], bool] = lambda: False,
+        starting: Callable[[], bool] = lambda: False,
     ) -> None:
         """`local`: only this machine can reach the gateway. Only then may callers deploy folders by path.
 
-        `disk_full` is called in a thread, and returns whether the state folder's disk is full.
+        `disk_full` is called in a thread, and returns whether the state folder's disk is full. While `starting`
+        returns True, /readyz responds with 503 too.
         """
-        self._disk_full = disk_full
+        self._disk_full, self._starting = disk_full, starting
         self._functions = functions
         self._logs = logs
         self._metrics = metrics
@@ -74,7 +76,7 @@ class Admin:
         read = Scope.READ
         listing, ready = (
             {"functions": list[FunctionStatus]},
-            {"status": Literal["ready", "draining", "disk_full"]},
+            {"status": Literal["ready", "draining", "starting", "disk_full"]},
         )
         probe: Any = {"public": True, "errors": ()}
         return [
@@ -126,6 +128,8 @@ class Admin:
     async def ready(self, _request: web.Request) -> web.StreamResponse:
         if self.draining:
             return json_response({"status": "draining"}, status=503, headers={"Retry-After": "5"})
+        if self._starting():
+            return json_response({"status": "starting"}, status=503, headers={"Retry-After": "1"})
         if await asyncio.to_thread(self._disk_full):
             return json_response({"status": "disk_full"}, status=503, headers={"Retry-After": "60"})
         return json_response({"status": "ready"})

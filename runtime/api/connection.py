@@ -15,13 +15,13 @@ from aiohttp.http import RawRequestMessage
 from multidict import CIMultiDict
 
 from ...errors import MalformedRequest, OutputInvalid, PilotflameError
-from .fast_path import FastPath, FastRequest
+from .fast_path import BEGINNING, FastPath, FastRequest
 from .responses import SERVER, Handler, Response, error_reply
 
 MAX_REASON_CHARS = 200
 KEEPALIVE_S = 75.0
 INTERNALS = (
-    "_close", "_handler_waiter", "_keepalive_handle", "_keepalive_timeout", "_loop", "_manager", "_messages",
+    "_close", "_current_request", "_handler_waiter", "_keepalive_handle", "_keepalive_timeout", "_loop", "_manager", "_messages",
     "_next_keepalive_close_time", "_parser", "_paused", "_process_keepalive", "_reading_paused", "_request_count",
     "_request_in_progress", "_waiter", "resume_reading",
 )  # fmt: skip
@@ -87,12 +87,13 @@ class FastConnection(ClientConnection):
     A request is offered if it has arrived completely and no other request waits on this connection.
     """
 
-    __slots__ = ("_fast_path", "_parked_waiter", "_pending")
+    __slots__ = ("_fast_path", "_lost", "_parked_waiter", "_pending")
 
     def __init__(self, server: web.Server, fast_path: FastPath, *, header_timeout_s: float) -> None:
         super().__init__(server, header_timeout_s=header_timeout_s)
         self._fast_path = fast_path
         self._pending: FastRequest | None = None
+        self._lost: asyncio.Future[None] | None = None
         # The future on which aiohttp's task waits for the next request. It is kept here, and not in
         # `_waiter`, while the fast path handles a request, so that aiohttp's task does not wake up.
         self._parked_waiter: asyncio.Future[None] | None = None
@@ -123,7 +124,28 @@ class FastConnection(ClientConnection):
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.abandon()
+        if self._lost is not None and not self._lost.done():
+            self._lost.set_result(None)
         super().connection_lost(exc)
+
+    def finish(self) -> asyncio.Future[None] | None:
+        """Close the connection after the answer that it sends, and return the future of that.
+
+        Return None if it sends none. What waits for something else, such as a follower of a log, sends none.
+        """
+        transport, request = self.transport, self._current_request
+        if transport is None:
+            return None
+        calls = request is not None and (request.path == "/" or request.path.startswith(BEGINNING))
+        if not (calls or self._pending is not None or transport.get_write_buffer_size()):
+            return None
+        self._lost = self._loop.create_future()
+        if self._request_in_progress:
+            self._close = True
+        else:
+            # What is written already is sent before.
+            transport.close()
+        return self._lost
 
     def _enter_fast_path(self, waiter: asyncio.Future[None]) -> bool:
         """Offer the request that has arrived to the fast path. Return True if the fast path handles it."""

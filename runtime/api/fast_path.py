@@ -42,9 +42,9 @@ class FastPath:
 
     def __init__(
         self, gateway: Gateway, functions: Functions, guard: Guard, routes: Sequence[Route],
-        access: AccessLog | None = None,
+        access: AccessLog | None = None, root: str = "",
     ) -> None:  # fmt: skip
-        """Each request is written to `access`, if there is one."""
+        """Each request is written to `access`, if there is one. `POST /` calls the function `root`, if given."""
         self.gateway = gateway
         self.access = access
         # Requests that another row of the route table serves, such as CloudEvents.
@@ -52,6 +52,7 @@ class FastPath:
             row.accepts for row in routes if row.path == INVOKE_PATH and row.accepts is not None
         ]
         self._functions, self._guard = functions, guard
+        self._root, self._closed = root, False
         self._outgoing: list[tuple[Send, Response]] = []
 
     def take(
@@ -75,6 +76,10 @@ class FastPath:
         request.begin(headers, payload.read_nowait())
         return request
 
+    def close(self) -> None:
+        """Take no more requests. aiohttp handles them, so that `on_response_prepare` applies to their responses."""
+        self._closed = True
+
     def send(self, send: Send, response: Response) -> None:
         """Send a response after the callbacks that the event loop runs now, with all their responses.
 
@@ -96,7 +101,8 @@ class FastPath:
     def _revision(self, message: RawRequestMessage) -> Revision | None:
         """Return the live revision of the function, or None if the request is not plain."""
         path = message.path
-        if message.method != "POST" or not path.startswith(BEGINNING) or message.version != HttpVersion11:
+        name = path[len(BEGINNING) :] if path.startswith(BEGINNING) else self._root if path == "/" else ""
+        if not name or self._closed or message.method != "POST" or message.version != HttpVersion11:
             return None
         if message.should_close or message.upgrade or message.chunked or message.compression:
             return None
@@ -109,7 +115,7 @@ class FastPath:
             if accepts(headers):
                 return None
         try:
-            revision = self._functions.live(path[len(BEGINNING) :])
+            revision = self._functions.live(name)
         except PilotflameError:
             return None
         return None if revision.streaming else revision

@@ -2,7 +2,8 @@
 
 A gateway is open if only this machine can reach it, its setting `auth` is not "always", and it never had an
 API key. An open gateway admits every request, except those that a web page of another origin has caused. Any
-other gateway requires an API key on all routes that are not public, but not on the control socket.
+other gateway requires an API key on all routes that are not public, but not on the control socket. A gateway
+that serves one function alone requires none, unless it has one, but admits its callers to few routes only.
 """
 
 from __future__ import annotations
@@ -75,20 +76,25 @@ class Guard:
     """The guard of a gateway, with the scope that each route requires."""
 
     def __init__(
-        self, keyring: Keyring, tasks: asyncio.TaskGroup, routes: Sequence[Route], cors: CrossOrigin, *, required: bool,
-        on_quota: Callable[[str, PilotflameError], None], max_body_bytes: int, body_timeout_s: float,
+        self, keyring: Keyring, tasks: asyncio.TaskGroup, routes: Sequence[Route], cors: CrossOrigin, *, local: bool,
+        required: bool, on_quota: Callable[[str, PilotflameError], None], max_body_bytes: int, body_timeout_s: float,
+        anybody: Caller = ANYBODY,
     ) -> None:  # fmt: skip
-        """`on_quota` is called with the function and the error of a request that exceeds its key's quota.
+        """`local`: only this machine can reach the gateway. `required`: requests need a key although there is none.
 
-        `max_body_bytes` and `body_timeout_s` limit the bodies of signed requests, which the guard reads.
+        While requests need no key, their caller is `anybody`. `on_quota` is called with the function and the
+        error of a request that exceeds its key's quota. `max_body_bytes` and `body_timeout_s` limit the bodies of signed requests, which the guard reads.
         """
         self._keyring, self._tasks, self._cors = keyring, tasks, cors
-        self._public = {route.path for route in routes if route.public}
+        self._public = {
+            (method, route.path) for route in routes if route.public for method in _methods(route)
+        }
         self._signed = {route.path for route in routes if route.aws_signed}
         self._scopes = scopes_by_route(routes)
         self._max_body_bytes, self._body_timeout_s = max_body_bytes, body_timeout_s
         self._unverified = asyncio.Semaphore(UNVERIFIED_BODIES)
-        self._required = required
+        self._local, self._required = local, required
+        self._anybody = Admitted(anybody) if anybody is not ANYBODY else UNKNOWN_CALLER
         self._on_quota = on_quota
 
     @property
@@ -100,7 +106,7 @@ class Guard:
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         resource = request.match_info.route.resource
         path = resource.canonical if resource is not None else ""
-        if path in self._public:
+        if (request.method, path) in self._public:
             return await handler(request)
         function = request.match_info.get("function")
         try:
@@ -130,25 +136,36 @@ class Guard:
         """
         if not self.closed:
             try:
-                check_origin(headers)
+                if self._local:
+                    check_origin(headers)
             except Forbidden:
                 if not _on_control_socket(transport):
                     check_origin(headers, lambda origin: self._cors.allows(origin, route[1], function))
-            return UNKNOWN_CALLER
+            return self._admit_anybody(route, transport)
         held = signer or self._find_key(headers, transport)
         if held is None:
             return UNKNOWN_CALLER
         if signer is None:
             _enter(held.meter)
         try:
-            if route[1] and (scope := self._scopes.get(route, Scope.ADMIN)) is not None:
-                held.caller.check_scope(scope)
+            self._check_scope(held.caller, route)
             if function is not None:
                 held.caller.check(function)
         except PilotflameError:
             held.meter.leave()
             raise
         return Admitted(held.caller, held.meter)
+
+    def _admit_anybody(self, route: tuple[str, str], transport: asyncio.BaseTransport | None) -> Admitted:
+        """Admit a caller without a key. Raise Forbidden if `anybody` may not use the route."""
+        if self._anybody is UNKNOWN_CALLER or _on_control_socket(transport):
+            return UNKNOWN_CALLER
+        self._check_scope(self._anybody.caller, route)
+        return self._anybody
+
+    def _check_scope(self, caller: Caller, route: tuple[str, str]) -> None:
+        if route[1] and (scope := self._scopes.get(route, Scope.ADMIN)) is not None:
+            caller.check_scope(scope)
 
     def _find_key(self, headers: Headers, transport: asyncio.BaseTransport | None) -> Held | None:
         """Return the sent key, or None if none is needed. Raises Unauthorized if it is missing or invalid."""
@@ -230,6 +247,11 @@ class Guard:
         except GatewayError as error:
             # The time of last use is only shown to users, so the request is admitted all the same.
             LOG.warning("%s", error)
+
+
+def _methods(route: Route) -> tuple[str, ...]:
+    """Return the methods of a route. `aiohttp_routes` adds HEAD to public routes with GET."""
+    return ("GET", "HEAD") if route.method == "GET" else (route.method,)
 
 
 def _enter(meter: Meter) -> None:

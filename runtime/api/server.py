@@ -7,8 +7,9 @@ import contextlib
 import logging
 import os
 import socket
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import aiohttp
 from aiohttp import web
@@ -72,16 +73,62 @@ def _passed(count: str) -> socket.socket:
     return sock
 
 
-def url_of(sock: socket.socket) -> str:
-    host, port = sock.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+def url_of(sock: socket.socket, *, tls: bool = False) -> str:
+    (host, port), scheme = sock.getsockname()[:2], "https" if tls else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+class HttpServer:
+    """The gateway's HTTP server, which first sends its clients away when the gateway is to end."""
+
+    def __init__(self, runner: web.AppRunner, fast_path: FastPath, tls: ssl.SSLContext | None) -> None:
+        self._runner, self._fast_path, self._tls = runner, fast_path, tls
+        self._servers: list[asyncio.Server] = []
+        self._leaving = False
+
+    async def listen(
+        self, accept: Callable[[], asyncio.Protocol], socks: Sequence[socket.socket], header_timeout_s: float
+    ) -> list[asyncio.Server]:
+        """Accept connections on `socks`, with TLS on those of other programs than our own."""
+        loop = asyncio.get_running_loop()
+        for sock in socks:
+            tls: dict[str, Any] = {}
+            if self._tls is not None and sock.family != socket.AF_UNIX:
+                tls = {"ssl": self._tls, "ssl_handshake_timeout": header_timeout_s}
+            self._servers.append(await loop.create_server(accept, sock=sock, backlog=BACKLOG, **tls))
+        return self._servers
+
+    def send_away(self) -> None:
+        """From now on, close each connection after its next response, so that clients connect elsewhere."""
+        self._leaving = True
+        self._fast_path.close()
+
+    def stop_accepting(self) -> None:
+        """Refuse new connections of other programs. The control socket stays open."""
+        for server in self._servers:
+            if server.sockets and server.sockets[0].family != socket.AF_UNIX:
+                server.close()
+
+    async def finish(self, timeout_s: float) -> None:
+        """Wait until the answers of all invocations have been sent, also to slow readers. Close their connections."""
+        server = self._runner.server
+        connections = server.connections if server is not None else []
+        sending = [one.finish() for one in connections if isinstance(one, FastConnection)]
+        if waits := [one for one in sending if one is not None]:
+            await asyncio.wait(waits, timeout=timeout_s)
+
+    async def on_prepare(self, _request: web.Request, response: web.StreamResponse) -> None:
+        if self._leaving:
+            response.headers["Connection"] = "close"
+            response.force_close()
 
 
 @contextlib.asynccontextmanager
 async def http_server(
     socks: Sequence[socket.socket], routes: Sequence[Route], middlewares: Sequence[Middleware],
     fast_path: FastPath, header_timeout_s: float, on_prepare: Sequence[OnPrepare] = (),
-) -> AsyncIterator[None]:  # fmt: skip
+    tls: ssl.SSLContext | None = None,
+) -> AsyncIterator[HttpServer]:  # fmt: skip
     """Serve `routes` on `socks` inside the block. At its end, requests have one more second.
 
     Each of `on_prepare` is called with the request and the response before the response's header is sent. If the installed aiohttp does not support `fast_path`, log a message and serve without it.
@@ -91,8 +138,9 @@ async def http_server(
         middlewares = [header_timer, *middlewares]
     app = web.Application(client_max_size=MAX_ARCHIVE_BYTES, middlewares=middlewares)
     app.add_routes(aiohttp_routes(routes))
-    app.on_response_prepare.extend([complete_headers, *on_prepare])
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
+    http = HttpServer(runner, fast_path, tls)
+    app.on_response_prepare.extend([complete_headers, *on_prepare, http.on_prepare])
     await runner.setup()
 
     def accept() -> asyncio.Protocol:
@@ -102,10 +150,9 @@ async def http_server(
             return ClientConnection(runner.server, header_timeout_s=header_timeout_s)
         return FastConnection(runner.server, fast_path, header_timeout_s=header_timeout_s)
 
-    loop = asyncio.get_running_loop()
-    servers = [await loop.create_server(accept, sock=sock, backlog=BACKLOG) for sock in socks]
+    servers = await http.listen(accept, socks, header_timeout_s)
     try:
-        yield
+        yield http
     finally:
         for server in servers:
             server.close()

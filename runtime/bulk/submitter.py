@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import ssl
 import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any, Self
@@ -44,9 +45,10 @@ class Submitter:
     """Submits lines as jobs of one function, over connections that are closed at the end of `async with`."""
 
     def __init__(
-        self, url: str, function: str, *, api_key: str, run: str, patience_s: float = PATIENCE_S
-    ) -> None:
-        """`run` is the id of the batch, the same after it is resumed.
+        self, url: str, function: str, *, api_key: str, run: str, patience_s: float = PATIENCE_S,
+        authorities: ssl.SSLContext | None = None,
+    ) -> None:  # fmt: skip
+        """`run` is the id of the batch, the same after it is resumed. `authorities` make certificates valid.
 
         `patience_s` is how long every request may fail before the batch fails.
         """
@@ -59,7 +61,7 @@ class Submitter:
         self._failing_since_s: float | None = None
         authorization = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0),
+            connector=aiohttp.TCPConnector(limit=0, ssl=authorities or True),
             timeout=aiohttp.ClientTimeout(total=ANSWER_TIMEOUT_S, sock_connect=CONNECT_TIMEOUT_S),
             headers={"Content-Type": "application/json", **authorization},
             trust_env=True,

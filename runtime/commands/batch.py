@@ -88,7 +88,10 @@ async def _run(
             failed = f", {journal.failed} failed" if journal.failed else ""
             update(line.end, inputs.total_bytes, f"{journal.done:,} lines, {rate:,.0f}/s{failed}")
 
-        async with Submitter(url, function, api_key=api_key, run=journal.run) as submitter:
+        authorities = options.trusted_authorities()
+        async with Submitter(
+            url, function, api_key=api_key, run=journal.run, authorities=authorities
+        ) as submitter:
             lines = inputs.lines(journal.done)
             await run_in_order(lines, submitter.answer, journal, max_in_flight=max_in_flight, written=written)
 

@@ -14,7 +14,7 @@ import httpx
 from ...addresses import is_loopback
 from ...errors import GatewayError, GatewayUnreachable, PilotflameError, Unauthorized
 from ..telemetry.timeline import parse_server_timing
-from .options import DEFAULT_URL
+from .options import CA_VARIABLE, DEFAULT_URL, trusted_authorities
 
 JSON_TYPE = "application/json"
 EVENT_STREAM_TYPE = "text/event-stream"
@@ -77,6 +77,7 @@ class Client:
             base_url=self.url,
             timeout=timeout,
             trust_env=not self.on_loopback,
+            verify=trusted_authorities() or True,
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
             transport=httpx.HTTPTransport(uds=str(socket)) if socket else None,
         )
@@ -203,10 +204,10 @@ class Client:
         try:
             yield
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            raise GatewayUnreachable(
-                f"No gateway answers at {self.url}: {error}.",
-                remedy="Start one with `pilotflame serve`, or name another with --url or PILOTFLAME_URL.",
-            ) from None
+            remedy = "Start one with `pilotflame serve`, or name another with --url or PILOTFLAME_URL."
+            if "CERTIFICATE_VERIFY_FAILED" in str(error):
+                remedy = f"Let {CA_VARIABLE} name the PEM file of the authority that signed its certificate."
+            raise GatewayUnreachable(f"No gateway answers at {self.url}: {error}.", remedy=remedy) from None
         except httpx.TimeoutException:
             slow = f"The gateway at {self.url} did not answer in time."
             raise GatewayError(slow, remedy="See its log, or try again.") from None

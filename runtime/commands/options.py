@@ -6,17 +6,20 @@ import contextlib
 import functools
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from enum import StrEnum
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import click
 
-from ...errors import CodeError, PilotflameError
+from ...errors import CodeError, GatewayError, PilotflameError
 from ...snapshot.sources.locate import is_remote
 
 if TYPE_CHECKING:
+    import ssl
+
     from ..settings.gateway_settings import GatewaySettings
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -25,6 +28,8 @@ DEFAULT_URL = "http://127.0.0.1:8600"
 URL_VARIABLE = "PILOTFLAME_URL"
 KEY_VARIABLE = "PILOTFLAME_API_KEY"
 CONFIG_VARIABLE = "PILOTFLAME_CONFIG"
+CA_VARIABLE = "PILOTFLAME_CA"
+STATE_VARIABLE = "PILOTFLAME_STATE_DIR"
 INPUT_FILE = "test_input.json"
 
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON for programs, one value a line.")
@@ -120,17 +125,52 @@ class FunctionSource(NamedTuple):
         return found
 
 
-def function_source(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add [FOLDER], --set, --name and --snapshot, and pass them as `source`."""
+def function_source(command: Callable[..., Any], *, default: str | None = ".") -> Callable[..., Any]:
+    """Add [FOLDER], --set, --name and --snapshot, and pass them as `source`.
+
+    If there is no `default` and FOLDER is left out, `source` is None.
+    """
 
     @functools.wraps(command)
     def run(**values: Any) -> Any:
-        source = FunctionSource(*(values.pop(field) for field in FunctionSource._fields))
-        return command(source=source, **values)
+        given = [values.pop(field) for field in FunctionSource._fields]
+        if given[0] is None and any(given):
+            raise click.UsageError("--set, --name and --snapshot need the FOLDER of a function.")
+        return command(source=FunctionSource(*given) if given[0] is not None else None, **values)
 
     existing = click.Path(exists=True, file_okay=False, path_type=Path)
-    folder = click.argument("folder", type=existing, default=".")
+    folder = click.argument("folder", type=existing, default=default, required=False)
     return folder(_settings(_name(_snapshot(run))))
+
+
+optional_source = functools.partial(function_source, default=None)
+
+
+@contextlib.contextmanager
+def gateway_defaults(*, standalone: bool, state_dir: Path | None) -> Iterator[dict[str, Any]]:
+    """Yield what the gateway's settings are if nothing sets them: a platform's $PORT, and temporary folders.
+
+    A `standalone` function, whose container usually has no home, keeps its state only if there is a folder for it.
+    """
+    port = {"port": os.environ["PORT"]} if os.environ.get("PORT") else {}
+    if not standalone or state_dir is not None or STATE_VARIABLE in os.environ:
+        yield port
+        return
+    with contextlib.ExitStack() as stack:
+        try:
+            folder = stack.enter_context(TemporaryDirectory(prefix="pilotflame-"))
+        except OSError as error:
+            remedy = "Mount a tmpfs at /tmp, or give --state-dir."
+            raise GatewayError(f"There is no folder for the state: {error}.", remedy=remedy) from None
+        cache = {} if _has_writable_home() else {"cache_dir": Path(folder) / "snapshots"}
+        yield {**port, **cache, "state_dir": Path(folder) / "state"}
+
+
+def _has_writable_home() -> bool:
+    try:
+        return os.access(Path.home(), os.W_OK)
+    except RuntimeError:
+        return False
 
 
 def withheld(folder: Path) -> list[str]:
@@ -148,18 +188,41 @@ def withheld(folder: Path) -> list[str]:
     )
 
 
-def gateway_settings(*, config: Path | None = None, **overrides: Any) -> GatewaySettings:
+def gateway_settings(
+    *, config: Path | None = None, defaults: Mapping[str, Any] | None = None, **overrides: Any
+) -> GatewaySettings:
     """Return the gateway's settings. Without `config`, PILOTFLAME_CONFIG names their file, if there is one.
 
-    `overrides` that are not None replace those of the file and of the environment.
+    `defaults` replace the settings' own. `overrides` that are not None replace those of the file and of the environment.
     """
     # pydantic takes time to import, and --help does not need it.
     from ..settings.gateway_settings import read_gateway_settings  # noqa: PLC0415
 
     if config is None and (named := os.environ.get(CONFIG_VARIABLE)):
         config = Path(named)
-    other = (URL_VARIABLE, KEY_VARIABLE, CONFIG_VARIABLE)
-    return read_gateway_settings(os.environ, config=config, other_variables=other, **overrides)
+    other = (URL_VARIABLE, KEY_VARIABLE, CONFIG_VARIABLE, CA_VARIABLE)
+    return read_gateway_settings(
+        os.environ, config=config, other_variables=other, defaults=defaults or {}, **overrides
+    )
+
+
+def trusted_authorities() -> ssl.SSLContext | None:
+    """Return what makes a gateway's certificate valid: the file PILOTFLAME_CA, or SSL_CERT_FILE.
+
+    None if neither is set: then the well-known authorities count. Raise GatewayError if it cannot be read.
+    """
+    # The import takes time, and only commands that send requests need it.
+    import ssl  # noqa: PLC0415
+
+    variable = next((name for name in (CA_VARIABLE, "SSL_CERT_FILE") if os.environ.get(name)), None)
+    if variable is None:
+        return None
+    try:
+        return ssl.create_default_context(cafile=os.environ[variable])
+    except OSError as error:
+        why = getattr(error, "reason", "") or error.strerror
+        wrong = f"{variable} is {os.environ[variable]}, which holds no certificate that can be read: {why}."
+        raise GatewayError(wrong, remedy="Name a PEM file with the authority's certificate.") from None
 
 
 def event_body(event: str | None) -> bytes:

@@ -18,6 +18,7 @@ from typing import IO
 import click
 
 from ...errors import GatewayError, InvocationError
+from ..telemetry.logs import OWN_SOURCES
 from . import display, options
 from .client import Client
 
@@ -26,11 +27,9 @@ DRAIN_S = 5.0
 STOP_TIMEOUT_S = 15.0
 LOG_LINES = 20
 PRINTED_LINES = 200
-# The sources of lines that the function has not printed itself.
-OWN_SOURCES = ("gateway", "deploy")
-# These variables are removed from the gateway's environment, so that the gateway asks for no API key. Only this
-# process knows the gateway's address.
-AUTH_VARIABLES = ("PILOTFLAME_AUTH", options.CONFIG_VARIABLE)
+# These variables are removed from the gateway's environment, so that the gateway asks for no API key and has no
+# certificate. Only this process knows the gateway's address.
+AUTH_VARIABLES = ("PILOTFLAME_AUTH", "PILOTFLAME_TLS_CERT", "PILOTFLAME_TLS_KEY", options.CONFIG_VARIABLE)
 _PR_SET_PDEATHSIG = 1
 # The module of the command line. It is run with `python -m`.
 _PROGRAM = f"{__name__.rpartition('.commands.')[0]}.cli"

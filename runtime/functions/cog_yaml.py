@@ -1,6 +1,6 @@
 """Reads the cog.yaml of a predictor: the packages it needs, and how many predictions run at once.
 
-The image that Cog would build from the file is not built: its other settings have no effect here.
+Its other settings have no effect here. `pilotflame build` installs its system packages.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ class _Section(BaseModel):
 class CogBuild(_Section):
     python_packages: list[str] | None = None
     python_requirements: str | None = None
+    system_packages: list[str] | None = None
 
 
 class CogConcurrency(_Section):

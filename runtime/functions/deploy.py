@@ -45,7 +45,7 @@ class Deployment:
 
     Its code is the folder `path` on this node, or an uploaded `archive`, which is a tar.gz. `overrides` are
     settings that take precedence over pilotflame.toml. With `install`, requirements that are not met are
-    installed. With `check`, a worker is started to see that it gets ready.
+    installed. With `check`, a worker is started to see that it gets ready. For `standalone` see `read_settings`.
     """
 
     path: Path | None = None
@@ -53,6 +53,7 @@ class Deployment:
     overrides: Mapping[str, Any] = field(default_factory=dict)
     install: bool = False
     check: bool = True
+    standalone: bool = False
     authorize: Callable[[str], None] | None = None
     """Called with the function's name. It raises Forbidden if the caller may not deploy that function."""
 
@@ -68,11 +69,15 @@ def prepare(store: Store, environments: Path, request: Deployment, log: Log) -> 
         undo.callback(shutil.rmtree, staged, ignore_errors=True)
         folder = _source_folder(request, staged_code)
         place = "the uploaded folder" if request.archive is not None else ""
-        settings = read_settings(folder, overrides=request.overrides, place=place)
-        cog = _cog_yaml(folder, settings.handler)
+        settings = read_settings(
+            folder, overrides=request.overrides, place=place, standalone=request.standalone
+        )
+        cog = cog_yaml(folder, settings.handler)
         settings = settings.model_copy(update={"env": cog.env() | dict(settings.env)})
         if request.authorize is not None:
             request.authorize(settings.name)
+        if settings.image.unbuilt:
+            raise _unbuilt(settings)
         if settings.source and not is_installed("boto3"):
             raise missing("A [[source]] table", "boto3")
         snapshot = settings.snapshot_path(folder)
@@ -151,6 +156,15 @@ def heavy_imports(file: Path) -> tuple[str, ...]:
     return tuple(name for name in HEAVY if name in found)
 
 
+def _unbuilt(settings: FunctionSettings) -> SettingsError:
+    remedy = (
+        "Run `pilotflame build`, and write the name that it prints into [image], or deploy with"
+        " --set image.name=NAME."
+    )
+    message = f"[image] of {settings.name} says how its image is built, but image.name is not set."
+    return SettingsError(message, remedy=remedy, details={"problems": ["image.name is missing"]})
+
+
 def _source_folder(request: Deployment, staged_code: Path) -> Path:
     """Return the request's folder. Or unpack its archive into `staged_code`, and return that folder."""
     if request.archive is not None:
@@ -167,15 +181,15 @@ def _source_folder(request: Deployment, staged_code: Path) -> Path:
 
 def requirements_of(spec: WorkerSpec) -> str:
     """Return the requirements of a stored revision, as its environment was made from them."""
-    return _requirements(spec.code, _cog_yaml(spec.code, spec.handler))[0]
+    return function_requirements(spec.code, cog_yaml(spec.code, spec.handler))[0]
 
 
-def _cog_yaml(folder: Path, handler: str) -> CogYaml:
+def cog_yaml(folder: Path, handler: str) -> CogYaml:
     """Return the settings in cog.yaml, which count only if the handler is Cog's."""
     return CogYaml.read(folder) if recognise(folder, handler).dialect == "cog" else CogYaml()
 
 
-def _requirements(code_folder: Path, cog: CogYaml) -> tuple[str, str]:
+def function_requirements(code_folder: Path, cog: CogYaml) -> tuple[str, str]:
     """Return the requirements of a function's code, and the name of the file that holds them, for messages."""
     file = code_folder / REQUIREMENTS_FILE
     text, name = file.read_text(encoding="utf-8") if file.is_file() else "", REQUIREMENTS_FILE
@@ -198,7 +212,7 @@ def _environment(
     If the function has an image, that must hold them. Raise RequirementsError if they are not met and are not
     to be installed, or if their installation fails.
     """
-    text, name = _requirements(code_folder, cog)
+    text, name = function_requirements(code_folder, cog)
     digest = requirements.requirements_digest(text)
     try:
         if settings.image.name is None:

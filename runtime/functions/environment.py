@@ -21,14 +21,10 @@ import hashlib
 import os
 import re
 import shutil
-import signal
 import site
 import subprocess
 import sys
 import sysconfig
-import threading
-import time
-from collections import deque
 from collections.abc import Awaitable, Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
@@ -43,6 +39,7 @@ from ..launching.launcher import Launcher, WorkerSource
 from ..link.worker_spec import WorkerSpec
 from ..telemetry.logs import Log as ProcessLog
 from .requirements import check_requirements, installed_versions, parse_requirements, requirements_digest
+from .streamed_command import run_streamed
 
 # Called with each line about the deploy, including those that uv writes.
 Log = Callable[[str], None]
@@ -262,46 +259,19 @@ class UvCommand:
         # Imported here because only installations need it.
         import uv  # noqa: PLC0415
 
-        lines: deque[str] = deque(maxlen=20)
-        end_s = time.monotonic() + self.deadline_s
-        status = self._wait([uv.find_uv_bin(), "--no-config", *arguments], environ, lines)
-        if status != 0:
-            late = status < 0 and time.monotonic() >= end_s
-            problem = f"did not finish within {self.deadline_s:g} s" if late else f"failed (status {status})"
-            message = f"uv {problem} on requirements.txt; its last lines: \n" + "\n".join(lines)
-            remedy = "Correct requirements.txt, or check the package index and the network."
-            raise RequirementsError(message, remedy=remedy)
-
-    def _wait(self, command: list[str], environ: Mapping[str, str], lines: deque[str]) -> int:
-        """Run the command, append the lines of its output to `lines`, and return its exit status."""
         # With PYTHONPATH or PYTHONHOME, uv could find packages that a worker does not find.
         own = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
-        with subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            text=True, errors="replace", pass_fds=(self.lock_fd,),
-            env={"UV_CACHE_DIR": str(self.root.absolute() / ".uv-cache"), **environ, **own},
-            # uv starts processes that build packages. In a new process group, all can be killed together.
-            start_new_session=True,
-        ) as process:  # fmt: skip
-            deadline = threading.Timer(self.deadline_s, _kill, (process,))
-            deadline.start()
-            try:
-                for line in process.stdout or ():
-                    lines.append(line.rstrip())
-                    self.progress(line.rstrip())
-                return process.wait()
-            finally:
-                deadline.cancel()
-                deadline.join()
-                # The process still runs if `progress` has raised.
-                _kill(process)
-
-
-def _kill(process: subprocess.Popen[str]) -> None:
-    # Once the exit status of the process was read, another process group may get its number.
-    if process.returncode is None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        ended = run_streamed(
+            [uv.find_uv_bin(), "--no-config", *arguments], self.progress, deadline_s=self.deadline_s,
+            environ={"UV_CACHE_DIR": str(self.root.absolute() / ".uv-cache"), **environ, **own},
+            pass_fds=(self.lock_fd,),
+        )  # fmt: skip
+        if ended.failed:
+            late = f"did not finish within {self.deadline_s:g} s"
+            problem = late if ended.late else f"failed (status {ended.status})"
+            message = f"uv {problem} on requirements.txt; its last lines: \n" + "\n".join(ended.lines)
+            remedy = "Correct requirements.txt, or check the package index and the network."
+            raise RequirementsError(message, remedy=remedy)
 
 
 @contextlib.contextmanager

@@ -17,6 +17,7 @@ from ..telemetry.log_stream import LogStream
 from ..telemetry.logs import Log
 
 EXIT_REPORT_TIMEOUT_S = 2.0
+UNKNOWN_CAUSE = "an unknown cause"
 # How long a stuck worker has to write its stacks before it is killed.
 STACKS_TIMEOUT_S = 0.5
 # How long a killed process may take to end, before the gateway goes on without it.
@@ -93,7 +94,7 @@ class Child(ABC):
         await asyncio.wait([self._exit_code], timeout=EXIT_REPORT_TIMEOUT_S)
         code = self._exit_code.result() if self._exit_code.done() else None
         if code is None:
-            return EndCause("an unknown cause")
+            return EndCause(UNKNOWN_CAUSE)
         if code >= 0:
             return EndCause(f"exit code {code}")
         # Python has no names for real-time signals.

@@ -12,7 +12,7 @@ from dataclasses import replace
 from ...errors import ActivationFailed, HandlerFailed, OutputInvalid, Overloaded, PilotflameError
 from ..batching.outstanding import BatchEnd
 from ..launching.fetcher_client import FetcherClient
-from ..launching.launcher import EndCause, Launcher
+from ..launching.launcher import UNKNOWN_CAUSE, EndCause, Launcher
 from ..link.worker_spec import WorkerSpec
 from ..scaling import autoscaler
 from ..telemetry.logs import RevisionLog
@@ -296,7 +296,8 @@ class Revision(RevisionEvents):
 
     def _log_end(self, replica: Replica, cause: str) -> None:
         """Log why a worker has ended, and what it printed last."""
-        if replica.left and cause == "exit code 0":
+        # At a shutdown the zygote, which would tell the exit code, ends before its workers.
+        if replica.left and cause in ("exit code 0", UNKNOWN_CAUSE):
             self._logs.write("gateway", f"worker {replica.name} has drained and ended")
             return
         words = self._logs.last_words(replica.name, LAST_WORDS)

@@ -47,6 +47,8 @@ _MIB = 1024 * 1024
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _ALIAS = re.compile(r"(?![0-9]+$)[A-Za-z0-9_-]{1,128}")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+# The name of a Debian package, optionally with an architecture and a version.
+_APT_PACKAGE = re.compile(r"[a-z0-9][a-z0-9.+-]*(:[a-z0-9-]+)?(=[A-Za-z0-9.+:~-]+)?")
 
 
 def name_problem(name: str) -> str | None:
@@ -97,14 +99,37 @@ class Scale(BaseModel, frozen=True, extra="forbid", strict=True):
         return self
 
 
+def _package_problem(package: str) -> str | None:
+    if _APT_PACKAGE.fullmatch(package):
+        return None
+    return f"image.packages has {package[:80]!r}; allowed: a Debian package, as ffmpeg or libgl1=1.6.0-1"
+
+
+AptPackage = Annotated[str, checked(_package_problem)]
+
+
 class Image(BaseModel, frozen=True, extra="forbid", strict=True):
     """The container image that a function runs in. Without a name, it runs in processes of the gateway's machine."""
 
     name: str | None = Field(
         None,
         pattern=r"^[^\s-]\S{0,511}$",
-        description="Image with pilotflame and the function's requirements.",
+        description="Image with pilotflame and the function's requirements, as `pilotflame build` makes it.",
     )
+    base: str | None = Field(
+        None,
+        pattern=r"^[a-z0-9][A-Za-z0-9._:/@-]{0,511}$",
+        description='For `pilotflame build`: the image that it starts from, which has Python; "cuda" for NVIDIA\'s;'
+        " by default Debian's slim one with the Python of this machine.",
+    )
+    packages: Annotated[tuple[AptPackage, ...], Strict(False), BeforeValidator(split_text)] = Field(
+        (), max_length=200, description="For `pilotflame build`: system packages, installed with apt-get."
+    )
+
+    @property
+    def unbuilt(self) -> bool:
+        """Whether the settings say how the image is built, but not which image it became."""
+        return self.name is None and (self.base is not None or bool(self.packages))
 
 
 class Resources(BaseModel, frozen=True, extra="forbid", strict=True):
@@ -228,7 +253,8 @@ class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
 
     @model_validator(mode="after")
     def _network_of_process(self) -> Self:
-        if self.image.name is None and self.resources.network is not None:
+        in_process = self.image.name is None and not self.image.unbuilt
+        if in_process and self.resources.network is not None:
             raise ValueError(
                 f"resources.network is {self.resources.network!r}, but image.name is not set: a process has the"
                 " network of its gateway"
@@ -248,11 +274,12 @@ class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
 
 
 def read_settings(
-    folder: Path, *, overrides: Mapping[str, Any] | None = None, place: str = ""
+    folder: Path, *, overrides: Mapping[str, Any] | None = None, place: str = "", standalone: bool = False
 ) -> FunctionSettings:
     """Return the settings of the function in `folder`. Raise SettingsError, which names all problems.
 
-    Errors call the folder `place`, if that is given.
+    Errors call the folder `place`, if that is given. A `standalone` function is in a container that a platform has
+    started and scales: [image] and [resources] do not count, and at least one worker is always there.
 
     `overrides` have dotted keys, as in `{"scale.max": "8", "env.MODE": "x"}`, and take precedence over the
     file. A text is converted to the type of its key. An empty text sets an optional key to None. A key whose
@@ -263,13 +290,20 @@ def read_settings(
     raw = read_toml(folder / SETTINGS_FILE, missing_ok=True)
     problems = list(_apply(raw, overrides or {}))
     raw.setdefault("name", slug(folder.resolve().name))
+    if standalone:
+        raw.pop("image", None)
+        raw.pop("resources", None)
     try:
-        return validate(FunctionSettings, raw, problems, f"The settings of {place or folder}", "")
+        settings = validate(FunctionSettings, raw, problems, f"The settings of {place or folder}", "")
     except SettingsError as error:
         origins = setting_origins(folder, overrides=overrides)
         places = {origins.get(problem.split()[0], SETTINGS_FILE) for problem in error.details["problems"]}
         error.remedy = f"Correct {' and '.join(sorted(places))}."
         raise
+    if standalone and not settings.scale.min:
+        scale = settings.scale.model_copy(update={"min": 1})
+        settings = settings.model_copy(update={"scale": scale})
+    return settings
 
 
 def setting_origins(folder: Path, *, overrides: Mapping[str, Any] | None = None) -> dict[str, str]:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from types import MappingProxyType
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, Field, field_validator
+from pydantic import BaseModel, Field, field_validator, model_validator
 
 from .validation import (
     ENV_PREFIX,
@@ -42,7 +43,12 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
     """
 
     host: str = Field("127.0.0.1", min_length=1, description="Address to listen on.")
-    port: int = Field(8600, ge=0, le=65535, description="Port to listen on; 0 takes a free one.")
+    port: int = Field(
+        8600,
+        ge=0,
+        le=65535,
+        description="Port to listen on; 0 takes a free one. For `serve`, a platform's $PORT replaces the default.",
+    )
     state_dir: Path = Field(
         default_factory=default_state_dir,
         description="Folder of everything deployed.",
@@ -53,6 +59,11 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
         description="Folder of the node's cache of fetched snapshots.",
         json_schema_extra={"shown_default": "~/.cache/pilotflame/snapshots"},
     )
+    tls_cert: Path | None = Field(
+        None,
+        description="File with the certificate chain, in PEM, with which the gateway serves HTTPS; read again when it changes.",
+    )
+    tls_key: Path | None = Field(None, description="File with the private key of tls_cert, in PEM.")
     engine: str | None = Field(
         None,
         pattern=r"^(unix|tcp|http|https)://.",
@@ -88,6 +99,11 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
         description="With less free space for the state folder, /readyz answers 503, disk_full; 0: never.",
     )
     drain_s: Seconds = Field(30.0, description="Seconds that started invocations get at shutdown.")
+    lame_duck_s: Seconds | None = Field(
+        None,
+        description="Seconds after SIGTERM for which new requests are still served, before the shutdown begins, while"
+        " /readyz answers 503: balancers learn late. By default 3 if other machines can reach the gateway, else 0.",
+    )
     rest_mb: int | None = Field(
         None,
         ge=0,
@@ -113,27 +129,34 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
         """Split a text, which is the value of an environment variable."""
         return split_text(values)
 
-    @field_validator("state_dir", "cache_dir")
+    @field_validator("state_dir", "cache_dir", "tls_cert", "tls_key")
     @classmethod
-    def _absolute(cls, folder: Path) -> Path:
-        return folder.expanduser().absolute()
+    def _absolute(cls, path: Path | None) -> Path | None:
+        return None if path is None else path.expanduser().absolute()
+
+    @model_validator(mode="after")
+    def _certificate_with_key(self) -> Self:
+        for one, other in (("tls_cert", "tls_key"), ("tls_key", "tls_cert")):
+            if getattr(self, one) is not None and getattr(self, other) is None:
+                raise ValueError(f"{one} is set, but {other} is not; HTTPS needs both")
+        return self
 
 
 def read_gateway_settings(
     environ: Mapping[str, str], *, config: Path | None = None, other_variables: Collection[str] = (),
-    **overrides: Any,
+    defaults: Mapping[str, Any] = MappingProxyType({}), **overrides: Any,
 ) -> GatewaySettings:  # fmt: skip
     """Return the gateway's settings. Raise SettingsError, which names all problems.
 
     A setting has the value of its override, else of its variable PILOTFLAME_<KEY> in `environ`, else of its
-    key in the TOML file `config`, else its default. An override of None does not count. Unknown keys and
+    key in the TOML file `config`, else that of `defaults`, else its default. An override of None does not count. Unknown keys and
     unknown variables PILOTFLAME_* are problems, except for the names in `other_variables`, which have another
     purpose.
     """
     known = {ENV_PREFIX + key.upper(): key for key in GatewaySettings.model_fields}
     found = {name for name in environ if name.startswith(ENV_PREFIX)}.difference(other_variables)
     problems = [unknown_key(name, known) for name in sorted(found - known.keys())]
-    raw: dict[str, Any] = {"state_dir": default_state_dir(environ)}
+    raw: dict[str, Any] = {"state_dir": default_state_dir(environ), **defaults}
     if config is not None:
         raw |= _read_config(config)
     raw |= {known[name]: environ[name] for name in found & known.keys()}
@@ -147,6 +170,6 @@ def _read_config(file: Path) -> dict[str, Any]:
     """Return the settings in a file. A relative path in it is relative to the file's folder."""
     raw = read_toml(file)
     for key, field in GatewaySettings.model_fields.items():
-        if field.annotation is Path and isinstance(raw.get(key), str):
+        if field.annotation in (Path, Path | None) and isinstance(raw.get(key), str):
             raw[key] = file.absolute().parent / Path(raw[key]).expanduser()
     return raw

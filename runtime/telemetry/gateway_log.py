@@ -14,10 +14,10 @@ import sys
 import time
 from collections.abc import Iterator
 from logging.handlers import QueueHandler, QueueListener
-from typing import Literal
+from typing import Literal, TextIO
 
 from .log_files import GATEWAY, LogLine
-from .logs import LogBook, Logs
+from .logs import OWN_SOURCES, LogBook, Logs
 
 Format = Literal["text", "json"]
 Level = Literal["debug", "info", "warning", "error"]
@@ -79,25 +79,55 @@ class _Printer(QueueListener):
 @contextlib.contextmanager
 def gateway_logging(logs: Logs, level: Level, form: Format) -> Iterator[None]:
     """Inside the block, messages of `level` and above go to standard error, and to the gateway's log."""
-    stream = logging.StreamHandler(sys.stderr)
-    stream.setFormatter(MessageFormatter(form))
-    waiting: queue.Queue[logging.LogRecord] = queue.Queue(MAX_WAITING)
-    listener = _Printer(waiting, stream)
-    handlers = (_LossyHandler(waiting), BookHandler(logs.book(GATEWAY)))
     loggers = [logging.getLogger(name) for name in LOGGERS]
     before = [(logger, logger.level) for logger in loggers]
-    listener.start()
-    for logger in loggers:
-        logger.setLevel(level.upper())
-        for handler in handlers:
-            logger.addHandler(handler)
-    try:
-        yield
-    finally:
-        for logger, old_level in before:
-            logger.setLevel(old_level)
+    with _printing(sys.stderr, MessageFormatter(form)) as printer:
+        handlers = (printer, BookHandler(logs.book(GATEWAY)))
+        for logger in loggers:
+            logger.setLevel(level.upper())
             for handler in handlers:
-                logger.removeHandler(handler)
+                logger.addHandler(handler)
+        try:
+            yield
+        finally:
+            for logger, old_level in before:
+                logger.setLevel(old_level)
+                for handler in handlers:
+                    logger.removeHandler(handler)
+
+
+async def print_log(book: LogBook, form: Format) -> None:
+    """Print each new line of a function's log on standard output, until this is cancelled.
+
+    As text, a line is as the function has printed it: platforms read JSON in it.
+    """
+    with _printing(sys.stdout, logging.Formatter()) as printer, book.subscribe() as news:
+        try:
+            while True:
+                _print_line(printer, await news.get(), form)
+        finally:
+            while not news.empty():
+                _print_line(printer, news.get_nowait(), form)
+
+
+def _print_line(printer: logging.Handler, line: LogLine, form: Format) -> None:
+    text = f"{line.source} | {line.text}" if line.source in OWN_SOURCES else line.text
+    if form == "json":
+        text = line.encode().decode().rstrip("\n")
+    printer.handle(logging.makeLogRecord({"msg": text}))
+
+
+@contextlib.contextmanager
+def _printing(stream: TextIO, formatter: logging.Formatter) -> Iterator[logging.Handler]:
+    """Yield a handler whose records a thread prints on `stream`."""
+    output = logging.StreamHandler(stream)
+    output.setFormatter(formatter)
+    waiting: queue.Queue[logging.LogRecord] = queue.Queue(MAX_WAITING)
+    listener = _Printer(waiting, output)
+    listener.start()
+    try:
+        yield _LossyHandler(waiting)
+    finally:
         listener.stop()
 
 

@@ -13,6 +13,8 @@ from weakref import WeakValueDictionary
 from .log_files import LogFacts, LogFiles, LogLine, LogQuery, function_file
 
 KEPT_LINES = 2_000
+# The sources of lines that a function has not printed itself.
+OWN_SOURCES = ("gateway", "deploy")
 MAX_TEXT_CHARS = 16 << 10
 FOLLOWER_LINES = 1_000
 # The times of a log's lines differ by at least this, so that a line's time tells it from all others.

@@ -11,7 +11,7 @@ import httpx
 import psutil
 import pytest
 from blockbuster import blockbuster_ctx
-from live import LIMIT_S, Gate, failure, gateway_here, gateway_process, gone
+from live import LIMIT_S, Gate, Gateway, failure, gateway_here, gateway_process, gone, until
 from pilotflame.errors import GatewayError
 from pilotflame.runtime.functions.registry import Functions
 from pilotflame.runtime.main import run
@@ -20,6 +20,20 @@ from pilotflame.runtime.settings.gateway_settings import GatewaySettings
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 WAITS = "import gate\ndef handler(event):\n    gate.wait(str(event))\n    return event"
+
+
+async def refuses_connections(gateway: Gateway) -> None:
+    """Wait until the gateway has begun to shut down. Its control socket stays open."""
+
+    async def refused() -> bool:
+        try:
+            async with httpx.AsyncClient() as client:
+                await client.get(f"{gateway.url}/readyz")
+        except httpx.ConnectError:
+            return True
+        return False
+
+    await until(refused, "a refused connection")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -32,12 +46,13 @@ async def test_a_signal_drains(state, gate: Gate, number: signal.Signals):
         assert gateway.process is not None
         processes = psutil.Process(gateway.process.pid).children(recursive=True)
         gateway.process.send_signal(number)
-        while (response := await gateway.client.get("/readyz")).status_code == 200:
-            pass
-        assert response.status_code == 503
-        late = await function.call("late")
-        assert failure(late)["status"] == 503
-        assert "retry-after" in late.headers
+        await refuses_connections(gateway)
+        async with gateway.at_home() as home:
+            response = await home.get("/readyz")
+            assert (response.status_code, response.json()) == (503, {"status": "draining"})
+            late = await home.post(function.path, json="late")
+            assert failure(late)["status"] == 503
+            assert "retry-after" in late.headers
         gate.open()
         assert await asyncio.gather(*calls) == list(range(6))
         async with asyncio.timeout(LIMIT_S):
@@ -47,6 +62,48 @@ async def test_a_signal_drains(state, gate: Gate, number: signal.Signals):
         with pytest.raises(httpx.ConnectError):
             await httpx.AsyncClient().get(gateway.url)
         assert not (state / "run" / "link.sock").exists()
+
+
+BIG = "def handler(event):\n    return b'x' * 16_000_000"
+
+
+async def slow_reader(
+    gateway: Gateway, path: str, more: str
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """Call, and read the header of the answer alone."""
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+    sock.connect(gateway.address)
+    sock.setblocking(False)
+    reader, writer = await asyncio.open_connection(sock=sock, limit=65536)
+    writer.write(f"POST {path} HTTP/1.1\r\nHost: localhost\r\n{more}Content-Length: 0\r\n\r\n".encode())
+    await reader.readuntil(b"\r\n\r\n")
+    return reader, writer
+
+
+async def length(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int:
+    """Read to the end of the connection."""
+    received = 0
+    while piece := await reader.read(1 << 20):
+        received += len(piece)
+    writer.close()
+    return received
+
+
+async def test_slow_readers_get_their_whole_answer(state):
+    async with gateway_process(state) as gateway:
+        function = await gateway.deploy(BIG)
+        # The second is not on the fast path.
+        readers = [await slow_reader(gateway, function.path, more) for more in ("", "Prefer: x\r\n")]
+        assert gateway.process is not None
+        gateway.process.terminate()
+        # Longer than aiohttp lets anything go on.
+        await asyncio.sleep(2.5)
+        assert gateway.process.returncode is None
+        received = await asyncio.gather(*(length(*reader) for reader in readers))
+        assert min(received) >= 16_000_000
+        async with asyncio.timeout(LIMIT_S):
+            assert await gateway.process.wait() == 0
 
 
 async def test_a_drain_ends_in_time(state, gate: Gate):
@@ -70,8 +127,7 @@ async def test_a_second_signal_ends_at_once(state, gate: Gate):
         worker = (await gate.next()).pid
         assert gateway.process is not None
         gateway.process.terminate()
-        while (await gateway.client.get("/readyz")).status_code == 200:
-            pass
+        await refuses_connections(gateway)
         gateway.process.terminate()
         async with asyncio.timeout(LIMIT_S):
             assert await gateway.process.wait() == -signal.SIGTERM

@@ -176,6 +176,14 @@ def test_a_request_that_cannot_be_met_is_refused_and_leaves_nothing(
 # -- weights
 
 
+@pytest.mark.parametrize("key", ["image.base", "image.packages"])
+def test_an_image_that_was_not_built_is_refused(store: Store, folder: Path, tmp_path: Path, key: str) -> None:
+    with pytest.raises(SettingsError, match=r"image\.name is not set\..*`pilotflame build`"):
+        prepared(store, folder, overrides={key: "cuda"})
+    assert staged(tmp_path) == []
+    prepared(store, folder, overrides={key: "cuda", "image.name": "localhost/built:1"})
+
+
 @pytest.fixture
 def weights(tmp_path: Path) -> Path:
     root = tmp_path / "weights"

@@ -202,6 +202,10 @@ def test_what_a_process_cannot_be_held_at_is_refused(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     text = problem(tmp_path / "other", '[resources]\nnetwork = "none"')
     assert "resources.network is 'none', but image.name is not set" in text
+    # An image that is still to be built.
+    (tmp_path / "unbuilt").mkdir()
+    unbuilt = '[image]\nbase = "cuda"\n[resources]\nnetwork = "bridge"'
+    assert read_settings(folder_with(tmp_path / "unbuilt", unbuilt)).image.unbuilt
 
 
 @pytest.mark.parametrize("confined", ['[image]\nname = "a"', '[resources]\nfiles = "private"'])

@@ -1,0 +1,112 @@
+"""Serves HTTPS with a certificate from files, and follows these files: certificates are renewed every few weeks."""
+
+from __future__ import annotations
+
+import logging
+import os
+import ssl
+import stat
+import time
+from pathlib import Path
+from typing import TypeAlias
+
+from ...errors import GatewayError
+
+LOG = logging.getLogger(__name__)
+CHECK_S = 1.0
+PROTOCOLS = ("http/1.1",)
+Seen: TypeAlias = tuple[tuple[int, int, int], ...]
+"""What tells whether files have changed: of each the inode, the size and the time of the last change."""
+
+
+class Certificate:
+    """The gateway's certificate chain and private key, in PEM files. Raise GatewayError if they cannot be used."""
+
+    def __init__(self, chain: Path, key: Path) -> None:
+        self._chain, self._key = chain, key
+        self._seen = self._look()
+        self._checked_s = time.monotonic()
+        self._current = self._load()
+        self._warn_of_readers()
+        self.context = self._load()
+        """For all listening sockets. It stays the same, and gives each connection the current certificate."""
+        self.context.sni_callback = self._choose
+
+    def reload(self) -> None:
+        """Read the files again. If they cannot be used, log why, and go on with what was read before."""
+        try:
+            self._seen = self._look()
+            self._current = self._load()
+            self._warn_of_readers()
+        except GatewayError as error:
+            LOG.warning("the old TLS certificate stays in use: %s", error)
+            return
+        LOG.info("the TLS certificate was read again from %s", self._chain)
+
+    def _choose(self, connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
+        """Give a connection that begins the current certificate. Once a second, look whether the files changed.
+
+        Two calls of stat are all that is done here, unless there is a new certificate.
+        """
+        now_s = time.monotonic()
+        if now_s - self._checked_s >= CHECK_S:
+            self._checked_s = now_s
+            if self._changed():
+                self.reload()
+        connection.context = self._current
+
+    def _changed(self) -> bool:
+        try:
+            return self._look() != self._seen
+        except GatewayError:
+            # Between the removal of the old file and the arrival of the new one.
+            return False
+
+    def _look(self) -> Seen:
+        return tuple(
+            (found.st_ino, found.st_size, found.st_mtime_ns)
+            for found in (_status(self._chain, "tls_cert"), _status(self._key, "tls_key"))
+        )
+
+    def _load(self) -> ssl.SSLContext:
+        context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.set_alpn_protocols(PROTOCOLS)
+        try:
+            # An empty password: otherwise OpenSSL would ask for one on the terminal.
+            context.load_cert_chain(self._chain, self._key, password="")
+        except (OSError, ValueError) as error:
+            raise self._refused(error) from None
+        return context
+
+    def _refused(self, error: Exception) -> GatewayError:
+        """Return an error that names the file at fault."""
+        reason = getattr(error, "reason", "") or str(error)
+        if "KEY_VALUES_MISMATCH" in reason:
+            message = f"tls_key is {self._key}, which is not the key of the certificate in {self._chain}."
+            return GatewayError(message, remedy="Give the key with which the certificate was made.")
+        try:
+            ssl.create_default_context(cafile=self._chain)
+        except (OSError, ValueError):
+            message = f"tls_cert is {self._chain}, which holds no certificate that can be read: {reason}."
+            return GatewayError(
+                message, remedy="Give a file with the chain in PEM, the gateway's certificate first."
+            )
+        message = f"tls_key is {self._key}, which holds no key that can be read: {reason}."
+        return GatewayError(message, remedy="Give a file with the key in PEM, without a password.")
+
+    def _warn_of_readers(self) -> None:
+        if _status(self._key, "tls_key").st_mode & stat.S_IROTH:
+            LOG.warning(
+                "every user of this machine can read the TLS key %s: chmod o-r %s", self._key, self._key
+            )
+
+
+def _status(file: Path, setting: str) -> os.stat_result:
+    try:
+        return file.stat()
+    except OSError as error:
+        message = f"{setting} is {file}, which cannot be read: {error.strerror}."
+        raise GatewayError(
+            message, remedy="Check the path, and that the gateway's user may read it."
+        ) from None

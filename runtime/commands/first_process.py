@@ -1,0 +1,42 @@
+"""Gives a container a first process, which passes signals on and collects the exit codes of orphans."""
+
+from __future__ import annotations
+
+import os
+import signal
+from types import FrameType
+
+FIRST = 1
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+
+
+def become_child_of_init() -> None:
+    """If this process is the first of a container, go on in a child, and be its init.
+
+    The kernel gives orphans to the first process, which must wait for them, and ignores signals to it that it
+    does not handle. Call this before other threads are started.
+    """
+    if os.getpid() != FIRST:
+        return
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    if child := os.fork():
+        _serve_as_init(child)
+    # A group of its own: Ctrl-C on the container's terminal then reaches it once, through the first process.
+    os.setpgid(0, 0)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+
+def _serve_as_init(child: int) -> None:
+    """Pass signals on to the child, and end with its exit code."""
+
+    def forward(number: int, _frame: FrameType | None) -> None:
+        os.kill(child, number)
+
+    for number in SIGNALS:
+        signal.signal(number, forward)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    while True:
+        ended, status = os.wait()
+        if ended == child:
+            code = os.waitstatus_to_exitcode(status)
+            os._exit(code if code >= 0 else 128 - code)

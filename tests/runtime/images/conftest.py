@@ -1,0 +1,142 @@
+"""What builds without a network need: a base image with a package `tinything`, uv's image, and a registry."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import shutil
+import threading
+import uuid
+import zipfile
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+import uv
+from containers import podman, require_podman
+from local_images import base_image
+
+
+def _write_wheel(folder: Path, name: str = "tinything", version: str = "1.0") -> Path:
+    """Write a wheel with one module, whose VERSION says the version."""
+    info = f"{name}-{version}.dist-info"
+    files = {
+        f"{name}.py": f"VERSION = {version!r}\n",
+        f"{info}/METADATA": f"Metadata-Version: 2.4\nName: {name}\nVersion: {version}\nLicense-Expression: MIT\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    rows = [
+        f"{path},sha256={base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b'=').decode()},{len(text)}"
+        for path, text in files.items()
+    ]
+    files[f"{info}/RECORD"] = "\n".join([*rows, f"{info}/RECORD,,", ""])
+    wheel = folder / f"{name}-{version}-py3-none-any.whl"
+    with zipfile.ZipFile(wheel, "w") as packed:
+        for path, text in files.items():
+            packed.writestr(path, text)
+    return wheel
+
+
+@pytest.fixture
+def write_wheel() -> Callable[..., Path]:
+    """Writes a wheel with one module into a folder."""
+    return _write_wheel
+
+
+@pytest.fixture(scope="session")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The name of a base image. It is removed after the tests."""
+    require_podman()
+    folder = tmp_path_factory.mktemp("base")
+    (folder / "wheels").mkdir()
+    _write_wheel(folder / "wheels")
+    name = f"localhost/pilotflame-test-build-base:{folder.parent.name}"
+    (folder / "Containerfile").write_text(f"FROM {base_image()}\nCOPY wheels /wheels\n")
+    podman("build", "-q", "-t", name, str(folder))
+    yield name
+    podman("rmi", "--force", name)
+
+
+@pytest.fixture(scope="session")
+def uv_image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """An image with uv, as Astral's. It is removed after the tests."""
+    folder = tmp_path_factory.mktemp("uv")
+    shutil.copy(uv.find_uv_bin(), folder / "uv")
+    (folder / "Containerfile").write_text("FROM scratch\nCOPY uv /uv\n")
+    name = f"localhost/pilotflame-test-build-uv:{folder.parent.name}"
+    podman("build", "-q", "-t", name, str(folder))
+    yield name
+    podman("rmi", "--force", name)
+
+
+class Registry(ThreadingHTTPServer):
+    """A container registry on a free port, as far as a push needs one. It refuses repositories below /refused."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _RegistryHandler)
+        self.manifests: dict[str, bytes] = {}
+        self.blobs: dict[str, bytes] = {}
+        self.address = f"127.0.0.1:{self.server_port}"
+
+
+class _RegistryHandler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Registry
+
+    def log_message(self, *_: object) -> None:
+        """Write nothing."""
+
+    def _answer(self, status: int, **headers: str) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def _body(self) -> bytes:
+        if self.headers.get("Transfer-Encoding") != "chunked":
+            return self.rfile.read(int(self.headers.get("Content-Length", "0")))
+        body = b""
+        while size := int(self.rfile.readline(), 16):
+            body += self.rfile.read(size)
+            self.rfile.readline()
+        self.rfile.readline()
+        return body
+
+    def do_GET(self) -> None:
+        self._answer(200 if self.path == "/v2/" else 404)
+
+    def do_HEAD(self) -> None:
+        self._answer(200 if self.path.rpartition("/")[2] in self.server.blobs else 404)
+
+    def do_POST(self) -> None:
+        self._body()
+        refused = self.path.startswith("/v2/refused")
+        self._answer(403 if refused else 202, Location=f"/v2/uploads/{uuid.uuid4()}")
+
+    def do_PATCH(self) -> None:
+        self.server.blobs[self.path] = self._body()
+        self._answer(202, Location=self.path)
+
+    def do_PUT(self) -> None:
+        body = self._body()
+        digest = f"sha256:{hashlib.sha256(body).hexdigest()}"
+        if "/manifests/" in self.path:
+            self.server.manifests[self.path] = body
+        else:
+            place, _, named = self.path.partition("?digest=")
+            digest = unquote(named)
+            self.server.blobs[digest] = self.server.blobs.pop(place) + body
+        self._answer(201, Location=self.path, Docker_Content_Digest=digest)
+
+
+@pytest.fixture
+def registry() -> Iterator[Registry]:
+    with Registry() as found:
+        thread = threading.Thread(target=found.serve_forever)
+        thread.start()
+        yield found
+        found.shutdown()
+        thread.join()
