@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import io
 import json
 import shutil
+import socket
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import httpx
 import pytest
-from containers import podman, require_podman, running_engine
-from live import gateway_here, short_folder
+from containers import PODMAN, podman, require_podman, running_engine
+from live import gateway_here, short_folder, until
 from pilotflame.errors import BuildFailed
 from pilotflame.runtime.cli import main
 from pilotflame.runtime.images.image_engine import ImageEngine
@@ -23,7 +26,7 @@ pytestmark = pytest.mark.timeout(300)
 HANDLER = """
 import os, tinything
 def handler(event):
-    return {"version": tinything.VERSION, "echo": event}
+    return {"version": tinything.VERSION, "echo": event, "user": os.getuid()}
 """
 
 
@@ -109,7 +112,8 @@ async def test_a_gateway_runs_the_image_that_was_built(builder: Builder, built: 
     with short_folder() as folder, running_engine(folder) as engine:
         async with gateway_here(folder / "state", engine=engine.url) as gateway:
             function = await gateway.deploy(HANDLER, {"image.name": built["image"]})
-            assert await function.answer({"n": 1}) == {"version": "1.0", "echo": {"n": 1}}
+            answer = await function.answer({"n": 1})
+            assert (answer["version"], answer["echo"]) == ("1.0", {"n": 1})
 
 
 def test_the_list_of_packages_is_that_of_the_image(builder: Builder, built: dict[str, Any]) -> None:
@@ -119,10 +123,28 @@ def test_the_list_of_packages_is_that_of_the_image(builder: Builder, built: dict
     assert "pilotflame" in versions
 
 
-def test_it_runs_read_only_and_without_rights(built: dict[str, Any]) -> None:
-    script = "import os, sys; sys.path.insert(0, '/function'); import handler; print(os.getuid(), handler.handler(1))"
-    found = podman("run", "--rm", "--read-only", *LIMITS, built["id"], "python", "-c", script)
-    assert found == "65532 {'version': '1.0', 'echo': 1}"
+async def test_it_serves_alone_read_only_and_without_rights(built: dict[str, Any]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port = int(sock.getsockname()[1])
+    process = await asyncio.create_subprocess_exec(
+        *PODMAN, "run", "--rm", "--read-only", "--cap-drop", "all", *LIMITS, f"--env=PORT={port}",
+        "--env=PILOTFLAME_LAME_DUCK_S=0", built["id"], stdout=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
+
+            async def ready() -> bool:
+                with contextlib.suppress(httpx.TransportError):
+                    return (await client.get("/readyz")).status_code == 200
+                return False
+
+            await until(ready, "200 of /readyz")
+            assert (await client.post("/", json=1)).json() == {"version": "1.0", "echo": 1, "user": 65532}
+        process.terminate()
+        assert await process.wait() == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
 
 
 def test_a_change_of_the_handler_rebuilds_the_last_layer_only(
