@@ -34,6 +34,7 @@ The text beside a class says what has happened when it is raised.
     │   ├── OutputInvalid               the output does not fit its annotation, or is not JSON
     │   ├── HandlerFailed               the handler raised
     │   ├── WorkerDied                  the worker died while it ran this invocation
+    │   │   └── OutOfMemory                 the kernel killed it because the function's memory ran out
     │   ├── ActivationFailed            no worker could be started
     │   │   ├── CrashLoop                   so many starts in a row failed that no more are tried for a while
     │   │   └── RevisionRetired             the revision was replaced, deleted or shut down before it ran
@@ -241,6 +242,9 @@ class HandlerFailed(InvocationError, code="handler_failed"): ...
 
 
 class WorkerDied(InvocationError, code="worker_died"): ...
+
+
+class OutOfMemory(WorkerDied, code="out_of_memory"): ...
 
 
 class ActivationFailed(InvocationError, code="activation_failed"): ...

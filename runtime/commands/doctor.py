@@ -21,8 +21,10 @@ import click
 import psutil
 
 from ...machine import processors
+from ..launching.cgroups import CONTROLLERS, find_controllers
 from ..launching.container_launcher import find_engine
 from ..settings.gateway_settings import GatewaySettings
+from ..worker.confinement import landlock_version
 from . import display, exit_codes, options
 
 MIN_FREE_BYTES = 512 << 20
@@ -86,6 +88,8 @@ def examine(settings: GatewaySettings) -> Iterator[Check]:
     yield _page_cache()
     yield from _packages()
     yield _torch()
+    yield _limits()
+    yield _private_files()
     yield _containers(settings)
 
 
@@ -208,10 +212,31 @@ def _torch() -> Check:
     return Check("torch", "ok", found)
 
 
+def _limits() -> Check:
+    """Tell which of `[resources]` this user can hold processes at, and where."""
+    found = find_controllers()
+    held = [setting for name, setting in CONTROLLERS.items() if name in {one.name for one in found}]
+    versions = " and ".join(sorted({f"version {2 if one.unified else 1}" for one in found}))
+    text = f"{', '.join(held)} (cgroups, {versions})" if held else "none"
+    if len(held) == len(CONTROLLERS):
+        return Check("limits of processes", "ok", text)
+    missing = ", ".join(setting for setting in CONTROLLERS.values() if setting not in held)
+    remedy = f"For {missing} without an image: run the gateway as root or with systemd's Delegate=yes."
+    return Check("limits of processes", "note", text, remedy)
+
+
+def _private_files() -> Check:
+    """Tell whether functions can be kept from the files of the gateway and of other functions."""
+    version = landlock_version()
+    remedy = "" if version else 'For resources.files = "private": use a kernel with Landlock (5.13 or later).'
+    return _noted("private files", f"Landlock, version {version}" if version else "no Landlock", remedy)
+
+
 def _containers(settings: GatewaySettings) -> Check:
     engine, remedy = settings.engine or find_engine(), ""
     if engine is None:
         remedy = "Functions with an image cannot run. Install docker or podman, and start its service."
     elif find_spec("aiodocker") is None:
         remedy = "Functions with an image cannot run: pip install aiodocker"
-    return _noted("container engine", engine or "none", remedy)
+    kept = f"{engine}: files, network, processes and all limits are kept apart"
+    return _noted("container engine", kept if engine else "none", remedy)

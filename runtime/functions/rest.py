@@ -42,7 +42,7 @@ class RestStats:
     """True if it has no worker and no invocation."""
     light: bool
     used_s: float
-    """When it was used last; 0 if it never was."""
+    """`Pool.used_s`: when a worker that had run invocations ended last; 0 if none has."""
     since_s: float
     """When its revision became live."""
 
@@ -62,6 +62,13 @@ def functions_to_rest(
             chosen[one.name] = one
             left_mb -= one.held_mb
     return list(chosen)
+
+
+def next_check_s(stats: Iterable[RestStats], now_s: float) -> float | None:
+    """Return after how many seconds one of these functions may have to rest; None if none will."""
+    waits = [one.since_s + UNUSED_S - now_s for one in stats if one.light and not one.used_s and one.held_mb]
+    # One that is due but in use is checked like an exceeded limit.
+    return min((max(SETTLE_S, wait_s) if wait_s > 0 else RECHECK_S for wait_s in waits), default=None)
 
 
 class Rest:
@@ -126,8 +133,7 @@ class Rest:
         if shared_mb + sum(one.held_mb for one in stats) > self._limit_mb:
             self._launcher.end_unused()
             return RECHECK_S
-        unused = [one.since_s for one in stats if one.light and not one.used_s and one.name not in resting]
-        return max(SETTLE_S, min(unused) + UNUSED_S - now_s) if unused else None
+        return next_check_s([one for one in stats if one.name not in resting], now_s)
 
     async def _measure(self, live: Live) -> RestStats:
         name, pool = live.record.function, live.revision.pool

@@ -26,7 +26,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from pydantic import AwareDatetime, BaseModel, Field
+from pydantic import AwareDatetime, BaseModel, Field, model_validator
 
 from ...errors import BadInput, GatewayError, UnknownFunction, UnknownRevision
 from ...snapshot.publish import sync
@@ -54,6 +54,16 @@ class RevisionFields(BaseModel, frozen=True, extra="forbid"):
     requirements_digest: str
     handler: dict[str, Any] = Field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _forget_defaults(cls, stored: Any) -> Any:
+        """Remove the defaults that an earlier release stored as limits of `resources`."""
+        if isinstance(stored, dict) and isinstance(settings := stored.get("settings"), dict):
+            origins, limits = stored.get("setting_origins", {}), settings.get("resources", {})
+            kept = {key: limit for key, limit in limits.items() if f"resources.{key}" in origins}
+            return {**stored, "settings": {**settings, "resources": kept}}
+        return stored
 
 
 class RevisionRecord(RevisionFields):

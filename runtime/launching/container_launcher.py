@@ -14,7 +14,7 @@ import os
 import resource
 import secrets
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ from ...snapshot.caching.mounted import KeptFolders
 from ...snapshot.caching.node import keep_folders
 from ...snapshot.format.manifest import Manifest
 from ..link.connection import Link
-from ..link.worker_spec import REQUEST_VARIABLE, STACKS_SIGNAL, WorkerSpec
+from ..link.worker_spec import REQUEST_VARIABLE, STACKS_SIGNAL, Confinement, WorkerSpec
 from ..telemetry.log_stream import LogStream
 from ..telemetry.logs import Log, LogBook
 from .launcher import Child
@@ -45,6 +45,10 @@ GATEWAY_LABEL = "pilotflame.gateway"
 COMMAND = ("python", "-m", "pilotflame.runtime.worker.zygote", "base")
 SOCKETS = ("/var/run/docker.sock", "/run/podman/podman.sock")
 OPEN_FILES = 4096
+# What a container has if the settings of its function do not say.
+PIDS, TMP_MB = 1024, 1024
+# How many processes and threads can exist on this machine.
+PID_MAX = Path("/proc/sys/kernel/pid_max")
 # The only folder of a container that can be written to.
 TMP = "/tmp"  # noqa: S108
 # aiodocker uses this status if it cannot connect.
@@ -52,6 +56,7 @@ UNREACHABLE = 900
 _MIB = 1 << 20
 _LAST_LINES = 20
 MAX_OUTPUT_CHARS = 2000
+SHUTTING_DOWN = "The gateway is shutting down."
 
 
 def find_engine(environ: dict[str, str] | os._Environ[str] = os.environ) -> str | None:
@@ -64,13 +69,18 @@ def find_engine(environ: dict[str, str] | os._Environ[str] = os.environ) -> str 
 
 
 class ContainerChild(Child):
-    """A process in a container. Its parent sends its signals, and reports its end."""
+    """A process in a container. Its parent sends its signals, and reports its end.
+
+    If the parent has ended, the process is known to have ended when its container was removed.
+    """
 
     def __init__(
-        self, link: Link, pid: int, name: str, output: LogStream | None, send_signal: Callable[[int], None]
-    ) -> None:
+        self, link: Link, pid: int, name: str, output: LogStream | None, send_signal: Callable[[int], None],
+        container: Container,
+    ) -> None:  # fmt: skip
         super().__init__(link, pid, name, output)
-        self._send_signal = send_signal
+        self._send_signal, self._container = send_signal, container
+        container.hold(self)
 
     def kill(self) -> None:
         self._send_signal(signal.SIGKILL)
@@ -78,35 +88,100 @@ class ContainerChild(Child):
     def dump_stacks(self) -> None:
         self._send_signal(STACKS_SIGNAL)
 
-    def report_exit(self, code: int | None, *, out_of_memory: bool = False) -> None:
-        super().report_exit(code, out_of_memory=out_of_memory)
-        self.ended()
+    def report_exit(self, code: int | None, *, out_of_memory: bool = False, certain: bool = True) -> None:
+        super().report_exit(code, out_of_memory=out_of_memory, certain=certain)
+        if code is not None:
+            self._container.release(self)
+            self.ended()
+
+
+class Container:
+    """A container of the engine, and the processes in it that have connected."""
+
+    def __init__(
+        self, name: str, spec: WorkerSpec, engine_side: DockerContainer,
+        starting: asyncio.Task[LauncherError | None], weights: KeptFolders | None,
+    ) -> None:  # fmt: skip
+        self.name, self.spec, self.engine_side = name, spec, engine_side
+        self.starting = starting
+        """Ends when the engine has created and started it, or has failed to."""
+        self.weights = weights
+        """The folders of the node's cache that are mounted into it. None if it needs none."""
+        self.first: ContainerChild | None = None
+        """Its first process. None if it has not connected."""
+        self._children: set[ContainerChild] = set()
+
+    def hold(self, child: ContainerChild) -> None:
+        self.first = self.first or child
+        self._children.add(child)
+
+    def release(self, child: ContainerChild) -> None:
+        self._children.discard(child)
+
+    def note_removed(self) -> None:
+        """Set `gone` of all its processes."""
+        for child in self._children:
+            child.report_exit(None)
+            child.ended()
+        self._children.clear()
 
 
 class ContainerZygote(ZygoteProcess):
     """The process of a base or a zygote in a container."""
 
+    def __init__(
+        self, child: Child, listener: Listener, on_death: Callable[[], None], container: Container
+    ) -> None:
+        super().__init__(child, listener, on_death)
+        self._container = container
+
     def _make_child(self, link: Link, pid: int, name: str, token: str, output: LogStream | None) -> Child:
-        return ContainerChild(link, pid, name, output, functools.partial(self.send_signal, token))
+        send_signal = functools.partial(self.send_signal, token)
+        return ContainerChild(link, pid, name, output, send_signal, self._container)
 
 
 class ContainerBase(ContainerZygote):
-    """The first process of a container. Closing it removes the container."""
+    """The first process of a container. The container is removed when it is closed, and when its zygote dies."""
 
-    def __init__(self, child: Child, listener: Listener, remove: Callable[[], None]) -> None:
-        super().__init__(child, listener, remove)
+    def __init__(
+        self, child: Child, listener: Listener, remove: Callable[[], None], container: Container
+    ) -> None:
+        super().__init__(child, listener, remove, container)
         self._remove = remove
+        self._orphaned = False
 
     def close(self) -> None:
         super().close()
         self._remove()
 
+    async def launch(
+        self, spec: WorkerSpec, logs: Log, on_death: Callable[[], None],
+        confinement: Confinement | None = None,
+    ) -> ZygoteSource:  # fmt: skip
+        if (weights := self._container.weights) is not None:
+            spec = spec.model_copy(update={"mounted": tuple(weights.paths)})
+        return await super().launch(spec, logs, on_death, confinement)
+
     def _make_zygote(self, child: Child, on_death: Callable[[], None]) -> ZygoteProcess:
-        return ContainerZygote(child, self._listener, on_death)
+        def on_zygote_death() -> None:
+            # The workers that it leaves have no parent that tells their ends, and a relaunch needs their memory.
+            self._orphaned = True
+            if child.gone.is_set():
+                self.close()
+            on_death()
+
+        return ContainerZygote(child, self._listener, on_zygote_death, self._container)
+
+    def _child_ended(self, pid: int, code: int, out_of_memory: bool, certain: bool = True) -> None:
+        super()._child_ended(pid, code, out_of_memory, certain)
+        # Not before: this tells why the zygote died.
+        if self._orphaned:
+            self.close()
 
     def _make_source(
-        self, zygote: ZygoteProcess, spec: WorkerSpec, facts: dict[str, Any], reason: str
-    ) -> ZygoteSource:
+        self, zygote: ZygoteProcess, spec: WorkerSpec, facts: dict[str, Any], reason: str,
+        _confinement: Confinement | None,
+    ) -> ZygoteSource:  # fmt: skip
         return ContainerSource(zygote, self, spec, facts, reason)
 
 
@@ -138,24 +213,13 @@ class ContainerLauncher:
         self._engine: aiodocker.Docker | None = None
         self._connecting = asyncio.Lock()
         self._user = ""
-        self._bases: dict[str, ContainerBase] = {}
-        self._containers: dict[str, DockerContainer] = {}
-        # The first process of each container, once it has connected.
-        self._first: dict[str, ContainerChild] = {}
-        # The folders of the node's cache that are mounted into each container.
-        self._kept: dict[str, KeptFolders] = {}
-        self._starting: dict[str, asyncio.Lock] = {}
+        self._containers: set[Container] = set()
         self._removing: set[asyncio.Task[None]] = set()
         self._closed = False
 
     async def launch(self, spec: WorkerSpec, logs: Log, on_death: Callable[[], None]) -> ZygoteSource:
-        """Launch the zygote of `spec` in its container. Raise HandlerError or LauncherError."""
-        async with self._starting.setdefault(spec.label, asyncio.Lock()):
-            base = self._bases.get(spec.label)
-            if base is None or not base.alive:
-                base = self._bases[spec.label] = await self._start_base(spec, logs)
-        if (kept := self._kept.get(base.child.name)) is not None:
-            spec = spec.model_copy(update={"mounted": tuple(kept.paths)})
+        """Launch the zygote of `spec` in a container of its own. Raise HandlerError or LauncherError."""
+        base = await self._start_base(spec, logs)
         try:
             return await base.launch(spec, logs, on_death)
         except BaseException:
@@ -191,10 +255,8 @@ class ContainerLauncher:
         return True
 
     async def forget(self, spec: WorkerSpec) -> None:
-        """Remove the container of a revision that has ended."""
-        self._starting.pop(spec.label, None)
-        if (base := self._bases.pop(spec.label, None)) is not None:
-            base.close()
+        """Remove what is left of the containers of a revision that has ended."""
+        await self._remove_all([one for one in self._containers if one.spec is spec])
 
     def shared_pids(self) -> list[int]:
         return []
@@ -205,23 +267,24 @@ class ContainerLauncher:
     async def close(self) -> None:
         """Remove all containers of this gateway."""
         self._closed = True
-        for base in self._bases.values():
-            base.close()
-        await asyncio.gather(*(self._remove(name) for name in list(self._containers)))
+        await self._remove_all(self._containers)
         if self._removing:
             await asyncio.wait(self._removing, timeout=REMOVE_TIMEOUT_S)
-        if self._engine is not None:
-            await self._engine.close()
+        # An engine that is being connected to is closed too.
+        async with self._connecting:
+            if self._engine is not None:
+                await self._engine.close()
 
     # -- the engine
 
     async def _connect(self) -> aiodocker.Docker:
         """Return the client of the engine. The first call removes containers that a killed gateway left."""
         async with self._connecting:
-            if self._closed:
-                raise LauncherError("The gateway is shutting down.")
-            if self._engine is None:
+            if self._engine is None and not self._closed:
                 self._engine = await self._open()
+            # It may have been closed meanwhile.
+            if self._engine is None or self._closed:
+                raise LauncherError(SHUTTING_DOWN)
             return self._engine
 
     async def _open(self) -> aiodocker.Docker:
@@ -235,7 +298,12 @@ class ContainerLauncher:
                 "No container engine was found.",
                 remedy="Install docker or podman, start its service, or set DOCKER_HOST to the URL of its socket.",
             )
-        engine = aiodocker.Docker(url=self._url)
+        try:
+            engine = aiodocker.Docker(url=self._url)
+        except (ValueError, RuntimeError, aiodocker.exceptions.DockerError) as error:
+            message = f"The container engine's URL {self._url!r} (PILOTFLAME_ENGINE, DOCKER_HOST) is not valid: {error}"
+            remedy = "Set it to the URL of the engine's socket, as unix:///var/run/docker.sock."
+            raise LauncherError(message, remedy=remedy) from error
         try:
             async with _engine_errors(self._url):
                 info = await engine.system.info()
@@ -255,54 +323,48 @@ class ContainerLauncher:
 
     async def _start_base(self, spec: WorkerSpec, logs: Log) -> ContainerBase:
         engine = await self._connect()
+        weights = await _keep_weights(spec)
         name = f"pilotflame-{spec.function}-{spec.revision.partition('-')[0]}-{secrets.token_hex(4)}"
         dialled: asyncio.Future[ContainerChild] = asyncio.get_running_loop().create_future()
         token = self._listener.expect(
             "zygote", f"container {name}", LogBook(),
             lambda link, pid, output: dialled.set_result(
-                ContainerChild(link, pid, name, output, lambda _number: self._end(name))
+                ContainerChild(link, pid, name, output, lambda _number: self._end(container), container)
             ),
         )  # fmt: skip
+        configuration = self._configuration(spec, token, weights.paths if weights is not None else ())
+        starting = self._tasks.create_task(self._start(engine, name, configuration))
+        container = Container(name, spec, engine.containers.container(name), starting, weights)
+        self._containers.add(container)
         try:
-            weights = await self._keep_weights(spec, name)
-            async with _engine_errors(self._url), asyncio.timeout(ENGINE_TIMEOUT_S):
-                container = await engine.containers.create(
-                    self._configuration(spec, token, weights), name=name
-                )
-                self._containers[name] = container
-                await container.start()
-            child = self._first[name] = await self._wait_dialled(container, dialled, name)
-            base = ContainerBase(child, self._listener, lambda: self._end(name))
+            # If the caller is cancelled meanwhile, the engine goes on, and `_remove` waits for its end.
+            child = await self._wait_dialled(container, await asyncio.shield(starting), dialled)
+            base = ContainerBase(child, self._listener, lambda: self._end(container), container)
             await base.wait_built(START_TIMEOUT_S)
-        except TimeoutError:
-            self._end(name)
-            raise LauncherError(
-                f"The container engine did not start {name} within {ENGINE_TIMEOUT_S:.0f} s."
-            ) from None
         except BaseException:
-            self._end(name)
+            self._end(container)
             raise
         finally:
             self._listener.forget(token)
         logs.write("gateway", f"container {name} runs {spec.image}")
         return base
 
-    async def _keep_weights(self, spec: WorkerSpec, name: str) -> list[Path]:
-        """Return the folders of the node's cache that a container needs, which stay until it is removed."""
-        if spec.cache is None or spec.manifest is None:
-            return []
-        cache, manifest = spec.cache, spec.manifest
+    async def _start(
+        self, engine: aiodocker.Docker, name: str, configuration: dict[str, Any]
+    ) -> LauncherError | None:
+        """Let the engine create and start a container. Return its error, which is then not a failure of the task."""
         try:
-            kept = await asyncio.to_thread(lambda: keep_folders(cache, Manifest.read(manifest).digest))
-        except (PilotflameError, OSError) as error:
-            message = f"The node's cache of weights in {cache} cannot be mounted: {error}."
-            raise LauncherError(
-                message, remedy="See its owner, its disk and the mode of the folder."
-            ) from error
-        self._kept[name] = kept
-        return kept.paths
+            async with _engine_errors(self._url), asyncio.timeout(ENGINE_TIMEOUT_S):
+                await (await engine.containers.create(configuration, name=name)).start()
+        except LauncherError as error:
+            return error
+        except TimeoutError:
+            return LauncherError(
+                f"The container engine did not start {name} within {ENGINE_TIMEOUT_S:.0f} s."
+            )
+        return None
 
-    def _configuration(self, spec: WorkerSpec, token: str, weights: list[Path]) -> dict[str, Any]:
+    def _configuration(self, spec: WorkerSpec, token: str, weights: Iterable[Path]) -> dict[str, Any]:
         """Return the body of the engine's request to create the container."""
         limits = spec.resources
         request = {"address": str(self._listener.path), "token": token, "preload": spec.preload}
@@ -314,9 +376,9 @@ class ContainerLauncher:
         }
         host: dict[str, Any] = {
             "Mounts": [_mount(self._listener.path, writable=True), *_read_only(spec), *map(_mount, weights)],
-            "NetworkMode": limits.network, "ReadonlyRootfs": True, "CapDrop": ["ALL"],
-            "SecurityOpt": ["no-new-privileges"], "PidsLimit": limits.pids,
-            "Tmpfs": {TMP: f"rw,nosuid,nodev,size={limits.tmp_mb * _MIB}"}, "Ulimits": list(_limits(limits.pids)),
+            "NetworkMode": limits.network or "none", "ReadonlyRootfs": True, "CapDrop": ["ALL"],
+            "SecurityOpt": ["no-new-privileges"], "PidsLimit": limits.pids or PIDS,
+            "Tmpfs": {TMP: f"rw,nosuid,nodev,size={(limits.tmp_mb or TMP_MB) * _MIB}"}, "Ulimits": list(_limits()),
         }  # fmt: skip
         if limits.memory_mb is not None:
             host |= {"Memory": limits.memory_mb * _MIB, "MemorySwap": limits.memory_mb * _MIB}
@@ -333,10 +395,18 @@ class ContainerLauncher:
         }  # fmt: skip
 
     async def _wait_dialled(
-        self, container: DockerContainer, dialled: asyncio.Future[ContainerChild], name: str
+        self, container: Container, error: LauncherError | None, dialled: asyncio.Future[ContainerChild]
     ) -> ContainerChild:
-        """Return the container's first process once it has connected. Raise LauncherError if it ends before."""
-        ended = self._tasks.create_task(self._last_words(container))
+        """Return the container's first process once it has connected.
+
+        Raise `error`, the engine's, or LauncherError if it ends before.
+        """
+        if error is not None:
+            raise error
+        if self._closed:
+            raise LauncherError(SHUTTING_DOWN)
+        name = container.name
+        ended = self._tasks.create_task(self._last_words(container.engine_side))
         try:
             waited: set[asyncio.Future[Any]] = {ended, dialled}
             await asyncio.wait(waited, timeout=START_TIMEOUT_S, return_when=asyncio.FIRST_COMPLETED)
@@ -354,40 +424,54 @@ class ContainerLauncher:
         try:
             async with _engine_errors(self._url):
                 code = (await container.wait())["StatusCode"]
+                if self._closed:
+                    return f"ended with code {code}: {SHUTTING_DOWN}"
                 lines = await container.log(stdout=True, stderr=True, tail=_LAST_LINES)
         except LauncherError as error:
             return f"was lost before it was ready: {error}"
         return f"ended with code {code} before it was ready: {''.join(lines)[-MAX_OUTPUT_CHARS:].strip()}"
 
-    def _end(self, name: str) -> None:
+    def _end(self, container: Container) -> None:
         """Remove a container in the background: it has ended, or is to be killed."""
-        if name in self._containers or name in self._kept:
-            task = self._tasks.create_task(self._remove(name))
+        if container in self._containers:
+            task = self._tasks.create_task(self._remove(container))
             self._removing.add(task)
             task.add_done_callback(self._removing.discard)
 
-    async def _remove(self, name: str) -> None:
-        container, kept = self._containers.pop(name, None), self._kept.pop(name, None)
-        if container is not None:
-            await self._delete(container, name)
-        if kept is not None:
-            await asyncio.to_thread(kept.close)
+    async def _remove_all(self, containers: Iterable[Container]) -> None:
+        await asyncio.gather(*(self._remove(container) for container in list(containers)))
 
-    async def _delete(self, container: DockerContainer, name: str) -> None:
-        first = self._first.pop(name, None)
+    async def _remove(self, container: Container) -> None:
+        if container not in self._containers:
+            return
+        self._containers.discard(container)
+        first, there = container.first, container.engine_side
         try:
+            await asyncio.wait([container.starting])
             async with _engine_errors(self._url), asyncio.timeout(REMOVE_TIMEOUT_S):
                 if first is not None and first.link.closed:
                     # Its first process ends by itself. An engine may fail to kill what is just ending.
                     with contextlib.suppress(TimeoutError):
-                        await container.wait(timeout=EXIT_TIMEOUT_S)
-                await container.delete(force=True)
+                        await there.wait(timeout=EXIT_TIMEOUT_S)
+                await _delete(there)
         except (LauncherError, TimeoutError) as error:
             # The next gateway with this state folder removes what is left.
-            self._log(f"container {name} could not be removed: {error}")
+            self._log(f"container {container.name} could not be removed: {error}")
         finally:
-            if first is not None:
-                first.report_exit(None)
+            container.note_removed()
+            if container.weights is not None:
+                await asyncio.to_thread(container.weights.close)
+
+
+async def _delete(container: DockerContainer) -> None:
+    """Remove a container, if the engine has it."""
+    import aiodocker  # noqa: PLC0415
+
+    try:
+        await container.delete(force=True)
+    except aiodocker.exceptions.DockerError as error:
+        if error.status != HTTPStatus.NOT_FOUND:
+            raise
 
 
 @contextlib.asynccontextmanager
@@ -412,6 +496,18 @@ async def _engine_errors(url: str | None) -> AsyncIterator[None]:
         raise LauncherError(message, remedy="See the engine's log.") from error
 
 
+async def _keep_weights(spec: WorkerSpec) -> KeptFolders | None:
+    """Return the folders of the node's cache that a container needs, if any, to be closed after its end."""
+    if spec.cache is None or spec.manifest is None:
+        return None
+    cache, manifest = spec.cache, spec.manifest
+    try:
+        return await asyncio.to_thread(lambda: keep_folders(cache, Manifest.read(manifest).digest))
+    except (PilotflameError, OSError) as error:
+        message = f"The node's cache of weights in {cache} cannot be mounted: {error}."
+        raise LauncherError(message, remedy="See its owner, its disk and the mode of the folder.") from error
+
+
 def _read_only(spec: WorkerSpec) -> Iterator[dict[str, Any]]:
     """Yield the mounts of what the function reads: its code, and the weights and their manifest."""
     for path in {spec.code, spec.snapshot, spec.manifest}:
@@ -424,11 +520,15 @@ def _mount(path: Path, *, writable: bool = False) -> dict[str, Any]:
     return {"Type": "bind", "Source": str(path), "Target": str(path), "ReadOnly": not writable}
 
 
-def _limits(pids: int) -> Iterator[dict[str, Any]]:
-    """Yield the limits of each process. An engine may be unable to set higher ones than the gateway has."""
+def _limits() -> Iterator[dict[str, Any]]:
+    """Yield the limits of each process. An engine may be unable to set higher ones than the gateway has.
+
+    The kernel counts all processes of a user on the machine against `nproc`. So it is as many as can exist on
+    the machine, and `PidsLimit` limits those of the container.
+    """
     for name, number, wanted in (
         ("nofile", resource.RLIMIT_NOFILE, OPEN_FILES),
-        ("nproc", resource.RLIMIT_NPROC, pids),
+        ("nproc", resource.RLIMIT_NPROC, int(PID_MAX.read_text())),
     ):
         _, most = resource.getrlimit(number)
         value = wanted if most == resource.RLIM_INFINITY else min(wanted, most)

@@ -9,7 +9,7 @@ import math
 import signal
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from ..link.connection import Link
 from ..link.worker_spec import WorkerSpec
@@ -24,6 +24,15 @@ STACKS_TIMEOUT_S = 0.5
 KILLED_S = 10.0
 
 
+class EndCause(NamedTuple):
+    """How a process ended."""
+
+    text: str = ""
+    """For messages: "signal 9 (SIGKILL)" or "exit code 1". If it was killed, also by whom and why, if known."""
+    out_of_memory: bool = False
+    """True if the kernel certainly killed it because the memory of its function ran out."""
+
+
 class Child(ABC):
     """A launched process that has connected to the gateway. `gone` is set once the process has ended."""
 
@@ -36,6 +45,7 @@ class Child(ABC):
         self._kill_timer: asyncio.TimerHandle | None = None
         self._kill_at_s = math.inf
         self._kill_reason = ""
+        self._memory_text = ""
         self._out_of_memory = False
 
     @abstractmethod
@@ -62,7 +72,8 @@ class Child(ABC):
     def kill_after(self, timeout_s: float) -> None:
         """Kill the process if it has not ended in `timeout_s`. Of several deadlines, the earliest counts."""
         kill_at_s = self._loop.time() + timeout_s
-        if self.gone.is_set() or kill_at_s >= self._kill_at_s:
+        # One that is stuck is killed in a moment.
+        if self._kill_reason or self.gone.is_set() or kill_at_s >= self._kill_at_s:
             return
         if self._kill_timer is not None:
             self._kill_timer.cancel()
@@ -78,32 +89,30 @@ class Child(ABC):
             async with asyncio.timeout(timeout_s):
                 await self.gone.wait()
 
-    async def cause(self) -> str:
-        """Return how the process ended, as text for messages: "signal 9 (SIGKILL)" or "exit code 1".
-
-        If it was killed, that includes by whom and why, as far as that can be known.
-        """
+    async def cause(self) -> EndCause:
+        """Wait for the report of the process's end, for a moment, and return how it ended."""
         await asyncio.wait([self._exit_code], timeout=EXIT_REPORT_TIMEOUT_S)
         code = self._exit_code.result() if self._exit_code.done() else None
         if code is None:
-            return UNKNOWN_CAUSE
+            return EndCause(UNKNOWN_CAUSE)
         if code >= 0:
-            return f"exit code {code}"
+            return EndCause(f"exit code {code}")
         # Python has no names for real-time signals.
         names = {number.value: number.name for number in signal.Signals}
         text = f"signal {-code} ({names.get(-code, 'real-time')})"
         if self._kill_reason:
-            return f"{text}, sent by the gateway because {self._kill_reason}"
-        if self._out_of_memory:
-            return f"{text}, sent by the kernel because memory ran out"
-        return text
+            return EndCause(f"{text}, sent by the gateway because {self._kill_reason}")
+        return EndCause(f"{text}{self._memory_text}", self._out_of_memory)
 
-    def report_exit(self, code: int | None, *, out_of_memory: bool = False) -> None:
+    def report_exit(self, code: int | None, *, out_of_memory: bool = False, certain: bool = True) -> None:
         """Set the exit code that the parent reported, or None if the parent ended before.
 
-        `out_of_memory` is True if the kernel killed the process because memory ran out.
+        `out_of_memory` is True if the kernel killed the process because memory ran out. If that is not
+        `certain`, it may have killed another process of the machine.
         """
-        self._out_of_memory = out_of_memory
+        self._out_of_memory = out_of_memory and certain
+        if out_of_memory:
+            self._memory_text = f", sent by the kernel {'' if certain else 'perhaps '}because memory ran out"
         if not self._exit_code.done():
             self._exit_code.set_result(code)
 

@@ -8,11 +8,13 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from ...errors import LauncherError
-from ..link.worker_spec import WorkerSpec
+from ..link.worker_spec import Confinement, WorkerSpec
 from ..telemetry.logs import Log, LogBook
+from .confinements import Confinements
 from .launcher import KILLED_S
 from .listener import Listener
 from .zygote_process import ChildProcess, ZygoteProcess, ZygoteSource
@@ -38,8 +40,12 @@ BaseKey = tuple[str, tuple[str, ...]]
 class ProcessLauncher:
     """Runs one base for each Python environment and set of preloaded packages, and forks zygotes from it."""
 
-    def __init__(self, listener: Listener, tasks: asyncio.TaskGroup) -> None:
+    def __init__(self, listener: Listener, tasks: asyncio.TaskGroup, state: Path) -> None:
+        """`state` is the state folder of the gateway."""
         self._listener, self._tasks = listener, tasks
+        self._confinements = Confinements(state)
+        # By the id of the spec.
+        self._confined: dict[int, Confinement] = {}
         self._bases: dict[BaseKey, ZygoteProcess] = {}
         self._starting: dict[BaseKey, asyncio.Lock] = {}
         # By base, the ids of the specs that it was started for. The revisions keep the specs in memory.
@@ -51,7 +57,10 @@ class ProcessLauncher:
 
     async def launch(self, spec: WorkerSpec, logs: Log, on_death: Callable[[], None]) -> ZygoteSource:
         base = await self._base(spec)
-        return await base.launch(spec, logs, on_death)
+        if (confinement := self._confined.get(id(spec))) is None:
+            confinement = await asyncio.to_thread(self._confinements.make, spec)
+            self._confined[id(spec)] = confinement
+        return await base.launch(spec, logs, on_death, confinement)
 
     async def prepare(self, spec: WorkerSpec) -> None:
         await self._base(spec)
@@ -61,6 +70,11 @@ class ProcessLauncher:
         return False
 
     async def forget(self, spec: WorkerSpec) -> None:
+        await self._forget_base(spec)
+        if (confinement := self._confined.pop(id(spec), None)) is not None:
+            await asyncio.to_thread(self._confinements.remove, confinement)
+
+    async def _forget_base(self, spec: WorkerSpec) -> None:
         specs = self._specs.get(key := _key(spec), set())
         specs.discard(id(spec))
         if specs or key not in self._specs:
@@ -91,6 +105,9 @@ class ProcessLauncher:
                     end(process)
             if self._reaping:
                 await asyncio.wait(self._reaping, timeout=BASE_EXIT_S)
+        for confinement in self._confined.values():
+            await asyncio.to_thread(self._confinements.remove, confinement)
+        await asyncio.to_thread(self._confinements.close)
 
     async def _base(self, spec: WorkerSpec) -> ZygoteProcess:
         key = _key(spec)

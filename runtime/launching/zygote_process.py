@@ -12,7 +12,7 @@ from typing import Any
 from ...errors import LauncherError, PilotflameError
 from ..link.connection import Link
 from ..link.frames import Frame, FrameKind
-from ..link.worker_spec import STACKS_SIGNAL, WorkerSpec
+from ..link.worker_spec import STACKS_SIGNAL, Confinement, WorkerSpec
 from ..telemetry.log_stream import LogStream
 from ..telemetry.logs import Log
 from .launcher import KILLED_S, Child
@@ -81,8 +81,14 @@ class ZygoteProcess:
         """True if it has no child and forks none."""
         return not self._children and not self._forking
 
-    async def fork(self, role: str, name: str, logs: Log, spec: WorkerSpec | None = None) -> Child:
-        """Return a new child once it has connected. Raise LauncherError if it dies before or is too slow."""
+    async def fork(
+        self, role: str, name: str, logs: Log, spec: WorkerSpec | None = None,
+        confinement: Confinement | None = None,
+    ) -> Child:  # fmt: skip
+        """Return a new child once it has connected. Raise LauncherError if it dies before or is too slow.
+
+        Children of a zygote inherit its confinement.
+        """
         future: asyncio.Future[Child] = asyncio.get_running_loop().create_future()
 
         def on_link(link: Link, pid: int, output: LogStream | None) -> None:
@@ -96,7 +102,10 @@ class ZygoteProcess:
         token = self._listener.expect("zygote" if role == "zygote" else "worker", name, logs, on_link)
         self._forking[token] = future
         described = spec.model_dump(mode="json", exclude={"source"}) if spec else None
-        self.child.link.send_json(FrameKind.FORK, 0, {"token": token, "role": role, "spec": described})
+        request = {"token": token, "role": role, "spec": described}
+        if confinement is not None:
+            request["confinement"] = confinement.model_dump(mode="json")
+        self.child.link.send_json(FrameKind.FORK, 0, request)
         try:
             if not self.alive:
                 raise LauncherError(f"{self.child.name} has ended.")
@@ -117,17 +126,29 @@ class ZygoteProcess:
     def _make_child(self, link: Link, pid: int, name: str, _token: str, output: LogStream | None) -> Child:
         return ChildProcess(link, pid, name, output)
 
-    async def launch(self, spec: WorkerSpec, logs: Log, on_death: Callable[[], None]) -> ZygoteSource:
+    async def launch(
+        self,
+        spec: WorkerSpec,
+        logs: Log,
+        on_death: Callable[[], None],
+        confinement: Confinement | None = None,
+    ) -> ZygoteSource:
         """Fork the zygote of a revision from this base, as `Launcher.launch` describes."""
-        child = await self.fork("zygote", "zygote", logs, spec)
+        child = await self.fork("zygote", "zygote", logs, spec, confinement)
         zygote = self._make_zygote(child, on_death)
         try:
             head = await zygote.wait_built(BUILD_TIMEOUT_S)
-        except BaseException:
+        except BaseException as error:
+            # A build that failed is told by the zygote, a death by the base.
+            died = (
+                await _death(child, spec) if isinstance(error, LauncherError) and not zygote.alive else None
+            )
             # The build failed or the deploy was cancelled. The process may be running user code and not
             # notice that its link is closed, so kill it.
             zygote.close()
             child.kill()
+            if died is not None:
+                raise died from error
             raise
         reason = ""
         if head["threads"] != 1:
@@ -137,15 +158,16 @@ class ZygoteProcess:
             )
             text = f"workers are spawned, not forked, and each imports for itself: {reason}"
             logs.write("zygote", text, "warning")
-        return self._make_source(zygote, spec, head["facts"], reason)
+        return self._make_source(zygote, spec, head["facts"], reason, confinement)
 
     def _make_zygote(self, child: Child, on_death: Callable[[], None]) -> ZygoteProcess:
         return ZygoteProcess(child, self._listener, on_death)
 
     def _make_source(
-        self, zygote: ZygoteProcess, spec: WorkerSpec, facts: dict[str, Any], reason: str
-    ) -> ZygoteSource:
-        return ZygoteSource(zygote, self, spec, facts, reason)
+        self, zygote: ZygoteProcess, spec: WorkerSpec, facts: dict[str, Any], reason: str,
+        confinement: Confinement | None,
+    ) -> ZygoteSource:  # fmt: skip
+        return ZygoteSource(zygote, self, spec, facts, reason, confinement)
 
     async def wait_built(self, timeout_s: float) -> dict[str, Any]:
         """Return the head of the BUILT frame. Raise the build's HandlerError, or LauncherError."""
@@ -178,13 +200,13 @@ class ZygoteProcess:
         elif frame.kind == FrameKind.FAILED and not self._built.done():
             self._built.set_exception(PilotflameError.from_wire(head))
 
-    def _child_ended(self, pid: int, code: int, out_of_memory: bool) -> None:
+    def _child_ended(self, pid: int, code: int, out_of_memory: bool, certain: bool = True) -> None:
         token = self._token_of.pop(pid, "")
         if token in self._forking and token not in self._children:
             # The HELLO and the output that it sent before its death may still be unread.
             self._listener.settle()
         if (child := self._children.pop(token, None)) is not None:
-            child.report_exit(code, out_of_memory=out_of_memory)
+            child.report_exit(code, out_of_memory=out_of_memory, certain=certain)
         else:
             self._fail_fork(token, f"A child of {self.child.name} died before it dialled in ({code}).")
 
@@ -211,15 +233,25 @@ class ZygoteProcess:
             self._built.exception()
 
 
+async def _death(child: Child, spec: WorkerSpec) -> LauncherError:
+    """Return the error that says why a zygote has ended before its handler was built."""
+    cause = await child.cause()
+    message = f"The zygote of {spec.label} died of {cause.text} while it imported and built the handler."
+    if cause.out_of_memory and (limit_mb := spec.resources.memory_mb) is not None:
+        remedy = f"Raise resources.memory_mb, which is {limit_mb}, or use less memory in import and `build`."
+        return LauncherError(message, remedy=remedy)
+    return LauncherError(message, remedy="See `pilotflame logs` for its last output.")
+
+
 class ZygoteSource:
     """Forks a revision's workers from its zygote. If the zygote has threads, the base spawns them instead."""
 
     def __init__(
         self, zygote: ZygoteProcess, base: ZygoteProcess, spec: WorkerSpec, facts: dict[str, Any],
-        spawn_reason: str,
+        spawn_reason: str, confinement: Confinement | None = None,
     ) -> None:  # fmt: skip
         self.facts, self.spawn_reason = facts, spawn_reason
-        self._zygote, self._base, self._spec = zygote, base, spec
+        self._zygote, self._base, self._spec, self._confinement = zygote, base, spec, confinement
 
     @property
     def alive(self) -> bool:
@@ -231,7 +263,7 @@ class ZygoteSource:
 
     async def fork(self, name: str, logs: Log) -> Child:
         if self.spawn_reason:
-            return await self._base.fork("solo", name, logs, self._spec)
+            return await self._base.fork("solo", name, logs, self._spec, self._confinement)
         return await self._zygote.fork("worker", name, logs)
 
     def close(self) -> None:

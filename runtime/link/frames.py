@@ -64,10 +64,10 @@ class FrameKind(enum.IntEnum):
     PRIMED = 20
     # Up, from a zygote: the operating system refused to fork.
     UNFORKED = 21
-    # Down, to a zygote: send the signal in the head to the child with the pid in the head.
-    SIGNAL = 23
     # Up: the progress of an invocation, as JSON in the payload. It replaces earlier progress.
     PROGRESS = 22
+    # Down, to a zygote: send the signal in the head to the child with the pid in the head.
+    SIGNAL = 23
     # Up: the metrics of an invocation, as JSON in the payload. They replace earlier ones.
     METRICS = 24
 

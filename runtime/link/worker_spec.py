@@ -18,6 +18,24 @@ WEIGHTS_TIMEOUT_S = 3600.0
 STACKS_SIGNAL = signal.SIGRTMIN + 5
 
 
+class Confinement(BaseModel):
+    """What a process of this machine does before it runs code of a function, so that it is held at its limits."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    joins: tuple[Path, ...] = ()
+    """The files into which it writes its pid to join its cgroup."""
+    memory_kills: Path | None = None
+    """Where the kernel counts the processes of that cgroup that it has killed because memory ran out."""
+    tmp: Path | None = None
+    """Its folder for temporary files (TMPDIR)."""
+    hidden: tuple[Path, ...] = ()
+    """Folders that it cannot read, but for `readable`. If there are any, it can write only to `tmp`."""
+    readable: tuple[Path, ...] = ()
+    unlisted: tuple[Path, ...] = ()
+    """Folders in `hidden` of which it can read the files whose names it knows."""
+
+
 class WorkerSpec(BaseModel):
     """One revision as its workers see it. It has no secrets: the ACTIVATE frame of each worker has them."""
 

@@ -45,10 +45,6 @@ class Deadlines:
         self._next_s = math.inf
         self._closed = False
 
-    def __len__(self) -> int:
-        """Return the number of timers of the event loop."""
-        return sum(not isinstance(timer, dict) for timer in self._timers.values()) + (self._next is not None)
-
     def set(self, invocation: Invocation, when_s: float, now_s: float) -> None:
         """Make an invocation due at `when_s`. This replaces the time that was set before."""
         if invocation in self._timers:

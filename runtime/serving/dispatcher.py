@@ -7,11 +7,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ...errors import PilotflameError, RevisionRetired, WorkerDied
+from ...errors import OutOfMemory, PilotflameError, RevisionRetired, WorkerDied
 from ..batching.assignment import assign
 from ..batching.latency_curve import Point
 from ..batching.outstanding import BatchEnd
 from ..batching.queue import Queue, Slots
+from ..launching.launcher import EndCause
 from ..link.worker_spec import WorkerSpec
 from ..scaling.autoscaler import ScaleSpec
 from ..settings.function_settings import FunctionSettings
@@ -295,14 +296,14 @@ class Dispatcher:
         limits = [replica.batch_limit for replica in self._pool.ready if replica.batch_limit is not None]
         self.queue.configure(max_batch=max(1, min([self._policy.max_batch, *limits])))
 
-    def recover(self, unstarted: list[Invocation], started: list[Invocation], cause: str) -> None:
+    def recover(self, unstarted: list[Invocation], started: list[Invocation], cause: EndCause) -> None:
         """Queue the unstarted invocations of a dead worker again. Repeat or fail those it had started."""
         repeated = [invocation for invocation in started if self._may_repeat(invocation, cause)]
         for invocation in [*repeated, *unstarted]:
             self.requeue(invocation)
         self.dispatch()
 
-    def _may_repeat(self, invocation: Invocation, cause: str) -> bool:
+    def _may_repeat(self, invocation: Invocation, cause: EndCause) -> bool:
         """Return True if an invocation whose worker died of `cause` may run again. Otherwise fail it."""
         harmless = self._policy.settings.idempotent and invocation.stream is None
         # It is not known which invocation of a batch killed the worker. So each is repeated alone, also if it
@@ -310,12 +311,20 @@ class Dispatcher:
         if invocation.batch_size > 1 or (harmless and invocation.attempt < MAX_ATTEMPTS):
             invocation.mark_repeated()
             return True
+        self._fail(invocation, self._death(cause, invocation.attempt, harmless=harmless))
+        return False
+
+    def _death(self, cause: EndCause, attempt: int, *, harmless: bool) -> WorkerDied:
+        message = f"The worker that ran this invocation died of {cause.text} (attempt {attempt})."
+        if cause.out_of_memory:
+            limit_mb = self._policy.settings.resources.memory_mb
+            limit = f"resources.memory_mb of the function is {limit_mb}." if limit_mb else "It had no limit."
+            remedy = "Raise resources.memory_mb in pilotflame.toml, lower scale.max, or use less memory."
+            return OutOfMemory(f"{message} {limit}", remedy=remedy, details={"memory_mb": limit_mb})
         remedy = "See `pilotflame logs` for its last words."
         if not harmless:
             remedy += " To have it repeated, if that is harmless, set idempotent = true in pilotflame.toml."
-        message = f"The worker that ran this invocation died of {cause} (attempt {invocation.attempt})."
-        self._fail(invocation, WorkerDied(message, remedy=remedy))
-        return False
+        return WorkerDied(message, remedy=remedy)
 
     @property
     def learned(self) -> Sequence[Point]:

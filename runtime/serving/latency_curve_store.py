@@ -69,6 +69,8 @@ class LatencyCurveStore:
     def write(self, device: str, points: Sequence[Point]) -> None:
         """Store the points of a device. If they cannot be written to disk, they are kept in memory only."""
         with self._lock, contextlib.suppress(OSError, SnapshotError):
+            # `latest` relies on the order.
+            self._curves.pop(device, None)
             self._curves[device] = list(points)
             self._path.parent.mkdir(parents=True, exist_ok=True)
             stored = {name: [point._asdict() for point in curve] for name, curve in self._curves.items()}

@@ -34,7 +34,7 @@ class Pool:
         self.replicas: list[Replica] = []
         self.activations = 0
         self.used_s = 0.0
-        """When a worker that had run invocations was last there; 0 if no worker has run one."""
+        """When a worker that had run invocations ended last; 0 if none has."""
         self.zygote = ZygoteSupervisor(spec, scale, launcher, logs, tasks, lambda: self.in_flight > 0)
         self._spec, self._tasks, self._events, self._secrets = spec, tasks, events, secrets
         self._measure = measure

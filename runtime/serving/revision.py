@@ -12,7 +12,7 @@ from dataclasses import replace
 from ...errors import ActivationFailed, HandlerFailed, OutputInvalid, Overloaded, PilotflameError
 from ..batching.outstanding import BatchEnd
 from ..launching.fetcher_client import FetcherClient
-from ..launching.launcher import UNKNOWN_CAUSE, Launcher
+from ..launching.launcher import UNKNOWN_CAUSE, EndCause, Launcher
 from ..link.worker_spec import WorkerSpec
 from ..scaling import autoscaler
 from ..telemetry.logs import RevisionLog
@@ -284,15 +284,15 @@ class Revision(RevisionEvents):
         self, replica: Replica, unstarted: list[Invocation], started: list[Invocation]
     ) -> None:
         was_ready = replica.activation.ready_s > 0
-        cause = await replica.child.cause() if started or not was_ready else ""
+        cause = await replica.child.cause() if started or not was_ready else EndCause()
         self.dispatcher.recover(unstarted, started, cause)
         if not was_ready and not replica.reported_failure:
-            self._count_unexplained_death(cause)
+            self._count_unexplained_death(cause.text)
         self.scale()
         if not self.pool.replicas and not len(self.dispatcher.queue):
             self.pool.release()
             self._tasks.create_task(self.dispatcher.store_curve())
-        self._log_end(replica, cause or await replica.child.cause())
+        self._log_end(replica, cause.text or (await replica.child.cause()).text)
 
     def _log_end(self, replica: Replica, cause: str) -> None:
         """Log why a worker has ended, and what it printed last."""

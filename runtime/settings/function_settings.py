@@ -133,16 +133,22 @@ class Image(BaseModel, frozen=True, extra="forbid", strict=True):
 
 
 class Resources(BaseModel, frozen=True, extra="forbid", strict=True):
-    """What all workers of a function on one node may use together. It needs a container (`image`)."""
+    """What all workers of a function on one node may use together."""
 
     memory_mb: int | None = Field(None, ge=16, le=16 << 20, description="Memory in MiB.")
     cpus: float | None = Field(None, gt=0, le=1024, description="Processors, as 0.5 or 2.")
-    pids: int = Field(1024, ge=16, le=1 << 22, description="Processes and threads at most.")
-    tmp_mb: int = Field(
-        1024, ge=1, le=1 << 20, description="Size of /tmp in MiB; the other files are read-only."
+    pids: int | None = Field(
+        None, ge=16, le=1 << 22, description="Processes and threads at most; 1024 in a container by default."
     )
-    network: Literal["none", "bridge", "host"] = Field(
-        "none", description="The network that the handler may use; none: only its gateway can be reached."
+    tmp_mb: int | None = Field(
+        None, ge=1, le=1 << 20, description="Temporary files in MiB; 1024 in a container by default."
+    )
+    network: Literal["none", "bridge", "host"] | None = Field(
+        None,
+        description="The network that a container may use; none, the default: it reaches only its gateway.",
+    )
+    files: Literal["shared", "private"] = Field(
+        "shared", description="private: a process sees no files of the gateway, and writes to TMPDIR only."
     )
 
 
@@ -224,7 +230,7 @@ class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
     env: Annotated[dict[str, str], checked(_env_problem)] = Field({}, description="The workers' environment.")
     scale: Scale = Field(default_factory=Scale, description="How many workers there are.")
     image: Image = Field(default_factory=Image, description="The container that it runs in, if any.")
-    resources: Resources = Field(default_factory=Resources, description="Limits of the function's container.")
+    resources: Resources = Field(default_factory=Resources, description="What its workers may use.")
     aliases: Annotated[tuple[Alias, ...], Strict(False), BeforeValidator(split_text)] = Field(
         (),
         max_length=100,
@@ -234,6 +240,25 @@ class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
     source: Annotated[tuple[EventSource, ...], Strict(False)] = Field(
         (), max_length=100, description="Queues whose messages are run as jobs: tables, [[source]]."
     )
+
+    @model_validator(mode="after")
+    def _weights_of_confined(self) -> Self:
+        if self.snapshot_url is not None and self.image.name is None and self.resources.files == "private":
+            raise ValueError(
+                'with resources.files = "private", snapshot must be a folder or a file: such workers cannot follow'
+                " a fetch yet; those in a container (image.name) can"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _network_of_process(self) -> Self:
+        in_process = self.image.name is None and not self.image.unbuilt
+        if in_process and self.resources.network is not None:
+            raise ValueError(
+                f"resources.network is {self.resources.network!r}, but image.name is not set: a process has the"
+                " network of its gateway"
+            )
+        return self
 
     @property
     def snapshot_url(self) -> str | None:

@@ -75,6 +75,7 @@ class _FunctionCounts:
     def __init__(self) -> None:
         self.codes = Counter[int]()
         self.refusals = Counter[str]()
+        self.failures = Counter[str]()
         self.activations = Counter[str]()
         self.duration = _Histogram(SECONDS)
         self.batch = _Histogram(SIZES)
@@ -149,11 +150,15 @@ class Metrics:
         """Count an invocation that has ended. `code` is the HTTP status of its response.
 
         `error` is why it failed, if it did. The invocation also counts as refused if it failed before it was
-        sent to a worker, or if the error is Overloaded or QueueFull.
+        sent to a worker, or if the error is Overloaded or QueueFull. Otherwise it counts as a failure.
         """
         self._functions[function].count(code, timeline)
-        if error is not None and (not timeline.sent_s or isinstance(error, (Overloaded, QueueFull))):
+        if error is None:
+            return
+        if not timeline.sent_s or isinstance(error, (Overloaded, QueueFull)):
             self.turned_away(function, error)
+        else:
+            self._functions[function].failures[error.code] += 1
 
     def refused(self, function: str, error: PilotflameError) -> None:
         """Count a request that was answered with `error` because no invocation was accepted for it."""
@@ -195,17 +200,22 @@ class Metrics:
     def _counters(self) -> Iterator[Metric]:
         codes = _family(CounterMetricFamily, "invocations", "Invocations answered.", "code")
         refusals = _family(CounterMetricFamily, "refusals", "Requests refused, by error code.", "reason")
+        failures = _family(
+            CounterMetricFamily, "failures", "Invocations that failed in a worker, by error code.", "error"
+        )
         started = _family(CounterMetricFamily, "activations", "Workers started, by outcome.", "outcome")
         for function, of in self._functions.items():
-            for family, counter in ((codes, of.codes), (refusals, of.refusals), (started, of.activations)):
+            for family, counter in (
+                (codes, of.codes), (refusals, of.refusals), (failures, of.failures), (started, of.activations),
+            ):  # fmt: skip
                 for label, count in counter.items():
                     family.add_metric([function, str(label)], count)
-        failed = CounterMetricFamily(
+        broken = CounterMetricFamily(
             "pilotflame_background_failures", "Failures of the gateway's background tasks.", labels=["task"]
         )
         for task, count in self._failures.items():
-            failed.add_metric([task], count)
-        yield from (codes, refusals, started, failed)
+            broken.add_metric([task], count)
+        yield from (codes, refusals, failures, started, broken)
 
     def _histograms(self) -> Iterator[Metric]:
         took = _family(HistogramMetricFamily, "invocation_seconds", "From accepted to answered.")

@@ -9,6 +9,7 @@ role) is returned up to `main`, which calls it, so that the child starts on an a
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib
 import json
@@ -18,7 +19,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,14 +29,16 @@ from setproctitle import setproctitle
 from ...errors import PilotflameError
 from ..link.connection import BlockingLink, dial
 from ..link.frames import FrameKind
-from ..link.worker_spec import REQUEST_VARIABLE, WorkerSpec
+from ..link.worker_spec import REQUEST_VARIABLE, Confinement, WorkerSpec
 from . import fork_safety, output
+from .confinement import confine
 from .function_setup import Built, build, weights_hint
 from .worker import Worker
 
 DIAL_TIMEOUT_S = 10.0
-# Where the kernel counts its kills: of this container in version 2 and 1 of cgroups, or of the whole machine.
-MEMORY_KILLS = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control", "/proc/vmstat")
+# Where the kernel counts its kills: of the whole machine; in a container, its own in version 2 and 1 of cgroups.
+MACHINE_KILLS = "/proc/vmstat"
+MEMORY_KILLS = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control", MACHINE_KILLS)
 # What a process runs until its end. In a child that it has forked, it returns the role of this child.
 Role = Callable[[], Any]
 
@@ -57,11 +60,12 @@ class Ticket:
 class Zygote:
     """A process that forks on request. Subclasses define how it gets ready and what its children run."""
 
-    def __init__(self, ticket: Ticket) -> None:
-        self._ticket = ticket
+    def __init__(self, ticket: Ticket, kill_files: tuple[str, ...]) -> None:
+        """`kill_files` is where the kernel may count what it kills here because memory ran out."""
+        self._ticket, self._kill_files = ticket, kill_files
         self._wake_read, self._wake_write = socket.socketpair()
-        # For each child that was not reaped yet: how many processes the kernel had killed for memory before.
-        self._children: dict[int, int] = {}
+        # For each child that was not reaped yet: the counter of the kernel's kills that its end may be one of.
+        self._children: dict[int, MemoryKills] = {}
 
     def run(self) -> Role | None:
         self._watch_children()
@@ -78,6 +82,10 @@ class Zygote:
     def child_role(self, ticket: Ticket, request: dict[str, Any]) -> Role:
         """Return the function that a forked child runs. Called in the child, with the child's ticket."""
         raise NotImplementedError
+
+    def kill_files(self, _request: dict[str, Any]) -> tuple[str, ...]:
+        """Return where the kernel may count that it killed the child because memory ran out."""
+        return self._kill_files
 
     def _watch_children(self) -> None:
         for end in (self._wake_read, self._wake_write):
@@ -111,19 +119,20 @@ class Zygote:
                 if pid == 0:
                     return
                 code = os.waitstatus_to_exitcode(status)
-                head = {"pid": pid, "code": code, "out_of_memory": self._ran_out_of_memory(pid, code)}
+                kills = self._children.pop(pid, None)
+                killed = kills is not None and code == -signal.SIGKILL and kills.explain()
+                certain = kills is not None and kills.file != MACHINE_KILLS
+                head = {"pid": pid, "code": code, "out_of_memory": killed, "certain": certain}
                 # OSError: the gateway has ended, which `_serve` notices at its next read.
                 with contextlib.suppress(OSError):
                     link.send(FrameKind.EXITED, head)
 
-    def _ran_out_of_memory(self, pid: int, code: int) -> bool:
-        """Forget a child that has ended. Return True if the kernel killed it because memory ran out."""
-        before = self._children.pop(pid, None)
-        if before is None or code != -signal.SIGKILL or (kills := count_memory_kills()) <= before:
-            return False
-        # This kill explains the end of no other child.
-        self._children = dict.fromkeys(self._children, kills)
-        return True
+    def _memory_kills(self, files: tuple[str, ...]) -> MemoryKills:
+        """Return the counter that the children with the same limit of memory share."""
+        file = first_that_tells(files)
+        known = (kills for kills in self._children.values() if kills.file == file)
+        # If no such child is left, all kills so far are explained, or were of children of children.
+        return next(known, None) or MemoryKills(file)
 
     def _signal(self, pid: int, number: int) -> None:
         # Until it is reaped here, the pid of a child is not given to another process.
@@ -131,7 +140,7 @@ class Zygote:
             os.kill(pid, number)
 
     def _fork(self, link: BlockingLink, request: dict[str, Any]) -> Role | None:
-        parent = os.getpid()
+        parent, kills = os.getpid(), self._memory_kills(self.kill_files(request))
         try:
             pid = os.fork()
         except OSError as error:
@@ -139,7 +148,7 @@ class Zygote:
             link.send(FrameKind.UNFORKED, {"token": request["token"], "why": str(error)})
             return None
         if pid != 0:
-            self._children[pid] = count_memory_kills()
+            self._children[pid] = kills
             link.send(FrameKind.FORKED, {"token": request["token"], "pid": pid})
             return None
         fork_safety.detach(parent)
@@ -150,22 +159,45 @@ class Zygote:
         return self.child_role(Ticket(self._ticket.address, request["token"]), request)
 
 
-def count_memory_kills(files: Sequence[str] = MEMORY_KILLS) -> int:
-    """Return how many processes the kernel has killed because memory ran out, by the first file that tells."""
-    for file in files:
-        with contextlib.suppress(OSError), open(file) as lines:  # noqa: PTH123
-            for line in lines:
-                name, _, count = line.partition(" ")
-                if name == "oom_kill":
-                    return int(count)
-    return 0
+class MemoryKills:
+    """Counts the processes that the kernel has killed because memory ran out. Each kill explains one end."""
+
+    def __init__(self, file: str) -> None:
+        self.file = file
+        self._explained = self._count()
+
+    def explain(self) -> bool:
+        """Return True if there was a kill that explains no other end."""
+        if self._count() <= self._explained:
+            return False
+        self._explained += 1
+        return True
+
+    def _count(self) -> int:
+        return _count_memory_kills(self.file) or 0
+
+
+@functools.lru_cache(maxsize=16)
+def first_that_tells(files: tuple[str, ...]) -> str:
+    """Return the first file in which the kernel counts its kills."""
+    return next((file for file in files if _count_memory_kills(file) is not None), MACHINE_KILLS)
+
+
+def _count_memory_kills(file: str) -> int | None:
+    """Return the kernel's count in `file`; None if it has none."""
+    with contextlib.suppress(OSError), open(file) as lines:  # noqa: PTH123
+        for line in lines:
+            name, _, count = line.partition(" ")
+            if name == "oom_kill":
+                return int(count)
+    return None
 
 
 class Base(Zygote):
     """The first process of a Python environment. It has imported large packages, and no function."""
 
-    def __init__(self, ticket: Ticket, preload: list[str]) -> None:
-        super().__init__(ticket)
+    def __init__(self, ticket: Ticket, preload: list[str], kill_files: tuple[str, ...]) -> None:
+        super().__init__(ticket, kill_files)
         self._preload = preload
 
     def prepare(self, link: BlockingLink) -> bool:
@@ -178,16 +210,22 @@ class Base(Zygote):
         return True
 
     def child_role(self, ticket: Ticket, request: dict[str, Any]) -> Role:
+        confine(_confinement(request))
         if request["role"] == "zygote":
-            return RevisionZygote(ticket, WorkerSpec.model_validate(request["spec"])).run
+            spec = WorkerSpec.model_validate(request["spec"])
+            return RevisionZygote(ticket, spec, self.kill_files(request)).run
         return partial(spawn_worker, ticket, request["spec"])
+
+    def kill_files(self, request: dict[str, Any]) -> tuple[str, ...]:
+        file = _confinement(request).memory_kills
+        return (str(file),) if file is not None else self._kill_files
 
 
 class RevisionZygote(Zygote):
     """The parent of one revision's workers. It has imported and built the handler, without weights."""
 
-    def __init__(self, ticket: Ticket, spec: WorkerSpec) -> None:
-        super().__init__(ticket)
+    def __init__(self, ticket: Ticket, spec: WorkerSpec, kill_files: tuple[str, ...]) -> None:
+        super().__init__(ticket, kill_files)
         self._spec = spec
         self._built: Built | None = None
 
@@ -217,6 +255,10 @@ class RevisionZygote(Zygote):
 
     def child_role(self, ticket: Ticket, request: dict[str, Any]) -> Role:
         return partial(run_worker, ticket, self._spec, self._built)
+
+
+def _confinement(request: dict[str, Any]) -> Confinement:
+    return Confinement.model_validate(request.get("confinement") or {})
 
 
 def spawn_worker(ticket: Ticket, spec: dict[str, Any]) -> None:
@@ -279,7 +321,7 @@ def main() -> None:
         run_worker(ticket, WorkerSpec.model_validate(request["spec"]), None)
     else:
         gc.disable()
-        role: Role | None = Base(ticket, request["preload"]).run
+        role: Role | None = Base(ticket, request["preload"], MEMORY_KILLS if given else (MACHINE_KILLS,)).run
         # In a forked child, `role` returns the child's own role, which runs next.
         while role is not None:
             role = role()

@@ -562,6 +562,7 @@ def test_doctor_examines_this_machine(run, short_tmp: Path):
     checks = {check["name"]: check for check in json.loads(done.stdout)["checks"]}
     assert done.returncode == 0, checks
     assert {"Python", "Linux", "fork", "unix sockets", "torch", "memory", "port"} <= set(checks)
+    assert {"limits of processes", "private files", "container engine"} <= set(checks)
     assert not (short_tmp / "looked-at").exists()
 
 

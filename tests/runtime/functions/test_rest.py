@@ -8,7 +8,7 @@ import psutil
 import pytest
 from live import Function, gateway_here, gone, until
 from pilotflame.runtime.functions import rest
-from pilotflame.runtime.functions.rest import RestStats, functions_to_rest
+from pilotflame.runtime.functions.rest import RestStats, functions_to_rest, next_check_s
 
 LIGHT = "import os\ndef handler(event):\n    return os.getpid()"
 # So long that the zygote is worth keeping.
@@ -38,6 +38,34 @@ def test_above_the_limit_the_least_recently_used_rest_first_and_those_in_use_nev
     assert functions_to_rest(stats, 5.0, 35.0, 9.0) == ["never"]
     assert functions_to_rest(stats, 5.0, 25.0, 9.0) == ["never", "old"]
     assert functions_to_rest(stats, 5.0, 0.0, 9.0) == ["never", "old", "new"]
+
+
+def test_functions_that_hold_nothing_or_were_used_are_not_checked_again() -> None:
+    resting, used = one("resting", 0.0, light=True, used_s=0.0), one("used", light=True)
+    assert next_check_s([resting, used, one("heavy", used_s=0.0)], 1e6) is None
+    waiting = one("waiting", light=True, used_s=0.0, since_s=100.0)
+    assert next_check_s([resting, used, waiting], 150.0) == rest.UNUSED_S - 50.0
+    in_use = one("in use", light=True, used_s=0.0, idle=False)
+    assert next_check_s([in_use], rest.UNUSED_S + 1) == rest.RECHECK_S
+
+
+@pytest.mark.asyncio
+async def test_a_function_that_rests_causes_no_more_checks(state, quick, monkeypatch) -> None:
+    checks, check = [], rest.Rest._check
+
+    async def counted(self: rest.Rest) -> None:
+        checks.append(self)
+        await check(self)
+
+    monkeypatch.setattr(rest.Rest, "_check", counted)
+    async with gateway_here(state) as gateway:
+        function = await gateway.deploy(LIGHT, {"scale.idle_timeout_s": 0})
+        await function.settled(zygote=False, standby=False)
+        before = len(checks)
+        await gateway.deploy(HEAVY)
+        await asyncio.sleep(20 * rest.SETTLE_S)
+        # One for the start of its worker, one for the deploy.
+        assert before < len(checks) <= before + 2
 
 
 @pytest.mark.asyncio

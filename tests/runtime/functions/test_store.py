@@ -1,6 +1,7 @@
 """The store after crashes: a child kills itself at each system call in turn."""
 
 import contextlib
+import json
 import os
 import shutil
 import signal
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 from pilotflame.errors import BadInput, GatewayError, SettingsError, UnknownFunction, UnknownRevision
 from pilotflame.runtime.functions.store import Retention, RevisionFields, RevisionRecord, Store
-from pilotflame.runtime.settings.function_settings import FunctionSettings
+from pilotflame.runtime.settings.function_settings import FunctionSettings, Resources
 
 
 def fields(name: str = "tone", **more: Any) -> RevisionFields:
@@ -86,6 +87,24 @@ def test_a_promoted_revision_is_found_again(store: Store, tmp_path: Path, report
     assert revisions(again, "tone") == [record]
     assert (again.code(record) / "handler.py").read_text() == "x"
     assert staged(tmp_path) == []
+    assert reports == []
+
+
+def test_defaults_that_an_earlier_release_stored_are_no_limits(
+    store: Store, tmp_path: Path, reports: Reports
+) -> None:
+    path = store.code(deploy(store)).parent / "revision.json"
+    stored = json.loads(path.read_text())
+    stored["settings"]["resources"] = {
+        "memory_mb": 64, "cpus": None, "pids": 1024, "tmp_mb": 1024, "network": "none",
+    }  # fmt: skip
+    stored["setting_origins"]["resources.memory_mb"] = "pilotflame.toml"
+    path.write_text(json.dumps(stored))
+    again = Store(tmp_path, reports)
+    again.start()
+    record = again.current("tone")
+    assert record is not None
+    assert record.settings.resources == Resources(memory_mb=64)
     assert reports == []
 
 

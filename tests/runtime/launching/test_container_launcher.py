@@ -2,46 +2,40 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
+import resource
 import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import pytest_asyncio
 from containers import Engine, made_image, podman, require_podman, running_engine
-from live import Function, Gateway, failure, gateway_here, gateway_process, short_folder, until
+from live import Function, Gateway, failure, gateway_here, gateway_process, gone, short_folder, until
+from pilotflame.errors import LauncherError
+from pilotflame.runtime.launching.container_launcher import ContainerLauncher
+from pilotflame.runtime.launching.listener import Listener
+from pilotflame.runtime.link.worker_spec import WorkerSpec
+from pilotflame.runtime.telemetry.background import BackgroundTasks
+from pilotflame.runtime.telemetry.logs import LogBook
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
 HANDLER = """
-import os, socket, time
+import os, resource
 def handler(event):
     what = event.get("do")
     if what == "write":
         with open(event["path"], "wb") as file:
             file.write(b"x" * event.get("bytes", 1))
         return "written"
-    if what == "read":
-        return open(event["path"]).read()
-    if what == "connect":
-        socket.create_connection((event["host"], event["port"]), timeout=2).close()
-        return "connected"
-    if what == "eat":
-        return len(bytearray(b"x") * (event["mb"] << 20))
-    if what == "fork":
-        children = 0
-        try:
-            while children < 10_000:
-                if os.fork() == 0:
-                    time.sleep(1)
-                    os._exit(0)
-                children += 1
-        except OSError as error:
-            return {"children": children, "error": type(error).__name__}
+    if what == "limits":
+        return {"nproc": resource.getrlimit(resource.RLIMIT_NPROC)}
     if what == "die":
         os._exit(3)
     return {"pid": os.getpid(), "capabilities": capabilities(), "echo": event,
@@ -144,50 +138,6 @@ async def test_a_worker_has_no_rights(gateway: Gateway, image: str) -> None:
     assert await function.answer({"do": "write", "path": "/tmp/x", "bytes": 1000}) == "written"
 
 
-async def test_nothing_of_another_function_or_of_the_gateway_can_be_read(
-    gateway: Gateway, image: str
-) -> None:
-    other = await deployed(gateway, image, "SECRET = 'of another'\n" + HANDLER)
-    code = next((gateway.state / "functions").rglob("handler.py"))
-    assert code.exists()
-    function = await deployed(gateway, image)
-    paths = [
-        path for path in (gateway.state).rglob("*") if path.is_file() and function.name not in path.parts
-    ]
-    assert any(other.name in path.parts for path in paths)
-    for path in (*paths[:50], gateway.state / "run" / "own.sock", Path(__file__)):
-        assert await exception(function, {"do": "read", "path": str(path)}) in {
-            "FileNotFoundError", "PermissionError", "OSError", "NotADirectoryError",
-        }  # fmt: skip
-
-
-async def test_no_connection_without_a_grant(gateway: Gateway, image: str) -> None:
-    host, port = gateway.address
-    function = await deployed(gateway, image)
-    assert await exception(function, {"do": "connect", "host": host, "port": port}) in {
-        "ConnectionRefusedError",
-        "OSError",
-    }
-    granted = await deployed(gateway, image, **{"resources.network": "host"})
-    assert await granted.answer({"do": "connect", "host": host, "port": port}) == "connected"
-
-
-async def test_limits_of_memory_processes_and_disk(gateway: Gateway, image: str) -> None:
-    limits = {"resources.memory_mb": 160, "resources.pids": 64, "resources.tmp_mb": 8}
-    function = await deployed(gateway, image, **limits)
-    neighbour = await deployed(gateway, image)
-    assert await function.answer({"do": "write", "path": "/tmp/a", "bytes": 1 << 20}) == "written"
-    assert await exception(function, {"do": "write", "path": "/tmp/b", "bytes": 16 << 20}) == "OSError"
-    found = await function.answer({"do": "fork"})
-    assert found["error"] == "BlockingIOError"
-    assert found["children"] < 64
-    eaten = await function.error({"do": "eat", "mb": 400})
-    assert eaten["type"] == "worker_died"
-    assert "memory ran out" in eaten["message"]
-    assert (await neighbour.answer({"n": 2}))["echo"] == {"n": 2}
-    assert (await function.answer({"n": 3}))["echo"] == {"n": 3}
-
-
 async def test_a_dead_worker_is_replaced_and_its_end_is_told(gateway: Gateway, image: str) -> None:
     function = await deployed(gateway, image)
     error = await function.error({"do": "die"})
@@ -204,6 +154,65 @@ async def test_a_killed_container_is_replaced(gateway: Gateway, image: str) -> N
     assert (await function.answer({"again": True}))["echo"] == {"again": True}
     (other,) = containers(gateway.state, function, every=False)
     assert other["Id"] != container["Id"]
+
+
+async def test_a_restart_has_a_container_of_its_own(gateway: Gateway, image: str) -> None:
+    function = await deployed(gateway, image)
+    assert (await function.answer({"n": 1}))["echo"] == {"n": 1}
+    (before,) = containers(gateway.state, function)
+    calling, answers = True, []
+
+    async def call() -> None:
+        while calling:
+            answers.append(await function.call({"n": len(answers)}))
+
+    async with asyncio.TaskGroup() as tasks:
+        tasks.create_task(call())
+        for _ in range(2):
+            response = await gateway.client.post(f"/v1/functions/{function.name}/restart")
+            assert response.status_code < 300, response.text
+
+            async def replaced() -> bool:
+                return len(containers(gateway.state, function)) == 1
+
+            await until(replaced, "the end of the old container")
+            answers.append(await function.call({}))
+        calling = False
+    assert {answer.status_code for answer in answers} == {200}
+    (after,) = containers(gateway.state, function)
+    assert after["Id"] != before["Id"]
+
+
+async def test_a_dead_zygote_takes_its_container_along(gateway: Gateway, image: str) -> None:
+    function = await deployed(gateway, image)
+    assert (await function.answer({"n": 1}))["echo"] == {"n": 1}
+    (before,) = containers(gateway.state, function)
+    zygotes = [
+        process
+        for process in psutil.Process(before["Pid"]).children()
+        if f"zygote {function.name}" in " ".join(process.cmdline())
+    ]
+    (zygote,) = zygotes
+    (worker,) = [child for child in zygote.children() if "worker" in " ".join(child.cmdline())]
+    zygote.kill()
+    await gone(worker.pid)
+
+    async def replaced() -> bool:
+        return [one["Id"] for one in containers(gateway.state, function)] not in ([before["Id"]], [])
+
+    await until(replaced, "another container")
+    assert (await function.answer({"n": 2}))["echo"] == {"n": 2}
+    (after,) = containers(gateway.state, function)
+    assert after["Id"] != before["Id"]
+
+
+async def test_the_limit_of_processes_is_the_containers_and_not_the_users(
+    gateway: Gateway, image: str
+) -> None:
+    function = await deployed(gateway, image, **{"resources.pids": 64})
+    _, hard = resource.getrlimit(resource.RLIMIT_NPROC)
+    for limit in (await function.answer({"do": "limits"}))["nproc"]:
+        assert limit == min(hard, int(Path("/proc/sys/kernel/pid_max").read_text()))
 
 
 async def test_streams_and_three_workers(gateway: Gateway, image: str) -> None:
@@ -225,7 +234,9 @@ async def test_the_engine_is_restarted_meanwhile(gateway: Gateway, image: str, e
     assert containers(gateway.state, function) == []
 
 
-async def test_what_cannot_start_says_why(gateway: Gateway, image: str, state: Path) -> None:
+async def test_what_cannot_start_says_why(
+    gateway: Gateway, image: str, state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     response = await gateway.send(HANDLER, {"image.name": "localhost/no-such-image"})
     assert response.status_code == 500
     assert "no-such-image" in failure(response)["message"]
@@ -234,6 +245,35 @@ async def test_what_cannot_start_says_why(gateway: Gateway, image: str, state: P
     async with gateway_here(state, engine=f"unix://{state}/none.sock") as other:
         response = await other.send(HANDLER, {"image.name": image})
         assert "cannot be reached" in failure(response)["message"]
+    for url in ("/var/run/docker.sock", "ssh://"):
+        monkeypatch.setenv("DOCKER_HOST", url)
+        async with gateway_here(state) as other:
+            response = await other.send(HANDLER, {"image.name": image})
+            assert "DOCKER_HOST" in failure(response)["message"]
+
+
+@pytest.mark.parametrize("connected", [False, True])
+async def test_a_launcher_that_closes_during_a_launch_leaves_no_container(
+    engine: Engine, image: str, state: Path, connected: bool
+) -> None:
+    listener = Listener(state / "run" / "link.sock")
+    state.mkdir()
+    listener.open()
+    spec = WorkerSpec(function="f", revision="1-x", code=state, image=image)
+    logs = LogBook()
+    async with BackgroundTasks() as tasks:
+        launcher = ContainerLauncher(engine.url, listener, tasks, str(state), print)
+        if connected:
+            await launcher.prepare(spec)
+        launching = asyncio.create_task(launcher.launch(spec, logs, lambda: None))
+        # Now it waits for the engine's answer.
+        await asyncio.sleep(0.01)
+        await launcher.close()
+        with pytest.raises(LauncherError, match="shutting down"):
+            await launching
+        assert tasks.failures == {}
+    listener.close()
+    assert containers(state) == []
 
 
 async def test_a_killed_gateways_containers_are_removed_by_the_next(

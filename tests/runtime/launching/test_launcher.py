@@ -104,6 +104,22 @@ async def test_of_several_kill_deadlines_the_earliest_counts():
         await killed.wait()
 
 
+async def test_a_deadline_to_end_does_not_save_a_stuck_process() -> None:
+    killed = asyncio.Event()
+
+    class Victim(Child):
+        def kill(self) -> None:
+            killed.set()
+
+        def dump_stacks(self) -> None: ...
+
+    victim = Victim(None, 1, "victim")  # type: ignore[arg-type]
+    victim.kill_stuck("it does not answer")
+    victim.kill_after(0.2)
+    async with asyncio.timeout(5):
+        await killed.wait()
+
+
 async def test_the_cause_names_the_kernel_if_memory_ran_out():
     class Victim(Child):
         def kill(self) -> None: ...
@@ -111,4 +127,10 @@ async def test_the_cause_names_the_kernel_if_memory_ran_out():
 
     victim = Victim(None, 1, "victim")  # type: ignore[arg-type]
     victim.report_exit(-9, out_of_memory=True)
-    assert await victim.cause() == "signal 9 (SIGKILL), sent by the kernel because memory ran out"
+    cause = await victim.cause()
+    assert cause == ("signal 9 (SIGKILL), sent by the kernel because memory ran out", True)
+    # The count of the whole machine may have grown for another process.
+    other = Victim(None, 1, "other")  # type: ignore[arg-type]
+    other.report_exit(-9, out_of_memory=True, certain=False)
+    cause = await other.cause()
+    assert cause == ("signal 9 (SIGKILL), sent by the kernel perhaps because memory ran out", False)

@@ -14,6 +14,12 @@ from pilotflame.runtime.serving.invocation import Invocation
 pytestmark = pytest.mark.asyncio
 
 
+def loop_timers(timers: deadlines.Deadlines) -> int:
+    """The number of timers of the event loop."""
+    own = sum(not isinstance(timer, dict) for timer in timers._timers.values())
+    return own + (timers._next is not None)
+
+
 def invocation(name: str) -> Invocation:
     now_s = time.monotonic()
     return Invocation(name, b"", now_s=now_s, deadline_s=now_s + 60, hold_until_s=now_s + 60)
@@ -48,7 +54,7 @@ async def test_a_deadline_passes_through_slots_of_all_widths(monkeypatch):
         for due_s in (0.1, 2.6, 4.6):
             assert await fired.get() == str(due_s)
             assert due_s - 0.01 <= time.monotonic() - now_s < due_s + 0.5
-    assert len(timers) == 0
+    assert loop_timers(timers) == 0
 
 
 async def test_a_day_of_distinct_deadlines_has_few_timers_and_few_slots():
@@ -57,13 +63,13 @@ async def test_a_day_of_distinct_deadlines_has_few_timers_and_few_slots():
     calls = [invocation(str(number)) for number in range(24 * 3600)]
     for number, one in enumerate(calls):
         timers.set(one, now_s + number + 2.5, now_s)
-    assert len(timers) == 1
+    assert loop_timers(timers) == 1
     assert len(timers._slots) < 300
     for one in calls:
         timers.cancel(one)
     assert not timers._timers
     timers.close()
-    assert len(timers) == 0
+    assert loop_timers(timers) == 0
     assert not timers._slots
 
 
@@ -77,9 +83,9 @@ async def test_no_timer_keeps_a_retired_revision_in_memory():
     call, now_s = invocation("job"), time.monotonic()
     timers.set(call, now_s + 24 * 3600, now_s)
     timers.close()
-    assert len(timers) == 1
+    assert loop_timers(timers) == 1
     timers.cancel(call)
-    assert len(timers) == 0
+    assert loop_timers(timers) == 0
     gone = weakref.ref(owner)
     del owner, timers
     gc.collect()

@@ -67,6 +67,14 @@ def test_small_changes_are_not_written(tmp_path: Path) -> None:
     assert not stored.differs("fast", [Point(1, 9e-6, 3e-5)])
 
 
+def test_the_latest_curve_is_the_one_that_was_stored_last(tmp_path: Path) -> None:
+    stored = LatencyCurveStore(tmp_path / "x.json")
+    for device, took_s in (("cpu", 1), ("cuda", 2), ("cpu", 3)):
+        stored.write(device, [Point(1, took_s, took_s)])
+    for found in (stored, LatencyCurveStore(tmp_path / "x.json")):
+        assert found.latest() == [Point(1, 3, 3)]
+
+
 def test_a_disk_that_refuses_is_ignored(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     refused = LatencyCurveStore(tmp_path / "file" / "x.json")

@@ -196,6 +196,26 @@ def test_an_override_that_cannot_be_parsed_is_reported(tmp_path: Path) -> None:
     )
 
 
+def test_what_a_process_cannot_be_held_at_is_refused(tmp_path: Path) -> None:
+    limits = '[resources]\nmemory_mb = 64\ncpus = 0.5\npids = 32\ntmp_mb = 4\nfiles = "private"\n'
+    assert read_settings(folder_with(tmp_path, limits)).resources.pids == 32
+    (tmp_path / "other").mkdir()
+    text = problem(tmp_path / "other", '[resources]\nnetwork = "none"')
+    assert "resources.network is 'none', but image.name is not set" in text
+    # An image that is still to be built.
+    (tmp_path / "unbuilt").mkdir()
+    unbuilt = '[image]\nbase = "cuda"\n[resources]\nnetwork = "bridge"'
+    assert read_settings(folder_with(tmp_path / "unbuilt", unbuilt)).image.unbuilt
+
+
+def test_processes_with_private_files_need_local_weights(tmp_path: Path) -> None:
+    remote = 'snapshot = "s3://bucket/net"\n'
+    assert "cannot follow a fetch yet" in problem(tmp_path, f'{remote}[resources]\nfiles = "private"')
+    (tmp_path / "other").mkdir()
+    found = read_settings(folder_with(tmp_path / "other", f'{remote}[image]\nname = "a"'))
+    assert found.snapshot_url == "s3://bucket/net"
+
+
 def test_an_override_hides_no_broken_section(tmp_path: Path) -> None:
     assert "scale is 3" in problem(tmp_path, "scale = 3", {"scale.max": "8"})
 
@@ -244,9 +264,9 @@ _valid = st.builds(
         Resources,
         memory_mb=st.none() | st.integers(16, 4096),
         cpus=st.none() | st.floats(min_value=0.01, max_value=64),
-        pids=st.integers(16, 4096),
-        tmp_mb=st.integers(1, 4096),
-        network=st.sampled_from(["none", "bridge", "host"]),
+        pids=st.none() | st.integers(16, 4096),
+        tmp_mb=st.none() | st.integers(1, 4096),
+        files=st.sampled_from(["shared", "private"]),
     ),
     scale=st.builds(
         Scale,

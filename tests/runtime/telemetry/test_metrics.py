@@ -141,7 +141,7 @@ def test_phases_have_the_names_of_server_timing() -> None:
         assert value(metrics, "pilotflame_phase_seconds_count", function="tone", phase=phase) == count
 
 
-def test_refusals_are_counted_by_reason_and_failures_are_none() -> None:
+def test_refusals_and_failures_are_counted_by_the_code_of_their_error() -> None:
     metrics = Metrics(dict)
     queued = Timeline(1.0, responded_s=2.0)
     metrics.refused("tone", QueueFull("full"))
@@ -157,6 +157,8 @@ def test_refusals_are_counted_by_reason_and_failures_are_none() -> None:
         ("handler_failed", None),
     ):  # fmt: skip
         assert value(metrics, "pilotflame_refusals_total", function="tone", reason=reason) == count
+    for error, count in (("deadline_exceeded", 1), ("handler_failed", 1), ("overloaded", None)):
+        assert value(metrics, "pilotflame_failures_total", function="tone", error=error) == count
     # A request that exceeded a quota never reached its route, which may not be an invocation's.
     assert value(metrics, "pilotflame_invocations_total", function="tone", code="429") == 1
 

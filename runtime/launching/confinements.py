@@ -1,0 +1,130 @@
+"""Makes and removes what confines the processes of a function: its cgroup and its folder for temporary files."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import secrets
+import shutil
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from ...errors import LauncherError
+from ...snapshot.caching.memory import is_ours, unmount
+from ..link.worker_spec import Confinement, WorkerSpec
+from . import cgroups
+
+PREFIX = "pilotflame-"
+# Flags of mount(2): no programs with the rights of their owners, and no devices.
+_NOSUID, _NODEV = 2, 4
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class Confinements:
+    """The confinements of one gateway. All methods block."""
+
+    def __init__(self, state: Path) -> None:
+        self._state = state
+        digest = hashlib.sha256(os.fsencode(state)).hexdigest()[:8]
+        self._prefix = f"{PREFIX}{os.getuid()}-{digest}"
+        self._groups: dict[Confinement, cgroups.Cgroup] = {}
+        self._clean = False
+
+    def make(self, spec: WorkerSpec) -> Confinement:
+        """Return what confines the processes of a revision from now on. Raise LauncherError."""
+        if not self._clean:
+            self._remove_left()
+            self._clean = True
+        name = f"{self._prefix}-{spec.function}-{spec.revision.partition('-')[0]}-{secrets.token_hex(4)}"
+        group = cgroups.make_cgroup(name, spec.resources)
+        tmp = None
+        try:
+            tmp = self._make_tmp(spec)
+            confinement = Confinement(
+                joins=group.joins if group is not None else (),
+                memory_kills=group.memory_kills if group is not None else None,
+                tmp=tmp, **self._files(spec),
+            )  # fmt: skip
+        except BaseException:
+            if group is not None:
+                group.remove()
+            raise
+        if group is not None:
+            self._groups[confinement] = group
+        return confinement
+
+    def remove(self, confinement: Confinement) -> None:
+        """Remove it, and kill the processes that are still in its cgroup."""
+        if (group := self._groups.pop(confinement, None)) is not None:
+            group.remove()
+        if confinement.tmp is not None:
+            _remove_tmp(confinement.tmp)
+
+    def close(self) -> None:
+        """Remove the folder of all temporary folders."""
+        with suppress(OSError):
+            self._tmp_root.rmdir()
+
+    @property
+    def _tmp_root(self) -> Path:
+        return Path(tempfile.gettempdir()) / self._prefix
+
+    def _remove_left(self) -> None:
+        """Remove what a killed gateway with the same state folder has left."""
+        cgroups.remove_left(self._prefix)
+        if is_ours(self._tmp_root):
+            for left in self._tmp_root.iterdir():
+                _remove_tmp(left)
+
+    def _make_tmp(self, spec: WorkerSpec) -> Path | None:
+        """Return a new folder for temporary files, None if none can be made. Raise LauncherError."""
+        size_mb = spec.resources.tmp_mb
+        try:
+            root = self._tmp_root
+            with suppress(FileExistsError):
+                root.mkdir(mode=0o700)
+            if not is_ours(root):
+                raise LauncherError(
+                    f"{root} belongs to another user.", remedy="Set TMPDIR to another folder."
+                )
+            folder = Path(tempfile.mkdtemp(prefix=f"{spec.function[:24]}-", dir=root))
+        except OSError as error:
+            if size_mb is None:
+                return None
+            message = f"No folder for temporary files can be made: {error.strerror} ({error.filename})."
+            raise LauncherError(message, remedy="Set TMPDIR to another folder.") from error
+        if size_mb is not None and not mount_tmp(folder, size_mb):
+            folder.rmdir()
+            message = (
+                f"resources.tmp_mb is {size_mb}, but the gateway may not mount file systems on this machine."
+            )
+            raise LauncherError(message, remedy=cgroups.REMEDY)
+        return folder
+
+    def _files(self, spec: WorkerSpec) -> dict[str, tuple[Path, ...]]:
+        if spec.resources.files != "private":
+            return {}
+        # A rule of Landlock needs a folder that exists.
+        (uploads := self._state / "files").mkdir(mode=0o700, exist_ok=True)
+        # An environment is a folder with bin/python.
+        environment = Path(spec.python).parents[1] if spec.python else None
+        paths = (spec.code, spec.snapshot, spec.manifest, environment)
+        return {
+            "hidden": (self._state, self._tmp_root),
+            "readable": tuple(path for path in paths if path is not None),
+            "unlisted": (uploads,),
+        }
+
+
+def mount_tmp(folder: Path, size_mb: int) -> bool:
+    """Mount a file system of `size_mb` in memory on `folder`. Return True if that was allowed."""
+    options = f"mode=0700,size={size_mb}m".encode()
+    place = os.fsencode(folder)
+    return bool(_libc.mount(b"pilotflame", place, b"tmpfs", _NOSUID | _NODEV, options) == 0)
+
+
+def _remove_tmp(folder: Path) -> None:
+    unmount(folder)
+    shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,217 @@
+"""What holds the processes of a function at their limits: cgroups, folders of their own, and Landlock."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from live import Function, failure, gateway_here, gateway_process, gone, until
+from pilotflame.runtime.launching import cgroups
+from pilotflame.runtime.worker.confinement import landlock_version
+
+pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)]
+
+HANDLER = """
+import ctypes, os, pathlib, subprocess, tempfile, time
+def handler(event):
+    return globals()[event["do"]](*event.get("with", []))
+def eat(mb):
+    return len(bytearray(b"x") * (mb << 20))
+def fork():
+    children = 0
+    try:
+        while children < 1000:
+            if os.fork() == 0:
+                time.sleep(60)
+                os._exit(0)
+            children += 1
+    except OSError as error:
+        return [children, type(error).__name__]
+def spin(seconds):
+    began, used = time.monotonic(), time.process_time()
+    while time.monotonic() < began + seconds:
+        pass
+    return (time.process_time() - used) / seconds
+def write(path, count=1):
+    pathlib.Path(path).write_bytes(b"x" * count)
+def read(path):
+    return pathlib.Path(path).read_bytes().decode(errors="replace")
+def list(path):
+    return os.listdir(path)
+def tmp():
+    return [tempfile.gettempdir(), tempfile.mkstemp()[1]]
+def kill(pid):
+    os.kill(pid, 0)
+def child():
+    return subprocess.run(["cat", __file__], capture_output=True, check=True).stdout.decode()
+def pid():
+    return os.getpid()
+"""
+
+with_cgroups = pytest.mark.skipif(
+    {one.name for one in cgroups.find_controllers()} != set(cgroups.CONTROLLERS),
+    reason="this user may make no cgroups here",
+)
+with_landlock = pytest.mark.skipif(not landlock_version(), reason="this kernel has no Landlock")
+
+
+async def raised(function: Function, do: str, *given: Any) -> str:
+    error = await function.error({"do": do, "with": given})
+    assert error["type"] == "handler_failed", error
+    return str(error["message"])
+
+
+@with_cgroups
+async def test_a_handler_that_takes_too_much_is_stopped_and_its_neighbour_is_not(deploy) -> None:
+    limits = {"resources.memory_mb": 200, "resources.pids": 40, "resources.cpus": 0.25}
+    function = await deploy(HANDLER, {**limits, "scale.idle_timeout_s": 30})
+    neighbour = await deploy(HANDLER)
+    error, found = await asyncio.gather(
+        function.error({"do": "eat", "with": [600]}), neighbour.answer({"do": "eat", "with": [220]})
+    )
+    assert found == 220 << 20
+    assert (error["status"], error["type"]) == (500, "out_of_memory")
+    assert "resources.memory_mb of the function is 200" in error["message"]
+    assert "resources.memory_mb" in error["remedy"]
+    assert error["details"]["memory_mb"] == 200
+    (children, why), pid = await asyncio.gather(
+        function.answer({"do": "fork"}), neighbour.answer({"do": "pid"})
+    )
+    assert (children < 40, why) == (True, "BlockingIOError")
+    assert pid > 0
+    assert await function.answer({"do": "spin", "with": [0.8]}) < 0.5
+    # What the handler has forked ends with the function, and so does its cgroup.
+    (worker,) = await function.pids("worker")
+    (joined,) = {
+        line.rpartition("/")[2]
+        for line in Path(f"/proc/{worker}/cgroup").read_text().splitlines()
+        if "pilotflame-" in line
+    }
+    left = psutil.Process(worker).children()
+    await function.client.delete(f"/v1/functions/{function.name}")
+    for process in left:
+        await gone(process.pid)
+    assert not [one for one in cgroups.find_controllers() if (one.folder / joined).exists()]
+
+
+async def test_each_function_has_a_folder_for_temporary_files_that_goes_with_it(deploy) -> None:
+    function, neighbour = [await deploy(HANDLER) for _ in range(2)]
+    folder, file = await function.answer({"do": "tmp"})
+    other, _ = await neighbour.answer({"do": "tmp"})
+    assert folder != other
+    assert Path(file).parent == Path(folder)
+    assert Path(folder).stat().st_mode & 0o777 == 0o700
+    await function.client.delete(f"/v1/functions/{function.name}")
+    await until(lambda: asyncio.to_thread(lambda: not Path(folder).exists()), "the end of the folder")
+    assert Path(other).exists()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may mount file systems")
+async def test_temporary_files_are_limited(deploy) -> None:
+    function = await deploy(HANDLER, {"resources.tmp_mb": 4})
+    folder, _ = await function.answer({"do": "tmp"})
+    assert await function.answer({"do": "write", "with": [f"{folder}/small", 1 << 20]}) is None
+    assert "No space left" in await raised(function, "write", f"{folder}/large", 8 << 20)
+    await function.client.delete(f"/v1/functions/{function.name}")
+    await until(lambda: asyncio.to_thread(lambda: not Path(folder).exists()), "the end of the folder")
+
+
+@with_cgroups
+async def test_a_handler_that_needs_too_much_to_be_imported_is_told_why(gateway) -> None:
+    response = await gateway.send(
+        "held = bytearray(b'x') * (100 << 20)\n" + HANDLER, {"resources.memory_mb": 32}
+    )
+    error = failure(response)
+    assert error["type"] == "launcher_error"
+    assert "sent by the kernel because memory ran out" in error["message"]
+    assert "Raise resources.memory_mb, which is 32" in error["remedy"]
+
+
+async def test_a_crashed_worker_leaves_no_file_with_its_memory(deploy) -> None:
+    limit = "import resource\ndef handler(event):\n    return resource.getrlimit(resource.RLIMIT_CORE)[0]"
+    assert await (await deploy(limit)).answer() == 0
+
+
+@with_landlock
+async def test_private_files_hide_the_gateway_and_other_functions(gateway, deploy, tmp_path: Path) -> None:
+    other = await deploy("SECRET = 'of another'\n" + HANDLER)
+    secret = f"/v1/functions/{other.name}/secrets/TOKEN"
+    assert (await other.client.put(secret, json={"value": "hush"})).status_code < 300
+    function = await deploy(HANDLER, {"resources.files": "private", "scale.idle_timeout_s": 30})
+    code = next((gateway.state / "functions" / other.name).rglob("handler.py"))
+    hidden = [code, *(path for path in gateway.state.rglob("*.json*"))]
+    assert len(hidden) > 3
+    for path in hidden:
+        if function.name not in path.parts:
+            assert "Permission denied" in await raised(function, "read", str(path)), path
+    for folder in (gateway.state, gateway.state / "functions", gateway.state / "files"):
+        assert "denied" in await raised(function, "list", str(folder))
+    # The gateway tells workers the names of uploaded files.
+    (gateway.state / "files" / "name-that-is-known").write_text("uploaded")
+    known = str(gateway.state / "files" / "name-that-is-known")
+    assert await function.answer({"do": "read", "with": [known]}) == "uploaded"
+    # It sees its own code, the rest of the machine, and programs.
+    assert "def handler" in await function.answer({"do": "child"})
+    assert "root" in await function.answer({"do": "read", "with": ["/etc/passwd"]})
+    own = next((gateway.state / "functions" / function.name).rglob("handler.py"))
+    for path in (tmp_path / "x", own.parent / "x", "/dev/shm/x", "/tmp/x", own):
+        assert "denied" in await raised(function, "write", str(path)), path
+    folder, file = await function.answer({"do": "tmp"})
+    assert file.startswith(folder)
+    for pid in (os.getpid(), (await other.pids("zygote"))[0]):
+        assert "denied" in await raised(function, "read", f"/proc/{pid}/environ")
+        assert "denied" in await raised(function, "list", f"/proc/{pid}/root")
+    if landlock_version() >= 6:
+        assert "not permitted" in await raised(function, "kill", os.getpid())
+    # Another function may.
+    assert "of another" in await other.answer({"do": "read", "with": [str(code)]})
+
+
+@with_landlock
+@with_cgroups
+async def test_workers_that_are_spawned_are_confined_too(gateway, deploy) -> None:
+    threads = "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
+    settings = {"resources.files": "private", "resources.memory_mb": 200}
+    function = await deploy(threads + HANDLER, settings)
+    assert function.described["warnings"]
+    assert "denied" in await raised(function, "list", str(gateway.state))
+    assert (await function.error({"do": "eat", "with": [600]}))["type"] == "out_of_memory"
+
+
+async def test_what_cannot_be_held_is_refused(gateway, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cgroups, "find_controllers", list)
+    response = await gateway.send(HANDLER, {"resources.memory_mb": 200, "resources.cpus": 1.0})
+    error = failure(response)
+    assert "resources.cpus and resources.memory_mb cannot be held" in error["message"]
+    assert "Delegate=yes" in error["remedy"]
+    response = await gateway.send(HANDLER, {"resources.network": "none"})
+    assert "resources.network" in failure(response)["message"]
+
+
+@with_cgroups
+async def test_what_a_killed_gateway_left_is_removed_by_the_next(state: Path) -> None:
+    async with gateway_process(state) as first:
+        function = await first.deploy(HANDLER, {"resources.pids": 40, "name": "left"})
+        folder, _ = await function.answer({"do": "tmp"})
+        await function.answer({"do": "fork"})
+        prefix = Path(folder).parent.name
+        assert first.process is not None
+        os.kill(first.process.pid, signal.SIGKILL)
+        await first.process.wait()
+    (place,) = {one.folder for one in cgroups.find_controllers() if one.name == "pids"}
+    (group,) = place.glob(f"{prefix}*")
+    left = [int(pid) for pid in (group / "cgroup.procs").read_text().split()]
+    assert left
+    async with gateway_here(state) as second:
+        assert (await second.function(function.name).answer({"do": "pid"})) > 0
+        assert not Path(folder).exists()
+        assert not group.exists()
+        for pid in left:
+            await gone(pid)
+    assert not list(place.glob(f"{prefix}*"))
+    assert not Path(folder).parent.exists()
