@@ -117,11 +117,12 @@ class Child(ABC):
             self._exit_code.set_result(code)
 
     def ended(self) -> None:
-        """Set `gone`, because the process has ended, and stop the timers."""
+        """Set `gone`, because the process has ended, stop the timers, and let the link end."""
         # Until it fires, a running timer would keep this object in memory.
         if self._kill_timer is not None:
             self._kill_timer.cancel()
         self.gone.set()
+        self.link.note_peer_ended()
 
 
 class WorkerSource(Protocol):

@@ -76,6 +76,7 @@ class Link:
         self._unsent: deque[memoryview] = deque()
         self._join_writes = join_writes
         self._joined: list[bytes] = []
+        self._bound = self._peer_ended = False
 
     def bind(self, on_frame: Callable[[Frame], None], on_close: Callable[[], None]) -> None:
         """Set or replace the owner's callbacks. Reading begins with the first `bind`, so no frame is lost.
@@ -83,8 +84,11 @@ class Link:
         `on_close` is called when the other end closes the link or a frame is invalid.
         """
         self._on_frame, self._on_close = on_frame, on_close
+        self._bound = True
         if not self.closed:
-            self._loop.add_reader(self.sock, self._readable)
+            self._loop.add_reader(self.sock, self._receive)
+        if self._peer_ended:
+            self._loop.call_soon(self._receive_rest)
 
     def send(self, kind: int, channel: int = 0, head: bytes = b"", payload: bytes = b"") -> None:
         """Send one frame. Does nothing if the link is closed."""
@@ -133,6 +137,16 @@ class Link:
         self._loop.remove_writer(self.sock)
         self.sock.close()
 
+    def note_peer_ended(self) -> None:
+        """Receive all that is left, and then the end of the link: the process at its other end has ended.
+
+        If that process has not read everything, its end resets the socket. uvloop reports a reset socket once and
+        then watches it no longer, so frames that are received then would hide the end behind them.
+        """
+        self._peer_ended = True
+        if self._bound:
+            self._loop.call_soon(self._receive_rest)
+
     def flush(self) -> None:
         """Write the collected frames now, without waiting for the loop's next iteration."""
         with self._lock:
@@ -154,7 +168,7 @@ class Link:
         except BlockingIOError:
             sent = 0
         except OSError:
-            # The connection is broken. `_readable` finds this out and calls `on_close`.
+            # The connection is broken. `_receive` finds this out and calls `on_close`.
             return
         if sent < len(data):
             self._unsent.append(memoryview(data)[sent:])
@@ -179,20 +193,25 @@ class Link:
                 self._unsent.clear()
         self._loop.remove_writer(self.sock)
 
-    def _readable(self) -> None:
+    def _receive_rest(self) -> None:
+        while not self.closed and self._receive():
+            pass
+
+    def _receive(self) -> bool:
+        """Receive once, and pass the complete frames on. Return False if nothing had arrived."""
         try:
             size = self.sock.recv_into(self._buffer)
         except BlockingIOError:
-            return
+            return False
         except OSError:
             size = 0
         if not size:
             self._lost()
-            return
+            return True
         try:
             for frame in self._reader.feed(bytes(self._buffer[:size])):
                 if self.closed:
-                    return
+                    return True
                 self._on_frame(frame)
             self._reader.check()
         except Exception:
@@ -200,6 +219,7 @@ class Link:
             # is open as lost, and no later frame is missing unnoticed.
             LOG.exception("a link is closed, because a frame could not be taken")
             self._lost()
+        return True
 
     def _lost(self) -> None:
         if not self.closed:

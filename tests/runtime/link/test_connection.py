@@ -165,6 +165,29 @@ async def test_on_close_is_called_once_after_the_last_frames(ends: tuple[End, En
     far.link.send(FrameKind.CHUNK, 2)
 
 
+@pytest.mark.parametrize("bound", [True, False])
+async def test_a_process_that_ends_without_reading_everything_is_noticed_after_its_last_frames(
+    bound: bool,
+) -> None:
+    one, other = socket.socketpair()
+    near = End(one)
+    if bound:
+        near.bind()
+    near.link.send(FrameKind.DRAIN, 1, b"never read")
+    # More than the link receives at once, so that frames are left when the loop reports the reset socket.
+    payload = bytes(60_000)
+    for channel in range(3):
+        other.sendall(encode(FrameKind.CHUNK, channel, b"", payload))
+    other.close()
+    if bound:
+        assert (await near.take(1))[0].channel == 0
+    near.link.note_peer_ended()
+    if not bound:
+        near.bind()
+    await near.wait_closed()
+    assert near.frames.qsize() == (2 if bound else 3)
+
+
 async def test_closing_a_link_does_not_call_its_own_on_close(ends: tuple[End, End]) -> None:
     near, far = ends
     near.bind()
