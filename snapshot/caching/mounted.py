@@ -3,21 +3,26 @@
 The folder of the snapshot in each tier is mounted into the container, read-only and before there are any files
 in it. It is kept in place until the container has ended, also if the snapshot is evicted and fetched again.
 The processes in the container follow the fetch, and their locks on the folder protect it from eviction. They
-can neither fetch nor evict.
+can neither fetch nor evict. A handler can read the files at any time, so they never hold another snapshot's
+bytes: while the folder is mounted, no spares are used for them.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import ClassVar
 
 from ...errors import CacheError
-from .flock import LOCK_TIMEOUT_S, try_lock
-from .stored import MOUNTED
+from .flock import LOCK_TIMEOUT_S, locked_file, try_lock
+from .stored import MOUNTED, REUSED
 from .tier import Tier
+
+REUSED_TIMEOUT_S = 300.0
+"""How long a snapshot's folder is waited for while it is fetched over the bytes of another one."""
 
 
 class KeptFolders:
@@ -52,12 +57,39 @@ class KeptFolders:
 
 def _keep(tier: Tier, digest: str) -> int:
     """Return the descriptor that keeps the folder of a snapshot in place, until it is closed."""
-    with tier.locked():
-        folder = tier.folder(digest)
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        descriptor = os.open(folder / MOUNTED, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try_lock(descriptor, exclusive=False)
-        return descriptor
+    deadline_s = time.monotonic() + REUSED_TIMEOUT_S
+    while True:
+        with tier.locked():
+            if _holds_only_its_own(tier, digest):
+                return _lock_mounted(tier.folder(digest))
+        # The fetch ends with its lock, whether it has succeeded or not.
+        with (
+            suppress(FileNotFoundError),
+            locked_file(
+                tier.folder(digest) / "fetching", max(0.0, deadline_s - time.monotonic()), read_only=True
+            ),
+        ):
+            pass
+
+
+def _holds_only_its_own(tier: Tier, digest: str) -> bool:
+    """Return True if the folder of a snapshot holds no bytes of another one, and False if a fetch must end first.
+
+    Remove the files if they are of a fetch that nobody continues. Raise CacheError if they are in use.
+    """
+    if not (tier.folder(digest) / REUSED).exists() or tier.discard_unused(digest):
+        return True
+    if tier.fetches(digest):
+        return False
+    fault = f"Snapshot {digest} in {tier.root} is incomplete and in use, and holds bytes of another one."
+    raise CacheError(fault, remedy="Try again, or stop the workers that have it mapped.")
+
+
+def _lock_mounted(folder: Path) -> int:
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    descriptor = os.open(folder / MOUNTED, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try_lock(descriptor, exclusive=False)
+    return descriptor
 
 
 class MountedFolder(Tier):

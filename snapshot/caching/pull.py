@@ -27,7 +27,7 @@ from ..sources.source import Source
 from .flock import Hold, hold, locked_file, try_lock
 from .follow import Feed, Following
 from .memory import has_huge_pages
-from .stored import is_whole, sync_files
+from .stored import REUSED, is_whole, sync_files
 from .tier import Tier
 
 TAKEOVER_TIMEOUT_S = 30.0
@@ -308,6 +308,8 @@ class Pull:
             sync_files(self.files, self._manifest)
             sync(self.files.parent)
             sync(self.files.parent.parent)
+        # All bytes are this snapshot's now.
+        (self.files.parent / REUSED).unlink(missing_ok=True)
         self._manifest.write(self.files / MANIFEST_NAME)
 
 

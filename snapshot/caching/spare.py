@@ -41,10 +41,14 @@ class Spares:
         self._folder.mkdir(exist_ok=True)
         file.replace(self._folder / uuid4().hex)
 
-    def take(self, size_bytes: int, path: Path) -> None:
-        """Move a spare, if there is one, to `path`: the smallest that is large enough, else the largest."""
+    def take(self, size_bytes: int, path: Path, mark: Path) -> None:
+        """Move a spare, if there is one, to `path`: the smallest that is large enough, else the largest.
+
+        Before that, create the file `mark`: it says that another snapshot's bytes can be read there.
+        """
         files = self.files()
         if files and size_bytes:
+            mark.touch()
             enough = [spare for found_bytes, spare in files if found_bytes >= size_bytes]
             (enough[-1] if enough else files[0][1]).replace(path)
 

@@ -16,6 +16,9 @@ from .flock import try_lock
 MOUNTED = "mounted"
 """The file of a snapshot's folder that is locked shared while containers have the folder mounted."""
 
+REUSED = "reused"
+"""The file of a snapshot's folder that is there while its files may hold bytes of another snapshot."""
+
 
 @dataclass(frozen=True, slots=True)
 class Stored:

@@ -7,6 +7,7 @@
         socket                        where that process tells followers which chunks have landed
         mounted                       locked shared while containers have the folder mounted: eviction then
                                       leaves the folder, without `files`
+        reused                        there until `files`, made of spares, hold no more bytes of another snapshot
     <root>/trash/                     snapshots that were evicted and are being deleted
     <root>/spare/                     files of evicted snapshots, kept to use their pages again (tmpfs only)
 
@@ -31,7 +32,7 @@ from ...errors import CacheError, StorageFull
 from ..format.manifest import MANIFEST_NAME, Manifest
 from .flock import LOCK_TIMEOUT_S, Hold, hold, is_at, lock_folder, locked_file, try_lock
 from .spare import Spares
-from .stored import Stored, TierCounts, is_mounted, is_whole, read_stored
+from .stored import REUSED, Stored, TierCounts, is_mounted, is_whole, read_stored
 
 STALE_AFTER_S = 86_400.0
 SWEEP_TIMEOUT_S = 1.0
@@ -142,7 +143,7 @@ class Tier:
         try:
             (folder / "files").mkdir(mode=0o700, parents=True, exist_ok=True)
             for shard in sorted(manifest.shards, key=lambda shard: -shard.size_bytes):
-                self._make_file(folder / "files" / shard.name, shard.size_bytes)
+                self._make_file(folder, shard.name, shard.size_bytes)
         except OSError:
             if new:
                 shutil.rmtree(folder / "files", ignore_errors=True)
@@ -153,18 +154,25 @@ class Tier:
 
     def evict(self, digest: str) -> None:
         """Remove a snapshot if it is here. Raises CacheError if it is in use."""
-        folder = self.folder(digest)
-        if not folder.is_dir():
+        if not self.has(digest):
             return
         with self.locked():
-            descriptor = lock_folder(folder, exclusive=True)
-            if descriptor is not None:
-                self._discard([(folder, descriptor)])
-                self._trim()
-                self.spares.map_ahead()
-            elif folder.is_dir():
+            # It may have been evicted meanwhile.
+            if not self.has(digest):
+                return
+            if not self.discard_unused(digest):
                 remedy = "Stop the workers that have it mapped, or the fetch of it."
                 raise CacheError(f"Snapshot {digest} in {self.root} is in use.", remedy=remedy)
+            self.spares.map_ahead()
+
+    def discard_unused(self, digest: str) -> bool:
+        """Delete a snapshot, which is here, unless it is in use: then return False. Lock the tier first."""
+        folder = self.folder(digest)
+        if (descriptor := lock_folder(folder, exclusive=True)) is None:
+            return False
+        self._discard([(folder, descriptor)])
+        self._trim()
+        return True
 
     def remove_empty(self, folder: Path) -> None:
         """Remove a snapshot's folder if it has no files and is mounted nowhere. Lock the tier first."""
@@ -245,12 +253,13 @@ class Tier:
         self.counts.add_evicted(read_stored(folder).allocated_bytes)
         gone = self.root / "trash" / uuid4().hex
         gone.parent.mkdir(exist_ok=True)
-        if is_mounted(folder):
+        if mounted := is_mounted(folder):
             gone.mkdir()
             (folder / "files").rename(gone / "files")
         else:
             folder.rename(gone)
-        if self.kind == "tmpfs":
+        # A handler in a container can have the files open without a lock. It may not see what is written next.
+        if self.kind == "tmpfs" and not mounted:
             for file in list((gone / "files").rglob("*")):
                 # Using the pages of smaller files again would save too little.
                 large = file.is_file() and file.stat().st_size >= LEAST_SPARE_BYTES
@@ -268,10 +277,12 @@ class Tier:
         left_bytes = min(self.budget_bytes - used_bytes, self._available_bytes(stored))
         self.spares.trim(max(0, min(self.spare_bytes, left_bytes)))
 
-    def _make_file(self, path: Path, size_bytes: int) -> None:
+    def _make_file(self, folder: Path, name: str, size_bytes: int) -> None:
+        path = folder / "files" / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        if not path.exists() and self.kind == "tmpfs":
-            self.spares.take(size_bytes, path)
+        # A handler in a container can read the files before they have arrived. It may not see a spare's bytes.
+        if not path.exists() and self.kind == "tmpfs" and not is_mounted(folder):
+            self.spares.take(size_bytes, path, folder / REUSED)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         try:
             if os.fstat(descriptor).st_size != size_bytes:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,7 @@ from pilotflame.snapshot.caching.node import follow
 from pilotflame.snapshot.caching.tier import Tier
 from pilotflame.snapshot.format.manifest import Manifest
 from pilotflame.snapshot.sources.folder import FolderSource
-from pulling import LIMIT_S, Stopping, make
+from pulling import CHUNK_BYTES, LIMIT_S, Stopping, check, make
 
 
 @pytest.fixture
@@ -122,3 +124,97 @@ def test_a_snapshot_that_no_container_has_mounted_is_evicted_with_its_folder(
     kept.close()
     evict(tiers, manifest.digest)
     assert not tiers[0].folder(manifest.digest).exists()
+
+
+def test_an_eviction_passes_over_folders_without_files(
+    tiers: list[Tier], kept: KeptFolders, origin: tuple[Path, Manifest]
+) -> None:
+    Cache(tiers).evict(origin[1].digest)
+    assert all(path.is_dir() for path in kept.paths)
+
+
+# -- spares: the bytes of another snapshot, which may be another tenant's
+
+
+@pytest.fixture
+def full(tmp_path: Path) -> list[Tier]:
+    """Memory with room for one snapshot, which is taken."""
+    other = tmp_path / "other", make(tmp_path / "other", 1)
+    tiers = [Tier(tmp_path / "memory", other[1].total_bytes, "tmpfs")]
+    with Cache(tiers).open(other[1], FolderSource(other[0])) as lease:
+        lease.wait(LIMIT_S)
+    return tiers
+
+
+def test_what_has_not_arrived_in_a_mounted_folder_reads_as_zeros(
+    full: list[Tier], origin: tuple[Path, Manifest]
+) -> None:
+    folder, manifest = origin
+    kept, source = KeptFolders(full, manifest.digest), Stopping(folder, 5 * CHUNK_BYTES)
+    with Cache(full).open(manifest, source) as lease:
+        lease.arrival.wait(0, 4, LIMIT_S)
+        found = (kept.paths[0] / "files" / "model.safetensors").read_bytes()
+        assert not any(found[5 * CHUNK_BYTES :])
+        source.go()
+        lease.wait(LIMIT_S)
+        check(kept.paths[0] / "files", folder)
+    kept.close()
+
+
+def test_a_folder_that_is_fetched_over_anothers_bytes_is_kept_after_the_fetch(
+    full: list[Tier], origin: tuple[Path, Manifest]
+) -> None:
+    folder, manifest = origin
+    source = Stopping(folder, 5 * CHUNK_BYTES)
+    with Cache(full).open(manifest, source) as lease, ThreadPoolExecutor() as threads:
+        lease.arrival.wait(0, 4, LIMIT_S)
+        keeping = threads.submit(KeptFolders, full, manifest.digest)
+        with pytest.raises(TimeoutError):
+            keeping.result(0.2)
+        source.go()
+        kept = keeping.result(LIMIT_S)
+        check(kept.paths[0] / "files", folder)
+    kept.close()
+    # It is complete, and nobody waits.
+    KeptFolders(full, manifest.digest).close()
+    assert full[0].has(manifest.digest)
+
+
+def test_a_fetch_that_was_given_up_over_anothers_bytes_is_removed(
+    full: list[Tier], origin: tuple[Path, Manifest]
+) -> None:
+    folder, manifest = origin
+    source = Stopping(folder, 5 * CHUNK_BYTES)
+    with Cache(full).open(manifest, source) as lease:
+        lease.arrival.wait(0, 4, LIMIT_S)
+        source.deny()
+        with pytest.raises(SourceDenied):
+            lease.wait(LIMIT_S)
+        with pytest.raises(CacheError, match="in use"):
+            KeptFolders(full, manifest.digest)
+    del lease
+    gc.collect()
+    kept = KeptFolders(full, manifest.digest)
+    assert not full[0].has(manifest.digest)
+    with Cache(full).open(manifest, FolderSource(folder)) as again:
+        again.wait(LIMIT_S)
+        check(kept.paths[0] / "files", folder)
+    kept.close()
+
+
+def test_what_a_container_can_have_open_is_never_written_over(
+    tmp_path: Path, origin: tuple[Path, Manifest]
+) -> None:
+    folder, manifest = origin
+    tier = Tier(tmp_path / "memory", manifest.total_bytes, "tmpfs", spare_bytes=manifest.total_bytes)
+    kept = KeptFolders([tier], manifest.digest)
+    with Cache([tier]).open(manifest, FolderSource(folder)) as lease:
+        lease.wait(LIMIT_S)
+    with (kept.paths[0] / "files" / "model.safetensors").open("rb") as opened:
+        evict([tier], manifest.digest)
+        assert tier.spares.files() == []
+        other = make(tmp_path / "other", 1)
+        with Cache([tier]).open(other, FolderSource(tmp_path / "other")) as lease:
+            lease.wait(LIMIT_S)
+        assert opened.read() == (folder / "model.safetensors").read_bytes()
+    kept.close()
