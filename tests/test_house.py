@@ -306,6 +306,7 @@ TOGETHER = {
     "pypi_client",
     "schema",
     "templates",
+    "container_launcher_ends",
     "container_launcher_pull",
     "container_launcher_s3",
     "fetcher_s3",

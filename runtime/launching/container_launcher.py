@@ -40,6 +40,8 @@ START_TIMEOUT_S = 300.0
 REMOVE_TIMEOUT_S = 30.0
 PULL_TIMEOUT_S = 3600.0
 EXIT_TIMEOUT_S = 5.0
+# How long a gateway that closes waits for the engine to end the start of a container.
+LAST_START_TIMEOUT_S = 5.0
 ENGINE_TIMEOUT_S = 60.0
 GATEWAY_LABEL = "pilotflame.gateway"
 COMMAND = ("python", "-m", "pilotflame.runtime.worker.zygote", "base")
@@ -323,7 +325,7 @@ class ContainerLauncher:
 
     async def _start_base(self, spec: WorkerSpec, logs: Log) -> ContainerBase:
         engine = await self._connect()
-        weights = await _keep_weights(spec)
+        weights = await self._keep_weights(spec)
         name = f"pilotflame-{spec.function}-{spec.revision.partition('-')[0]}-{secrets.token_hex(4)}"
         dialled: asyncio.Future[ContainerChild] = asyncio.get_running_loop().create_future()
         token = self._listener.expect(
@@ -339,8 +341,7 @@ class ContainerLauncher:
         try:
             # If the caller is cancelled meanwhile, the engine goes on, and `_remove` waits for its end.
             child = await self._wait_dialled(container, await asyncio.shield(starting), dialled)
-            base = ContainerBase(child, self._listener, lambda: self._end(container), container)
-            await base.wait_built(START_TIMEOUT_S)
+            base = await self._wait_built(container, child)
         except BaseException:
             self._end(container)
             raise
@@ -349,13 +350,36 @@ class ContainerLauncher:
         logs.write("gateway", f"container {name} runs {spec.image}")
         return base
 
+    async def _keep_weights(self, spec: WorkerSpec) -> KeptFolders | None:
+        """Return the folders of the node's cache that a container needs, if any, to be closed after its end."""
+        if spec.cache is None or spec.manifest is None:
+            return None
+        cache, manifest = spec.cache, spec.manifest
+        loop = asyncio.get_running_loop()
+        keeping = loop.run_in_executor(None, lambda: keep_folders(cache, Manifest.read(manifest).digest))
+        try:
+            # Unlike an await, this leaves it running if the caller is cancelled.
+            await asyncio.wait([keeping])
+            return keeping.result()
+        except asyncio.CancelledError:
+            self._tasks.create_task(_let_go(keeping))
+            raise
+        except (PilotflameError, OSError) as error:
+            message = f"The node's cache of weights in {cache} cannot be mounted: {error}."
+            raise LauncherError(
+                message, remedy="See its owner, its disk and the mode of the folder."
+            ) from error
+
     async def _start(
         self, engine: aiodocker.Docker, name: str, configuration: dict[str, Any]
     ) -> LauncherError | None:
         """Let the engine create and start a container. Return its error, which is then not a failure of the task."""
         try:
             async with _engine_errors(self._url), asyncio.timeout(ENGINE_TIMEOUT_S):
-                await (await engine.containers.create(configuration, name=name)).start()
+                created = await engine.containers.create(configuration, name=name)
+                if self._closed:
+                    return LauncherError(SHUTTING_DOWN)
+                await created.start()
         except LauncherError as error:
             return error
         except TimeoutError:
@@ -401,10 +425,10 @@ class ContainerLauncher:
 
         Raise `error`, the engine's, or LauncherError if it ends before.
         """
-        if error is not None:
-            raise error
         if self._closed:
             raise LauncherError(SHUTTING_DOWN)
+        if error is not None:
+            raise error
         name = container.name
         ended = self._tasks.create_task(self._last_words(container.engine_side))
         try:
@@ -418,6 +442,33 @@ class ContainerLauncher:
             raise LauncherError(f"Container {name} {ended.result()}", remedy=remedy)
         finally:
             ended.cancel()
+
+    async def _wait_built(self, container: Container, child: ContainerChild) -> ContainerBase:
+        """Return the base once it has imported its packages. Raise LauncherError, if it ends before with why."""
+        built = False
+
+        def remove() -> None:
+            # The caller removes one that was not built, after its last output has been read.
+            if built:
+                self._end(container)
+
+        base = ContainerBase(child, self._listener, remove, container)
+        try:
+            await base.wait_built(START_TIMEOUT_S)
+        except LauncherError as error:
+            if base.alive:
+                raise
+            try:
+                async with asyncio.timeout(EXIT_TIMEOUT_S):
+                    words = await self._last_words(container.engine_side)
+            except TimeoutError:
+                raise error from None
+            remedy = (
+                "Correct the image. If the code is 137, it may need more memory: raise resources.memory_mb."
+            )
+            raise LauncherError(f"Container {container.name} {words}", remedy=remedy) from None
+        built = True
+        return base
 
     async def _last_words(self, container: DockerContainer) -> str:
         """Wait until a container has ended. Return how, for a message: the exit code and the last output."""
@@ -447,13 +498,14 @@ class ContainerLauncher:
         self._containers.discard(container)
         first, there = container.first, container.engine_side
         try:
-            await asyncio.wait([container.starting])
+            await asyncio.wait([container.starting], timeout=LAST_START_TIMEOUT_S if self._closed else None)
             async with _engine_errors(self._url), asyncio.timeout(REMOVE_TIMEOUT_S):
                 if first is not None and first.link.closed:
                     # Its first process ends by itself. An engine may fail to kill what is just ending.
-                    with contextlib.suppress(TimeoutError):
+                    with contextlib.suppress(TimeoutError), _if_there():
                         await there.wait(timeout=EXIT_TIMEOUT_S)
-                await _delete(there)
+                with _if_there():
+                    await there.delete(force=True)
         except (LauncherError, TimeoutError) as error:
             # The next gateway with this state folder removes what is left.
             self._log(f"container {container.name} could not be removed: {error}")
@@ -463,12 +515,13 @@ class ContainerLauncher:
                 await asyncio.to_thread(container.weights.close)
 
 
-async def _delete(container: DockerContainer) -> None:
-    """Remove a container, if the engine has it."""
+@contextlib.contextmanager
+def _if_there() -> Iterator[None]:
+    """Suppress the engine's error for a container that it does not have."""
     import aiodocker  # noqa: PLC0415
 
     try:
-        await container.delete(force=True)
+        yield
     except aiodocker.exceptions.DockerError as error:
         if error.status != HTTPStatus.NOT_FOUND:
             raise
@@ -496,16 +549,10 @@ async def _engine_errors(url: str | None) -> AsyncIterator[None]:
         raise LauncherError(message, remedy="See the engine's log.") from error
 
 
-async def _keep_weights(spec: WorkerSpec) -> KeptFolders | None:
-    """Return the folders of the node's cache that a container needs, if any, to be closed after its end."""
-    if spec.cache is None or spec.manifest is None:
-        return None
-    cache, manifest = spec.cache, spec.manifest
-    try:
-        return await asyncio.to_thread(lambda: keep_folders(cache, Manifest.read(manifest).digest))
-    except (PilotflameError, OSError) as error:
-        message = f"The node's cache of weights in {cache} cannot be mounted: {error}."
-        raise LauncherError(message, remedy="See its owner, its disk and the mode of the folder.") from error
+async def _let_go(keeping: asyncio.Future[KeptFolders]) -> None:
+    """Close the folders of a launch that was cancelled."""
+    with contextlib.suppress(PilotflameError, OSError):
+        await asyncio.to_thread((await keeping).close)
 
 
 def _read_only(spec: WorkerSpec) -> Iterator[dict[str, Any]]:
