@@ -19,7 +19,7 @@ import threading
 import time
 from contextlib import suppress
 
-from ...errors import LinkError, PilotflameError
+from ...errors import CacheError, LinkError, PilotflameError
 from ..fetching.arrival import Arrival
 
 SOCKET_NAME = "socket"
@@ -31,6 +31,10 @@ _NUMBERS_PER_MESSAGE = 8192
 _MESSAGE_BYTES = 64 << 10
 _DEMAND = struct.Struct("!II")
 _BACKLOG = 128
+MAX_FOLLOWERS = 256
+"""How many processes may follow one fetch. A handler in a container can connect as often as it likes."""
+ACCEPT_RETRY_S = 1.0
+"""The pause after a connection could not be accepted: no event tells that a descriptor is free."""
 _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 
 
@@ -56,6 +60,8 @@ class Feed:
             end.setblocking(False)
             self._selector.register(end, _READ)
         self._waker.setblocking(False)
+        self._accept_at_s = 0.0
+        """When connections are accepted again after a pause. 0 if there is none."""
         self._followers: dict[socket.socket, int] = {}
         """For each follower, how many entries of `_landed` were sent to it."""
         arrival.on_land(self._on_land)
@@ -88,7 +94,7 @@ class Feed:
     def _run(self) -> None:
         with self._selector as selector:
             while self._end is None:
-                for key, events in selector.select():
+                for key, events in selector.select(self._resume()):
                     if key.fileobj is self._awake:
                         self._awake.recv(4096)
                     elif key.fileobj is self._listener:
@@ -100,12 +106,34 @@ class Feed:
         self._finish()
 
     def _accept(self) -> None:
-        # If descriptors run out, this follower is not accepted, and its connection closes at the end.
-        with suppress(OSError):
+        try:
             follower = self._listener.accept()[0]
-            follower.setblocking(False)
-            self._followers[follower] = 0
-            self._selector.register(follower, _READ, follower)
+        except (BlockingIOError, ConnectionAbortedError):
+            return
+        except OSError:
+            # Descriptors have run out. The listener stays readable, so the thread must not select it meanwhile.
+            self._selector.unregister(self._listener)
+            self._accept_at_s = time.monotonic() + ACCEPT_RETRY_S
+            return
+        follower.setblocking(False)
+        if len(self._followers) >= MAX_FOLLOWERS:
+            # Without an end, it would try to take over the fetch, again and again.
+            with follower, suppress(OSError):
+                follower.send(ENDED + _wire(_too_many()))
+            return
+        self._followers[follower] = 0
+        self._selector.register(follower, _READ, follower)
+
+    def _resume(self) -> float | None:
+        """Accept again if the pause is over. Return how long it still takes, None if there is none."""
+        if not self._accept_at_s:
+            return None
+        left_s = self._accept_at_s - time.monotonic()
+        if left_s > 0:
+            return left_s
+        self._accept_at_s = 0.0
+        self._selector.register(self._listener, _READ)
+        return None
 
     def _read_demand(self, follower: socket.socket) -> None:
         demand = b""
@@ -142,7 +170,7 @@ class Feed:
     def _finish(self) -> None:
         """Send the last chunks and the end to all followers, accepting those that still wait. Then close."""
         with suppress(OSError):
-            while True:
+            while len(self._followers) < MAX_FOLLOWERS:
                 self._followers[self._listener.accept()[0]] = 0
         deadline_s = time.monotonic() + END_TIMEOUT_S
         for follower in self._followers:
@@ -199,6 +227,11 @@ class Following:
 
     def close(self) -> None:
         self._socket.close()
+
+
+def _too_many() -> CacheError:
+    fault = f"{MAX_FOLLOWERS} processes follow the fetch of this snapshot already."
+    return CacheError(fault, remedy="Try again when it is done, or let fewer processes follow it.")
 
 
 def _address(folder: int) -> str:

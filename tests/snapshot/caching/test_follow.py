@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import os
+import resource
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from pilotflame.errors import LinkError, SnapshotCorrupt
-from pilotflame.snapshot.caching.follow import Feed, Following
+from pilotflame.errors import CacheError, LinkError, SnapshotCorrupt
+from pilotflame.snapshot.caching.follow import MAX_FOLLOWERS, Feed, Following
 from pilotflame.snapshot.fetching.arrival import Arrival
 from pilotflame.snapshot.format.manifest import Manifest, Shard
 
@@ -183,3 +185,48 @@ def test_a_socket_left_by_one_that_was_killed_is_replaced(
     feed.close()
     assert following.run(Arrival(manifest))
     assert not (tmp_path / "socket").exists()
+
+
+def test_only_so_many_may_follow(folder: int, manifest: Manifest) -> None:
+    """A container's handler could take all descriptors of the process that fetches for everybody."""
+    arrival = Arrival(manifest)
+    feed = Feed(folder, arrival)
+    hearing = Hearing(folder, manifest)
+    arrival.land(0)
+    hearing.arrival.wait(0, 0, LIMIT_S)
+    others = [Following(folder) for _ in range(MAX_FOLLOWERS - 1)]
+    refused = Following(folder)
+    with pytest.raises(CacheError, match="already"):
+        refused.run(Arrival(manifest))
+    arrival.land(1)
+    hearing.arrival.wait(0, 1, LIMIT_S)
+    for following in others:
+        following.close()
+    feed.close()
+    hearing.end()
+    assert hearing.published is True
+
+
+def test_a_feed_without_descriptors_rests_and_goes_on(folder: int, manifest: Manifest) -> None:
+    arrival = Arrival(manifest)
+    feed = Feed(folder, arrival)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    following = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    used = os.dup(folder)
+    os.close(used)
+    try:
+        # The lowest descriptor that is free is over the limit.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used, hard))
+        began_s = time.process_time()
+        following.connect(f"/proc/self/fd/{folder}/socket")
+        following.settimeout(0.4)
+        with pytest.raises(TimeoutError):
+            following.recv(1)
+        assert time.process_time() - began_s < 0.2
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    arrival.land(7)
+    following.settimeout(LIMIT_S)
+    assert following.recv(100) == b"L\0\0\0\7"
+    following.close()
+    feed.close()
