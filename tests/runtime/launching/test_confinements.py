@@ -17,7 +17,7 @@ from pilotflame.runtime.worker.confinement import landlock_version
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)]
 
 HANDLER = """
-import ctypes, os, pathlib, subprocess, tempfile, time
+import ctypes, os, pathlib, socket, subprocess, tempfile, time
 def handler(event):
     return globals()[event["do"]](*event.get("with", []))
 def eat(mb):
@@ -51,6 +51,11 @@ def child():
     return subprocess.run(["cat", __file__], capture_output=True, check=True).stdout.decode()
 def pid():
     return os.getpid()
+def ask_home(path):
+    sock = socket.socket(socket.AF_UNIX)
+    sock.connect(path)
+    sock.sendall(b"POST /v1/keys HTTP/1.0\\r\\nHost: localhost\\r\\nContent-Length: 12\\r\\n\\r\\n{\\"name\\":\\"x\\"}")
+    return sock.recv(4096).decode()
 """
 
 with_cgroups = pytest.mark.skipif(
@@ -170,6 +175,20 @@ async def test_private_files_hide_the_gateway_and_other_functions(gateway, deplo
         assert "not permitted" in await raised(function, "kill", os.getpid())
     # Another function may.
     assert "of another" in await other.answer({"do": "read", "with": [str(code)]})
+
+
+@with_landlock
+async def test_private_files_hide_the_key_of_the_control_socket(state: Path) -> None:
+    async with gateway_here(state, auth="always", drain_s=1.0) as gateway:
+        async with gateway.at_home() as home:
+            made = await home.post("/v1/keys", json={"name": "x", "scopes": ["admin"]})
+        gateway.client.headers["Authorization"] = f"Bearer {made.json()['key']}"
+        function = await gateway.deploy(HANDLER, {"resources.files": "private"})
+        run = state / "run"
+        # Landlock does not restrict `connect`.
+        answer = await function.answer({"do": "ask_home", "with": [str(run / "own.sock")]})
+        assert answer.startswith("HTTP/1.0 401 "), answer
+        assert "denied" in await raised(function, "read", str(run / "own.key"))
 
 
 @with_landlock
