@@ -303,7 +303,7 @@ def _launcher(
     settings: GatewaySettings, listener: Listener, state: Path, tasks: BackgroundTasks
 ) -> LauncherByImage:
     containers = ContainerLauncher(settings.engine or find_engine(), listener, tasks, str(state), LOG.warning)
-    return LauncherByImage(ProcessLauncher(listener, tasks, state), containers)
+    return LauncherByImage(ProcessLauncher(listener, tasks, state, settings.cache_dir), containers)
 
 
 async def _disk_readings(state: Path) -> list[Reading]:

@@ -86,9 +86,10 @@ def _rules(confinement: Confinement) -> Iterator[tuple[Path, int]]:
     """Yield the paths that can be used, and the rights that apply to them and to everything below."""
     hidden = {path.resolve() for path in confinement.hidden}
     devices = Path("/dev")
+    # /dev/shm holds weights of other functions.
     yield from ((path, _READ) for path in _outside(Path("/"), hidden | {devices}))
     python = (Path(sys.prefix), Path(sys.base_prefix), *map(Path, filter(None, sys.path)))
-    for path in (*confinement.readable, *python, devices / "shm"):
+    for path in (*confinement.readable, *python):
         # One that holds a hidden folder was yielded in parts before. The working directory may be "/".
         if not any(other.is_relative_to(path.resolve()) for other in hidden):
             yield path, _READ
