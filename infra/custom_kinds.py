@@ -223,7 +223,7 @@ class Endpoint(Strict):
     interval: Duration
     scrape_timeout: Duration | None = Field(None, alias="scrapeTimeout")
     scheme: Literal["http", "https"] = "http"
-    authorization: Authorization
+    authorization: Authorization | None = None
 
 
 class Selector(Strict):

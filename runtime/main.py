@@ -41,7 +41,7 @@ from .api.responses import ErrorResponses, compressed
 from .api.revisions import RevisionsApi
 from .api.routes import Route, error_formats
 from .api.server import HttpServer, bind, http_server, url_of
-from .api.standalone import PLATFORM, Standalone
+from .api.standalone import Standalone
 from .api.tls import Certificate
 from .api.webhooks import WebhooksApi
 from .commands.watch import watch
@@ -189,7 +189,7 @@ async def startup(
     url = url_of(sock, tls=certificate is not None)
     local = is_loopback(sock.getsockname()[0])
     keyring, secrets = await asyncio.to_thread(_load_access, state)
-    if not local and not keyring.exists and alone is None:
+    if not local and not keyring.exists and (alone is None or settings.auth == "always"):
         LOG.warning(NO_KEY_YET.format(url=url, state=shlex.quote(str(state))))
 
     listener = _listen(state, stack)
@@ -207,7 +207,9 @@ async def startup(
     rest = Rest(functions.all, launcher, tasks, settings.rest_mb)
     stack.callback(rest.close)
     _observe(events, metrics, rest)
-    await functions.restore()
+    # A function alone is deployed anew, and others that are in a kept state folder are not served.
+    if alone is None:
+        await functions.restore()
     rest.note_change()
 
     key = await asyncio.to_thread(load_key, state)
@@ -244,7 +246,7 @@ async def startup(
     guard = Guard(
         keyring, control, tasks, routes, cors, local=local,
         required=settings.auth == "always" or not (local or standalone is not None),
-        anybody=ANYBODY if standalone is None else PLATFORM, on_quota=functools.partial(_count_refusal, functions, metrics),
+        anybody=ANYBODY if standalone is None else standalone.caller, on_quota=functools.partial(_count_refusal, functions, metrics),
         max_body_bytes=settings.max_body_bytes, body_timeout_s=settings.body_timeout_s,
     )  # fmt: skip
     errors = ErrorResponses(error_formats(routes))
@@ -369,6 +371,9 @@ async def _open(standalone: Standalone, functions: Functions, deployment: Deploy
     except OSError as error:
         remedy = "Check the folder, and the space of the temporary folder."
         return stop.by_error(GatewayError(f"The function cannot be copied: {error}.", remedy=remedy))
+    except Exception as error:
+        stop.by_error(GatewayError(f"The function cannot be deployed: {type(error).__name__}: {error}."))
+        raise
     for warning in live.warnings:
         LOG.warning(warning)
     return standalone.open()

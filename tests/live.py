@@ -22,6 +22,7 @@ from pilotflame.runtime.main import Server, serve
 from pilotflame.runtime.settings.gateway_settings import GatewaySettings
 
 LIMIT_S = float(os.environ.get("PILOTFLAME_TEST_LIMIT_S", "30"))
+CALL_LIMIT_S = 100.0
 
 # Deployed with each handler as `gate.py`: sends a word to the test; `wait` then blocks until the test says go.
 GATE_MODULE = """
@@ -180,7 +181,9 @@ class Function:
     async def call(self, event: Any = None, **headers: str) -> httpx.Response:
         """Invoke it; header names have _ for -."""
         named = {key.replace("_", "-"): value for key, value in headers.items()}
-        return await self.client.post(self.path, json=event, headers=named)
+        # The comments of a stream that hangs keep httpx waiting, and uvloop swallows the exception of pytest-timeout.
+        async with asyncio.timeout(CALL_LIMIT_S):
+            return await self.client.post(self.path, json=event, headers=named)
 
     async def answer(self, event: Any = None, **headers: str) -> Any:
         """Return the answer of an invocation that must succeed."""

@@ -60,14 +60,16 @@ class CogMetrics:
                 raise TypeError(fault)
             if name not in self._kinds and len(self._kinds) >= MAX_METRICS:
                 raise ValueError(f"a prediction may have {MAX_METRICS} metrics")
-            self._values[name] = self._combined(name, value, mode)
-            self._kinds[name] = kind
+            combined = self._combined(name, value, mode)
+            # A TypeError, here and not at the end of the prediction, for what JSON cannot hold: huge integers, lone surrogates.
+            orjson.dumps(combined)
+            self._values[name], self._kinds[name] = combined, kind
 
     def nested(self) -> dict[str, Any]:
         """Return all metrics as one JSON object."""
         found: dict[str, Any] = {}
         with self._lock:
-            for name, value in self._values.items():
+            for name, value in sorted(self._values.items()):
                 *steps, last = name.split(".")
                 inner = found
                 for step in steps:

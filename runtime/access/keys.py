@@ -37,7 +37,8 @@ _ALLOWING[Scope.READ] |= {Scope.DEPLOY}
 
 NO_CHANGES = "This gateway serves one function alone: without an API key it can only be called."
 NO_CHANGES_REMEDY = (
-    "Start a new image, or make a key on its machine: pilotflame keys create NAME --scope admin."
+    "Start a new image, or make a key where it runs: pilotflame keys create NAME --scope admin --state-dir FOLDER."
+    " It has printed the folder at its start."
 )
 
 

@@ -23,8 +23,8 @@ from .responses import Handler
 from .routes import Route
 
 ROOT = "/"
-PLATFORM = Caller(scopes=frozenset({Scope.INVOKE, Scope.READ}))
-"""The caller of every request without an API key. They may call the function, and read its metrics."""
+PLATFORM = "platform"
+"""Owns the jobs and files of all callers without an API key. No key has this id."""
 
 
 class Standalone:
@@ -38,6 +38,8 @@ class Standalone:
             if (route.method, route.path) == ("POST", INVOKE_PATH)
         ]
         """The rows with which `POST /` calls the function."""
+        self.caller = Caller(owner=PLATFORM, scopes=frozenset({Scope.INVOKE, Scope.READ}))
+        """The caller of every request without an API key. They may call the function, and read its metrics."""
         self._functions, self._hold_s, self._most = functions, settings.hold_s, settings.max_queue
         self._calls = {
             (route.method, route.path)
@@ -50,7 +52,7 @@ class Standalone:
         self._held = 0
 
     def is_starting(self) -> bool:
-        """Return True if no worker is ready, or only one of an older revision, from a state folder that was kept."""
+        """Return True if no worker is ready."""
         live = [live for live in self._functions.all() if live.record.function == self.name]
         return not (self._live.is_set() and live and live[0].revision.pool.ready)
 

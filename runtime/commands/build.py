@@ -69,7 +69,7 @@ def build(
 
     \b
     The image starts from image.base, gets the Debian packages in image.packages, and runs as a user without
-    rights. It serves the function alone, or under a gateway with image.name. Words after -- go to the engine's
+    rights. It serves the function alone, or under a gateway with image.name. Words after FOLDER and -- go to the engine's
     build command, as `--no-cache` or `--secret id=uv,src=uv.toml`.
 
     \b

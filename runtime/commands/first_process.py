@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from types import FrameType
@@ -24,13 +25,18 @@ def become_child_of_init() -> None:
     # A group of its own: Ctrl-C on the container's terminal then reaches it once, through the first process.
     os.setpgid(0, 0)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    # The sockets that systemd has passed to the first process are for this one.
+    if os.environ.get("LISTEN_PID") == str(FIRST):
+        os.environ["LISTEN_PID"] = str(os.getpid())
 
 
 def _serve_as_init(child: int) -> None:
     """Pass signals on to the child, and end with its exit code."""
 
     def forward(number: int, _frame: FrameType | None) -> None:
-        os.kill(child, number)
+        # It may have ended just now.
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, number)
 
     for number in SIGNALS:
         signal.signal(number, forward)

@@ -193,7 +193,11 @@ def cog_yaml(folder: Path, handler: str) -> CogYaml:
 def function_requirements(code_folder: Path, cog: CogYaml) -> tuple[str, str]:
     """Return the requirements of a function's code, and the name of the file that holds them, for messages."""
     file = code_folder / REQUIREMENTS_FILE
-    text, name = file.read_text(encoding="utf-8") if file.is_file() else "", REQUIREMENTS_FILE
+    try:
+        text, name = file.read_text(encoding="utf-8") if file.is_file() else "", REQUIREMENTS_FILE
+    except UnicodeDecodeError:
+        message = f"{REQUIREMENTS_FILE} is not UTF-8."
+        raise RequirementsError(message, remedy="Save it as UTF-8; PowerShell's > writes UTF-16.") from None
     if more := cog.requirements(code_folder):
         name = f"{REQUIREMENTS_FILE}, followed by the packages of {COG_YAML}," if text else COG_YAML
         text = f"{text}\n{more}" if text else more

@@ -324,7 +324,7 @@ class Functions:
             await asyncio.wait(ends)
 
     def close_threads(self) -> None:
-        """Start no more work of deploys. What runs in a thread ends with the process at the latest."""
+        """Start no more work of deploys. The process ends only when what runs in a thread has ended."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _create(self, record: RevisionRecord, logs: LogBook) -> Live:

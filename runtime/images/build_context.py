@@ -209,10 +209,14 @@ def _exported(source: Path) -> str:
         "--no-emit-project",
         "--no-header",
     ]
-    done = subprocess.run(
-        [*command, "--no-annotate", "--quiet", "--project", str(source)],
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=UV_TIMEOUT_S,
-    )  # fmt: skip
+    try:
+        done = subprocess.run(
+            [*command, "--no-annotate", "--quiet", "--project", str(source)],
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=UV_TIMEOUT_S,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        message = f"uv did not export {source / LOCK_FILE} within {UV_TIMEOUT_S:.0f} s."
+        raise RequirementsError(message, remedy="Try again, or write a requirements.txt.") from None
     if done.returncode != 0:
         message = f"uv cannot export {source / LOCK_FILE}: {done.stderr.strip()[-500:]}."
         raise RequirementsError(message, remedy="Run `uv lock`, or write a requirements.txt.")

@@ -168,10 +168,16 @@ class ImageEngine:
         return "step", "Correct requirements.txt or [image] as its output says."
 
     def _query(self, *arguments: str) -> str:
-        done = subprocess.run(
-            [self.name, *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
-            timeout=QUERY_TIMEOUT_S,
-        )  # fmt: skip
+        try:
+            done = subprocess.run(
+                [self.name, *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
+                timeout=QUERY_TIMEOUT_S,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            message = f"{self.name} {arguments[0]} did not answer within {QUERY_TIMEOUT_S:.0f} s."
+            raise BuildFailed(
+                message, remedy="Try again, or restart its service.", details={"reason": "timeout"}
+            ) from None
         if done.returncode != 0:
             message = f"{self.name} {' '.join(arguments)} failed: {done.stderr.strip()[-500:]}."
             raise BuildFailed(message, remedy=f"Check that {self.name} works.", details={"reason": "step"})

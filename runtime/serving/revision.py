@@ -318,6 +318,8 @@ class Revision(RevisionEvents):
         message = f"A worker died while starting, of {cause}; that is {self._unexplained_deaths} in a row."
         error = ActivationFailed(message, remedy="See `pilotflame logs` (out of memory?).")
         self._count_failure(error)
-        if self._unexplained_deaths >= MAX_UNEXPLAINED_DEATHS and not self.pool.ready:
+        # While the breaker is open, nobody would start a worker for those that wait.
+        hopeless = self._unexplained_deaths >= MAX_UNEXPLAINED_DEATHS or self.breaker.open(time.monotonic())
+        if hopeless and not self.pool.ready:
             self._unexplained_deaths = 0
             self.dispatcher.fail_queued(error)

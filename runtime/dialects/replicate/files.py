@@ -32,7 +32,8 @@ UPLOAD_TIMEOUT_S = 600.0
 SWEEP_S = 3600.0
 CONTENT, METADATA = "content", "metadata"
 _URL = re.compile(r"(?:https?://([^/?#]+))?/v1/files/([0-9a-f]{32})(?:/download)?")
-_MARK = b"/v1/files/"
+# JSON may escape slashes, as PHP does.
+_MARK, _ESCAPED_MARK = b"/v1/files/", rb"\/v1\/files\/"
 
 
 class UploadedFile(TypedDict):
@@ -119,7 +120,8 @@ class FilesApi:
         A function in a container cannot read these paths. Then `most` is a number of bytes, and the files are in
         the input, as data URLs. Raises InputInvalid, and InputTooLarge if they are larger than `most`.
         """
-        urls = dict(_urls(found, self._origins.of(request).partition("//")[2])) if _MARK in body else {}
+        marked = _MARK in body or _ESCAPED_MARK in body
+        urls = dict(_urls(found, self._origins.of(request).partition("//")[2])) if marked else {}
         if not urls:
             return found, {}
         files = await asyncio.to_thread(self._files, urls, owner_of(request))

@@ -35,6 +35,19 @@ def test_a_metric_keeps_its_type_until_it_is_deleted() -> None:
     assert metrics.nested() == {"count": "x"}
 
 
+@pytest.mark.parametrize("value", [2**70, "\ud800", {"n": 2**70}])
+def test_what_json_cannot_hold_is_refused_when_it_is_recorded(value: Any) -> None:
+    metrics = CogMetrics()
+    with pytest.raises(TypeError):
+        metrics.record("n", value)
+    metrics.record("n", 2**62)
+    for _ in range(2):
+        metrics.record("n", 2**62, "incr")
+    with pytest.raises(TypeError):
+        metrics.record("n", 2**62, "incr")
+    assert metrics.nested() == {"n": 3 * 2**62}
+
+
 @pytest.mark.parametrize(
     "name",
     [

@@ -135,7 +135,7 @@ async def running(kind: Kind, handler: str, gate: Gate, *more: str, **others: st
     if kind.contained:
         require_podman()
     folder, port, name = gate.path.parent / "echo", free_port(), f"pf-standalone-{uuid.uuid4().hex[:8]}"
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     (folder / "handler.py").write_text(handler)
     (folder / "gate.py").write_text(GATE_MODULE)
     for path in (gate.path, gate.path.parent):
@@ -305,6 +305,19 @@ async def test_a_function_alone_with_keys(gate: Gate) -> None:
             assert response.json()["echo"] == 1
             other = failure(await instance.client.post("/", json=1, headers=tokens["other"]))
             assert (other["status"], other["type"]) == (404, "unknown_function")
+
+
+async def test_a_kept_state_folder_serves_no_other_function(gate: Gate) -> None:
+    gate.open()
+    kept = {"PILOTFLAME_STATE_DIR": str(gate.path.parent / "kept"), "PILOTFLAME_LAME_DUCK_S": "0"}
+    async with running(KINDS[0], PLAIN, gate, "--name", "first", **kept) as instance:
+        assert (await instance.call(1)).status_code == 200
+    async with running(KINDS[0], PLAIN, gate, "--name", "second", **kept) as instance:
+        assert (await instance.call(1)).status_code == 200
+        refused = failure(await instance.client.post("/invoke/first", json=1))
+        assert (refused["status"], refused["type"]) == (404, "unknown_function")
+        listed = (await instance.client.get("/v1/functions")).json()["functions"]
+        assert [one["name"] for one in listed] == ["second"]
 
 
 async def test_sigterm_during_the_start(gate: Gate, capfd: pytest.CaptureFixture[str]) -> None:

@@ -138,6 +138,7 @@ def test_processors_are_shared_out_unless_the_settings_name_threads(store: Store
 BROKEN: dict[str, tuple[Callable[[Path], object], type[PilotflameError], str]] = {
     "unknown setting": (lambda f: (f / "pilotflame.toml").write_text("concurency = 1\n"), SettingsError, "concurrency"),
     "broken settings": (lambda f: (f / "pilotflame.toml").write_text("x = ["), SettingsError, "pilotflame.toml"),
+    "requirements in UTF-16": (lambda f: (f / "requirements.txt").write_text("packaging", encoding="utf-16"), RequirementsError, "not UTF-8"),
     "unmet requirement": (lambda f: (f / "requirements.txt").write_text("no-such-package>=1\n"), RequirementsError, "no-such-package"),
     "missing weights": (lambda f: (f / "pilotflame.toml").write_text('snapshot = "weights"\n'), SnapshotError, "does not exist"),
     "link that leaves": (lambda f: (f / "out").symlink_to("/etc"), CodeError, "out"),

@@ -253,6 +253,14 @@ async def test_a_crash_loop_costs_five_starts_and_then_callers_get_the_reason_at
     assert (await function.status())["activations"] == 5
 
 
+async def test_workers_that_die_in_setup_open_the_breaker_and_nobody_waits_for_them(deploy):
+    source = "import os\ndef setup(context):\n    os._exit(3)\ndef handler(event):\n    return event"
+    function = await deploy(source, check=False)
+    types = [(await function.error())["type"] for _ in range(3)]
+    assert types == ["activation_failed", "activation_failed", "crash_loop"]
+    assert (await function.status())["activations"] == 5
+
+
 async def test_a_burst_on_a_function_that_cannot_start_costs_its_workers_and_one_more(deploy):
     source = "def setup(context):\n    raise OSError\ndef handler(event):\n    return event"
     function = await deploy(source, {"scale.max": 4}, check=False)
