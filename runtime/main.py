@@ -241,8 +241,10 @@ async def startup(
     rows = [*own_routes, *dialects.routes()]
     standalone = _standalone(alone, functions, rows, settings.log_format, stack)
     routes = OpenApi([*rows, *(standalone.routes if standalone is not None else [])], admin.statuses).routes
-    cors = CrossOrigin(functions, routes, settings.cors_origins)
-    control = stack.enter_context(control_socket(state))
+    cors, control = (
+        CrossOrigin(functions, routes, settings.cors_origins),
+        stack.enter_context(control_socket(state)),
+    )
     guard = Guard(
         keyring, control, tasks, routes, cors, local=local,
         required=settings.auth == "always" or not (local or standalone is not None),
