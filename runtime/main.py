@@ -241,9 +241,12 @@ async def startup(
     rows = [*own_routes, *dialects.routes()]
     standalone = _standalone(alone, functions, rows, settings.log_format, stack)
     routes = OpenApi([*rows, *(standalone.routes if standalone is not None else [])], admin.statuses).routes
-    cors = CrossOrigin(functions, routes, settings.cors_origins)
+    cors, control = (
+        CrossOrigin(functions, routes, settings.cors_origins),
+        stack.enter_context(control_socket(state)),
+    )
     guard = Guard(
-        keyring, tasks, routes, cors, local=local,
+        keyring, control, tasks, routes, cors, local=local,
         required=settings.auth == "always" or not (local or standalone is not None),
         anybody=ANYBODY if standalone is None else standalone.caller, on_quota=functools.partial(_count_refusal, functions, metrics),
         max_body_bytes=settings.max_body_bytes, body_timeout_s=settings.body_timeout_s,
@@ -253,7 +256,7 @@ async def startup(
     audit = _open_audit(routes, logs, stack)
     http = await stack.enter_async_context(
         http_server(
-            [sock, stack.enter_context(control_socket(state))], routes,
+            [sock, control.sock], routes,
             [
                 *([standalone.name_function] if standalone is not None else []),
                 *([requests.middleware] if requests is not None else []), cors.middleware, compressed,
@@ -304,7 +307,7 @@ def _launcher(
     settings: GatewaySettings, listener: Listener, state: Path, tasks: BackgroundTasks
 ) -> LauncherByImage:
     containers = ContainerLauncher(settings.engine or find_engine(), listener, tasks, str(state), LOG.warning)
-    return LauncherByImage(ProcessLauncher(listener, tasks, state), containers)
+    return LauncherByImage(ProcessLauncher(listener, tasks, state, settings.cache_dir), containers)
 
 
 async def _disk_readings(state: Path) -> list[Reading]:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Self
 
 import httpx
+from pilotflame.runtime.access.control_socket import find_control_socket
 from pilotflame.runtime.main import Server, serve
 from pilotflame.runtime.settings.gateway_settings import GatewaySettings
 
@@ -256,6 +257,14 @@ def events(text: str) -> list[tuple[str, str, Any]]:
     return found
 
 
+def home_client(state: Path) -> httpx.AsyncClient:
+    """Return a client on the control socket of the gateway with this state folder. It needs no API key."""
+    found = find_control_socket(state)
+    assert found is not None, state
+    transport = httpx.AsyncHTTPTransport(uds=str(found.path))
+    return httpx.AsyncClient(base_url="http://home", headers=found.headers, transport=transport, timeout=60)
+
+
 class Gateway:
     """A gateway at `url`: in this process (`server`) or in another one (`process`)."""
 
@@ -297,9 +306,8 @@ class Gateway:
             return await self.client.post("/v1/functions", json=order)
 
     def at_home(self) -> httpx.AsyncClient:
-        """Return a client on the control socket, which needs no key."""
-        transport = httpx.AsyncHTTPTransport(uds=str(self.state / "run" / "own.sock"))
-        return httpx.AsyncClient(base_url="http://home", transport=transport, timeout=60)
+        """Return a client on the control socket, which needs no API key."""
+        return home_client(self.state)
 
     async def deploy(self, handler: str, settings: Mapping[str, Any] | None = None, **how: Any) -> Function:
         """Deploy a function that must be accepted."""

@@ -1,43 +1,79 @@
 """Opens and finds the control socket, a unix socket in the state folder on which a gateway serves HTTP.
 
-Only the user who runs the gateway can open it. Requests on it need no API key and may do everything.
+Requests on it that hold the control key need no API key and may do everything. The key is a file beside the
+socket that only the user who runs the gateway can read. The permissions of the socket are not enough: Landlock,
+which hides the state folder from functions with private files, does not stop them from connecting to it.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import hmac
+import secrets
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 # Must not be longer than `run/link.sock`, whose length the listener checks: unix sockets limit their paths.
-_PATH = "run/own.sock"
+_PATH, _KEY_PATH = "run/own.sock", "run/own.key"
+CONTROL_KEY = "X-Pilotflame-Control-Key"
+
+
+class ControlSocket(NamedTuple):
+    """The bound control socket of a gateway, and the key that requests on it must hold."""
+
+    sock: socket.socket
+    key: str
+
+    def admits(self, headers: Mapping[str, str], transport: asyncio.BaseTransport | None) -> bool:
+        """Return True if the request came over a unix socket and holds the control key."""
+        sock = transport.get_extra_info("socket") if transport is not None else None
+        if sock is None or sock.family != socket.AF_UNIX:
+            return False
+        sent = headers.get(CONTROL_KEY, "").encode(errors="surrogateescape")
+        return hmac.compare_digest(sent, self.key.encode())
+
+
+class ControlAddress(NamedTuple):
+    """What a client needs to use the control socket of a gateway that runs."""
+
+    path: Path
+    headers: dict[str, str]
 
 
 @contextlib.contextmanager
-def control_socket(state: Path) -> Iterator[socket.socket]:
-    """Yield the bound control socket, and remove its file when the block ends.
+def control_socket(state: Path) -> Iterator[ControlSocket]:
+    """Yield the bound control socket with a new key, and remove their files when the block ends.
 
-    The caller must have locked the state folder: a file that a killed gateway left there is replaced.
+    The caller must have locked the state folder: files that a killed gateway left there are replaced.
     """
-    path = state / _PATH
+    path, key_path = state / _PATH, state / _KEY_PATH
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    path.unlink(missing_ok=True)
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-        sock.bind(str(path))
-        path.chmod(0o600)
+    for left in (path, key_path):
+        left.unlink(missing_ok=True)
+    control = ControlSocket(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), secrets.token_urlsafe(32))
+    with control.sock:
         try:
-            yield sock
+            # The key comes first: a client that can connect can read it.
+            key_path.touch(0o600, exist_ok=False)
+            key_path.write_text(control.key)
+            control.sock.bind(str(path))
+            path.chmod(0o600)
+            yield control
         finally:
-            path.unlink(missing_ok=True)
+            for own in (path, key_path):
+                own.unlink(missing_ok=True)
 
 
-def find_control_socket(state: Path) -> Path | None:
-    """Return the path of the control socket, or None if no gateway listens on it."""
+def find_control_socket(state: Path) -> ControlAddress | None:
+    """Return the address of the control socket, or None if no gateway listens on it."""
     path = state / _PATH
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
         try:
             sock.connect(str(path))
+            key = (state / _KEY_PATH).read_text()
         except OSError:
             return None
-    return path
+    return ControlAddress(path, {CONTROL_KEY: key})

@@ -2,7 +2,7 @@
 
 A gateway is open if only this machine can reach it, its setting `auth` is not "always", and it never had an
 API key. An open gateway admits every request, except those that a web page of another origin has caused. Any
-other gateway requires an API key on all routes that are not public, but not on the control socket. A gateway
+other gateway requires an API key on all routes that are not public, but not with the key of the control socket. A gateway
 that serves one function alone requires none, unless it has one, but admits its callers to few routes only.
 """
 
@@ -13,7 +13,6 @@ import contextlib
 import functools
 import logging
 import math
-import socket
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import NamedTuple
@@ -25,6 +24,7 @@ from multidict import istr
 from ...addresses import is_loopback
 from ...errors import Forbidden, GatewayError, Overloaded, PilotflameError, QuotaExceeded, Unauthorized
 from ..access.aws_signature import SCHEME, Signature, SignedRequest, parse_signature, refused, verify
+from ..access.control_socket import ControlSocket
 from ..access.keyring import Held, Keyring, Meter
 from ..access.keys import ANYBODY, Caller, Scope
 from .cross_origin import CrossOrigin
@@ -76,8 +76,8 @@ class Guard:
     """The guard of a gateway, with the scope that each route requires."""
 
     def __init__(
-        self, keyring: Keyring, tasks: asyncio.TaskGroup, routes: Sequence[Route], cors: CrossOrigin, *, local: bool,
-        required: bool, on_quota: Callable[[str, PilotflameError], None], max_body_bytes: int, body_timeout_s: float,
+        self, keyring: Keyring, control: ControlSocket, tasks: asyncio.TaskGroup, routes: Sequence[Route],
+        cors: CrossOrigin, *, local: bool, required: bool, on_quota: Callable[[str, PilotflameError], None], max_body_bytes: int, body_timeout_s: float,
         anybody: Caller = ANYBODY,
     ) -> None:  # fmt: skip
         """`local`: only this machine can reach the gateway. `required`: requests need a key although there is none.
@@ -85,7 +85,7 @@ class Guard:
         While requests need no key, their caller is `anybody`. `on_quota` is called with the function and the
         error of a request that exceeds its key's quota. `max_body_bytes` and `body_timeout_s` limit the bodies of signed requests, which the guard reads.
         """
-        self._keyring, self._tasks, self._cors = keyring, tasks, cors
+        self._keyring, self._control, self._tasks, self._cors = keyring, control, tasks, cors
         self._public = {
             (method, route.path) for route in routes if route.public for method in _methods(route)
         }
@@ -139,9 +139,9 @@ class Guard:
                 if self._local:
                     check_origin(headers)
             except Forbidden:
-                if not _on_control_socket(transport):
+                if not self._control.admits(headers, transport):
                     check_origin(headers, lambda origin: self._cors.allows(origin, route[1], function))
-            return self._admit_anybody(route, transport)
+            return self._admit_anybody(headers, route, transport)
         held = signer or self._find_key(headers, transport)
         if held is None:
             return UNKNOWN_CALLER
@@ -156,9 +156,11 @@ class Guard:
             raise
         return Admitted(held.caller, held.meter)
 
-    def _admit_anybody(self, route: tuple[str, str], transport: asyncio.BaseTransport | None) -> Admitted:
+    def _admit_anybody(
+        self, headers: Headers, route: tuple[str, str], transport: asyncio.BaseTransport | None
+    ) -> Admitted:
         """Admit a caller without a key. Raise Forbidden if `anybody` may not use the route."""
-        if self._anybody is UNKNOWN_CALLER or _on_control_socket(transport):
+        if self._anybody is UNKNOWN_CALLER or self._control.admits(headers, transport):
             return UNKNOWN_CALLER
         self._check_scope(self._anybody.caller, route)
         return self._anybody
@@ -171,7 +173,7 @@ class Guard:
         """Return the sent key, or None if none is needed. Raises Unauthorized if it is missing or invalid."""
         sent = headers.get("Authorization")
         if sent is None:
-            if _on_control_socket(transport):
+            if self._control.admits(headers, transport):
                 return None
             remedy = "Send `Authorization: Bearer KEY`, or set PILOTFLAME_API_KEY; `pilotflame keys create` makes one."
             raise Unauthorized("This gateway requires an API key.", remedy=remedy)
@@ -288,8 +290,3 @@ def _names_loopback(address: str) -> bool:
         return parts.username is None and is_loopback(parts.hostname or "")
     except ValueError:
         return False
-
-
-def _on_control_socket(transport: asyncio.BaseTransport | None) -> bool:
-    sock = transport.get_extra_info("socket") if transport is not None else None
-    return sock is not None and sock.family == socket.AF_UNIX

@@ -13,6 +13,7 @@ import httpx
 
 from ...addresses import is_loopback
 from ...errors import GatewayError, GatewayUnreachable, PilotflameError, Unauthorized
+from ..access.control_socket import ControlAddress
 from ..telemetry.timeline import parse_server_timing
 from .options import CA_VARIABLE, DEFAULT_URL, trusted_authorities
 
@@ -64,7 +65,7 @@ class Client:
     """A client of the gateway at `url`, or behind a control socket. Use it as a context manager."""
 
     def __init__(
-        self, url: str = DEFAULT_URL, *, api_key: str = "", socket: Path | None = None,
+        self, url: str = DEFAULT_URL, *, api_key: str = "", control: ControlAddress | None = None,
         timeout: httpx.Timeout = TIMEOUT,
     ) -> None:  # fmt: skip
         if not (api_key.isascii() and api_key.isprintable()) or " " in api_key:
@@ -78,8 +79,9 @@ class Client:
             timeout=timeout,
             trust_env=not self.on_loopback,
             verify=trusted_authorities() or True,
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
-            transport=httpx.HTTPTransport(uds=str(socket)) if socket else None,
+            headers=({"Authorization": f"Bearer {api_key}"} if api_key else {})
+            | (control.headers if control else {}),
+            transport=httpx.HTTPTransport(uds=str(control.path)) if control else None,
         )
 
     def __enter__(self) -> Self:

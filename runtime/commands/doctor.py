@@ -24,7 +24,7 @@ from ...machine import processors
 from ..launching.cgroups import CONTROLLERS, find_controllers
 from ..launching.container_launcher import find_engine
 from ..settings.gateway_settings import GatewaySettings
-from ..worker.confinement import landlock_version
+from ..worker.confinement import SINCE_SCOPE, landlock_version
 from . import display, exit_codes, options
 
 MIN_FREE_BYTES = 512 << 20
@@ -89,7 +89,7 @@ def examine(settings: GatewaySettings) -> Iterator[Check]:
     yield from _packages()
     yield _torch()
     yield _limits()
-    yield _private_files()
+    yield private_files(landlock_version())
     yield _containers(settings)
 
 
@@ -225,10 +225,16 @@ def _limits() -> Check:
     return Check("limits of processes", "note", text, remedy)
 
 
-def _private_files() -> Check:
-    """Tell whether functions can be kept from the files of the gateway and of other functions."""
-    version = landlock_version()
-    remedy = "" if version else 'For resources.files = "private": use a kernel with Landlock (5.13 or later).'
+def private_files(version: int) -> Check:
+    """Tell whether functions can be kept from the files of the gateway and of other functions.
+
+    `version` is that of the kernel's Landlock.
+    """
+    remedy = ""
+    if not version:
+        remedy = 'For resources.files = "private": use a kernel with Landlock (5.13 or later).'
+    elif version < SINCE_SCOPE:
+        remedy = 'Functions with resources.files = "private" can send signals to the gateway: use Linux 6.12 or later.'
     return _noted("private files", f"Landlock, version {version}" if version else "no Landlock", remedy)
 
 

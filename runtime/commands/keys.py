@@ -50,8 +50,8 @@ def _open_keys(url: str, api_key: str, state_dir: Path | None) -> Iterator[Clien
             yield client
         return
     settings = options.gateway_settings(state_dir=state_dir)
-    if (control_socket := find_control_socket(settings.state_dir)) is not None:
-        with Client(socket=control_socket) as client:
+    if (control := find_control_socket(settings.state_dir)) is not None:
+        with Client(control=control) as client:
             yield client
     else:
         with locked_state_dir(settings.state_dir) as state:

@@ -154,7 +154,15 @@ def _delegate(folder: Path, wanted: set[str]) -> None:
     control = folder / "cgroup.subtree_control"
     if wanted <= set(control.read_text().split()):
         return
-    (own := folder / GATEWAY_GROUP).mkdir(exist_ok=True)
+    # The root of the tree, which has no type, may hold processes as well; those of the kernel cannot be moved.
+    if (folder / "cgroup.type").exists():
+        _move_all(folder, folder / GATEWAY_GROUP)
+    control.write_text(" ".join(f"+{name}" for name in sorted(wanted)))
+
+
+def _move_all(folder: Path, own: Path) -> None:
+    """Move the processes of a group to `own`, a group below it."""
+    own.mkdir(exist_ok=True)
     for _ in range(MOST_MOVES):
         if not (pids := _lines(folder / "cgroup.procs")):
             break
@@ -162,7 +170,6 @@ def _delegate(folder: Path, wanted: set[str]) -> None:
             # It may have ended meanwhile, and others may have been forked.
             with contextlib.suppress(ProcessLookupError):
                 (own / "cgroup.procs").write_text(pid)
-    control.write_text(" ".join(f"+{name}" for name in sorted(wanted)))
 
 
 def _limit_files(controller: Controller, limits: Resources) -> dict[str, str]:

@@ -3,40 +3,49 @@
 from __future__ import annotations
 
 import ctypes
+import errno
+import fcntl
 import hashlib
 import os
 import secrets
 import shutil
 import tempfile
+import threading
 from contextlib import suppress
 from pathlib import Path
 
 from ...errors import LauncherError
-from ...snapshot.caching.memory import is_ours, unmount
+from ...snapshot.caching.memory import is_ours
 from ..link.worker_spec import Confinement, WorkerSpec
 from . import cgroups
 
 PREFIX = "pilotflame-"
 # Flags of mount(2): no programs with the rights of their owners, and no devices.
 _NOSUID, _NODEV = 2, 4
+# Flags of umount2(2): a mount in use ends with its last use.
+_MNT_DETACH, _UMOUNT_NOFOLLOW = 2, 8
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Confinements:
     """The confinements of one gateway. All methods block."""
 
-    def __init__(self, state: Path) -> None:
-        self._state = state
+    def __init__(self, state: Path, cache: Path) -> None:
+        """`state` is the gateway's state folder, `cache` the node's cache of fetched snapshots."""
+        self._state, self._cache = state, cache
         digest = hashlib.sha256(os.fsencode(state)).hexdigest()[:8]
         self._prefix = f"{PREFIX}{os.getuid()}-{digest}"
         self._groups: dict[Confinement, cgroups.Cgroup] = {}
-        self._clean = False
+        # Several threads make confinements at the start: only what was there before all of them is removed.
+        self._cleaning, self._clean = threading.Lock(), False
+        self._root_lock: int | None = None
 
     def make(self, spec: WorkerSpec) -> Confinement:
         """Return what confines the processes of a revision from now on. Raise LauncherError."""
-        if not self._clean:
-            self._remove_left()
-            self._clean = True
+        with self._cleaning:
+            if not self._clean:
+                self._remove_left()
+                self._clean = True
         name = f"{self._prefix}-{spec.function}-{spec.revision.partition('-')[0]}-{secrets.token_hex(4)}"
         group = cgroups.make_cgroup(name, spec.resources)
         tmp = None
@@ -65,31 +74,28 @@ class Confinements:
     def close(self) -> None:
         """Remove the folder of all temporary folders."""
         with suppress(OSError):
-            self._tmp_root.rmdir()
+            self.tmp_root.rmdir()
+        if self._root_lock is not None:
+            os.close(self._root_lock)
+            self._root_lock = None
 
     @property
-    def _tmp_root(self) -> Path:
+    def tmp_root(self) -> Path:
+        """The folder of all folders for temporary files."""
         return Path(tempfile.gettempdir()) / self._prefix
 
     def _remove_left(self) -> None:
         """Remove what a killed gateway with the same state folder has left."""
         cgroups.remove_left(self._prefix)
-        if is_ours(self._tmp_root):
-            for left in self._tmp_root.iterdir():
+        if is_ours(self.tmp_root):
+            for left in self.tmp_root.iterdir():
                 _remove_tmp(left)
 
     def _make_tmp(self, spec: WorkerSpec) -> Path | None:
         """Return a new folder for temporary files, None if none can be made. Raise LauncherError."""
         size_mb = spec.resources.tmp_mb
         try:
-            root = self._tmp_root
-            with suppress(FileExistsError):
-                root.mkdir(mode=0o700)
-            if not is_ours(root):
-                raise LauncherError(
-                    f"{root} belongs to another user.", remedy="Set TMPDIR to another folder."
-                )
-            folder = Path(tempfile.mkdtemp(prefix=f"{spec.function[:24]}-", dir=root))
+            folder = Path(tempfile.mkdtemp(prefix=f"{spec.function[:24]}-", dir=self._make_root()))
         except OSError as error:
             if size_mb is None:
                 return None
@@ -103,6 +109,21 @@ class Confinements:
             raise LauncherError(message, remedy=cgroups.REMEDY)
         return folder
 
+    def _make_root(self) -> Path:
+        """Make the folder of all temporary folders. Raise OSError."""
+        root = self.tmp_root
+        with suppress(FileExistsError):
+            root.mkdir(mode=0o700)
+        if not is_ours(root):
+            raise PermissionError(errno.EPERM, "it belongs to another user or is open to others", str(root))
+        with self._cleaning:
+            if self._root_lock is None:
+                # systemd-tmpfiles removes what nobody has used for days, but nothing in a folder that is locked.
+                self._root_lock = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
+                with suppress(BlockingIOError):
+                    fcntl.flock(self._root_lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return root
+
     def _files(self, spec: WorkerSpec) -> dict[str, tuple[Path, ...]]:
         if spec.resources.files != "private":
             return {}
@@ -112,7 +133,7 @@ class Confinements:
         environment = Path(spec.python).parents[1] if spec.python else None
         paths = (spec.code, spec.snapshot, spec.manifest, environment)
         return {
-            "hidden": (self._state, self._tmp_root),
+            "hidden": (self._state, self.tmp_root, self._cache),
             "readable": tuple(path for path in paths if path is not None),
             "unlisted": (uploads,),
         }
@@ -126,5 +147,5 @@ def mount_tmp(folder: Path, size_mb: int) -> bool:
 
 
 def _remove_tmp(folder: Path) -> None:
-    unmount(folder)
+    _libc.umount2(os.fsencode(folder), _UMOUNT_NOFOLLOW | _MNT_DETACH)
     shutil.rmtree(folder, ignore_errors=True)

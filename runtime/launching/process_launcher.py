@@ -40,12 +40,12 @@ BaseKey = tuple[str, tuple[str, ...]]
 class ProcessLauncher:
     """Runs one base for each Python environment and set of preloaded packages, and forks zygotes from it."""
 
-    def __init__(self, listener: Listener, tasks: asyncio.TaskGroup, state: Path) -> None:
-        """`state` is the state folder of the gateway."""
+    def __init__(self, listener: Listener, tasks: asyncio.TaskGroup, state: Path, cache: Path) -> None:
+        """`state` is the state folder of the gateway, `cache` the node's cache of fetched snapshots."""
         self._listener, self._tasks = listener, tasks
-        self._confinements = Confinements(state)
-        # By the id of the spec.
-        self._confined: dict[int, Confinement] = {}
+        self._confinements = Confinements(state, cache)
+        # By the id of the spec, which it keeps in memory: no other gets its id. Threads make the confinements.
+        self._confined: dict[int, tuple[WorkerSpec, asyncio.Future[Confinement]]] = {}
         self._bases: dict[BaseKey, ZygoteProcess] = {}
         self._starting: dict[BaseKey, asyncio.Lock] = {}
         # By base, the ids of the specs that it was started for. The revisions keep the specs in memory.
@@ -57,10 +57,24 @@ class ProcessLauncher:
 
     async def launch(self, spec: WorkerSpec, logs: Log, on_death: Callable[[], None]) -> ZygoteSource:
         base = await self._base(spec)
-        if (confinement := self._confined.get(id(spec))) is None:
-            confinement = await asyncio.to_thread(self._confinements.make, spec)
-            self._confined[id(spec)] = confinement
-        return await base.launch(spec, logs, on_death, confinement)
+        return await base.launch(spec, logs, on_death, await self._confine(spec))
+
+    async def _confine(self, spec: WorkerSpec) -> Confinement:
+        if (known := self._confined.get(id(spec))) is None:
+            made = asyncio.get_running_loop().run_in_executor(None, self._confinements.make, spec)
+            known = self._confined[id(spec)] = spec, made
+            made.add_done_callback(lambda _: self._drop_failed(spec, made))
+        # If the caller is cancelled, the thread goes on, and `forget` needs what it makes.
+        return await asyncio.shield(known[1])
+
+    def _drop_failed(self, spec: WorkerSpec, made: asyncio.Future[Confinement]) -> None:
+        if (made.cancelled() or made.exception() is not None) and id(spec) in self._confined:
+            del self._confined[id(spec)]
+
+    async def _remove(self, made: asyncio.Future[Confinement]) -> None:
+        await asyncio.wait([made])
+        if not made.cancelled() and made.exception() is None:
+            await asyncio.to_thread(self._confinements.remove, made.result())
 
     async def prepare(self, spec: WorkerSpec) -> None:
         await self._base(spec)
@@ -71,15 +85,18 @@ class ProcessLauncher:
 
     async def forget(self, spec: WorkerSpec) -> None:
         await self._forget_base(spec)
-        if (confinement := self._confined.pop(id(spec), None)) is not None:
-            await asyncio.to_thread(self._confinements.remove, confinement)
+        if (known := self._confined.pop(id(spec), None)) is not None:
+            await self._remove(known[1])
 
     async def _forget_base(self, spec: WorkerSpec) -> None:
         specs = self._specs.get(key := _key(spec), set())
         specs.discard(id(spec))
         if specs or key not in self._specs:
             return
-        del self._specs[key], self._starting[key]
+        del self._specs[key]
+        # A launch that holds the lock starts the base for those that come meanwhile as well.
+        if not self._starting[key].locked():
+            del self._starting[key]
         if (base := self._bases.pop(key, None)) is not None:
             base.close()
             base.child.kill_after(BASE_EXIT_S)
@@ -105,8 +122,8 @@ class ProcessLauncher:
                     end(process)
             if self._reaping:
                 await asyncio.wait(self._reaping, timeout=BASE_EXIT_S)
-        for confinement in self._confined.values():
-            await asyncio.to_thread(self._confinements.remove, confinement)
+        for _, made in list(self._confined.values()):
+            await self._remove(made)
         await asyncio.to_thread(self._confinements.close)
 
     async def _base(self, spec: WorkerSpec) -> ZygoteProcess:
@@ -118,6 +135,8 @@ class ProcessLauncher:
             base = self._bases.get(key)
             if base is None or not base.alive:
                 base = self._bases[key] = await self._start_base(*key)
+            # `forget` may have removed it meanwhile. Then it is called again.
+            self._specs.setdefault(key, set()).add(id(spec))
             return base
 
     async def _start_base(self, python: str, preload: tuple[str, ...]) -> ZygoteProcess:

@@ -66,6 +66,7 @@ class ZygoteProcess:
     def __init__(self, child: Child, listener: Listener, on_death: Callable[[], None] | None = None) -> None:
         self.child, self._listener, self._on_death = child, listener, on_death
         self._built: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self.reported_failure = False
         self._forking: dict[str, asyncio.Future[Child]] = {}
         # The pids are those that the zygote sees: in a container they differ from the machine's.
         self._token_of: dict[int, str] = {}
@@ -139,10 +140,9 @@ class ZygoteProcess:
         try:
             head = await zygote.wait_built(BUILD_TIMEOUT_S)
         except BaseException as error:
-            # A build that failed is told by the zygote, a death by the base.
-            died = (
-                await _death(child, spec) if isinstance(error, LauncherError) and not zygote.alive else None
-            )
+            # A failure is told by the zygote, a death by the base.
+            told = zygote.reported_failure or not isinstance(error, LauncherError)
+            died = None if told or zygote.alive else await _death(child, spec)
             # The build failed or the deploy was cancelled. The process may be running user code and not
             # notice that its link is closed, so kill it.
             zygote.close()
@@ -198,6 +198,7 @@ class ZygoteProcess:
         elif frame.kind == FrameKind.BUILT and not self._built.done():
             self._built.set_result(head)
         elif frame.kind == FrameKind.FAILED and not self._built.done():
+            self.reported_failure = True
             self._built.set_exception(PilotflameError.from_wire(head))
 
     def _child_ended(self, pid: int, code: int, out_of_memory: bool, certain: bool = True) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
 from ...errors import LauncherError, PilotflameError
 from ..launching.launcher import Child, Launcher, WorkerSource
@@ -69,12 +70,22 @@ class ZygoteSupervisor:
                 return source
             self.check_open()
             self._launched_s = time.monotonic()
-            source = await self._launcher.launch(self._spec, self._logs, self._on_death)
+            async with self._forgotten_if_closed():
+                source = await self._launcher.launch(self._spec, self._logs, self._on_death)
             if self._closed:
                 source.close()
             self.check_open()
             self._source = source
             return source
+
+    @contextlib.asynccontextmanager
+    async def _forgotten_if_closed(self) -> AsyncIterator[None]:
+        """Let the launcher forget what it makes in the block, if `wait_closed` was called before its end."""
+        try:
+            yield
+        finally:
+            if self._closed:
+                await self._launcher.forget(self._spec)
 
     def check_open(self) -> None:
         """Raise LauncherError after `close`."""
@@ -88,7 +99,8 @@ class ZygoteSupervisor:
         """
         try:
             if shared_only:
-                await self._launcher.prepare(self._spec)
+                async with self._forgotten_if_closed():
+                    await self._launcher.prepare(self._spec)
             else:
                 await self.open()
         except PilotflameError as error:

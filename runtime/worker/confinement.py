@@ -2,7 +2,7 @@
 
 A cgroup limits memory, processors and processes; Landlock, a part of the kernel that needs no privilege, limits
 which files can be read and written. A process that is confined by Landlock can also not look into processes
-outside of its function, such as the gateway, or send them signals.
+outside of its function, such as the gateway, or send them signals (from Linux 6.12).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _ALL_OF_VERSION_1 = (1 << 13) - 1
 _OF_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE
 _READ = _EXECUTE | _READ_FILE | _READ_DIR
 # The first versions that know the right to rename between folders, the right to truncate, and the signal scope.
-_SINCE_REFER, _SINCE_TRUNCATE, _SINCE_SCOPE = 2, 3, 6
+_SINCE_REFER, _SINCE_TRUNCATE, SINCE_SCOPE = 2, 3, 6
 # From <linux/capability.h>: version 3 has two sets of three numbers.
 _CAPABILITY_HEADER, _CAPABILITY_VERSION, _CAPABILITY_BYTES = struct.Struct("=Ii"), 0x20080522, 24
 # Devices that can be read and written. Others, such as disks, cannot.
@@ -67,7 +67,7 @@ def _restrict(confinement: Confinement) -> None:
     handled = _ALL_OF_VERSION_1
     handled |= _REFER if version >= _SINCE_REFER else 0
     handled |= _TRUNCATE if version >= _SINCE_TRUNCATE else 0
-    scope = _SCOPE_SIGNAL if version >= _SINCE_SCOPE else 0
+    scope = _SCOPE_SIGNAL if version >= SINCE_SCOPE else 0
     attributes = _RULESET_ATTR.pack(handled, 0, scope)
     ruleset = _call(_CREATE_RULESET, attributes, ctypes.c_size_t(len(attributes)), 0)
     try:
@@ -86,9 +86,10 @@ def _rules(confinement: Confinement) -> Iterator[tuple[Path, int]]:
     """Yield the paths that can be used, and the rights that apply to them and to everything below."""
     hidden = {path.resolve() for path in confinement.hidden}
     devices = Path("/dev")
+    # /dev/shm holds weights of other functions.
     yield from ((path, _READ) for path in _outside(Path("/"), hidden | {devices}))
     python = (Path(sys.prefix), Path(sys.base_prefix), *map(Path, filter(None, sys.path)))
-    for path in (*confinement.readable, *python, devices / "shm"):
+    for path in (*confinement.readable, *python):
         # One that holds a hidden folder was yielded in parts before. The working directory may be "/".
         if not any(other.is_relative_to(path.resolve()) for other in hidden):
             yield path, _READ

@@ -26,7 +26,7 @@ from typing import Any
 
 from setproctitle import setproctitle
 
-from ...errors import PilotflameError
+from ...errors import LauncherError, PilotflameError
 from ..link.connection import BlockingLink, dial
 from ..link.frames import FrameKind
 from ..link.worker_spec import REQUEST_VARIABLE, Confinement, WorkerSpec
@@ -210,7 +210,10 @@ class Base(Zygote):
         return True
 
     def child_role(self, ticket: Ticket, request: dict[str, Any]) -> Role:
-        confine(_confinement(request))
+        try:
+            confine(_confinement(request))
+        except (OSError, PilotflameError) as error:
+            return partial(_refuse, ticket, request["role"], error)
         if request["role"] == "zygote":
             spec = WorkerSpec.model_validate(request["spec"])
             return RevisionZygote(ticket, spec, self.kill_files(request)).run
@@ -259,6 +262,15 @@ class RevisionZygote(Zygote):
 
 def _confinement(request: dict[str, Any]) -> Confinement:
     return Confinement.model_validate(request.get("confinement") or {})
+
+
+def _refuse(ticket: Ticket, role: str, error: OSError | PilotflameError) -> None:
+    """Tell the gateway why this process, which the base has forked, cannot be confined. Then it ends."""
+    if isinstance(error, OSError):
+        place = f" ({error.filename})" if error.filename else ""
+        error = LauncherError(f"The process cannot be confined: {error.strerror or error}{place}.")
+    link = BlockingLink(ticket.dial("zygote" if role == "zygote" else "worker"))
+    link.send(FrameKind.FAILED, error.to_wire(private=True))
 
 
 def spawn_worker(ticket: Ticket, spec: dict[str, Any]) -> None:

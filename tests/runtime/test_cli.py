@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from pilotflame.runtime.cli import cli
+from pilotflame.runtime.commands.doctor import private_files
 from pilotflame.runtime.commands.lazy_group import LazyGroup
 from pilotflame.runtime.commands.snapshot import snapshot
 from safetensors.numpy import save_file
@@ -564,6 +565,12 @@ def test_doctor_examines_this_machine(run, short_tmp: Path):
     assert {"Python", "Linux", "fork", "unix sockets", "torch", "memory", "port"} <= set(checks)
     assert {"limits of processes", "private files", "container engine"} <= set(checks)
     assert not (short_tmp / "looked-at").exists()
+
+
+def test_doctor_says_what_this_kernel_does_not_keep_apart():
+    assert "5.13" in private_files(0).remedy
+    assert "signals" in private_files(5).remedy
+    assert not private_files(6).remedy
 
 
 def test_doctor_says_what_is_wrong_and_what_to_do(run, tmp_path: Path):

@@ -17,6 +17,7 @@ import pytest
 import pytest_asyncio
 from live import Function, Gate, Gateway, failure, gateway_here, gateway_process, short_folder, until
 from pilotflame.errors import Forbidden
+from pilotflame.runtime.access.control_socket import CONTROL_KEY
 from pilotflame.runtime.access.keyring import USE_GRAIN_S
 from pilotflame.runtime.api.guard import check_origin, token_in
 from pilotflame.runtime.functions.code import pack
@@ -521,6 +522,20 @@ async def test_with_a_key_any_name_works(state: Path):
             "Authorization": f"Bearer {key}",
         }
         assert (await gateway.client.get("/v1/functions", headers=headers)).status_code == 200
+
+
+async def test_the_control_socket_needs_its_key(gateway: Gateway):
+    key = gateway.state / "run" / "own.key"
+    assert key.stat().st_mode & 0o777 == 0o600
+    transport = httpx.AsyncHTTPTransport(uds=str(gateway.state / "run" / "own.sock"))
+    async with httpx.AsyncClient(base_url="http://localhost", transport=transport) as client:
+        await refused_all(client, ("mine",))
+        for sent, status in ((b"x", 401), (b"\xff", 401), (key.read_bytes(), 200)):
+            headers = [(CONTROL_KEY.encode(), sent)]
+            assert (await client.get("/v1/keys", headers=headers)).status_code == status
+            assert (await gateway.client.get("/v1/keys", headers=headers)).status_code == 200
+        async with httpx.AsyncClient(base_url=gateway.url) as remote:
+            assert (await remote.get("/v1/keys", headers=headers)).status_code == 401
 
 
 async def test_on_the_control_socket_any_name_works(open_gateway: Gateway):

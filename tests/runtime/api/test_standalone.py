@@ -21,7 +21,7 @@ from pathlib import Path
 import httpx
 import pytest
 from containers import PODMAN, made_image, podman, require_podman
-from live import GATE_MODULE, LIMIT_S, Gate, events, failure, short_folder, until
+from live import GATE_MODULE, LIMIT_S, Gate, events, failure, home_client, short_folder, until
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -295,9 +295,8 @@ async def test_a_function_alone_with_keys(gate: Gate) -> None:
     async with running(KINDS[0], PLAIN, gate, **closed) as instance:
         assert failure(await instance.call(1))["status"] == 401
         assert (await instance.client.get("/healthz")).status_code == 200
-        home = httpx.AsyncHTTPTransport(uds=str(state / "run" / "own.sock"))
         tokens = {}
-        async with httpx.AsyncClient(base_url="http://home", transport=home) as owner:
+        async with home_client(state) as owner:
             for function in ("echo", "other"):
                 made = await owner.post("/v1/keys", json={"name": function, "functions": [function]})
                 tokens[function] = {"Authorization": f"Bearer {made.json()['key']}"}

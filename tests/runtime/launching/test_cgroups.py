@@ -38,6 +38,7 @@ def unified(folder: Path) -> Path:
     (folder / "cgroup.controllers").write_text("cpuset cpu io memory pids\n")
     (folder / "cgroup.subtree_control").write_text("")
     (folder / "cgroup.procs").write_text("12\n")
+    (folder / "cgroup.type").write_text("domain\n")
     return folder
 
 
@@ -92,6 +93,18 @@ def test_a_group_of_version_2_is_made_beside_the_gateways(
     assert written == {"memory.max": str(64 << 20), "pids.max": "32", "cpu.max": "50000 100000"}
     assert group.joins == (own / "one" / "cgroup.procs",)
     assert group.memory_kills == own / "one" / "memory.events"
+
+
+def test_no_process_is_moved_out_of_the_root_of_the_tree(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = unified(tmp_path / "v2")
+    (root / "cgroup.type").unlink()
+    found = [Controller("pids", root, unified=True)]
+    monkeypatch.setattr(cgroups, "find_controllers", lambda: found)
+    assert cgroups.make_cgroup("one", Resources(pids=32)) is not None
+    assert (root / "cgroup.subtree_control").read_text() == "+pids"
+    assert not (root / cgroups.GATEWAY_GROUP).exists()
 
 
 def test_no_group_is_made_without_a_limit() -> None:

@@ -3,21 +3,35 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import os
 import signal
+import tempfile
+import threading
+from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 from live import Function, failure, gateway_here, gateway_process, gone, until
+from pilotflame.errors import LauncherError, PilotflameError
 from pilotflame.runtime.launching import cgroups
+from pilotflame.runtime.launching.confinements import Confinements
+from pilotflame.runtime.launching.listener import Listener
+from pilotflame.runtime.launching.process_launcher import ProcessLauncher
+from pilotflame.runtime.link.worker_spec import WorkerSpec
+from pilotflame.runtime.serving.zygote_supervisor import ZygoteSupervisor
+from pilotflame.runtime.settings.function_settings import Resources, Scale
+from pilotflame.runtime.telemetry.logs import LogBook
 from pilotflame.runtime.worker.confinement import landlock_version
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)]
 
 HANDLER = """
-import ctypes, os, pathlib, subprocess, tempfile, time
+import ctypes, os, pathlib, socket, subprocess, tempfile, time
 def handler(event):
     return globals()[event["do"]](*event.get("with", []))
 def eat(mb):
@@ -51,6 +65,11 @@ def child():
     return subprocess.run(["cat", __file__], capture_output=True, check=True).stdout.decode()
 def pid():
     return os.getpid()
+def ask_home(path):
+    sock = socket.socket(socket.AF_UNIX)
+    sock.connect(path)
+    sock.sendall(b"POST /v1/keys HTTP/1.0\\r\\nHost: localhost\\r\\nContent-Length: 12\\r\\n\\r\\n{\\"name\\":\\"x\\"}")
+    return sock.recv(4096).decode()
 """
 
 with_cgroups = pytest.mark.skipif(
@@ -137,6 +156,103 @@ async def test_a_crashed_worker_leaves_no_file_with_its_memory(deploy) -> None:
     assert await (await deploy(limit)).answer() == 0
 
 
+@pytest.fixture
+def tmp_root(state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the confinements of a gateway with `state` are to have their folders for temporary files."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return Confinements(state, tmp_path / "cache").tmp_root
+
+
+def spec_of(**resources: Any) -> WorkerSpec:
+    return WorkerSpec(function="f", revision="r1-x", code=Path("/nowhere"), resources=Resources(**resources))
+
+
+async def test_confinements_that_threads_make_at_once_stay(state: Path, tmp_root: Path) -> None:
+    for _ in range(20):
+        confinements, together = Confinements(state, state), threading.Barrier(8)
+
+        def make(_: int, one: Confinements = confinements, start: threading.Barrier = together) -> object:
+            start.wait()
+            return one.make(spec_of()).tmp
+
+        with ThreadPoolExecutor(8) as threads:
+            made = set(threads.map(make, range(8)))
+        assert {*tmp_root.iterdir()} == made
+        assert len(made) == 8
+        confinements.close()
+
+
+async def test_a_folder_that_another_user_made_first_is_not_used(state: Path, tmp_root: Path) -> None:
+    tmp_root.mkdir(0o755)
+    confinements = Confinements(state, state)
+    assert confinements.make(spec_of()).tmp is None
+    with pytest.raises(LauncherError, match="belongs to another user"):
+        confinements.make(spec_of(tmp_mb=1))
+
+
+async def test_the_folders_are_locked_while_the_gateway_runs(state: Path, tmp_root: Path) -> None:
+    confinements = Confinements(state, state)
+    made = confinements.make(spec_of())
+    # As systemd-tmpfiles does before it removes what was not used for long.
+    descriptor = os.open(tmp_root, os.O_RDONLY)
+    with pytest.raises(BlockingIOError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    confinements.remove(made)
+    confinements.close()
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(descriptor)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root may mount file systems")
+async def test_a_folder_in_use_is_removed_too(state: Path, tmp_root: Path) -> None:
+    confinements = Confinements(state, state)
+    made = confinements.make(spec_of(tmp_mb=1))
+    assert made.tmp is not None
+    with (made.tmp / "open").open("w"):
+        confinements.remove(made)
+        assert not made.tmp.exists()
+
+
+@contextlib.asynccontextmanager
+async def launcher_of(state: Path) -> AsyncIterator[ProcessLauncher]:
+    listener = Listener(state / "run" / "link.sock")
+    listener.open()
+    async with asyncio.TaskGroup() as tasks:
+        launcher = ProcessLauncher(listener, tasks, state, state / "cache")
+        try:
+            yield launcher
+        finally:
+            await launcher.close()
+            listener.close()
+
+
+async def test_a_revision_that_is_closed_while_its_base_starts_leaves_nothing(
+    state: Path, tmp_root: Path
+) -> None:
+    async with launcher_of(state) as launcher, asyncio.TaskGroup() as tasks:
+        supervisor = ZygoteSupervisor(spec_of(), Scale(), launcher, LogBook(), tasks, bool)
+        opening = asyncio.create_task(supervisor.open())
+        await asyncio.sleep(0)
+        supervisor.close()
+        await supervisor.wait_closed()
+        # The zygote finds no code, or it is not used any more.
+        with pytest.raises(PilotflameError):
+            await opening
+        assert not [*tmp_root.iterdir()]
+        assert not launcher.shared_pids()
+
+
+async def test_what_a_cancelled_launch_makes_is_removed(state: Path, tmp_root: Path) -> None:
+    async with launcher_of(state) as launcher:
+        await launcher.prepare(spec := spec_of())
+        launching = asyncio.create_task(launcher.launch(spec, LogBook(), lambda: None))
+        await asyncio.sleep(0)
+        launching.cancel()
+        await launcher.forget(spec)
+        assert tmp_root.exists()
+        assert not [*tmp_root.iterdir()]
+
+
 @with_landlock
 async def test_private_files_hide_the_gateway_and_other_functions(gateway, deploy, tmp_path: Path) -> None:
     other = await deploy("SECRET = 'of another'\n" + HANDLER)
@@ -173,6 +289,31 @@ async def test_private_files_hide_the_gateway_and_other_functions(gateway, deplo
 
 
 @with_landlock
+async def test_private_files_hide_the_weights_of_other_functions(state: Path) -> None:
+    (cache := state.parent / "cache").mkdir()
+    (cache / "weights").write_text("of another")
+    with tempfile.NamedTemporaryFile("w", dir="/dev/shm") as shared:
+        async with gateway_here(state, cache_dir=cache, drain_s=1.0) as gateway:
+            function = await gateway.deploy(HANDLER, {"resources.files": "private"})
+            for path in (cache / "weights", shared.name):
+                assert "Permission denied" in await raised(function, "read", str(path)), path
+
+
+@with_landlock
+async def test_private_files_hide_the_key_of_the_control_socket(state: Path) -> None:
+    async with gateway_here(state, auth="always", drain_s=1.0) as gateway:
+        async with gateway.at_home() as home:
+            made = await home.post("/v1/keys", json={"name": "x", "scopes": ["admin"]})
+        gateway.client.headers["Authorization"] = f"Bearer {made.json()['key']}"
+        function = await gateway.deploy(HANDLER, {"resources.files": "private"})
+        run = state / "run"
+        # Landlock does not restrict `connect`.
+        answer = await function.answer({"do": "ask_home", "with": [str(run / "own.sock")]})
+        assert answer.startswith("HTTP/1.0 401 "), answer
+        assert "denied" in await raised(function, "read", str(run / "own.key"))
+
+
+@with_landlock
 @with_cgroups
 async def test_workers_that_are_spawned_are_confined_too(gateway, deploy) -> None:
     threads = "import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n"
@@ -181,6 +322,27 @@ async def test_workers_that_are_spawned_are_confined_too(gateway, deploy) -> Non
     assert function.described["warnings"]
     assert "denied" in await raised(function, "list", str(gateway.state))
     assert (await function.error({"do": "eat", "with": [600]}))["type"] == "out_of_memory"
+
+
+@with_cgroups
+async def test_a_process_that_cannot_be_confined_says_why(deploy) -> None:
+    settings = {"resources.pids": 40, "scale.rest": "local", "scale.idle_timeout_s": 0.1}
+    function = await deploy(HANDLER, settings)
+    (worker,) = {await function.answer({"do": "pid"})}
+    lines = Path(f"/proc/{worker}/cgroup").read_text().splitlines()
+    (joined,) = {line.rpartition("/")[2] for line in lines if "pilotflame-" in line}
+    await gone(worker)
+
+    async def at_rest() -> bool:
+        return not await function.pids("zygote")
+
+    await until(at_rest, "the end of the zygote")
+    for one in cgroups.find_controllers():
+        if (group := one.folder / joined).exists():
+            group.rmdir()
+    error = await function.error({"do": "pid"})
+    assert "cannot be confined: No such file or directory" in error["message"], error
+    assert joined in error["message"]
 
 
 async def test_what_cannot_be_held_is_refused(gateway, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import boto3
-import httpx
 import pytest
 import pytest_asyncio
 from botocore.auth import SigV4Auth
@@ -405,8 +404,7 @@ async def test_calls_are_counted(deploy):
 
 async def test_the_session_token_is_the_api_key(state):
     async with gateway_here(state, auth="always", drain_s=1.0) as gateway:
-        transport = httpx.AsyncHTTPTransport(uds=str(gateway.state / "run" / "own.sock"))
-        async with httpx.AsyncClient(base_url="http://home", transport=transport, timeout=60) as home:
+        async with gateway.at_home() as home:
 
             async def key(**wanted: Any) -> str:
                 return str((await home.post("/v1/keys", json={"name": "k", **wanted})).json()["key"])

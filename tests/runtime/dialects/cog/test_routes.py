@@ -310,42 +310,40 @@ async def test_a_body_that_is_too_large_is_refused(deploy):
 
 
 async def test_the_only_function_needs_no_name_and_a_key_sees_what_it_covers(state):
-    async with gateway_here(state, auth="always", drain_s=1.0) as gateway:
-        transport = httpx.AsyncHTTPTransport(uds=str(gateway.state / "run" / "own.sock"))
-        async with httpx.AsyncClient(base_url="http://home", transport=transport, timeout=60) as home:
+    async with gateway_here(state, auth="always", drain_s=1.0) as gateway, gateway.at_home() as home:
 
-            async def key(**wanted: Any) -> dict[str, str]:
-                made = (await home.post("/v1/keys", json={"name": "k", **wanted})).json()
-                return {"Authorization": f"Bearer {made['key']}"}
+        async def key(**wanted: Any) -> dict[str, str]:
+            made = (await home.post("/v1/keys", json={"name": "k", **wanted})).json()
+            return {"Authorization": f"Bearer {made['key']}"}
 
-            gateway.client.headers.update(await key(scopes=["admin"]))
-            mine, theirs = (
-                await gateway.deploy(DOUBLES, name="mine"),
-                await gateway.deploy(DOUBLES, name="theirs"),
+        gateway.client.headers.update(await key(scopes=["admin"]))
+        mine, theirs = (
+            await gateway.deploy(DOUBLES, name="mine"),
+            await gateway.deploy(DOUBLES, name="theirs"),
+        )
+        made_ids = []
+        for number, covered in enumerate((mine, theirs)):
+            headers = await key(functions=[covered.name])
+            response = await gateway.client.put(
+                f"/predictions/p-{number}", json={"input": {"n": 1}}, headers=headers
             )
-            made_ids = []
-            for number, covered in enumerate((mine, theirs)):
-                headers = await key(functions=[covered.name])
-                response = await gateway.client.put(
-                    f"/predictions/p-{number}", json={"input": {"n": 1}}, headers=headers
-                )
-                assert response.json()["version"] == covered.name, response.text
-                made_ids.append(response.headers["X-Job-Id"])
-                assert (await gateway.client.get("/predictions/p-0", headers=headers)).status_code == (404 if number else 200)  # fmt: skip
-                assert list((await gateway.client.get("/health-check", headers=headers)).json()["functions"]) == [covered.name]  # fmt: skip
-                other = await gateway.client.post("/predictions?function=none", json={}, headers=headers)
-                hidden = await gateway.client.post(
-                    f"/predictions?function={(theirs, mine)[number].name}", json={}, headers=headers
-                )
-                assert (other.status_code, hidden.status_code) == (404, 404)
-            # A chosen id can be guessed, so others do not see its prediction.
-            second = await key(functions=["mine"])
-            assert (await gateway.client.get("/predictions/p-0", headers=second)).status_code == 404
-            # An admin uses the stored id.
-            whole = made_ids[0]
-            assert whole.startswith("p-0~")
-            assert (await gateway.client.get(f"/predictions/{whole}")).status_code == 200
-            assert (await gateway.client.get(f"/predictions/{whole}", headers=second)).status_code == 404
+            assert response.json()["version"] == covered.name, response.text
+            made_ids.append(response.headers["X-Job-Id"])
+            assert (await gateway.client.get("/predictions/p-0", headers=headers)).status_code == (404 if number else 200)  # fmt: skip
+            assert list((await gateway.client.get("/health-check", headers=headers)).json()["functions"]) == [covered.name]  # fmt: skip
+            other = await gateway.client.post("/predictions?function=none", json={}, headers=headers)
+            hidden = await gateway.client.post(
+                f"/predictions?function={(theirs, mine)[number].name}", json={}, headers=headers
+            )
+            assert (other.status_code, hidden.status_code) == (404, 404)
+        # A chosen id can be guessed, so others do not see its prediction.
+        second = await key(functions=["mine"])
+        assert (await gateway.client.get("/predictions/p-0", headers=second)).status_code == 404
+        # An admin uses the stored id.
+        whole = made_ids[0]
+        assert whole.startswith("p-0~")
+        assert (await gateway.client.get(f"/predictions/{whole}")).status_code == 200
+        assert (await gateway.client.get(f"/predictions/{whole}", headers=second)).status_code == 404
 
 
 # -- health
