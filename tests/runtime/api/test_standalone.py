@@ -100,6 +100,9 @@ class Instance:
                 await self.fresh("GET", "/healthz")
             except httpx.ConnectError:
                 return True
+            except httpx.ReadError:
+                # It was not accepted before the listening socket was closed.
+                return False
             return False
 
         await until(refused, "a refused connection")
