@@ -299,9 +299,18 @@ class _Answer:
             return self._plain(412, version)
         if "range" in request.headers and faults.ranges and request.begin >= size:
             return self._plain(416, {"Content-Range": f"bytes */{size}"})
-        for _ in range(2 if self._draws(faults.duplicate_share) else 1):
+        twice = self._draws(faults.duplicate_share)
+        # The end of the first answer is sent with the beginning of the second. Otherwise the next request could be
+        # sent before the second answer, which then may pass for the answer to it, if it is for an equal range.
+        self._hold_end(hold=twice)
+        for _ in range(2 if twice else 1):
             await self._object(file, size, version, faults.stall_at if stalls else None)
+        self._hold_end(hold=False)
         return None
+
+    def _hold_end(self, *, hold: bool) -> None:
+        sock = self._writer.get_extra_info("socket")
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, int(hold))
 
     async def _object(
         self, file: BinaryIO, size: int, version: Mapping[str, str], stall_at: int | None
