@@ -60,7 +60,8 @@ def handler(events):
         threading.Event().wait()
     return [[event, os.getpid()] for event in events]
 """
-    function = await deploy(source, {**ONE, "execution_timeout_s": 0.5}, gate=gate)
+    # Long enough for all calls to arrive while the first one holds the worker.
+    function = await deploy(source, {**ONE, "execution_timeout_s": 3.0}, gate=gate)
     pid = (await function.answer("before"))[1]
     answers = await together(function, gate, [1, 2, 3, "stuck", 4, 5, 6])
     stuck = answers.pop(3)
