@@ -64,8 +64,7 @@ class RevisionsApi:
         return json_response(live.status().model_dump(mode="json"))
 
     async def reset(self, request: web.Request) -> web.StreamResponse:
-        live = self._functions.get(request.match_info["function"])
-        live.revision.reset()
+        live = self._functions.reset(request.match_info["function"])
         return json_response(live.status().model_dump(mode="json"))
 
     async def rollback(self, request: web.Request) -> web.StreamResponse:

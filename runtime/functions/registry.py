@@ -90,6 +90,14 @@ class Functions:
         self._check_open()
         return live
 
+    def reset(self, name: str) -> Live:
+        """Let a function start workers at once, although the last starts failed, and run the jobs that wait for it."""
+        live = self.get(name)
+        live.revision.reset()
+        for callback in self.events.live:
+            callback(name)
+        return live
+
     def all(self) -> list[Live]:
         """Return all functions, sorted by name."""
         return [self._live[name] for name in sorted(self._live)]

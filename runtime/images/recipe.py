@@ -38,7 +38,7 @@ RUN apt-get update \\
  && rm -rf /var/lib/apt/lists/*"""
 _INSTALL = """\
 RUN --mount=type=bind,from=uv,source=/uv,target=/usr/local/bin/uv \\
-    --mount=type=cache,target=/root/.cache/uv \\
+    --mount=type=cache,target=/var/cache/uv \\
     --mount=type=secret,id=uv,target=/etc/uv/uv.toml \\
     uv pip install {arguments}"""
 
@@ -80,6 +80,7 @@ class Recipe:
         yield f"FROM {self.base_image} AS packages"
         yield "# The secret `uv`, if it is given, is a uv.toml with the package indexes and their credentials."
         yield "ENV UV_SYSTEM_PYTHON=1 UV_BREAK_SYSTEM_PACKAGES=1 UV_COMPILE_BYTECODE=1 UV_LINK_MODE=copy"
+        yield "ENV UV_CACHE_DIR=/var/cache/uv"
 
     def _packages(self) -> Iterator[str]:
         system = (*(CUDA_PACKAGES if self.base == CUDA else ()), *self.packages)

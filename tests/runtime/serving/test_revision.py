@@ -17,6 +17,15 @@ from pilotflame.runtime.serving.invocation import Invocation
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 PID = "import os\ndef handler(event):\n    return os.getpid()"
+# Fails in setup until the file $OK exists.
+STARTS_LATER = """
+import os
+def setup(context):
+    if not os.path.exists(os.environ["OK"]):
+        raise OSError("no licence")
+def handler(event):
+    return event
+"""
 WAITS = "import gate, os\ndef handler(event):\n    gate.wait(str(event))\n    return event"
 
 
@@ -202,15 +211,7 @@ async def test_a_crash_loop_is_bounded(deploy):
 
 
 async def test_a_failing_setup_fails_those_that_wait(deploy, tmp_path):
-    source = f"""
-import os
-def setup(context):
-    if not os.path.exists({str(tmp_path / "ok")!r}):
-        raise OSError("no licence")
-def handler(event):
-    return event
-"""
-    function = await deploy(source, {"scale.max": 1}, check=False)
+    function = await deploy(STARTS_LATER, {"scale.max": 1, "env.OK": str(tmp_path / "ok")}, check=False)
     for error in await asyncio.gather(*(function.error(n) for n in range(3))):
         assert (error["status"], error["type"]) == (500, "handler_setup_failed")
         assert (error["details"]["file"], error["details"]["line"]) == ("handler.py", 5)
@@ -269,62 +270,43 @@ async def test_a_burst_on_a_function_that_cannot_start_costs_its_workers_and_one
     assert (await function.status())["activations"] <= 5
 
 
-async def test_reset_and_the_end_of_the_back_off_close_the_breaker(gateway, deploy, tmp_path, monkeypatch):
-    source = f"""
-import os
-def setup(context):
-    if not os.path.exists({str(tmp_path / "ok")!r}):
-        raise OSError
-def handler(event):
-    return event
-"""
-    function = await deploy(source, check=False)
-    for _ in range(5):
-        await function.error()
-    assert (await function.error())["type"] == "crash_loop"
-    response = await gateway.client.post(f"/v1/functions/{function.name}/reset")
-    assert response.status_code == 200
-    assert (await function.error())["type"] == "handler_setup_failed"
+async def test_the_breaker_closes_when_a_start_after_the_back_off_succeeds(deploy, tmp_path, monkeypatch):
     monkeypatch.setattr("pilotflame.runtime.serving.breaker.FIRST_BACKOFF_S", 0.01)
-    for _ in range(4):
-        await function.error()
+    function = await deploy(STARTS_LATER, {"env.OK": str(tmp_path / "ok")}, check=False)
+    types = [(await function.error())["type"] for _ in range(6)]
+    assert types == ["handler_setup_failed"] * 5 + ["crash_loop"]
     (tmp_path / "ok").touch()
-    await asyncio.sleep(0.2)
-    assert await function.answer(1) == 1
+
+    async def answers() -> bool:
+        return (await function.call(1)).status_code == 200
+
+    await until(answers, "a start after the back-off")
     assert await function.answer(2) == 2
 
 
-async def test_jobs_wait_while_the_breaker_is_open(gateway, deploy, tmp_path):
-    source = f"""
-import os
-def setup(context):
-    if not os.path.exists({str(tmp_path / "ok")!r}):
-        raise OSError
-def handler(event):
-    return event
-"""
-    function = await deploy(source, check=False)
+async def test_reset_closes_the_breaker_and_runs_the_jobs_that_wait(gateway, deploy, tmp_path, monkeypatch):
+    # Without the reset, nothing would start for an hour.
+    monkeypatch.setattr("pilotflame.runtime.serving.breaker.FIRST_BACKOFF_S", 3600.0)
+    monkeypatch.setattr("pilotflame.runtime.serving.breaker.MAX_BACKOFF_S", 3600.0)
+    function = await deploy(STARTS_LATER, {"env.OK": str(tmp_path / "ok")}, check=False)
     for _ in range(5):
         await function.error()
-    job = (await gateway.client.post(f"/v2/{function.name}/run", json={"input": 1})).json()["id"]
-    await asyncio.sleep(0.3)
-    status = (await gateway.client.get(f"/v2/{function.name}/status/{job}")).json()
-    assert status["status"] == "IN_QUEUE"
+    jobs = f"/v2/{function.name}"
+    job = (await gateway.client.post(f"{jobs}/run", json={"input": 1})).json()["id"]
+    for _ in range(10):
+        assert (await function.error())["type"] == "crash_loop"
+    assert (await gateway.client.get(f"{jobs}/status/{job}")).json()["status"] == "IN_QUEUE"
     (tmp_path / "ok").touch()
-    await gateway.client.post(f"/v1/functions/{function.name}/reset")
-    await function.answer(1)
+    assert (await gateway.client.post(f"/v1/functions/{function.name}/reset")).status_code == 200
+
+    async def completed() -> bool:
+        return (await gateway.client.get(f"{jobs}/status/{job}")).json()["status"] == "COMPLETED"
+
+    await until(completed, "the end of the job")
 
 
 async def test_starts_of_workers_are_counted_by_outcome(gateway, deploy, tmp_path):
-    source = f"""
-import os
-def setup(context):
-    if not os.path.exists({str(tmp_path / "ok")!r}):
-        raise OSError
-def handler(event):
-    return event
-"""
-    function = await deploy(source, {"scale.max": 1}, check=False)
+    function = await deploy(STARTS_LATER, {"scale.max": 1, "env.OK": str(tmp_path / "ok")}, check=False)
     await function.error()
     (tmp_path / "ok").touch()
     await function.answer(1)
