@@ -18,6 +18,7 @@ from ...errors import GatewayError, PilotflameError, UnknownFunction
 from ..access.secrets import Secrets
 from ..launching.fetcher_client import FetcherClient
 from ..launching.launcher import Launcher
+from ..serving.function_history import FunctionHistory
 from ..serving.latency_curve_store import LatencyCurveStore
 from ..serving.revision import Revision
 from ..telemetry.background import BackgroundTasks
@@ -66,6 +67,8 @@ class Functions:
     logs: Logs
     drain_s: float
     _live: dict[str, Live] = field(default_factory=dict, init=False)
+    # Of live functions and of those that are being deployed the first time.
+    _histories: dict[str, FunctionHistory] = field(default_factory=dict, init=False)
     # A lock goes when no deploy and no delete holds it or waits for it: names come and go.
     _locks: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary, init=False)
     # Pairs of a function and its revision that may become live. Their files must stay.
@@ -225,6 +228,8 @@ class Functions:
         try:
             if live is not None:
                 await live.revision.retire(0.0)
+            if record.function not in self._live:
+                self._histories.pop(record.function, None)
             await self._thread(withdraw)
         finally:
             self._proving.remove((record.function, record.revision))
@@ -306,6 +311,7 @@ class Functions:
         for callback in self.events.deleted:
             callback(name)
         await live.revision.retire(self.drain_s)
+        self._histories.pop(name, None)
         live.logs.write("gateway", f"{name} was deleted")
         # The secrets go first, so that a crash in between does not leave them to a new function of this name.
         await asyncio.to_thread(self.secrets.forget, name)
@@ -355,6 +361,7 @@ class Functions:
         revision = Revision(
             spec, policy_of(record), launcher, logs.of(record.revision), self.tasks, activated, self.weights,
             lambda: self.secrets.of(record.function), curves,
+            self._histories.setdefault(record.function, FunctionHistory()),
         )  # fmt: skip
         return Live(record, revision, logs)
 

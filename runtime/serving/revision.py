@@ -20,6 +20,7 @@ from ..telemetry.metrics import Census
 from ..telemetry.timeline import WorkerTiming
 from .breaker import Breaker
 from .dispatcher import Dispatcher, Policy
+from .function_history import FunctionHistory
 from .invocation import Invocation, Output
 from .latency_curve_store import LatencyCurveStore
 from .pool import Pool
@@ -43,10 +44,11 @@ class Revision(RevisionEvents):
     def __init__(
         self, spec: WorkerSpec, policy: Policy, launcher: Launcher, logs: RevisionLog, tasks: asyncio.TaskGroup,
         on_activation: Callable[[str], None], weights: FetcherClient, secrets: Callable[[], dict[str, str]],
-        curves: LatencyCurveStore,
+        curves: LatencyCurveStore, history: FunctionHistory,
     ) -> None:  # fmt: skip
         """`on_activation` is called with "ready" or "failed" when a worker is ready or could not be started."""
         self.spec, self.policy, self.streaming = spec, policy, policy.streaming
+        self.history = history
         scale, measure = policy.settings.scale, not curves.known
         self.pool = Pool(spec, scale, launcher, logs, tasks, self, weights, secrets, measure)
         self.dispatcher = Dispatcher(spec, policy, self.pool, curves, self.scale)
@@ -109,21 +111,35 @@ class Revision(RevisionEvents):
 
     # -- the number of workers
 
-    def warm(self, workers: int) -> None:
-        """Start workers before they are needed, until there are `workers`, which stop if they stay idle."""
-        self.scale(prewarm=workers)
+    def warm(self, workers: int, cause: str = "warmup") -> None:
+        """Start workers before they are needed, until there are `workers`, which stop if they stay idle.
 
-    def scale(self, *, prewarm: int = 0) -> None:
-        """Start and stop workers as the autoscaler decides."""
+        `cause` is the signal that asks for them.
+        """
+        self.scale(prewarm=workers, cause=cause)
+
+    def scale(self, *, prewarm: int = 0, cause: str = "load") -> None:
+        """Start and stop workers as the autoscaler decides. `cause` is why, if it starts workers."""
         now_s, pool, queued = time.monotonic(), self.pool, len(self.dispatcher.queue)
         idle_since_s = tuple(replica.idle_since_s for replica in pool.idle())
         spec, ready = self._scale_spec(now_s), len(pool.ready)
         stats = autoscaler.Stats(queued, pool.in_flight, pool.starting, ready, idle_since_s, prewarm)
         self._sufficient_load = autoscaler.sufficient_load(spec, stats)
         decision = autoscaler.decide(spec, stats, now_s)
-        pool.start(self._allowed(decision.start, now_s))
+        if start := self._allowed(decision.start, now_s):
+            figures = {
+                "queued": queued,
+                "in_flight": pool.in_flight,
+                "starting": pool.starting,
+                "ready": ready,
+            }
+            pool.start(start)
+            self.history.decisions.note("start", cause, workers=start, **figures)
         if decision.stop:
             pool.stop(decision.stop)
+            self.history.decisions.note(
+                "stop", "idle", workers=decision.stop, ready=ready, idle_s=now_s - idle_since_s[0]
+            )
         wake_at_s = decision.wake_at_s
         if (retry_at_s := self.breaker.backoff_until_s) > now_s:
             wake_at_s = min(wake_at_s or retry_at_s, retry_at_s)

@@ -110,6 +110,14 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
         description="MiB of memory that functions without workers may hold together; then the least"
         " recently used keep no zygote. By default an eighth of the memory.",
     )
+    price_memory_gb_hour: float = Field(
+        0.0108, ge=0, description="Money for a GB of memory held for an hour; weighed against waiting."
+    )
+    price_disk_gb_hour: float = Field(0.000108, ge=0, description="Money for a GB of disk held for an hour.")
+    price_device_hour: float = Field(2.88, ge=0, description="Money for a whole GPU held for an hour.")
+    price_waiting_s: float = Field(
+        0.001, ge=0, description="What a second is worth for which one caller waits for a worker, in money."
+    )
     max_body_bytes: int = Field(20 * _MIB, ge=1, description="Largest request body of any function.")
     body_timeout_s: PositiveSeconds = Field(30.0, description="Seconds a request's body may take.")
     log_level: Literal["debug", "info", "warning", "error"] = Field(

@@ -1,0 +1,14 @@
+"""Holds what the gateway remembers of one function. Its revisions share it, one after the other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..telemetry.decisions import Decisions
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionHistory:
+    """What is remembered of a function when a revision of it ends, for the next one."""
+
+    decisions: Decisions = field(default_factory=Decisions)
