@@ -11,7 +11,7 @@ from typing import NamedTuple
 MAX_DECISIONS = 1000
 
 
-class Decision(NamedTuple):
+class DecisionRecord(NamedTuple):
     """One decision of the gateway about a function."""
 
     at: float
@@ -28,12 +28,12 @@ class Decisions:
     """The latest decisions about one function, the oldest first."""
 
     def __init__(self) -> None:
-        self._kept: deque[Decision] = deque(maxlen=MAX_DECISIONS)
+        self._kept: deque[DecisionRecord] = deque(maxlen=MAX_DECISIONS)
 
     def note(self, action: str, cause: str, **figures: float) -> None:
         """Keep a decision that is made now."""
-        self._kept.append(Decision(time.time(), action, cause, figures))
+        self._kept.append(DecisionRecord(time.time(), action, cause, figures))
 
-    def since(self, at: float) -> list[Decision]:
+    def since(self, at: float) -> list[DecisionRecord]:
         """Return the decisions that were made at `at`, in Unix seconds, or later."""
         return [decision for decision in self._kept if decision.at >= at]
