@@ -15,7 +15,7 @@ LOAD = "load"
 """The cause of a start that no signal asked for."""
 
 
-class Hold(NamedTuple):
+class WarmHold(NamedTuple):
     """A number of workers that a signal wants until a time, in monotonic seconds."""
 
     workers: int
@@ -23,21 +23,21 @@ class Hold(NamedTuple):
     cause: str
 
 
-class Holds:
+class WarmHolds:
     """The holds of one function that have not ended. Their number is at most that of workers."""
 
     def __init__(self) -> None:
         # Those that end later want fewer workers. Others would change nothing.
-        self._steps: list[Hold] = []
+        self._steps: list[WarmHold] = []
 
-    def add(self, hold: Hold) -> None:
+    def add(self, hold: WarmHold) -> None:
         """Add a hold. Those that want no more workers and end no later are dropped."""
         if any(step.workers >= hold.workers and step.until_s >= hold.until_s for step in self._steps):
             return
         kept = [step for step in self._steps if step.workers > hold.workers or step.until_s > hold.until_s]
         self._steps = sorted([*kept, hold], key=lambda step: step.until_s)
 
-    def at(self, now_s: float) -> Hold | None:
+    def at(self, now_s: float) -> WarmHold | None:
         """Return the hold that wants most workers at `now_s`; None if all have ended, which are dropped."""
         while self._steps and self._steps[0].until_s <= now_s:
             del self._steps[0]
@@ -51,7 +51,7 @@ class Prewarms:
     """
 
     def __init__(self, decisions: Decisions) -> None:
-        self.holds = Holds()
+        self.holds = WarmHolds()
         self.counts = Counter[tuple[str, bool]]()
         """The number of such workers by signal, and by whether a call used them."""
         self._decisions = decisions

@@ -24,7 +24,7 @@ from .function_history import FunctionHistory
 from .invocation import Invocation, Output
 from .latency_curve_store import LatencyCurveStore
 from .pool import Pool
-from .prewarms import HOLD_S, LOAD, Hold
+from .prewarms import HOLD_S, LOAD, WarmHold
 from .replica import Replica, ReplicaState, RevisionEvents
 
 FAILURES = (HandlerFailed, OutputInvalid)
@@ -117,7 +117,7 @@ class Revision(RevisionEvents):
 
         `cause` is the signal that asks for them. Its first word is the kind of signal.
         """
-        self.history.prewarms.holds.add(Hold(workers, time.monotonic() + for_s, cause))
+        self.history.prewarms.holds.add(WarmHold(workers, time.monotonic() + for_s, cause))
         self.scale()
 
     def scale(self) -> None:
@@ -147,14 +147,14 @@ class Revision(RevisionEvents):
         if self.retiring and not queued and not pool.in_flight:
             self._empty.set()
 
-    def _hold(self, now_s: float) -> Hold | None:
+    def _hold(self, now_s: float) -> WarmHold | None:
         """Return the hold that is in force: none while the revision retires or its starts fail."""
         if self.retiring or self.breaker.backoff_until_s > now_s:
             return None
         return self.history.prewarms.holds.at(now_s)
 
     def _start(
-        self, count: int, spec: autoscaler.ScaleSpec, stats: autoscaler.Stats, hold: Hold | None
+        self, count: int, spec: autoscaler.ScaleSpec, stats: autoscaler.Stats, hold: WarmHold | None
     ) -> None:
         """Start `count` workers. Those that only the hold wants get its cause."""
         without = autoscaler.wanted(spec, replace(stats, prewarm=0)) - stats.ready - stats.starting

@@ -8,17 +8,17 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pilotflame.runtime.serving.prewarms import Hold, Holds, signal_of
+from pilotflame.runtime.serving.prewarms import WarmHold, WarmHolds, signal_of
 from pilotflame.runtime.telemetry.decisions import DecisionRecord
 
 ECHO = "def handler(event):\n    return event"
 
-HOLDS = st.lists(st.builds(Hold, st.integers(1, 8), st.floats(0, 100), st.just("warmup")), max_size=20)
+HOLDS = st.lists(st.builds(WarmHold, st.integers(1, 8), st.floats(0, 100), st.just("warmup")), max_size=20)
 
 
 @given(HOLDS, st.lists(st.floats(0, 120), min_size=1, max_size=5).map(sorted))
-def test_as_many_workers_as_the_largest_hold_wants(added: list[Hold], times_s: list[float]):
-    holds = Holds()
+def test_as_many_workers_as_the_largest_hold_wants(added: list[WarmHold], times_s: list[float]):
+    holds = WarmHolds()
     for hold in added:
         holds.add(hold)
     for now_s in times_s:
@@ -31,8 +31,8 @@ def test_as_many_workers_as_the_largest_hold_wants(added: list[Hold], times_s: l
 
 
 @given(HOLDS)
-def test_holds_are_bounded_by_the_number_of_workers(added: list[Hold]):
-    holds = Holds()
+def test_holds_are_bounded_by_the_number_of_workers(added: list[WarmHold]):
+    holds = WarmHolds()
     for hold in added:
         holds.add(hold)
     ends = []
