@@ -59,7 +59,7 @@ def test_seconds_on_the_rungs_and_busy_seconds_are_the_whole_time(gaps: list[flo
 
 
 def test_foresight_climbs_just_in_time_and_its_bill_is_the_optimum() -> None:
-    gaps = [3000.0] * 20
+    gaps = [3000.0] * 21
     found = replayed(gaps, Foreseeing(list(accumulate(gaps)), LADDER))
     assert found.waited_s == 0
     assert found.rung_s[0] == pytest.approx(20 * 5, rel=1e-3)
