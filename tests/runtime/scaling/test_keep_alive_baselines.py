@@ -76,7 +76,7 @@ def test_the_hybrid_histogram_learns_a_timer() -> None:
 
 
 def test_the_best_ladder_in_hindsight_of_even_gaps_holds_what_is_cheapest() -> None:
-    short = replayed([2.0] * 30, Fixed(timeout(math.inf, 2)))
+    short = replayed([1.0] * 30, Fixed(timeout(math.inf, 2)))
     assert own_best_ladder(short, LADDER.costs()) == (Step(0.0, 0),)
     long = replayed([1e6] * 30, Fixed(timeout(math.inf, 2)))
     assert own_best_ladder(long, LADDER.costs()) == (Step(0.0, 2),)
