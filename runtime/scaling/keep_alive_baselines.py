@@ -70,7 +70,7 @@ class Foreseeing:
 
     def __init__(self, arrivals: Sequence[float], ladder: Ladder) -> None:
         self._arrivals, self._ladder = arrivals, ladder
-        self._woken_at_s = 0.0
+        self._woken_at_s = arrivals[0] if arrivals else 0.0
 
     def plan(self, since_s: float) -> Plan:
         idle_from_s = self._woken_at_s + since_s

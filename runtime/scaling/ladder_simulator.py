@@ -7,6 +7,7 @@ worker is READY, and those that come meanwhile wait for the rest of that.
 from __future__ import annotations
 
 import bisect
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -103,6 +104,36 @@ class LadderRun:
         return self
 
 
+class BurstWaits:
+    """Sums what arrivals would have waited for a wake of `wake_s` seconds, knowing only those that have come.
+
+    A wake begins with each arrival that ends an idle period, on whatever rung it was.
+    """
+
+    def __init__(self, wake_s: float) -> None:
+        self._wake_s = wake_s
+        self._waking = deque[float]()
+        self._sum_s = self._waited_s = 0.0
+
+    def arrive(self, arrival_s: float, *, ends_idle: bool) -> None:
+        """Add what an arrival would have waited for the wakes under way, its own included."""
+        if self._wake_s <= 0:
+            return
+        while self._waking and self._waking[0] + self._wake_s <= arrival_s:
+            self._sum_s -= self._waking.popleft()
+        if ends_idle:
+            self._waking.append(arrival_s)
+            self._sum_s += arrival_s
+        self._waited_s += self._sum_s + len(self._waking) * (self._wake_s - arrival_s)
+        if not self._waking:
+            self._sum_s = 0.0
+
+    def take(self) -> float:
+        """Return the seconds since the last call."""
+        waited_s, self._waited_s = max(0.0, self._waited_s), 0.0
+        return waited_s
+
+
 class Replay:
     """The replay of one function: give it to `run` alone, or take turns with others by `next_s`."""
 
@@ -112,8 +143,10 @@ class Replay:
         """`arrivals` are ascending times in seconds. Each invocation runs for `service_s`."""
         self.result = LadderRun(len(arrivals), rung_s=[0.0] * len(ladder.rungs))
         self._arrivals, self._service_s, self._ladder, self._policy = arrivals, service_s, ladder, policy
+        self._burst_waits = [BurstWaits(rung.wake_s) for rung in ladder.rungs]
         self._next = 0
-        self._idle_from_s = self._woken_at_s = 0.0
+        self._idle_from_s = 0.0
+        self._woken_at_s = arrivals[0] if arrivals else 0.0
         self._serve(0.0)
 
     @property
@@ -128,8 +161,9 @@ class Replay:
         plan = self._policy.plan(since_s)
         self.result.periods.append(idle_s)
         wake_s = self._hold(plan, idle_s)
-        waits = [self._burst_wait(rung.wake_s) for rung in self._ladder.rungs]
-        self._policy.learn(idle_s, since_s, waits)
+        for burst_wait in self._burst_waits:
+            burst_wait.arrive(arrival_s, ends_idle=True)
+        self._policy.learn(idle_s, since_s, [burst_wait.take() for burst_wait in self._burst_waits])
         self._woken_at_s = arrival_s
         self._serve(wake_s)
 
@@ -154,20 +188,17 @@ class Replay:
         self.result.held += self._ladder.rungs[rung].hold_per_s * seconds
         self.result.rung_s[rung] += seconds
 
-    def _burst_wait(self, wake_s: float) -> float:
-        first_s = self._arrivals[self._next]
-        if self._next + 1 == len(self._arrivals) or self._arrivals[self._next + 1] >= first_s + wake_s:
-            return wake_s
-        end = bisect.bisect_left(self._arrivals, first_s + wake_s, self._next)
-        return sum(first_s + wake_s - self._arrivals[number] for number in range(self._next, end))
-
     def _serve(self, wake_s: float) -> None:
         """Serve the next arrival, and all others that come before the worker is idle again."""
         if self._next >= len(self._arrivals):
             return
-        ready_s = busy_until_s = self._arrivals[self._next] + wake_s
+        first = self._next
+        ready_s = busy_until_s = self._arrivals[first] + wake_s
         while self._next < len(self._arrivals) and self._arrivals[self._next] <= busy_until_s:
             arrival_s = self._arrivals[self._next]
+            if self._next > first:
+                for burst_wait in self._burst_waits:
+                    burst_wait.arrive(arrival_s, ends_idle=False)
             waited_s = max(0.0, ready_s - arrival_s)
             if waited_s:
                 self.result.waited_s += waited_s
