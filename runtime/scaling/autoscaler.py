@@ -111,6 +111,8 @@ def _without_load(spec: ScaleSpec, stats: Stats, want: int, now_s: float) -> Dec
     if zero_at_s <= now_s:
         return Decision(stop=min(stats.ready + stats.starting - want, len(stats.idle_since_s)))
     stop = _spare(spec, stats, max(1, want))
+    if stop == len(stats.idle_since_s):
+        return Decision(stop=stop)
     left = stats.ready + stats.starting - stop
     # What the window holds ends with it, the last worker later.
     wakes = [zero_at_s] if left > want else []
