@@ -29,6 +29,7 @@ from .api.access_log import AccessLog
 from .api.admin import Admin
 from .api.audit import Audit
 from .api.backend import Backend
+from .api.console import Console
 from .api.cross_origin import CrossOrigin
 from .api.docs_page import DocsPage
 from .api.fast_path import FastPath
@@ -235,7 +236,7 @@ async def startup(
     stack.callback(tasks.keep(dialects.sweep, name="files_sweep").cancel)
     apis = (
         gateway, admin, LogsApi(functions, logs), RevisionsApi(functions), AccessControl(keyring, secrets, functions),
-        WebhooksApi(functions, jobs), DocsPage(),
+        WebhooksApi(functions, jobs), DocsPage(), Console(functions, metrics),
     )  # fmt: skip
     own_routes = [route for api in apis for route in api.routes()]
     rows = [*own_routes, *dialects.routes()]
