@@ -66,8 +66,9 @@ class ContainerEngine:
             return self._client
 
     def container(self, name: str) -> DockerContainer:
-        """Return the engine's side of a container. `connect` must have succeeded."""
-        assert self._client is not None
+        """Return the engine's side of a container. Raise LauncherError before `connect` has succeeded."""
+        if self._client is None:
+            raise LauncherError("The container engine is not connected.")
         return self._client.containers.container(name)
 
     async def provide(self, image: str) -> bool:
