@@ -14,7 +14,7 @@ import psutil
 from pydantic import BaseModel
 
 from ...snapshot.sources.location import shown
-from ..scaling.autoscaler import ScaleSpec
+from ..scaling.autoscaler import WINDOW_S, ScaleSpec
 from ..serving.dispatcher import Policy
 from ..serving.revision import Revision
 from ..settings.function_settings import FunctionSettings
@@ -262,12 +262,15 @@ def policy_of(record: RevisionRecord) -> Policy:
     scale, in_flight = settings.scale, settings.concurrency * batch
     return Policy(
         settings,
-        ScaleSpec(scale.min, scale.max, scale.buffer, in_flight, scale.idle_timeout_s),
+        ScaleSpec(
+            scale.min, scale.max, scale.buffer, in_flight, scale.idle_timeout_s,
+            min(scale.idle_timeout_s, WINDOW_S),
+        ),
         max_batch=batch,
         interruptible=record.handler.get("kind") in ("async", "async_generator"),
         streaming=bool(record.handler.get("streaming")),
         aggregates=bool(record.handler.get("aggregate", True)),
-    )
+    )  # fmt: skip
 
 
 def memory_of(pid: int, role: str, name: str) -> Iterator[Process]:
