@@ -94,10 +94,13 @@ class Pool:
 
     # -- starting
 
-    def start(self, count: int) -> None:
-        """Start `count` workers. The standby becomes the first, and the others are forked."""
+    def start(self, count: int, signal: str = "") -> None:
+        """Start `count` workers. The standby becomes the first, and the others are forked.
+
+        `signal` is what asks for them ahead of need, if it is not the load.
+        """
         for _ in range(count):
-            activation = Activation(time.monotonic())
+            activation = Activation(time.monotonic(), signal=signal)
             self.activations += 1
             standby = self.zygote.take_standby()
             if standby is not None and self._weights is None:

@@ -24,6 +24,7 @@ from .function_history import FunctionHistory
 from .invocation import Invocation, Output
 from .latency_curve_store import LatencyCurveStore
 from .pool import Pool
+from .prewarms import HOLD_S, LOAD, WarmHold
 from .replica import Replica, ReplicaState, RevisionEvents
 
 FAILURES = (HandlerFailed, OutputInvalid)
@@ -84,7 +85,7 @@ class Revision(RevisionEvents):
         except Overloaded:
             # The caller could not wait for an activation. Start one nevertheless, for their retry.
             if not self.pool.ready:
-                self.warm(1)
+                self.warm(1, "refused")
             raise
         if not sent or self.pool.in_flight > self._sufficient_load:
             self.scale()
@@ -111,30 +112,25 @@ class Revision(RevisionEvents):
 
     # -- the number of workers
 
-    def warm(self, workers: int, cause: str = "warmup") -> None:
-        """Start workers before they are needed, until there are `workers`, which stop if they stay idle.
+    def warm(self, workers: int, cause: str = "warmup", for_s: float = HOLD_S) -> None:
+        """Start workers before they are needed, until there are `workers`, and keep as many for `for_s` seconds.
 
-        `cause` is the signal that asks for them.
+        `cause` is the signal that asks for them. Its first word is the kind of signal.
         """
-        self.scale(prewarm=workers, cause=cause)
+        self.history.prewarms.holds.add(WarmHold(workers, time.monotonic() + for_s, cause))
+        self.scale()
 
-    def scale(self, *, prewarm: int = 0, cause: str = "load") -> None:
-        """Start and stop workers as the autoscaler decides. `cause` is why, if it starts workers."""
+    def scale(self) -> None:
+        """Start and stop workers as the autoscaler decides."""
         now_s, pool, queued = time.monotonic(), self.pool, len(self.dispatcher.queue)
         idle_since_s = tuple(replica.idle_since_s for replica in pool.idle())
-        spec, ready = self._scale_spec(now_s), len(pool.ready)
-        stats = autoscaler.Stats(queued, pool.in_flight, pool.starting, ready, idle_since_s, prewarm)
+        spec, ready, hold = self._scale_spec(now_s), len(pool.ready), self._hold(now_s)
+        wanted = hold.workers if hold is not None else 0
+        stats = autoscaler.Stats(queued, pool.in_flight, pool.starting, ready, idle_since_s, wanted)
         self._sufficient_load = autoscaler.sufficient_load(spec, stats)
         decision = autoscaler.decide(spec, stats, now_s)
         if start := self._allowed(decision.start, now_s):
-            figures = {
-                "queued": queued,
-                "in_flight": pool.in_flight,
-                "starting": pool.starting,
-                "ready": ready,
-            }
-            pool.start(start)
-            self.history.decisions.note("start", cause, workers=start, **figures)
+            self._start(start, spec, stats, hold)
         if decision.stop:
             pool.stop(decision.stop)
             self.history.decisions.note(
@@ -143,10 +139,33 @@ class Revision(RevisionEvents):
         wake_at_s = decision.wake_at_s
         if (retry_at_s := self.breaker.backoff_until_s) > now_s:
             wake_at_s = min(wake_at_s or retry_at_s, retry_at_s)
+        if hold is not None:
+            wake_at_s = min(wake_at_s or hold.until_s, hold.until_s)
         if wake_at_s is not None:
             self._scale_at(wake_at_s, now_s)
+        self.history.prewarms.settle()
         if self.retiring and not queued and not pool.in_flight:
             self._empty.set()
+
+    def _hold(self, now_s: float) -> WarmHold | None:
+        """Return the hold that is in force: none while the revision retires or its starts fail."""
+        if self.retiring or self.breaker.backoff_until_s > now_s:
+            return None
+        return self.history.prewarms.holds.at(now_s)
+
+    def _start(
+        self, count: int, spec: autoscaler.ScaleSpec, stats: autoscaler.Stats, hold: WarmHold | None
+    ) -> None:
+        """Start `count` workers. Those that only the hold wants get its cause."""
+        without = autoscaler.wanted(spec, replace(stats, prewarm=0)) - stats.ready - stats.starting
+        for_load = count if hold is None else min(count, max(0, without))
+        for workers, signal in ((for_load, ""), (count - for_load, hold.cause if hold is not None else "")):
+            if workers:
+                self.pool.start(workers, signal)
+                self.history.decisions.note(
+                    "start", signal or LOAD, workers=workers, queued=stats.queued, in_flight=stats.in_flight,
+                    starting=stats.starting, ready=stats.ready,
+                )  # fmt: skip
 
     def _scale_at(self, when_s: float, now_s: float) -> None:
         """Set the timer for scaling to `when_s`, unless it is set to an earlier time."""
@@ -242,6 +261,7 @@ class Revision(RevisionEvents):
         self.breaker.reset()
         self._settle_first_start(None)
         self.pool.note_ready(replica)
+        self.history.prewarms.watch(replica)
         self._on_activation("ready")
         self.dispatcher.adopt(replica)
         self.scale()
@@ -294,6 +314,7 @@ class Revision(RevisionEvents):
 
     def on_lost(self, replica: Replica, unstarted: list[Invocation], started: list[Invocation]) -> None:
         self.pool.remove(replica)
+        self.history.prewarms.end(replica, used=bool(replica.completed or started))
         self._tasks.create_task(self._recover(replica, unstarted, started))
 
     async def _recover(
