@@ -11,26 +11,78 @@ deleted function are removed.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import os
 import shutil
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import orjson
 
 from ..serving.function_history import FunctionHistory
-from ..telemetry.bounded_file import BoundedFile
 from ..telemetry.decisions import DecisionRecord
 from ..telemetry.load_history import LoadSample
 from .live import Live
 
 LOG = logging.getLogger(__name__)
+T = TypeVar("T")
 WRITE_EVERY_S = 10.0
 # How much of each a function keeps on disk: the newest 5,000 decisions or so, 10,000 rows, and a million arrivals.
 DECISIONS_BYTES, LOAD_BYTES, ARRIVALS_BYTES = 1 << 20, 1 << 20, 8 << 20
+
+
+class BoundedFile:
+    """A file to which rows are appended. Together with its predecessor it has at most `max_bytes`.
+
+    Its methods block. Rows have either `row_bytes`, or end with a line feed. One that a crash has
+    torn is cut off; a torn line stays, and whoever reads it finds that it is none.
+    """
+
+    def __init__(self, path: Path, max_bytes: int, *, row_bytes: int = 0) -> None:
+        self._path, self._row_bytes = path, row_bytes
+        self._older = path.with_name(f"{path.name}.1")
+        self._half_bytes = max_bytes // 2
+
+    def append(self, rows: bytes) -> None:
+        """Append whole rows. Raise OSError if they cannot be written."""
+        if not rows:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if self._size() + len(rows) > self._half_bytes and self._path.exists():
+            self._path.replace(self._older)
+        with self._path.open("a+b") as file:
+            size = file.seek(0, os.SEEK_END)
+            if self._row_bytes:
+                file.truncate(size - size % self._row_bytes)
+            elif size and os.pread(file.fileno(), 1, size - 1) != b"\n":
+                file.write(b"\n")
+            file.write(rows)
+
+    def read(self) -> bytes:
+        """Return the rows that are kept, the oldest first."""
+        return self._rows(self._older) + self._rows(self._path)
+
+    def remove(self) -> None:
+        for path in (self._path, self._older):
+            path.unlink(missing_ok=True)
+
+    def _size(self) -> int:
+        with contextlib.suppress(OSError):
+            return self._path.stat().st_size
+        return 0
+
+    def _rows(self, path: Path) -> bytes:
+        try:
+            data = path.read_bytes()
+        except OSError:
+            return b""
+        if self._row_bytes:
+            return data[: len(data) - len(data) % self._row_bytes]
+        return data[: data.rfind(b"\n") + 1]
 
 
 class _Rows(NamedTuple):
@@ -66,29 +118,31 @@ class Recorder:
             if due:
                 await asyncio.to_thread(self._append, due)
 
-    def forget(self, function: str) -> None:
+    async def forget(self, function: str) -> None:
         """Remove the records of a deleted function."""
-        # Its files are few and small, and the lock of the function is held, so that no new one has records yet.
-        shutil.rmtree(self._folder / function, ignore_errors=True)
+        async with self._writing:
+            await asyncio.to_thread(shutil.rmtree, self._folder / function, ignore_errors=True)
 
     # -- reading
 
     async def decisions(self, function: str, since: float = 0.0) -> list[DecisionRecord]:
         """Return the decisions about a function since a Unix time, the oldest first."""
-        await self.flush()
-        return await asyncio.to_thread(
+        return await self._read(
             lambda: [DecisionRecord(*row) for row in self._lines(function, "decisions", since)]
         )
 
     async def load(self, function: str, since: float = 0.0) -> list[LoadSample]:
         """Return the samples of a function's load since a Unix time, and the last one before it."""
-        await self.flush()
-        return await asyncio.to_thread(self._load_since, function, since)
+        return await self._read(lambda: self._load_since(function, since))
 
     async def arrivals(self, function: str, since: float = 0.0) -> list[float]:
         """Return when a function's invocations arrived since a Unix time, ascending. Those that were answered count."""
+        return await self._read(lambda: self._arrivals_since(function, since))
+
+    async def _read(self, read: Callable[[], list[T]]) -> list[T]:
         await self.flush()
-        return await asyncio.to_thread(self._arrivals_since, function, since)
+        async with self._writing:
+            return await asyncio.to_thread(read)
 
     def _load_since(self, function: str, since: float) -> list[LoadSample]:
         rows = [LoadSample(*row) for row in self._lines(function, "load", 0.0)]

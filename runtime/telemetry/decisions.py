@@ -60,6 +60,15 @@ _RUNGS = {
     RungName.READY: "a ready worker", RungName.ZYGOTE: "a zygote alone", RungName.LOCAL: "files alone",
     RungName.REMOTE: "its code alone",
 }  # fmt: skip
+
+
+def seconds(value: float) -> str:
+    """Return a time as it is said: 12.3 ms, 4.20 s, 0:12:30."""
+    if abs(value) < 1:
+        return f"{value * 1e3:.3g} ms"
+    return f"{value:.1f} s" if abs(value) < 600 else str(timedelta(seconds=round(value)))
+
+
 # What figures are, by the end of their name: a template for the name without that end, and the number.
 _UNITS: tuple[tuple[str, Callable[[float], str]], ...] = (
     ("_per_hour", lambda value: f"{value:.4g} an hour"),
@@ -67,7 +76,7 @@ _UNITS: tuple[tuple[str, Callable[[float], str]], ...] = (
     ("_bytes", lambda value: f"{value / 1e6:.1f} MB"),
     ("_mb", lambda value: f"{value:.1f} MB"),
     ("_ms", lambda value: f"{value:.1f} ms"),
-    ("_s", lambda value: seconds(value)),
+    ("_s", seconds),
     ("_share", lambda value: f"{value:.0%}"),
 )
 
@@ -80,13 +89,6 @@ def describe(decision: DecisionRecord) -> str:
     if not rest:
         return said
     return f"{said}{', ' if ': ' in said else ': '}{', '.join(rest)}"
-
-
-def seconds(value: float) -> str:
-    """Return a time as it is said: 12.3 ms, 4.20 s, 0:12:30."""
-    if abs(value) < 1:
-        return f"{value * 1e3:.3g} ms"
-    return f"{value:.1f} s" if abs(value) < 600 else str(timedelta(seconds=round(value)))
 
 
 def _figure(name: str, value: float) -> str:
@@ -109,7 +111,9 @@ def _started(decision: DecisionRecord, left: dict[str, float]) -> str:
     waited, ready = left.pop("queued", 0.0), left.pop("ready", 0.0)
     state = f"{_count(waited, 'invocation')} waited, {_count(ready, 'worker')} ready"
     others = {"in_flight": "running", "starting": "already starting"}
-    state += "".join(f", {count:.0f} {word}" for name, word in others.items() if (count := left.pop(name, 0.0)))
+    state += "".join(
+        f", {count:.0f} {word}" for name, word in others.items() if (count := left.pop(name, 0.0))
+    )
     if decision.cause == "load":
         return f"started {workers}: {state}"
     return f"started {workers} ahead of calls, {_reason(decision.cause)}: {state}"
@@ -145,6 +149,14 @@ def _rested(decision: DecisionRecord, left: dict[str, float]) -> str:
     return f"ended the zygote, {_reason(decision.cause)}"
 
 
+def _prewarmed(decision: DecisionRecord, left: dict[str, float]) -> str:
+    if "used" not in left:
+        return _anything(decision, left)
+    use = "was used" if left.pop("used") else "was not used"
+    said = f"a worker that was started ahead of calls ({_reason(decision.cause)}) {use}"
+    return f"{said}: it was ready for {seconds(left.pop('ready_s'))}" if "ready_s" in left else said
+
+
 def _refused(decision: DecisionRecord, left: dict[str, float]) -> str:
     return f"started no worker, {_reason(decision.cause)}"
 
@@ -156,5 +168,5 @@ def _anything(decision: DecisionRecord, left: dict[str, float]) -> str:
 _FREED = (("freed_bytes", 1e6), ("held_mb", 1.0))
 _WORDS: dict[str, Callable[[DecisionRecord, dict[str, float]], str]] = {
     "start": _started, "stop": _stopped, "step_down": _moved, "step_up": _moved, "evict": _moved,
-    "rest": _rested, "refuse": _refused,
+    "rest": _rested, "refuse": _refused, "prewarm": _prewarmed,
 }  # fmt: skip
