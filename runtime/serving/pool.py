@@ -173,9 +173,16 @@ class Pool:
     # -- stopping
 
     def stop(self, count: int) -> None:
-        """Drain `count` idle workers, those that are idle for the longest time."""
-        for replica in self.idle()[:count]:
+        """Drain `count` ready workers: those that are idle for the longest time, then the least busy ones."""
+        idle = self.idle()
+        for replica in idle[:count]:
             replica.drain(STOP_TIMEOUT_S)
+        if count > len(idle):
+            busy = sorted(
+                (replica for replica in self.ready if replica.load), key=lambda replica: replica.load
+            )
+            for replica in busy[: count - len(idle)]:
+                replica.drain(None)
 
     def remove(self, replica: Replica) -> None:
         """Remove a dead worker from the replicas, and add its seconds to the sums."""

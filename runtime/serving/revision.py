@@ -15,6 +15,7 @@ from ..launching.fetcher_client import FetcherClient
 from ..launching.launcher import UNKNOWN_CAUSE, EndCause, Launcher
 from ..link.worker_spec import WorkerSpec
 from ..scaling import autoscaler
+from ..scaling.recent_need import RecentNeed
 from ..telemetry.load_history import LoadState
 from ..telemetry.logs import RevisionLog
 from ..telemetry.metrics import Census
@@ -60,8 +61,10 @@ class Revision(RevisionEvents):
         """True from the start of `retire`."""
         self._tasks, self._logs, self._on_activation = tasks, logs, on_activation
         self._loop = asyncio.get_running_loop()
-        # Up to this number of running invocations, `submit` need not scale.
-        self._sufficient_load = 0.0
+        # Up to this number of running invocations, `submit` need not scale. It notes the largest number since
+        # `scale` was called last.
+        self._sufficient_load, self._peak_load = 0.0, 0
+        self._recent = RecentNeed()
         self._scale_timer: asyncio.TimerHandle | None = None
         self._scale_at_s = 0.0
         self._unexplained_deaths = self._deaths = 0
@@ -89,8 +92,10 @@ class Revision(RevisionEvents):
             if not self.pool.ready:
                 self.warm(1, "refused")
             raise
-        if not sent or self.pool.in_flight > self._sufficient_load:
+        if not sent or (load := self.pool.in_flight) > self._sufficient_load:
             self.scale()
+        elif load > self._peak_load:
+            self._peak_load = load
 
     def cancel(self, invocation: Invocation) -> None:
         """Cancel an invocation whose caller has disconnected."""
@@ -125,19 +130,15 @@ class Revision(RevisionEvents):
     def scale(self) -> None:
         """Start and stop workers as the autoscaler decides."""
         now_s, pool, queued = time.monotonic(), self.pool, len(self.dispatcher.queue)
-        idle_since_s = tuple(replica.idle_since_s for replica in pool.idle())
-        spec, ready, hold = self._scale_spec(now_s), len(pool.ready), self._hold(now_s)
-        wanted = hold.workers if hold is not None else 0
-        stats = autoscaler.Stats(queued, pool.in_flight, pool.starting, ready, idle_since_s, wanted)
+        spec, hold = self._scale_spec(now_s), self._hold(now_s)
+        stats = self._stats(spec, queued, hold, now_s)
         self._sufficient_load = autoscaler.sufficient_load(spec, stats)
         decision = autoscaler.decide(spec, stats, now_s)
         if start := self._allowed(decision.start, now_s):
             self._start(start, spec, stats, hold)
         if decision.stop:
             pool.stop(decision.stop)
-            self.history.decisions.note(
-                "stop", "idle", workers=decision.stop, ready=ready, idle_s=now_s - idle_since_s[0]
-            )
+            self._note("stop", "idle", stats, workers=decision.stop, recent=stats.recent)
         wake_at_s = decision.wake_at_s
         if (retry_at_s := self.breaker.backoff_until_s) > now_s:
             wake_at_s = min(wake_at_s or retry_at_s, retry_at_s)
@@ -161,6 +162,27 @@ class Revision(RevisionEvents):
         state = LoadState(len(self.dispatcher.queue), pool.in_flight, starting, ready, rung)
         self.history.load.note(time.monotonic(), state)
 
+    def _stats(
+        self, spec: autoscaler.ScaleSpec, queued: int, hold: WarmHold | None, now_s: float
+    ) -> autoscaler.Stats:
+        """Return the present numbers, and remember how many workers were needed since the last call."""
+        pool, in_flight = self.pool, self.pool.in_flight
+        idle_since_s = tuple(replica.idle_since_s for replica in pool.idle())
+        starting, ready = pool.starting, len(pool.ready)
+        peak = autoscaler.Stats(queued, max(in_flight, self._peak_load), starting, ready)
+        self._recent.note(now_s, autoscaler.wanted(spec, peak))
+        self._peak_load = in_flight
+        prewarm = hold.workers if hold is not None else 0
+        recent = self._recent.peak(now_s, spec.scale_down_s)
+        return autoscaler.Stats(queued, in_flight, starting, ready, idle_since_s, prewarm, *recent)
+
+    def _note(self, action: str, cause: str, stats: autoscaler.Stats, **figures: float) -> None:
+        """Keep a decision about the number of workers with the figures behind it."""
+        self.history.decisions.note(
+            action, cause, **figures, queued=stats.queued, in_flight=stats.in_flight,
+            starting=stats.starting, ready=stats.ready,
+        )  # fmt: skip
+
     def _hold(self, now_s: float) -> WarmHold | None:
         """Return the hold that is in force: none while the revision retires or its starts fail."""
         if self.retiring or self.breaker.backoff_until_s > now_s:
@@ -176,10 +198,7 @@ class Revision(RevisionEvents):
         for workers, signal in ((for_load, ""), (count - for_load, hold.cause if hold is not None else "")):
             if workers:
                 self.pool.start(workers, signal)
-                self.history.decisions.note(
-                    "start", signal or LOAD, workers=workers, queued=stats.queued, in_flight=stats.in_flight,
-                    starting=stats.starting, ready=stats.ready,
-                )  # fmt: skip
+                self._note("start", signal or LOAD, stats, workers=workers)
 
     def _scale_at(self, when_s: float, now_s: float) -> None:
         """Set the timer for scaling to `when_s`, unless it is set to an earlier time."""
@@ -209,7 +228,7 @@ class Revision(RevisionEvents):
         elif slots and min(slots) > spec.concurrency:
             spec = replace(spec, concurrency=min(slots))
         if self.retiring:
-            return replace(spec, min=0, buffer=0, idle_timeout_s=0.0)
+            return replace(spec, min=0, buffer=0, scale_to_zero_s=0.0, scale_down_s=0.0)
         if self.breaker.backoff_until_s > now_s:
             return replace(spec, min=0, buffer=0)
         return spec
@@ -228,6 +247,7 @@ class Revision(RevisionEvents):
         Once they are ready, stop those that neither `keep` nor `min` asks for.
         """
         self._unproven = max(1, keep)
+        self._recent.note(time.monotonic(), keep)
         self.pool.start(self._unproven)
         await asyncio.wait([self._first_start], timeout=FIRST_START_TIMEOUT_S)
         if not self._first_start.done():
@@ -235,6 +255,7 @@ class Revision(RevisionEvents):
             raise ActivationFailed(message, remedy="Make `setup` faster.")
         if (error := self._first_start.result()) is not None:
             raise error
+        self._recent.note(time.monotonic(), keep)
         self.pool.stop(max(0, len(self.pool.ready) - max(keep, self.policy.scale.min)))
         self.pool.zygote.replenish()
 

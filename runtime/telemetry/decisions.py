@@ -110,10 +110,7 @@ def _started(decision: DecisionRecord, left: dict[str, float]) -> str:
     workers = _count(left.pop("workers", 1), "worker")
     waited, ready = left.pop("queued", 0.0), left.pop("ready", 0.0)
     state = f"{_count(waited, 'invocation')} waited, {_count(ready, 'worker')} ready"
-    others = {"in_flight": "running", "starting": "already starting"}
-    state += "".join(
-        f", {count:.0f} {word}" for name, word in others.items() if (count := left.pop(name, 0.0))
-    )
+    state = ", ".join([state, *_state(left)])
     if decision.cause == "load":
         return f"started {workers}: {state}"
     return f"started {workers} ahead of calls, {_reason(decision.cause)}: {state}"
@@ -122,11 +119,22 @@ def _started(decision: DecisionRecord, left: dict[str, float]) -> str:
 def _stopped(decision: DecisionRecord, left: dict[str, float]) -> str:
     workers, ready = left.pop("workers", 1), left.pop("ready", None)
     said = f"stopped {_count(workers, 'worker')}"
-    if decision.cause == "idle" and "idle_s" in left:
+    if decision.cause != "idle":
+        said += f", {_reason(decision.cause)}"
+    elif "idle_s" in left:
         said += f" after {seconds(left.pop('idle_s'))} idle"
     else:
-        said += f", {_reason(decision.cause)}"
-    return said if ready is None else f"{said}: {_count(ready, 'worker')} had been ready"
+        said += " without work"
+    facts = [] if ready is None else [f"{_count(ready, 'worker')} had been ready"]
+    if "recent" in left:
+        facts.append(f"{left.pop('recent'):.0f} needed lately")
+    return ": ".join([said, ", ".join(facts + _state(left))]).removesuffix(": ")
+
+
+def _state(left: dict[str, float]) -> list[str]:
+    """Tell what else the function had at that time, without what is zero."""
+    words = {"queued": "waiting", "in_flight": "running", "starting": "already starting"}
+    return [f"{count:.0f} {word}" for name, word in words.items() if (count := left.pop(name, 0.0))]
 
 
 def _moved(decision: DecisionRecord, left: dict[str, float]) -> str:

@@ -40,6 +40,10 @@ def told(action: str, cause: str, **figures: float) -> str:
             "stopped 1 worker after 60.0 s idle: 3 workers had been ready",
         ),
         (
+            ("stop", "idle", {"workers": 2, "recent": 1, "queued": 0, "in_flight": 1, "starting": 0, "ready": 3}),
+            "stopped 2 workers without work: 3 workers had been ready, 1 needed lately, 1 running",
+        ),
+        (
             ("evict", "pressure", {"rung": 2, "idle_s": 1200, "freed_bytes": 4.2e6, "extra_wake_s": 0.8}),
             "evicted it to files alone after 0:20:00 idle, memory is short: it held 4.2 MB, the next call waits 800 ms"
             " longer",
