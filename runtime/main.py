@@ -56,7 +56,8 @@ from .functions.rest import Rest
 from .functions.store import Retention, Store
 from .jobs.jobs import Jobs
 from .jobs.webhook_signing import load_key
-from .launching.container_launcher import ContainerLauncher, find_engine
+from .launching.container_engine import find_engine
+from .launching.container_launcher import ContainerLauncher
 from .launching.fetcher_client import FetcherClient
 from .launching.launcher import LauncherByImage
 from .launching.listener import Listener
