@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..telemetry.decisions import Decisions
+from .prewarms import Prewarms
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,3 +13,7 @@ class FunctionHistory:
     """What is remembered of a function when a revision of it ends, for the next one."""
 
     decisions: Decisions = field(default_factory=Decisions)
+    prewarms: Prewarms = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prewarms", Prewarms(self.decisions))
