@@ -71,6 +71,16 @@ class SourceStatus(BaseModel, frozen=True):
     last_error_at: datetime | None
 
 
+class ScheduleStatus(BaseModel, frozen=True):
+    """A schedule of a function, and when it fires next."""
+
+    cron: str
+    timezone: str
+    workers: int
+    for_s: float
+    next_at: datetime | None
+
+
 class FunctionStatus(BaseModel, frozen=True):
     """The status of a function, as the control routes return it."""
 
@@ -98,6 +108,7 @@ class FunctionStatus(BaseModel, frozen=True):
     warnings: list[str]
     last_errors: list[LastError] = []
     sources: list[SourceStatus] = []
+    schedules: list[ScheduleStatus] = []
     settings: FunctionSettings
     setting_origins: dict[str, str] = {}
     input_schema: dict[str, Any]
@@ -186,6 +197,17 @@ class Live:
         """Remember the timeline of the latest cold start, which `status` shows."""
         self._last_cold = timeline
 
+    @property
+    def rest_mb(self) -> float | None:
+        """The memory of the zygote and the standby in MiB, when it was last measured."""
+        return round(self._rest_mb, 1) if self._rest_mb is not None else None
+
+    def last_cold_phases_ms(self) -> dict[str, float]:
+        """Return the milliseconds of each phase of the latest cold start, or nothing if there was none."""
+        if self._last_cold is None:
+            return {}
+        return {name: seconds * 1000 for name, seconds in self._last_cold.phases().items()}
+
     async def last_errors(self, logs: Logs) -> list[LastError]:
         """Return the latest errors in the function's log, the newest last."""
         query = LogQuery(LAST_ERRORS, level="error")
@@ -210,13 +232,21 @@ class Live:
             workers=Workers(ready=census.ready, starting=census.starting, draining=census.draining),
             standby=census.standby, zygote=census.zygote, queued=census.queued, in_flight=census.in_flight,
             activations=self.revision.pool.activations,
-            rest_mb=round(self._rest_mb, 1) if self._rest_mb is not None else None,
+            rest_mb=self.rest_mb,
             last_cold_start_ms=cold.total_s * 1000 if cold else None,
-            last_cold_start_phases_ms={name: s * 1000 for name, s in cold.phases().items()} if cold else {},
+            last_cold_start_phases_ms=self.last_cold_phases_ms(),
+            schedules=self.schedules(datetime.now(UTC)),
             latency_curve=[(point.size, point.p50_s) for point in self.revision.dispatcher.learned],
             warnings=self.warnings, settings=settings, setting_origins=record.setting_origins, processes=processes or [],
             **{key: facts.get(key, missing) for key, missing in _FACTS.items()},
         )  # fmt: skip
+
+    def schedules(self, now: datetime) -> list[ScheduleStatus]:
+        """Return the function's schedules, and when each of them fires next."""
+        return [
+            ScheduleStatus(next_at=schedule.next_fire(now), **dict(schedule))
+            for schedule in self.record.settings.schedule
+        ]
 
     async def processes(self) -> list[Process]:
         """Measure the memory of the function's processes, in a thread, since that takes long system calls."""
