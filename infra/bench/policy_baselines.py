@@ -1,47 +1,21 @@
-"""Keep-alive policies that others use, and what could at best be had, for the benchmark of ours."""
+"""The hybrid histogram policy of Serverless in the Wild and idle timeouts, each for one function.
+
+`policy_replays.py` replays many of them at once. These are the plain versions to which it is held.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
-from pilotflame.runtime.scaling.idle_law import IdleLaw, cheapest
-from pilotflame.runtime.scaling.ladder import Costs, Ladder, Plan, Step
-from pilotflame.runtime.scaling.ladder_simulator import Fixed, KeepAlivePolicy, LadderRun, Replay, run
-
-SERVICE_S = 0.2
-TIMEOUTS_S = (0.001, *(10 ** (power / 4) for power in range(-3, 21, 2)), math.inf)
-BIN_WIDTHS_S = (1.0, 10.0, 60.0, 600.0)
-# Serverless in the Wild (Shahrad et al., USENIX ATC 2020): a histogram of four hours, its 5th and 99th percentiles, and a
-# margin of 10 %. Where the histogram says little (its bins' counts vary by less than 2), the function stays.
-HISTOGRAM_BINS, HEAD, TAIL, MARGIN, LEAST_VARIATION = 240, 0.05, 0.99, 0.1, 2.0
-LARGEST_SAMPLE = 400
-Policies = Callable[[], KeepAlivePolicy]
-
-
-def replay_all(functions: Sequence[Sequence[float]], ladder: Ladder, policy: Policies) -> list[LadderRun]:
-    """Replay each function under a policy of its own."""
-    return [run(Replay(arrivals, SERVICE_S, ladder, policy())) for arrivals in functions]
-
-
-def total(runs: Sequence[LadderRun]) -> LadderRun:
-    whole = LadderRun()
-    for one in runs:
-        whole += one
-    return whole
+from pilotflame.runtime.scaling.ladder import Ladder, Plan, Step
+from policy_replays import HEAD, HISTOGRAM_BINS, LEAST_VARIATION, MARGIN, TAIL
 
 
 def timeout(timeout_s: float, floor: int) -> Plan:
     """READY until the timeout, and then the floor rung."""
     return (Step(0.0, 0),) if timeout_s == math.inf else (Step(0.0, 0), Step(timeout_s, floor))
-
-
-def fixed_timeouts(functions: Sequence[Sequence[float]], ladder: Ladder) -> list[LadderRun]:
-    """What each timeout and floor rung costs the whole class."""
-    plans = [timeout(at_s, floor) for floor in range(1, len(ladder.rungs)) for at_s in TIMEOUTS_S]
-    return [total(replay_all(functions, ladder, partial(Fixed, plan))) for plan in plans]
 
 
 class Hybrid:
@@ -83,50 +57,3 @@ class Hybrid:
             if seen >= share * known:
                 return index
         return HISTOGRAM_BINS
-
-
-def hybrids(functions: Sequence[Sequence[float]], ladder: Ladder) -> list[LadderRun]:
-    """What the hybrid histogram costs with each width of its bins and each floor rung."""
-    return [
-        total(replay_all(functions, ladder, partial(Hybrid, width, floor, ladder)))
-        for width in BIN_WIDTHS_S
-        for floor in range(1, len(ladder.rungs))
-    ]
-
-
-def own_best_ladder(run_of: LadderRun, costs: Costs) -> Plan:
-    """The best fixed plan without steps up for the idle periods of one function, all of them known."""
-    ascending = sorted(run_of.periods)
-    step = max(1, len(ascending) // LARGEST_SAMPLE)
-    edges = sorted({0.0, *ascending[::step], ascending[-1]})
-    counts = [0] * (len(edges) - 1)
-    index = 0
-    for period in ascending:
-        while index < len(counts) - 1 and period > edges[index + 1]:
-            index += 1
-        counts[index] += 1
-    law = IdleLaw(tuple(edges), tuple(map(float, counts)), (0,) * len(edges))
-    return cheapest(law, costs, climbs=False, guarded=False).plan()
-
-
-def offline_optimum(run_of: LadderRun, costs: Costs, *, climbs: bool) -> float:
-    """The bill of one who knows when each idle period ends, with or without steps up before its end."""
-    bill = 0.0
-    for period in run_of.periods:
-        staying = min(
-            hold * period + penalty for hold, penalty in zip(costs.holds, costs.penalties, strict=True)
-        )
-        if climbs:
-            staying = min(staying, _climbing(period, costs))
-        bill += staying
-    return bill
-
-
-def _climbing(period_s: float, costs: Costs) -> float:
-    """The cheapest rung to rest on, if one climbs to READY just in time."""
-    best = math.inf
-    for rung in range(1, len(costs.holds)):
-        climb_s = costs.wakes[rung]
-        if climb_s <= period_s:
-            best = min(best, costs.holds[rung] * (period_s - climb_s) + costs.holds[0] * climb_s)
-    return best
