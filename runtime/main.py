@@ -33,6 +33,7 @@ from .api.cross_origin import CrossOrigin
 from .api.docs_page import DocsPage
 from .api.fast_path import FastPath
 from .api.guard import Guard
+from .api.history import HistoryApi
 from .api.invoke import Gateway
 from .api.logs import LogsApi
 from .api.openapi import OpenApi
@@ -48,12 +49,15 @@ from .commands.watch import watch
 from .dialects.registry import Dialects
 from .events.sources import Sources
 from .functions.deploy import Deployment
+from .functions.prewarming import Prewarming
+from .functions.recorder import Recorder
 from .functions.registry import FunctionEvents, Functions
 from .functions.rest import Rest
 from .functions.store import Retention, Store
 from .jobs.jobs import Jobs
 from .jobs.webhook_signing import load_key
-from .launching.container_launcher import ContainerLauncher, find_engine
+from .launching.container_engine import find_engine
+from .launching.container_launcher import ContainerLauncher
 from .launching.fetcher_client import FetcherClient
 from .launching.launcher import LauncherByImage
 from .launching.listener import Listener
@@ -217,9 +221,9 @@ async def startup(
     await jobs.start()
     stack.push_async_callback(jobs.close)
     sources = Sources(jobs, tasks, functions.log, drain_s=settings.drain_s)
-    _connect(events, functions, jobs, sources)
+    prewarming = _connect(events, functions, jobs, sources, stack)
     metrics.readers += [
-        jobs.readings, sources.readings, keyring.readings, functools.partial(_disk_readings, state),
+        jobs.readings, sources.readings, prewarming.readings, keyring.readings, functools.partial(_disk_readings, state),
     ]  # fmt: skip
 
     admin = Admin(
@@ -235,7 +239,7 @@ async def startup(
     stack.callback(tasks.keep(dialects.sweep, name="files_sweep").cancel)
     apis = (
         gateway, admin, LogsApi(functions, logs), RevisionsApi(functions), AccessControl(keyring, secrets, functions),
-        WebhooksApi(functions, jobs), DocsPage(),
+        WebhooksApi(functions, jobs), HistoryApi(functions, _recorder(functions, state, stack)), DocsPage(),
     )  # fmt: skip
     own_routes = [route for api in apis for route in api.routes()]
     rows = [*own_routes, *dialects.routes()]
@@ -389,23 +393,53 @@ def _observe(events: FunctionEvents, metrics: Metrics, rest: Rest) -> None:
         notice.append(rest.note_change)
 
 
-def _connect(events: FunctionEvents, functions: Functions, jobs: Jobs, sources: Sources) -> None:
-    """Tell jobs and event sources when a function becomes live and when it is deleted."""
+def _recorder(functions: Functions, state: Path, stack: contextlib.AsyncExitStack) -> Recorder:
+    """Store what is decided about functions and when they are called, until `stack` closes."""
+    recorder, tasks = Recorder(state / "records", functions.all), functions.tasks
 
-    def live(name: str) -> None:
-        jobs.wake(name)
+    def removed(name: str) -> None:
+        tasks.create_task(recorder.forget(name))
+
+    functions.events.removed.append(removed)
+    stack.push_async_callback(recorder.flush)
+    stack.callback(tasks.keep(recorder.run, name="records").cancel)
+    return recorder
+
+
+def _connect(
+    events: FunctionEvents,
+    functions: Functions,
+    jobs: Jobs,
+    sources: Sources,
+    stack: contextlib.AsyncExitStack,
+) -> Prewarming:
+    """Tell jobs, event sources and pre-warming when a function becomes live and when it is deleted.
+
+    Return what pre-warms functions until `stack` closes.
+    """
+    prewarming = Prewarming(functions)
+    stack.callback(prewarming.close)
+
+    def follow(name: str) -> None:
         # GatewayError: the gateway is shutting down, so no event source is started.
         with contextlib.suppress(GatewayError):
             sources.start(name, functions.get(name).record.settings)
+            prewarming.follow(name)
+
+    def live(name: str) -> None:
+        jobs.wake(name)
+        follow(name)
 
     def gone(name: str) -> None:
+        prewarming.forget(name)
         sources.stop(name)
         jobs.forget(name)
 
     for function in functions.all():
-        sources.start(function.record.function, function.record.settings)
+        follow(function.record.function)
     events.live.append(live)
     events.deleted.append(gone)
+    return prewarming
 
 
 def _count_refusal(functions: Functions, metrics: Metrics, name: str, error: PilotflameError) -> None:

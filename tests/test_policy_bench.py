@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pilotflame.runtime.scaling.keep_alive_baselines import Hybrid, timeout
 from pilotflame.runtime.scaling.ladder import Ladder, Plan, Rung, Step
 from pilotflame.runtime.scaling.ladder_simulator import Fixed, Replay, run
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "infra" / "bench"))
 
-from policy_baselines import Hybrid, timeout
 from policy_hindsight import best_descent, optimum, own_best
 from policy_replays import SERVICE_S, TIMEOUTS_S, Hybrids, descend, timeouts
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..telemetry.decisions import Decisions
+from ..telemetry.load_history import Arrivals, LoadSeries
+from .prewarms import Prewarms
 
 
 @dataclass(frozen=True, slots=True)
@@ -12,3 +14,9 @@ class FunctionHistory:
     """What is remembered of a function when a revision of it ends, for the next one."""
 
     decisions: Decisions = field(default_factory=Decisions)
+    load: LoadSeries = field(default_factory=LoadSeries)
+    arrivals: Arrivals = field(default_factory=Arrivals)
+    prewarms: Prewarms = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prewarms", Prewarms(self.decisions))
