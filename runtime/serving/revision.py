@@ -15,9 +15,11 @@ from ..launching.fetcher_client import FetcherClient
 from ..launching.launcher import UNKNOWN_CAUSE, EndCause, Launcher
 from ..link.worker_spec import WorkerSpec
 from ..scaling import autoscaler
+from ..scaling.idle_period import QUIET_S
 from ..telemetry.logs import RevisionLog
 from ..telemetry.metrics import Census
 from ..telemetry.timeline import WorkerTiming
+from ..telemetry.usage import RungName
 from .breaker import Breaker
 from .dispatcher import Dispatcher, Policy
 from .function_history import FunctionHistory
@@ -109,6 +111,46 @@ class Revision(RevisionEvents):
             deaths=self._deaths,
         )
 
+    # -- the rung
+
+    @property
+    def rung(self) -> RungName:
+        """The highest rung that is held now."""
+        if self.pool.ready:
+            return RungName.READY
+        return RungName.ZYGOTE if self.pool.zygote.source is not None else RungName.LOCAL
+
+    @property
+    def arrived(self) -> int:
+        """How many invocations were accepted so far. Those that have failed in the queue do not count."""
+        return self.pool.completed + self.pool.in_flight + len(self.dispatcher.queue)
+
+    def descend(self, rung: RungName) -> None:
+        """Give up what is held above `rung`, unless there is work."""
+        if self.pool.in_flight or len(self.dispatcher.queue):
+            return
+        self.pool.stop(max(0, len(self.pool.ready) - self.policy.scale.min))
+        if rung not in (RungName.READY, RungName.ZYGOTE):
+            self.pool.zygote.rest()
+
+    def ascend(self, rung: RungName) -> None:
+        """Make what `rung` holds, ahead of the next invocation."""
+        if rung is RungName.READY:
+            self.warm(1, "predicted")
+        elif rung is RungName.ZYGOTE:
+            self._tasks.create_task(self.pool.zygote.warm())
+
+    def _follow_idling(self, now_s: float, load: int, idle: list[Replica]) -> tuple[bool, float | None]:
+        """Tell the ladder whether there is work. Return whether the last worker stays, and when to scale again."""
+        ladder = self.history.ladder
+        if not ladder.drives(self):
+            return False, None
+        if self.breaker.failures and not self.pool.ready:
+            ladder.interrupt()
+            return False, None
+        wake_at_s = ladder.follow(now_s, load, idle[-1].idle_since_s if idle else None)
+        return ladder.keeps_worker, wake_at_s
+
     # -- the number of workers
 
     def warm(self, workers: int, cause: str = "warmup") -> None:
@@ -116,13 +158,19 @@ class Revision(RevisionEvents):
 
         `cause` is the signal that asks for them.
         """
+        if workers and cause != "predicted":
+            self.history.ladder.note_warmup()
         self.scale(prewarm=workers, cause=cause)
 
     def scale(self, *, prewarm: int = 0, cause: str = "load") -> None:
         """Start and stop workers as the autoscaler decides. `cause` is why, if it starts workers."""
         now_s, pool, queued = time.monotonic(), self.pool, len(self.dispatcher.queue)
-        idle_since_s = tuple(replica.idle_since_s for replica in pool.idle())
+        idle = pool.idle()
+        idle_since_s = tuple(replica.idle_since_s for replica in idle)
         spec, ready = self._scale_spec(now_s), len(pool.ready)
+        stays, follow_at_s = self._follow_idling(now_s, queued + pool.in_flight, idle)
+        if stays and (ready or pool.starting):
+            prewarm = max(1, prewarm)
         stats = autoscaler.Stats(queued, pool.in_flight, pool.starting, ready, idle_since_s, prewarm)
         self._sufficient_load = autoscaler.sufficient_load(spec, stats)
         decision = autoscaler.decide(spec, stats, now_s)
@@ -133,6 +181,8 @@ class Revision(RevisionEvents):
                 "starting": pool.starting,
                 "ready": ready,
             }
+            if not ready and not pool.starting:
+                self.history.ladder.note_start(self.rung)
             pool.start(start)
             self.history.decisions.note("start", cause, workers=start, **figures)
         if decision.stop:
@@ -140,7 +190,12 @@ class Revision(RevisionEvents):
             self.history.decisions.note(
                 "stop", "idle", workers=decision.stop, ready=ready, idle_s=now_s - idle_since_s[0]
             )
+        if self.history.ladder.idle:
+            # The next invocation ends the idle period, so it must come here.
+            self._sufficient_load = -1.0
         wake_at_s = decision.wake_at_s
+        if follow_at_s is not None:
+            wake_at_s = min(wake_at_s or follow_at_s, follow_at_s)
         if (retry_at_s := self.breaker.backoff_until_s) > now_s:
             wake_at_s = min(wake_at_s or retry_at_s, retry_at_s)
         if wake_at_s is not None:
@@ -224,6 +279,7 @@ class Revision(RevisionEvents):
         """Run the accepted invocations for at most `timeout_s`, fail the others, and end the processes."""
         started_s = time.monotonic()
         self.retiring = True
+        self.history.ladder.release(self)
         self.scale()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -242,6 +298,7 @@ class Revision(RevisionEvents):
         self.breaker.reset()
         self._settle_first_start(None)
         self.pool.note_ready(replica)
+        self.history.ladder.note_ready(usual=not replica.measured, device=replica.device)
         self._on_activation("ready")
         self.dispatcher.adopt(replica)
         self.scale()
@@ -264,8 +321,9 @@ class Revision(RevisionEvents):
         if waiting := len(self.dispatcher.queue):
             self.dispatcher.dispatch()
             waiting = len(self.dispatcher.queue)
-        idle = not replica.outstanding.calls
-        if waiting or self.retiring or (idle and self._scale_timer is None):
+        # The timer that finds the idle period is due QUIET_S after the last end, or sooner.
+        untimed = self._scale_timer is None or self._scale_at_s > replica.idle_since_s + QUIET_S
+        if waiting or self.retiring or (untimed and not replica.outstanding.calls):
             self.scale()
 
     def on_returned(self, invocation: Invocation) -> None:
