@@ -14,7 +14,7 @@ import psutil
 from pydantic import BaseModel
 
 from ...snapshot.sources.location import shown
-from ..scaling.autoscaler import ScaleSpec
+from ..scaling.autoscaler import WINDOW_S, ScaleSpec
 from ..scaling.rung_figures import HoldingPrices
 from ..serving.dispatcher import Policy
 from ..serving.idle_ladder import PLANNED, LadderSpec
@@ -251,15 +251,18 @@ def policy_of(record: RevisionRecord) -> Policy:
     """Return the policy by which the gateway queues, sends and limits the invocations of a revision."""
     settings, batch = record.settings, record.handler.get("batch") or 1
     scale, in_flight = settings.scale, settings.concurrency * batch
-    timeout = {} if scale.idle_timeout_s is None else {"idle_timeout_s": scale.idle_timeout_s}
+    timeout_s = scale.idle_timeout_s
     return Policy(
         settings,
-        ScaleSpec(scale.min, scale.max, scale.buffer, in_flight, **timeout),
+        ScaleSpec(
+            scale.min, scale.max, scale.buffer, in_flight, WINDOW_S if timeout_s is None else timeout_s,
+            WINDOW_S if timeout_s is None else min(timeout_s, WINDOW_S),
+        ),
         max_batch=batch,
         interruptible=record.handler.get("kind") in ("async", "async_generator"),
         streaming=bool(record.handler.get("streaming")),
         aggregates=bool(record.handler.get("aggregate", True)),
-    )
+    )  # fmt: skip
 
 
 def ladder_spec_of(record: RevisionRecord, prices: HoldingPrices) -> LadderSpec:

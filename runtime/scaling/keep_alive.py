@@ -81,8 +81,9 @@ def learn(
 ) -> History:  # fmt: skip
     """Return the history with an idle period that has ended after `idle_s` seconds.
 
-    `since_s` is what `decide` was given at its beginning. `burst_waits` has for each rung the seconds that this
-    arrival and those within the rung's wake time would have waited, summed.
+    `since_s` is what `decide` was given at its beginning. `burst_waits` has for each rung the seconds that arrivals
+    since the last call, this one included, would have waited for a wake from it. Each arrival that ends an idle period
+    begins such a wake, whatever the rung was. Later arrivals within it count when they have come.
     """
     experts = history.experts or _consult(history, ladder, prior)
     costs = history.costs(ladder)

@@ -7,8 +7,10 @@ worker is READY, and those that come meanwhile wait for the rest of that.
 from __future__ import annotations
 
 import bisect
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Protocol
 
 from . import keep_alive
@@ -79,6 +81,12 @@ class LadderRun:
     woken: int = 0
     """Idle periods that ended below READY."""
     periods: list[float] = field(default_factory=list)
+    waits: list[float] = field(default_factory=list)
+    """The seconds that each request waited that had to."""
+    rung_s: list[float] = field(default_factory=list)
+    """The seconds held on each rung, in idle periods and while waking."""
+    busy_s: float = 0.0
+    """The seconds in which invocations ran."""
 
     def bill(self, wait_per_s: float) -> float:
         return self.held + wait_per_s * self.waited_s
@@ -90,7 +98,40 @@ class LadderRun:
         self.felt += other.felt
         self.woken += other.woken
         self.periods += other.periods
+        self.waits += other.waits
+        self.rung_s = [sum(pair) for pair in zip_longest(self.rung_s, other.rung_s, fillvalue=0.0)]
+        self.busy_s += other.busy_s
         return self
+
+
+class BurstWaits:
+    """Sums what arrivals would have waited for a wake of `wake_s` seconds, knowing only those that have come.
+
+    A wake begins with each arrival that ends an idle period, on whatever rung it was.
+    """
+
+    def __init__(self, wake_s: float) -> None:
+        self._wake_s = wake_s
+        self._waking = deque[float]()
+        self._sum_s = self._waited_s = 0.0
+
+    def arrive(self, arrival_s: float, *, ends_idle: bool) -> None:
+        """Add what an arrival would have waited for the wakes under way, its own included."""
+        if self._wake_s <= 0:
+            return
+        while self._waking and self._waking[0] + self._wake_s <= arrival_s:
+            self._sum_s -= self._waking.popleft()
+        if ends_idle:
+            self._waking.append(arrival_s)
+            self._sum_s += arrival_s
+        self._waited_s += self._sum_s + len(self._waking) * (self._wake_s - arrival_s)
+        if not self._waking:
+            self._sum_s = 0.0
+
+    def take(self) -> float:
+        """Return the seconds since the last call."""
+        waited_s, self._waited_s = max(0.0, self._waited_s), 0.0
+        return waited_s
 
 
 class Replay:
@@ -100,10 +141,12 @@ class Replay:
         self, arrivals: Sequence[float], service_s: float, ladder: Ladder, policy: KeepAlivePolicy
     ) -> None:
         """`arrivals` are ascending times in seconds. Each invocation runs for `service_s`."""
-        self.result = LadderRun(len(arrivals))
+        self.result = LadderRun(len(arrivals), rung_s=[0.0] * len(ladder.rungs))
         self._arrivals, self._service_s, self._ladder, self._policy = arrivals, service_s, ladder, policy
+        self._burst_waits = [BurstWaits(rung.wake_s) for rung in ladder.rungs]
         self._next = 0
-        self._idle_from_s = self._woken_at_s = 0.0
+        self._idle_from_s = 0.0
+        self._woken_at_s = arrivals[0] if arrivals else 0.0
         self._serve(0.0)
 
     @property
@@ -118,47 +161,52 @@ class Replay:
         plan = self._policy.plan(since_s)
         self.result.periods.append(idle_s)
         wake_s = self._hold(plan, idle_s)
-        waits = [self._burst_wait(rung.wake_s) for rung in self._ladder.rungs]
-        self._policy.learn(idle_s, since_s, waits)
+        for burst_wait in self._burst_waits:
+            burst_wait.arrive(arrival_s, ends_idle=True)
+        self._policy.learn(idle_s, since_s, [burst_wait.take() for burst_wait in self._burst_waits])
         self._woken_at_s = arrival_s
         self._serve(wake_s)
 
     def _hold(self, plan: Plan, idle_s: float) -> float:
         """Pay for the idle period. Return the seconds that the wake at its end takes."""
-        rungs, result = self._ladder.rungs, self.result
+        rungs = self._ladder.rungs
         now_s, rung, climb_until_s, below = 0.0, plan[0].rung, 0.0, plan[0].rung
         for offset_s, following in plan[1:]:
             if offset_s >= idle_s:
                 break
-            result.held += rungs[rung].hold_per_s * (offset_s - now_s)
+            self._pay(rung, offset_s - now_s)
             climb_s = max(0.0, rungs[rung].wake_s - rungs[following].wake_s)
             now_s, below, rung, climb_until_s = offset_s, rung, following, offset_s + climb_s
-        result.held += rungs[rung].hold_per_s * (idle_s - now_s)
+        self._pay(rung, idle_s - now_s)
         wake_s = rungs[rung].wake_s + max(0.0, climb_until_s - idle_s)
         wake_s = min(wake_s, max(rungs[rung].wake_s, rungs[below].wake_s))
-        result.held += rungs[0].hold_per_s * wake_s
-        result.woken += wake_s > 0
+        self._pay(0, wake_s)
+        self.result.woken += wake_s > 0
         return wake_s
 
-    def _burst_wait(self, wake_s: float) -> float:
-        first_s = self._arrivals[self._next]
-        if self._next + 1 == len(self._arrivals) or self._arrivals[self._next + 1] >= first_s + wake_s:
-            return wake_s
-        end = bisect.bisect_left(self._arrivals, first_s + wake_s, self._next)
-        return sum(first_s + wake_s - self._arrivals[number] for number in range(self._next, end))
+    def _pay(self, rung: int, seconds: float) -> None:
+        self.result.held += self._ladder.rungs[rung].hold_per_s * seconds
+        self.result.rung_s[rung] += seconds
 
     def _serve(self, wake_s: float) -> None:
         """Serve the next arrival, and all others that come before the worker is idle again."""
         if self._next >= len(self._arrivals):
             return
-        ready_s = busy_until_s = self._arrivals[self._next] + wake_s
+        first = self._next
+        ready_s = busy_until_s = self._arrivals[first] + wake_s
         while self._next < len(self._arrivals) and self._arrivals[self._next] <= busy_until_s:
             arrival_s = self._arrivals[self._next]
+            if self._next > first:
+                for burst_wait in self._burst_waits:
+                    burst_wait.arrive(arrival_s, ends_idle=False)
             waited_s = max(0.0, ready_s - arrival_s)
-            self.result.waited_s += waited_s
+            if waited_s:
+                self.result.waited_s += waited_s
+                self.result.waits.append(waited_s)
             self.result.felt += waited_s > FELT_S
             busy_until_s = max(busy_until_s, max(arrival_s, ready_s) + self._service_s)
             self._next += 1
+        self.result.busy_s += busy_until_s - ready_s
         self._idle_from_s = busy_until_s
 
 

@@ -24,6 +24,7 @@ from ..scaling.rung_figures import RungFigures
 from ..telemetry.decisions import Decisions
 from ..telemetry.usage import RungName
 from .idle_ladder import IdleLadder, NodeHabits
+from .prewarms import Prewarms
 
 # Changes are written so long after the first of them. What is lost in a crash is harmless.
 WRITE_AFTER_S = 60.0
@@ -64,6 +65,10 @@ class FunctionHistory:
 
     ladder: IdleLadder
     decisions: Decisions = field(default_factory=Decisions)
+    prewarms: Prewarms = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prewarms", Prewarms(self.decisions))
 
     @classmethod
     def new(

@@ -24,8 +24,6 @@ from ..scaling.rung_figures import HoldingPrices, RungFigures, differs
 from ..telemetry.decisions import Decisions
 from ..telemetry.usage import RungName
 
-# A worker that a signal asked for is kept so long, even if the plan says otherwise.
-WARMED_S = 60.0
 # Periods whose followers are still being counted. Of more, the oldest is learned with what was counted.
 MOST_LESSONS = 64
 PLANNED = (RungName.READY, RungName.ZYGOTE, RungName.LOCAL)
@@ -40,8 +38,12 @@ class LadderTarget(Protocol):
     def arrived(self) -> int:
         """The number of invocations that were ever accepted."""
 
+    @property
+    def held_until_s(self) -> float | None:
+        """Until when a signal holds workers; None if none does."""
+
     def descend(self, rung: RungName) -> None:
-        """Give up what is held above `rung`, unless there is work."""
+        """Give up what is held above `rung`, unless there is work or a signal holds workers."""
 
     def ascend(self, rung: RungName) -> None:
         """Make what `rung` holds."""
@@ -105,7 +107,6 @@ class IdleLadder:
         self._stands_on, self._evicted = 0, False
         self._step_timer: asyncio.TimerHandle | None = None
         self._count_timer: asyncio.TimerHandle | None = None
-        self._warmed_until_s = 0.0
         self._woken_from: tuple[RungName, float] | None = None
         self._lessons: deque[_Lesson] = deque()
 
@@ -168,6 +169,11 @@ class IdleLadder:
         return self._watch.period is not None
 
     @property
+    def plans(self) -> bool:
+        """True if the policy decides when the last worker ends."""
+        return self._spec.planned
+
+    @property
     def keeps_worker(self) -> bool:
         """True if the last worker is to stay although it is idle."""
         return self._spec.planned and self._stands_on == 0 and not self._evicted
@@ -182,10 +188,6 @@ class IdleLadder:
         if self._watch.period is not None:
             self._forget_plan()
         self._watch.interrupt()
-
-    def note_warmup(self) -> None:
-        """Keep the workers for a while that a signal asks for, whatever the plan says."""
-        self._warmed_until_s = time.monotonic() + WARMED_S
 
     def note_start(self, rung: RungName) -> None:
         """Learn how long a wake from `rung` takes: it begins now."""
@@ -319,9 +321,9 @@ class IdleLadder:
         period, plan, before = self._watch.period, self._plan, self._stands_on
         if period is None or plan is None or self._target is None:
             return
-        if wanted > before and now_s < self._warmed_until_s:
+        if wanted > before and (held_s := self._target.held_until_s) is not None:
             # A signal asked for workers. The plan goes on where it is then.
-            self._set_step_timer(self._warmed_until_s, now_s)
+            self._set_step_timer(held_s, now_s)
             return
         if wanted != before:
             self._stands_on = wanted

@@ -1,13 +1,16 @@
 """The keep-alive policy: what it promises for every history, and what it learns."""
 
 import random
+from collections.abc import Sequence
+from itertools import accumulate
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pilotflame.runtime.scaling.idle_law import Prior
 from pilotflame.runtime.scaling.keep_alive import IDLES, INTERVALS, History, decide, followed, learn
 from pilotflame.runtime.scaling.ladder import Ladder, Rung, Step
-from pilotflame.runtime.scaling.ladder_simulator import Fixed, Learned, Replay, run
+from pilotflame.runtime.scaling.ladder_simulator import BurstWaits, Fixed, Learned, Replay, run
 
 from .test_ladder import assert_orderly, ladders
 
@@ -113,6 +116,52 @@ def test_an_arrival_in_the_middle_of_a_prewarm_waits_for_its_rest() -> None:
     plan = (Step(0.0, 1), Step(50.0, 0), Step(100.0, 1))
     result = run(Replay([0.0, 53.0], 1.0, ladder, Fixed(plan)))
     assert (result.waited_s, result.held) == (3.0, 2.0 + 3.0)
+
+
+class Witness(Fixed):
+    """Writes down what a policy is told."""
+
+    def __init__(self) -> None:
+        super().__init__((Step(0.0, 0),))
+        self.told: list[tuple[float, float, list[float]]] = []
+
+    def learn(self, idle_s: float, since_s: float, burst_waits: Sequence[float]) -> None:
+        self.told.append((idle_s, since_s, list(burst_waits)))
+
+
+gaps = st.lists(st.floats(0.0, 20.0), min_size=1, max_size=40)
+
+
+@given(gaps, st.integers(1, 40))
+def test_a_policy_is_told_nothing_of_later_arrivals(following: list[float], known: int) -> None:
+    arrivals = list(accumulate(following))
+    whole, part = Witness(), Witness()
+    run(Replay(arrivals, 0.5, SLICE, whole))
+    run(Replay(arrivals[:known], 0.5, SLICE, part))
+    assert part.told == whole.told[: len(part.told)]
+
+
+@given(gaps, st.floats(0.0, 30.0), st.data())
+def test_all_who_come_during_a_wake_are_counted_once_they_have_come(
+    following: list[float], wake_s: float, data: st.DataObject
+) -> None:
+    arrivals = list(accumulate(following))
+    ending = data.draw(st.lists(st.booleans(), min_size=len(arrivals), max_size=len(arrivals)))
+    waits, told_s = BurstWaits(wake_s), 0.0
+    for arrival_s, ends_idle in zip(arrivals, ending, strict=True):
+        waits.arrive(arrival_s, ends_idle=ends_idle)
+        told_s += waits.take()
+    wakes = [(number, at_s) for number, at_s in enumerate(arrivals) if ending[number]]
+    later = ((at_s, arrival_s) for number, at_s in wakes for arrival_s in arrivals[number:])
+    assert told_s == pytest.approx(
+        sum(max(0.0, at_s + wake_s - arrival_s) for at_s, arrival_s in later), abs=1e-6
+    )
+
+
+def test_the_first_interval_begins_with_the_first_arrival() -> None:
+    witness = Witness()
+    run(Replay([1000.0, 1060.0], 1.0, SLICE, witness))
+    assert [(idle_s, since_s) for idle_s, since_s, _ in witness.told] == [(59.0, 1.0)]
 
 
 def test_the_policy_is_never_much_dearer_than_the_envelope_and_much_cheaper_for_a_timer() -> None:

@@ -97,6 +97,7 @@ class _Nothing:
 
     rung = RungName.LOCAL
     arrived = 0
+    held_until_s = None
 
     def descend(self, rung: RungName) -> None:
         raise AssertionError(rung)
