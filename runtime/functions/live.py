@@ -74,6 +74,16 @@ class SourceStatus(BaseModel, frozen=True):
     last_error_at: datetime | None
 
 
+class ScheduleStatus(BaseModel, frozen=True):
+    """A schedule of a function, and when it fires next."""
+
+    cron: str
+    timezone: str
+    workers: int
+    for_s: float
+    next_at: datetime | None
+
+
 class FunctionStatus(BaseModel, frozen=True):
     """The status of a function, as the control routes return it."""
 
@@ -106,6 +116,7 @@ class FunctionStatus(BaseModel, frozen=True):
     warnings: list[str]
     last_errors: list[LastError] = []
     sources: list[SourceStatus] = []
+    schedules: list[ScheduleStatus] = []
     settings: FunctionSettings
     setting_origins: dict[str, str] = {}
     input_schema: dict[str, Any]
@@ -223,10 +234,18 @@ class Live:
             rest_mb=round(self._rest_mb, 1) if self._rest_mb is not None else None,
             last_cold_start_ms=cold.total_s * 1000 if cold else None,
             last_cold_start_phases_ms={name: s * 1000 for name, s in cold.phases().items()} if cold else {},
+            schedules=self.schedules(datetime.now(UTC)),
             latency_curve=[(point.size, point.p50_s) for point in self.revision.dispatcher.learned],
             warnings=self.warnings, settings=settings, setting_origins=record.setting_origins, processes=processes or [],
             **{key: facts.get(key, missing) for key, missing in _FACTS.items()},
         )  # fmt: skip
+
+    def schedules(self, now: datetime) -> list[ScheduleStatus]:
+        """Return the function's schedules, and when each of them fires next."""
+        return [
+            ScheduleStatus(next_at=schedule.next_fire(now), **dict(schedule))
+            for schedule in self.record.settings.schedule
+        ]
 
     async def processes(self) -> list[Process]:
         """Measure the memory of the function's processes, in a thread, since that takes long system calls."""
