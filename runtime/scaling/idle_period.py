@@ -93,7 +93,7 @@ class IdleWatch:
         self.period = self._quiet_from_s = None
 
 
-class Arrivals:
+class Followers:
     """Counts the arrivals in the first seconds after a wake, and tells for how long they would have waited."""
 
     def __init__(self, woken_s: float, wakes_s: Sequence[float]) -> None:

@@ -22,6 +22,7 @@ from ..scaling.idle_law import PRIOR_BINS, Prior
 from ..scaling.keep_alive import EXPERTS, IDLES, INTERVALS, History
 from ..scaling.rung_figures import RungFigures
 from ..telemetry.decisions import Decisions
+from ..telemetry.load_history import Arrivals, LoadSeries
 from ..telemetry.usage import RungName
 from .idle_ladder import IdleLadder, NodeHabits
 from .prewarms import Prewarms
@@ -65,6 +66,8 @@ class FunctionHistory:
 
     ladder: IdleLadder
     decisions: Decisions = field(default_factory=Decisions)
+    load: LoadSeries = field(default_factory=LoadSeries)
+    arrivals: Arrivals = field(default_factory=Arrivals)
     prewarms: Prewarms = field(init=False)
 
     def __post_init__(self) -> None:

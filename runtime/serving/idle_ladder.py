@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 from ..scaling import keep_alive
 from ..scaling.eviction import Gaps, StepDown
 from ..scaling.idle_law import Prior
-from ..scaling.idle_period import Arrivals, IdlePeriod, IdleWatch
+from ..scaling.idle_period import Followers, IdlePeriod, IdleWatch
 from ..scaling.keep_alive import History
 from ..scaling.ladder import Ladder, Plan
 from ..scaling.rung_figures import HoldingPrices, RungFigures, differs
@@ -77,7 +77,7 @@ class _Lesson(NamedTuple):
 
     idle_s: float
     since_s: float
-    arrivals: Arrivals
+    followers: Followers
     arrived: int
 
 
@@ -254,13 +254,13 @@ class IdleLadder:
         self._forget_plan()
         if not ended.known or self._target is None:
             return
-        arrivals = Arrivals(now_s, [rung.wake_s for rung in self._measured.rungs])
+        followers = Followers(now_s, [rung.wake_s for rung in self._measured.rungs])
         arrived = self._target.arrived - load
-        self._lessons.append(_Lesson(now_s - ended.begun_s, ended.since_s, arrivals, arrived))
+        self._lessons.append(_Lesson(now_s - ended.begun_s, ended.since_s, followers, arrived))
         self._set_count_timer(now_s)
 
     def _set_count_timer(self, now_s: float) -> None:
-        due = [due_s for lesson in self._lessons if (due_s := lesson.arrivals.next_s) is not None]
+        due = [due_s for lesson in self._lessons if (due_s := lesson.followers.next_s) is not None]
         if self._count_timer is not None:
             self._count_timer.cancel()
         self._count_timer = (
@@ -271,8 +271,8 @@ class IdleLadder:
         now_s = time.monotonic()
         if self._target is not None:
             for lesson in self._lessons:
-                if (due_s := lesson.arrivals.next_s) is not None and due_s <= now_s:
-                    lesson.arrivals.count(now_s, self._target.arrived - lesson.arrived)
+                if (due_s := lesson.followers.next_s) is not None and due_s <= now_s:
+                    lesson.followers.count(now_s, self._target.arrived - lesson.arrived)
         self._set_count_timer(now_s)
 
     # -- planning
@@ -300,7 +300,7 @@ class IdleLadder:
     def _take_lessons(self) -> tuple[_Lesson, ...]:
         taken = list[_Lesson]()
         while self._lessons and (
-            self._lessons[0].arrivals.next_s is None or len(self._lessons) > MOST_LESSONS
+            self._lessons[0].followers.next_s is None or len(self._lessons) > MOST_LESSONS
         ):
             taken.append(self._lessons.popleft())
         return tuple(taken)
@@ -380,6 +380,6 @@ def _settle(
 
 def _learn(history: History, ladder: Ladder, prior: Prior, lessons: Sequence[_Lesson]) -> History:
     wakes_s = [rung.wake_s for rung in ladder.rungs]
-    for idle_s, since_s, arrivals, _ in lessons:
-        history = keep_alive.learn(history, ladder, idle_s, since_s, arrivals.waits(wakes_s), prior)
+    for idle_s, since_s, followers, _ in lessons:
+        history = keep_alive.learn(history, ladder, idle_s, since_s, followers.waits(wakes_s), prior)
     return history

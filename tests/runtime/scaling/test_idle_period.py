@@ -5,7 +5,7 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pilotflame.runtime.scaling.idle_period import QUIET_S, Arrivals, IdlePeriod, IdleWatch
+from pilotflame.runtime.scaling.idle_period import QUIET_S, Followers, IdlePeriod, IdleWatch
 from pilotflame.runtime.scaling.ladder import Step
 
 PLAN = (Step(0.0, 0), Step(10.0, 1), Step(30.0, 2), Step(50.0, 0), Step(60.0, 2))
@@ -75,7 +75,7 @@ def test_before_its_time_a_plan_stands_on_its_first_rung() -> None:
 
 def counted(arrivals_s: list[float], wakes_s: list[float], *, late_s: float = 0.0) -> tuple[float, ...]:
     """Return the waits if arrivals come so long after the first."""
-    count = Arrivals(100.0, wakes_s)
+    count = Followers(100.0, wakes_s)
     while (due_s := count.next_s) is not None:
         now_s = due_s + late_s
         count.count(now_s, 1 + sum(100.0 + after_s <= now_s for after_s in arrivals_s))
@@ -99,6 +99,6 @@ def test_one_caller_alone_waits_for_the_wake_time() -> None:
 
 
 def test_what_was_not_counted_yet_is_taken_as_quiet() -> None:
-    count = Arrivals(0.0, [0.0, 4.0])
+    count = Followers(0.0, [0.0, 4.0])
     count.count(1.0, 3)
     assert count.waits([0.0, 4.0]) == pytest.approx((0.0, 2.0 + 3 * 3.0))
