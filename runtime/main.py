@@ -29,6 +29,7 @@ from .api.access_log import AccessLog
 from .api.admin import Admin
 from .api.audit import Audit
 from .api.backend import Backend
+from .api.console import Console
 from .api.cross_origin import CrossOrigin
 from .api.docs_page import DocsPage
 from .api.fast_path import FastPath
@@ -243,6 +244,7 @@ async def startup(
     apis = (
         gateway, admin, LogsApi(functions, logs), RevisionsApi(functions), AccessControl(keyring, secrets, functions),
         WebhooksApi(functions, jobs), HistoryApi(functions, _recorder(functions, state, stack)), DocsPage(),
+        Console(functions, metrics),
     )  # fmt: skip
     own_routes = [route for api in apis for route in api.routes()]
     rows = [*own_routes, *dialects.routes()]
