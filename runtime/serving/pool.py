@@ -42,6 +42,7 @@ class Pool:
         self._asked: list[float] = []
         self._last: Replica | None = None
         self._past_busy_s = self._past_ready_s = self._past_load_s = 0.0
+        self._past_completed = 0
         self._weights = weights if spec.source else None
         self._fetching: FetchProgress | None = None
         self._holding = asyncio.Lock()
@@ -64,6 +65,11 @@ class Pool:
         for replica in self.replicas:
             count += len(replica.outstanding.calls)
         return count
+
+    @property
+    def completed(self) -> int:
+        """How many invocations all workers, dead ones included, have ended."""
+        return self._past_completed + sum(replica.completed for replica in self.replicas)
 
     def worked_s(self, now_s: float) -> tuple[float, float]:
         """Return how many seconds all workers, dead ones included, had work, and how many they were ready."""
@@ -204,6 +210,7 @@ class Pool:
         self._last = None
         self._past_busy_s += replica.outstanding.busy_s
         self._past_load_s += replica.outstanding.load_s(time.monotonic())
+        self._past_completed += replica.completed
         if replica.completed:
             self.used_s = time.monotonic()
         if replica.activation.ready_s:
