@@ -43,6 +43,7 @@ from .api.routes import Route, error_formats
 from .api.server import HttpServer, bind, http_server, url_of
 from .api.standalone import Standalone
 from .api.tls import Certificate
+from .api.warmup import WarmupApi
 from .api.webhooks import WebhooksApi
 from .commands.watch import watch
 from .dialects.registry import Dialects
@@ -235,7 +236,7 @@ async def startup(
     gateway, dialects = Gateway(backend), Dialects(backend)
     stack.callback(tasks.keep(dialects.sweep, name="files_sweep").cancel)
     apis = (
-        gateway, admin, LogsApi(functions, logs), RevisionsApi(functions), AccessControl(keyring, secrets, functions),
+        gateway, admin, LogsApi(functions, logs), RevisionsApi(functions), WarmupApi(functions), AccessControl(keyring, secrets, functions),
         WebhooksApi(functions, jobs), DocsPage(),
     )  # fmt: skip
     own_routes = [route for api in apis for route in api.routes()]
