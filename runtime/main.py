@@ -33,6 +33,7 @@ from .api.cross_origin import CrossOrigin
 from .api.docs_page import DocsPage
 from .api.fast_path import FastPath
 from .api.guard import Guard
+from .api.history import HistoryApi
 from .api.invoke import Gateway
 from .api.logs import LogsApi
 from .api.openapi import OpenApi
@@ -50,12 +51,14 @@ from .dialects.registry import Dialects
 from .events.sources import Sources
 from .functions.deploy import Deployment
 from .functions.prewarming import Prewarming
+from .functions.recorder import Recorder
 from .functions.registry import FunctionEvents, Functions
 from .functions.rest import Rest
 from .functions.store import Retention, Store
 from .jobs.jobs import Jobs
 from .jobs.webhook_signing import load_key
-from .launching.container_launcher import ContainerLauncher, find_engine
+from .launching.container_engine import find_engine
+from .launching.container_launcher import ContainerLauncher
 from .launching.fetcher_client import FetcherClient
 from .launching.launcher import LauncherByImage
 from .launching.listener import Listener
@@ -236,8 +239,9 @@ async def startup(
     gateway, dialects = Gateway(backend), Dialects(backend)
     stack.callback(tasks.keep(dialects.sweep, name="files_sweep").cancel)
     apis = (
-        gateway, admin, LogsApi(functions, logs), RevisionsApi(functions), WarmupApi(functions), AccessControl(keyring, secrets, functions),
-        WebhooksApi(functions, jobs), DocsPage(),
+        gateway, admin, LogsApi(functions, logs), RevisionsApi(functions), WarmupApi(functions),
+        AccessControl(keyring, secrets, functions), WebhooksApi(functions, jobs),
+        HistoryApi(functions, _recorder(functions, state, stack)), DocsPage(),
     )  # fmt: skip
     own_routes = [route for api in apis for route in api.routes()]
     rows = [*own_routes, *dialects.routes()]
@@ -389,6 +393,19 @@ def _observe(events: FunctionEvents, metrics: Metrics, rest: Rest) -> None:
     events.removed.append(metrics.forget)
     for notice in (events.activated, events.live, events.removed):
         notice.append(rest.note_change)
+
+
+def _recorder(functions: Functions, state: Path, stack: contextlib.AsyncExitStack) -> Recorder:
+    """Store what is decided about functions and when they are called, until `stack` closes."""
+    recorder, tasks = Recorder(state / "records", functions.all), functions.tasks
+
+    def removed(name: str) -> None:
+        tasks.create_task(recorder.forget(name))
+
+    functions.events.removed.append(removed)
+    stack.push_async_callback(recorder.flush)
+    stack.callback(tasks.keep(recorder.run, name="records").cancel)
+    return recorder
 
 
 def _connect(

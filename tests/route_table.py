@@ -10,6 +10,7 @@ from typing import Any
 from pilotflame.runtime.api.access import AccessControl
 from pilotflame.runtime.api.admin import Admin
 from pilotflame.runtime.api.docs_page import DocsPage
+from pilotflame.runtime.api.history import HistoryApi
 from pilotflame.runtime.api.invoke import Gateway
 from pilotflame.runtime.api.logs import LogsApi
 from pilotflame.runtime.api.openapi import OpenApi
@@ -31,6 +32,7 @@ def described() -> OpenApi:
         RevisionsApi(missing),
         AccessControl(missing, missing, missing),
         WebhooksApi(missing, missing),
+        HistoryApi(missing, missing),
         DocsPage(),
     )
     own = [route for api in apis for route in api.routes()]

@@ -6,6 +6,7 @@ aiohttp's routes, the scopes that the guard requires and /openapi.json are all d
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -84,6 +85,25 @@ class Number(Parameter):
                 return number
         limits = f"from {least}" if most is None else f"from {least} to {most}"
         raise BadInput(f"{self.name} is {text[:40]!r}.", remedy=f"It must be a whole number {limits}.")
+
+
+class UnixTime(Parameter):
+    """A query parameter that is a time."""
+
+    def __init__(self, name: str, description: str, default: float) -> None:
+        super().__init__(name, description, type="number")
+        self._default = default
+
+    def read(self, request: web.Request) -> float:
+        """Return the time that was sent, in Unix seconds, or the default. Raises BadInput if it is none."""
+        text = request.query.get(self.name)
+        try:
+            found = self._default if text is None else float(text)
+        except ValueError:
+            found = math.nan
+        if math.isnan(found):
+            raise BadInput(f"{text!r:.40} is no time.", remedy="Send Unix time in seconds.")
+        return found
 
 
 class Choices(Parameter, Generic[E]):

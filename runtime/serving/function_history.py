@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..telemetry.decisions import Decisions
+from ..telemetry.load_history import Arrivals, LoadSeries
 from .prewarms import Prewarms
 
 
@@ -13,6 +14,8 @@ class FunctionHistory:
     """What is remembered of a function when a revision of it ends, for the next one."""
 
     decisions: Decisions = field(default_factory=Decisions)
+    load: LoadSeries = field(default_factory=LoadSeries)
+    arrivals: Arrivals = field(default_factory=Arrivals)
     prewarms: Prewarms = field(init=False)
 
     def __post_init__(self) -> None:

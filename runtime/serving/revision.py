@@ -23,9 +23,11 @@ from ..launching.launcher import UNKNOWN_CAUSE, EndCause, Launcher
 from ..link.worker_spec import WorkerSpec
 from ..scaling import autoscaler
 from ..scaling.recent_need import RecentNeed
+from ..telemetry.load_history import LoadState
 from ..telemetry.logs import RevisionLog
 from ..telemetry.metrics import Census
 from ..telemetry.timeline import WorkerTiming
+from ..telemetry.usage import RungName
 from .breaker import Breaker
 from .dispatcher import Dispatcher, Policy
 from .function_history import FunctionHistory
@@ -57,7 +59,7 @@ class Revision(RevisionEvents):
     ) -> None:  # fmt: skip
         """`on_activation` is called with "ready" or "failed" when a worker is ready or could not be started."""
         self.spec, self.policy, self.streaming = spec, policy, policy.streaming
-        self.history = history
+        self.history, self._note_arrival = history, history.arrivals.note
         scale, measure = policy.settings.scale, not curves.known
         self.pool = Pool(spec, scale, launcher, logs, tasks, self, weights, secrets, measure)
         self.dispatcher = Dispatcher(spec, policy, self.pool, curves, self.scale)
@@ -168,8 +170,20 @@ class Revision(RevisionEvents):
         if wake_at_s is not None:
             self._scale_at(wake_at_s, now_s)
         self.history.prewarms.settle()
+        self.note_load()
         if self.retiring and not queued and not pool.in_flight:
             self._empty.set()
+
+    def note_load(self) -> None:
+        """Note the present load in the history of the function. A revision that retires is not the function's."""
+        pool = self.pool
+        if self.retiring:
+            return
+        ready, starting = len(pool.ready), pool.starting
+        rest = RungName.LOCAL if pool.zygote.source is None else RungName.ZYGOTE
+        rung = RungName.READY if ready else rest
+        state = LoadState(len(self.dispatcher.queue), pool.in_flight, starting, ready, rung)
+        self.history.load.note(time.monotonic(), state)
 
     def _stats(
         self, spec: autoscaler.ScaleSpec, queued: int, hold: WarmHold | None, now_s: float
@@ -320,6 +334,10 @@ class Revision(RevisionEvents):
             text = f"{outcome.message}\n{outcome.trace}".rstrip()
             self._logs.write(replica.name, text, "error", request_id=invocation.id)
         self.dispatcher.complete(replica, invocation, outcome, timing, now_s, batch)
+        timeline = invocation.timeline
+        self._note_arrival(timeline.received_s)
+        if timeline.activation is not None:
+            self.history.load.note_cold(now_s, timeline.sent_s - timeline.received_s)
         # A batch leaves room for another only when its last invocation has ended.
         if batch is not None or not replica.outstanding.batching:
             self._on_room(replica)
