@@ -29,6 +29,7 @@ from .api.access_log import AccessLog
 from .api.admin import Admin
 from .api.audit import Audit
 from .api.backend import Backend
+from .api.console import Console
 from .api.cross_origin import CrossOrigin
 from .api.docs_page import DocsPage
 from .api.fast_path import FastPath
@@ -239,9 +240,9 @@ async def startup(
     gateway, dialects = Gateway(backend), Dialects(backend)
     stack.callback(tasks.keep(dialects.sweep, name="files_sweep").cancel)
     apis = (
-        gateway, admin, LogsApi(functions, logs), RevisionsApi(functions), WarmupApi(functions),
-        AccessControl(keyring, secrets, functions), WebhooksApi(functions, jobs),
-        HistoryApi(functions, _recorder(functions, state, stack)), DocsPage(),
+        gateway, admin, LogsApi(functions, logs), RevisionsApi(functions), AccessControl(keyring, secrets, functions),
+        WebhooksApi(functions, jobs), HistoryApi(functions, _recorder(functions, state, stack)), DocsPage(),
+        Console(functions, metrics), WarmupApi(functions),
     )  # fmt: skip
     own_routes = [route for api in apis for route in api.routes()]
     rows = [*own_routes, *dialects.routes()]

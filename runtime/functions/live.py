@@ -197,6 +197,17 @@ class Live:
         """Remember the timeline of the latest cold start, which `status` shows."""
         self._last_cold = timeline
 
+    @property
+    def rest_mb(self) -> float | None:
+        """The memory of the zygote and the standby in MiB, when it was last measured."""
+        return round(self._rest_mb, 1) if self._rest_mb is not None else None
+
+    def last_cold_phases_ms(self) -> dict[str, float]:
+        """Return the milliseconds of each phase of the latest cold start, or nothing if there was none."""
+        if self._last_cold is None:
+            return {}
+        return {name: seconds * 1000 for name, seconds in self._last_cold.phases().items()}
+
     async def last_errors(self, logs: Logs) -> list[LastError]:
         """Return the latest errors in the function's log, the newest last."""
         query = LogQuery(LAST_ERRORS, level="error")
@@ -221,9 +232,9 @@ class Live:
             workers=Workers(ready=census.ready, starting=census.starting, draining=census.draining),
             standby=census.standby, zygote=census.zygote, queued=census.queued, in_flight=census.in_flight,
             activations=self.revision.pool.activations,
-            rest_mb=round(self._rest_mb, 1) if self._rest_mb is not None else None,
+            rest_mb=self.rest_mb,
             last_cold_start_ms=cold.total_s * 1000 if cold else None,
-            last_cold_start_phases_ms={name: s * 1000 for name, s in cold.phases().items()} if cold else {},
+            last_cold_start_phases_ms=self.last_cold_phases_ms(),
             schedules=self.schedules(datetime.now(UTC)),
             latency_curve=[(point.size, point.p50_s) for point in self.revision.dispatcher.learned],
             warnings=self.warnings, settings=settings, setting_origins=record.setting_origins, processes=processes or [],
