@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -35,6 +36,8 @@ SMOOTHING = 0.3
 # Without batches, the latency curve learns from one in this many invocations of a worker: their durations are
 # similar, and learning takes processor time.
 OBSERVED_EVERY = 16
+# So many of them give the median time in the handler.
+KEPT = 31
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,9 @@ class Dispatcher:
         self._loop = asyncio.get_running_loop()
         self._deadlines = Deadlines(self._loop, self._on_due)
         self._batch_timer: asyncio.TimerHandle | None = None
+        # The latest observed times in the handler, and their median; 0 while there are none.
+        self._exec_s: deque[float] = deque(maxlen=KEPT)
+        self._each_s = 0.0
         # The curve of earlier workers, until a worker of this revision is ready.
         self._stored = LatencyCurve(curves.latest())
         self.activation_s = 0.0
@@ -132,9 +138,12 @@ class Dispatcher:
         curve, most = self._curve, self.queue.max_batch
         if not curve.points:
             return None
-        full, rest = divmod(len(self.queue), most)
         slots = [replica.outstanding.slots for replica in self._pool.ready]
         at_once = min(slots) if slots else self._at_once
+        if most == 1 and self._each_s:
+            # The curve has the way to the worker too, which takes long while many are sent.
+            return len(self.queue) * self._each_s / at_once
+        full, rest = divmod(len(self.queue), most)
         return (full * curve.typical(most) + (curve.typical(rest) if rest else 0.0)) / at_once
 
     def longest_s(self) -> float:
@@ -282,6 +291,9 @@ class Dispatcher:
             if timing[3]:
                 self.queue.charge(invocation, timing[3])
         elif replica.completed % OBSERVED_EVERY == 1:
+            if timeline.exec_s:
+                self._exec_s.append(timeline.exec_s)
+                self._each_s = sorted(self._exec_s)[len(self._exec_s) // 2]
             self._observe(BatchEnd(1, 1.0, now_s - timeline.sent_s - timeline.wait_s))
         self._deadlines.cancel(invocation)
         invocation.end(outcome if isinstance(outcome, Output) else self._pool.explain(outcome))
