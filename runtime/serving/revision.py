@@ -50,6 +50,8 @@ FIRST_START_TIMEOUT_S = 900.0
 # Workers have at least this long for their `teardown` (or the whole timeout of `retire`, if that is shorter),
 # even if all the time was used to end invocations.
 MIN_TEARDOWN_S = 2.0
+# Those who listen to the calls of a function hear of one in this time at most.
+BEAT_S = 0.5
 # For how long the plan's prewarm holds a worker.
 PREDICTED_S = 1.0
 # A worker that was idle for so long may be stopped if another function has callers who wait for one of the node's
@@ -65,10 +67,12 @@ class Revision(RevisionEvents):
         self, spec: WorkerSpec, policy: Policy, launcher: Launcher, logs: RevisionLog, tasks: asyncio.TaskGroup,
         on_activation: Callable[[str], None], weights: FetcherClient, secrets: Callable[[], dict[str, str]],
         curves: LatencyCurveStore, history: FunctionHistory, limit: WorkerLimit,
+        on_called: Callable[[float], None] = lambda _at_s: None,
     ) -> None:  # fmt: skip
         """`on_activation` is called with "ready" or "failed" when a worker is ready or could not be started.
 
-        `limit` is shared by all revisions.
+        `limit` is shared by all revisions. `on_called` is called with the arrival of an invocation, at most once every
+        BEAT_S.
         """
         self.spec, self.policy, self.streaming = spec, policy, policy.streaming
         self.history, self._note_arrival = history, history.arrivals.note
@@ -82,6 +86,7 @@ class Revision(RevisionEvents):
         self.retiring = False
         """True from the start of `retire`."""
         self._tasks, self._logs, self._on_activation = tasks, logs, on_activation
+        self._on_called, self._beat_at_s = on_called, 0.0
         self._loop = asyncio.get_running_loop()
         self._demand = Demand(self.pool, self.dispatcher)
         # Up to this number of running invocations, `submit` need not scale.
@@ -106,6 +111,9 @@ class Revision(RevisionEvents):
             raise self.dispatcher.retired()
         if self.breaker.failures and self.breaker.open(now_s := time.monotonic()) and not self.pool.ready:
             raise self.breaker.refusal(self.spec.function, now_s)
+        if (arrived_s := invocation.timeline.received_s) >= self._beat_at_s:
+            self._beat_at_s = arrived_s + BEAT_S
+            self._on_called(arrived_s)
         try:
             sent = self.dispatcher.submit(invocation)
         except Overloaded:
