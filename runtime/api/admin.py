@@ -105,8 +105,10 @@ class Admin:
         ]  # fmt: skip
 
     async def deploy(self, request: web.Request) -> web.StreamResponse:
-        deployment = await self._deployment(request)
-        live = await self._functions.deploy(replace(deployment, authorize=caller_of(request).check_deploy))
+        deployment, caller = await self._deployment(request), caller_of(request)
+        live = await self._functions.deploy(
+            replace(deployment, authorize=caller.check_deploy, owner=caller.owner)
+        )
         note(request, function=live.record.function, revision=live.record.revision)
         return json_response(live.status().model_dump(mode="json"), status=201)
 
@@ -134,6 +136,8 @@ class Admin:
 
     async def warmup(self, request: web.Request) -> web.StreamResponse:
         live = self._functions.get(request.match_info["function"])
+        if (account := live.revision.history.account).exhausted:
+            raise account.refusal()
         live.revision.warm(WORKERS.read(request, most=live.record.settings.scale.max))
         return json_response({"workers": live.status().workers.model_dump()})
 

@@ -6,6 +6,7 @@ aiohttp's routes, the scopes that the guard requires and /openapi.json are all d
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -19,6 +20,8 @@ from ..access.keys import Scope
 from .responses import ErrorBody, ErrorFormat, Handler
 
 MAX_DIGITS = 9
+# The last time that a date can be made of: the end of the year 9999.
+LAST_S = 253402300799.0
 _FLAGS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False, "": False}
 
 E = TypeVar("E", bound=enum.StrEnum)
@@ -84,6 +87,26 @@ class Number(Parameter):
                 return number
         limits = f"from {least}" if most is None else f"from {least} to {most}"
         raise BadInput(f"{self.name} is {text[:40]!r}.", remedy=f"It must be a whole number {limits}.")
+
+
+class Instant(Parameter):
+    """A query parameter that is a point in time: Unix time in seconds."""
+
+    def __init__(self, name: str, description: str) -> None:
+        super().__init__(name, description, type="number")
+
+    def read(self, request: web.Request, default: float) -> float:
+        """Return the time that was sent, or the default. Raises BadInput if it is none."""
+        text = request.query.get(self.name)
+        try:
+            found = default if text is None else float(text)
+        except ValueError:
+            found = math.nan
+        if math.isnan(found) or (text is not None and abs(found) > LAST_S):
+            raise BadInput(
+                f"{self.name} is {text!r:.40}, which is no time.", remedy="Send Unix time in seconds."
+            )
+        return found
 
 
 class Choices(Parameter, Generic[E]):

@@ -15,6 +15,7 @@ from pydantic import BaseModel
 
 from ...snapshot.sources.location import shown
 from ..scaling.autoscaler import ScaleSpec
+from ..scaling.budget import BudgetSpec, BudgetState
 from ..serving.dispatcher import Policy
 from ..serving.revision import Revision
 from ..settings.function_settings import FunctionSettings
@@ -56,6 +57,16 @@ class LastError(BaseModel, frozen=True):
     text: str
 
 
+class BudgetUse(BaseModel, frozen=True):
+    """How much of its day's budget a function has used. A limit that is None does not apply."""
+
+    state: BudgetState
+    money: float
+    money_per_day: float | None
+    worker_s: float
+    seconds_per_day: float | None
+
+
 class SourceStatus(BaseModel, frozen=True):
     """How an event source of a function does. Counts are those since the gateway started the source."""
 
@@ -95,6 +106,8 @@ class FunctionStatus(BaseModel, frozen=True):
     last_cold_start_phases_ms: dict[str, float]
     latency_curve: list[tuple[float, float]] = []
     """Batch sizes, and the median seconds that such a batch takes."""
+    budget: BudgetUse | None = None
+    """None if it has no budget."""
     warnings: list[str]
     last_errors: list[LastError] = []
     sources: list[SourceStatus] = []
@@ -162,6 +175,29 @@ class Live:
         """Return True if the zygote took at most so long to import and build the handler."""
         return bool(self.record.handler.get("build_s", math.inf) <= seconds)
 
+    @property
+    def on_device(self) -> bool:
+        """True if its workers hold a GPU."""
+        return any(replica.device.startswith("cuda") for replica in self.revision.pool.replicas)
+
+    def open_account(self) -> None:
+        """Let the function's budget be that of this revision, which is live now."""
+        budget = self.record.settings.budget
+        spec = BudgetSpec(budget.money_per_day, budget.seconds_per_day, budget.warn_at)
+        self.revision.history.account.open(spec, self.record.deployed_by)
+
+    def budget(self) -> BudgetUse | None:
+        """Return how much of the budget is used today; None if there is none."""
+        account = self.revision.history.account
+        limits = account.budget
+        if not account.limited:
+            return None
+        account.check()
+        return BudgetUse(
+            state=account.state, money=account.spent.money, money_per_day=limits.money_per_day,
+            worker_s=account.spent.seconds, seconds_per_day=limits.seconds_per_day,
+        )  # fmt: skip
+
     def note_rest(self, held_mb: float) -> None:
         """Remember how much memory the zygote and the standby hold, which `status` shows."""
         self._rest_mb = held_mb
@@ -202,6 +238,8 @@ class Live:
         """Return the status of the function. It shows `processes` if these were measured."""
         record, census, cold = self.record, self.revision.census(), self._last_cold
         facts, settings = record.handler, record.settings
+        budget, account = self.budget(), self.revision.history.account
+        warnings = [*self.warnings, *([account.describe()] if account.scarce else [])]
         snapshot = snapshot_of(record)
         if record.snapshot_url:
             settings = settings.model_copy(update={"snapshot": snapshot})
@@ -214,7 +252,7 @@ class Live:
             last_cold_start_ms=cold.total_s * 1000 if cold else None,
             last_cold_start_phases_ms={name: s * 1000 for name, s in cold.phases().items()} if cold else {},
             latency_curve=[(point.size, point.p50_s) for point in self.revision.dispatcher.learned],
-            warnings=self.warnings, settings=settings, setting_origins=record.setting_origins, processes=processes or [],
+            budget=budget, warnings=warnings, settings=settings, setting_origins=record.setting_origins, processes=processes or [],
             **{key: facts.get(key, missing) for key, missing in _FACTS.items()},
         )  # fmt: skip
 

@@ -27,6 +27,7 @@ from ..telemetry.metrics import Census
 from ..telemetry.timeline import Timeline
 from .deploy import Deployment, prepare, requirements_of, worker_spec
 from .environment import EnvironmentLauncher, discard_unused, shrink_cache
+from .ledger import Ledger
 from .live import Live, Prefetched, RevisionFacts, policy_of
 from .rest import LIGHT_S
 from .store import RevisionRecord, Store
@@ -65,6 +66,7 @@ class Functions:
     secrets: Secrets
     events: FunctionEvents
     logs: Logs
+    ledger: Ledger
     drain_s: float
     _live: dict[str, Live] = field(default_factory=dict, init=False)
     # Of live functions and of those that are being deployed the first time.
@@ -245,6 +247,7 @@ class Functions:
             raise
         self._proving.remove((name, live.record.revision))
         self._live[name] = live
+        live.open_account()
         live.revision.scale()
         live.logs.write("gateway", f"revision {live.record.revision} is live")
         for callback in self.events.live:
@@ -327,6 +330,7 @@ class Functions:
             if record.settings.scale.rest == "zygote":
                 light = live.builds_within(LIGHT_S)
                 self.tasks.create_task(live.revision.pool.zygote.warm(shared_only=light))
+            live.open_account()
             live.revision.scale()
 
     async def close(self) -> None:
@@ -361,7 +365,7 @@ class Functions:
         revision = Revision(
             spec, policy_of(record), launcher, logs.of(record.revision), self.tasks, activated, self.weights,
             lambda: self.secrets.of(record.function), curves,
-            self._histories.setdefault(record.function, FunctionHistory()),
+            self._histories.setdefault(record.function, FunctionHistory(self.ledger.account(record.function))),
         )  # fmt: skip
         return Live(record, revision, logs)
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..telemetry.decisions import Decisions
+from .account import Account
 
 
 @dataclass(frozen=True, slots=True)
 class FunctionHistory:
     """What is remembered of a function when a revision of it ends, for the next one."""
 
+    account: Account
     decisions: Decisions = field(default_factory=Decisions)

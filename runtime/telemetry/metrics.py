@@ -19,7 +19,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from ...errors import Overloaded, PilotflameError, QueueFull
-from .timeline import WARM_PHASES, Timeline
+from .timeline import PHASES, WAITING_PHASES, WARM_PHASES, Timeline
+from .usage import Usage
 
 Family = TypeVar("Family", CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily)
 
@@ -64,6 +65,10 @@ class _Histogram:
     def observe(self, value: float) -> None:
         self._counts[bisect_left(self._bounds, value)] += 1
         self.sum += value
+
+    @property
+    def count(self) -> int:
+        return sum(self._counts)
 
     def buckets(self) -> list[tuple[str, float]]:
         """Return a pair per bucket, as Prometheus needs: the bound, and how many values are at most that."""
@@ -172,6 +177,14 @@ class Metrics:
     def activated(self, function: str, outcome: str) -> None:
         """Count the start of a worker by its outcome."""
         self._functions[function].activations[outcome] += 1
+
+    def cold_starts(self, function: str) -> Usage:
+        """Return the cold starts of a function, and how long the callers waited for a worker in all of them."""
+        of = self._functions.get(function)
+        if of is None or not of.cold_phases:
+            return Usage()
+        waited_s = sum(of.cold_phases[phase].sum for phase in PHASES[:WAITING_PHASES])
+        return Usage(cold_starts=of.cold_phases[PHASES[0]].count, waiting_s=waited_s)
 
     def forget(self, function: str) -> None:
         """Drop the counts of a deleted function: names come and go, and each has many time series."""
