@@ -51,12 +51,14 @@ from .events.sources import Sources
 from .functions.deploy import Deployment
 from .functions.ledger import Ledger
 from .functions.metering import Metering
+from .functions.prewarming import Prewarming
 from .functions.registry import FunctionEvents, Functions
 from .functions.rest import Rest
 from .functions.store import Retention, Store
 from .jobs.jobs import Jobs
 from .jobs.webhook_signing import load_key
-from .launching.container_launcher import ContainerLauncher, find_engine
+from .launching.container_engine import find_engine
+from .launching.container_launcher import ContainerLauncher
 from .launching.fetcher_client import FetcherClient
 from .launching.launcher import LauncherByImage
 from .launching.listener import Listener
@@ -222,9 +224,10 @@ async def startup(
     await jobs.start()
     stack.push_async_callback(jobs.close)
     sources = Sources(jobs, tasks, functions.log, drain_s=settings.drain_s)
-    _connect(events, functions, jobs, sources)
+    prewarming = _connect(events, functions, jobs, sources, stack)
     metrics.readers += [
-        jobs.readings, sources.readings, keyring.readings, ledger.readings, functools.partial(_disk_readings, state),
+        jobs.readings, sources.readings, prewarming.readings, keyring.readings, ledger.readings,
+        functools.partial(_disk_readings, state),
     ]  # fmt: skip
 
     admin = Admin(
@@ -421,23 +424,40 @@ def _observe(
     return rest
 
 
-def _connect(events: FunctionEvents, functions: Functions, jobs: Jobs, sources: Sources) -> None:
-    """Tell jobs and event sources when a function becomes live and when it is deleted."""
+def _connect(
+    events: FunctionEvents,
+    functions: Functions,
+    jobs: Jobs,
+    sources: Sources,
+    stack: contextlib.AsyncExitStack,
+) -> Prewarming:
+    """Tell jobs, event sources and pre-warming when a function becomes live and when it is deleted.
 
-    def live(name: str) -> None:
-        jobs.wake(name)
+    Return what pre-warms functions until `stack` closes.
+    """
+    prewarming = Prewarming(functions)
+    stack.callback(prewarming.close)
+
+    def follow(name: str) -> None:
         # GatewayError: the gateway is shutting down, so no event source is started.
         with contextlib.suppress(GatewayError):
             sources.start(name, functions.get(name).record.settings)
+            prewarming.follow(name)
+
+    def live(name: str) -> None:
+        jobs.wake(name)
+        follow(name)
 
     def gone(name: str) -> None:
+        prewarming.forget(name)
         sources.stop(name)
         jobs.forget(name)
 
     for function in functions.all():
-        sources.start(function.record.function, function.record.settings)
+        follow(function.record.function)
     events.live.append(live)
     events.deleted.append(gone)
+    return prewarming
 
 
 def _count_refusal(functions: Functions, metrics: Metrics, name: str, error: PilotflameError) -> None:

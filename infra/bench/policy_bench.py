@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import policy_memory
+from pilotflame.runtime.scaling.keep_alive_baselines import offline_optimum, own_best_ladder
 from pilotflame.runtime.scaling.ladder import Ladder, Rung
 from pilotflame.runtime.scaling.ladder_simulator import (
     Fixed,
@@ -27,15 +28,7 @@ from pilotflame.runtime.scaling.ladder_simulator import (
     run,
     run_together,
 )
-from policy_baselines import (
-    SERVICE_S,
-    fixed_timeouts,
-    hybrids,
-    offline_optimum,
-    own_best_ladder,
-    replay_all,
-    total,
-)
+from policy_baselines import SERVICE_S, fixed_timeouts, hybrids, replay_all, total
 from policy_traces import classes
 from report import Report
 

@@ -22,7 +22,7 @@ import psutil
 
 from ...machine import processors
 from ..launching.cgroups import CONTROLLERS, find_controllers
-from ..launching.container_launcher import find_engine
+from ..launching.container_engine import find_engine
 from ..settings.gateway_settings import GatewaySettings
 from ..worker.confinement import SINCE_SCOPE, landlock_version
 from . import display, exit_codes, options

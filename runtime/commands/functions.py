@@ -119,6 +119,9 @@ def status(*, name: str, memory: bool, client: Client, as_json: bool) -> None:
         names = ("source", "state", "in flight", "completed", "left", "lag", "last error")
         click.echo()
         display.print_table(names, [_source_row(source) for source in sources])
+    if schedules := found.get("schedules"):
+        click.echo()
+        display.print_table(("schedule", "workers", "for", "next"), [_schedule_row(one) for one in schedules])
     if errors := found.get("last_errors"):
         click.echo("\nlast errors:")
         for error in errors:
@@ -269,6 +272,12 @@ def _source_row(source: dict[str, Any]) -> tuple[str, ...]:
     failed_at = source["last_error_at"]
     error = f"{display.local_time(failed_at)} {source['last_error']}" if failed_at else "-"
     return (source["queue"].rpartition("/")[2], source["state"], *counts, lag, error)
+
+
+def _schedule_row(schedule: dict[str, Any]) -> tuple[str, ...]:
+    following = display.local_time(schedule["next_at"]) if schedule["next_at"] else "never"
+    held = display.duration(schedule["for_s"])
+    return (f"{schedule['cron']} {schedule['timezone']}", str(schedule["workers"]), held, following)
 
 
 def _process_row(process: dict[str, Any]) -> tuple[str, ...]:

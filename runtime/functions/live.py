@@ -14,7 +14,7 @@ import psutil
 from pydantic import BaseModel
 
 from ...snapshot.sources.location import shown
-from ..scaling.autoscaler import ScaleSpec
+from ..scaling.autoscaler import WINDOW_S, ScaleSpec
 from ..scaling.budget import BudgetSpec, BudgetState
 from ..serving.dispatcher import Policy
 from ..serving.revision import Revision
@@ -82,6 +82,16 @@ class SourceStatus(BaseModel, frozen=True):
     last_error_at: datetime | None
 
 
+class ScheduleStatus(BaseModel, frozen=True):
+    """A schedule of a function, and when it fires next."""
+
+    cron: str
+    timezone: str
+    workers: int
+    for_s: float
+    next_at: datetime | None
+
+
 class FunctionStatus(BaseModel, frozen=True):
     """The status of a function, as the control routes return it."""
 
@@ -111,6 +121,7 @@ class FunctionStatus(BaseModel, frozen=True):
     warnings: list[str]
     last_errors: list[LastError] = []
     sources: list[SourceStatus] = []
+    schedules: list[ScheduleStatus] = []
     settings: FunctionSettings
     setting_origins: dict[str, str] = {}
     input_schema: dict[str, Any]
@@ -251,10 +262,18 @@ class Live:
             rest_mb=round(self._rest_mb, 1) if self._rest_mb is not None else None,
             last_cold_start_ms=cold.total_s * 1000 if cold else None,
             last_cold_start_phases_ms={name: s * 1000 for name, s in cold.phases().items()} if cold else {},
+            schedules=self.schedules(datetime.now(UTC)),
             latency_curve=[(point.size, point.p50_s) for point in self.revision.dispatcher.learned],
             budget=budget, warnings=warnings, settings=settings, setting_origins=record.setting_origins, processes=processes or [],
             **{key: facts.get(key, missing) for key, missing in _FACTS.items()},
         )  # fmt: skip
+
+    def schedules(self, now: datetime) -> list[ScheduleStatus]:
+        """Return the function's schedules, and when each of them fires next."""
+        return [
+            ScheduleStatus(next_at=schedule.next_fire(now), **dict(schedule))
+            for schedule in self.record.settings.schedule
+        ]
 
     async def processes(self) -> list[Process]:
         """Measure the memory of the function's processes, in a thread, since that takes long system calls."""
@@ -281,12 +300,15 @@ def policy_of(record: RevisionRecord) -> Policy:
     scale, in_flight = settings.scale, settings.concurrency * batch
     return Policy(
         settings,
-        ScaleSpec(scale.min, scale.max, scale.buffer, in_flight, scale.idle_timeout_s),
+        ScaleSpec(
+            scale.min, scale.max, scale.buffer, in_flight, scale.idle_timeout_s,
+            min(scale.idle_timeout_s, WINDOW_S),
+        ),
         max_batch=batch,
         interruptible=record.handler.get("kind") in ("async", "async_generator"),
         streaming=bool(record.handler.get("streaming")),
         aggregates=bool(record.handler.get("aggregate", True)),
-    )
+    )  # fmt: skip
 
 
 def memory_of(pid: int, role: str, name: str) -> Iterator[Process]:

@@ -1,7 +1,8 @@
 """Decides how many workers a revision should have. It does no I/O and reads no clock.
 
 The number depends on the load (the waiting and the running invocations) divided by the concurrency of one
-worker, as in Knative's pod autoscaler. A worker is stopped only after its idle timeout.
+worker, as in Knative's pod autoscaler. A worker is stopped when the load of a whole window has not needed it, and
+the last one when there was no load for a time of its own.
 """
 
 from __future__ import annotations
@@ -12,13 +13,17 @@ from dataclasses import dataclass
 # The load should use at most this share of the workers' concurrency: above it one more worker is started,
 # before invocations have to wait.
 NEAR_LIMIT = 0.8
-# Idle workers that the load needs are checked again after one idle timeout, but not sooner than after this.
+# The default window, as in Knative: workers that it did not need are stopped.
+WINDOW_S = 60.0
+# While there is load, it is checked this often per window whether workers are not needed any more, but not more
+# often than every MIN_RECHECK_S: no event reports that the load has become less.
+CHECKS = 4
 MIN_RECHECK_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class ScaleSpec:
-    """The owner's limits."""
+    """The owner's limits, and for how long workers stay that are not needed."""
 
     min: int = 0
     max: int = 4
@@ -26,12 +31,15 @@ class ScaleSpec:
     """How many workers to have above the need while there is any load."""
     concurrency: int = 1
     """How many invocations one worker runs at a time, those of all its batches included."""
-    idle_timeout_s: float = 60.0
+    scale_to_zero_s: float = 60.0
+    """For how long the last worker stays without load; infinity if somebody else decides when it ends."""
+    scale_down_s: float = WINDOW_S
+    """The window whose largest need decides how many workers stay besides the last one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """The present numbers of invocations and workers."""
+    """The present numbers of invocations and workers, and what was needed of late."""
 
     queued: int
     in_flight: int
@@ -41,11 +49,15 @@ class Stats:
     """One time for each ready worker without work, the earliest first."""
     prewarm: int = 0
     """How many workers are wanted now even without load."""
+    recent: int = 0
+    """The most workers that were wanted at a time of the last `scale_down_s` seconds (recent_need.py)."""
+    recent_until_s: float = math.inf
+    """When `recent` becomes less, if no more are wanted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """How many workers to start and to stop, the longest idle first. Decide again at `wake_at_s`, if set."""
+    """How many workers to start and to stop, those idle for longest first. Decide again at `wake_at_s`, if set."""
 
     start: int = 0
     stop: int = 0
@@ -75,17 +87,42 @@ def sufficient_load(spec: ScaleSpec, stats: Stats) -> float:
 
 
 def decide(spec: ScaleSpec, stats: Stats, now_s: float) -> Decision:
-    """Return what to do at `now_s`. Workers start without a delay, and stop after the idle timeout."""
+    """Return what to do at `now_s`. Workers start without a delay."""
     have = stats.ready + stats.starting
     want = wanted(spec, stats)
     if want > have:
         return Decision(start=want - have)
-    spare = have - want
-    expired = sum(1 for since in stats.idle_since_s if since + spec.idle_timeout_s <= now_s)
-    stop = min(spare, expired)
-    left = stats.idle_since_s[stop:]
-    wake = left[0] + spec.idle_timeout_s if left and spare > stop else None
-    # The load needs all workers, also the idle ones. No event reports that it has become less: check later.
-    if wake is None and left and stats.in_flight:
-        wake = now_s + max(spec.idle_timeout_s, MIN_RECHECK_S)
-    return Decision(stop=stop, wake_at_s=wake)
+    if stats.queued + stats.in_flight:
+        return _while_loaded(spec, stats, want, now_s)
+    return _without_load(spec, stats, want, now_s)
+
+
+def _while_loaded(spec: ScaleSpec, stats: Stats, want: int, now_s: float) -> Decision:
+    have, stop = stats.ready + stats.starting, _spare(spec, stats, max(1, want))
+    if have - stop <= max(1, spec.min):
+        return Decision(stop=stop)
+    return Decision(stop=stop, wake_at_s=now_s + max(spec.scale_down_s / CHECKS, MIN_RECHECK_S))
+
+
+def _without_load(spec: ScaleSpec, stats: Stats, want: int, now_s: float) -> Decision:
+    if not stats.idle_since_s:
+        return Decision()
+    zero_at_s = stats.idle_since_s[-1] + spec.scale_to_zero_s
+    if zero_at_s <= now_s:
+        return Decision(stop=min(stats.ready + stats.starting - want, len(stats.idle_since_s)))
+    stop = _spare(spec, stats, max(1, want))
+    if stop == len(stats.idle_since_s):
+        return Decision(stop=stop)
+    left = stats.ready + stats.starting - stop
+    # What the window holds ends with it, the last worker later.
+    wakes = [zero_at_s] if left > want else []
+    if left > max(1, want) and stats.recent_until_s > now_s:
+        wakes.append(stats.recent_until_s)
+    soonest_s = min(wakes, default=math.inf)
+    return Decision(stop=stop, wake_at_s=soonest_s if soonest_s < math.inf else None)
+
+
+def _spare(spec: ScaleSpec, stats: Stats, want: int) -> int:
+    """Return how many ready workers neither the present nor the recent load needs."""
+    needed = max(want, min(stats.recent, spec.max))
+    return max(0, min(stats.ready + stats.starting - needed, stats.ready))

@@ -10,6 +10,7 @@ import bisect
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Protocol
 
 from . import keep_alive
@@ -80,6 +81,12 @@ class LadderRun:
     woken: int = 0
     """Idle periods that ended below READY."""
     periods: list[float] = field(default_factory=list)
+    waits: list[float] = field(default_factory=list)
+    """The seconds that each request waited that had to."""
+    rung_s: list[float] = field(default_factory=list)
+    """The seconds held on each rung, in idle periods and while waking."""
+    busy_s: float = 0.0
+    """The seconds in which invocations ran."""
 
     def bill(self, wait_per_s: float) -> float:
         return self.held + wait_per_s * self.waited_s
@@ -91,6 +98,9 @@ class LadderRun:
         self.felt += other.felt
         self.woken += other.woken
         self.periods += other.periods
+        self.waits += other.waits
+        self.rung_s = [sum(pair) for pair in zip_longest(self.rung_s, other.rung_s, fillvalue=0.0)]
+        self.busy_s += other.busy_s
         return self
 
 
@@ -131,7 +141,7 @@ class Replay:
         self, arrivals: Sequence[float], service_s: float, ladder: Ladder, policy: KeepAlivePolicy
     ) -> None:
         """`arrivals` are ascending times in seconds. Each invocation runs for `service_s`."""
-        self.result = LadderRun(len(arrivals))
+        self.result = LadderRun(len(arrivals), rung_s=[0.0] * len(ladder.rungs))
         self._arrivals, self._service_s, self._ladder, self._policy = arrivals, service_s, ladder, policy
         self._burst_waits = [BurstWaits(rung.wake_s) for rung in ladder.rungs]
         self._next = 0
@@ -159,20 +169,24 @@ class Replay:
 
     def _hold(self, plan: Plan, idle_s: float) -> float:
         """Pay for the idle period. Return the seconds that the wake at its end takes."""
-        rungs, result = self._ladder.rungs, self.result
+        rungs = self._ladder.rungs
         now_s, rung, climb_until_s, below = 0.0, plan[0].rung, 0.0, plan[0].rung
         for offset_s, following in plan[1:]:
             if offset_s >= idle_s:
                 break
-            result.held += rungs[rung].hold_per_s * (offset_s - now_s)
+            self._pay(rung, offset_s - now_s)
             climb_s = max(0.0, rungs[rung].wake_s - rungs[following].wake_s)
             now_s, below, rung, climb_until_s = offset_s, rung, following, offset_s + climb_s
-        result.held += rungs[rung].hold_per_s * (idle_s - now_s)
+        self._pay(rung, idle_s - now_s)
         wake_s = rungs[rung].wake_s + max(0.0, climb_until_s - idle_s)
         wake_s = min(wake_s, max(rungs[rung].wake_s, rungs[below].wake_s))
-        result.held += rungs[0].hold_per_s * wake_s
-        result.woken += wake_s > 0
+        self._pay(0, wake_s)
+        self.result.woken += wake_s > 0
         return wake_s
+
+    def _pay(self, rung: int, seconds: float) -> None:
+        self.result.held += self._ladder.rungs[rung].hold_per_s * seconds
+        self.result.rung_s[rung] += seconds
 
     def _serve(self, wake_s: float) -> None:
         """Serve the next arrival, and all others that come before the worker is idle again."""
@@ -186,10 +200,13 @@ class Replay:
                 for burst_wait in self._burst_waits:
                     burst_wait.arrive(arrival_s, ends_idle=False)
             waited_s = max(0.0, ready_s - arrival_s)
-            self.result.waited_s += waited_s
+            if waited_s:
+                self.result.waited_s += waited_s
+                self.result.waits.append(waited_s)
             self.result.felt += waited_s > FELT_S
             busy_until_s = max(busy_until_s, max(arrival_s, ready_s) + self._service_s)
             self._next += 1
+        self.result.busy_s += busy_until_s - ready_s
         self._idle_from_s = busy_until_s
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from ..telemetry.decisions import Decisions
 from .account import Account
+from .prewarms import Prewarms
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,3 +15,7 @@ class FunctionHistory:
 
     account: Account
     decisions: Decisions = field(default_factory=Decisions)
+    prewarms: Prewarms = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "prewarms", Prewarms(self.decisions))

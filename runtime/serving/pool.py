@@ -122,10 +122,13 @@ class Pool:
 
     # -- starting
 
-    def start(self, count: int) -> None:
-        """Start `count` workers. The standby becomes the first, and the others are forked."""
+    def start(self, count: int, signal: str = "") -> None:
+        """Start `count` workers. The standby becomes the first, and the others are forked.
+
+        `signal` is what asks for them ahead of need, if it is not the load.
+        """
         for _ in range(count):
-            activation = Activation(time.monotonic())
+            activation = Activation(time.monotonic(), signal=signal)
             self.activations += 1
             standby = self.zygote.take_standby()
             if standby is not None and self._weights is None:
@@ -199,9 +202,16 @@ class Pool:
     # -- stopping
 
     def stop(self, count: int) -> None:
-        """Drain `count` idle workers, those that are idle for the longest time."""
-        for replica in self.idle()[:count]:
+        """Drain `count` ready workers: those that are idle for the longest time, then the least busy ones."""
+        idle = self.idle()
+        for replica in idle[:count]:
             replica.drain(STOP_TIMEOUT_S)
+        if count > len(idle):
+            busy = sorted(
+                (replica for replica in self.ready if replica.load), key=lambda replica: replica.load
+            )
+            for replica in busy[: count - len(idle)]:
+                replica.drain(None)
 
     def stop_all(self) -> None:
         """Drain all ready workers. Each finishes what it has begun, until the deadlines of its callers."""

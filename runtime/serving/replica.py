@@ -188,12 +188,16 @@ class Replica:
         if self._stuck and self.outstanding.running() <= self._stuck:
             self.child.kill_stuck("a call of the handler did not end in time")
 
-    def drain(self, kill_after_s: float) -> None:
-        """Ask the worker to end what it runs and to exit. Kill it if it still runs after `kill_after_s`."""
+    def drain(self, kill_after_s: float | None) -> None:
+        """Ask the worker to end what it runs and to exit. Kill it if it still runs after `kill_after_s`.
+
+        If that is None, it may run until its last invocation has ended, which deadlines limit.
+        """
         if self.state is not ReplicaState.DEAD:
             self.state = ReplicaState.DRAINING
             self.child.link.send(FrameKind.DRAIN)
-            self.child.kill_after(kill_after_s)
+            if kill_after_s is not None:
+                self.child.kill_after(kill_after_s)
 
     # -- frames from the worker
 

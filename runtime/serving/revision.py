@@ -15,6 +15,7 @@ from ..launching.fetcher_client import FetcherClient
 from ..launching.launcher import UNKNOWN_CAUSE, EndCause, Launcher
 from ..link.worker_spec import WorkerSpec
 from ..scaling import autoscaler
+from ..scaling.recent_need import RecentNeed
 from ..telemetry.logs import RevisionLog
 from ..telemetry.metrics import Census
 from ..telemetry.timeline import WorkerTiming
@@ -25,6 +26,7 @@ from .function_history import FunctionHistory
 from .invocation import Invocation, Output
 from .latency_curve_store import LatencyCurveStore
 from .pool import Pool
+from .prewarms import HOLD_S, LOAD, WarmHold
 from .replica import Replica, ReplicaState, RevisionEvents
 
 FAILURES = (HandlerFailed, OutputInvalid)
@@ -58,8 +60,10 @@ class Revision(RevisionEvents):
         """True from the start of `retire`."""
         self._tasks, self._logs, self._on_activation = tasks, logs, on_activation
         self._loop = asyncio.get_running_loop()
-        # Up to this number of running invocations, `submit` need not scale.
-        self._sufficient_load = 0.0
+        # Up to this number of running invocations, `submit` need not scale. It notes the largest number since
+        # `scale` was called last.
+        self._sufficient_load, self._peak_load = 0.0, 0
+        self._recent = RecentNeed()
         self._scale_timer: asyncio.TimerHandle | None = None
         self._scale_at_s = 0.0
         self._unexplained_deaths = self._deaths = 0
@@ -87,10 +91,12 @@ class Revision(RevisionEvents):
         except Overloaded:
             # The caller could not wait for an activation. Start one nevertheless, for their retry.
             if not self.pool.ready:
-                self.warm(1)
+                self.warm(1, "refused")
             raise
-        if not sent or self.pool.in_flight > self._sufficient_load:
+        if not sent or (load := self.pool.in_flight) > self._sufficient_load:
             self.scale()
+        elif load > self._peak_load:
+            self._peak_load = load
 
     def cancel(self, invocation: Invocation) -> None:
         """Cancel an invocation whose caller has disconnected."""
@@ -114,43 +120,75 @@ class Revision(RevisionEvents):
 
     # -- the number of workers
 
-    def warm(self, workers: int, cause: str = "warmup") -> None:
-        """Start workers before they are needed, until there are `workers`, which stop if they stay idle.
+    def warm(self, workers: int, cause: str = "warmup", for_s: float = HOLD_S) -> None:
+        """Start workers before they are needed, until there are `workers`, and keep as many for `for_s` seconds.
 
-        `cause` is the signal that asks for them.
+        `cause` is the signal that asks for them. Its first word is the kind of signal.
         """
-        self.scale(prewarm=workers, cause=cause)
+        self.history.prewarms.holds.add(WarmHold(workers, time.monotonic() + for_s, cause))
+        self.scale()
 
-    def scale(self, *, prewarm: int = 0, cause: str = "load") -> None:
-        """Start and stop workers as the autoscaler decides. `cause` is why, if it starts workers."""
+    def scale(self) -> None:
+        """Start and stop workers as the autoscaler decides."""
         now_s, pool, queued = time.monotonic(), self.pool, len(self.dispatcher.queue)
-        idle_since_s = tuple(replica.idle_since_s for replica in pool.idle())
-        spec, ready = self._scale_spec(now_s), len(pool.ready)
-        stats = autoscaler.Stats(queued, pool.in_flight, pool.starting, ready, idle_since_s, prewarm)
+        spec, hold = self._scale_spec(now_s), self._hold(now_s)
+        stats = self._stats(spec, queued, hold, now_s)
         self._sufficient_load = autoscaler.sufficient_load(spec, stats)
         decision = autoscaler.decide(spec, stats, now_s)
         if start := self._allowed(decision.start, now_s):
-            figures = {
-                "queued": queued,
-                "in_flight": pool.in_flight,
-                "starting": pool.starting,
-                "ready": ready,
-            }
-            pool.start(start)
-            self.history.account.check()
-            self.history.decisions.note("start", cause, workers=start, **figures)
+            self._start(start, spec, stats, hold)
         if decision.stop:
             pool.stop(decision.stop)
-            self.history.decisions.note(
-                "stop", "idle", workers=decision.stop, ready=ready, idle_s=now_s - idle_since_s[0]
-            )
+            self._note("stop", "idle", stats, workers=decision.stop, recent=stats.recent)
         wake_at_s = decision.wake_at_s
         if (retry_at_s := self.breaker.backoff_until_s) > now_s:
             wake_at_s = min(wake_at_s or retry_at_s, retry_at_s)
+        if hold is not None:
+            wake_at_s = min(wake_at_s or hold.until_s, hold.until_s)
         if wake_at_s is not None:
             self._scale_at(wake_at_s, now_s)
+        self.history.prewarms.settle()
         if self.retiring and not queued and not pool.in_flight:
             self._empty.set()
+
+    def _stats(
+        self, spec: autoscaler.ScaleSpec, queued: int, hold: WarmHold | None, now_s: float
+    ) -> autoscaler.Stats:
+        """Return the present numbers, and remember how many workers were needed since the last call."""
+        pool, in_flight = self.pool, self.pool.in_flight
+        idle_since_s = tuple(replica.idle_since_s for replica in pool.idle())
+        starting, ready = pool.starting, len(pool.ready)
+        peak = autoscaler.Stats(queued, max(in_flight, self._peak_load), starting, ready)
+        self._recent.note(now_s, autoscaler.wanted(spec, peak))
+        self._peak_load = in_flight
+        prewarm = hold.workers if hold is not None else 0
+        recent = self._recent.peak(now_s, spec.scale_down_s)
+        return autoscaler.Stats(queued, in_flight, starting, ready, idle_since_s, prewarm, *recent)
+
+    def _note(self, action: str, cause: str, stats: autoscaler.Stats, **figures: float) -> None:
+        """Keep a decision about the number of workers with the figures behind it."""
+        self.history.decisions.note(
+            action, cause, **figures, queued=stats.queued, in_flight=stats.in_flight,
+            starting=stats.starting, ready=stats.ready,
+        )  # fmt: skip
+
+    def _hold(self, now_s: float) -> WarmHold | None:
+        """Return the hold that is in force: none while the revision retires or its starts fail."""
+        if self.retiring or self.breaker.backoff_until_s > now_s:
+            return None
+        return self.history.prewarms.holds.at(now_s)
+
+    def _start(
+        self, count: int, spec: autoscaler.ScaleSpec, stats: autoscaler.Stats, hold: WarmHold | None
+    ) -> None:
+        """Start `count` workers. Those that only the hold wants get its cause."""
+        without = autoscaler.wanted(spec, replace(stats, prewarm=0)) - stats.ready - stats.starting
+        for_load = count if hold is None else min(count, max(0, without))
+        for workers, signal in ((for_load, ""), (count - for_load, hold.cause if hold is not None else "")):
+            if workers:
+                self.pool.start(workers, signal)
+                self._note("start", signal or LOAD, stats, workers=workers)
+        self.history.account.check()
 
     def _scale_at(self, when_s: float, now_s: float) -> None:
         """Set the timer for scaling to `when_s`, unless it is set to an earlier time."""
@@ -180,7 +218,7 @@ class Revision(RevisionEvents):
         elif slots and min(slots) > spec.concurrency:
             spec = replace(spec, concurrency=min(slots))
         if self.retiring:
-            return replace(spec, min=0, buffer=0, idle_timeout_s=0.0)
+            return replace(spec, min=0, buffer=0, scale_to_zero_s=0.0, scale_down_s=0.0)
         if self.breaker.backoff_until_s > now_s:
             return replace(spec, min=0, buffer=0)
         return spec
@@ -204,6 +242,7 @@ class Revision(RevisionEvents):
         Once they are ready, stop those that neither `keep` nor `min` asks for.
         """
         self._unproven = max(1, keep)
+        self._recent.note(time.monotonic(), keep)
         self.pool.start(self._unproven)
         self.history.account.check()
         await asyncio.wait([self._first_start], timeout=FIRST_START_TIMEOUT_S)
@@ -212,6 +251,7 @@ class Revision(RevisionEvents):
             raise ActivationFailed(message, remedy="Make `setup` faster.")
         if (error := self._first_start.result()) is not None:
             raise error
+        self._recent.note(time.monotonic(), keep)
         self.pool.stop(max(0, len(self.pool.ready) - max(keep, self.policy.scale.min)))
         self.pool.zygote.replenish()
 
@@ -276,6 +316,7 @@ class Revision(RevisionEvents):
         self.breaker.reset()
         self._settle_first_start(None)
         self.pool.note_ready(replica)
+        self.history.prewarms.watch(replica)
         self._on_activation("ready")
         self.dispatcher.adopt(replica)
         if self.history.account.exhausted:
@@ -330,6 +371,7 @@ class Revision(RevisionEvents):
 
     def on_lost(self, replica: Replica, unstarted: list[Invocation], started: list[Invocation]) -> None:
         self.pool.remove(replica)
+        self.history.prewarms.end(replica, used=bool(replica.completed or started))
         self._tasks.create_task(self._recover(replica, unstarted, started))
 
     async def _recover(

@@ -23,6 +23,7 @@ from ...errors import SettingsError
 from ...handlers.dialects import recognise
 from ...snapshot.sources.locate import is_remote
 from .event_source import EventSource
+from .schedule import Schedule
 from .validation import (
     ENV_PREFIX,
     Origin,
@@ -256,6 +257,11 @@ class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
     source: Annotated[tuple[EventSource, ...], Strict(False)] = Field(
         (), max_length=100, description="Queues whose messages are run as jobs: tables, [[source]]."
     )
+    schedule: Annotated[tuple[Schedule, ...], Strict(False)] = Field(
+        (),
+        max_length=100,
+        description="Times at which workers are started ahead of need: tables, [[schedule]].",
+    )
 
     @model_validator(mode="after")
     def _weights_of_confined(self) -> Self:
@@ -264,6 +270,13 @@ class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
                 'with resources.files = "private", snapshot must be a folder or a file: such workers cannot follow'
                 " a fetch yet; those in a container (image.name) can"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _workers_of_schedules(self) -> Self:
+        most = max((schedule.workers for schedule in self.schedule), default=0)
+        if most > self.scale.max:
+            raise ValueError(f"schedule.workers is {most}, more than scale.max, which is {self.scale.max}")
         return self
 
     @model_validator(mode="after")

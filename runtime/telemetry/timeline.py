@@ -52,6 +52,8 @@ class Activation:
     forked_s: float = 0.0
     ready_s: float = 0.0
     fetch: Fetch | None = None
+    signal: str = ""
+    """What asked for the worker ahead of need; "" if it is for invocations that wait."""
 
     def mark_forked(self, now_s: float) -> None:
         self.forked_s = now_s

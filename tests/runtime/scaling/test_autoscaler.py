@@ -1,5 +1,6 @@
 """The autoscaler: its promises, for every spec and every state."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -18,7 +19,8 @@ def specs(draw: st.DrawFn) -> ScaleSpec:
         max=draw(st.integers(max(1, least), 20)),
         buffer=draw(st.integers(0, 3)),
         concurrency=draw(st.integers(1, 64)),
-        idle_timeout_s=draw(st.floats(0, 3600)),
+        scale_to_zero_s=draw(st.floats(0, 3600) | st.just(math.inf)),
+        scale_down_s=draw(st.floats(0, 3600)),
     )
 
 
@@ -33,6 +35,8 @@ def states(draw: st.DrawFn) -> Stats:
         ready=ready,
         idle_since_s=tuple(sorted(idle)),
         prewarm=draw(st.integers(0, 30)),
+        recent=draw(st.integers(0, 30)),
+        recent_until_s=draw(st.floats(NOW_S + 0.001, NOW_S + 3600)),
     )
 
 
@@ -90,11 +94,34 @@ def test_what_was_decided_is_enough(spec: ScaleSpec, stats: Stats) -> None:
 
 
 @given(specs(), states())
-def test_only_those_idle_for_the_timeout_are_stopped_longest_first(spec: ScaleSpec, stats: Stats) -> None:
+def test_what_the_window_needed_stays_while_there_is_load(spec: ScaleSpec, stats: Stats) -> None:
+    stats = replace(stats, in_flight=max(1, stats.in_flight))
     decision = decide(spec, stats, NOW_S)
-    for since in stats.idle_since_s[: decision.stop]:
-        assert since + spec.idle_timeout_s <= NOW_S
-    assert decision.stop <= len(stats.idle_since_s)
+    if decision.stop:
+        left = stats.ready + stats.starting - decision.stop
+        assert left >= min(stats.recent, spec.max)
+        assert left >= 1
+
+
+@given(specs(), states())
+def test_the_last_one_stays_for_its_own_delay(spec: ScaleSpec, stats: Stats) -> None:
+    stats = replace(stats, queued=0, in_flight=0)
+    decision = decide(spec, stats, NOW_S)
+    if decision.stop and stats.ready + stats.starting - decision.stop == 0:
+        assert stats.idle_since_s[-1] + spec.scale_to_zero_s <= NOW_S
+
+
+@given(specs(), states())
+def test_zero_is_reached_when_idle(spec: ScaleSpec, stats: Stats) -> None:
+    idle = tuple(stats.idle_since_s[:1]) * stats.ready
+    stats = replace(stats, queued=0, in_flight=0, starting=0, prewarm=0, idle_since_s=idle)
+    spec = replace(spec, min=0, scale_to_zero_s=min(spec.scale_to_zero_s, 3600.0))
+    now_s = NOW_S
+    for _ in range(3):
+        decision = decide(spec, replace(stats, recent=stats.recent * (stats.recent_until_s > now_s)), now_s)
+        stats = applied(stats, decision)
+        now_s = decision.wake_at_s or now_s
+    assert stats.ready == 0 or not idle
 
 
 @given(specs(), states())
@@ -105,15 +132,28 @@ def test_the_busy_and_the_needed_are_never_stopped(spec: ScaleSpec, stats: Stats
 
 
 @given(specs(), states())
-def test_it_wakes_in_the_future_and_then_does_something(spec: ScaleSpec, stats: Stats) -> None:
+def test_it_wakes_in_the_future_if_some_may_become_spare(spec: ScaleSpec, stats: Stats) -> None:
     decision = decide(spec, stats, NOW_S)
-    stats = applied(stats, decision)
-    spare = stats.ready + stats.starting - wanted(spec, stats)
-    if decision.wake_at_s is None:
-        assert spare <= 0 or not stats.idle_since_s or decision.start
-    else:
-        assert decision.wake_at_s > NOW_S
-        assert spare <= 0 or decide(spec, stats, decision.wake_at_s).stop >= 1
+    after = applied(stats, decision)
+    spare = after.ready + after.starting - max(wanted(spec, after), spec.min)
+    if decision.wake_at_s is not None:
+        assert NOW_S < decision.wake_at_s < math.inf
+    elif not decision.start and spare > 0 and after.idle_since_s:
+        loaded = after.queued + after.in_flight
+        assert spec.scale_to_zero_s == math.inf or (
+            loaded and after.ready + after.starting <= max(1, spec.min)
+        )
+
+
+@given(specs(), states())
+def test_without_load_it_stops_some_when_it_wakes(spec: ScaleSpec, stats: Stats) -> None:
+    stats = replace(stats, queued=0, in_flight=0, ready=len(stats.idle_since_s))
+    decision = decide(spec, stats, NOW_S)
+    after, wake_s = applied(stats, decision), decision.wake_at_s
+    if wake_s is not None:
+        if after.recent_until_s <= wake_s:
+            after = replace(after, recent=0)
+        assert decide(spec, after, wake_s).stop >= 1
 
 
 @given(specs(), st.integers(1, 20))
@@ -141,7 +181,7 @@ def test_one_more_is_wanted_near_the_limit_not_after_it(concurrency: int, load: 
 
 def test_when_it_wakes_the_timeout_has_passed_however_the_sum_is_rounded() -> None:
     spec, stats = (
-        ScaleSpec(idle_timeout_s=28.71),
+        ScaleSpec(scale_to_zero_s=28.71),
         Stats(0, 0, starting=0, ready=1, idle_since_s=(999489.074,)),
     )
     decision = decide(spec, stats, 999489.074)
@@ -164,9 +204,9 @@ def test_up_to_the_sufficient_load_no_more_workers_are_wanted(spec: ScaleSpec, r
 
 
 @given(specs(), states())
-def test_who_is_idle_while_others_work_is_looked_at_again(spec: ScaleSpec, stats: Stats) -> None:
+def test_who_works_with_others_is_looked_at_again(spec: ScaleSpec, stats: Stats) -> None:
     stats = replace(stats, in_flight=max(1, stats.in_flight))
     decision = decide(spec, stats, NOW_S)
-    if not decision.start and stats.idle_since_s[decision.stop :]:
+    if not decision.start and stats.ready + stats.starting - decision.stop > max(1, spec.min):
         assert decision.wake_at_s is not None
         assert decision.wake_at_s > NOW_S

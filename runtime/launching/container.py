@@ -1,0 +1,150 @@
+"""Represents a container of a revision, and the processes in it: its base, its zygote and its workers."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import signal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ...errors import LauncherError
+from ...snapshot.caching.mounted import KeptFolders
+from ..link.connection import Link
+from ..link.worker_spec import STACKS_SIGNAL, Confinement, WorkerSpec
+from ..telemetry.log_stream import LogStream
+from ..telemetry.logs import Log
+from .launcher import Child
+from .listener import Listener
+from .zygote_process import ZygoteProcess, ZygoteSource
+
+if TYPE_CHECKING:
+    from aiodocker.containers import DockerContainer
+
+
+class ContainerChild(Child):
+    """A process in a container. Its parent sends its signals, and reports its end.
+
+    If the parent has ended, the process is known to have ended when its container was removed.
+    """
+
+    def __init__(
+        self, link: Link, pid: int, name: str, output: LogStream | None, send_signal: Callable[[int], None],
+        container: Container,
+    ) -> None:  # fmt: skip
+        super().__init__(link, pid, name, output)
+        self._send_signal, self._container = send_signal, container
+        container.hold(self)
+
+    def kill(self) -> None:
+        self._send_signal(signal.SIGKILL)
+
+    def dump_stacks(self) -> None:
+        self._send_signal(STACKS_SIGNAL)
+
+    def report_exit(self, code: int | None, *, out_of_memory: bool = False, certain: bool = True) -> None:
+        super().report_exit(code, out_of_memory=out_of_memory, certain=certain)
+        if code is not None:
+            self._container.release(self)
+            self.ended()
+
+
+class Container:
+    """A container of the engine, and the processes in it that have connected."""
+
+    def __init__(
+        self, name: str, spec: WorkerSpec, engine_side: DockerContainer,
+        starting: asyncio.Task[LauncherError | None], weights: KeptFolders | None,
+    ) -> None:  # fmt: skip
+        self.name, self.spec, self.engine_side = name, spec, engine_side
+        self.starting = starting
+        """Ends when the engine has created and started it, or has failed to."""
+        self.weights = weights
+        """The folders of the node's cache that are mounted into it. None if it needs none."""
+        self.first: ContainerChild | None = None
+        """Its first process. None if it has not connected."""
+        self._children: set[ContainerChild] = set()
+
+    def hold(self, child: ContainerChild) -> None:
+        self.first = self.first or child
+        self._children.add(child)
+
+    def release(self, child: ContainerChild) -> None:
+        self._children.discard(child)
+
+    def note_removed(self) -> None:
+        """Set `gone` of all its processes."""
+        for child in self._children:
+            child.report_exit(None)
+            child.ended()
+        self._children.clear()
+
+
+class ContainerZygote(ZygoteProcess):
+    """The process of a base or a zygote in a container."""
+
+    def __init__(
+        self, child: Child, listener: Listener, on_death: Callable[[], None], container: Container
+    ) -> None:
+        super().__init__(child, listener, on_death)
+        self._container = container
+
+    def _make_child(self, link: Link, pid: int, name: str, token: str, output: LogStream | None) -> Child:
+        send_signal = functools.partial(self.send_signal, token)
+        return ContainerChild(link, pid, name, output, send_signal, self._container)
+
+
+class ContainerBase(ContainerZygote):
+    """The first process of a container. The container is removed when it is closed, and when its zygote dies."""
+
+    def __init__(
+        self, child: Child, listener: Listener, remove: Callable[[], None], container: Container
+    ) -> None:
+        super().__init__(child, listener, remove, container)
+        self._remove = remove
+        self._orphaned = False
+
+    def close(self) -> None:
+        super().close()
+        self._remove()
+
+    async def launch(
+        self, spec: WorkerSpec, logs: Log, on_death: Callable[[], None],
+        confinement: Confinement | None = None,
+    ) -> ZygoteSource:  # fmt: skip
+        if (weights := self._container.weights) is not None:
+            spec = spec.model_copy(update={"mounted": tuple(weights.paths)})
+        return await super().launch(spec, logs, on_death, confinement)
+
+    def _make_zygote(self, child: Child, on_death: Callable[[], None]) -> ZygoteProcess:
+        def on_zygote_death() -> None:
+            # The workers that it leaves have no parent that tells their ends, and a relaunch needs their memory.
+            self._orphaned = True
+            if child.gone.is_set():
+                self.close()
+            on_death()
+
+        return ContainerZygote(child, self._listener, on_zygote_death, self._container)
+
+    def _child_ended(self, pid: int, code: int, out_of_memory: bool, certain: bool = True) -> None:
+        super()._child_ended(pid, code, out_of_memory, certain)
+        # Not before: this tells why the zygote died.
+        if self._orphaned:
+            self.close()
+
+    def _make_source(
+        self, zygote: ZygoteProcess, spec: WorkerSpec, facts: dict[str, Any], reason: str,
+        _confinement: Confinement | None,
+    ) -> ZygoteSource:  # fmt: skip
+        return ContainerSource(zygote, self, spec, facts, reason)
+
+
+class ContainerSource(ZygoteSource):
+    """Forks a revision's workers from its zygote. Closing it removes the container."""
+
+    def close(self) -> None:
+        super().close()
+        self._base.close()
+
+    async def wait_closed(self, timeout_s: float) -> None:
+        await self._base.child.wait_gone(timeout_s)

@@ -1,0 +1,137 @@
+"""Keep-alive policies that others use, and what could at best be had, to compare ours with in simulations."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections import Counter
+from collections.abc import Sequence
+
+from .idle_law import IdleLaw, cheapest
+from .ladder import Costs, Ladder, Plan, Step
+from .ladder_simulator import LadderRun
+
+# Serverless in the Wild (Shahrad et al., USENIX ATC 2020): a histogram of four hours, its 5th and 99th percentiles, and a
+# margin of 10 %. Where the histogram says little (its bins' counts vary by less than 2), the function stays.
+HISTOGRAM_BINS, HEAD, TAIL, MARGIN, LEAST_VARIATION = 240, 0.05, 0.99, 0.1, 2.0
+LARGEST_SAMPLE = 400
+# A step up that is planned to end at an arrival ends so much earlier, whatever the sums are rounded to.
+ROUNDING_S = 1e-6
+
+
+def timeout(timeout_s: float, floor: int) -> Plan:
+    """Return the plan that holds READY until the timeout, and then the rung `floor`."""
+    return (Step(0.0, 0),) if timeout_s == math.inf else (Step(0.0, 0), Step(timeout_s, floor))
+
+
+class Hybrid:
+    """The hybrid histogram policy of Serverless in the Wild, without its time series of very long gaps."""
+
+    def __init__(self, width_s: float, floor: int, ladder: Ladder) -> None:
+        self._width_s, self._floor, self._wakes = width_s, floor, ladder.rungs
+        self._counts = Counter[int]()
+        self._outside = 0
+
+    def plan(self, since_s: float) -> Plan:
+        known = sum(self._counts.values())
+        stay = timeout(HISTOGRAM_BINS * self._width_s, self._floor)
+        if known == 0 or self._outside > known or self._variation(known) < LEAST_VARIATION:
+            return stay
+        head_s = self._percentile(HEAD, known) * self._width_s * (1 - MARGIN)
+        tail_s = (self._percentile(TAIL, known) + 1) * self._width_s * (1 + MARGIN)
+        wake_s = self._wakes[self._floor].wake_s
+        if head_s <= wake_s:
+            return timeout(tail_s, self._floor)
+        return (Step(0.0, self._floor), Step(head_s - wake_s, 0), Step(tail_s, self._floor))
+
+    def learn(self, idle_s: float, since_s: float, burst_waits: Sequence[float]) -> None:
+        index = int(idle_s / self._width_s)
+        if index < HISTOGRAM_BINS:
+            self._counts[index] += 1
+        else:
+            self._outside += 1
+
+    def _variation(self, known: int) -> float:
+        mean = known / HISTOGRAM_BINS
+        squares = sum(count * count for count in self._counts.values()) / HISTOGRAM_BINS
+        return math.sqrt(max(0.0, squares - mean * mean)) / mean
+
+    def _percentile(self, share: float, known: int) -> int:
+        seen = 0
+        for index in sorted(self._counts):
+            seen += self._counts[index]
+            if seen >= share * known:
+                return index
+        return HISTOGRAM_BINS
+
+
+class Foreseeing:
+    """The policy that knows all arrivals of its function, which no other can beat."""
+
+    def __init__(self, arrivals: Sequence[float], ladder: Ladder) -> None:
+        self._arrivals, self._ladder = arrivals, ladder
+        self._woken_at_s = arrivals[0] if arrivals else 0.0
+
+    def plan(self, since_s: float) -> Plan:
+        idle_from_s = self._woken_at_s + since_s
+        number = bisect.bisect_right(self._arrivals, idle_from_s)
+        if number == len(self._arrivals):
+            return (Step(0.0, len(self._ladder.rungs) - 1),)
+        idle_s, rungs = self._arrivals[number] - idle_from_s, self._ladder.rungs
+        waits = [self._burst_wait(number, rung.wake_s) for rung in rungs]
+        costs = self._ladder.costs(waits)
+        plans: list[Plan] = [(Step(0.0, rung),) for rung in range(len(rungs))]
+        plans += [
+            (Step(0.0, rung), Step(idle_s - wake_s - ROUNDING_S, 0))
+            for rung, wake_s in enumerate(costs.wakes)
+            if 0 < wake_s < idle_s - ROUNDING_S
+        ]
+        return min(plans, key=lambda plan: costs.bill(plan, idle_s))
+
+    def learn(self, idle_s: float, since_s: float, burst_waits: Sequence[float]) -> None:
+        self._woken_at_s += since_s + idle_s
+
+    def _burst_wait(self, number: int, wake_s: float) -> float:
+        ready_s = self._arrivals[number] + wake_s
+        end = bisect.bisect_left(self._arrivals, ready_s, number)
+        return sum(ready_s - arrival_s for arrival_s in self._arrivals[number:end])
+
+
+def own_best_ladder(run_of: LadderRun, costs: Costs) -> Plan:
+    """Return the best fixed plan without steps up for the idle periods of one function, all of them known."""
+    ascending = sorted(run_of.periods)
+    if not ascending or ascending[-1] <= 0:
+        return costs.envelope
+    step = max(1, len(ascending) // LARGEST_SAMPLE)
+    edges = sorted({0.0, *ascending[::step], ascending[-1]})
+    counts = [0] * (len(edges) - 1)
+    index = 0
+    for period in ascending:
+        while index < len(counts) - 1 and period > edges[index + 1]:
+            index += 1
+        counts[index] += 1
+    law = IdleLaw(tuple(edges), tuple(map(float, counts)), (0,) * len(edges))
+    return cheapest(law, costs, climbs=False, guarded=False).plan()
+
+
+def offline_optimum(run_of: LadderRun, costs: Costs, *, climbs: bool) -> float:
+    """Return the bill of one who knows when each idle period ends, with or without steps up before its end."""
+    bill = 0.0
+    for period in run_of.periods:
+        staying = min(
+            hold * period + penalty for hold, penalty in zip(costs.holds, costs.penalties, strict=True)
+        )
+        if climbs:
+            staying = min(staying, _climbing(period, costs))
+        bill += staying
+    return bill
+
+
+def _climbing(period_s: float, costs: Costs) -> float:
+    """Return the bill of the cheapest rung to rest on, if one climbs to READY just in time."""
+    best = math.inf
+    for rung in range(1, len(costs.holds)):
+        climb_s = costs.wakes[rung]
+        if climb_s <= period_s:
+            best = min(best, costs.holds[rung] * (period_s - climb_s) + costs.holds[0] * climb_s)
+    return best

@@ -1,0 +1,28 @@
+"""Remembers how many workers a revision needed of late. It reads no clock."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+
+class RecentNeed:
+    """The largest number of workers that was wanted within a window that ends now."""
+
+    def __init__(self) -> None:
+        # The times at which a number was wanted last and none above it since: the numbers descend.
+        self._peaks: deque[tuple[float, int]] = deque()
+
+    def note(self, now_s: float, workers: int) -> None:
+        """Remember that `workers` were wanted at `now_s` or shortly before."""
+        peaks = self._peaks
+        while peaks and peaks[-1][1] <= workers:
+            peaks.pop()
+        peaks.append((now_s, workers))
+
+    def peak(self, now_s: float, window_s: float) -> tuple[int, float]:
+        """Return the largest number of the last `window_s` seconds, and when it leaves the window."""
+        peaks = self._peaks
+        while peaks and peaks[0][0] + window_s <= now_s:
+            peaks.popleft()
+        return (peaks[0][1], peaks[0][0] + window_s) if peaks else (0, math.inf)

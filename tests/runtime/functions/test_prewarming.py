@@ -1,0 +1,143 @@
+"""Schedules that start workers: on a simulated clock, and in a gateway."""
+
+from __future__ import annotations
+
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from live import gateway_here
+from pilotflame.runtime.functions.prewarming import Alarms, Prewarming
+from pilotflame.runtime.settings.schedule import Schedule
+
+ECHO = "def handler(event):\n    return event"
+HALF_PAST_TWO = Schedule(cron="30 2 * * *", timezone="Europe/Berlin", for_s=600)
+
+
+def unix(*local: int) -> float:
+    return datetime(*local, tzinfo=UTC).timestamp()  # type: ignore[misc, arg-type]
+
+
+# -- on a simulated clock
+
+
+def fired(alarms: Alarms, start: float, end: float) -> list[float]:
+    """Run from `start` to `end` as the gateway's timer does. Return when schedules fired."""
+    found, now = [], start
+    while (following := alarms.next_at()) is not None and following <= end:
+        assert following > now
+        now = following
+        found += [now for _ in alarms.due(now)]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("day", "expected"),
+    [
+        # The clocks go forward at 02:00 and back at 03:00: at 01:00 UTC, both times.
+        ((2026, 3, 29), [unix(2026, 3, 29, 1, 0)]),
+        ((2026, 10, 25), [unix(2026, 10, 25, 0, 30)]),
+        ((2026, 6, 15), [unix(2026, 6, 15, 0, 30)]),
+    ],
+)
+def test_a_schedule_fires_once_on_each_day(day: tuple[int, int, int], expected: list[float]):
+    alarms, midnight = Alarms(), unix(*day) - 7200
+    assert list(alarms.put("f", [HALF_PAST_TWO], midnight)) == []
+    assert fired(alarms, midnight, midnight + 86_400) == expected
+
+
+@given(st.lists(st.floats(0.1, 40_000), min_size=1, max_size=50))
+def test_each_time_fires_exactly_once_whenever_the_timer_looks(pauses_s: list[float]):
+    schedule = Schedule(cron="*/30 * * * *", timezone="Europe/Berlin", for_s=100_000)
+    alarms, now = Alarms(), unix(2026, 10, 24, 20, 10)
+    list(alarms.put("f", [schedule], now))
+    for pause_s in pauses_s:
+        following = alarms.next_at()
+        assert following is not None
+        now += pause_s
+        found = list(alarms.due(now))
+        # One that was missed still wants its workers for the rest of its time.
+        assert len(found) == (following <= now)
+        assert all(99_900 - 1800 < left_s <= 100_000 for _, _, left_s in found)
+        assert list(alarms.due(now)) == []
+
+
+def test_what_the_machine_slept_through_is_left_out():
+    alarms, now = Alarms(), unix(2026, 6, 15)
+    list(alarms.put("f", [HALF_PAST_TWO], now))
+    assert list(alarms.due(unix(2026, 6, 15, 0, 41))) == []
+    assert alarms.next_at() == unix(2026, 6, 16, 0, 30)
+
+
+def test_a_clock_that_is_set_back():
+    alarms, now = Alarms(), unix(2026, 6, 15, 0, 31)
+    assert [left_s for _, left_s in alarms.put("f", [HALF_PAST_TWO], now)] == [540.0]
+    assert list(alarms.due(now)) == []
+    assert list(alarms.due(now - 120)) == []
+    assert alarms.next_at() == unix(2026, 6, 15, 0, 30)
+
+
+def test_a_function_that_is_gone_has_no_schedule():
+    alarms = Alarms()
+    for name in ("f", "g"):
+        list(alarms.put(name, [HALF_PAST_TWO], unix(2026, 6, 15)))
+    alarms.drop("f")
+    assert [name for name, _, _ in alarms.due(unix(2026, 6, 15, 0, 30))] == ["g"]
+    alarms.drop("g")
+    assert alarms.next_at() is None
+
+
+# -- in a gateway
+
+
+class TestGateway:
+    pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+    async def test_a_schedule_warms_a_function(self, gateway: Any, deploy: Any):
+        """The simulated clock starts 0.2 s before 02:30, when the clocks go forward, and runs on from there."""
+        schedule = [{"cron": "30 2 * * *", "timezone": "Europe/Berlin", "workers": 2, "for_s": 60}]
+        function = await deploy(ECHO, {"scale.idle_timeout_s": 0, "schedule": schedule})
+        await function.settled(ready=0)
+        ahead_s = unix(2026, 3, 29, 0, 59, 59) + 0.8 - time.monotonic()
+        prewarming = Prewarming(gateway.server.functions, lambda: ahead_s + time.monotonic())
+        try:
+            prewarming.follow(function.name)
+            await function.settled(ready=2)
+        finally:
+            prewarming.close()
+        assert (await function.call(1)).headers["x-cold-start"] == "false"
+        history = gateway.server.functions.live(function.name).history
+        (start,) = [
+            one for one in history.decisions.since(0) if one.action == "start" and one.cause != "load"
+        ]
+        assert start.cause == "schedule 30 2 * * *"
+        assert start.figures["workers"] == 2
+        metrics = (await gateway.client.get("/metrics")).text
+        sample = f'pilotflame_prewarms_total{{function="{function.name}",signal="schedule",used="true"}} 1.0'
+        assert sample in metrics
+
+    async def test_status_and_deploy(self, gateway: Any, deploy: Any):
+        schedule = [{"cron": "0 8 * * mon-fri", "timezone": "Europe/Berlin"}]
+        function = await deploy(ECHO, {"schedule": schedule})
+        (shown,) = (await function.status())["schedules"]
+        following = datetime.fromisoformat(shown.pop("next_at"))
+        assert shown == {"cron": "0 8 * * mon-fri", "timezone": "Europe/Berlin", "workers": 1, "for_s": 300.0}
+        assert following > datetime.now(UTC)
+        assert following.hour in (6, 7)
+        response = await gateway.send(ECHO, {"schedule": [{"cron": "0 8 * * *", "workers": 9}]})
+        assert response.status_code == 422
+        assert "schedule.workers is 9, more than scale.max, which is 4" in response.text
+
+    async def test_workers_are_there_again_after_a_restart(self, state: Path):
+        """A gateway that starts while a schedule wants workers starts them."""
+        settings = {"schedule": [{"cron": "* * * * *", "for_s": 3600}]}
+        async with gateway_here(state) as gateway:
+            await (await gateway.deploy(ECHO, settings, name="early")).settled(ready=1)
+        async with gateway_here(state) as gateway:
+            function = gateway.function("early")
+            await function.settled(ready=1)
+            assert (await function.call(1)).headers["x-cold-start"] == "false"
