@@ -6,6 +6,7 @@ The rungs are those on which a gateway can hold a function, from the warmest dow
 from __future__ import annotations
 
 import enum
+import operator
 from dataclasses import dataclass, fields
 from typing import Self
 
@@ -62,13 +63,10 @@ class Usage:
     """Seconds for which these waited."""
 
     def __add__(self, other: Self) -> Self:
-        return self._each(other, 1.0)
+        return type(self)(*map(operator.add, _figures(self), _figures(other)))
 
     def __sub__(self, other: Self) -> Self:
-        return self._each(other, -1.0)
-
-    def _each(self, other: Self, sign: float) -> Self:
-        return type(self)(*(getattr(self, name) + sign * getattr(other, name) for name in FIGURES))
+        return type(self)(*map(operator.sub, _figures(self), _figures(other)))
 
     @property
     def worker_s(self) -> float:
@@ -81,6 +79,7 @@ class Usage:
 
 
 FIGURES = tuple(field.name for field in fields(Usage))
+_figures = operator.attrgetter(*FIGURES)
 
 
 @dataclass(frozen=True, slots=True)
