@@ -30,6 +30,7 @@ COMMANDS = {
     "delete": ("functions", "Delete a function and all its revisions."),
     "deploy": ("functions", "Deploy FOLDER as a function, or as a new revision of it."),
     "doctor": ("doctor", "Check whether this machine has what functions need, and how fast it is."),
+    "explain": ("explain", "List what the gateway decided about FUNCTION, with the figures behind it."),
     "init": ("init", "Make a new function's folder from a template."),
     "invoke": ("functions", "Call a function and print its answer."),
     "jobs": ("jobs", "List a function's jobs; show, cancel, retry or follow them."),

@@ -29,10 +29,12 @@ from .api.access_log import AccessLog
 from .api.admin import Admin
 from .api.audit import Audit
 from .api.backend import Backend
+from .api.console import Console
 from .api.cross_origin import CrossOrigin
 from .api.docs_page import DocsPage
 from .api.fast_path import FastPath
 from .api.guard import Guard
+from .api.history import HistoryApi
 from .api.invoke import Gateway
 from .api.logs import LogsApi
 from .api.openapi import OpenApi
@@ -52,6 +54,7 @@ from .functions.deploy import Deployment
 from .functions.ledger import Ledger
 from .functions.metering import Metering
 from .functions.prewarming import Prewarming
+from .functions.recorder import Recorder
 from .functions.registry import FunctionEvents, Functions
 from .functions.rest import Rest
 from .functions.store import Retention, Store
@@ -63,6 +66,8 @@ from .launching.fetcher_client import FetcherClient
 from .launching.launcher import LauncherByImage
 from .launching.listener import Listener
 from .launching.process_launcher import ProcessLauncher
+from .scaling.rung_figures import HoldingPrices
+from .serving.function_history import FunctionHistories
 from .settings.function_settings import FunctionSettings, read_settings
 from .settings.gateway_settings import GatewaySettings
 from .settings.state_dir import free_bytes, is_disk_full, locked_state_dir
@@ -208,8 +213,8 @@ async def startup(
     events = FunctionEvents()
     ledger = await _open_ledger(settings, state, lambda: metrics, stack)
     functions = Functions(
-        store, state / "environments", launcher, tasks, fetcher, secrets, events, logs, ledger,
-        settings.drain_s,
+        store, state / "environments", launcher, tasks, fetcher, secrets, events, logs, settings.drain_s,
+        await FunctionHistories.open(state / "habits", tasks, ledger.account), _prices(settings),
     )  # fmt: skip
     stack.callback(functions.close_threads)
     metrics = Metrics(functions.census, tasks.failures, [fetcher.metrics], lambda: logs.files.dropped)
@@ -243,7 +248,8 @@ async def startup(
     stack.callback(tasks.keep(dialects.sweep, name="files_sweep").cancel)
     apis = (
         gateway, admin, LogsApi(functions, logs), RevisionsApi(functions), AccessControl(keyring, secrets, functions),
-        WebhooksApi(functions, jobs), UsageApi(ledger), DocsPage(),
+        WebhooksApi(functions, jobs), HistoryApi(functions, _recorder(functions, state, stack)), UsageApi(ledger),
+        DocsPage(), Console(functions, metrics),
     )  # fmt: skip
     own_routes = [route for api in apis for route in api.routes()]
     rows = [*own_routes, *dialects.routes()]
@@ -309,6 +315,11 @@ def _listen(state: Path, stack: contextlib.AsyncExitStack) -> Listener:
     listener.open()
     stack.callback(listener.close)
     return listener
+
+
+def _prices(settings: GatewaySettings) -> HoldingPrices:
+    memory_byte_s = settings.price_memory_gb_hour / 3600 / 1e9
+    return HoldingPrices(memory_byte_s, settings.price_device_hour / 3600, settings.price_waiting_s)
 
 
 def _launcher(
@@ -395,7 +406,7 @@ async def _open_ledger(
     """Open the accounts of the functions, and close them with `stack`. The metrics may be made later."""
     prices = Prices(settings.price_memory_gb_hour, settings.price_disk_gb_hour, settings.price_device_hour)
     store = UsageStore(state / "usage.sqlite3")
-    ledger = Ledger(store, prices, lambda function: metrics().cold_starts(function))
+    ledger = Ledger(store, prices, lambda function: metrics().totals(function))
     await asyncio.to_thread(ledger.open)
     stack.push_async_callback(ledger.close)
     return ledger
@@ -422,6 +433,19 @@ def _observe(
     for close in (rest.close, metering.close, functions.tasks.keep(ledger.run, name="usage").cancel):
         stack.callback(close)
     return rest
+
+
+def _recorder(functions: Functions, state: Path, stack: contextlib.AsyncExitStack) -> Recorder:
+    """Store what is decided about functions and when they are called, until `stack` closes."""
+    recorder, tasks = Recorder(state / "records", functions.all), functions.tasks
+
+    def removed(name: str) -> None:
+        tasks.create_task(recorder.forget(name))
+
+    functions.events.removed.append(removed)
+    stack.push_async_callback(recorder.flush)
+    stack.callback(tasks.keep(recorder.run, name="records").cancel)
+    return recorder
 
 
 def _connect(

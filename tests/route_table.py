@@ -9,7 +9,9 @@ from typing import Any
 
 from pilotflame.runtime.api.access import AccessControl
 from pilotflame.runtime.api.admin import Admin
+from pilotflame.runtime.api.console import Console
 from pilotflame.runtime.api.docs_page import DocsPage
+from pilotflame.runtime.api.history import HistoryApi
 from pilotflame.runtime.api.invoke import Gateway
 from pilotflame.runtime.api.logs import LogsApi
 from pilotflame.runtime.api.openapi import OpenApi
@@ -33,7 +35,9 @@ def described() -> OpenApi:
         AccessControl(missing, missing, missing),
         WebhooksApi(missing, missing),
         UsageApi(missing),
+        HistoryApi(missing, missing),
         DocsPage(),
+        Console(missing, missing),
     )
     own = [route for api in apis for route in api.routes()]
     return OpenApi([*own, *Dialects(backend).routes()], lambda _request: ())

@@ -25,14 +25,14 @@ from ..telemetry.log_files import (
 from ..telemetry.logs import Logs
 from .requests import caller_of
 from .responses import Timestamp, json_response, timestamp
-from .routes import Flag, Instant, Number, Parameter, Route
+from .routes import Flag, Number, Parameter, Route, UnixTime
 
 MAX_LINES = 10_000
 NAMES = (GATEWAY, AUDIT, ACCESS)
 LINES = Number("lines", "The largest number of lines, the last ones.", 100, maximum=MAX_LINES)
 FOLLOW = Flag("follow", "Go on with new lines: such a response does not end.")
-SINCE = Instant("since", "Unix time in seconds of the first line.")
-UNTIL = Instant("until", "Unix time in seconds of the last line.")
+SINCE = UnixTime("since", "Unix time in seconds of the first line.", 0.0)
+UNTIL = UnixTime("until", "Unix time in seconds of the last line.", math.inf)
 REQUEST = Parameter("request", "Only the lines of the invocation or job with this id.")
 
 
@@ -120,5 +120,5 @@ def _query(request: web.Request) -> LogQuery:
     level = sent.get(LEVEL.name, LogLevel.DEBUG).lower()
     if level not in list(LogLevel):
         raise BadInput(f"level is {level[:40]!r}.", remedy=f"One of {', '.join(LogLevel)}.")
-    since_s, until_s = SINCE.read(request, 0.0), UNTIL.read(request, math.inf)
+    since_s, until_s = SINCE.read(request), UNTIL.read(request)
     return LogQuery(LINES.read(request), since_s, until_s, sent.get(REQUEST.name, ""), level)

@@ -89,17 +89,21 @@ class Number(Parameter):
         raise BadInput(f"{self.name} is {text[:40]!r}.", remedy=f"It must be a whole number {limits}.")
 
 
-class Instant(Parameter):
-    """A query parameter that is a point in time: Unix time in seconds."""
+class UnixTime(Parameter):
+    """A query parameter that is a time."""
 
-    def __init__(self, name: str, description: str) -> None:
+    def __init__(self, name: str, description: str, default: float = 0.0) -> None:
         super().__init__(name, description, type="number")
+        self._default = default
 
-    def read(self, request: web.Request, default: float) -> float:
-        """Return the time that was sent, or the default. Raises BadInput if it is none."""
+    def read(self, request: web.Request, default: float | None = None) -> float:
+        """Return the time that was sent, in Unix seconds, or the default. Raises BadInput if it is none.
+
+        `default` replaces the default, for one that depends on the present time.
+        """
         text = request.query.get(self.name)
         try:
-            found = default if text is None else float(text)
+            found = (self._default if default is None else default) if text is None else float(text)
         except ValueError:
             found = math.nan
         if math.isnan(found) or (text is not None and abs(found) > LAST_S):

@@ -17,15 +17,15 @@ from ..telemetry.usage import Prices, Usage
 from ..telemetry.usage_store import UsageKey, UsageQuery
 from .requests import caller_of
 from .responses import Timestamp, json_response, timestamp
-from .routes import Instant, Parameter, Route
+from .routes import Parameter, Route, UnixTime
 
 DEFAULT_S = 30 * 86400.0
 BY = Parameter(
     "by", "By what it is summed up.", type="string", enum=list(UsageKey), default=UsageKey.FUNCTION
 )
 FUNCTION = Parameter("function", "Only of this function, which may be deleted.")
-SINCE = Instant("since", "Unix time in seconds; by default 30 days ago.")
-UNTIL = Instant("until", "Unix time in seconds; by default now.")
+SINCE = UnixTime("since", "Unix time in seconds; by default 30 days ago.")
+UNTIL = UnixTime("until", "Unix time in seconds; by default now.")
 
 
 class UsageRow(TypedDict):

@@ -12,16 +12,16 @@ import click
 from ...errors import ManifestError, SnapshotError
 from ...snapshot.extras import needs
 from ...snapshot.format.create import create as make_manifest
-from ...snapshot.format.manifest import MANIFEST_NAME, Manifest, read_manifest
+from ...snapshot.format.discover import find_manifest
+from ...snapshot.format.manifest import MANIFEST_NAME, Manifest
 from ...snapshot.format.verify import verify as verify_files
-from ...snapshot.sources.locate import is_remote, open_source
+from ...snapshot.sources.locate import is_remote, open_source, split_file, weights_file
 from ...snapshot.sources.source import Source, Writable
 from . import display, options
 from .lazy_group import LazyGroup
 
 LARGEST_TENSORS = 10
 MANIFEST_SUFFIX = ".json"
-WEIGHTS_SUFFIX = ".safetensors"
 
 
 # -- what the commands about snapshots share
@@ -34,10 +34,7 @@ def url_or_path(text: str) -> str | Path:
 
 def open_place(url: str) -> tuple[Source, str | None]:
     """Return the source at a URL, and the name of the file in it, if the URL names weights or a manifest."""
-    above, _, last = url.rpartition("/")
-    if last.endswith((WEIGHTS_SUFFIX, MANIFEST_SUFFIX)):
-        return open_source(above), last
-    return open_source(url), None
+    return open_source(url), split_file(url)[1]
 
 
 def folder_of(path: Path) -> Path:
@@ -51,7 +48,7 @@ def read_manifest_of(path: str | Path) -> Manifest:
     Raise ManifestError if it has none.
     """
     if isinstance(path, str):
-        return read_manifest(open_place(path)[0])
+        return find_manifest(open_source(path), weights_file(path))
     file = path if path.suffix == MANIFEST_SUFFIX else folder_of(path) / MANIFEST_NAME
     if not file.is_file():
         remedy = f"Make one: pilotflame snapshot create {path}"
@@ -154,6 +151,8 @@ def create(path: str | Path, chunk_mib: int, output: Path | None, as_json: bool)
 @options.as_json
 def inspect(path: str | Path, tensors: bool, as_json: bool) -> None:
     """Show the files, tensors, types and sizes of the snapshot at PATH_OR_URL. Reads only the manifest.
+
+    Of a URL without a manifest, it reads the headers of the safetensors files.
 
     \b
     Examples:

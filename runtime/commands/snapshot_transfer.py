@@ -19,11 +19,12 @@ from ...snapshot.caching.node import node_cache, node_tiers
 from ...snapshot.caching.stored import Stored
 from ...snapshot.converting.push import push as push_files
 from ...snapshot.fetching.fetch import FetchStats
+from ...snapshot.format.discover import find_manifest
 from ...snapshot.format.manifest import Manifest, read_manifest
 from ...snapshot.format.verify import verify as verify_files
-from ...snapshot.sources.locate import is_remote, open_source
+from ...snapshot.sources.locate import is_remote, open_source, weights_file
 from . import display, exit_codes, options
-from .snapshot import contents, folder_of, open_place, print_rate, rate, read_manifest_of
+from .snapshot import contents, folder_of, print_rate, rate, read_manifest_of
 
 SHOWN_DIGEST_CHARS = 16
 
@@ -70,7 +71,8 @@ def pull(
     """Copy the snapshot at URL into FOLDER, verified. URL begins with s3:// or http(s)://, or is a folder.
 
     Valid files and parts of files in FOLDER are kept: after Ctrl-C or a crash the same command continues
-    there. The manifest is written last, when everything else is complete.
+    there. The manifest is written last, when everything else is complete. If there is none at URL, it is made
+    of the bytes as they arrive.
 
     \b
     Examples:
@@ -82,8 +84,8 @@ def pull(
     if into_cache and (force or connections or part_mib):
         raise click.UsageError("--force, --connections and --part-mib work only with a FOLDER.")
     started_s = time.monotonic()
-    source = open_place(url.rstrip("/"))[0] if is_remote(url) else open_source(url)
-    manifest = read_manifest(source)
+    source = open_source(url)
+    manifest = find_manifest(source, weights_file(url)) if is_remote(url) else read_manifest(source)
     node = options.gateway_settings().cache_dir
     kept = f"interrupted: what has arrived is kept in {folder or node}; the same command continues there"
     with exit_codes.on_interrupt(kept), display.progress(f"pulling {source.url}") as progress:

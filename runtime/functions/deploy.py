@@ -258,13 +258,15 @@ def _enlarge_pages(root: Path, manifest: Manifest) -> None:
 def _fetch_manifest(url: str, folder: Path, log: Log) -> None:
     """Fetch a remote snapshot's manifest and assets. The zygote needs them before the weights."""
     from ...snapshot.fetching.assets import fetch_assets  # noqa: PLC0415
-    from ...snapshot.format.manifest import read_manifest  # noqa: PLC0415
-    from ...snapshot.sources.locate import open_source  # noqa: PLC0415
+    from ...snapshot.format.discover import find_manifest  # noqa: PLC0415
+    from ...snapshot.sources.locate import open_source, weights_file  # noqa: PLC0415
     from ...snapshot.sources.location import shown  # noqa: PLC0415
 
     log(f"reading the manifest of {shown(url)}")
     source = open_source(url)
-    manifest = read_manifest(source)
+    manifest = find_manifest(source, weights_file(url))
+    if manifest.observed is not None:
+        log(f"{shown(url)} has no manifest: the first fetch makes one")
     manifest.write(folder / MANIFEST_FILE)
     (folder / ASSETS_FOLDER).mkdir()
     fetch_assets(manifest, source, folder / ASSETS_FOLDER)

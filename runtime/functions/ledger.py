@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from ...errors import GatewayError
 from ..scaling.budget import Spending, day_of
 from ..serving.account import Account, Stored
-from ..telemetry.metrics import Reading
+from ..telemetry.metrics import Reading, Totals
+from ..telemetry.timeline import PHASES, WAITING_PHASES
 from ..telemetry.usage import Prices, Usage
 from ..telemetry.usage_store import HOUR_S, Standing, UsageQuery, UsageRecord, UsageStore
 
@@ -21,12 +22,12 @@ WRITE_EVERY_S = 60.0
 class Ledger:
     """The accounts of the functions of one gateway, also of deleted ones until what they used is stored."""
 
-    def __init__(self, store: UsageStore, prices: Prices, calls: Callable[[str], Usage]) -> None:
-        """`calls` returns the invocations of a function, which are counted elsewhere, since the gateway started."""
+    def __init__(self, store: UsageStore, prices: Prices, totals: Callable[[str], Totals]) -> None:
+        """`totals` returns what the metrics have counted of a function, for its cold starts."""
         self.prices = prices
-        self._store, self._calls = store, calls
+        self._store, self._totals = store, totals
         self._accounts: dict[str, Account] = {}
-        self._known_calls: dict[str, Usage] = {}
+        self._known_colds: dict[str, Usage] = {}
         self._stored: dict[str, tuple[Usage, Standing]] = {}
         self._begun_at = time.time()
         self._writing = asyncio.Lock()
@@ -47,9 +48,9 @@ class Ledger:
         return self._accounts[function]
 
     def note_removed(self, function: str) -> None:
-        """A function was deleted. Its invocations are no longer counted elsewhere."""
+        """A function was deleted. Its metrics are dropped next."""
         self._settle(function, self.account(function))
-        self._known_calls.pop(function, None)
+        self._known_colds.pop(function, None)
 
     async def run(self) -> None:
         """Write once a minute, and at the end of each hour. Remove what is too old once a day."""
@@ -126,9 +127,11 @@ class Ledger:
 
     def _settle(self, function: str, account: Account) -> None:
         account.settle()
-        calls = self._calls(function)
-        account.add(calls - self._known_calls.get(function, Usage()))
-        self._known_calls[function] = calls
+        totals = self._totals(function)
+        waited_s = sum(totals.cold_phases_s.get(phase, 0.0) for phase in PHASES[:WAITING_PHASES])
+        colds = Usage(cold_starts=totals.cold_starts, waiting_s=waited_s)
+        account.add(colds - self._known_colds.get(function, Usage()))
+        self._known_colds[function] = colds
 
 
 def _standing(account: Account) -> Standing:

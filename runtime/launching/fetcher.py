@@ -74,7 +74,8 @@ class Fetcher:
 
     def _hold(self, number: int, manifest: Path, url: str, copied: bool) -> None:
         try:
-            lease = self._cache.open(Manifest.read(manifest), open_source(url))
+            described = Manifest.read(manifest)
+            lease = self._cache.open(described, open_source(url))
             with self._lock:
                 wanted = number in self._leases
                 if wanted:
@@ -84,6 +85,9 @@ class Fetcher:
                 return
             self._emit(number, "held")
             lease.wait(WAIT_TIMEOUT_S, copied=copied)
+            if not described.has_digests:
+                # The next fetch verifies what it gets, and does not depend on the versions of the objects.
+                lease.described().write(manifest)
         except PilotflameError as error:
             self._emit(number, "failed", error=error.to_wire())
         except Exception as error:  # noqa: BLE001  the gateway waits for an event

@@ -69,6 +69,11 @@ class Pool:
             count += len(replica.outstanding.calls)
         return count
 
+    @property
+    def completed(self) -> int:
+        """How many invocations all workers, dead ones included, have ended."""
+        return self._past_completed + sum(replica.completed for replica in self.replicas)
+
     def worked_s(self, now_s: float) -> tuple[float, float]:
         """Return how many seconds all workers, dead ones included, had work, and how many they were ready."""
         busy_s, ready_s = self._past_busy_s, self._past_ready_s
@@ -86,13 +91,12 @@ class Pool:
         """Return what all workers, dead ones included, and the zygote have used so far."""
         busy_s, ready_s = self.worked_s(now_s)
         held_s = self._past_held_s + sum(now_s - replica.activation.asked_s for replica in self.replicas)
-        completed = self._past_completed + sum(replica.completed for replica in self.replicas)
         occupied_s, zygote_s, local_s = (
             self._rung.seconds(rung, now_s) for rung in (RungName.READY, RungName.ZYGOTE, RungName.LOCAL)
         )
         return Usage(
             busy_s=busy_s, idle_s=ready_s - busy_s, starting_s=held_s - ready_s, occupied_s=occupied_s,
-            zygote_s=zygote_s, local_s=local_s, activations=self.activations, invocations=completed,
+            zygote_s=zygote_s, local_s=local_s, activations=self.activations, invocations=self.completed,
         )  # fmt: skip
 
     def _note_rung(self) -> None:
@@ -226,11 +230,11 @@ class Pool:
         self.replicas.remove(replica)
         self._last = None
         self._past_busy_s += replica.outstanding.busy_s
+        self._past_completed += replica.completed
         if replica.completed:
             self.used_s = time.monotonic()
         if replica.activation.ready_s:
             self._past_ready_s += time.monotonic() - replica.activation.ready_s
-        self._past_completed += replica.completed
         self._past_held_s += time.monotonic() - replica.activation.asked_s
         self._note_rung()
         # Without workers, forking a standby disturbs no invocation, and the next activation may come soon.

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from datetime import timedelta
 from typing import NamedTuple
 
-# How many decisions of a function are kept. The oldest are dropped.
+from .usage import RungName
+
+# How many decisions of a function are kept in memory. The oldest are dropped.
 MAX_DECISIONS = 1000
 
 
@@ -17,7 +20,7 @@ class DecisionRecord(NamedTuple):
     at: float
     """When it was made, in Unix seconds."""
     action: str
-    """What was done: "start", "stop", "prewarm", "step_down", "step_up" or "refuse"."""
+    """What was done: "start", "stop", "prewarm", "step_down", "step_up", "evict" or "refuse"."""
     cause: str
     """Why: the signal or the rule, as "load", "idle", "warmup" or "schedule"."""
     figures: Mapping[str, float]
@@ -29,11 +32,149 @@ class Decisions:
 
     def __init__(self) -> None:
         self._kept: deque[DecisionRecord] = deque(maxlen=MAX_DECISIONS)
+        self._noted = 0
 
     def note(self, action: str, cause: str, **figures: float) -> None:
         """Keep a decision that is made now."""
         self._kept.append(DecisionRecord(time.time(), action, cause, figures))
+        self._noted += 1
 
     def since(self, at: float) -> list[DecisionRecord]:
         """Return the decisions that were made at `at`, in Unix seconds, or later."""
         return [decision for decision in self._kept if decision.at >= at]
+
+    def take(self) -> list[DecisionRecord]:
+        """Return the decisions that no call has returned before, to be stored. They are kept nevertheless."""
+        count, self._noted = min(self._noted, len(self._kept)), 0
+        return list(self._kept)[-count:] if count else []
+
+
+# -- in words
+
+# The causes that sentences name in other words.
+_CAUSES = {
+    "warmup": "a call asked for it", "schedule": "the schedule asks for it", "plan": "the keep-alive policy",
+    "pressure": "memory is short", "budget": "the budget", "min": "scale.min",
+}  # fmt: skip
+_RUNGS = {
+    RungName.READY: "a ready worker", RungName.ZYGOTE: "a zygote alone", RungName.LOCAL: "files alone",
+    RungName.REMOTE: "its code alone",
+}  # fmt: skip
+
+
+def seconds(value: float) -> str:
+    """Return a time as it is said: 12.3 ms, 4.20 s, 0:12:30."""
+    if abs(value) < 1:
+        return f"{value * 1e3:.3g} ms"
+    return f"{value:.1f} s" if abs(value) < 600 else str(timedelta(seconds=round(value)))
+
+
+# What figures are, by the end of their name: a template for the name without that end, and the number.
+_UNITS: tuple[tuple[str, Callable[[float], str]], ...] = (
+    ("_per_hour", lambda value: f"{value:.4g} an hour"),
+    ("_per_s", lambda value: f"{value:.3g} a second"),
+    ("_bytes", lambda value: f"{value / 1e6:.1f} MB"),
+    ("_mb", lambda value: f"{value:.1f} MB"),
+    ("_ms", lambda value: f"{value:.1f} ms"),
+    ("_s", seconds),
+    ("_share", lambda value: f"{value:.0%}"),
+)
+
+
+def describe(decision: DecisionRecord) -> str:
+    """Return what was decided in plain words, with all figures behind it. Any action, cause and figure has words."""
+    left = dict(decision.figures)
+    said = _WORDS.get(decision.action, _anything)(decision, left)
+    rest = [_figure(name, value) for name, value in left.items()]
+    if not rest:
+        return said
+    return f"{said}{', ' if ': ' in said else ': '}{', '.join(rest)}"
+
+
+def _figure(name: str, value: float) -> str:
+    for end, unit in _UNITS:
+        if name.endswith(end):
+            return f"{name.removesuffix(end).replace('_', ' ')} {unit(value)}"
+    return f"{name.replace('_', ' ')} {value:.6g}"
+
+
+def _count(count: float, noun: str) -> str:
+    return f"{count:.0f} {noun}{'' if count == 1 else 's'}"
+
+
+def _reason(cause: str) -> str:
+    return _CAUSES.get(cause, cause.replace("_", " "))
+
+
+def _started(decision: DecisionRecord, left: dict[str, float]) -> str:
+    workers = _count(left.pop("workers", 1), "worker")
+    waited, ready = left.pop("queued", 0.0), left.pop("ready", 0.0)
+    state = f"{_count(waited, 'invocation')} waited, {_count(ready, 'worker')} ready"
+    state = ", ".join([state, *_state(left)])
+    if decision.cause == "load":
+        return f"started {workers}: {state}"
+    return f"started {workers} ahead of calls, {_reason(decision.cause)}: {state}"
+
+
+def _stopped(decision: DecisionRecord, left: dict[str, float]) -> str:
+    workers, ready = left.pop("workers", 1), left.pop("ready", None)
+    said = f"stopped {_count(workers, 'worker')}"
+    if decision.cause != "idle":
+        said += f", {_reason(decision.cause)}"
+    elif "idle_s" in left:
+        said += f" after {seconds(left.pop('idle_s'))} idle"
+    else:
+        said += " without work"
+    facts = [] if ready is None else [f"{_count(ready, 'worker')} had been ready"]
+    if "recent" in left:
+        facts.append(f"{left.pop('recent'):.0f} needed lately")
+    return ": ".join([said, ", ".join(facts + _state(left))]).removesuffix(": ")
+
+
+def _state(left: dict[str, float]) -> list[str]:
+    """Tell what else the function had at that time, without what is zero."""
+    words = {"queued": "waiting", "in_flight": "running", "starting": "already starting"}
+    return [f"{count:.0f} {word}" for name, word in words.items() if (count := left.pop(name, 0.0))]
+
+
+def _moved(decision: DecisionRecord, left: dict[str, float]) -> str:
+    """Tell a step on the ladder. `rung` is the number of the one that is held from now on."""
+    rungs, verb = list(RungName), {"step_up": "went up to", "evict": "evicted it to"}
+    number = left.pop("rung", None)
+    known = number is not None and 0 <= number < len(rungs)
+    rung = _RUNGS[rungs[int(number or 0)]] if known else "another rung"
+    said = f"{verb.get(decision.action, 'went down to')} {rung}"
+    if "idle_s" in left:
+        said += f" after {seconds(left.pop('idle_s'))} idle"
+    freed = [f"{left.pop(name) / scale:.1f} MB" for name, scale in _FREED if name in left]
+    said += f", {_reason(decision.cause)}" + "".join(f": it held {size}" for size in freed)
+    if "extra_wake_s" in left:
+        said += f"{', ' if freed else ': '}the next call waits {seconds(left.pop('extra_wake_s'))} longer"
+    return said
+
+
+def _rested(decision: DecisionRecord, left: dict[str, float]) -> str:
+    return f"ended the zygote, {_reason(decision.cause)}"
+
+
+def _prewarmed(decision: DecisionRecord, left: dict[str, float]) -> str:
+    if "used" not in left:
+        return _anything(decision, left)
+    use = "was used" if left.pop("used") else "was not used"
+    said = f"a worker that was started ahead of calls ({_reason(decision.cause)}) {use}"
+    return f"{said}: it was ready for {seconds(left.pop('ready_s'))}" if "ready_s" in left else said
+
+
+def _refused(decision: DecisionRecord, left: dict[str, float]) -> str:
+    return f"started no worker, {_reason(decision.cause)}"
+
+
+def _anything(decision: DecisionRecord, left: dict[str, float]) -> str:
+    return f"{decision.action.replace('_', ' ')}, {_reason(decision.cause)}"
+
+
+_FREED = (("freed_bytes", 1e6), ("held_mb", 1.0))
+_WORDS: dict[str, Callable[[DecisionRecord, dict[str, float]], str]] = {
+    "start": _started, "stop": _stopped, "step_down": _moved, "step_up": _moved, "evict": _moved,
+    "rest": _rested, "refuse": _refused, "prewarm": _prewarmed,
+}  # fmt: skip

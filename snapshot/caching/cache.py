@@ -19,6 +19,7 @@ from typing import Self
 from ...errors import CacheError
 from ..fetching.arrival import Arrival
 from ..fetching.fetch import FetchStats
+from ..fetching.ranges import Chunks
 from ..format.manifest import Manifest
 from ..sources.folder import FolderSource
 from ..sources.source import Progress, Source
@@ -79,6 +80,15 @@ class Lease:
             if copy is not None:
                 copy.wait(timeout_s)
 
+    def described(self) -> Manifest:
+        """Return the manifest with the digests of all chunks. Call it after `wait`.
+
+        If `manifest` has no digests, these are the ones that the first fetch of the snapshot has learned.
+        """
+        if self.manifest.has_digests:
+            return self.manifest
+        return self.manifest.with_chunks(Chunks(Manifest.read(self.root)).digests)
+
     def close(self) -> None:
         """Release the files. May be called twice, and from another thread."""
         # This also closes a copy that begins later. It comes first, since a copy reads the files.
@@ -103,7 +113,7 @@ class Lease:
             # Until the copy belongs to this lease. If the lease is closed, nothing protects the files.
             _held = self.hold
             # The copy is a fetch from this tier's folder: also resumable, verified and published last.
-            copy = Cache(tiers).open(self.manifest, FolderSource(self.root), tee=False)
+            copy = Cache(tiers).open(self.described(), FolderSource(self.root), tee=False)
         except Exception as error:  # noqa: BLE001  raised by `wait`
             self._copy.set_exception(error)
         else:

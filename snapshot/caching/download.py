@@ -19,8 +19,10 @@ from pathlib import Path
 from ...errors import CacheError, Cancelled, ManifestError
 from ..fetching.arrival import Arrival
 from ..fetching.assets import fetch_assets, holds
+from ..fetching.digest_journal import learned_digests
 from ..fetching.fetch import FetchStats, fetch
 from ..fetching.landing import ShardTarget, land_existing
+from ..fetching.ranges import Chunks
 from ..format.manifest import MANIFEST_NAME, Asset, Manifest, Shard
 from ..publish import cannot_write
 from ..sources.folder import FolderSource
@@ -29,6 +31,8 @@ from .flock import is_at, try_lock
 from .stored import allocated_bytes, sync_files
 
 MARK_NAME = ".pilotflame.pull"
+DIGESTS_NAME = ".pilotflame.digests"
+"""The file with the digests that a download has learned so far, if there is no manifest beside the weights."""
 _MARK_BYTES = 64
 _ELSEWHERE = "Name another folder, or overwrite what is there with --force (force=True)."
 
@@ -58,7 +62,7 @@ def download(
         folder.mkdir(parents=True, exist_ok=True)
         with _mark(folder) as mark, ExitStack() as opened:
             work = _Download(manifest, folder, mark, force=force)
-            work.accept(opened, stopped)
+            work.accept(opened, stopped, _learned(folder, work, opened))
             fetch_assets(manifest, source, folder)
             if not work.arrival.complete:
                 (folder / MANIFEST_NAME).unlink(missing_ok=True)
@@ -68,7 +72,8 @@ def download(
             )  # fmt: skip
             # Before the manifest is written: a folder with a manifest must be complete.
             sync_files(folder, manifest)
-            work.manifest.write(folder / MANIFEST_NAME)
+            work.described().write(folder / MANIFEST_NAME)
+            (folder / DIGESTS_NAME).unlink(missing_ok=True)
             (folder / MARK_NAME).unlink()
             return stats
     except OSError as error:
@@ -89,9 +94,23 @@ class _Download:
         self.targets: list[ShardTarget] = []
         self.arrival = Arrival(manifest)
 
-    def accept(self, opened: ExitStack, cancelled: threading.Event) -> None:
+    @property
+    def present_digests(self) -> list[str] | None:
+        """The digests of the manifest that is in the folder. None if there is none, or not one of these files."""
+        return Chunks(self._present).digests if self._present is not None else None
+
+    def described(self) -> Manifest:
+        """Return the manifest for the folder. Call it once all chunks have landed."""
+        if self.manifest.has_digests:
+            return self.manifest.published()
+        return self.manifest.with_chunks(self.arrival.chunks.digests).published()
+
+    def accept(
+        self, opened: ExitStack, cancelled: threading.Event, learned: Sequence[str] | None = None
+    ) -> None:
         """Open the shards' files at full size, and record as landed the chunks that they hold.
 
+        `learned` are the digests that are known of earlier downloads, if the manifest has none.
         Raises CacheError if files in the folder may not be replaced, or if the disk has too little room. Then
         no file is replaced or removed, and new files are removed again.
         """
@@ -108,7 +127,7 @@ class _Download:
         with ExitStack() as undo:
             for shard in self.manifest.shards:
                 self._open(shard, opened, undo)
-            land_existing(self.manifest, self.targets, self.arrival, cancelled)
+            land_existing(self.manifest, self.targets, self.arrival, cancelled, learned)
             if not sure:
                 self._check_held(held, cancelled)
                 self._write_mark()
@@ -212,12 +231,28 @@ def _mark(folder: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
+def _learned(folder: Path, work: _Download, opened: ExitStack) -> Sequence[str] | None:
+    """Return what is known of the chunks' digests, if the manifest has none. What is learned is kept meanwhile."""
+    if work.manifest.has_digests:
+        return None
+    learned = opened.enter_context(learned_digests(folder / DIGESTS_NAME, work.arrival))
+    return work.present_digests or learned
+
+
+def _is_made_of(found: Manifest, manifest: Manifest) -> bool:
+    """Return True if an earlier download has made `found` of the very files that `manifest` describes."""
+    observed = manifest.observed
+    made = observed is not None and found.provenance.source == observed.provenance.source
+    return made and found.model_copy(update={"observed": observed}).digest == manifest.digest
+
+
 def _present_manifest(folder: Path, manifest: Manifest, *, force: bool) -> Manifest | None:
     """Return the folder's manifest, or None. Raises CacheError if it is not `manifest`, unless `force`."""
     if not os.path.lexists(folder / MANIFEST_NAME):
         return None
     try:
-        if (found := Manifest.read(folder / MANIFEST_NAME)).digest == manifest.digest:
+        found = Manifest.read(folder / MANIFEST_NAME)
+        if found.digest == manifest.digest or _is_made_of(found, manifest):
             return found
         other = found.digest[:16]
     except ManifestError:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from mmap import mmap
@@ -19,6 +19,7 @@ from pathlib import Path
 from ...errors import CacheError, PilotflameError, SourceDenied, SourceUnavailable, StorageFull
 from ..fetching.arrival import Arrival
 from ..fetching.assets import fetch_assets
+from ..fetching.digest_journal import learned_digests
 from ..fetching.fetch import FetchStats, fetch
 from ..fetching.landing import ShardTarget, copy_landed, land_existing
 from ..format.manifest import MANIFEST_NAME, Manifest
@@ -27,7 +28,7 @@ from ..sources.source import Source
 from .flock import Hold, hold, locked_file, try_lock
 from .follow import Feed, Following
 from .memory import has_huge_pages
-from .stored import REUSED, is_whole, sync_files
+from .stored import DIGESTS, REUSED, is_whole, sync_files
 from .tier import Tier
 
 TAKEOVER_TIMEOUT_S = 30.0
@@ -273,12 +274,16 @@ class Pull:
         with ExitStack() as opened:
             huge = self.tier.kind == "tmpfs" and has_huge_pages(self.files)
             targets = [self._target(shard.name, opened, huge=huge) for shard in self._manifest.shards]
+            learned: Sequence[str] | None = None
+            if not self._manifest.has_digests:
+                journal = learned_digests(self.files.parent / DIGESTS, self.arrival)
+                learned = opened.enter_context(journal)
             if self._before is not None:
                 before, self._before = self._before, None
                 copy_landed(self._manifest, before.arrival, before.files, targets, self._cancelled)
-                new = False
+                new, learned = False, before.arrival.chunks.digests
             if not new:
-                land_existing(self._manifest, targets, self.arrival, self._cancelled)
+                land_existing(self._manifest, targets, self.arrival, self._cancelled, learned)
             landed_bytes = self.arrival.landed_bytes
             try:
                 self._stats = fetch(
@@ -310,7 +315,11 @@ class Pull:
             sync(self.files.parent.parent)
         # All bytes are this snapshot's now.
         (self.files.parent / REUSED).unlink(missing_ok=True)
-        self._manifest.write(self.files / MANIFEST_NAME)
+        manifest = self._manifest
+        if not manifest.has_digests:
+            manifest = manifest.with_chunks(self.arrival.chunks.digests)
+        manifest.write(self.files / MANIFEST_NAME)
+        (self.files.parent / DIGESTS).unlink(missing_ok=True)
 
 
 def _unmap(memory: memoryview) -> None:

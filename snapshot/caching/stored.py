@@ -20,6 +20,10 @@ REUSED = "reused"
 """The file of a snapshot's folder that is there while its files may hold bytes of another snapshot."""
 
 
+DIGESTS = "digests"
+"""The file of a snapshot's folder with the digests learned so far, if there was no manifest beside the weights."""
+
+
 @dataclass(frozen=True, slots=True)
 class Stored:
     """A snapshot in a tier, complete or not; `ready` is True if it is published.

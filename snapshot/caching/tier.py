@@ -8,6 +8,7 @@
         mounted                       locked shared while containers have the folder mounted: eviction then
                                       leaves the folder, without `files`
         reused                        there until `files`, made of spares, hold no more bytes of another snapshot
+        digests                       while weights without a manifest are fetched: the digests of what has landed
     <root>/trash/                     snapshots that were evicted and are being deleted
     <root>/spare/                     files of evicted snapshots, kept to use their pages again (tmpfs only)
 

@@ -24,7 +24,7 @@ from ...errors import (
     SourceUnavailable,
     StorageFull,
 )
-from ..format.manifest import Manifest
+from ..format.manifest import UNKNOWN_DIGEST, Manifest
 from ..format.verify import chunk_tensors, holding
 from ..sources.retries import delay_s
 from ..sources.source import Connection, ObjectInfo, Progress, Source, same_version
@@ -40,6 +40,8 @@ STALLS = 12
 """Used instead of ATTEMPTS if the last failure was a stall: a connection that received nothing was closed.
 The limit for that time doubles with each failure, up to minutes."""
 PROGRESS_BYTES = 64 << 10
+_REPUBLISH = "Publish new weights under a new name, and make their manifest anew."
+_REDEPLOY = "Deploy the function again, or pull again: the weights are then taken as they are now."
 
 
 @dataclass(slots=True)
@@ -118,7 +120,7 @@ class _Fetch:
             self.manifest, self.targets, self.arrival, self._ranges, self._changed, self.verify
         )
         self._stats = FetchStats(self._ranges.waiting_bytes)
-        self._versions: dict[int, str] = {}
+        self._versions = self._observed_versions()
         self._connections: dict[Part, Connection] = {}
         self._threads: list[threading.Thread] = []
         self._working = 0
@@ -140,6 +142,13 @@ class _Fetch:
         self._stats.connections = self.control.settled_connections
         self._stats.seconds = time.monotonic() - started_s
         return self._stats
+
+    def _observed_versions(self) -> dict[int, str]:
+        """Return the version that each shard must have, if its bytes cannot be told by their digests yet."""
+        observed = self.manifest.observed
+        if observed is None or UNKNOWN_DIGEST not in self.arrival.chunks.digests:
+            return {}
+        return {shard: version for shard, version in enumerate(observed.versions) if version}
 
     def _supervise(self) -> None:
         processors = os.cpu_count() or 1
@@ -244,7 +253,7 @@ class _Fetch:
         begun = part.at
         try:
             name, version = self.manifest.shards[part.shard].name, self._versions.get(part.shard, "")
-            self._check_version(part, connection.begin(name, part.at, part.end, version))
+            self._check_version(part, self._begin(connection, name, part, version))
             now_s = time.monotonic()
             waited_s, part.asked_s, part.started = now_s - part.asked_s, now_s, True
             with self._changed:
@@ -256,6 +265,14 @@ class _Fetch:
             with self._changed:
                 del self._connections[part]
                 self._put_back(part, problem, begun)
+
+    def _begin(self, connection: Connection, name: str, part: Part, version: str) -> ObjectInfo:
+        try:
+            return connection.begin(name, part.at, part.end, version)
+        except SnapshotChanged as error:
+            if self.manifest.observed is None:
+                raise
+            raise SnapshotChanged(error.message, remedy=_REDEPLOY, details=error.details) from error
 
     def _put_back(self, part: Part, problem: SourceUnavailable | None, begun: int) -> None:
         attempts, due_s = 0, 0.0
@@ -278,7 +295,7 @@ class _Fetch:
             raise SnapshotChanged(
                 f"{shard.name} at {self.source.url} was replaced: it has {info.size_bytes} bytes and version "
                 f"{info.version!r}, not {shard.size_bytes} and {version!r}.",
-                remedy="Publish new weights under a new name, and make their manifest anew.",
+                remedy=_REPUBLISH if self.manifest.observed is None else _REDEPLOY,
                 details={"object": shard.name},
             )
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import xxhash
 
-from ..format.manifest import Manifest
+from ..format.manifest import UNKNOWN_DIGEST, Manifest
 from ..format.verify import corrupt_chunk
 from ..publish import cannot_write
 from ..sources.source import Connection
@@ -136,7 +136,7 @@ class Landing:
                 digest = xxhash.xxh3_128_hexdigest(target.memory[extent.begin : extent.end])
             else:
                 digest = target.digest(extent.begin, extent.end, buffer)
-        if self.verify and digest != self.arrival.chunks.digests[chunk]:
+        if self.verify and digest is not None and not self.arrival.chunks.accept(chunk, digest):
             self._refuse(chunk)
             return
         self.arrival.land(chunk)
@@ -177,16 +177,22 @@ def copy_landed(
 
 
 def land_existing(
-    manifest: Manifest, targets: Sequence[ShardTarget], arrival: Arrival, cancelled: threading.Event
+    manifest: Manifest,
+    targets: Sequence[ShardTarget],
+    arrival: Arrival,
+    cancelled: threading.Event,
+    learned: Sequence[str] | None = None,
 ) -> None:
     """Record as landed every chunk that the files already hold. Parts that were never written are not read.
 
-    No journal is kept, since it could be wrong after a crash: the files are read and hashed (5 GB/s from memory).
+    `learned` are the digests of all chunks as an earlier fetch has learned them, if the manifest has none. That
+    a chunk is there is not recorded anywhere, since such a record could be wrong after a crash: the files are
+    read and hashed (5 GB/s from memory).
     Returns early, without an error, once `cancelled` is set.
     """
     buffer = memoryview(bytearray(_RESUME_BUFFER_BYTES))
     shard = data_at = -1
-    for chunk, digest in enumerate(arrival.chunks.digests):
+    for chunk, digest in enumerate(learned or arrival.chunks.digests):
         if cancelled.is_set():
             return
         extent = arrival.chunks.extent(chunk)
@@ -195,9 +201,10 @@ def land_existing(
         target = targets[shard]
         if data_at < extent.end:
             data_at = _next_data(target.descriptor, extent.begin, manifest.shards[shard].size_bytes)
-        if data_at >= extent.end or arrival.landed(chunk):
+        if data_at >= extent.end or arrival.landed(chunk) or digest == UNKNOWN_DIGEST:
             continue
-        if target.digest(extent.begin, extent.end, buffer) == digest:
+        found = target.digest(extent.begin, extent.end, buffer)
+        if found == digest and arrival.chunks.accept(chunk, found):
             arrival.land(chunk)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
-from ..format.manifest import Manifest
+from ..format.manifest import UNKNOWN_DIGEST, Manifest
 
 
 @dataclass(slots=True)
@@ -58,10 +58,18 @@ class Chunks:
         self._shards = manifest.shards
         self._first = (0, *accumulate(len(shard.chunks) for shard in manifest.shards))
         self.count = self._first[-1]
+        self._learning = manifest.observed is not None
 
     @cached_property
     def digests(self) -> list[str]:
+        """The digests of all chunks. One that the manifest does not have is UNKNOWN_DIGEST until it is learned."""
         return [digest for shard in self._shards for digest in shard.chunks]
+
+    def accept(self, chunk: int, digest: str) -> bool:
+        """Return whether the bytes with this digest are those of `chunk`. The first digest is learned."""
+        if self._learning and self.digests[chunk] == UNKNOWN_DIGEST:
+            self.digests[chunk] = digest
+        return self.digests[chunk] == digest
 
     def extent(self, chunk: int) -> Range:
         """Return the bytes of chunk number `chunk`."""

@@ -1,22 +1,39 @@
-"""Creates a manifest of existing safetensors files, without changing them, from their headers and digests."""
+"""Creates a manifest of existing safetensors files, without changing them, from their headers and digests.
+
+`create` reads all bytes. `observe` reads the headers only: the digests are added when the bytes are fetched.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from ..._version import __version__
-from ...errors import HeaderError, SnapshotError
+from ...errors import HeaderError, SnapshotError, SourceError
 from ..sources.folder import FolderSource
-from ..sources.source import ByteCounter, Listing, Progress, Source, changed
+from ..sources.source import ByteCounter, Listing, ObjectInfo, Progress, Source, changed
 from .digests import ASSET_BUFFER_BYTES, chunk_digests, file_digest, in_order
 from .header import Header, aliases_of, read_header
 from .layout import SUFFIX, Layout, lay_out
-from .manifest import DEFAULT_CHUNK_BYTES, MAX_ASSET_BYTES, Asset, Manifest, Provenance, Shard, TensorEntry
+from .manifest import (
+    DEFAULT_CHUNK_BYTES,
+    MAX_ASSET_BYTES,
+    UNKNOWN_DIGEST,
+    Asset,
+    Manifest,
+    Observed,
+    Provenance,
+    Shard,
+    TensorEntry,
+)
 
 # The number of threads that read remote files: one stream seldom uses all the bandwidth of a network link.
 REMOTE_READERS = 4
+# Headers and assets are small, so that reading them is mostly waiting.
+HEADER_READERS = 16
 
 
 def create(
@@ -39,29 +56,72 @@ def create(
     Manifest.build(chunk_bytes=chunk_bytes, shards=(), tensors=())
     origin = str(where) if isinstance(where, Path) else where.url
     source, file = _open(where, file)
-    layout = lay_out(source, _names(source, files, file), file)
     readers = 1 if isinstance(source, FolderSource) else REMOTE_READERS
-    infos = {name: source.stat(name) for name in layout.shards}
-    headers = {name: read_header(source, name) for name in layout.shards}
-    _check_index(layout, headers)
-    chunks = _digest_shards(source, headers, chunk_bytes, readers, progress)
-    assets = in_order((partial(_asset, source, name) for name in layout.assets), readers, ASSET_BUFFER_BYTES)
-    found = tuple(asset for asset in assets if asset is not None)
-    for name, info in infos.items():
+    found = _read_headers(source, lay_out(source, _names(source, files, file), file), readers)
+    chunks = _digest_shards(source, found.headers, chunk_bytes, readers, progress)
+    assets = _assets(source, found.layout, readers)
+    for name, info in found.infos.items():
         if source.stat(name) != info:
             raise changed(f"{source.url}/{name}", name, "it was replaced or written to")
+    provenance = Provenance(created_by=f"pilotflame {__version__}", source=origin[:4096])
+    return _manifest(found, chunks, assets, chunk_bytes=chunk_bytes, provenance=provenance)
+
+
+def observe(source: Source, names: Sequence[str], file: str | None = None) -> Manifest:
+    """Return a manifest of the safetensors files at `source` without the digests of their chunks.
+
+    `names` are the files there. With `file`, that one is the only shard. Raises what `create` raises.
+    """
+    found = _read_headers(source, lay_out(source, names, file), HEADER_READERS)
+    chunks = {
+        name: [UNKNOWN_DIGEST] * -(-header.file_bytes // DEFAULT_CHUNK_BYTES)
+        for name, header in found.headers.items()
+    }
+    assets = _assets(source, found.layout, HEADER_READERS)
+    versions = tuple(info.version for info in found.infos.values())
+    observed = Observed(url=source.url[:4096], versions=tuple(version[:1024] for version in versions))
+    return _manifest(found, chunks, assets, observed=observed, provenance=observed.provenance)
+
+
+@dataclass(frozen=True, slots=True)
+class _Headers:
+    """What was read of a layout's shards, in their order."""
+
+    layout: Layout
+    infos: dict[str, ObjectInfo]
+    headers: dict[str, Header]
+
+
+def _read_headers(source: Source, layout: Layout, readers: int) -> _Headers:
+    def read(name: str, _buffer: memoryview) -> tuple[ObjectInfo, Header]:
+        return source.stat(name), read_header(source, name)
+
+    found = list(in_order((partial(read, name) for name in layout.shards), readers, 0))
+    infos = {name: info for name, (info, _) in zip(layout.shards, found, strict=True)}
+    headers = {name: header for name, (_, header) in zip(layout.shards, found, strict=True)}
+    _check_index(layout, headers)
+    return _Headers(layout, infos, headers)
+
+
+def _assets(source: Source, layout: Layout, readers: int) -> tuple[Asset, ...]:
+    assets = in_order((partial(_asset, source, name) for name in layout.assets), readers, ASSET_BUFFER_BYTES)
+    return tuple(asset for asset in assets if asset is not None)
+
+
+def _manifest(
+    found: _Headers, chunks: dict[str, list[str]], assets: tuple[Asset, ...], **more: Any
+) -> Manifest:
     tensors = tuple(
         TensorEntry(shard=index, **tensor._asdict())
-        for index, header in enumerate(headers.values())
+        for index, header in enumerate(found.headers.values())
         for tensor in header.tensors
     )
     return Manifest.build(
-        chunk_bytes=chunk_bytes,
-        shards=tuple(_shard(name, header, chunks[name]) for name, header in headers.items()),
+        shards=tuple(_shard(name, header, chunks[name]) for name, header in found.headers.items()),
         tensors=tensors,
-        aliases=aliases_of(headers.values(), {tensor.name for tensor in tensors}),
-        assets=found,
-        provenance=Provenance(created_by=f"pilotflame {__version__}", source=origin[:4096]),
+        aliases=aliases_of(found.headers.values(), {tensor.name for tensor in tensors}),
+        assets=assets,
+        **more,
     )
 
 
@@ -84,7 +144,11 @@ def _names(source: Source, files: Sequence[str] | None, file: str | None) -> lis
     if files is not None:
         return list(files)
     if isinstance(source, Listing):
-        return source.names()
+        try:
+            return source.names()
+        except SourceError:
+            if file is None:
+                raise
     if file is not None:
         return [file]
     remedy = f"Name the one {SUFFIX} file in the URL, or all files, including those beside the weights."

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 from math import prod
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, Self
 import orjson
 from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, ValidationError, model_validator
 
+from ..._version import __version__
 from ...errors import ManifestError, SourceMissing
 from ..publish import publish
 from ..sources.source import Source, Writable, name_fault, read_all
@@ -40,6 +41,8 @@ _FAULTS_LISTED = 100
 # `_crowd_fault` does not check smaller JSON, which cannot cause enough faults to exhaust the memory.
 _LARGE_BYTES = 1 << 20
 _REMEDY = "Make the manifest anew: pilotflame snapshot create."
+UNKNOWN_DIGEST = "0" * 32
+"""Stands for the digest of a chunk that was not read yet. Only manifests with `observed` have it."""
 
 
 def _file_name(name: str) -> str:
@@ -110,6 +113,20 @@ class Provenance(_Frozen):
     source: Annotated[str, Field(max_length=4096)] = ""
 
 
+class Observed(_Frozen):
+    """Where shards without a manifest were found, and which version each of them had, such as its ETag."""
+
+    url: Annotated[str, Field(max_length=4096)]
+    versions: Annotated[tuple[Annotated[str, Field(max_length=1024)], ...], Field(max_length=MAX_SHARDS)]
+
+    @property
+    def provenance(self) -> Provenance:
+        """What a manifest that was made of these versions says of them. Other versions say something else."""
+        digest = hashlib.sha256("\0".join(self.versions).encode("utf-8", "surrogateescape")).hexdigest()
+        source = f"{self.url[:4000]}, versions {digest}"
+        return Provenance(created_by=f"pilotflame {__version__}", source=source)
+
+
 class Manifest(_Frozen):
     """The description of a snapshot. Manifests of the same files and chunk size have the same `digest`."""
 
@@ -128,6 +145,8 @@ class Manifest(_Frozen):
     """Tensors in the order in which a forward pass first reads them; empty until recorded. A hint, like provenance."""
     assets: Annotated[tuple[Asset, ...], FailFast(), Field(max_length=MAX_ASSETS)] = ()
     provenance: Provenance = Provenance()
+    observed: Observed | None = None
+    """Set if there was no manifest beside the files. Digests of chunks are then added as the chunks arrive."""
 
     @staticmethod
     def parse(text: bytes) -> Manifest:
@@ -162,7 +181,9 @@ class Manifest(_Frozen):
 
     def to_json(self) -> bytes:
         """Return the JSON form, which `parse` reads."""
-        return self.model_dump_json().encode() + b"\n"
+        # Other readers refuse fields that they do not know.
+        unset = {"observed"} if self.observed is None else None
+        return self.model_dump_json(exclude=unset).encode() + b"\n"
 
     def write(self, path: Path) -> None:
         """Write the JSON form to file `path`, completely or not at all."""
@@ -171,10 +192,35 @@ class Manifest(_Frozen):
 
     @property
     def digest(self) -> str:
-        """The sha256 (hex) of the canonical JSON, without the hints, which are provenance and first_touch."""
-        plain = self.model_dump(mode="json", exclude={"provenance", "first_touch"})
+        """The sha256 (hex) of the canonical JSON, without the hints, which are provenance and first_touch.
+
+        With `observed`, it is also without the chunks, so that it is the same before and after they are read.
+        """
+        without: dict[str, Any] = {"provenance": True, "first_touch": True}
+        without |= {"observed": True} if self.observed is None else {"shards": {"__all__": {"chunks"}}}
+        plain = self.model_dump(mode="json", exclude=without)
         text = json.dumps(plain, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
         return hashlib.sha256(text.encode()).hexdigest()
+
+    @property
+    def has_digests(self) -> bool:
+        """True if the digest of every chunk is known."""
+        return self.observed is None or not any(UNKNOWN_DIGEST in shard.chunks for shard in self.shards)
+
+    def with_chunks(self, digests: Sequence[str]) -> Manifest:
+        """Return this manifest with the digests of all chunks, which are given for one shard after another."""
+        given = iter(digests)
+        shards = tuple(
+            shard.model_copy(update={"chunks": tuple(islice(given, len(shard.chunks)))})
+            for shard in self.shards
+        )
+        return self.model_copy(update={"shards": shards})
+
+    def published(self) -> Manifest:
+        """Return the manifest to be stored beside the files, once it has the digest of every chunk."""
+        if self.observed is None:
+            return self
+        return self.model_copy(update={"observed": None, "provenance": self.observed.provenance})
 
     @property
     def total_bytes(self) -> int:
@@ -194,6 +240,7 @@ class Manifest(_Frozen):
         # pydantic turns a ValueError into a ValidationError, and `parse` turns that into a ManifestError.
         _check_files(self.files)
         _check_totals(self)
+        _check_observed(self)
         _check_unique("tensor", (tensor.name for tensor in self.tensors))
         for shard in self.shards:
             _check_shard(shard, self.chunk_bytes)
@@ -215,7 +262,11 @@ def read_manifest(source: Source) -> Manifest:
         fault = f"There is no manifest at {source.url}: {error.message}"
         remedy = f"Check the URL. To make a manifest of existing weights: pilotflame snapshot create {place}"
         raise SourceMissing(fault, remedy=remedy, details=error.details) from error
-    return Manifest.parse(text)
+    manifest = Manifest.parse(text)
+    if manifest.observed is not None:
+        fault = f"The manifest at {source.url} is one of a cache: it has `observed`."
+        raise ManifestError(fault, remedy=_REMEDY)
+    return manifest
 
 
 def _crowd_fault(text: bytes) -> str | None:
@@ -267,6 +318,11 @@ def _check_totals(manifest: Manifest) -> None:
     ):
         if count > limit:
             raise ValueError(f"it holds {count} {what}, over the limit of {limit}")
+
+
+def _check_observed(manifest: Manifest) -> None:
+    if manifest.observed is not None and len(manifest.observed.versions) != len(manifest.shards):
+        raise ValueError("observed does not have one version for each shard")
 
 
 def _check_shard(shard: Shard, chunk_bytes: int) -> None:

@@ -22,10 +22,12 @@ from .location import PATH, QUERY, Location, ServerAddress, redirected, shown
 from .response import OK, PARTIAL, REDIRECTS, RangeRequest, check, object_info, refusal, unavailable
 from .retries import Retries
 from .source import ObjectInfo, name_fault
+from .web_listing import listed_names
 from .wire import Wire
 
 MAX_REDIRECTS = 5
 MAX_ERROR_BYTES = 64 << 10
+MAX_DOCUMENT_BYTES = 32 << 20
 
 
 class WebSource(ABC):
@@ -91,6 +93,19 @@ class WebSource(ABC):
                     retries.wait(error)
         return max(0, at - offset)
 
+    def document(self, location: Location) -> tuple[Head, bytes]:
+        """Return the head and the whole body of a small document. Retries temporary failures.
+
+        Raises SourceError if it is larger than MAX_DOCUMENT_BYTES.
+        """
+        retries = Retries()
+        with closing(self.connect()) as connection:
+            while True:
+                try:
+                    return connection.document(location)
+                except SourceUnavailable as error:
+                    retries.wait(error)
+
     def connect(self) -> HttpConnection:
         return HttpConnection(self, Wire(lambda: self._tls))
 
@@ -128,6 +143,15 @@ class HttpSource(WebSource):
     def resolve(self, name: str) -> Location:
         return Location(f"{self.url}/{quote(name, safe='/')}{self._query}", self._headers)
 
+    def names(self) -> list[str]:
+        """See Listing. Raises SourceError if the server has no pages that list its folders."""
+
+        def read_page(url: str) -> tuple[str, bytes]:
+            head, page = self.document(Location(f"{url}{self._query}", self._headers))
+            return head.headers.get("content-type", ""), page
+
+        return listed_names(f"{self.url}/", read_page)
+
 
 class HttpConnection:
     """See Connection. It uses one kept-alive HTTP connection, and follows redirects."""
@@ -161,6 +185,23 @@ class HttpConnection:
             check(head, request, None)
         self._source.infos.setdefault(name, info)
         return info
+
+    def document(self, location: Location) -> tuple[Head, bytes]:
+        """Return the head and the whole body of a small document, without asking for a range."""
+        head, request = self._follow(location, RangeRequest("", shown(location.url), 0, 0))
+        if head.status != OK:
+            raise self._source.explain(request, head, self._rest())
+        text = bytearray()
+        buffer = memoryview(bytearray(MAX_ERROR_BYTES))
+        try:
+            while count := self._exchange.read_into(buffer, len(buffer)):
+                text += buffer[:count]
+                if len(text) > MAX_DOCUMENT_BYTES:
+                    self.close()
+                    raise SourceError(f"{request.url} has more than {MAX_DOCUMENT_BYTES} bytes.")
+        except (OSError, h11.RemoteProtocolError) as error:
+            raise self._failed(request, error) from error
+        return head, bytes(text)
 
     def read_into(self, view: memoryview) -> int:
         if self._left == 0 or not len(view):
@@ -207,7 +248,7 @@ class HttpConnection:
         for count in range(MAX_REDIRECTS + 1):
             head = self._get_once(location, request)
             if head.status not in REDIRECTS or "location" not in head.headers:
-                if count and head.status in {OK, PARTIAL}:
+                if count and request.name and head.status in {OK, PARTIAL}:
                     self._source.note(request.name, location)
                 return head, request
             self._rest()
@@ -257,8 +298,9 @@ def _headers(origin: ServerAddress, location: Location, request: RangeRequest) -
         ("Host", origin.authority),
         ("User-Agent", f"pilotflame/{__version__}"),
         ("Accept-Encoding", "identity"),
-        ("Range", f"bytes={request.begin}-{request.end - 1}"),
     ]
+    if request.end:
+        headers.append(("Range", f"bytes={request.begin}-{request.end - 1}"))
     # Only a strong ETag starts with a quotation mark. If-Match does not accept weak ETags and dates.
     if request.version.startswith('"'):
         headers.append(("If-Match", request.version))

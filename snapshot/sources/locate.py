@@ -9,6 +9,9 @@ from .source import Source
 
 ANONYMOUS_VARIABLE = "PILOTFLAME_S3_ANONYMOUS"
 """The environment variable that, if it is 1, lets S3 be read without credentials."""
+WEIGHTS_SUFFIX = ".safetensors"
+FILE_SUFFIXES = (WEIGHTS_SUFFIX, ".json")
+"""A remote URL with one of these endings is that of a file, weights or a manifest, and not of a folder."""
 
 
 def is_remote(url: str) -> bool:
@@ -16,8 +19,30 @@ def is_remote(url: str) -> bool:
     return url.startswith(("s3://", "http://", "https://"))
 
 
+def split_file(url: str) -> tuple[str, str | None]:
+    """Return the URL of the folder, and the name of the file in it, if `url` names weights or a manifest.
+
+    A query stays with the folder, since it is that of every file.
+    """
+    path, mark, query = url.partition("?")
+    above, _, last = path.rstrip("/").rpartition("/")
+    if is_remote(url) and last.endswith(FILE_SUFFIXES):
+        return f"{above}{mark}{query}", last
+    return url, None
+
+
+def weights_file(url: str) -> str | None:
+    """Return the name of the one file of weights that `url` names, or None if it names a folder."""
+    file = split_file(url)[1]
+    return file if file is not None and file.endswith(WEIGHTS_SUFFIX) else None
+
+
 def open_source(url: str) -> Source:
-    """Return the source for `url`: `s3://bucket/prefix`, `http(s)://host/prefix` or the path of a folder."""
+    """Return the source for `url`: `s3://bucket/prefix`, `http(s)://host/prefix` or the path of a folder.
+
+    If the URL is that of a file of weights or of a manifest, the source is the folder of that file.
+    """
+    url, _ = split_file(url)
     if url.startswith("s3://"):
         from .s3 import S3Source  # noqa: PLC0415  ssl and h11 take time to import
 

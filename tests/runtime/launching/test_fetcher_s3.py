@@ -13,11 +13,12 @@ import psutil
 import pytest
 import pytest_asyncio
 import torch
-from live import Function, Gateway, failure, gateway_process, short_folder
+from live import Function, Gateway, failure, gateway_process, short_folder, until
 from moto.server import ThreadedMotoServer
 from pilotflame.runtime.telemetry.timeline import parse_server_timing
 from pilotflame.snapshot.converting.push import push
 from pilotflame.snapshot.format.create import create
+from pilotflame.snapshot.format.manifest import Manifest
 from pilotflame.snapshot.sources.s3 import S3Source
 from safetensors.torch import save_file
 
@@ -188,15 +189,29 @@ async def test_of_all_that_the_gateway_starts_only_the_fetcher_has_them_in_memor
     assert [command.strip() for command in holders] == ["pilotflame: fetcher"]
 
 
-async def test_weights_without_a_manifest_are_refused_with_the_command_that_makes_it(
-    gateway: Gateway, right: Any
-) -> None:
+async def test_weights_without_a_manifest_are_served_and_then_have_one(gateway: Gateway, right: Any) -> None:
+    bare = await gateway.deploy(HANDLER, {"snapshot": f"s3://{BUCKET}/bare"}, name="bare", check=False)
+    (path,) = gateway.state.glob("functions/bare/*/manifest.json")
+    deployed = Manifest.read(path)
+    assert deployed.observed is not None
+    assert not deployed.has_digests
+    response = await bare.call()
+    assert response.status_code == 200, response.text
+    assert response.json()["answer"] == right
+
+    async def learned() -> bool:
+        return Manifest.read(path).has_digests
+
+    await until(learned, "the manifest has the digests")
+    assert Manifest.read(path).digest == deployed.digest
+
+
+async def test_a_prefix_without_weights_is_refused(gateway: Gateway, right: Any) -> None:
     del right
-    error = failure(await gateway.send(HANDLER, {"snapshot": f"s3://{BUCKET}/bare"}, check=False))
+    error = failure(await gateway.send(HANDLER, {"snapshot": f"s3://{BUCKET}/empty"}, check=False))
     assert error["status"] == 422
     assert error["type"] == "source_missing"
-    assert f"s3://{BUCKET}/bare" in error["message"]
-    assert f"pilotflame snapshot create s3://{BUCKET}/bare" in error["remedy"]
+    assert f"s3://{BUCKET}/empty" in error["message"]
 
 
 async def test_a_missing_bucket_is_named(gateway: Gateway) -> None:

@@ -1,0 +1,126 @@
+"""Serves what the gateway remembers of a function: its decisions, its load over time, and when its calls arrived."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import orjson
+from aiohttp import web
+from typing_extensions import TypedDict
+
+from ...handlers.codec import JSON_TYPE
+from ..access.keys import Scope
+from ..functions.live import Live
+from ..functions.recorder import Recorder
+from ..functions.registry import Functions
+from ..telemetry.decisions import describe
+from .responses import Timestamp, timestamp
+from .routes import Number, Route, UnixTime
+
+MAX_ARRIVALS = 1_000_000
+SINCE = UnixTime("since", "Unix time in seconds from which on to tell; by default all that is kept.", 0.0)
+MOST_DECISIONS = Number("lines", "The largest number of decisions, the last ones.", 1000, maximum=10_000)
+MOST_ARRIVALS = Number(
+    "lines", "The largest number of arrivals, the last ones.", 100_000, maximum=MAX_ARRIVALS
+)
+
+
+class DecisionFacts(TypedDict):
+    """A decision about a function. `text` says it in plain words, with the `figures` behind it."""
+
+    at: Timestamp
+    action: str
+    cause: str
+    figures: dict[str, float]
+    text: str
+
+
+class LoadFacts(TypedDict):
+    """What a function had from `at` on until the next sample: the largest numbers of one second.
+
+    `cold` counts the invocations that were answered then and had waited for an activation, `slowest_cold_s` for how long.
+    """
+
+    at: Timestamp
+    queued: int
+    in_flight: int
+    starting: int
+    ready: int
+    rung: str
+    cold: int
+    slowest_cold_s: float
+
+
+class HistoryApi:
+    """The routes of what is remembered of functions."""
+
+    def __init__(self, functions: Functions, recorder: Recorder) -> None:
+        self._functions = functions
+        self._recorder = recorder
+
+    def routes(self) -> list[Route]:
+        one = "/v1/functions/{function}"
+        decided = "List what the gateway decided about a function, and why, the oldest first."
+        load = "Show a function's workers, rung, queue and cold starts over time: a sample for each change."
+        arrived = (
+            "List when a function's invocations arrived, those that were answered, and how long one takes."
+        )
+        decisions, samples = (
+            {"decisions": list[DecisionFacts]},
+            {"now": Timestamp, "samples": list[LoadFacts]},
+        )
+        arrivals = {"arrivals": list[float], "service_s": float | None}
+        return [
+            Route(
+                "GET", f"{one}/decisions", self.decisions, Scope.READ, decided, decisions,
+                parameters=(SINCE, MOST_DECISIONS),
+            ),
+            Route("GET", f"{one}/load", self.load, Scope.READ, load, samples, parameters=(SINCE,)),
+            Route(
+                "GET", f"{one}/arrivals", self.arrivals, Scope.READ, arrived, arrivals,
+                parameters=(SINCE, MOST_ARRIVALS),
+            ),
+        ]  # fmt: skip
+
+    async def decisions(self, request: web.Request) -> web.StreamResponse:
+        since, most = SINCE.read(request), MOST_DECISIONS.read(request)
+        found = await self._recorder.decisions(self._live(request).record.function, since)
+
+        def told() -> bytes:
+            rows = [
+                DecisionFacts(
+                    at=timestamp(one.at), action=one.action, cause=one.cause, figures=dict(one.figures),
+                    text=describe(one),
+                )
+                for one in found[len(found) - most if most < len(found) else 0 :]
+            ]  # fmt: skip
+            return orjson.dumps({"decisions": rows})
+
+        return await _json(told)
+
+    async def load(self, request: web.Request) -> web.StreamResponse:
+        found = await self._recorder.load(self._live(request).record.function, SINCE.read(request))
+
+        def told() -> bytes:
+            # Rows of `LoadFacts`.
+            rows = [one._asdict() | {"at": timestamp(one.at)} for one in found]
+            return orjson.dumps({"now": timestamp(time.time()), "samples": rows})
+
+        return await _json(told)
+
+    async def arrivals(self, request: web.Request) -> web.StreamResponse:
+        live, most = self._live(request), MOST_ARRIVALS.read(request)
+        found = await self._recorder.arrivals(live.record.function, SINCE.read(request))
+        curve = live.revision.dispatcher.learned
+        service_s = curve[0].p50_s if curve else None
+        return await _json(lambda: orjson.dumps({"arrivals": found[-most:], "service_s": service_s}))
+
+    def _live(self, request: web.Request) -> Live:
+        return self._functions.get(request.match_info["function"])
+
+
+async def _json(told: Callable[[], bytes]) -> web.Response:
+    """Return a response with the JSON that `told` makes in a thread: there can be many rows."""
+    return web.Response(body=await asyncio.to_thread(told), content_type=JSON_TYPE)

@@ -1,0 +1,47 @@
+"""The command that tells why a function was scaled as it was: `pilotflame explain`."""
+
+from __future__ import annotations
+
+import time
+
+import click
+
+from . import display, options
+from .client import Client
+
+
+@click.command()
+@options.function
+@click.option(
+    "--since",
+    type=options.Moment(),
+    help="Only what was decided from then on: 10m, 2h, 3d or 2026-11-22T10:00.",
+)
+@click.option(
+    "-n", "--lines", type=click.IntRange(1, 10_000), default=50, help="How many decisions, the last ones."
+)
+@options.gateway
+def explain(*, name: str, since: float | None, lines: int, client: Client, as_json: bool) -> None:
+    """List what the gateway decided about FUNCTION, with the figures behind it.
+
+    Each line is a decision to start or stop workers, or to hold the function on another rung of its ladder. The
+    gateway keeps thousands of them for each function, also while it does not run.
+
+    Example: pilotflame explain embed --since 1h
+    """
+    query = {} if since is None else {"since": since}
+    found = client.get("v1", "functions", name, "decisions", lines=lines, **query)["decisions"]
+    if as_json:
+        for decision in found:
+            display.print_json(decision)
+    else:
+        for decision in found:
+            click.echo(f"{_moment(decision['at'])}  {decision['text']}")
+        if not found:
+            display.say(f"nothing was decided about {name} {'yet' if since is None else 'since then'}")
+
+
+def _moment(at: str) -> str:
+    """Return the time of day, after the date if that is not today's."""
+    text, today = display.local_time(at)[:19], display.local_time(time.time())[:10]
+    return text[11:] if text[:10] == today else text

@@ -1,0 +1,190 @@
+"""Stores what was decided about each function, its load over time, and when its calls arrived.
+
+    <state dir>/records/<name>/decisions.jsonl    a decision a line
+    <state dir>/records/<name>/load.jsonl         a row for each second in which something changed
+    <state dir>/records/<name>/arrivals.f64       Unix times, as float64 of this machine's byte order
+
+Rows are written every few seconds, and before they are read. A crash loses those that were not. The records of a
+deleted function are removed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import shutil
+import time
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import orjson
+
+from ..serving.function_history import FunctionHistory
+from ..telemetry.decisions import DecisionRecord
+from ..telemetry.load_history import LoadSample
+from .live import Live
+
+LOG = logging.getLogger(__name__)
+T = TypeVar("T")
+WRITE_EVERY_S = 10.0
+# How much of each a function keeps on disk: the newest 5,000 decisions or so, 10,000 rows, and a million arrivals.
+DECISIONS_BYTES, LOAD_BYTES, ARRIVALS_BYTES = 1 << 20, 1 << 20, 8 << 20
+
+
+class BoundedFile:
+    """A file to which rows are appended. Together with its predecessor it has at most `max_bytes`.
+
+    Its methods block. Rows have either `row_bytes`, or end with a line feed. One that a crash has
+    torn is cut off; a torn line stays, and whoever reads it finds that it is none.
+    """
+
+    def __init__(self, path: Path, max_bytes: int, *, row_bytes: int = 0) -> None:
+        self._path, self._row_bytes = path, row_bytes
+        self._older = path.with_name(f"{path.name}.1")
+        self._half_bytes = max_bytes // 2
+
+    def append(self, rows: bytes) -> None:
+        """Append whole rows. Raise OSError if they cannot be written."""
+        if not rows:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if self._size() + len(rows) > self._half_bytes and self._path.exists():
+            self._path.replace(self._older)
+        with self._path.open("a+b") as file:
+            size = file.seek(0, os.SEEK_END)
+            if self._row_bytes:
+                file.truncate(size - size % self._row_bytes)
+            elif size and os.pread(file.fileno(), 1, size - 1) != b"\n":
+                file.write(b"\n")
+            file.write(rows)
+
+    def read(self) -> bytes:
+        """Return the rows that are kept, the oldest first."""
+        return self._rows(self._older) + self._rows(self._path)
+
+    def remove(self) -> None:
+        for path in (self._path, self._older):
+            path.unlink(missing_ok=True)
+
+    def _size(self) -> int:
+        with contextlib.suppress(OSError):
+            return self._path.stat().st_size
+        return 0
+
+    def _rows(self, path: Path) -> bytes:
+        try:
+            data = path.read_bytes()
+        except OSError:
+            return b""
+        if self._row_bytes:
+            return data[: len(data) - len(data) % self._row_bytes]
+        return data[: data.rfind(b"\n") + 1]
+
+
+class _Rows(NamedTuple):
+    """What is to be appended to the files of one function."""
+
+    decisions: list[DecisionRecord]
+    load: list[LoadSample]
+    arrivals: array[float]
+
+
+class Recorder:
+    """Takes what the histories of live functions have gathered, and writes and reads their records."""
+
+    def __init__(self, folder: Path, functions: Callable[[], Iterable[Live]]) -> None:
+        """`functions` returns all live functions."""
+        self._folder, self._functions = folder, functions
+        self._writing = asyncio.Lock()
+
+    async def run(self) -> None:
+        """Write every few seconds, without end."""
+        while True:
+            await asyncio.sleep(WRITE_EVERY_S)
+            await self.flush()
+
+    async def flush(self) -> None:
+        """Write what has been gathered so far."""
+        async with self._writing:
+            now_s, due = time.monotonic(), dict[str, _Rows]()
+            for live in self._functions():
+                live.revision.note_load()
+                if any(rows := _take(live.revision.history, now_s)):
+                    due[live.record.function] = rows
+            if due:
+                await asyncio.to_thread(self._append, due)
+
+    async def forget(self, function: str) -> None:
+        """Remove the records of a deleted function."""
+        async with self._writing:
+            await asyncio.to_thread(shutil.rmtree, self._folder / function, ignore_errors=True)
+
+    # -- reading
+
+    async def decisions(self, function: str, since: float = 0.0) -> list[DecisionRecord]:
+        """Return the decisions about a function since a Unix time, the oldest first."""
+        return await self._read(
+            lambda: [DecisionRecord(*row) for row in self._lines(function, "decisions", since)]
+        )
+
+    async def load(self, function: str, since: float = 0.0) -> list[LoadSample]:
+        """Return the samples of a function's load since a Unix time, and the last one before it."""
+        return await self._read(lambda: self._load_since(function, since))
+
+    async def arrivals(self, function: str, since: float = 0.0) -> list[float]:
+        """Return when a function's invocations arrived since a Unix time, ascending. Those that were answered count."""
+        return await self._read(lambda: self._arrivals_since(function, since))
+
+    async def _read(self, read: Callable[[], list[T]]) -> list[T]:
+        await self.flush()
+        async with self._writing:
+            return await asyncio.to_thread(read)
+
+    def _load_since(self, function: str, since: float) -> list[LoadSample]:
+        rows = [LoadSample(*row) for row in self._lines(function, "load", 0.0)]
+        first = next((number for number, row in enumerate(rows) if row.at >= since), len(rows))
+        return rows[max(0, first - 1) :]
+
+    def _arrivals_since(self, function: str, since: float) -> list[float]:
+        found = array("d")
+        found.frombytes(self._file(function, "arrivals").read())
+        return sorted(at for at in found if at >= since)
+
+    def _lines(self, function: str, kind: str, since: float) -> Iterator[list[Any]]:
+        for line in self._file(function, kind).read().splitlines():
+            try:
+                row = orjson.loads(line)
+            except orjson.JSONDecodeError:
+                continue
+            if isinstance(row, list) and row and row[0] >= since:
+                yield row
+
+    # -- files
+
+    def _append(self, due: dict[str, _Rows]) -> None:
+        for function, rows in due.items():
+            try:
+                self._file(function, "decisions").append(_json_lines(rows.decisions))
+                self._file(function, "load").append(_json_lines(rows.load))
+                self._file(function, "arrivals").append(rows.arrivals.tobytes())
+            except OSError as error:
+                LOG.warning("the records of %s could not be written: %s", function, error)
+
+    def _file(self, function: str, kind: str) -> BoundedFile:
+        folder = self._folder / function
+        if kind == "arrivals":
+            return BoundedFile(folder / "arrivals.f64", ARRIVALS_BYTES, row_bytes=array("d").itemsize)
+        size = DECISIONS_BYTES if kind == "decisions" else LOAD_BYTES
+        return BoundedFile(folder / f"{kind}.jsonl", size)
+
+
+def _take(history: FunctionHistory, now_s: float) -> _Rows:
+    return _Rows(history.decisions.take(), history.load.take(now_s), history.arrivals.take())
+
+
+def _json_lines(rows: Iterable[DecisionRecord | LoadSample]) -> bytes:
+    return b"".join(orjson.dumps(list(row)) + b"\n" for row in rows)

@@ -1,0 +1,117 @@
+"""Remembers the load of one function: a coarse series of its workers, queue and cold starts, and when calls arrived.
+
+Both wait in memory until they are stored. A call costs the series nothing and the arrivals one `append`.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections import deque
+from typing import NamedTuple
+
+from .usage import RungName
+
+# The series has one row for each time that is so long, if there was a change. Its numbers are the largest of that time.
+BUCKET_S = 1.0
+# What waits to be stored may have so many rows. The oldest are dropped.
+MAX_SAMPLES = 10_000
+MAX_ARRIVALS = 100_000
+
+
+class LoadState(NamedTuple):
+    """The numbers of a function at one moment."""
+
+    queued: int
+    in_flight: int
+    starting: int
+    ready: int
+    rung: RungName
+
+
+class LoadSample(NamedTuple):
+    """What a function had, from one second on until the next sample."""
+
+    at: float
+    """The beginning of the second, in Unix seconds."""
+    queued: int
+    """The most invocations that waited at once in that second."""
+    in_flight: int
+    starting: int
+    ready: int
+    rung: str
+    """The rung at the second's end."""
+    cold: int = 0
+    """How many invocations were answered that had waited for an activation."""
+    slowest_cold_s: float = 0.0
+
+
+class LoadSeries:
+    """The samples of one function that are not stored yet."""
+
+    def __init__(self) -> None:
+        self._done: deque[LoadSample] = deque(maxlen=MAX_SAMPLES)
+        self._begun_s = self._ends_s = 0.0
+        self._most = self._last = LoadState(0, 0, 0, 0, RungName.LOCAL)
+        self._cold, self._slowest_s, self._dirty = 0, 0.0, True
+
+    def note(self, now_s: float, state: LoadState) -> None:
+        """Note the state at `now_s`, in monotonic seconds. Equal states cost one comparison."""
+        if state == self._last and now_s < self._ends_s:
+            return
+        self._turn(now_s)
+        if state != self._last:
+            most = self._most
+            self._most = LoadState(
+                max(most.queued, state.queued), max(most.in_flight, state.in_flight),
+                max(most.starting, state.starting), max(most.ready, state.ready), state.rung,
+            )  # fmt: skip
+            self._last, self._dirty = state, True
+
+    def note_cold(self, now_s: float, waited_s: float) -> None:
+        """Note the answer to an invocation that waited for an activation."""
+        self._turn(now_s)
+        self._cold += 1
+        self._slowest_s, self._dirty = max(self._slowest_s, waited_s), True
+
+    def take(self, now_s: float) -> list[LoadSample]:
+        """Return the samples that no call has returned before, to be stored. The present second ends early."""
+        if self._ends_s:
+            self._ends_s = min(self._ends_s, now_s)
+        self._turn(now_s)
+        found = list(self._done)
+        self._done.clear()
+        return found
+
+    def _turn(self, now_s: float) -> None:
+        """Begin a new second if the last one has ended."""
+        if now_s < self._ends_s:
+            return
+        if self._ends_s and self._dirty:
+            self._add(self._begun_s, self._most, self._cold, self._slowest_s)
+            # The numbers fell within the second.
+            if self._most[:4] != self._last[:4]:
+                self._add(self._ends_s, self._last)
+            self._dirty = False
+        self._cold, self._slowest_s, self._most = 0, 0.0, self._last
+        self._begun_s, self._ends_s = now_s, now_s + BUCKET_S
+
+    def _add(self, begun_s: float, state: LoadState, cold: int = 0, slowest_s: float = 0.0) -> None:
+        at = time.time() - time.monotonic() + begun_s
+        self._done.append(LoadSample(at, *state[:4], state.rung.value, cold, slowest_s))
+
+
+class Arrivals:
+    """When the invocations of one function arrived, as far as that is not stored yet."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[float] = deque(maxlen=MAX_ARRIVALS)
+        self.note = self._waiting.append
+        """Call it with the arrival of an answered invocation, in monotonic seconds."""
+
+    def take(self) -> array[float]:
+        """Return the arrivals that no call has returned before, in Unix seconds."""
+        shift_s = time.time() - time.monotonic()
+        found = array("d", [arrival_s + shift_s for arrival_s in self._waiting])
+        self._waiting.clear()
+        return found

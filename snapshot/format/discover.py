@@ -1,0 +1,96 @@
+"""Finds the manifest of a source or, if there is none, its safetensors files."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from ...errors import SnapshotError, SourceDenied, SourceError, SourceMissing
+from ..sources.source import Listing, Source
+from .create import HEADER_READERS, observe
+from .digests import in_order
+from .layout import INDEX_SUFFIX, SUFFIX, read_index
+from .manifest import Manifest, read_manifest
+
+INDEX = f"model{INDEX_SUFFIX}"
+# The names under which transformers saves weights, followed by those of sentence-transformers and diffusers.
+WHOLE = (f"model{SUFFIX}", f"diffusion_pytorch_model{SUFFIX}")
+# The files beside weights that handlers read, for a web server that cannot be listed.
+BESIDE = (
+    "added_tokens.json", "chat_template.jinja", "chat_template.json", "config.json",
+    "config_sentence_transformers.json", "generation_config.json", "merges.txt", "model_index.json", "modules.json",
+    "preprocessor_config.json", "processor_config.json", "sentence_bert_config.json", "special_tokens_map.json",
+    "spiece.model", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt",
+    "1_Pooling/config.json",
+)  # fmt: skip
+
+
+def find_manifest(source: Source, file: str | None = None) -> Manifest:
+    """Return the manifest at `source`. Or make one of the files there, without the digests of their chunks.
+
+    With `file`, that file alone holds the weights. Raises SourceMissing if there is nothing, SourceError if it
+    cannot be read, ManifestError, HeaderError or SnapshotError if it is not valid.
+    """
+    try:
+        manifest = read_manifest(source)
+        if file is None or [shard.name for shard in manifest.shards] == [file]:
+            return manifest
+    except (SourceMissing, SourceDenied) as error:
+        # S3 says "denied" of an object that is missing, to those who may not list the bucket.
+        if error.details.get("code") == "NoSuchBucket":
+            raise
+        missing = error
+    else:
+        return observe(source, names_of(source, file), file)
+    try:
+        names = names_of(source, file)
+    except SnapshotError as error:
+        fault = f"{missing.message} {error.message}"
+        raise type(missing)(fault, remedy=missing.remedy, details=missing.details) from error
+    return observe(source, names, file)
+
+
+def names_of(source: Source, file: str | None = None) -> Sequence[str]:
+    """Return the names of the weights at `source`, and of all files beside them.
+
+    If it cannot be listed, files that usually are there are asked for. Raises SnapshotError if none is there.
+    """
+    names = _listed(source)
+    if file is not None and file not in names:
+        names = [file, *_present(source, BESIDE)]
+    if any(name.endswith(SUFFIX) and "/" not in name for name in names):
+        return names
+    return _usual(source) or names or _refuse(source)
+
+
+def _listed(source: Source) -> list[str]:
+    try:
+        return source.names() if isinstance(source, Listing) else []
+    except SourceError:
+        return []
+
+
+def _usual(source: Source) -> list[str]:
+    """Return the names of weights under their usual names and what is beside them, or [] without weights."""
+    if _present(source, (INDEX,)):
+        weights = [INDEX, *sorted(set(read_index(source, INDEX).values()))]
+    else:
+        weights = _present(source, WHOLE)[:1]
+    return [*weights, *_present(source, BESIDE)] if weights else []
+
+
+def _present(source: Source, names: Sequence[str]) -> list[str]:
+    def look(name: str, _buffer: memoryview) -> str:
+        try:
+            source.stat(name)
+        except (SourceMissing, SourceDenied):
+            return ""
+        return name
+
+    found = in_order((partial(look, name) for name in names), min(HEADER_READERS, len(names)), 0)
+    return [name for name in found if name]
+
+
+def _refuse(source: Source) -> Sequence[str]:
+    remedy = f"Name the one {SUFFIX} file in the URL, or all files, including those beside the weights."
+    raise SnapshotError(f"{source.url} cannot be listed.", remedy=remedy)
