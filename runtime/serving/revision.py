@@ -380,7 +380,7 @@ class Revision(RevisionEvents):
             self.pool.stop_all()
         if changed and not self.retiring:
             spent = account.spent
-            figures = {"share": account.share, "money": spent.money, "worker_s": spent.seconds}
+            figures = {"used_share": account.share, "money": spent.money, "worker_s": spent.seconds}
             self.history.decisions.note("budget", account.state, **figures)
             self._logs.write("gateway", account.describe(), "warning" if account.scarce else "info")
             self.scale()
