@@ -46,6 +46,7 @@ from .api.server import HttpServer, bind, http_server, url_of
 from .api.standalone import Standalone
 from .api.tls import Certificate
 from .api.usage import UsageApi
+from .api.warmup import WarmupApi
 from .api.webhooks import WebhooksApi
 from .commands.watch import watch
 from .dialects.registry import Dialects
@@ -248,8 +249,8 @@ async def startup(
     stack.callback(tasks.keep(dialects.sweep, name="files_sweep").cancel)
     apis = (
         gateway, admin, LogsApi(functions, logs), RevisionsApi(functions), AccessControl(keyring, secrets, functions),
-        WebhooksApi(functions, jobs), HistoryApi(functions, _recorder(functions, state, stack)), UsageApi(ledger),
-        DocsPage(), Console(functions, metrics),
+        WebhooksApi(functions, jobs), HistoryApi(functions, _recorder(functions, state, stack)), DocsPage(),
+        UsageApi(ledger), Console(functions, metrics), WarmupApi(functions),
     )  # fmt: skip
     own_routes = [route for api in apis for route in api.routes()]
     rows = [*own_routes, *dialects.routes()]
