@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 
 from ...errors import GatewayError
 from ..scaling.budget import Spending, day_of
-from ..serving.account import Account, Stored
+from ..serving.account import Account, StoredUsage
 from ..telemetry.metrics import Reading, Totals
 from ..telemetry.timeline import PHASES, WAITING_PHASES
 from ..telemetry.usage import Prices, Usage
@@ -43,7 +43,7 @@ class Ledger:
             used, standing = self._stored.pop(function, (Usage(), Standing()))
             today = standing.day == day_of(time.time())
             forgiven = Spending(standing.money, standing.seconds) if today else Spending()
-            stored = Stored(used, forgiven, standing.holding)
+            stored = StoredUsage(used, forgiven, standing.holding)
             self._accounts[function] = Account(function, self.prices, stored)
         return self._accounts[function]
 

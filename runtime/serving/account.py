@@ -14,7 +14,7 @@ from ..telemetry.usage import HOUR_S, Holding, Prices, Usage, priced
 LONGEST_TIMER_S = 3600.0
 
 
-class Stored(NamedTuple):
+class StoredUsage(NamedTuple):
     """What is known of a function from before: its usage of today, how much of that does not count, what it holds."""
 
     today: Usage = Usage()
@@ -22,7 +22,7 @@ class Stored(NamedTuple):
     holding: Holding = Holding()
 
 
-NOTHING = Stored()
+NOTHING = StoredUsage()
 
 
 class Spender(Protocol):
@@ -45,7 +45,7 @@ class Account:
     Nothing is counted here for an invocation: the sums that revisions have anyway are read when they are needed.
     """
 
-    def __init__(self, function: str, prices: Prices, stored: Stored = NOTHING) -> None:
+    def __init__(self, function: str, prices: Prices, stored: StoredUsage = NOTHING) -> None:
         """`stored` is what an earlier run of the gateway has stored of today."""
         self.total = self.unwritten = Usage()
         self.today, self.forgiven, self.holding = stored
