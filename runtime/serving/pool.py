@@ -42,9 +42,11 @@ class Pool:
         )
         self._spec, self._tasks, self._events, self._secrets = spec, tasks, events, secrets
         self._measure = measure
-        self._forking = 0
+        # When the workers were asked for that are being forked.
+        self._asked: list[float] = []
         self._last: Replica | None = None
-        self._past_busy_s = self._past_ready_s = self._past_held_s = 0.0
+        self._past_busy_s = self._past_ready_s = self._past_load_s = 0.0
+        self._past_held_s = 0.0
         self._past_completed = 0
         self._weights = weights if spec.source else None
         self._fetching: FetchProgress | None = None
@@ -59,7 +61,7 @@ class Pool:
     @property
     def starting(self) -> int:
         """The number of workers that are not ready yet: they are being forked, or restore their weights."""
-        return self._forking + sum(replica.state is ReplicaState.RESTORING for replica in self.replicas)
+        return len(self._asked) + sum(replica.state is ReplicaState.RESTORING for replica in self.replicas)
 
     @property
     def in_flight(self) -> int:
@@ -85,7 +87,7 @@ class Pool:
     @property
     def held_workers(self) -> int:
         """The number of workers, also of those that are being forked."""
-        return len(self.replicas) + self._forking
+        return len(self.replicas) + len(self._asked)
 
     def usage(self, now_s: float) -> Usage:
         """Return what all workers, dead ones included, and the zygote have used so far."""
@@ -103,6 +105,19 @@ class Pool:
         """Note that a worker or the zygote has come or gone."""
         rest = RungName.LOCAL if self.zygote.source is None else RungName.ZYGOTE
         self._rung.move(RungName.READY if self.replicas else rest, time.monotonic())
+
+    def load_s(self, now_s: float) -> float:
+        """Return the seconds of all invocations at workers so far, dead ones included, summed."""
+        load_s = self._past_load_s
+        for replica in self.replicas:
+            load_s += replica.outstanding.load_s(now_s)
+        return load_s
+
+    def started_s(self, now_s: float, most_s: float) -> float:
+        """Return for how long the starting workers have been starting, summed, each for at most `most_s`."""
+        restoring = [one for one in self.replicas if one.state is ReplicaState.RESTORING]
+        asked = [replica.activation.asked_s for replica in restoring] + list(self._asked)
+        return sum(min(most_s, now_s - asked_s) for asked_s in asked)
 
     def idle(self) -> list[Replica]:
         """Return the ready workers without work, the one that is idle for the longest time first."""
@@ -138,7 +153,7 @@ class Pool:
             if standby is not None and self._weights is None:
                 self._activate(standby, activation)
             else:
-                self._forking += 1
+                self._asked.append(activation.asked_s)
                 self._tasks.create_task(self._start(activation, standby))
 
     async def _start(self, activation: Activation, child: Child | None) -> None:
@@ -150,7 +165,7 @@ class Pool:
                 child = child or await self.zygote.fork()
             self.zygote.check_open()
         except BaseException as failed:
-            self._forking -= 1
+            self._asked.remove(activation.asked_s)
             if child is not None:
                 child.link.close()
             error = failed.exceptions[0] if isinstance(failed, ExceptionGroup) else failed
@@ -160,7 +175,7 @@ class Pool:
             if not isinstance(error, PilotflameError):
                 raise
         else:
-            self._forking -= 1
+            self._asked.remove(activation.asked_s)
             self._activate(child, activation)
 
     def _activate(self, child: Child, activation: Activation) -> None:
@@ -230,6 +245,7 @@ class Pool:
         self.replicas.remove(replica)
         self._last = None
         self._past_busy_s += replica.outstanding.busy_s
+        self._past_load_s += replica.outstanding.load_s(time.monotonic())
         self._past_completed += replica.completed
         if replica.completed:
             self.used_s = time.monotonic()
