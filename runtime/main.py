@@ -229,7 +229,9 @@ async def startup(
     jobs = Jobs(state, key, functions.get, tasks, settings)
     await jobs.start()
     stack.push_async_callback(jobs.close)
-    sources = Sources(jobs, tasks, functions.log, drain_s=settings.drain_s)
+    sources = Sources(
+        jobs, tasks, functions.log, drain_s=settings.drain_s, on_backlog=functions.expect
+    )  # fmt: skip
     prewarming = _connect(events, functions, jobs, sources, stack)
     metrics.readers += [
         jobs.readings, sources.readings, prewarming.readings, keyring.readings, ledger.readings,

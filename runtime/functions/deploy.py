@@ -84,7 +84,9 @@ def prepare(
         cog = cog_yaml(folder, settings.handler)
         settings = settings.model_copy(update={"env": cog.env() | dict(settings.env)})
         if request.authorize is not None:
-            request.authorize(settings.name)
+            # Whoever names an upstream function learns when that is called.
+            for name in (settings.name, *settings.after):
+                request.authorize(name)
         if settings.image.unbuilt:
             raise _unbuilt(settings)
         if settings.source and not is_installed("boto3"):

@@ -81,6 +81,8 @@ class SourceStatus(BaseModel, frozen=True):
     """Messages that were left to the queue, because their job failed or their output could not be sent."""
     lag_s: float | None
     """How long the latest message had waited when it was received first; 0 if the queue was empty after it."""
+    backlog: int | None = None
+    """About how many messages waited when the queue was asked last: when one request did not return all of them."""
     last_error: str
     last_error_at: datetime | None
 

@@ -142,8 +142,8 @@ class Dispatcher:
         """The latency curve of the present workers, or else the stored one."""
         return self.queue.curve if self.queue.curve.points else self._stored
 
-    def work_s(self) -> float | None:
-        """Return how long one worker would take for all waiting invocations; None if that is unknown."""
+    def work_s(self, waiting: int) -> float | None:
+        """Return how long one worker would take for so many waiting invocations; None if that is unknown."""
         curve, most = self._curve, self.queue.max_batch
         if not curve.points:
             return None
@@ -151,8 +151,8 @@ class Dispatcher:
         at_once = min(slots) if slots else self._at_once
         if most == 1 and self._each_s:
             # The curve has the way to the worker too, which takes long while many are sent.
-            return len(self.queue) * self._each_s / at_once
-        full, rest = divmod(len(self.queue), most)
+            return waiting * self._each_s / at_once
+        full, rest = divmod(waiting, most)
         return (full * curve.typical(most) + (curve.typical(rest) if rest else 0.0)) / at_once
 
     def longest_s(self) -> float:

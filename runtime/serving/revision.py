@@ -50,6 +50,8 @@ FIRST_START_TIMEOUT_S = 900.0
 MIN_TEARDOWN_S = 2.0
 # Those who listen to the calls of a function hear of one in this time at most.
 BEAT_S = 0.5
+# For how long workers are held for invocations that are about to come.
+EXPECTED_S = 10.0
 # For how long the plan's prewarm holds a worker.
 PREDICTED_S = 1.0
 
@@ -194,6 +196,13 @@ class Revision(RevisionEvents):
         """
         self.history.prewarms.holds.add(WarmHold(workers, time.monotonic() + for_s, cause))
         self.scale()
+
+    def expect(self, invocations: int, cause: str) -> None:
+        """Start the workers that so many invocations need, which run already or are about to come."""
+        now_s = time.monotonic()
+        workers = self._demand.ahead(self._scale_spec(now_s), invocations, now_s)
+        if workers > len(self.pool.ready) + self.pool.starting:
+            self.warm(workers, cause, EXPECTED_S)
 
     async def wait_ready(self, workers: int, timeout_s: float) -> None:
         """Wait until `workers` are ready. Raise ActivationTimeout, or the error of a start that fails meanwhile."""
