@@ -29,6 +29,7 @@ from .api.access_log import AccessLog
 from .api.admin import Admin
 from .api.audit import Audit
 from .api.backend import Backend
+from .api.console import Console
 from .api.cross_origin import CrossOrigin
 from .api.docs_page import DocsPage
 from .api.fast_path import FastPath
@@ -44,6 +45,7 @@ from .api.routes import Route, error_formats
 from .api.server import HttpServer, bind, http_server, url_of
 from .api.standalone import Standalone
 from .api.tls import Certificate
+from .api.warmup import WarmupApi
 from .api.webhooks import WebhooksApi
 from .commands.watch import watch
 from .dialects.registry import Dialects
@@ -62,6 +64,8 @@ from .launching.fetcher_client import FetcherClient
 from .launching.launcher import LauncherByImage
 from .launching.listener import Listener
 from .launching.process_launcher import ProcessLauncher
+from .scaling.rung_figures import HoldingPrices
+from .serving.function_history import FunctionHistories
 from .settings.function_settings import FunctionSettings, read_settings
 from .settings.gateway_settings import GatewaySettings
 from .settings.state_dir import free_bytes, is_disk_full, locked_state_dir
@@ -204,8 +208,9 @@ async def startup(
         stack.push_async_callback(close)
     events = FunctionEvents()
     functions = Functions(
-        store, state / "environments", launcher, tasks, fetcher, secrets, events, logs, settings.drain_s
-    )
+        store, state / "environments", launcher, tasks, fetcher, secrets, events, logs, settings.drain_s,
+        await FunctionHistories.open(state / "habits", tasks), _prices(settings),
+    )  # fmt: skip
     stack.callback(functions.close_threads)
     metrics = Metrics(functions.census, tasks.failures, [fetcher.metrics], lambda: logs.files.dropped)
     rest = Rest(functions.all, launcher, tasks, settings.rest_mb)
@@ -240,6 +245,7 @@ async def startup(
     apis = (
         gateway, admin, LogsApi(functions, logs), RevisionsApi(functions), AccessControl(keyring, secrets, functions),
         WebhooksApi(functions, jobs), HistoryApi(functions, _recorder(functions, state, stack)), DocsPage(),
+        Console(functions, metrics), WarmupApi(functions),
     )  # fmt: skip
     own_routes = [route for api in apis for route in api.routes()]
     rows = [*own_routes, *dialects.routes()]
@@ -305,6 +311,11 @@ def _listen(state: Path, stack: contextlib.AsyncExitStack) -> Listener:
     listener.open()
     stack.callback(listener.close)
     return listener
+
+
+def _prices(settings: GatewaySettings) -> HoldingPrices:
+    memory_byte_s = settings.price_memory_gb_hour / 3600 / 1e9
+    return HoldingPrices(memory_byte_s, settings.price_device_hour / 3600, settings.price_waiting_s)
 
 
 def _launcher(

@@ -16,6 +16,7 @@ import hypothesis
 import pytest
 import pytest_asyncio
 import uvloop
+from browser import REQUIRED as BROWSER_REQUIRED
 from containers import REQUIRED as CONTAINERS_REQUIRED
 from live import Function, Gate, Gateway, gateway_here, short_folder
 from pilotflame.snapshot.caching.memory import unmount
@@ -33,7 +34,8 @@ hypothesis.settings.load_profile("house")
 
 
 def pytest_report_header() -> str:
-    return f"containers: {'required' if CONTAINERS_REQUIRED else 'skipped where podman is missing'}"
+    containers = "required" if CONTAINERS_REQUIRED else "skipped where podman is missing"
+    return f"containers: {containers}; browser: {'required' if BROWSER_REQUIRED else 'skipped where Chromium is missing'}"
 
 
 def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.AbstractEventLoop]]:

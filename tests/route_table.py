@@ -9,6 +9,7 @@ from typing import Any
 
 from pilotflame.runtime.api.access import AccessControl
 from pilotflame.runtime.api.admin import Admin
+from pilotflame.runtime.api.console import Console
 from pilotflame.runtime.api.docs_page import DocsPage
 from pilotflame.runtime.api.history import HistoryApi
 from pilotflame.runtime.api.invoke import Gateway
@@ -34,6 +35,7 @@ def described() -> OpenApi:
         WebhooksApi(missing, missing),
         HistoryApi(missing, missing),
         DocsPage(),
+        Console(missing, missing),
     )
     own = [route for api in apis for route in api.routes()]
     return OpenApi([*own, *Dialects(backend).routes()], lambda _request: ())

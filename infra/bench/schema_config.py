@@ -47,6 +47,10 @@ parameters = {{ "query.follow" = "0" }}
 include-path = "/v1/logs/{{log}}"
 parameters = {{ "query.follow" = "0" }}
 
+[[operations]]
+include-path = "/v1/console"
+parameters = {{ "query.follow" = "0" }}
+
 # Only a function that nothing else uses may be deleted.
 [[operations]]
 include-path = "/v1/functions/{{function}}"

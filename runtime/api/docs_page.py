@@ -23,6 +23,7 @@ POLICY = (
     " form-action 'none'; frame-ancestors 'none'"
 )
 LINKS = {
+    "console_url": "/console",
     "docs_url": "/docs",
     "openapi_url": "/openapi.json",
     "live_url": "/healthz",
@@ -60,9 +61,9 @@ class DocsPage:
         ]  # fmt: skip
 
     async def index(self, request: web.Request) -> web.StreamResponse:
-        """Respond with 200, as health checkers expect. A browser is sent to the page."""
+        """Respond with 200, as health checkers expect. A browser is sent to the console."""
         if "text/html" in request.headers.get("Accept", ""):
-            return web.Response(status=303, headers={"Location": LINKS["docs_url"], "Vary": "Accept"})
+            return web.Response(status=303, headers={"Location": LINKS["console_url"], "Vary": "Accept"})
         return json_response({"name": NAME, "version": __version__, **LINKS}, headers={"Vary": "Accept"})
 
     async def options(self, _request: web.Request) -> web.StreamResponse:

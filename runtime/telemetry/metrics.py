@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from types import MappingProxyType
 from typing import NamedTuple, TypeAlias, TypeVar
 
 from prometheus_client import generate_latest
@@ -61,6 +62,11 @@ class _Histogram:
         self._counts = [0] * (len(bounds) + 1)
         self.sum = 0.0
 
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """The number of values in each bucket, those of lower buckets not included."""
+        return tuple(self._counts)
+
     def observe(self, value: float) -> None:
         self._counts[bisect_left(self._bounds, value)] += 1
         self.sum += value
@@ -69,6 +75,18 @@ class _Histogram:
         """Return a pair per bucket, as Prometheus needs: the bound, and how many values are at most that."""
         bounds = (*map(str, map(float, self._bounds)), "+Inf")
         return list(zip(bounds, map(float, accumulate(self._counts)), strict=True))
+
+
+class Totals(NamedTuple):
+    """What was counted of one function since the gateway started or the function was deployed first."""
+
+    codes: Mapping[int, int]
+    """Invocations by the status of their response."""
+    durations: Sequence[int] = (0,) * (len(SECONDS) + 1)
+    """Invocations by duration: one number for each bound in SECONDS, and one for those that took longer."""
+    cold_starts: int = 0
+    cold_phases_s: Mapping[str, float] = MappingProxyType({})
+    """The seconds of each phase, summed over all cold starts."""
 
 
 class _FunctionCounts:
@@ -95,6 +113,11 @@ class _FunctionCounts:
         if timeline.activation is not None:
             for phase, seconds in timeline.phases().items():
                 self.cold_phases.setdefault(phase, _Histogram(SECONDS)).observe(seconds)
+
+    def totals(self) -> Totals:
+        cold = max((sum(phase.counts) for phase in self.cold_phases.values()), default=0)
+        seconds = {name: phase.sum for name, phase in self.cold_phases.items()}
+        return Totals(dict(self.codes), self.duration.counts, cold, seconds)
 
 
 Numbers: TypeAlias = Mapping[tuple[str, ...], float]
@@ -172,6 +195,11 @@ class Metrics:
     def activated(self, function: str, outcome: str) -> None:
         """Count the start of a worker by its outcome."""
         self._functions[function].activations[outcome] += 1
+
+    def totals(self, function: str) -> Totals:
+        """Return what was counted of a function so far."""
+        found = self._functions.get(function)
+        return found.totals() if found is not None else Totals({})
 
     def forget(self, function: str) -> None:
         """Drop the counts of a deleted function: names come and go, and each has many time series."""

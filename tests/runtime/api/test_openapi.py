@@ -167,7 +167,17 @@ def test_two_dialects_share_a_path() -> None:
 @pytest.mark.asyncio(loop_scope="module")
 async def test_every_route_but_public_ones_describes_the_response_without_a_key(gateway: Gateway):
     paths = (await gateway.client.get("/openapi.json")).json()["paths"]
-    public = ("/", "/docs", "/docs/page.css", "/docs/page.js", "/healthz", "/readyz", "/v1/streams/{id}")
+    public = (
+        "/",
+        "/console",
+        "/console/{file}",
+        "/docs",
+        "/docs/page.css",
+        "/docs/page.js",
+        "/healthz",
+        "/readyz",
+        "/v1/streams/{id}",
+    )
     for path, operations in paths.items():
         for operation in operations.values():
             assert ("401" in operation["responses"]) is (path not in public), path

@@ -43,6 +43,7 @@ async def handler(_request: Any) -> Any:
         ("GET /v1/functions/{function}/webhooks/secret", Scope.DEPLOY),
         ("GET /openapi.json", None),
         ("GET /metrics", Scope.READ),
+        ("GET /v1/console", Scope.READ),
         ("GET /v1/logs", Scope.READ),
         ("GET /v1/logs/{log}", Scope.ADMIN),
         ("POST /v1/keys", Scope.ADMIN),
@@ -81,7 +82,7 @@ def test_all_paths_below_one_need_the_same_scope(beginning: str, scope: Scope):
 
 def test_only_health_the_page_and_signed_streams_are_public():
     public = {route.path for route in table() if route.public}
-    page = {"/docs", "/docs/page.css", "/docs/page.js"}
+    page = {"/console", "/console/{file}", "/docs", "/docs/page.css", "/docs/page.js"}
     assert public == {"/", "/healthz", "/readyz", "/v1/streams/{id}", *page}
 
 

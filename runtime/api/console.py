@@ -1,0 +1,205 @@
+"""Serves the console, a page that shows what the gateway does, and `GET /v1/console`, which feeds it.
+
+The page consists of the files in `console_page`. They load nothing from elsewhere, so the page works offline, and
+its security policy forbids everything else: other origins, scripts and styles inside the page, and HTML made from
+strings. The page holds no data. It sends the API key that a user enters in the header Authorization. There are no
+cookies, so a page of another origin cannot act for the user, and no token against forged requests is needed.
+
+`GET /v1/console?follow=1` is a line of JSON each second, with the functions that have changed. Nothing runs while
+nobody reads it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator, Mapping
+from pathlib import Path
+
+import orjson
+from aiohttp import web
+from typing_extensions import TypedDict
+
+from ..._version import __version__
+from ...errors import UnknownRoute
+from ...handlers.codec import JSON_TYPE
+from ..access.keys import Caller, Scope
+from ..functions.live import Live
+from ..functions.registry import Functions
+from ..telemetry.metrics import SECONDS, Metrics
+from ..telemetry.usage import RungName
+from .docs_page import HEADERS
+from .requests import caller_of
+from .responses import Timestamp, json_response, timestamp
+from .routes import Flag, Parameter, Route
+
+FOLDER = Path(__file__).with_name("console_page")
+PAGE = "console.html"
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; connect-src 'self'; base-uri 'none';"
+    " form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+)
+MEDIA_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
+EVERY_S = 1.0
+# A stream ends after this time and the page opens another, so that a key that was revoked is noticed.
+MAX_FOLLOW_S = 300.0
+# After so many functions the event loop gets a turn, since a gateway may have thousands.
+ROWS_AT_ONCE = 50
+FOLLOW = Flag("follow", "Go on with a line each second, with the functions that have changed.")
+
+
+class ConsoleWorkers(TypedDict):
+    """How many workers a function has, by state, and how many it may have."""
+
+    ready: int
+    starting: int
+    draining: int
+    max: int
+
+
+class ConsoleFunction(TypedDict):
+    """A function at a glance. Counts only grow while the gateway runs; `rung` is how warm it is now."""
+
+    name: str
+    revision: str
+    rung: RungName
+    standby: bool
+    workers: ConsoleWorkers
+    queued: int
+    in_flight: int
+    busy_s: float
+    ready_s: float
+    failed_starts: int
+    """How many starts of a worker have failed since the last that succeeded."""
+    rest_mb: float | None
+    codes: dict[str, int]
+    durations: list[int]
+    """Invocations by duration: one number for each of `bounds_s`, and one for those that took longer."""
+    cold_starts: int
+    cold_phases_s: dict[str, float]
+    last_cold_phases_ms: dict[str, float]
+
+
+class ConsoleGateway(TypedDict):
+    """The gateway, and what the caller may do."""
+
+    version: str
+    started_at: Timestamp
+    scopes: list[Scope]
+    keyed: bool
+    bounds_s: list[float]
+
+
+class ConsoleView(TypedDict):
+    """What the console shows. `removed` are functions that are gone since the line before."""
+
+    at: float
+    gateway: ConsoleGateway
+    functions: list[ConsoleFunction]
+    removed: list[str]
+
+
+class Console:
+    """The routes of the console. Its files are public, and what it shows is not."""
+
+    def __init__(self, functions: Functions, metrics: Metrics) -> None:
+        self._functions, self._metrics = functions, metrics
+        self._started_at = timestamp(time.time())
+        self._files = {
+            path.name: path.read_bytes() for path in FOLDER.iterdir() if path.suffix in MEDIA_TYPES
+        }
+
+    def routes(self) -> list[Route]:
+        view = {JSON_TYPE: ConsoleView, "application/x-ndjson": str}
+        files = dict.fromkeys(MEDIA_TYPES.values(), str)
+        file = Parameter("file", place="path", type="string", enum=sorted(self._files))
+        glance, page = "Show all functions at a glance.", {"text/html": str}
+        return [
+            Route("GET", "/v1/console", self.view, Scope.READ, glance, view, parameters=(FOLLOW,)),
+            Route("GET", "/console", self.page, None, "The console, a page.", page, public=True, errors=()),
+            Route(
+                "GET", "/console/{file}", self.file, None, "A file of the console.", files, public=True,
+                errors=(404,), parameters=(file,),
+            ),
+        ]  # fmt: skip
+
+    async def page(self, _request: web.Request) -> web.StreamResponse:
+        return self._send(PAGE)
+
+    async def file(self, request: web.Request) -> web.StreamResponse:
+        return self._send(request.match_info["file"])
+
+    def _send(self, name: str) -> web.StreamResponse:
+        if (body := self._files.get(name)) is None:
+            raise UnknownRoute(f"The console has no file {name[:64]!r}.", remedy="/console is the page.")
+        headers = {**HEADERS, "Content-Security-Policy": POLICY}
+        kind = MEDIA_TYPES[Path(name).suffix]
+        return web.Response(body=body, content_type=kind, charset="utf-8", headers=headers)
+
+    async def view(self, request: web.Request) -> web.StreamResponse:
+        caller = caller_of(request)
+        if FOLLOW.read(request):
+            return await self._follow(request, caller)
+        rows = [row async for row in self._rows(caller)]
+        return json_response(self._view(caller, rows), no_store=True)
+
+    async def _follow(self, request: web.Request, caller: Caller) -> web.StreamResponse:
+        """Send a line each second until the client has gone or MAX_FOLLOW_S have passed."""
+        headers = {
+            "Content-Type": "application/x-ndjson", "Cache-Control": "no-store", "X-Accel-Buffering": "no",
+        }  # fmt: skip
+        response = web.StreamResponse(headers=headers)
+        await response.prepare(request)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(MAX_FOLLOW_S):
+                await self._send_changes(response, caller)
+        return response
+
+    async def _send_changes(self, response: web.StreamResponse, caller: Caller) -> None:
+        known: dict[str, ConsoleFunction] = {}
+        while True:
+            now = {row["name"]: row async for row in self._rows(caller)}
+            changed = [row for name, row in now.items() if known.get(name) != row]
+            view = self._view(caller, changed, sorted(known.keys() - now.keys()))
+            await response.write(orjson.dumps(view) + b"\n")
+            known = now
+            await asyncio.sleep(EVERY_S)
+
+    def _view(
+        self, caller: Caller, rows: list[ConsoleFunction], removed: list[str] | None = None
+    ) -> ConsoleView:
+        gateway = ConsoleGateway(
+            version=__version__, started_at=self._started_at, scopes=[one for one in Scope if caller.has(one)],
+            keyed=bool(caller.owner), bounds_s=list(SECONDS),
+        )  # fmt: skip
+        return ConsoleView(at=time.time(), gateway=gateway, functions=rows, removed=removed or [])
+
+    async def _rows(self, caller: Caller) -> AsyncIterator[ConsoleFunction]:
+        """Yield a row for each function that the caller may see."""
+        for number, live in enumerate(self._functions.all(), 1):
+            if caller.allows(live.record.function):
+                yield self._row(live)
+            if number % ROWS_AT_ONCE == 0:
+                await asyncio.sleep(0)
+
+    def _row(self, live: Live) -> ConsoleFunction:
+        record, census, revision = live.record, live.revision.census(), live.revision
+        totals = self._metrics.totals(record.function)
+        return ConsoleFunction(
+            name=record.function, revision=record.revision, standby=census.standby,
+            rung=RungName.READY if census.ready else RungName.ZYGOTE if census.zygote else RungName.LOCAL,
+            workers=ConsoleWorkers(
+                ready=census.ready, starting=census.starting, draining=census.draining, max=record.settings.scale.max
+            ),
+            queued=census.queued, in_flight=census.in_flight,
+            busy_s=round(census.busy_s, 3), ready_s=round(census.ready_s, 3),
+            failed_starts=revision.breaker.failures, rest_mb=live.rest_mb,
+            codes={str(code): count for code, count in totals.codes.items()}, durations=list(totals.durations),
+            cold_starts=totals.cold_starts, cold_phases_s=_rounded(totals.cold_phases_s, 6),
+            last_cold_phases_ms=_rounded(live.last_cold_phases_ms(), 3),
+        )  # fmt: skip
+
+
+def _rounded(numbers: Mapping[str, float], digits: int) -> dict[str, float]:
+    return {name: round(number, digits) for name, number in numbers.items()}

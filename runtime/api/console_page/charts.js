@@ -1,0 +1,172 @@
+// Draws charts as SVG. Each has its figures as text, too: in its caption and its label.
+
+import { element, setAttribute, setText, svg } from "./dom.js";
+import { clock, duration, NONE, span } from "./format.js";
+import { WINDOW_S } from "./samples.js";
+
+const FIRST_WINDOW_S = 60;
+const HEIGHT = 120;
+const LEFT = 44;
+const BOTTOM = 18;
+const TOP = 6;
+
+// Return a round number that is at least `value`, for the top of an axis. Half of it is round, too.
+function roundUp(value, whole) {
+  if (!(value > 0)) return whole ? 2 : 1;
+  const power = 10 ** Math.floor(Math.log10(value));
+  const tops = [1, 2, 4, 6, 8, 10].map((step) => step * power).filter((top) => !whole || top > 1);
+  return tops.find((top) => top >= value * 0.999);
+}
+
+// Return the path of a line that is broken where values are missing. A value alone is a short stroke.
+function path(values, x, y) {
+  let text = "";
+  let drawing = false;
+  values.forEach((value, index) => {
+    const known = value !== null && value !== undefined && x(index) !== null;
+    if (known) {
+      const [here, there] = [x(index).toFixed(1), y(value).toFixed(1)];
+      text += drawing ? `L${here} ${there}` : `M${here} ${there}h.5`;
+    }
+    drawing = known;
+  });
+  return text;
+}
+
+// A chart of the last minutes with a line for each of `lines`: [name of a field, label].
+export class LineChart {
+  constructor(title, lines, format, { whole = false } = {}) {
+    Object.assign(this, { title, lines, format, whole, points: [], hovered: null, window_s: WINDOW_S });
+    this.paths = lines.map((_, index) => svg("path", { class: `line s${index + 1}` }));
+    this.grid = [0, 0.5, 1].map(() => [svg("line", { class: "grid" }), svg("text", { class: "tick", "text-anchor": "end", x: LEFT - 6 })]);
+    this.times = [0, 0.5, 1].map((at) => svg("text", { class: "tick", y: HEIGHT - 3, "text-anchor": ["start", "middle", "end"][at * 2] }));
+    this.cursor = svg("line", { class: "cursor", y1: TOP, y2: HEIGHT - BOTTOM });
+    this.svg = svg("svg", { role: "img", height: HEIGHT }, ...this.grid.flat(), ...this.times, this.cursor, ...this.paths);
+    this.values = lines.map(() => element("b"));
+    this.when = element("span", { class: "when" });
+    const legend = lines.map(([, label], index) => element("span", {}, swatch(`s${index + 1}`), ` ${label} `, this.values[index]));
+    this.node = element("figure", { class: "chart" }, element("figcaption", {}, element("h3", {}, title), ...legend, this.when), this.svg);
+    this.svg.addEventListener("pointermove", (event) => this.hover(event));
+    this.svg.addEventListener("pointerleave", () => this.hover(null));
+    this.width = 400;
+    new ResizeObserver(([entry]) => {
+      this.width = Math.max(160, Math.round(entry.contentRect.width));
+      this.draw();
+    }).observe(this.node);
+  }
+
+  update(points, end) {
+    // At first the little that is known is shown large.
+    const window_s = end - (points[0]?.at ?? end) > FIRST_WINDOW_S ? WINDOW_S : FIRST_WINDOW_S;
+    Object.assign(this, { points, end, window_s });
+    this.draw();
+  }
+
+  hover(event) {
+    if (event) {
+      const box = this.svg.getBoundingClientRect();
+      const at = this.end - (1 - (event.clientX - box.left - LEFT) / (this.width - LEFT)) * this.window_s;
+      const index = this.points.findIndex((one) => one.at !== null && one.at >= at);
+      this.hovered = index < 0 ? this.points.length - 1 : index;
+    } else this.hovered = null;
+    this.draw();
+  }
+
+  draw() {
+    if (!this.points.length) return;
+    this.hovered = this.hovered !== null && this.hovered < this.points.length ? this.hovered : null;
+    const columns = this.lines.map(([field]) => this.points.map((one) => one[field] ?? null));
+    const highest = Math.max(0, ...columns.flat());
+    const top = roundUp(highest, this.whole);
+    const x = (index) => {
+      const { at } = this.points[index];
+      return at === null ? null : LEFT + Math.max(0, 1 - (this.end - at) / this.window_s) * (this.width - LEFT - 1);
+    };
+    const y = (value) => TOP + (1 - Math.min(1, value / top)) * (HEIGHT - TOP - BOTTOM);
+    setAttribute(this.svg, "width", this.width);
+    setAttribute(this.svg, "viewBox", `0 0 ${this.width} ${HEIGHT}`);
+    this.paths.forEach((one, index) => setAttribute(one, "d", path(columns[index], x, y)));
+    this.axes(top, y);
+    this.caption(columns, x);
+  }
+
+  axes(top, y) {
+    [0, 0.5, 1].forEach((part, index) => {
+      const [line, text] = this.grid[index];
+      const at = y(top * part);
+      for (const [name, value] of [["x1", LEFT], ["x2", this.width], ["y1", at], ["y2", at]]) setAttribute(line, name, value);
+      setAttribute(text, "y", at + 3.5);
+      setText(text, this.format(top * part));
+      setAttribute(this.times[index], "x", LEFT + part * (this.width - LEFT));
+      setText(this.times[index], part === 1 ? "now" : `−${span((1 - part) * this.window_s)}`);
+    });
+  }
+
+  caption(columns, x) {
+    const index = this.hovered ?? this.points.length - 1;
+    const shown = columns.map((column) => column[index] ?? null);
+    shown.forEach((value, line) => setText(this.values[line], value === null ? NONE : this.format(value)));
+    setAttribute(this.cursor, "visibility", this.hovered === null ? "hidden" : "visible");
+    for (const name of ["x1", "x2"]) setAttribute(this.cursor, name, x(index) ?? LEFT);
+    setText(this.when, this.hovered === null ? "" : clock(this.points[index].at));
+    const said = this.lines.map(([, label], line) => {
+      const values = columns[line].filter((value) => value !== null);
+      const now = columns[line].at(-1);
+      return `${label} ${now === null ? "unknown" : this.format(now)}, highest ${values.length ? this.format(Math.max(...values)) : "unknown"}`;
+    });
+    setAttribute(this.svg, "aria-label", `${this.title}, last ${span(this.window_s)}: ${said.join("; ")}`);
+  }
+}
+
+export function swatch(kind) {
+  return svg("svg", { class: "swatch", width: 10, height: 10, "aria-hidden": "true" }, svg("rect", { class: kind, width: 10, height: 10, rx: 2 }));
+}
+
+// A small line without axes, for a row of a table. The number stands beside it, so it is hidden from screen readers.
+export class Sparkline {
+  constructor() {
+    this.path = svg("path", { class: "line s1" });
+    this.node = svg("svg", { class: "spark", width: 90, height: 20, viewBox: "0 0 90 20", "aria-hidden": "true" }, this.path);
+  }
+
+  update(values) {
+    const top = Math.max(...values.map((value) => value ?? 0)) || 1;
+    const x = (index) => (index / (values.length - 1)) * 89;
+    setAttribute(this.path, "d", path(values, x, (value) => 18.5 - (value / top) * 17));
+  }
+}
+
+// The phases of cold starts, in their order. In a cold start `queue` ends when a worker is asked for.
+export const PHASES = ["queue", "fork", "restore", "dispatch", "link", "wait", "exec", "respond"];
+export const PHASE_TEXTS = {
+  queue: "until a worker is asked for",
+  fork: "until the worker's process is there",
+  restore: "weights mapped, setup run",
+  dispatch: "until the request is sent",
+  link: "to the worker and back",
+  wait: "until its batch starts",
+  exec: "in the handler",
+  respond: "until the response",
+};
+
+// A bar of phases, as long as its share of `most` milliseconds.
+export class PhaseBar {
+  constructor(height = 10) {
+    this.parts = PHASES.map((phase) => svg("rect", { class: `phase ${phase}`, height, y: 0 }));
+    this.node = svg("svg", { class: "phases", height, role: "img" }, this.parts);
+  }
+
+  update(phases_ms, most, label) {
+    let left = 0;
+    PHASES.forEach((phase, index) => {
+      const width = most > 0 ? ((phases_ms[phase] ?? 0) / most) * 100 : 0;
+      setAttribute(this.parts[index], "x", `${left.toFixed(2)}%`);
+      setAttribute(this.parts[index], "width", `${width.toFixed(2)}%`);
+      left += width;
+    });
+    const said = PHASES.filter((phase) => phases_ms[phase] > 0).map((phase) => `${phase} ${duration(phases_ms[phase])}`);
+    setAttribute(this.node, "aria-label", `${label}: ${said.join(", ") || "none"}`);
+  }
+}
+
+export const total = (phases) => Object.values(phases).reduce((one, other) => one + other, 0);

@@ -1,0 +1,222 @@
+// The view of one function: what it does now, its log, jobs, revisions, and what may be done with it.
+
+import { LineChart, PHASES, PHASE_TEXTS, PhaseBar, swatch, total } from "./charts.js";
+import { ask, explained, say } from "./dialog.js";
+import { element, reconcile, setAttribute, setText, table } from "./dom.js";
+import { clockOf, count, duration, NONE, rate, share } from "./format.js";
+import { get, post } from "./gateway.js";
+import { jobsPanel } from "./jobs.js";
+import { LogView } from "./logs.js";
+import { Figures, Rung, workersText } from "./overview.js";
+import { revisionsPanel } from "./revisions.js";
+
+const PARTS = [
+  { id: "activity", title: "Activity", make: (view) => new Activity(view.fleet, view.name) },
+  { id: "logs", title: "Log", scope: "deploy", make: (view) => new LogView("Log", `${view.base}/logs`) },
+  { id: "jobs", title: "Jobs", scope: "invoke", make: (view) => jobsPanel(view.name) },
+  { id: "revisions", title: "Revisions", scope: "deploy", make: (view) => revisionsPanel(view.name) },
+];
+
+export class FunctionView {
+  constructor(fleet, name, part) {
+    Object.assign(this, { fleet, name, title: name, base: `/v1/functions/${encodeURIComponent(name)}` });
+    this.rung = new Rung();
+    this.revision = element("span", { class: "note" });
+    this.trouble = element("p", { class: "problem" });
+    this.figures = new Figures(["Workers", "Queued", "Running", "Requests/s", "Errors/s", "p95"]);
+    this.links = PARTS.map(({ id, title }) => element("a", { href: `#/functions/${encodeURIComponent(name)}/${id}` }, title));
+    this.place = element("div");
+    this.gone = element("p", { class: "problem", hidden: true }, `There is no function ${name}, or the key does not cover it.`);
+    this.known = element(
+      "div", {}, element("div", { class: "actions" }, this.buttons()), this.trouble, this.figures.node,
+      element("nav", { class: "parts", "aria-label": `Parts of ${name}` }, this.links), this.place,
+    );
+    this.node = element("div", {}, element("h1", {}, name, " ", this.rung.node, " ", this.revision), this.gone, this.known);
+    this.open(part);
+  }
+
+  // Return true if this view shows the address, after opening the part that it names.
+  accepts(hash) {
+    const [place, name, part] = hash.replace(/^#\/?/, "").split("/");
+    if (place !== "functions" || name !== encodeURIComponent(this.name)) return false;
+    this.open(part || "activity");
+    return true;
+  }
+
+  open(id) {
+    const part = PARTS.find((one) => one.id === id) ?? PARTS[0];
+    if (this.part === part) return;
+    this.shown?.end();
+    this.part = part;
+    const allowed = !part.scope || this.fleet.may(part.scope);
+    this.shown = allowed ? part.make(this) : null;
+    this.place.replaceChildren(this.shown?.node ?? element("p", { class: "note" }, `The API key lacks the scope ${part.scope}.`));
+    PARTS.forEach((one, index) => setAttribute(this.links[index], "aria-current", one === part ? "page" : null));
+  }
+
+  buttons() {
+    const { name, base } = this;
+    const warm = async () => {
+      try {
+        await post(`/v2/${encodeURIComponent(name)}/warmup?workers=1`);
+        say(`${name} was told to have a worker ready.`);
+      } catch (error) {
+        say(explained(error));
+      }
+    };
+    const restart = () => ask({
+      title: `Restart ${name}?`, text: "New workers start first; then the old ones finish what they have begun. No request is dropped.",
+      verb: "Restart", act: () => post(`${base}/restart`), done: `${name} was restarted.`,
+    });
+    const reset = () => ask({
+      title: `Reset ${name}?`, text: "It may start workers again at once, although the last starts have failed. Jobs that wait are run.",
+      verb: "Reset", act: () => post(`${base}/reset`), done: `${name} was reset.`,
+    });
+    this.warmButton = element("button", { type: "button", click: warm }, "Warm up");
+    this.restartButton = element("button", { type: "button", click: restart }, "Restart…");
+    this.resetButton = element("button", { type: "button", click: reset }, "Reset…");
+    return [this.warmButton, this.restartButton, this.resetButton];
+  }
+
+  update() {
+    const row = this.fleet.functions.get(this.name)?.row;
+    this.gone.hidden = Boolean(row);
+    this.known.hidden = !row;
+    if (!row) return;
+    const recent = this.fleet.recent(this.name);
+    this.rung.update(row.rung);
+    setText(this.revision, row.revision);
+    setText(this.trouble, row.failed_starts ? `The last ${row.failed_starts} starts of a worker have failed. The log says why.` : "");
+    this.trouble.hidden = !row.failed_starts;
+    this.warmButton.hidden = !this.fleet.may("invoke");
+    this.restartButton.hidden = !this.fleet.may("deploy");
+    this.resetButton.hidden = !this.fleet.may("deploy") || !row.failed_starts;
+    this.figures.update({
+      Workers: workersText(row.workers), Queued: count(row.queued), Running: count(row.in_flight), "Requests/s": rate(recent?.rate),
+      "Errors/s": rate(recent?.errors), p95: duration(recent?.p95),
+    });
+    this.shown?.update(row);
+  }
+
+  end() {
+    this.shown?.end();
+  }
+}
+
+// Charts of the last minutes, cold starts by phase, answers by status, and the latest errors.
+class Activity {
+  constructor(fleet, name) {
+    Object.assign(this, { fleet, name });
+    this.charts = [
+      new LineChart("Requests per second", [["rate", "all"], ["errors", "errors"]], rate),
+      new LineChart("Latency", [["p50", "p50"], ["p95", "p95"]], duration),
+      new LineChart("Workers", [["ready", "ready"], ["starting", "starting"]], count, { whole: true }),
+      new LineChart("Load", [["in_flight", "running"], ["queued", "queued"]], count, { whole: true }),
+    ];
+    this.cold = new ColdStarts();
+    this.codes = table("Answers by status", ["Status", "Answers", "Share"], { numeric: ["Answers", "Share"] });
+    this.errors = element("ul", { class: "errors" });
+    this.facts = element("dl", { class: "facts" });
+    this.call = element("pre", { tabindex: "0", "aria-label": "How to call it" });
+    this.more = element("div", { class: "columns" },
+      element("section", {}, element("h2", {}, "Answers"), this.codes.node),
+      element("section", {}, element("h2", {}, "Latest errors"), this.errors),
+      element("section", {}, element("h2", {}, "Function"), this.facts));
+    this.node = element(
+      "div", {}, element("h2", { class: "unseen" }, "Activity"), element("div", { class: "charts" }, this.charts.map((one) => one.node)),
+      this.cold.node, this.more, element("h2", {}, "Call it"), this.call,
+    );
+    setText(this.call, `curl -s ${location.origin}/invoke/${encodeURIComponent(name)} -d '{}'`);
+    this.aborter = new AbortController();
+  }
+
+  update(row) {
+    const samples = this.fleet.functions.get(this.name);
+    const points = samples.series(this.fleet.times);
+    for (const chart of this.charts) chart.update(points, this.fleet.at);
+    this.cold.update(row);
+    const codes = Object.entries(row.codes);
+    const all = codes.reduce((found, [, many]) => found + many, 0);
+    reconcile(this.codes.body, codes, ([code]) => code, codeRow, (child, [code, many]) => child.update(code, many, many / all));
+    this.codes.node.hidden = !codes.length;
+    // Errors are looked up when there are more of them, and the facts when there is a new revision.
+    const errors = codes.filter(([code]) => Number(code) >= 400).reduce((found, [, many]) => found + many, 0);
+    const state = `${row.revision} ${errors} ${row.failed_starts}`;
+    if (state !== this.state && !this.loading) this.load(state);
+  }
+
+  async load(state) {
+    this.loading = true;
+    try {
+      this.describe(await get(`/v1/functions/${encodeURIComponent(this.name)}`, this.aborter.signal));
+      this.state = state;
+    } catch {
+      // The stream says if the gateway or the function is gone.
+    } finally {
+      // At most so often, however many errors there are.
+      setTimeout(() => (this.loading = false), 2000);
+    }
+  }
+
+  describe(status) {
+    const errors = [...status.last_errors].reverse();
+    this.errors.replaceChildren(...errors.map((one) => element("li", {}, element("time", {}, clockOf(one.at)), " ", one.text)));
+    if (!errors.length) this.errors.append(element("li", { class: "note" }, "None."));
+    const { scale } = status.settings;
+    const facts = {
+      Kind: [status.kind, status.streaming ? "streams" : "", status.batch ? `batches of ${status.batch}` : ""].filter(Boolean).join(", "),
+      Dialect: status.dialect, Deployed: clockOf(status.created_at), Snapshot: status.snapshot ?? NONE,
+      Scale: `${scale.min} to ${scale.max} workers, idle after ${scale.idle_timeout_s} s`, Concurrency: status.settings.concurrency,
+      "Memory at rest": status.rest_mb === null ? NONE : `${status.rest_mb} MiB`, Warnings: status.warnings.join(" ") || "None.",
+    };
+    this.facts.replaceChildren(...Object.entries(facts).flatMap(([name, text]) => [element("dt", {}, name), element("dd", {}, text)]));
+  }
+
+  end() {
+    this.aborter.abort();
+  }
+}
+
+function codeRow([code]) {
+  const [head, many, part] = [element("th", { scope: "row" }, code), element("td", { class: "number" }), element("td", { class: "number" })];
+  return {
+    node: element("tr", {}, head, many, part),
+    update(_code, answers, portion) {
+      setText(many, count(answers));
+      setText(part, share(portion));
+    },
+  };
+}
+
+// Where the time of cold starts went: the latest one, and the mean of all.
+class ColdStarts {
+  constructor() {
+    this.bars = [new PhaseBar(14), new PhaseBar(14)];
+    this.totals = [element("td", { class: "number" }), element("td", { class: "number" })];
+    this.cells = PHASES.map(() => [element("td", { class: "number" }), element("td", { class: "number" })]);
+    const rows = PHASES.map((phase, index) => element("tr", {}, element("th", { scope: "row" }, swatch(`phase ${phase}`), ` ${phase}`), element("td", { class: "wide" }, PHASE_TEXTS[phase]), this.cells[index]));
+    const heads = ["Phase", "What", "Latest", "Mean"].map((text, index) => element("th", { scope: "col", class: ["", "wide", "number", "number"][index] || null }, text));
+    this.table = element("table", {}, element("caption", { class: "unseen" }, "Cold starts by phase"), element("thead", {}, element("tr", {}, heads)),
+      element("tbody", {}, rows, element("tr", { class: "sum" }, element("th", { scope: "row" }, "total"), element("td", { class: "wide" }), this.totals)));
+    this.title = element("h2", {}, "Cold starts");
+    this.none = element("p", { class: "note" }, "None yet since the gateway has started.");
+    this.shown = element("div", { class: "cold" }, element("div", {}, element("h3", {}, "Latest"), this.bars[0].node, element("h3", {}, "Mean"), this.bars[1].node), this.table);
+    this.node = element("section", {}, this.title, this.none, this.shown);
+  }
+
+  update(row) {
+    const latest = row.last_cold_phases_ms;
+    const mean = Object.fromEntries(Object.entries(row.cold_phases_s).map(([phase, seconds]) => [phase, (seconds * 1000) / row.cold_starts]));
+    const any = row.cold_starts > 0;
+    setText(this.title, any ? `Cold starts: ${count(row.cold_starts)}` : "Cold starts");
+    this.none.hidden = any;
+    this.shown.hidden = !any;
+    const both = [latest, mean];
+    const most = Math.max(...both.map(total));
+    both.forEach((phases, column) => {
+      this.bars[column].update(phases, most, column ? "Mean of all cold starts" : "Latest cold start");
+      setText(this.totals[column], duration(total(phases)));
+      PHASES.forEach((phase, index) => setText(this.cells[index][column], phases[phase] ? duration(phases[phase]) : NONE));
+    });
+  }
+}
