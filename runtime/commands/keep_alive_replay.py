@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...errors import CodeError
+from ..scaling.idle_period import QUIET_S
 from ..scaling.keep_alive_baselines import Foreseeing, Hybrid, timeout
 from ..scaling.ladder import Ladder, Rung
 from ..scaling.ladder_simulator import (
@@ -81,7 +82,9 @@ class PolicyOutcome:
 
 def replay(functions: Sequence[ReplayedFunction], policy: str) -> PolicyOutcome:
     """Replay all functions under the policy of this name, as "policy" or "fixed:60:zygote". Raise CodeError."""
-    tried = [_replay(functions, name, choose) for name, choose in _choosers(functions, policy)]
+    # Live, an idle period begins only after a moment without work, so the policy's worker stays for that long.
+    quiet_s = QUIET_S if policy in ("policy", "envelope") else 0.0
+    tried = [_replay(functions, name, choose, quiet_s) for name, choose in _choosers(functions, policy)]
     return min(tried, key=lambda outcome: outcome.bill)
 
 
@@ -139,8 +142,10 @@ def _floor(one: ReplayedFunction, rung: str) -> int:
     return one.rungs.index(rung)
 
 
-def _replay(functions: Sequence[ReplayedFunction], name: str, choose: Chooser) -> PolicyOutcome:
-    replays = [Replay(one.arrivals, one.service_s, one.ladder, choose(one)) for one in functions]
+def _replay(
+    functions: Sequence[ReplayedFunction], name: str, choose: Chooser, quiet_s: float
+) -> PolicyOutcome:
+    replays = [Replay(one.arrivals, one.service_s, one.ladder, choose(one), quiet_s) for one in functions]
     runs = run_together(replays)
     whole, rung_s, holding, bill = LadderRun(), dict[str, float](), 0.0, 0.0
     for one, found in zip(functions, runs, strict=True):
