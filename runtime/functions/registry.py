@@ -46,6 +46,9 @@ class FunctionEvents:
 
     activated: list[Callable[[str, str], None]] = field(default_factory=list)
     """Called when the start of a worker has succeeded or failed, with the function's name and the outcome."""
+    called: list[Callable[[str, float], None]] = field(default_factory=list)
+    """Called with a function's name and the arrival of an invocation, in monotonic seconds: not for each of them,
+    but at most once every BEAT_S."""
     live: list[Callable[[str], None]] = field(default_factory=list)
     """Called with a function's name when a deploy has made a revision of it live."""
     deleted: list[Callable[[str], None]] = field(default_factory=list)
@@ -127,7 +130,9 @@ class Functions:
         and the old revision stays live.
         """
         said: list[str] = []
-        prepared = functools.partial(prepare, self.store, self.environments, request, said.append)
+        prepared = functools.partial(
+            prepare, self.store, self.environments, request, said.append, self.secrets.of
+        )
         try:
             staged, fields = await self._thread(prepared, undo=lambda made: _remove(made[0]))
         except PilotflameError as error:
@@ -178,7 +183,7 @@ class Functions:
         image = None
         if spec.image:
             image = "pulled" if await self.launcher.provide(spec) else "present"
-        fetched_bytes = await self.weights.prefetch(spec) if spec.source else 0
+        fetched_bytes = await self.weights.prefetch(spec, self.secrets.of(name)) if spec.source else 0
         return Prefetched(
             function=name, image=image, snapshot=spec.source or None, fetched_bytes=fetched_bytes
         )
@@ -365,6 +370,10 @@ class Functions:
         if spec.source:
             self.tasks.create_task(self.weights.warm())
 
+        def called(at_s: float) -> None:
+            for callback in self.events.called:
+                callback(record.function, at_s)
+
         def activated(outcome: str) -> None:
             for callback in self.events.activated:
                 callback(record.function, outcome)
@@ -372,7 +381,7 @@ class Functions:
         revision = Revision(
             spec, policy_of(record), launcher, logs.of(record.revision), self.tasks, activated, self.weights,
             lambda: self.secrets.of(record.function), curves,
-            await self.histories.of(record.function),
+            await self.histories.of(record.function), called,
         )  # fmt: skip
         return Live(record, revision, logs)
 

@@ -219,7 +219,7 @@ class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
     snapshot: Annotated[str | None, checked(_snapshot_problem)] = Field(
         None,
         description="The weights: a folder or .safetensors file, absolute or relative to the function's folder; or a"
-        " remote snapshot, s3://bucket/prefix or http(s)://host/prefix: a prefix, or one .safetensors file. A manifest"
+        " remote snapshot, s3://bucket/prefix, hf://org/repo@revision or http(s)://host/prefix: a prefix, or one .safetensors file. A manifest"
         " beside the weights is not needed: the first fetch makes it.",
     )
     idempotent: bool = Field(False, description="Whether an invocation whose worker died may run again.")
@@ -252,6 +252,11 @@ class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
     source: Annotated[tuple[EventSource, ...], Strict(False)] = Field(
         (), max_length=100, description="Queues whose messages are run as jobs: tables, [[source]]."
     )
+    after: Annotated[tuple[FunctionName, ...], Strict(False), BeforeValidator(split_text)] = Field(
+        (),
+        max_length=16,
+        description="Functions after which this one is called: their calls start a worker of it.",
+    )
     schedule: Annotated[tuple[Schedule, ...], Strict(False)] = Field(
         (),
         max_length=100,
@@ -264,6 +269,14 @@ class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
             raise ValueError(
                 'with resources.files = "private", snapshot must be a folder or a file: such workers cannot follow'
                 " a fetch yet; those in a container (image.name) can"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _others_before(self) -> Self:
+        if self.name in self.after:
+            raise ValueError(
+                f"after has {self.name!r}, which is this function; name the functions that call before it"
             )
         return self
 
