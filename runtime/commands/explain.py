@@ -10,7 +10,6 @@ import click
 
 from . import display, options
 from .client import Client
-from .logs import Moment
 
 PLOTTED_S = 3600.0
 MAX_DRAWN = 1_000_000
@@ -19,7 +18,9 @@ MAX_DRAWN = 1_000_000
 @click.command()
 @options.function
 @click.option(
-    "--since", type=Moment(), help="Only what was decided from then on: 10m, 2h, 3d or 2026-11-22T10:00."
+    "--since",
+    type=options.Moment(),
+    help="Only what was decided from then on: 10m, 2h, 3d or 2026-11-22T10:00.",
 )
 @click.option(
     "-n", "--lines", type=click.IntRange(1, 10_000), default=50, help="How many decisions, the last ones."

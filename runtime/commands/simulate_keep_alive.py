@@ -26,7 +26,6 @@ from .keep_alive_replay import (
     read_ladder,
     replay,
 )
-from .logs import Moment
 from .trace import FUNCTION_COLUMN, TIME_COLUMN, read_trace, split
 
 if TYPE_CHECKING:
@@ -73,7 +72,7 @@ _REPLAY_OPTIONS = (
         "--from-log", "logged", metavar="FUNCTION", multiple=True, shell_complete=options.complete_functions,
         help="With --policy: replay the calls that the gateway remembers of this function. Repeatable.",
     ),
-    click.option("--since", type=Moment(), help="With --from-log: only calls from then on, as 2d.  [default: all]"),
+    click.option("--since", type=options.Moment(), help="With --from-log: only calls from then on, as 2d.  [default: all]"),
     click.option(
         "--rung", "rungs", metavar="NAME:HOLD:WAKE_S", multiple=True,
         help="With --policy: a rung of the ladder, READY first. HOLD in GB of memory, or as 16disk, 1gpu+18."
