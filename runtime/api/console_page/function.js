@@ -1,6 +1,7 @@
 // The view of one function: what it does now, its log, jobs, revisions, and what may be done with it.
 
 import { LineChart, PHASES, PHASE_TEXTS, PhaseBar, swatch, total } from "./charts.js";
+import { decisionsPanel } from "./decisions.js";
 import { ask, explained, say } from "./dialog.js";
 import { element, reconcile, setAttribute, setText, table } from "./dom.js";
 import { clockOf, count, duration, NONE, rate, share } from "./format.js";
@@ -9,11 +10,17 @@ import { jobsPanel } from "./jobs.js";
 import { LogView } from "./logs.js";
 import { Figures, Rung, workersText } from "./overview.js";
 import { revisionsPanel } from "./revisions.js";
+import { WINDOW_S } from "./samples.js";
+import { UsageView } from "./usage.js";
 
+const FIRST_WINDOW_S = 60;
+const NO_LINES = "No lines yet. What the function prints, and what happens to its workers, appears here.";
 const PARTS = [
   { id: "activity", title: "Activity", make: (view) => new Activity(view.fleet, view.name) },
-  { id: "logs", title: "Log", scope: "deploy", make: (view) => new LogView("Log", `${view.base}/logs`) },
+  { id: "logs", title: "Log", scope: "deploy", make: (view) => new LogView(`${view.base}/logs`, element("h2", {}, "Log"), NO_LINES) },
   { id: "jobs", title: "Jobs", scope: "invoke", make: (view) => jobsPanel(view.name) },
+  { id: "decisions", title: "Decisions", scope: "read", make: (view) => decisionsPanel(view.name) },
+  { id: "usage", title: "Usage", scope: "read", make: (view) => new UsageView(view.name) },
   { id: "revisions", title: "Revisions", scope: "deploy", make: (view) => revisionsPanel(view.name) },
 ];
 
@@ -114,7 +121,7 @@ class Activity {
       new LineChart("Load", [["in_flight", "running"], ["queued", "queued"]], count, { whole: true }),
     ];
     this.cold = new ColdStarts();
-    this.codes = table("Answers by status", ["Status", "Answers", "Share"], { numeric: ["Answers", "Share"] });
+    this.codes = table("Answers by status", [{ name: "Status" }, { name: "Answers", number: true }, { name: "Share", number: true }]);
     this.errors = element("ul", { class: "errors" });
     this.facts = element("dl", { class: "facts" });
     this.call = element("pre", { tabindex: "0", "aria-label": "How to call it" });
@@ -133,7 +140,9 @@ class Activity {
   update(row) {
     const samples = this.fleet.functions.get(this.name);
     const points = samples.series(this.fleet.times);
-    for (const chart of this.charts) chart.update(points, this.fleet.at);
+    // At first the little that is known is shown large.
+    const window_s = this.fleet.at - this.fleet.times[0] > FIRST_WINDOW_S ? WINDOW_S : FIRST_WINDOW_S;
+    for (const chart of this.charts) chart.update(points, this.fleet.at, window_s);
     this.cold.update(row);
     const codes = Object.entries(row.codes);
     const all = codes.reduce((found, [, many]) => found + many, 0);
@@ -192,6 +201,7 @@ function codeRow([code]) {
 class ColdStarts {
   constructor() {
     this.bars = [new PhaseBar(14), new PhaseBar(14)];
+    this.heads = [element("h3"), element("h3")];
     this.totals = [element("td", { class: "number" }), element("td", { class: "number" })];
     this.cells = PHASES.map(() => [element("td", { class: "number" }), element("td", { class: "number" })]);
     const rows = PHASES.map((phase, index) => element("tr", {}, element("th", { scope: "row" }, swatch(`phase ${phase}`), ` ${phase}`), element("td", { class: "wide" }, PHASE_TEXTS[phase]), this.cells[index]));
@@ -200,7 +210,7 @@ class ColdStarts {
       element("tbody", {}, rows, element("tr", { class: "sum" }, element("th", { scope: "row" }, "total"), element("td", { class: "wide" }), this.totals)));
     this.title = element("h2", {}, "Cold starts");
     this.none = element("p", { class: "note" }, "None yet since the gateway has started.");
-    this.shown = element("div", { class: "cold" }, element("div", {}, element("h3", {}, "Latest"), this.bars[0].node, element("h3", {}, "Mean"), this.bars[1].node), this.table);
+    this.shown = element("div", { class: "cold" }, element("div", {}, this.heads[0], this.bars[0].node, this.heads[1], this.bars[1].node), this.table);
     this.node = element("section", {}, this.title, this.none, this.shown);
   }
 
@@ -216,6 +226,7 @@ class ColdStarts {
     both.forEach((phases, column) => {
       this.bars[column].update(phases, most, column ? "Mean of all cold starts" : "Latest cold start");
       setText(this.totals[column], duration(total(phases)));
+      setText(this.heads[column], `${column ? "Mean" : "Latest"}: ${duration(total(phases))}`);
       PHASES.forEach((phase, index) => setText(this.cells[index][column], phases[phase] ? duration(phases[phase]) : NONE));
     });
   }
