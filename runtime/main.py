@@ -63,6 +63,8 @@ from .launching.fetcher_client import FetcherClient
 from .launching.launcher import LauncherByImage
 from .launching.listener import Listener
 from .launching.process_launcher import ProcessLauncher
+from .scaling.rung_figures import HoldingPrices
+from .serving.function_history import FunctionHistories
 from .settings.function_settings import FunctionSettings, read_settings
 from .settings.gateway_settings import GatewaySettings
 from .settings.state_dir import free_bytes, is_disk_full, locked_state_dir
@@ -205,8 +207,9 @@ async def startup(
         stack.push_async_callback(close)
     events = FunctionEvents()
     functions = Functions(
-        store, state / "environments", launcher, tasks, fetcher, secrets, events, logs, settings.drain_s
-    )
+        store, state / "environments", launcher, tasks, fetcher, secrets, events, logs, settings.drain_s,
+        await FunctionHistories.open(state / "habits", tasks), _prices(settings),
+    )  # fmt: skip
     stack.callback(functions.close_threads)
     metrics = Metrics(functions.census, tasks.failures, [fetcher.metrics], lambda: logs.files.dropped)
     rest = Rest(functions.all, launcher, tasks, settings.rest_mb)
@@ -307,6 +310,11 @@ def _listen(state: Path, stack: contextlib.AsyncExitStack) -> Listener:
     listener.open()
     stack.callback(listener.close)
     return listener
+
+
+def _prices(settings: GatewaySettings) -> HoldingPrices:
+    memory_byte_s = settings.price_memory_gb_hour / 3600 / 1e9
+    return HoldingPrices(memory_byte_s, settings.price_device_hour / 3600, settings.price_waiting_s)
 
 
 def _launcher(

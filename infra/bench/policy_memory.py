@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 
 from pilotflame.runtime.scaling.eviction import Gaps, StepDown, cheapest_step
 from pilotflame.runtime.scaling.keep_alive import IDLES
@@ -22,7 +23,6 @@ LADDERS: dict[str, tuple[tuple[float, float], ...]] = {
 }
 SHARES = (0.05, 0.2)
 JUDGED_SHARE = 0.2
-SEED = 20261122
 
 
 @dataclass
@@ -36,7 +36,9 @@ class Function:
     idle_from_s: float = 0.0
     ready_s: float = 0.0
     calls: int = 0
-    priority: float = 0.0
+    seen: bool = False
+    clock: float = 0.0
+    """Greedy dual's clock at the last call."""
     idles: list[float] = field(default_factory=list)
     gaps: Gaps = field(default_factory=lambda: Gaps(()))
 
@@ -66,7 +68,7 @@ class Node:
         self, function: Function, at_s: float, free: Callable[[Node, float, Function], Function | None]
     ) -> None:
         if at_s > function.idle_from_s:
-            if function.calls:
+            if function.seen:
                 function.idles = [*function.idles, at_s - function.idle_from_s][-IDLES:]
                 function.gaps = Gaps(function.idles)
             wake_s = self.rungs[function.rung][1]
@@ -74,10 +76,10 @@ class Node:
             while self.held > self.budget and free(self, at_s, function) is not None:
                 pass
             function.ready_s = at_s + wake_s
-        function.calls += 1
+        function.calls, function.seen = function.calls + 1, True
         self.waited_s += max(0.0, function.ready_s - at_s)
         function.idle_from_s = max(function.idle_from_s, max(at_s, function.ready_s) + SERVICE_S)
-        function.priority = self.clock + function.calls * self.rungs[-1][1] / function.size
+        function.clock = self.clock
 
     def move(self, function: Function, rung: int) -> None:
         self.held += function.size * (self.rungs[rung][0] - self.rungs[function.rung][0])
@@ -108,16 +110,20 @@ def lru(node: Node, now_s: float, called: Function) -> Function | None:
 
 def greedy_dual(node: Node, now_s: float, called: Function) -> Function | None:
     def priority(one: Function) -> float:
-        return (
-            one.priority
-            - one.calls * node.rungs[-1][1] / one.size
-            + one.calls * node.extra_wake_s(one) / node.freed(one)
-        )
+        return one.clock + one.calls * node.extra_wake_s(one) / node.freed(one)
 
     chosen = min(node.idle(now_s, called), key=priority, default=None)
     if chosen is not None:
         node.clock = max(node.clock, priority(chosen))
         node.move(chosen, chosen.rung + 1)
+    return chosen
+
+
+def greedy_dual_anew(node: Node, now_s: float, called: Function) -> Function | None:
+    """Greedy dual that counts calls anew once a function holds nothing, as FaasCache does."""
+    chosen = greedy_dual(node, now_s, called)
+    if chosen is not None and chosen.rung == len(node.rungs) - 1:
+        chosen.calls = 0
     return chosen
 
 
@@ -133,21 +139,29 @@ def ours(node: Node, now_s: float, called: Function) -> Function | None:
     return idle[step.name]
 
 
-ORDERS = {"lru": lru, "greedy dual": greedy_dual, "ours": ours}
+ORDERS = {
+    "lru": lru, "greedy dual": greedy_dual, "greedy dual, anew": greedy_dual_anew, "ours": ours,
+}  # fmt: skip
 
 
-def compare(report: Report) -> None:
-    """Replay a fleet of 60 functions with memory for a part of them, under each order."""
-    fleet = mixed_fleet(SEED, functions=60, days=0.5)
-    head = "".join(f"{name:>13}" for name in ORDERS)
-    print(f"{'rungs':24}{'memory':>7}{head}   seconds waited for 1,000 calls")
-    for name, rungs in LADDERS.items():
-        for share in SHARES:
-            waited = {order: Node(fleet, rungs, share).run(free) for order, free in ORDERS.items()}
-            print(f"{name:24}{share:7.0%}" + "".join(f"{seconds:13.1f}" for seconds in waited.values()))
-            report.row(rungs=name, share=share, **waited)
-            if share == JUDGED_SHARE and "ZYGOTE" in name:
-                report.add(
-                    "memory_waiting_vs_greedy_dual", waited["ours"] / waited["greedy dual"], "", "<= 1.2"
-                )
-                report.add("memory_waiting_vs_lru", waited["ours"] / waited["lru"], "", "<= 0.05")
+def compare(report: Report, seeds: Sequence[int]) -> None:
+    """Replay fleets of 60 functions with memory for a part of them, under each order."""
+    head = "".join(f"{name:>19}" for name in ORDERS)
+    print(f"{'rungs':24}{'memory':>7}{head}   seconds waited for 1,000 calls, by seed")
+    found = [_judge(report, seed) for seed in seeds]
+    for name, limit in (("memory_waiting_vs_greedy_dual", 1.2), ("memory_waiting_vs_lru", 0.05)):
+        values = [one[name] for one in found]
+        report.add(name, max(values), f"worst of {len(seeds)} seeds, best {min(values):.3g}", f"<= {limit}")
+
+
+def _judge(report: Report, seed: int) -> dict[str, float]:
+    fleet, judged = mixed_fleet(seed, functions=60, days=0.5), dict[str, float]()
+    for (name, rungs), share in product(LADDERS.items(), SHARES):
+        waited = {order: Node(fleet, rungs, share).run(free) for order, free in ORDERS.items()}
+        print(f"{name:24}{share:7.0%}" + "".join(f"{seconds:19.1f}" for seconds in waited.values()))
+        report.row(seed=seed, rungs=name, share=share, **waited)
+        if share == JUDGED_SHARE and "ZYGOTE" in name:
+            best = min(waited["greedy dual"], waited["greedy dual, anew"])
+            judged["memory_waiting_vs_greedy_dual"] = waited["ours"] / best
+            judged["memory_waiting_vs_lru"] = waited["ours"] / waited["lru"]
+    return judged

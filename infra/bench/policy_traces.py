@@ -8,6 +8,7 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from datetime import datetime
+from functools import cache
 from itertools import accumulate, islice
 from pathlib import Path
 
@@ -17,8 +18,8 @@ MEANS_S = (2.0, 10.0, 60.0, 300.0, 1800.0, 10800.0)
 Gaps = Iterator[float]
 
 
-def classes(seed: int) -> dict[str, list[list[float]]]:
-    """Return the arrivals of each class of functions, in seconds."""
+def classes(seed: int, trace: Path = AZURE) -> dict[str, list[list[float]]]:
+    """Return the arrivals of each class of functions, in seconds. `trace` is the file of the Azure LLM trace."""
     made: dict[str, Callable[[random.Random, int], Gaps]] = {
         "poisson": lambda rnd, number: _poisson(rnd, MEANS_S[number]),
         "pareto": lambda rnd, number: _pareto(rnd, 0.8 + 0.12 * number),
@@ -35,7 +36,8 @@ def classes(seed: int) -> dict[str, list[list[float]]]:
     ]
     found["diurnal"] = [_diurnal(_random(seed, "diurnal", one), mean) for one, mean in enumerate(MEANS_S[2:])]
     found["mixed"] = mixed_fleet(seed)
-    found["azure"] = azure(_random(seed, "azure", 0))
+    found["azure"] = azure(_random(seed, "azure", 0), trace)
+    found["azure by prompt"] = azure_by_prompt(trace)
     return found
 
 
@@ -60,16 +62,31 @@ def mixed_fleet(seed: int, functions: int = 60, days: float = 2.0) -> list[list[
     return [arrivals for arrivals in fleet if len(arrivals) > 1]
 
 
-def azure(rnd: random.Random, functions: int = 48) -> list[list[float]]:
+def azure(rnd: random.Random, trace: Path = AZURE, functions: int = 48) -> list[list[float]]:
     """Return one hour of the Azure LLM chat trace, dealt to functions whose shares follow Zipf's law."""
-    with gzip.open(AZURE, "rt") as file:
-        moments = [datetime.fromisoformat(row["TIMESTAMP"][:26]) for row in csv.DictReader(file)]
     shares = [1 / (number + 1) for number in range(functions)]
     dealt: list[list[float]] = [[] for _ in range(functions)]
-    for moment in sorted(moments):
-        owner = rnd.choices(range(functions), shares)[0]
-        dealt[owner].append((moment - moments[0]).total_seconds())
+    for at_s, _ in _read(trace):
+        dealt[rnd.choices(range(functions), shares)[0]].append(at_s)
     return [arrivals for arrivals in dealt if len(arrivals) > 1]
+
+
+def azure_by_prompt(trace: Path = AZURE, functions: int = 64, tokens: int = 64) -> list[list[float]]:
+    """Return the same hour, with a function for each length of the prompt, in steps of 64 tokens."""
+    dealt: list[list[float]] = [[] for _ in range(functions)]
+    for at_s, length in _read(trace):
+        dealt[min(functions - 1, length // tokens)].append(at_s)
+    return [arrivals for arrivals in dealt if len(arrivals) > 1]
+
+
+@cache
+def _read(trace: Path) -> list[tuple[float, int]]:
+    """Return the requests of the trace in their order: seconds since the first, and tokens of the prompt."""
+    with gzip.open(trace, "rt") as file:
+        rows = list(csv.DictReader(file))
+    pairs = [(datetime.fromisoformat(row["TIMESTAMP"][:26]), int(row["ContextTokens"])) for row in rows]
+    pairs.sort()
+    return [((moment - pairs[0][0]).total_seconds(), length) for moment, length in pairs]
 
 
 def _random(seed: int, name: str, number: int) -> random.Random:

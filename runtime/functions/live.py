@@ -15,12 +15,15 @@ from pydantic import BaseModel
 
 from ...snapshot.sources.location import shown
 from ..scaling.autoscaler import WINDOW_S, ScaleSpec
+from ..scaling.rung_figures import HoldingPrices
 from ..serving.dispatcher import Policy
+from ..serving.idle_ladder import PLANNED, LadderSpec
 from ..serving.revision import Revision
 from ..settings.function_settings import FunctionSettings
 from ..telemetry.log_files import LogQuery, function_file
 from ..telemetry.logs import LogBook, Logs
 from ..telemetry.timeline import Timeline
+from ..telemetry.usage import RungName
 from .store import RevisionRecord
 
 # How many of the latest errors the status shows, and how much of each.
@@ -96,6 +99,11 @@ class FunctionStatus(BaseModel, frozen=True):
     workers: Workers
     standby: bool
     zygote: bool
+    rung: RungName
+    """How warm it is on this node."""
+    next_rung: RungName | None = None
+    """The next rung that the keep-alive policy plans, if there is no request before `next_rung_at`."""
+    next_rung_at: datetime | None = None
     queued: int
     in_flight: int
     activations: int
@@ -224,13 +232,15 @@ class Live:
         """Return the status of the function. It shows `processes` if these were measured."""
         record, census, cold = self.record, self.revision.census(), self._last_cold
         facts, settings = record.handler, record.settings
-        snapshot = snapshot_of(record)
+        snapshot, step = snapshot_of(record), self.revision.history.ladder.next_step
         if record.snapshot_url:
             settings = settings.model_copy(update={"snapshot": snapshot})
         return FunctionStatus(
             name=record.function, revision=record.revision, created_at=record.created_at, snapshot=snapshot,
             workers=Workers(ready=census.ready, starting=census.starting, draining=census.draining),
-            standby=census.standby, zygote=census.zygote, queued=census.queued, in_flight=census.in_flight,
+            standby=census.standby, zygote=census.zygote, rung=self.revision.rung,
+            next_rung=step.rung if step else None, next_rung_at=datetime.fromtimestamp(step.at, UTC) if step else None,
+            queued=census.queued, in_flight=census.in_flight,
             activations=self.revision.pool.activations,
             rest_mb=self.rest_mb,
             last_cold_start_ms=cold.total_s * 1000 if cold else None,
@@ -271,17 +281,27 @@ def policy_of(record: RevisionRecord) -> Policy:
     """Return the policy by which the gateway queues, sends and limits the invocations of a revision."""
     settings, batch = record.settings, record.handler.get("batch") or 1
     scale, in_flight = settings.scale, settings.concurrency * batch
+    timeout_s = scale.idle_timeout_s
     return Policy(
         settings,
         ScaleSpec(
-            scale.min, scale.max, scale.buffer, in_flight, scale.idle_timeout_s,
-            min(scale.idle_timeout_s, WINDOW_S),
+            scale.min, scale.max, scale.buffer, in_flight, WINDOW_S if timeout_s is None else timeout_s,
+            WINDOW_S if timeout_s is None else min(timeout_s, WINDOW_S),
         ),
         max_batch=batch,
         interruptible=record.handler.get("kind") in ("async", "async_generator"),
         streaming=bool(record.handler.get("streaming")),
         aggregates=bool(record.handler.get("aggregate", True)),
     )  # fmt: skip
+
+
+def ladder_spec_of(record: RevisionRecord, prices: HoldingPrices) -> LadderSpec:
+    """Return the rungs that the owner of a revision allows, and what holding and waiting cost there."""
+    scale = record.settings.scale
+    if scale.price_waiting_s is not None:
+        prices = prices._replace(waiting_s=scale.price_waiting_s)
+    rungs = tuple(rung for rung in PLANNED if rung is not RungName.ZYGOTE or scale.rest == "zygote")
+    return LadderSpec(rungs, prices, planned=scale.idle_timeout_s is None and not scale.min)
 
 
 def memory_of(pid: int, role: str, name: str) -> Iterator[Process]:

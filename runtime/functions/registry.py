@@ -18,7 +18,8 @@ from ...errors import GatewayError, PilotflameError, UnknownFunction
 from ..access.secrets import Secrets
 from ..launching.fetcher_client import FetcherClient
 from ..launching.launcher import Launcher
-from ..serving.function_history import FunctionHistory
+from ..scaling.rung_figures import HoldingPrices
+from ..serving.function_history import FunctionHistories
 from ..serving.latency_curve_store import LatencyCurveStore
 from ..serving.revision import Revision
 from ..telemetry.background import BackgroundTasks
@@ -27,7 +28,7 @@ from ..telemetry.metrics import Census
 from ..telemetry.timeline import Timeline
 from .deploy import Deployment, prepare, requirements_of, worker_spec
 from .environment import EnvironmentLauncher, discard_unused, shrink_cache
-from .live import Live, Prefetched, RevisionFacts, policy_of
+from .live import Live, Prefetched, RevisionFacts, ladder_spec_of, policy_of
 from .rest import LIGHT_S
 from .store import RevisionRecord, Store
 
@@ -66,9 +67,9 @@ class Functions:
     events: FunctionEvents
     logs: Logs
     drain_s: float
+    histories: FunctionHistories
+    prices: HoldingPrices
     _live: dict[str, Live] = field(default_factory=dict, init=False)
-    # Of live functions and of those that are being deployed the first time.
-    _histories: dict[str, FunctionHistory] = field(default_factory=dict, init=False)
     # A lock goes when no deploy and no delete holds it or waits for it: names come and go.
     _locks: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary, init=False)
     # Pairs of a function and its revision that may become live. Their files must stay.
@@ -229,7 +230,7 @@ class Functions:
             if live is not None:
                 await live.revision.retire(0.0)
             if record.function not in self._live:
-                self._histories.pop(record.function, None)
+                await self.histories.forget(record.function)
             await self._thread(withdraw)
         finally:
             self._proving.remove((record.function, record.revision))
@@ -245,6 +246,7 @@ class Functions:
             raise
         self._proving.remove((name, live.record.revision))
         self._live[name] = live
+        self._adopt(live)
         live.revision.scale()
         live.logs.write("gateway", f"revision {live.record.revision} is live")
         for callback in self.events.live:
@@ -311,7 +313,7 @@ class Functions:
         for callback in self.events.deleted:
             callback(name)
         await live.revision.retire(self.drain_s)
-        self._histories.pop(name, None)
+        await self.histories.forget(name)
         live.logs.write("gateway", f"{name} was deleted")
         # The secrets go first, so that a crash in between does not leave them to a new function of this name.
         await asyncio.to_thread(self.secrets.forget, name)
@@ -324,10 +326,18 @@ class Functions:
         """Make the stored functions live. Their zygotes and workers (`scale.min`) start in the background."""
         for name, record in (await asyncio.to_thread(self.store.functions)).items():
             self._live[name] = live = await self._create(record, self.logs.of_function(name))
-            if record.settings.scale.rest == "zygote":
+            planning = self._adopt(live)
+            # The plan of an idle period goes on with its age: it may have no zygote any more.
+            await asyncio.wait([planning])
+            if record.settings.scale.rest == "zygote" and live.revision.history.ladder.plans_zygote:
                 light = live.builds_within(LIGHT_S)
                 self.tasks.create_task(live.revision.pool.zygote.warm(shared_only=light))
             live.revision.scale()
+
+    def _adopt(self, live: Live) -> asyncio.Task[None]:
+        """Let the function's ladder move this revision from now on. Return the task that plans its idle period."""
+        ladder, build_s = live.revision.history.ladder, float(live.record.handler.get("build_s", 0.0))
+        return ladder.adopt(live.revision, ladder_spec_of(live.record, self.prices), build_s, self.tasks)
 
     async def close(self) -> None:
         """Refuse new requests, finish the accepted ones within `drain_s`, and end all processes."""
@@ -336,6 +346,7 @@ class Functions:
         # Replaced revisions may still be finishing their invocations.
         if ends := {*map(self.tasks.create_task, retiring), *self._retirements}:
             await asyncio.wait(ends)
+        await self.histories.close()
 
     def close_threads(self) -> None:
         """Start no more work of deploys. The process ends only when what runs in a thread has ended."""
@@ -361,7 +372,7 @@ class Functions:
         revision = Revision(
             spec, policy_of(record), launcher, logs.of(record.revision), self.tasks, activated, self.weights,
             lambda: self.secrets.of(record.function), curves,
-            self._histories.setdefault(record.function, FunctionHistory()),
+            await self.histories.of(record.function),
         )  # fmt: skip
         return Live(record, revision, logs)
 

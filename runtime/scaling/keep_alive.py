@@ -56,6 +56,10 @@ class History:
         pairs = zip(self.waits, ladder.rungs, strict=True)
         return ladder.costs([(total + rung.wake_s) / (self.periods + 1) for total, rung in pairs])
 
+    def unplanned(self) -> History:
+        """Return this history without the plans that were made for another ladder."""
+        return replace(self, experts=None)
+
 
 def decide(history: History, ladder: Ladder, since_s: float, prior: Prior = NO_PRIOR) -> Plan:
     """Return the plan of an idle period that begins `since_s` seconds after the arrival that ended the last one."""

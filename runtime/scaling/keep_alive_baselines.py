@@ -7,14 +7,11 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from .idle_law import IdleLaw, cheapest
-from .ladder import Costs, Ladder, Plan, Step
-from .ladder_simulator import LadderRun
+from .ladder import Ladder, Plan, Step
 
 # Serverless in the Wild (Shahrad et al., USENIX ATC 2020): a histogram of four hours, its 5th and 99th percentiles, and a
 # margin of 10 %. Where the histogram says little (its bins' counts vary by less than 2), the function stays.
 HISTOGRAM_BINS, HEAD, TAIL, MARGIN, LEAST_VARIATION = 240, 0.05, 0.99, 0.1, 2.0
-LARGEST_SAMPLE = 400
 # A step up that is planned to end at an arrival ends so much earlier, whatever the sums are rounded to.
 ROUNDING_S = 1e-6
 
@@ -95,43 +92,3 @@ class Foreseeing:
         ready_s = self._arrivals[number] + wake_s
         end = bisect.bisect_left(self._arrivals, ready_s, number)
         return sum(ready_s - arrival_s for arrival_s in self._arrivals[number:end])
-
-
-def own_best_ladder(run_of: LadderRun, costs: Costs) -> Plan:
-    """Return the best fixed plan without steps up for the idle periods of one function, all of them known."""
-    ascending = sorted(run_of.periods)
-    if not ascending or ascending[-1] <= 0:
-        return costs.envelope
-    step = max(1, len(ascending) // LARGEST_SAMPLE)
-    edges = sorted({0.0, *ascending[::step], ascending[-1]})
-    counts = [0] * (len(edges) - 1)
-    index = 0
-    for period in ascending:
-        while index < len(counts) - 1 and period > edges[index + 1]:
-            index += 1
-        counts[index] += 1
-    law = IdleLaw(tuple(edges), tuple(map(float, counts)), (0,) * len(edges))
-    return cheapest(law, costs, climbs=False, guarded=False).plan()
-
-
-def offline_optimum(run_of: LadderRun, costs: Costs, *, climbs: bool) -> float:
-    """Return the bill of one who knows when each idle period ends, with or without steps up before its end."""
-    bill = 0.0
-    for period in run_of.periods:
-        staying = min(
-            hold * period + penalty for hold, penalty in zip(costs.holds, costs.penalties, strict=True)
-        )
-        if climbs:
-            staying = min(staying, _climbing(period, costs))
-        bill += staying
-    return bill
-
-
-def _climbing(period_s: float, costs: Costs) -> float:
-    """Return the bill of the cheapest rung to rest on, if one climbs to READY just in time."""
-    best = math.inf
-    for rung in range(1, len(costs.holds)):
-        climb_s = costs.wakes[rung]
-        if climb_s <= period_s:
-            best = min(best, costs.holds[rung] * (period_s - climb_s) + costs.holds[0] * climb_s)
-    return best

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Protocol
@@ -16,7 +16,7 @@ from typing import Protocol
 from . import keep_alive
 from .idle_law import Prior
 from .keep_alive import History
-from .ladder import Ladder, Plan
+from .ladder import Ladder, Plan, Step
 
 # A caller notices a wait that is longer.
 FELT_S = 0.1
@@ -138,11 +138,17 @@ class Replay:
     """The replay of one function: give it to `run` alone, or take turns with others by `next_s`."""
 
     def __init__(
-        self, arrivals: Sequence[float], service_s: float, ladder: Ladder, policy: KeepAlivePolicy
-    ) -> None:
-        """`arrivals` are ascending times in seconds. Each invocation runs for `service_s`."""
+        self, arrivals: Sequence[float], service_s: float, ladder: Ladder, policy: KeepAlivePolicy,
+        quiet_s: float = 0.0,
+    ) -> None:  # fmt: skip
+        """`arrivals` are ascending times in seconds. Each invocation runs for `service_s`.
+
+        Only after `quiet_s` without work has an idle period begun, and until then the worker stays. Its length counts
+        from the end of the work nevertheless.
+        """
         self.result = LadderRun(len(arrivals), rung_s=[0.0] * len(ladder.rungs))
         self._arrivals, self._service_s, self._ladder, self._policy = arrivals, service_s, ladder, policy
+        self._quiet_s = quiet_s
         self._burst_waits = [BurstWaits(rung.wake_s) for rung in ladder.rungs]
         self._next = 0
         self._idle_from_s = 0.0
@@ -170,8 +176,9 @@ class Replay:
     def _hold(self, plan: Plan, idle_s: float) -> float:
         """Pay for the idle period. Return the seconds that the wake at its end takes."""
         rungs = self._ladder.rungs
-        now_s, rung, climb_until_s, below = 0.0, plan[0].rung, 0.0, plan[0].rung
-        for offset_s, following in plan[1:]:
+        now_s, climb_until_s = 0.0, 0.0
+        rung = below = 0 if self._quiet_s else plan[0].rung
+        for offset_s, following in _after(plan, self._quiet_s):
             if offset_s >= idle_s:
                 break
             self._pay(rung, offset_s - now_s)
@@ -194,8 +201,10 @@ class Replay:
             return
         first = self._next
         ready_s = busy_until_s = self._arrivals[first] + wake_s
-        while self._next < len(self._arrivals) and self._arrivals[self._next] <= busy_until_s:
+        limit, paused_s = len(self._arrivals), 0.0
+        while self._next < limit and self._arrivals[self._next] <= busy_until_s + self._quiet_s:
             arrival_s = self._arrivals[self._next]
+            paused_s += max(0.0, arrival_s - busy_until_s)
             if self._next > first:
                 for burst_wait in self._burst_waits:
                     burst_wait.arrive(arrival_s, ends_idle=False)
@@ -206,8 +215,15 @@ class Replay:
             self.result.felt += waited_s > FELT_S
             busy_until_s = max(busy_until_s, max(arrival_s, ready_s) + self._service_s)
             self._next += 1
-        self.result.busy_s += busy_until_s - ready_s
+        self._pay(0, paused_s)
+        self.result.busy_s += busy_until_s - ready_s - paused_s
         self._idle_from_s = busy_until_s
+
+
+def _after(plan: Plan, quiet_s: float) -> Iterator[Step]:
+    """Yield the steps after the first one, none of them before `quiet_s`."""
+    for offset_s, rung in plan if quiet_s else plan[1:]:
+        yield Step(max(offset_s, quiet_s), rung)
 
 
 def run(replay: Replay) -> LadderRun:

@@ -1,18 +1,70 @@
-"""Holds what the gateway remembers of one function. Its revisions share it, one after the other."""
+"""Holds what the gateway remembers of each function. Its revisions share it, and the folder `habits` keeps it.
+
+There is one file for each function, and `node.json` for the habits that all functions of the node share. A file that is
+missing or damaged counts as empty: the policy then begins anew.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated
 
+from pydantic import BaseModel, Field, ValidationError
+
+from ...errors import SnapshotError
+from ...snapshot.publish import publish
+from ..scaling.idle_law import PRIOR_BINS, Prior
+from ..scaling.keep_alive import EXPERTS, IDLES, INTERVALS, History
+from ..scaling.rung_figures import RungFigures
 from ..telemetry.decisions import Decisions
 from ..telemetry.load_history import Arrivals, LoadSeries
+from ..telemetry.usage import RungName
+from .idle_ladder import IdleLadder, NodeHabits
 from .prewarms import Prewarms
+
+# Changes are written so long after the first of them. What is lost in a crash is harmless.
+WRITE_AFTER_S = 60.0
+NODE_FILE = "node.json"
+_Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+
+
+class _Idling(BaseModel, frozen=True):
+    """The idle period that had not ended."""
+
+    since_at: float
+    """When the last request ended, in Unix seconds."""
+    since_wake_s: _Amount
+
+
+class _Remembered(BaseModel, frozen=True):
+    """What a file holds of one function."""
+
+    idles: tuple[_Amount, ...] = Field((), max_length=IDLES)
+    intervals: tuple[_Amount, ...] = Field((), max_length=INTERVALS)
+    waits: tuple[_Amount, ...] = Field((), max_length=len(RungName))
+    periods: int = Field(0, ge=0)
+    bills: tuple[_Amount, ...] = Field((0.0,) * EXPERTS, min_length=EXPERTS, max_length=EXPERTS)
+    held_bytes: dict[RungName, _Amount] = {}
+    wakes_s: dict[RungName, tuple[_Amount, ...]] = {}
+    build_s: _Amount = 0.0
+    on_device: bool = False
+    idling: _Idling | None = None
+
+
+class _RememberedNode(BaseModel, frozen=True):
+    weights: tuple[_Amount, ...] = Field((0.0,) * PRIOR_BINS, min_length=PRIOR_BINS, max_length=PRIOR_BINS)
 
 
 @dataclass(frozen=True, slots=True)
 class FunctionHistory:
     """What is remembered of a function when a revision of it ends, for the next one."""
 
+    ladder: IdleLadder
     decisions: Decisions = field(default_factory=Decisions)
     load: LoadSeries = field(default_factory=LoadSeries)
     arrivals: Arrivals = field(default_factory=Arrivals)
@@ -20,3 +72,126 @@ class FunctionHistory:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prewarms", Prewarms(self.decisions))
+
+    @classmethod
+    def new(
+        cls, habits: NodeHabits | None = None, on_change: Callable[[], None] = lambda: None
+    ) -> FunctionHistory:
+        """Return the history of a function of which nothing is known."""
+        decisions = Decisions()
+        return cls(IdleLadder(decisions, habits, on_change), decisions)
+
+
+class FunctionHistories:
+    """The histories of all functions, in memory and in a folder. Writes it once a minute at most, and in `close`."""
+
+    def __init__(self, folder: Path, tasks: asyncio.TaskGroup, habits: NodeHabits) -> None:
+        self._folder, self._tasks, self._habits = folder, tasks, habits
+        self._histories: dict[str, FunctionHistory] = {}
+        self._changed: set[str] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._writing = asyncio.Lock()
+
+    @classmethod
+    async def open(cls, folder: Path, tasks: asyncio.TaskGroup) -> FunctionHistories:
+        """Return the histories in a folder, which need not exist yet."""
+        return cls(folder, tasks, NodeHabits(await asyncio.to_thread(_read_prior, folder / NODE_FILE)))
+
+    async def of(self, name: str) -> FunctionHistory:
+        """Return the history of a function: what is in memory, else what is stored. The caller holds its lock."""
+        if (known := self._histories.get(name)) is not None:
+            return known
+        stored = await asyncio.to_thread(_read, self._file(name))
+        history = FunctionHistory.new(self._habits, lambda: self._note_change(name))
+        _restore(history.ladder, stored)
+        self._histories[name] = history
+        return history
+
+    async def forget(self, name: str) -> None:
+        """Forget a function that was deleted, or whose first deploy has failed."""
+        self._histories.pop(name, None)
+        self._changed.discard(name)
+        async with self._writing:
+            await asyncio.to_thread(self._file(name).unlink, missing_ok=True)
+
+    async def close(self) -> None:
+        """Write all that has changed."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._changed |= self._histories.keys()
+        await self._write()
+
+    def _file(self, name: str) -> Path:
+        return self._folder / "functions" / f"{name}.json"
+
+    def _note_change(self, name: str) -> None:
+        if name not in self._histories:
+            return
+        self._changed.add(name)
+        if self._timer is None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(WRITE_AFTER_S, self._start_writing)
+
+    def _start_writing(self) -> None:
+        self._timer = None
+        self._tasks.create_task(self._write(), name="habits")
+
+    async def _write(self) -> None:
+        async with self._writing:
+            changed, self._changed = self._changed, set()
+            ladders = {name: one.ladder for name in changed if (one := self._histories.get(name)) is not None}
+            due = [(self._file(name), _remembering(ladder)) for name, ladder in ladders.items()]
+            if due:
+                node = _RememberedNode(weights=self._habits.prior.weights)
+                await asyncio.to_thread(_write_all, self._folder / NODE_FILE, node, due)
+
+
+def _remembering(ladder: IdleLadder) -> Callable[[], _Remembered]:
+    """Return what makes, in a thread, what is to be stored of a function as it is now."""
+    learning, figures, idle = ladder.learning(), ladder.figures, ladder.idle_for_s()
+    idling = _Idling(since_at=time.time() - idle[0], since_wake_s=idle[1]) if idle is not None else None
+
+    def remembered() -> _Remembered:
+        history = learning()
+        return _Remembered(
+            idles=history.idles, intervals=history.intervals, waits=history.waits, periods=history.periods,
+            bills=history.bills, held_bytes=dict(figures.held_bytes), wakes_s=dict(figures.wakes_s),
+            build_s=figures.build_s, on_device=figures.on_device, idling=idling,
+        )  # fmt: skip
+
+    return remembered
+
+
+def _restore(ladder: IdleLadder, stored: _Remembered) -> None:
+    history = History(stored.idles, stored.intervals, stored.waits, stored.periods, stored.bills)
+    ladder.remember(history, RungFigures(stored.held_bytes, stored.wakes_s, stored.build_s, stored.on_device))
+    if stored.idling is not None:
+        ladder.resume(max(0.0, time.time() - stored.idling.since_at), stored.idling.since_wake_s)
+
+
+def _read(file: Path) -> _Remembered:
+    with contextlib.suppress(OSError, ValidationError):
+        return _Remembered.model_validate_json(file.read_bytes())
+    return _Remembered()
+
+
+def _read_prior(file: Path) -> Prior:
+    with contextlib.suppress(OSError, ValidationError):
+        return Prior(_RememberedNode.model_validate_json(file.read_bytes()).weights)
+    return Prior()
+
+
+def _write_all(
+    node_file: Path, node: _RememberedNode, functions: list[tuple[Path, Callable[[], _Remembered]]]
+) -> None:
+    """Write the files. What the disk does not take stays in memory only."""
+    with contextlib.suppress(OSError):
+        (node_file.parent / "functions").mkdir(parents=True, exist_ok=True)
+    _publish(node_file, node)
+    for file, remembered in functions:
+        _publish(file, remembered())
+
+
+def _publish(file: Path, model: BaseModel) -> None:
+    with contextlib.suppress(OSError, SnapshotError), publish(file, durable=False) as stream:
+        stream.write(model.model_dump_json().encode())

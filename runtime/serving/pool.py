@@ -41,6 +41,7 @@ class Pool:
         self._forking = 0
         self._last: Replica | None = None
         self._past_busy_s = self._past_ready_s = 0.0
+        self._past_completed = 0
         self._weights = weights if spec.source else None
         self._fetching: FetchProgress | None = None
         self._holding = asyncio.Lock()
@@ -63,6 +64,11 @@ class Pool:
         for replica in self.replicas:
             count += len(replica.outstanding.calls)
         return count
+
+    @property
+    def completed(self) -> int:
+        """How many invocations all workers, dead ones included, have ended."""
+        return self._past_completed + sum(replica.completed for replica in self.replicas)
 
     def worked_s(self, now_s: float) -> tuple[float, float]:
         """Return how many seconds all workers, dead ones included, had work, and how many they were ready."""
@@ -189,6 +195,7 @@ class Pool:
         self.replicas.remove(replica)
         self._last = None
         self._past_busy_s += replica.outstanding.busy_s
+        self._past_completed += replica.completed
         if replica.completed:
             self.used_s = time.monotonic()
         if replica.activation.ready_s:

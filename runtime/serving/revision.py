@@ -15,6 +15,7 @@ from ..launching.fetcher_client import FetcherClient
 from ..launching.launcher import UNKNOWN_CAUSE, EndCause, Launcher
 from ..link.worker_spec import WorkerSpec
 from ..scaling import autoscaler
+from ..scaling.idle_period import QUIET_S
 from ..scaling.recent_need import RecentNeed
 from ..telemetry.load_history import LoadState
 from ..telemetry.logs import RevisionLog
@@ -40,6 +41,8 @@ FIRST_START_TIMEOUT_S = 900.0
 # Workers have at least this long for their `teardown` (or the whole timeout of `retire`, if that is shorter),
 # even if all the time was used to end invocations.
 MIN_TEARDOWN_S = 2.0
+# For how long the plan's prewarm holds a worker.
+PREDICTED_S = 1.0
 
 
 class Revision(RevisionEvents):
@@ -117,6 +120,53 @@ class Revision(RevisionEvents):
             deaths=self._deaths,
         )
 
+    # -- the rung
+
+    @property
+    def rung(self) -> RungName:
+        """The highest rung that is held now."""
+        if self.pool.ready:
+            return RungName.READY
+        return RungName.ZYGOTE if self.pool.zygote.source is not None else RungName.LOCAL
+
+    @property
+    def arrived(self) -> int:
+        """How many invocations were accepted so far. Those that have failed in the queue do not count."""
+        return self.pool.completed + self.pool.in_flight + len(self.dispatcher.queue)
+
+    @property
+    def held_until_s(self) -> float | None:
+        """Until when a signal holds workers; None if none does."""
+        hold = self._hold(time.monotonic())
+        return hold.until_s if hold is not None else None
+
+    def descend(self, rung: RungName) -> None:
+        """Give up what is held above `rung`, unless there is work or a signal holds workers."""
+        if self.pool.in_flight or len(self.dispatcher.queue) or self.held_until_s is not None:
+            return
+        self.pool.stop(max(0, len(self.pool.ready) - self.policy.scale.min))
+        if rung not in (RungName.READY, RungName.ZYGOTE):
+            self.pool.zygote.rest()
+
+    def ascend(self, rung: RungName) -> None:
+        """Make what `rung` holds, ahead of the next invocation."""
+        if rung is RungName.READY:
+            # Once it is ready, the plan keeps it.
+            self.warm(1, "predicted", PREDICTED_S)
+        elif rung is RungName.ZYGOTE:
+            self._tasks.create_task(self.pool.zygote.warm())
+
+    def _follow_idling(self, now_s: float, load: int) -> float | None:
+        """Tell the ladder whether there is work. Return when to tell it again, if that is known."""
+        ladder = self.history.ladder
+        if not ladder.drives(self):
+            return None
+        if self.breaker.failures and not self.pool.ready:
+            ladder.interrupt()
+            return None
+        last_end_s = max((one.idle_since_s for one in self.pool.ready), default=None) if not load else None
+        return ladder.follow(now_s, load, last_end_s)
+
     # -- the number of workers
 
     def warm(self, workers: int, cause: str = "warmup", for_s: float = HOLD_S) -> None:
@@ -130,6 +180,7 @@ class Revision(RevisionEvents):
     def scale(self) -> None:
         """Start and stop workers as the autoscaler decides."""
         now_s, pool, queued = time.monotonic(), self.pool, len(self.dispatcher.queue)
+        follow_at_s = self._follow_idling(now_s, queued + pool.in_flight)
         spec, hold = self._scale_spec(now_s), self._hold(now_s)
         stats = self._stats(spec, queued, hold, now_s)
         self._sufficient_load = autoscaler.sufficient_load(spec, stats)
@@ -139,7 +190,12 @@ class Revision(RevisionEvents):
         if decision.stop:
             pool.stop(decision.stop)
             self._note("stop", "idle", stats, workers=decision.stop, recent=stats.recent)
+        if self.history.ladder.idle:
+            # The next invocation ends the idle period, so it must come here.
+            self._sufficient_load = -1.0
         wake_at_s = decision.wake_at_s
+        if follow_at_s is not None:
+            wake_at_s = min(wake_at_s or follow_at_s, follow_at_s)
         if (retry_at_s := self.breaker.backoff_until_s) > now_s:
             wake_at_s = min(wake_at_s or retry_at_s, retry_at_s)
         if hold is not None:
@@ -197,6 +253,8 @@ class Revision(RevisionEvents):
         for_load = count if hold is None else min(count, max(0, without))
         for workers, signal in ((for_load, ""), (count - for_load, hold.cause if hold is not None else "")):
             if workers:
+                if not stats.ready and not stats.starting:
+                    self.history.ladder.note_start(self.rung)
                 self.pool.start(workers, signal)
                 self._note("start", signal or LOAD, stats, workers=workers)
 
@@ -231,6 +289,10 @@ class Revision(RevisionEvents):
             return replace(spec, min=0, buffer=0, scale_to_zero_s=0.0, scale_down_s=0.0)
         if self.breaker.backoff_until_s > now_s:
             return replace(spec, min=0, buffer=0)
+        ladder = self.history.ladder
+        if ladder.plans and ladder.drives(self):
+            # The ladder takes the step from READY down. Workers below that rung are those of signals.
+            spec = replace(spec, scale_to_zero_s=math.inf if ladder.keeps_worker else 0.0)
         return spec
 
     def _allowed(self, start: int, now_s: float) -> int:
@@ -278,6 +340,7 @@ class Revision(RevisionEvents):
         """Run the accepted invocations for at most `timeout_s`, fail the others, and end the processes."""
         started_s = time.monotonic()
         self.retiring = True
+        self.history.ladder.release(self)
         self.scale()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -296,6 +359,7 @@ class Revision(RevisionEvents):
         self.breaker.reset()
         self._settle_first_start(None)
         self.pool.note_ready(replica)
+        self.history.ladder.note_ready(usual=not replica.measured, device=replica.device)
         self.history.prewarms.watch(replica)
         self._on_activation("ready")
         self.dispatcher.adopt(replica)
@@ -323,8 +387,9 @@ class Revision(RevisionEvents):
         if waiting := len(self.dispatcher.queue):
             self.dispatcher.dispatch()
             waiting = len(self.dispatcher.queue)
-        idle = not replica.outstanding.calls
-        if waiting or self.retiring or (idle and self._scale_timer is None):
+        # The timer that finds the idle period is due QUIET_S after the last end, or sooner.
+        untimed = self._scale_timer is None or self._scale_at_s > replica.idle_since_s + QUIET_S
+        if waiting or self.retiring or (untimed and not replica.outstanding.calls):
             self.scale()
 
     def on_returned(self, invocation: Invocation) -> None:

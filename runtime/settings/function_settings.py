@@ -86,7 +86,17 @@ class Scale(BaseModel, frozen=True, extra="forbid", strict=True):
     min: int = Field(0, ge=0, le=1024, description="Workers kept even without requests.")
     max: int = Field(4, ge=1, le=1024, description="Workers at most.")
     buffer: int = Field(0, ge=0, le=1024, description="Idle workers kept above what the load needs.")
-    idle_timeout_s: Seconds = Field(60.0, description="Seconds without a request before a worker ends.")
+    idle_timeout_s: Seconds | None = Field(
+        None,
+        description="Seconds without a request before a worker ends; by default the keep-alive policy learns when.",
+    )
+    price_waiting_s: float | None = Field(
+        None,
+        ge=0,
+        allow_inf_nan=False,
+        description="What a second is worth for which one caller of this function waits for a worker, in money; by"
+        " default what the gateway's price_waiting_s says.",
+    )
     rest: Literal["zygote", "local"] = Field(
         "zygote", description="What is kept at zero: a zygote (imports and skeleton), or only the files."
     )

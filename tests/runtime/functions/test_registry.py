@@ -75,6 +75,8 @@ async def test_a_restart_under_load_fails_no_request_and_brings_the_new_secret(g
     function = await deploy(SECRET, {"scale.max": 2}, name="renewed")
     path = f"/v1/functions/{function.name}"
     before = (await function.status())["revision"]
+    # A restart starts as many workers as are ready now.
+    await function.answer()
     async with called(function) as answers:
         for number in range(3):
             await gateway.client.put(f"{path}/secrets/TOKEN", json={"value": f"{number}"})

@@ -118,6 +118,17 @@ def test_an_arrival_in_the_middle_of_a_prewarm_waits_for_its_rest() -> None:
     assert (result.waited_s, result.held) == (3.0, 2.0 + 3.0)
 
 
+def test_a_short_silence_is_no_idle_period_and_the_worker_stays_for_it() -> None:
+    ladder = Ladder((Rung(1.0, 0.0), Rung(0.0, 5.0)), 1.0)
+    witness = Witness()
+    result = run(Replay([0.0, 3.0, 13.0], 1.0, ladder, witness, quiet_s=2.5))
+    assert [idle_s for idle_s, _, _ in witness.told] == [9.0]
+    assert result.held == 2 + 9
+    at_once = (Step(0.0, 1),)
+    result = run(Replay([0.0, 3.0, 13.0], 1.0, ladder, Fixed(at_once), quiet_s=2.5))
+    assert (result.held, result.waited_s, result.woken) == (2 + 2.5 + 5, 5.0, 1)
+
+
 class Witness(Fixed):
     """Writes down what a policy is told."""
 

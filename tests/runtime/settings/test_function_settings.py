@@ -47,7 +47,7 @@ def test_without_a_file_there_are_defaults_and_the_folders_name(tmp_path: Path) 
     folder.mkdir()
     settings = read_settings(folder)
     assert settings == FunctionSettings(name="my-sentiment-function")
-    assert settings.scale == Scale(min=0, max=4, buffer=0, idle_timeout_s=60.0, rest="zygote", standby=True)
+    assert settings.scale == Scale(min=0, max=4, buffer=0, idle_timeout_s=None, rest="zygote", standby=True)
 
 
 def test_the_file_is_read(tmp_path: Path) -> None:
@@ -273,7 +273,8 @@ _valid = st.builds(
         min=st.integers(0, 8),
         max=st.integers(8, 64),
         buffer=st.integers(0, 8),
-        idle_timeout_s=_seconds,
+        idle_timeout_s=st.none() | _seconds,
+        price_waiting_s=st.none() | st.floats(0, 1e9),
         rest=st.sampled_from(["zygote", "local"]),
         standby=st.booleans(),
     ),

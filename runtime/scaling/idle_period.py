@@ -1,0 +1,136 @@
+"""Finds the idle periods of a function, says which rung a plan stands on, and counts who comes after a wake.
+
+It reads no clock: `now_s` is the time on any clock that does not jump.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from .idle_law import LONGEST_S
+from .ladder import Plan, Step
+
+# An idle period counts if it lasts longer. Its length is counted from the end of the last request nevertheless.
+QUIET_S = 0.5
+# The arrivals after a wake are counted so often in each rung's wake time.
+COUNTS_PER_WAKE = 4
+
+
+@dataclass(slots=True)
+class IdlePeriod:
+    """A time without requests that has begun."""
+
+    begun_s: float
+    """The end of the last request."""
+    since_s: float
+    """How long after the arrival that ended the last period this one began."""
+    planned_from_s: float
+    """The time from which the offsets of its plan count."""
+    known: bool = True
+    """False if its length cannot be learned: nobody knows whether calls came while the gateway was down."""
+
+    def rung(self, plan: Plan, now_s: float) -> int:
+        """Return the rung on which `plan` stands at `now_s`."""
+        passed = [step for step in plan if step.offset_s <= now_s - self.planned_from_s]
+        return (passed or plan)[-1 if passed else 0].rung
+
+    def later(self, plan: Plan, now_s: float) -> Iterator[Step]:
+        """Yield the steps of `plan` after `now_s`, each with the time at which it is due as its offset.
+
+        Those after LONGEST_S are never taken.
+        """
+        for offset_s, rung in plan:
+            if now_s - self.planned_from_s < offset_s <= LONGEST_S:
+                yield Step(self.planned_from_s + offset_s, rung)
+
+
+class IdleWatch:
+    """Finds where idle periods begin and end."""
+
+    def __init__(self) -> None:
+        self.period: IdlePeriod | None = None
+        self._woken_s: float | None = None
+        self._quiet_from_s: float | None = None
+
+    def quiet(self, now_s: float, last_end_s: float | None) -> float | None:
+        """Note that nothing runs or waits. Return when to look again, None if an idle period has begun.
+
+        `last_end_s` is when a request ended last; None if only those know it whose worker has gone.
+        """
+        if self.period is not None:
+            return None
+        known = [end_s for end_s in (last_end_s, self._quiet_from_s) if end_s is not None]
+        self._quiet_from_s = min(now_s, max(known)) if known else now_s
+        if now_s < (begins_s := self._quiet_from_s + QUIET_S):
+            return begins_s
+        self.open(self._quiet_from_s, self._quiet_from_s)
+        return None
+
+    def busy(self, now_s: float) -> IdlePeriod | None:
+        """Note that a request runs or waits. Return the period that this has ended, if one has."""
+        self._quiet_from_s = None
+        period, self.period = self.period, None
+        if period is not None:
+            self._woken_s = now_s
+        return period
+
+    def open(self, begun_s: float, planned_from_s: float, *, known: bool = True) -> IdlePeriod:
+        """Begin a period."""
+        woken_s = begun_s if self._woken_s is None else self._woken_s
+        self.period = IdlePeriod(begun_s, max(0.0, begun_s - woken_s), planned_from_s, known)
+        return self.period
+
+    def resume(self, begun_s: float, since_s: float) -> None:
+        """Continue a period that began before this watch was made."""
+        self._woken_s = begun_s - since_s
+        self.open(begun_s, begun_s, known=False)
+
+    def interrupt(self) -> None:
+        """Forget the present period: it is no idle time, because the function cannot serve."""
+        self.period = self._quiet_from_s = None
+
+
+class Followers:
+    """Counts the arrivals in the first seconds after a wake, and tells for how long they would have waited."""
+
+    def __init__(self, woken_s: float, wakes_s: Sequence[float]) -> None:
+        """`wakes_s` are the wake times of the rungs."""
+        parts = range(1, COUNTS_PER_WAKE + 1)
+        points = {woken_s + wake_s * part / COUNTS_PER_WAKE for wake_s in wakes_s if wake_s for part in parts}
+        self._left_s = sorted(points, reverse=True)
+        self._woken_s = woken_s
+        self._counts = [(0.0, 1)]
+
+    @property
+    def next_s(self) -> float | None:
+        """When to count next; None if all is counted."""
+        return self._left_s[-1] if self._left_s else None
+
+    def count(self, now_s: float, arrived: int) -> None:
+        """Note how many have arrived until `now_s`, the first included."""
+        while self._left_s and self._left_s[-1] <= now_s:
+            self._left_s.pop()
+        after_s, before = now_s - self._woken_s, self._counts[-1]
+        if after_s > before[0]:
+            self._counts.append((after_s, max(arrived, before[1])))
+
+    def waits(self, wakes_s: Sequence[float]) -> tuple[float, ...]:
+        """Return for each wake time how many seconds the arrivals within it would have waited, summed.
+
+        An arrival after a seconds waits for the rest, so the sum is the integral of the number of arrivals.
+        """
+        return tuple(self._waited(wake_s) for wake_s in wakes_s)
+
+    def _waited(self, wake_s: float) -> float:
+        waited_s, last = 0.0, self._counts[-1]
+        for (from_s, before), (to_s, after) in pairwise([*self._counts, (math.inf, last[1])]):
+            if from_s >= wake_s:
+                break
+            until_s = min(to_s, wake_s)
+            # Between two counts, the arrivals are taken as evenly spread.
+            grown = (after - before) * (until_s - from_s) / (to_s - from_s) if to_s < math.inf else 0.0
+            waited_s += (until_s - from_s) * (before + grown / 2)
+        return waited_s

@@ -1,0 +1,385 @@
+"""Lets the keep-alive policy move an idle function down its ladder, and up again ahead of the next request.
+
+Requests do not pass here. `Revision.scale` tells whether there is work; a plan is made in a thread once nothing ran for
+QUIET_S, and a timer takes each of its steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+from ..scaling import keep_alive
+from ..scaling.eviction import Gaps, StepDown
+from ..scaling.idle_law import Prior
+from ..scaling.idle_period import Followers, IdlePeriod, IdleWatch
+from ..scaling.keep_alive import History
+from ..scaling.ladder import Ladder, Plan
+from ..scaling.rung_figures import HoldingPrices, RungFigures, differs
+from ..telemetry.decisions import Decisions
+from ..telemetry.usage import RungName
+
+# Periods whose followers are still being counted. Of more, the oldest is learned with what was counted.
+MOST_LESSONS = 64
+PLANNED = (RungName.READY, RungName.ZYGOTE, RungName.LOCAL)
+
+
+class LadderTarget(Protocol):
+    """The live revision, which takes the steps."""
+
+    @property
+    def rung(self) -> RungName: ...
+    @property
+    def arrived(self) -> int:
+        """The number of invocations that were ever accepted."""
+
+    @property
+    def held_until_s(self) -> float | None:
+        """Until when a signal holds workers; None if none does."""
+
+    def descend(self, rung: RungName) -> None:
+        """Give up what is held above `rung`, unless there is work or a signal holds workers."""
+
+    def ascend(self, rung: RungName) -> None:
+        """Make what `rung` holds."""
+
+
+@dataclass(slots=True)
+class NodeHabits:
+    """The prior that all functions of this node share."""
+
+    prior: Prior = field(default_factory=Prior)
+
+
+class LadderSpec(NamedTuple):
+    """What the owner says of the rungs."""
+
+    rungs: tuple[RungName, ...] = PLANNED
+    prices: HoldingPrices = HoldingPrices()
+    planned: bool = True
+    """False if the settings have a fixed timeout or a minimum of workers: then nothing is planned, only learned."""
+
+
+class NextStep(NamedTuple):
+    """The next step of a plan, and when it is taken, in Unix seconds."""
+
+    rung: RungName
+    at: float
+
+
+class _Lesson(NamedTuple):
+    """A period that has ended. It is learned once its followers were counted."""
+
+    idle_s: float
+    since_s: float
+    followers: Followers
+    arrived: int
+
+
+class _Settled(NamedTuple):
+    history: History
+    plan: Plan
+
+
+class IdleLadder:
+    """The idle periods of one function, what was learned of them, and the plan of the present one."""
+
+    def __init__(
+        self, decisions: Decisions, habits: NodeHabits | None = None, on_change: Callable[[], None] = lambda: None
+    ) -> None:  # fmt: skip
+        """`on_change` is called when there is more to be remembered."""
+        self.history, self.figures = History(), RungFigures()
+        self._decisions, self._habits, self._on_change = decisions, habits or NodeHabits(), on_change
+        self._loop = asyncio.get_running_loop()
+        self._spec = LadderSpec()
+        self._target: LadderTarget | None = None
+        self._tasks: asyncio.TaskGroup | None = None
+        self._watch = IdleWatch()
+        self._planning = asyncio.Lock()
+        self._ladder = self._measured = self.figures.ladder(self._spec.rungs, self._spec.prices)
+        self._plan: Plan | None = None
+        # The rung of the plan, and whether less is held because memory was short.
+        self._stands_on, self._evicted = 0, False
+        self._step_timer: asyncio.TimerHandle | None = None
+        self._count_timer: asyncio.TimerHandle | None = None
+        self._woken_from: tuple[RungName, float] | None = None
+        self._lessons: deque[_Lesson] = deque()
+
+    # -- the live revision
+
+    def adopt(
+        self, target: LadderTarget, spec: LadderSpec, build_s: float, tasks: asyncio.TaskGroup
+    ) -> asyncio.Task[None]:
+        """Drive `target` from now on: it has become live. Return the task that plans its idle period."""
+        now_s, period = time.monotonic(), self._watch.period
+        if self._target is not None or not self.figures.build_s:
+            self.figures = self.figures.of_next_revision(build_s)
+        self._target, self._spec, self._tasks = target, spec, tasks
+        self._measure()
+        self._forget_plan()
+        # The plan of a restored function goes on with its age; after a deploy, somebody is about to call.
+        if period is None:
+            period = self._watch.open(now_s, now_s, known=False)
+        elif period.known:
+            period.planned_from_s = now_s
+        return tasks.create_task(self._settle_and_plan(period), name="keep_alive")
+
+    def remember(self, history: History, figures: RungFigures) -> None:
+        """Begin with what was known before the gateway started."""
+        self.history, self.figures = history, figures
+        self._measure()
+
+    def resume(self, idle_for_s: float, since_s: float) -> None:
+        """Continue the idle period in which the gateway ended. How it ends is not learned."""
+        self._watch.resume(time.monotonic() - idle_for_s, since_s)
+
+    def drives(self, target: LadderTarget) -> bool:
+        return self._target is target
+
+    def release(self, target: LadderTarget) -> None:
+        """Drive `target` no more: it ends."""
+        if self._target is target:
+            self._target = None
+            self._forget_plan()
+            if self._count_timer is not None:
+                self._count_timer.cancel()
+
+    # -- what the revision tells
+
+    def follow(self, now_s: float, load: int, last_end_s: float | None) -> float | None:
+        """Note how many invocations there are. Return when to call again, if that is known."""
+        if load:
+            if (ended := self._watch.busy(now_s)) is not None:
+                self._on_wake(ended, now_s, load)
+            return None
+        if self.idle:
+            return None
+        again_s = self._watch.quiet(now_s, last_end_s)
+        if (period := self._watch.period) is not None and self._tasks is not None:
+            self._tasks.create_task(self._settle_and_plan(period), name="keep_alive")
+        return again_s
+
+    @property
+    def idle(self) -> bool:
+        return self._watch.period is not None
+
+    @property
+    def plans(self) -> bool:
+        """True if the policy decides when the last worker ends."""
+        return self._spec.planned
+
+    @property
+    def keeps_worker(self) -> bool:
+        """True if the last worker is to stay although it is idle."""
+        return self._spec.planned and self._stands_on == 0 and not self._evicted
+
+    @property
+    def plans_zygote(self) -> bool:
+        """True if the present plan holds at least a zygote; also without a plan."""
+        return self._spec.rungs[self._stands_on] in (RungName.READY, RungName.ZYGOTE)
+
+    def interrupt(self) -> None:
+        """End the present period without learning from it: starts of workers fail."""
+        if self._watch.period is not None:
+            self._forget_plan()
+        self._watch.interrupt()
+
+    def note_start(self, rung: RungName) -> None:
+        """Learn how long a wake from `rung` takes: it begins now."""
+        self._woken_from = rung, time.monotonic()
+
+    def note_ready(self, *, usual: bool, device: str) -> None:
+        """Note that a worker is ready. If its start was not `usual`, its time says nothing of later ones."""
+        if self._woken_from is not None and usual:
+            rung, asked_s = self._woken_from
+            took_s = time.monotonic() - asked_s
+            self.figures = self.figures.with_wake(rung, took_s, on_device=device.startswith("cuda"))
+            self._measure()
+        self._woken_from = None
+
+    def note_held(self, rung: RungName, held_bytes: float) -> None:
+        """Note the memory of all processes on a rung."""
+        self.figures = self.figures.with_held(rung, held_bytes)
+        self._measure()
+
+    # -- what others ask
+
+    @property
+    def next_step(self) -> NextStep | None:
+        """The next step of the plan that changes something."""
+        period, now_s = self._watch.period, time.monotonic()
+        if period is None or not self._plan or self._target is None:
+            return None
+        held = self._target.rung
+        for step in period.later(self._plan, now_s):
+            if (rung := self._spec.rungs[step.rung]) is not held:
+                return NextStep(rung, time.time() + step.offset_s - now_s)
+        return None
+
+    def idle_for_s(self) -> tuple[float, float] | None:
+        """Return for how long the function is idle, and the seconds from the last wake to that; None if it is not."""
+        period = self._watch.period
+        return None if period is None else (time.monotonic() - period.begun_s, period.since_s)
+
+    def step_down(self, name: str, upper: RungName, lower: RungName) -> StepDown:
+        """Return what it would cost and free to give up `upper` now, for `eviction.cheapest_step`."""
+        idle = self.idle_for_s()
+        wake_s = self.figures.wake(lower) - self.figures.wake(upper)
+        freed = self.figures.held(upper) - self.figures.held(lower)
+        gaps = Gaps(self.history.idles)
+        return StepDown(name, idle[0] if idle else 0.0, max(0.001, wake_s), max(1.0, freed), gaps)
+
+    def evict(self, rung: RungName, cause: str, step: StepDown) -> None:
+        """Step down to `rung` at once, because memory is short, whatever the plan says."""
+        figures = {"freed_bytes": step.freed_bytes, "extra_wake_s": step.extra_wake_s}
+        rate = step.gaps.rate(step.idle_s)
+        self._decisions.note("evict", cause, rung=float(PLANNED.index(rung)), idle_s=step.idle_s, calls_per_s=rate, **figures)  # fmt: skip
+        self._evicted = True
+        if self._target is not None:
+            self._target.descend(rung)
+
+    def learning(self) -> Callable[[], History]:
+        """Return what makes, in a thread, the history with all periods that have ended."""
+        lessons, prior = tuple(self._lessons), self._habits.prior
+        return functools.partial(_learn, self.history, self._measured, prior, lessons)
+
+    # -- the end of a period
+
+    def _on_wake(self, ended: IdlePeriod, now_s: float, load: int) -> None:
+        self._forget_plan()
+        if not ended.known or self._target is None:
+            return
+        followers = Followers(now_s, [rung.wake_s for rung in self._measured.rungs])
+        arrived = self._target.arrived - load
+        self._lessons.append(_Lesson(now_s - ended.begun_s, ended.since_s, followers, arrived))
+        self._set_count_timer(now_s)
+
+    def _set_count_timer(self, now_s: float) -> None:
+        due = [due_s for lesson in self._lessons if (due_s := lesson.followers.next_s) is not None]
+        if self._count_timer is not None:
+            self._count_timer.cancel()
+        self._count_timer = (
+            self._loop.call_later(max(0.0, min(due) - now_s), self._count_followers) if due else None
+        )
+
+    def _count_followers(self) -> None:
+        now_s = time.monotonic()
+        if self._target is not None:
+            for lesson in self._lessons:
+                if (due_s := lesson.followers.next_s) is not None and due_s <= now_s:
+                    lesson.followers.count(now_s, self._target.arrived - lesson.arrived)
+        self._set_count_timer(now_s)
+
+    # -- planning
+
+    def _measure(self) -> None:
+        self._measured = self.figures.ladder(self._spec.rungs, self._spec.prices)
+
+    async def _settle_and_plan(self, period: IdlePeriod) -> None:
+        """Learn from the periods before, and plan `period`."""
+        async with self._planning:
+            if differs(self._ladder, self._measured):
+                self._ladder, self.history = self._measured, self.history.unplanned()
+            lessons = self._take_lessons()
+            prior, known = self._habits.prior, self.history.periods
+            self.history, plan = await asyncio.to_thread(
+                _settle, self.history, self._ladder, prior, lessons, period.since_s
+            )
+        for number, lesson in enumerate(lessons):
+            self._habits.prior = self._habits.prior.learn(lesson.idle_s, known + number)
+        self._on_change()
+        if self._watch.period is period and self._target is not None and self._spec.planned:
+            self._plan = plan
+            self._begin_plan(period, plan)
+
+    def _take_lessons(self) -> tuple[_Lesson, ...]:
+        taken = list[_Lesson]()
+        while self._lessons and (
+            self._lessons[0].followers.next_s is None or len(self._lessons) > MOST_LESSONS
+        ):
+            taken.append(self._lessons.popleft())
+        return tuple(taken)
+
+    # -- the steps
+
+    def _begin_plan(self, period: IdlePeriod, plan: Plan) -> None:
+        """Stand on the present rung of the plan if the function is on a higher one. It never climbs here."""
+        if self._target is None:
+            return
+        rungs, now_s = self._spec.rungs, time.monotonic()
+        wanted = period.rung(plan, now_s)
+        actual = rungs.index(self._target.rung) if self._target.rung in rungs else len(rungs) - 1
+        self._stands_on = min(actual, wanted)
+        self._take_step(wanted, now_s)
+
+    def _take_step(self, wanted: int, now_s: float) -> None:
+        period, plan, before = self._watch.period, self._plan, self._stands_on
+        if period is None or plan is None or self._target is None:
+            return
+        if wanted > before and (held_s := self._target.held_until_s) is not None:
+            # A signal asked for workers. The plan goes on where it is then.
+            self._set_step_timer(held_s, now_s)
+            return
+        if wanted != before:
+            self._stands_on = wanted
+            rung = self._spec.rungs[wanted]
+            self._note(period, before, wanted, now_s)
+            if wanted > before:
+                self._target.descend(rung)
+            else:
+                self._evicted = False
+                self._target.ascend(rung)
+        if (step := next(period.later(plan, now_s), None)) is not None:
+            self._set_step_timer(step.offset_s, now_s)
+
+    def _set_step_timer(self, due_s: float, now_s: float) -> None:
+        self._step_timer = self._loop.call_later(max(0.0, due_s - now_s), self._on_step)
+
+    def _on_step(self) -> None:
+        self._step_timer = None
+        period, now_s = self._watch.period, time.monotonic()
+        if period is not None and self._plan is not None:
+            # Timers may fire a moment early.
+            self._take_step(period.rung(self._plan, now_s + 0.002), now_s + 0.002)
+
+    def _note(self, period: IdlePeriod, before: int, wanted: int, now_s: float) -> None:
+        ladder, history = self._ladder, self.history
+        longer = sorted(gap for gap in history.idles if gap > now_s - period.begun_s)
+        expected = {"expected_in_s": longer[len(longer) // 2] - (now_s - period.begun_s)} if longer else {}
+        self._decisions.note(
+            "step_down" if wanted > before else "step_up", "plan",
+            idle_s=now_s - period.begun_s,
+            rung=float(PLANNED.index(self._spec.rungs[wanted])),
+            hold_per_hour=ladder.rungs[wanted].hold_per_s * 3600,
+            saved_per_hour=(ladder.rungs[before].hold_per_s - ladder.rungs[wanted].hold_per_s) * 3600,
+            wake_s=ladder.rungs[wanted].wake_s,
+            expert=float(keep_alive.followed(history)),
+            periods=float(history.periods),
+            **expected,
+        )  # fmt: skip
+
+    def _forget_plan(self) -> None:
+        self._plan, self._stands_on, self._evicted = None, 0, False
+        if self._step_timer is not None:
+            self._step_timer.cancel()
+            self._step_timer = None
+
+
+def _settle(
+    history: History, ladder: Ladder, prior: Prior, lessons: Sequence[_Lesson], since_s: float
+) -> _Settled:
+    """Learn from periods that have ended, and plan one that began `since_s` after the last wake."""
+    history = _learn(history, ladder, prior, lessons)
+    return _Settled(history, keep_alive.decide(history, ladder, since_s, prior))
+
+
+def _learn(history: History, ladder: Ladder, prior: Prior, lessons: Sequence[_Lesson]) -> History:
+    wakes_s = [rung.wake_s for rung in ladder.rungs]
+    for idle_s, since_s, followers, _ in lessons:
+        history = keep_alive.learn(history, ladder, idle_s, since_s, followers.waits(wakes_s), prior)
+    return history

@@ -1,0 +1,106 @@
+"""What is remembered of functions, in a folder."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from pathlib import Path
+
+import pytest
+from pilotflame.runtime.scaling.idle_law import Prior
+from pilotflame.runtime.scaling.keep_alive import History
+from pilotflame.runtime.scaling.rung_figures import RungFigures
+from pilotflame.runtime.serving.function_history import NODE_FILE, FunctionHistories
+from pilotflame.runtime.serving.idle_ladder import LadderSpec
+from pilotflame.runtime.telemetry.background import BackgroundTasks
+from pilotflame.runtime.telemetry.usage import RungName
+
+pytestmark = pytest.mark.asyncio
+
+KNOWN = History((1.5, 2.5), (3.0, 4.0), (0.0, 0.1, 0.5), 2, (1.0, 2.0, 3.0, 4.0, 5.0))
+FIGURES = RungFigures({RungName.READY: 5e8}, {RungName.LOCAL: (0.5, 0.6)}, 0.4, on_device=True)
+
+
+async def test_what_is_known_of_a_function_is_the_same_after_it_was_written(tmp_path: Path):
+    async with BackgroundTasks() as tasks:
+        histories = await FunctionHistories.open(tmp_path / "habits", tasks)
+        first = await histories.of("one")
+        assert await histories.of("one") is first
+        first.ladder.remember(KNOWN, FIGURES)
+        first.ladder.resume(100.0, 7.0)
+        await histories.close()
+        again = await (await FunctionHistories.open(tmp_path / "habits", tasks)).of("one")
+    assert again.ladder.history == KNOWN
+    assert again.ladder.figures == FIGURES
+    # The idle period goes on, on the clock of the wall.
+    idle = again.ladder.idle_for_s()
+    assert idle is not None
+    assert 100.0 <= idle[0] < 160.0
+    assert idle[1] == pytest.approx(7.0)
+
+
+async def test_a_forgotten_function_is_not_written_again(tmp_path: Path):
+    async with BackgroundTasks() as tasks:
+        histories = await FunctionHistories.open(tmp_path, tasks)
+        (await histories.of("one")).ladder.remember(KNOWN, FIGURES)
+        await histories.close()
+        file = tmp_path / "functions" / "one.json"
+        assert json.loads(file.read_text())["periods"] == 2
+        await histories.forget("one")
+        await histories.close()
+        assert not file.exists()
+        assert (await histories.of("one")).ladder.history == History()
+
+
+@pytest.mark.parametrize(
+    "damage", ["", "{", "[1]", '{"periods": -1}', '{"idles": [1e999]}', '{"idles": [-1]}', '{"bills": []}',
+               '{"waits": [1, 2, 3, 4, 5, 6, 7]}', '{"held_bytes": {"cellar": 1}}', '{"weights": [1]}'],
+)  # fmt: skip
+async def test_a_damaged_file_counts_as_empty(tmp_path: Path, damage: str):
+    (tmp_path / "functions").mkdir()
+    for file in (tmp_path / NODE_FILE, tmp_path / "functions" / "one.json"):
+        file.write_text(damage)
+    async with BackgroundTasks() as tasks:
+        histories = await FunctionHistories.open(tmp_path, tasks)
+        assert (await histories.of("one")).ladder.history == History()
+        await histories.close()
+    assert Prior(tuple(json.loads((tmp_path / NODE_FILE).read_text())["weights"])) == Prior()
+
+
+async def test_a_disk_that_takes_nothing_costs_the_memory_nothing(tmp_path: Path):
+    (tmp_path / "habits").write_text("a file where the folder should be")
+    async with BackgroundTasks() as tasks:
+        histories = await FunctionHistories.open(tmp_path / "habits", tasks)
+        one = await histories.of("one")
+        one.ladder.remember(KNOWN, FIGURES)
+        await histories.close()
+        assert (await histories.of("one")).ladder.history == KNOWN
+        assert not tasks.failures
+
+
+async def test_what_has_changed_is_written_a_while_later(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr("pilotflame.runtime.serving.function_history.WRITE_AFTER_S", 0.0)
+    file = tmp_path / "functions" / "one.json"
+    async with BackgroundTasks() as tasks:
+        ladder = (await (await FunctionHistories.open(tmp_path, tasks)).of("one")).ladder
+        ladder.resume(5.0, 0.0)
+        async with asyncio.timeout(20):
+            await ladder.adopt(_Nothing(), LadderSpec(), 0.0, tasks)
+            while not file.exists():
+                await asyncio.sleep(0.005)
+        assert json.loads(file.read_text())["idling"]["since_at"] <= time.time() - 5.0
+
+
+class _Nothing:
+    """A revision that holds nothing and is never called."""
+
+    rung = RungName.LOCAL
+    arrived = 0
+    held_until_s = None
+
+    def descend(self, rung: RungName) -> None:
+        raise AssertionError(rung)
+
+    def ascend(self, rung: RungName) -> None:
+        raise AssertionError(rung)

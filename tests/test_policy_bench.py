@@ -1,0 +1,119 @@
+"""infra/bench/policy_*.py: many replays at once are those of the simulator, and hindsight is never beaten by a plan."""
+
+import math
+import sys
+from collections.abc import Sequence
+from itertools import accumulate, product
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pilotflame.runtime.scaling.keep_alive_baselines import Hybrid, timeout
+from pilotflame.runtime.scaling.ladder import Ladder, Plan, Rung, Step
+from pilotflame.runtime.scaling.ladder_simulator import Fixed, Replay, run
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "infra" / "bench"))
+
+from policy_hindsight import best_descent, optimum, own_best
+from policy_replays import SERVICE_S, TIMEOUTS_S, Hybrids, descend, timeouts
+
+LADDER = Ladder((Rung(1.0, 0.0), Rung(0.5, 2.0), Rung(0.0, 10.0)), wait_per_s=3.0)
+arrivals = st.lists(st.floats(0.0, 30.0), min_size=2, max_size=40).map(lambda gaps: list(accumulate(gaps)))
+
+
+def plan_of(begins: Sequence[float]) -> Plan:
+    steps = [Step(0.0, 0)]
+    for rung, at_s in enumerate(begins, 1):
+        if at_s == steps[-1].offset_s:
+            steps.pop()
+        if at_s < math.inf:
+            steps.append(Step(at_s, rung))
+    return tuple(steps)
+
+
+@given(arrivals, st.lists(st.tuples(st.floats(0, 40), st.floats(0, 40)), min_size=1, max_size=5))
+def test_many_plans_at_once_cost_what_each_costs_alone(
+    at_s: list[float], times: list[tuple[float, float]]
+) -> None:
+    rows = [sorted(pair) for pair in times]
+    together = descend(at_s, LADDER, np.array(rows))
+    for number, begins in enumerate(rows):
+        alone = run(Replay(at_s, SERVICE_S, LADDER, Fixed(plan_of(begins))))
+        assert together.held[number] == pytest.approx(alone.held)
+        assert together.waited_s[number] == pytest.approx(alone.waited_s, abs=1e-9)
+        assert (together.woken[number], together.felt[number]) == (alone.woken, alone.felt)
+
+
+def test_the_timeouts_are_all_pairs_of_a_timeout_and_a_floor() -> None:
+    rows = [plan_of(begins) for begins in timeouts(LADDER).tolist()]
+    assert rows[1 : len(TIMEOUTS_S)] == [timeout(at_s, 1) for at_s in TIMEOUTS_S[1:]]
+    assert rows[len(TIMEOUTS_S)] == (Step(0.0, 2),)
+
+
+@settings(max_examples=30)
+@given(st.lists(st.floats(0.0, 300.0), min_size=30, max_size=120))
+def test_many_hybrids_at_once_cost_what_each_costs_alone(gaps: list[float]) -> None:
+    at_s = [*accumulate(gaps), *(10_000 + 600.0 * number for number in range(30))]
+    together = Hybrids.on([LADDER])
+    totals = together.replay(at_s)
+    for number, (floor, width_s) in enumerate(product((1, 2), (1.0, 10.0, 60.0, 600.0))):
+        alone = run(Replay(at_s, SERVICE_S, LADDER, Hybrid(width_s, floor, LADDER)))
+        assert totals.bills(3.0)[number] == pytest.approx(alone.bill(3.0))
+
+
+def brute_force(at_s: list[float], rungs: Sequence[int]) -> float:
+    """The bill of one who ends each idle period on a rung that is chosen in advance."""
+
+    class Chosen(Fixed):
+        def plan(self, since_s: float) -> Plan:
+            return (Step(0.0, next(choices)),)
+
+    choices = iter(rungs)
+    return run(Replay(at_s, SERVICE_S, LADDER, Chosen(()))).bill(LADDER.wait_per_s)
+
+
+@settings(max_examples=50)
+@given(st.lists(st.floats(0.0, 15.0), min_size=2, max_size=6))
+def test_the_offline_optimum_is_the_best_of_all_choices(gaps: list[float]) -> None:
+    at_s = list(accumulate(gaps))
+    best = min(brute_force(at_s, rungs) for rungs in product(range(3), repeat=len(at_s)))
+    assert optimum(at_s, LADDER, [LADDER.wait_per_s])[0, 0] == pytest.approx(best, abs=1e-9)
+
+
+@settings(max_examples=30)
+@given(arrivals)
+def test_no_plan_beats_hindsight(at_s: list[float]) -> None:
+    never, climbing = optimum(at_s, LADDER, [LADDER.wait_per_s])[:, 0]
+    ladder = LADDER.costs().envelope
+    envelope = run(Replay(at_s, SERVICE_S, LADDER, Fixed(ladder))).bill(LADDER.wait_per_s)
+    own = own_best(at_s, LADDER, (np.array([]), np.array([], dtype=np.int64)), [44.0, 176.0])
+    assert climbing <= never + 1e-9
+    assert never <= own + 1e-9
+    assert own <= envelope + 1e-9
+
+
+@settings(max_examples=50)
+@given(st.lists(st.tuples(st.floats(0.01, 50), st.floats(0, 5), st.floats(0, 60)), min_size=1, max_size=20))
+def test_the_best_descent_is_as_good_as_any_pair_of_switch_times(
+    samples: list[tuple[float, float, float]],
+) -> None:
+    idles = np.array([idle_s for idle_s, _, _ in samples])
+    penalties = np.array([(0.0, some, some + more) for _, some, more in samples])
+    holds = np.array([1.0, 0.5, 0.0])
+
+    def bill(begins: Sequence[float]) -> float:
+        first, second = begins
+        held = np.minimum(idles, first) + 0.5 * np.clip(idles - first, 0, second - first)
+        rungs = (idles > first).astype(int) + (idles > second)
+        return float(held.sum() + penalties[np.arange(len(idles)), rungs].sum())
+
+    moments = [0.0, *sorted(idles.tolist()), math.inf]
+    pairs = [
+        (first, second)
+        for first, second in product(moments, repeat=2)
+        if first <= second and first < math.inf
+    ]
+    found = best_descent(idles, penalties, holds)
+    assert bill([min(at_s, 1e9) for at_s in found]) <= min(map(bill, pairs)) + 1e-9
