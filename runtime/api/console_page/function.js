@@ -4,7 +4,7 @@ import { LineChart, PHASES, PHASE_TEXTS, PhaseBar, swatch, total } from "./chart
 import { decisionsPanel } from "./decisions.js";
 import { ask, explained, say } from "./dialog.js";
 import { element, reconcile, setAttribute, setText, table } from "./dom.js";
-import { clockOf, count, duration, NONE, rate, share } from "./format.js";
+import { clock, clockOf, count, duration, NONE, rate, share } from "./format.js";
 import { get, post } from "./gateway.js";
 import { jobsPanel } from "./jobs.js";
 import { LogView } from "./logs.js";
@@ -29,6 +29,7 @@ export class FunctionView {
     Object.assign(this, { fleet, name, title: name, base: `/v1/functions/${encodeURIComponent(name)}` });
     this.rung = new Rung();
     this.revision = element("span", { class: "note" });
+    this.step = element("span", { class: "note" });
     this.trouble = element("p", { class: "problem" });
     this.figures = new Figures(["Workers", "Queued", "Running", "Requests/s", "Errors/s", "p95"]);
     this.links = PARTS.map(({ id, title }) => element("a", { href: `#/functions/${encodeURIComponent(name)}/${id}` }, title));
@@ -38,7 +39,7 @@ export class FunctionView {
       "div", {}, element("div", { class: "actions" }, this.buttons()), this.trouble, this.figures.node,
       element("nav", { class: "parts", "aria-label": `Parts of ${name}` }, this.links), this.place,
     );
-    this.node = element("div", {}, element("h1", {}, name, " ", this.rung.node, " ", this.revision), this.gone, this.known);
+    this.node = element("div", {}, element("h1", {}, name, " ", this.rung.node, " ", this.step, " ", this.revision), this.gone, this.known);
     this.open(part);
   }
 
@@ -92,6 +93,7 @@ export class FunctionView {
     if (!row) return;
     const recent = this.fleet.recent(this.name);
     this.rung.update(row.rung);
+    setText(this.step, row.next_rung ? `${row.next_rung} at ${clock(row.next_rung_at)} if no request comes` : "");
     setText(this.revision, row.revision);
     setText(this.trouble, row.failed_starts ? `The last ${row.failed_starts} starts of a worker have failed. The log says why.` : "");
     this.trouble.hidden = !row.failed_starts;
@@ -175,7 +177,8 @@ class Activity {
     const facts = {
       Kind: [status.kind, status.streaming ? "streams" : "", status.batch ? `batches of ${status.batch}` : ""].filter(Boolean).join(", "),
       Dialect: status.dialect, Deployed: clockOf(status.created_at), Snapshot: status.snapshot ?? NONE,
-      Scale: `${scale.min} to ${scale.max} workers, idle after ${scale.idle_timeout_s} s`, Concurrency: status.settings.concurrency,
+      Scale: `${scale.min} to ${scale.max} workers, ${scale.idle_timeout_s === null ? "kept as long as is learned to pay" : `idle after ${scale.idle_timeout_s} s`}`, Concurrency: status.settings.concurrency,
+      Schedules: status.schedules.map((one) => `${one.cron} (${one.timezone}), next ${one.next_at ? clockOf(one.next_at) : "never"}`).join("; ") || NONE,
       "Memory at rest": status.rest_mb === null ? NONE : `${status.rest_mb} MiB`, Warnings: status.warnings.join(" ") || "None.",
     };
     this.facts.replaceChildren(...Object.entries(facts).flatMap(([name, text]) => [element("dt", {}, name), element("dd", {}, text)]));
