@@ -45,6 +45,7 @@ from .api.routes import Route, error_formats
 from .api.server import HttpServer, bind, http_server, url_of
 from .api.standalone import Standalone
 from .api.tls import Certificate
+from .api.warmup import WarmupApi
 from .api.webhooks import WebhooksApi
 from .commands.watch import watch
 from .dialects.registry import Dialects
@@ -244,7 +245,7 @@ async def startup(
     apis = (
         gateway, admin, LogsApi(functions, logs), RevisionsApi(functions), AccessControl(keyring, secrets, functions),
         WebhooksApi(functions, jobs), HistoryApi(functions, _recorder(functions, state, stack)), DocsPage(),
-        Console(functions, metrics),
+        Console(functions, metrics), WarmupApi(functions),
     )  # fmt: skip
     own_routes = [route for api in apis for route in api.routes()]
     rows = [*own_routes, *dialects.routes()]

@@ -310,6 +310,7 @@ TOGETHER = {
     "container_launcher_ends",
     "container_launcher_pull",
     "container_launcher_s3",
+    "fetcher_hub",
     "fetcher_s3",
 }
 

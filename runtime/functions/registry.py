@@ -127,7 +127,9 @@ class Functions:
         and the old revision stays live.
         """
         said: list[str] = []
-        prepared = functools.partial(prepare, self.store, self.environments, request, said.append)
+        prepared = functools.partial(
+            prepare, self.store, self.environments, request, said.append, self.secrets.of
+        )
         try:
             staged, fields = await self._thread(prepared, undo=lambda made: _remove(made[0]))
         except PilotflameError as error:
@@ -178,7 +180,7 @@ class Functions:
         image = None
         if spec.image:
             image = "pulled" if await self.launcher.provide(spec) else "present"
-        fetched_bytes = await self.weights.prefetch(spec) if spec.source else 0
+        fetched_bytes = await self.weights.prefetch(spec, self.secrets.of(name)) if spec.source else 0
         return Prefetched(
             function=name, image=image, snapshot=spec.source or None, fetched_bytes=fetched_bytes
         )

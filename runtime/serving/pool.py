@@ -157,7 +157,7 @@ class Pool:
             if self._fetching is not None and self._fetching.error is not None:
                 self._release_weights()
             if self._fetching is None:
-                self._fetching = await weights.hold(self._spec)
+                self._fetching = await weights.hold(self._spec, self._secrets())
             activation.mark_fetching(self._fetching.fetch)
 
     def _release_weights(self) -> None:

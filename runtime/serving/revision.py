@@ -9,7 +9,14 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from ...errors import ActivationFailed, HandlerFailed, OutputInvalid, Overloaded, PilotflameError
+from ...errors import (
+    ActivationFailed,
+    ActivationTimeout,
+    HandlerFailed,
+    OutputInvalid,
+    Overloaded,
+    PilotflameError,
+)
 from ..batching.outstanding import BatchEnd
 from ..launching.fetcher_client import FetcherClient
 from ..launching.launcher import UNKNOWN_CAUSE, EndCause, Launcher
@@ -28,7 +35,7 @@ from .function_history import FunctionHistory
 from .invocation import Invocation, Output
 from .latency_curve_store import LatencyCurveStore
 from .pool import Pool
-from .prewarms import HOLD_S, LOAD, WarmHold
+from .prewarms import HOLD_S, LOAD, Readiness, WarmHold
 from .replica import Replica, ReplicaState, RevisionEvents
 
 FAILURES = (HandlerFailed, OutputInvalid)
@@ -60,6 +67,7 @@ class Revision(RevisionEvents):
         self.pool = Pool(spec, scale, launcher, logs, tasks, self, weights, secrets, measure)
         self.dispatcher = Dispatcher(spec, policy, self.pool, curves, self.scale)
         self.breaker = Breaker()
+        self._readiness = Readiness()
         self.retiring = False
         """True from the start of `retire`."""
         self._tasks, self._logs, self._on_activation = tasks, logs, on_activation
@@ -176,6 +184,21 @@ class Revision(RevisionEvents):
         """
         self.history.prewarms.holds.add(WarmHold(workers, time.monotonic() + for_s, cause))
         self.scale()
+
+    async def wait_ready(self, workers: int, timeout_s: float) -> None:
+        """Wait until `workers` are ready. Raise ActivationTimeout, or the error of a start that fails meanwhile."""
+        now_s = time.monotonic()
+        if self.retiring:
+            raise self.dispatcher.retired()
+        if len(self.pool.ready) >= workers:
+            return
+        if self.breaker.open(now_s):
+            raise self.breaker.refusal(self.spec.function, now_s)
+        try:
+            await self._readiness.wait(workers, timeout_s)
+        except TimeoutError:
+            message = f"{workers} workers of {self.spec.function!r} were not ready within {timeout_s:.0f} s."
+            raise ActivationTimeout(message, remedy="Wait longer: the start goes on.") from None
 
     def scale(self) -> None:
         """Start and stop workers as the autoscaler decides."""
@@ -340,6 +363,7 @@ class Revision(RevisionEvents):
         """Run the accepted invocations for at most `timeout_s`, fail the others, and end the processes."""
         started_s = time.monotonic()
         self.retiring = True
+        self._readiness.note_failure(self.dispatcher.retired())
         self.history.ladder.release(self)
         self.scale()
         with contextlib.suppress(TimeoutError):
@@ -361,6 +385,7 @@ class Revision(RevisionEvents):
         self.pool.note_ready(replica)
         self.history.ladder.note_ready(usual=not replica.measured, device=replica.device)
         self.history.prewarms.watch(replica)
+        self._readiness.note_ready(len(self.pool.ready))
         self._on_activation("ready")
         self.dispatcher.adopt(replica)
         self.scale()
@@ -452,6 +477,7 @@ class Revision(RevisionEvents):
     def _count_failure(self, error: PilotflameError) -> None:
         self._on_activation("failed")
         self.breaker.fail(error, time.monotonic())
+        self._readiness.note_failure(error)
         self._settle_first_start(error)
 
     def _count_unexplained_death(self, cause: str) -> None:

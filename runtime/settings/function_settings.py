@@ -219,7 +219,7 @@ class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
     snapshot: Annotated[str | None, checked(_snapshot_problem)] = Field(
         None,
         description="The weights: a folder or .safetensors file, absolute or relative to the function's folder; or a"
-        " remote snapshot, s3://bucket/prefix or http(s)://host/prefix: a prefix, or one .safetensors file. A manifest"
+        " remote snapshot, s3://bucket/prefix, hf://org/repo@revision or http(s)://host/prefix: a prefix, or one .safetensors file. A manifest"
         " beside the weights is not needed: the first fetch makes it.",
     )
     idempotent: bool = Field(False, description="Whether an invocation whose worker died may run again.")
