@@ -137,7 +137,12 @@ export class RungBand {
   update(points, end, window_s) {
     const begin = end - window_s;
     const spans = points.slice(0, -1).map((one, index) => ({ rung: one.rung, from: Math.max(one.at, begin), to: Math.max(points[index + 1].at, begin) }));
-    const shown = spans.filter(({ from, to }) => to > from);
+    const shown = spans.filter(({ from, to }) => to > from).reduce((found, one) => {
+      const last = found.at(-1);
+      if (last?.rung === one.rung) last.to = one.to;
+      else found.push(one);
+      return found;
+    }, []);
     const percent = (at) => `${(((at - begin) / window_s) * 100).toFixed(3)}%`;
     this.svg.replaceChildren(...shown.map(({ rung, from, to }) =>
       svg("rect", { class: `at ${rung}`, height: 14, x: percent(from), width: `${(((to - from) / window_s) * 100).toFixed(3)}%` })));

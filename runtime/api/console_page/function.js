@@ -13,7 +13,7 @@ import { revisionsPanel } from "./revisions.js";
 import { WINDOW_S } from "./samples.js";
 import { UsageView } from "./usage.js";
 
-const FIRST_WINDOW_S = 60;
+const FIRST_WINDOWS_S = [60, 120];
 const NO_LINES = "No lines yet. What the function prints, and what happens to its workers, appears here.";
 const PARTS = [
   { id: "activity", title: "Activity", make: (view) => new Activity(view.fleet, view.name) },
@@ -143,7 +143,8 @@ class Activity {
     const samples = this.fleet.functions.get(this.name);
     const points = samples.series(this.fleet.times);
     // At first the little that is known is shown large.
-    const window_s = this.fleet.at - this.fleet.times[0] > FIRST_WINDOW_S ? WINDOW_S : FIRST_WINDOW_S;
+    const known_s = this.fleet.at - this.fleet.times[0];
+    const window_s = FIRST_WINDOWS_S.find((seconds) => seconds >= known_s) ?? WINDOW_S;
     for (const chart of this.charts) chart.update(points, this.fleet.at, window_s);
     this.cold.update(row);
     const codes = Object.entries(row.codes);

@@ -2,7 +2,7 @@
 
 import { swatch } from "./charts.js";
 import { explained } from "./dialog.js";
-import { element, reconcile, setAttribute, setText, svg } from "./dom.js";
+import { classes, element, reconcile, setAttribute, setText, svg } from "./dom.js";
 import { clockOf, count, NONE, span } from "./format.js";
 import { get } from "./gateway.js";
 
@@ -13,9 +13,9 @@ const EVERY_S = 15;
 // Where the time went, from the dearest to the cheapest.
 const TIMES = [["busy_s", "busy"], ["idle_s", "idle"], ["starting_s", "starting"], ["zygote_s", "zygote"], ["local_s", "files only"]];
 const COLUMNS = [
-  { name: "Time", bar: true },
+  { name: "Time", bar: true, wide: true },
   { name: "Busy", of: (used) => span(used.busy_s) },
-  { name: "Idle", of: (used) => span(used.idle_s) },
+  { name: "Idle", of: (used) => span(used.idle_s), mid: true },
   { name: "Zygote", of: (used) => span(used.zygote_s), wide: true },
   { name: "Files only", of: (used) => span(used.local_s), wide: true },
   { name: "Invocations", of: (used) => count(used.invocations), wide: true },
@@ -36,7 +36,7 @@ class UsageRow {
     this.head = element("th", { scope: "row" });
     this.parts = TIMES.map(([field]) => svg("rect", { class: `time ${field}`, height: 10, y: 0 }));
     this.bar = svg("svg", { class: "phases", height: 10, role: "img" }, this.parts);
-    this.cells = COLUMNS.map((column) => element("td", { class: column.bar ? "wide" : column.wide ? "number wide" : "number" }, column.bar ? this.bar : ""));
+    this.cells = COLUMNS.map((column) => element("td", { class: classes({ number: !column.bar, ...column }) }, column.bar ? this.bar : ""));
     this.node = element("tr", { class: kind === "total" ? "sum" : null }, this.head, this.cells);
   }
 
@@ -68,7 +68,7 @@ export class UsageView {
     this.prices = element("p", { class: "note" });
     this.body = element("tbody");
     this.first = element("th", { scope: "col" });
-    const heads = COLUMNS.map((column) => element("th", { scope: "col", class: column.bar ? "wide" : column.wide ? "number wide" : "number" }, column.name));
+    const heads = COLUMNS.map((column) => element("th", { scope: "col", class: classes({ number: !column.bar, ...column }) }, column.name));
     const legend = TIMES.map(([field, word]) => element("span", {}, swatch(`time ${field}`), ` ${word}`));
     this.shown = element(
       "div", { hidden: true }, element("p", { class: "legend wide", "aria-hidden": "true" }, legend),

@@ -180,6 +180,27 @@ async def test_decisions_are_listed_with_the_load_of_the_time(deploy, visit: Vis
     ).to_be_visible()
 
 
+async def test_usage_is_shown_of_all_functions_and_of_one(deploy, visit: Visit):
+    function, other = await deploy(ECHO), await deploy(ECHO)
+    for number in range(3):
+        await function.answer(number)
+    page = await visit("#/usage")
+    rows = page.get_by_role("region", name="Usage").get_by_role("row")
+    row = rows.filter(has=page.get_by_role("rowheader", name=function.name, exact=True))
+    answered = 1 + [
+        await cell.inner_text() for cell in await rows.first.get_by_role("columnheader").all()
+    ].index("Invocations")
+    await expect(row.locator(f":nth-child({answered})")).to_have_text("3")
+    await expect(rows.filter(has_text=other.name)).to_have_count(1)
+    await expect(row.get_by_role("img")).to_have_attribute("aria-label", re.compile(r"busy|idle|zygote"))
+    await expect(page.get_by_text("Prices an hour:")).to_be_visible()
+    await page.get_by_label("By").select_option("day")
+    await expect(rows.first).to_contain_text("Day")
+    await page.goto(page.url.replace("#/usage", f"#/functions/{function.name}/usage"))
+    await expect(page.get_by_role("heading", name="Usage")).to_be_visible()
+    await expect(rows.last.locator(f":nth-child({answered})")).to_have_text("3")
+
+
 async def test_a_rollback_asks_first(deploy, gateway: Gateway, visit: Visit):
     function = await deploy(ECHO)
     first = (await function.status())["revision"]
@@ -354,7 +375,7 @@ async def test_axe_finds_nothing(deploy, gateway: Gateway, visit: Visit, width: 
     await gateway.client.post(f"/v2/{function.name}/runsync", json={"input": 1})
     page = await visit(width=width, scheme=scheme)
     await expect(page.get_by_role("link", name=function.name)).to_be_visible()
-    for place in ("", "activity", "logs", "jobs", "decisions", "revisions"):
+    for place in ("", "activity", "logs", "jobs", "decisions", "usage", "revisions"):
         if place:
             await page.goto(f"{gateway.url}/console#/functions/{function.name}/{place}")
             await expect(page.locator("nav.parts [aria-current]")).to_have_text(
