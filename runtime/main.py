@@ -448,6 +448,7 @@ def _connect(
 
     for function in functions.all():
         follow(function.record.function)
+    events.called.append(prewarming.note_call)
     events.live.append(live)
     events.deleted.append(gone)
     return prewarming

@@ -292,6 +292,7 @@ def test_tests_mirror_the_sources() -> None:
 
 # Tests of several files at once, by what they show.
 TOGETHER = {
+    "autoscaler_over_time",
     "console_browser",
     "container_limits",
     "cog_cases",

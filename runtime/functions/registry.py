@@ -46,6 +46,9 @@ class FunctionEvents:
 
     activated: list[Callable[[str, str], None]] = field(default_factory=list)
     """Called when the start of a worker has succeeded or failed, with the function's name and the outcome."""
+    called: list[Callable[[str, float], None]] = field(default_factory=list)
+    """Called with a function's name and the arrival of an invocation, in monotonic seconds: not for each of them,
+    but at most once every BEAT_S."""
     live: list[Callable[[str], None]] = field(default_factory=list)
     """Called with a function's name when a deploy has made a revision of it live."""
     deleted: list[Callable[[str], None]] = field(default_factory=list)
@@ -367,6 +370,10 @@ class Functions:
         if spec.source:
             self.tasks.create_task(self.weights.warm())
 
+        def called(at_s: float) -> None:
+            for callback in self.events.called:
+                callback(record.function, at_s)
+
         def activated(outcome: str) -> None:
             for callback in self.events.activated:
                 callback(record.function, outcome)
@@ -374,7 +381,7 @@ class Functions:
         revision = Revision(
             spec, policy_of(record), launcher, logs.of(record.revision), self.tasks, activated, self.weights,
             lambda: self.secrets.of(record.function), curves,
-            await self.histories.of(record.function),
+            await self.histories.of(record.function), called,
         )  # fmt: skip
         return Live(record, revision, logs)
 

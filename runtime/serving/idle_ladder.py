@@ -21,6 +21,7 @@ from ..scaling.idle_period import Followers, IdlePeriod, IdleWatch
 from ..scaling.keep_alive import History
 from ..scaling.ladder import Ladder, Plan
 from ..scaling.rung_figures import HoldingPrices, RungFigures, differs
+from ..scaling.upstream import ClimbCost
 from ..telemetry.decisions import Decisions
 from ..telemetry.usage import RungName
 
@@ -225,6 +226,19 @@ class IdleLadder:
         """Return for how long the function is idle, and the seconds from the last wake to that; None if it is not."""
         period = self._watch.period
         return None if period is None else (time.monotonic() - period.begun_s, period.since_s)
+
+    def climb_cost(self) -> ClimbCost:
+        """Return what a worker would cost that waits for the next call, and what it would save.
+
+        Beside the rung that is held now, or beside the next one if there is a worker: the plan may give it up.
+        """
+        costs, rungs = self.history.costs(self._measured), self._spec.rungs
+        held = (
+            rungs.index(self._target.rung) if self._target is not None and self._target.rung in rungs else -1
+        )
+        lower = max(held, 1) if held >= 0 and len(rungs) > 1 else len(rungs) - 1
+        saved = costs.penalties[lower] - costs.penalties[0]
+        return ClimbCost(costs.holds[0] - costs.holds[lower], saved, costs.wakes[lower])
 
     def step_down(self, name: str, upper: RungName, lower: RungName) -> StepDown:
         """Return what it would cost and free to give up `upper` now, for `eviction.cheapest_step`."""

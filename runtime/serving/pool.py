@@ -38,9 +38,10 @@ class Pool:
         self.zygote = ZygoteSupervisor(spec, scale, launcher, logs, tasks, lambda: self.in_flight > 0)
         self._spec, self._tasks, self._events, self._secrets = spec, tasks, events, secrets
         self._measure = measure
-        self._forking = 0
+        # When the workers were asked for that are being forked.
+        self._asked: list[float] = []
         self._last: Replica | None = None
-        self._past_busy_s = self._past_ready_s = 0.0
+        self._past_busy_s = self._past_ready_s = self._past_load_s = 0.0
         self._past_completed = 0
         self._weights = weights if spec.source else None
         self._fetching: FetchProgress | None = None
@@ -55,7 +56,7 @@ class Pool:
     @property
     def starting(self) -> int:
         """The number of workers that are not ready yet: they are being forked, or restore their weights."""
-        return self._forking + sum(replica.state is ReplicaState.RESTORING for replica in self.replicas)
+        return len(self._asked) + sum(replica.state is ReplicaState.RESTORING for replica in self.replicas)
 
     @property
     def in_flight(self) -> int:
@@ -77,6 +78,19 @@ class Pool:
             busy_s += replica.outstanding.total_busy_s(now_s)
             ready_s += now_s - replica.activation.ready_s if replica.activation.ready_s else 0.0
         return busy_s, ready_s
+
+    def load_s(self, now_s: float) -> float:
+        """Return the seconds of all invocations at workers so far, dead ones included, summed."""
+        load_s = self._past_load_s
+        for replica in self.replicas:
+            load_s += replica.outstanding.load_s(now_s)
+        return load_s
+
+    def started_s(self, now_s: float, most_s: float) -> float:
+        """Return for how long the starting workers have been starting, summed, each for at most `most_s`."""
+        restoring = [one for one in self.replicas if one.state is ReplicaState.RESTORING]
+        asked = [replica.activation.asked_s for replica in restoring] + list(self._asked)
+        return sum(min(most_s, now_s - asked_s) for asked_s in asked)
 
     def idle(self) -> list[Replica]:
         """Return the ready workers without work, the one that is idle for the longest time first."""
@@ -112,7 +126,7 @@ class Pool:
             if standby is not None and self._weights is None:
                 self._activate(standby, activation)
             else:
-                self._forking += 1
+                self._asked.append(activation.asked_s)
                 self._tasks.create_task(self._start(activation, standby))
 
     async def _start(self, activation: Activation, child: Child | None) -> None:
@@ -124,7 +138,7 @@ class Pool:
                 child = child or await self.zygote.fork()
             self.zygote.check_open()
         except BaseException as failed:
-            self._forking -= 1
+            self._asked.remove(activation.asked_s)
             if child is not None:
                 child.link.close()
             error = failed.exceptions[0] if isinstance(failed, ExceptionGroup) else failed
@@ -134,7 +148,7 @@ class Pool:
             if not isinstance(error, PilotflameError):
                 raise
         else:
-            self._forking -= 1
+            self._asked.remove(activation.asked_s)
             self._activate(child, activation)
 
     def _activate(self, child: Child, activation: Activation) -> None:
@@ -195,6 +209,7 @@ class Pool:
         self.replicas.remove(replica)
         self._last = None
         self._past_busy_s += replica.outstanding.busy_s
+        self._past_load_s += replica.outstanding.load_s(time.monotonic())
         self._past_completed += replica.completed
         if replica.completed:
             self.used_s = time.monotonic()

@@ -23,13 +23,13 @@ from ..launching.launcher import UNKNOWN_CAUSE, EndCause, Launcher
 from ..link.worker_spec import WorkerSpec
 from ..scaling import autoscaler
 from ..scaling.idle_period import QUIET_S
-from ..scaling.recent_need import RecentNeed
 from ..telemetry.load_history import LoadState
 from ..telemetry.logs import RevisionLog
 from ..telemetry.metrics import Census
 from ..telemetry.timeline import WorkerTiming
 from ..telemetry.usage import RungName
 from .breaker import Breaker
+from .demand import Demand
 from .dispatcher import Dispatcher, Policy
 from .function_history import FunctionHistory
 from .invocation import Invocation, Output
@@ -48,6 +48,8 @@ FIRST_START_TIMEOUT_S = 900.0
 # Workers have at least this long for their `teardown` (or the whole timeout of `retire`, if that is shorter),
 # even if all the time was used to end invocations.
 MIN_TEARDOWN_S = 2.0
+# Those who listen to the calls of a function hear of one in this time at most.
+BEAT_S = 0.5
 # For how long the plan's prewarm holds a worker.
 PREDICTED_S = 1.0
 
@@ -58,9 +60,12 @@ class Revision(RevisionEvents):
     def __init__(
         self, spec: WorkerSpec, policy: Policy, launcher: Launcher, logs: RevisionLog, tasks: asyncio.TaskGroup,
         on_activation: Callable[[str], None], weights: FetcherClient, secrets: Callable[[], dict[str, str]],
-        curves: LatencyCurveStore, history: FunctionHistory,
+        curves: LatencyCurveStore, history: FunctionHistory, on_called: Callable[[float], None] = lambda _at_s: None,
     ) -> None:  # fmt: skip
-        """`on_activation` is called with "ready" or "failed" when a worker is ready or could not be started."""
+        """`on_activation` is called with "ready" or "failed" when a worker is ready or could not be started.
+
+        `on_called` is called with the arrival of an invocation, at most once every BEAT_S.
+        """
         self.spec, self.policy, self.streaming = spec, policy, policy.streaming
         self.history, self._note_arrival = history, history.arrivals.note
         scale, measure = policy.settings.scale, not curves.known
@@ -71,11 +76,11 @@ class Revision(RevisionEvents):
         self.retiring = False
         """True from the start of `retire`."""
         self._tasks, self._logs, self._on_activation = tasks, logs, on_activation
+        self._on_called, self._beat_at_s = on_called, 0.0
         self._loop = asyncio.get_running_loop()
-        # Up to this number of running invocations, `submit` need not scale. It notes the largest number since
-        # `scale` was called last.
-        self._sufficient_load, self._peak_load = 0.0, 0
-        self._recent = RecentNeed()
+        self._demand = Demand(self.pool, self.dispatcher)
+        # Up to this number of running invocations, `submit` need not scale.
+        self._sufficient_load = 0.0
         self._scale_timer: asyncio.TimerHandle | None = None
         self._scale_at_s = 0.0
         self._unexplained_deaths = self._deaths = 0
@@ -96,6 +101,9 @@ class Revision(RevisionEvents):
             raise self.dispatcher.retired()
         if self.breaker.failures and self.breaker.open(now_s := time.monotonic()) and not self.pool.ready:
             raise self.breaker.refusal(self.spec.function, now_s)
+        if (arrived_s := invocation.timeline.received_s) >= self._beat_at_s:
+            self._beat_at_s = arrived_s + BEAT_S
+            self._on_called(arrived_s)
         try:
             sent = self.dispatcher.submit(invocation)
         except Overloaded:
@@ -105,8 +113,8 @@ class Revision(RevisionEvents):
             raise
         if not sent or (load := self.pool.in_flight) > self._sufficient_load:
             self.scale()
-        elif load > self._peak_load:
-            self._peak_load = load
+        else:
+            self._demand.note_running(load)
 
     def cancel(self, invocation: Invocation) -> None:
         """Cancel an invocation whose caller has disconnected."""
@@ -205,7 +213,7 @@ class Revision(RevisionEvents):
         now_s, pool, queued = time.monotonic(), self.pool, len(self.dispatcher.queue)
         follow_at_s = self._follow_idling(now_s, queued + pool.in_flight)
         spec, hold = self._scale_spec(now_s), self._hold(now_s)
-        stats = self._stats(spec, queued, hold, now_s)
+        stats = self._demand.stats(spec, hold.workers if hold is not None else 0, now_s)
         self._sufficient_load = autoscaler.sufficient_load(spec, stats)
         decision = autoscaler.decide(spec, stats, now_s)
         if start := self._allowed(decision.start, now_s):
@@ -241,25 +249,13 @@ class Revision(RevisionEvents):
         state = LoadState(len(self.dispatcher.queue), pool.in_flight, starting, ready, rung)
         self.history.load.note(time.monotonic(), state)
 
-    def _stats(
-        self, spec: autoscaler.ScaleSpec, queued: int, hold: WarmHold | None, now_s: float
-    ) -> autoscaler.Stats:
-        """Return the present numbers, and remember how many workers were needed since the last call."""
-        pool, in_flight = self.pool, self.pool.in_flight
-        idle_since_s = tuple(replica.idle_since_s for replica in pool.idle())
-        starting, ready = pool.starting, len(pool.ready)
-        peak = autoscaler.Stats(queued, max(in_flight, self._peak_load), starting, ready)
-        self._recent.note(now_s, autoscaler.wanted(spec, peak))
-        self._peak_load = in_flight
-        prewarm = hold.workers if hold is not None else 0
-        recent = self._recent.peak(now_s, spec.scale_down_s)
-        return autoscaler.Stats(queued, in_flight, starting, ready, idle_since_s, prewarm, *recent)
-
     def _note(self, action: str, cause: str, stats: autoscaler.Stats, **figures: float) -> None:
         """Keep a decision about the number of workers with the figures behind it."""
+        load = stats.load
+        predicted = {"work_s": load.work_s, "wake_s": load.wake_s, "lasting": load.lasting} if load else {}
         self.history.decisions.note(
             action, cause, **figures, queued=stats.queued, in_flight=stats.in_flight,
-            starting=stats.starting, ready=stats.ready,
+            starting=stats.starting, ready=stats.ready, **predicted,
         )  # fmt: skip
 
     def _hold(self, now_s: float) -> WarmHold | None:
@@ -332,7 +328,7 @@ class Revision(RevisionEvents):
         Once they are ready, stop those that neither `keep` nor `min` asks for.
         """
         self._unproven = max(1, keep)
-        self._recent.note(time.monotonic(), keep)
+        self._demand.note_need(keep, time.monotonic())
         self.pool.start(self._unproven)
         await asyncio.wait([self._first_start], timeout=FIRST_START_TIMEOUT_S)
         if not self._first_start.done():
@@ -340,7 +336,7 @@ class Revision(RevisionEvents):
             raise ActivationFailed(message, remedy="Make `setup` faster.")
         if (error := self._first_start.result()) is not None:
             raise error
-        self._recent.note(time.monotonic(), keep)
+        self._demand.note_need(keep, time.monotonic())
         self.pool.stop(max(0, len(self.pool.ready) - max(keep, self.policy.scale.min)))
         self.pool.zygote.replenish()
 

@@ -252,6 +252,11 @@ class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
     source: Annotated[tuple[EventSource, ...], Strict(False)] = Field(
         (), max_length=100, description="Queues whose messages are run as jobs: tables, [[source]]."
     )
+    after: Annotated[tuple[FunctionName, ...], Strict(False), BeforeValidator(split_text)] = Field(
+        (),
+        max_length=16,
+        description="Functions after which this one is called: their calls start a worker of it.",
+    )
     schedule: Annotated[tuple[Schedule, ...], Strict(False)] = Field(
         (),
         max_length=100,
@@ -264,6 +269,14 @@ class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
             raise ValueError(
                 'with resources.files = "private", snapshot must be a folder or a file: such workers cannot follow'
                 " a fetch yet; those in a container (image.name) can"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _others_before(self) -> Self:
+        if self.name in self.after:
+            raise ValueError(
+                f"after has {self.name!r}, which is this function; name the functions that call before it"
             )
         return self
 
