@@ -340,7 +340,8 @@ class Functions:
             live.revision.scale()
 
     def _adopt(self, live: Live) -> asyncio.Task[None]:
-        """Let the function's ladder move this revision from now on. Return the task that plans its idle period."""
+        """Let the function's ladder move this revision from now on, within its budget. Return the task that plans its idle period."""
+        live.open_account()
         ladder, build_s = live.revision.history.ladder, float(live.record.handler.get("build_s", 0.0))
         return ladder.adopt(live.revision, ladder_spec_of(live.record, self.prices), build_s, self.tasks)
 

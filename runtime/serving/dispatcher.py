@@ -82,11 +82,18 @@ class Dispatcher:
         self.activation_s = 0.0
         """The mean time of an activation; 0 until one is known."""
         self._closed = False
+        self._refusal: Callable[[], PilotflameError] | None = None
 
     def configure(self, policy: Policy) -> None:
         self._policy = policy
         limits = {"max_queue": policy.settings.max_queue, "max_bytes": policy.settings.max_queue_bytes}
         self.queue.configure(max_batch=policy.max_batch, **limits)
+
+    def bar(self, refusal: Callable[[], PilotflameError] | None) -> None:
+        """Refuse what no worker is free for with the error that `refusal` returns, until this is called with None."""
+        self._refusal = refusal
+        if refusal is not None:
+            self.fail_queued(refusal())
 
     def close(self) -> None:
         """Send nothing more. Fail the waiting invocations, and later those that exiting workers give back."""
@@ -101,7 +108,7 @@ class Dispatcher:
     def submit(self, invocation: Invocation) -> bool:
         """Send an invocation to a free worker and return True, or queue it and return False.
 
-        Raise RevisionRetired after `close`. Raise QueueFull or Overloaded if the queue refuses it.
+        Raise RevisionRetired after `close`, and the error of `bar`. Raise QueueFull or Overloaded if the queue refuses it.
         """
         if self._closed:
             raise self.retired()
@@ -110,6 +117,8 @@ class Dispatcher:
             self._deadlines.set(invocation, invocation.deadline_s, now_s)
             self._send(replica, [invocation], now_s)
             return True
+        if self._refusal is not None:
+            raise self._refusal()
         invocation.mark_queued(cold=not self._pool.ready)
         self.queue.admit(invocation, now_s, self._slots(now_s))
         self._deadlines.set(invocation, min(invocation.deadline_s, invocation.hold_until_s), now_s)
@@ -162,6 +171,9 @@ class Dispatcher:
         invocation.mark_requeued()
         if self._closed:
             self._fail(invocation, self.retired())
+            return
+        if self._refusal is not None:
+            self._fail(invocation, self._refusal())
             return
         now_s = time.monotonic()
         self._deadlines.set(invocation, deadlines.limit_s(invocation, now_s), now_s)

@@ -16,8 +16,8 @@ FILE_SUFFIXES = (WEIGHTS_SUFFIX, ".json")
 
 
 def is_remote(url: str) -> bool:
-    """Return True if `url` is of S3, the hub or a web server. Anything else is a path on this machine."""
-    return url.startswith(("s3://", "http://", "https://", "hf://"))
+    """Return True if `url` is of a cloud, the hub or a web server. Anything else is a path on this machine."""
+    return url.startswith(("s3://", "gs://", "az://", "hf://", "http://", "https://"))
 
 
 def split_file(url: str) -> tuple[str, str | None]:
@@ -39,7 +39,7 @@ def weights_file(url: str) -> str | None:
 
 
 def open_source(url: str, secrets: Mapping[str, str] | None = None) -> Source:
-    """Return the source for `url`: `s3://bucket/prefix`, `hf://org/repo`, `http(s)://host/prefix`, or a path.
+    """Return the source for `url`: of a cloud (s3, gs, az), the hub (hf) or a web server, or of a path.
 
     If the URL is that of a file of weights or of a manifest, the source is the folder of that file. `secrets`
     are those of a function. They count before the environment of this process (see `variables`).
@@ -49,6 +49,14 @@ def open_source(url: str, secrets: Mapping[str, str] | None = None) -> Source:
         from .hub import HubSource  # noqa: PLC0415  ssl and h11 take time to import
 
         return HubSource(url, secrets)
+    if url.startswith("gs://"):
+        from .google import GoogleSource  # noqa: PLC0415  as above
+
+        return GoogleSource(url, secrets)
+    if url.startswith("az://"):
+        from .azure import AzureSource  # noqa: PLC0415  as above
+
+        return AzureSource(url, secrets)
     if url.startswith("s3://"):
         from .s3 import S3Source  # noqa: PLC0415  ssl and h11 take time to import
 
