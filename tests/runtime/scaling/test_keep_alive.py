@@ -2,13 +2,14 @@
 
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pilotflame.runtime.scaling.idle_law import Prior
-from pilotflame.runtime.scaling.keep_alive import IDLES, INTERVALS, History, decide, followed, learn
+from pilotflame.runtime.scaling.keep_alive import IDLES, INTERVALS, History, choose, decide, learn
 from pilotflame.runtime.scaling.ladder import Ladder, Rung, Step
 from pilotflame.runtime.scaling.ladder_simulator import BurstWaits, Fixed, Learned, Replay, run
 
@@ -56,13 +57,38 @@ def test_the_history_is_bounded() -> None:
 def test_a_timer_is_prewarmed_just_before_it_fires() -> None:
     rnd = random.Random(1)
     history = taught(SLICE, [(600 + rnd.gauss(0, 2), 0.5) for _ in range(64)])
-    assert followed(history) >= 3
+    assert choose(history, SLICE, 0.5).expert >= 3
     plan = decide(history, SLICE, 0.5)
     ready_s = next(step.offset_s for step in plan[1:] if step.rung == 0)
     assert 580 < ready_s < 605
     # In between it rests, and half an hour later nothing warm is held any more.
     assert max(step.rung for step in plan if step.offset_s < 500) >= 2
     assert [step.rung for step in plan if step.offset_s < 2400][-1] >= 2
+
+
+@settings(max_examples=50)
+@given(st.floats(20, 5000), st.floats(0, 0.02))
+def test_a_prewarm_never_risks_more_than_it_has_saved(period_s: float, saved: float) -> None:
+    rnd = random.Random(1)
+    history = taught(SLICE, [(period_s * rnd.gauss(1, 0.01), 0.5) for _ in range(40)])
+    history = replace(history, bills=(1, 1, 1, 0.5, 0.6), lasting_bills=(1, 1, 1, 1 - saved, 0))
+    assert history.experts is not None
+    steady, bold = history.experts.steady[1], history.experts.plan(3, 0.5)
+    costs = history.costs(SLICE)
+    lost = max(
+        costs.bill(bold, moment) - costs.bill(steady, moment)
+        for step in (*bold, *steady)
+        for moment in (step.offset_s, step.offset_s * (1 + 1e-9) + 1e-9)
+    )
+    assert choose(history, SLICE, 0.5) == ((3, bold) if lost <= 1 - (1 - saved) else (1, steady))
+
+
+def test_the_law_of_all_idle_times_is_followed_unless_another_is_clearly_better() -> None:
+    history = taught(SLICE, [(60.0, 1.0)] * 5)
+    for bills, expert in (
+        ((1, 1, 1, 1, 1), 1), ((0.85, 1, 0.9, 1, 1), 1), ((0.7, 1, 0.75, 1, 1), 0), ((1, 1, 0.7, 1, 1), 2),
+    ):  # fmt: skip
+        assert choose(replace(history, bills=bills), SLICE, 1.0).expert == expert
 
 
 def test_bursts_are_kept_warm_for_longer_than_single_calls() -> None:
