@@ -155,8 +155,8 @@ def _consult(history: History, ladder: Ladder, prior: Prior) -> _Experts:
         return cheapest(law_of(samples, costs, habits), costs, climbs=climbs)
 
     idles, intervals = history.idles, history.intervals
-    lasting, recent = (strategy(samples, climbs=False).plan() for samples in (idles, idles[-RECENT:]))
-    return _Experts(
-        (costs.envelope, lasting, recent),
-        (strategy(intervals, climbs=True), strategy(intervals[-RECENT:], climbs=True)),
-    )
+    lasting, climbing = strategy(idles, climbs=False).plan(), strategy(intervals, climbs=True)
+    if len(idles) <= RECENT:
+        return _Experts((costs.envelope, lasting, lasting), (climbing, climbing))
+    recent = strategy(idles[-RECENT:], climbs=False).plan()
+    return _Experts((costs.envelope, lasting, recent), (climbing, strategy(intervals[-RECENT:], climbs=True)))
