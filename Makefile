@@ -4,7 +4,7 @@ BIN := .venv/bin
 SOURCES := $(shell find runtime snapshot handlers templates -type f -not -name '*.pyc') $(wildcard *.py) pyproject.toml
 EXTRAS := test
 
-.PHONY: help demo test coverage lint bench bench-snapshot bench-jobs bench-batch bench-clairvoyant bench-path bench-policy bench-policy-live bench-warm bench-containers check-api check-infra soak soak-gateway soak-jobs soak-containers soak-rolling clean
+.PHONY: help demo test coverage lint bench bench-snapshot bench-jobs bench-batch bench-clairvoyant bench-path bench-policy bench-policy-live bench-warm bench-containers check-api check-infra soak soak-gateway soak-jobs soak-containers soak-rolling bench-burst clean
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
 
@@ -57,6 +57,9 @@ bench-jobs: .venv/installed-bench ## Durable jobs: submits, status among a milli
 
 bench-policy: .venv/wheel ## The keep-alive policy, beside fixed timeouts, the hybrid histogram and the optimum
 	$(BIN)/python infra/bench/policy_bench.py $(BENCH_ARGS)
+
+bench-burst: .venv/wheel ## A burst of 200 requests on functions at zero: waiting, and workers that start
+	$(BIN)/python infra/bench/burst.py $(BENCH_ARGS)
 
 bench-warm: .venv/installed-bench ## The warm path beside LitServe, BentoML and Ray Serve; overload, tenants, streams
 	@$(MAKE) --no-print-directory EXTRAS=bench .venv/wheel

@@ -16,7 +16,9 @@ from ..errors import PackageMissing
 # By package: the extra of pilotflame that brings it.
 EXTRAS = {
     "boto3": "s3",
+    "google.auth": "clouds",
     "numpy": "torch",
+    "obstore": "clouds",
     "safetensors": "torch",
     "tensorizer": "tensorizer",
     "torch": "torch",

@@ -292,6 +292,7 @@ def test_tests_mirror_the_sources() -> None:
 
 # Tests of several files at once, by what they show.
 TOGETHER = {
+    "autoscaler_over_time",
     "console_browser",
     "container_limits",
     "cog_cases",
@@ -310,6 +311,7 @@ TOGETHER = {
     "container_launcher_ends",
     "container_launcher_pull",
     "container_launcher_s3",
+    "fetcher_hub",
     "fetcher_s3",
 }
 

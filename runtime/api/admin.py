@@ -1,4 +1,4 @@
-"""Serves the control routes: deploy, list, show, delete and warm up functions; health and metrics."""
+"""Serves the control routes: deploy, list, show and delete functions; health and metrics."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from ...errors import CodeError, Forbidden, SettingsError, UnsupportedMedia
 from ...handlers.codec import JSON_TYPE
 from ..access.keys import Caller, Scope
 from ..functions.deploy import Deployment
-from ..functions.live import FunctionStatus, Prefetched, SourceStatus, Workers
+from ..functions.live import FunctionStatus, Prefetched, SourceStatus
 from ..functions.registry import Functions
 from ..telemetry.logs import Logs
 from ..telemetry.metrics import Metrics
 from .audit import note
 from .requests import caller_of, load_json, media_type_of, read_body, validate
 from .responses import json_response
-from .routes import Flag, Number, Parameter, Route
+from .routes import Flag, Parameter, Route
 
 MAX_ARCHIVE_BYTES = 256 << 20
 UPLOAD_TIMEOUT_S = 600.0
@@ -34,7 +34,6 @@ SET = Parameter("set", "Of an upload: settings, as scale.max=8.", type="array", 
 INSTALL = Flag("install", "Of an upload: install its requirements.")
 CHECK = Flag("check", "Of an upload: start a worker before the function goes live.", default=True)
 MEMORY = Flag("memory", "Include the function's processes and their memory.")
-WORKERS = Number("workers", "The number of workers, scale.max at most.", 1)
 
 
 class DeployRequest(BaseModel, frozen=True, extra="forbid"):
@@ -95,18 +94,16 @@ class Admin:
                 "Bring a function's image and weights to this node.", Prefetched,
                 errors=(404, 422, 500, 502, 503, 507),
             ),
-            Route(
-                "POST", "/v2/{function}/warmup", self.warmup, Scope.INVOKE, "Start workers ahead of calls.",
-                {"workers": Workers}, parameters=(WORKERS,),
-            ),
             Route("GET", "/healthz", self.health, None, "Liveness.", {"status": Literal["alive"]}, **probe),
             Route("GET", "/readyz", self.ready, None, "Readiness.", ready, other_responses={503: ready}, **probe),
             Route("GET", "/metrics", self.metrics, read, "Prometheus metrics.", {"text/plain": str}),
         ]  # fmt: skip
 
     async def deploy(self, request: web.Request) -> web.StreamResponse:
-        deployment = await self._deployment(request)
-        live = await self._functions.deploy(replace(deployment, authorize=caller_of(request).check_deploy))
+        deployment, caller = await self._deployment(request), caller_of(request)
+        live = await self._functions.deploy(
+            replace(deployment, authorize=caller.check_deploy, owner=caller.owner)
+        )
         note(request, function=live.record.function, revision=live.record.revision)
         return json_response(live.status().model_dump(mode="json"), status=201)
 
@@ -131,11 +128,6 @@ class Admin:
     async def prefetch(self, request: web.Request) -> web.StreamResponse:
         found = await self._functions.prefetch(request.match_info["function"])
         return json_response(found.model_dump(mode="json"))
-
-    async def warmup(self, request: web.Request) -> web.StreamResponse:
-        live = self._functions.get(request.match_info["function"])
-        live.revision.warm(WORKERS.read(request, most=live.record.settings.scale.max))
-        return json_response({"workers": live.status().workers.model_dump()})
 
     async def health(self, _request: web.Request) -> web.StreamResponse:
         return json_response({"status": "alive"})

@@ -61,6 +61,8 @@ class Outstanding(Generic[T]):
         self.batching = batching
         self.busy_s = 0.0
         self._busy_since_s = 0.0
+        # The times at which items were added, less those at which they were removed, summed.
+        self._added_s = 0.0
         self._batches: list[_SentBatch] = []
         self._batch_of: dict[int, _SentBatch] = {}
         self._last_channel = 0
@@ -77,6 +79,7 @@ class Outstanding(Generic[T]):
         """Add an item that is in no batch, and return its channel."""
         if not self.calls:
             self._busy_since_s = now_s
+        self._added_s += now_s
         self._last_channel += 1
         self.calls[self._last_channel] = item
         return self._last_channel
@@ -96,8 +99,10 @@ class Outstanding(Generic[T]):
         """
         item = self.calls.pop(channel, None)
         self._removed_s = now_s
-        if item is not None and not self.calls:
-            self.busy_s += now_s - self._busy_since_s
+        if item is not None:
+            self._added_s -= now_s
+            if not self.calls:
+                self.busy_s += now_s - self._busy_since_s
         batch = self._batch_of.pop(channel, None) if self.batching else None
         if batch is None:
             return item, None
@@ -135,6 +140,7 @@ class Outstanding(Generic[T]):
         """Forget all items, because their worker is dead."""
         if self.calls:
             self.busy_s += now_s - self._busy_since_s
+            self._added_s -= len(self.calls) * now_s
         self.calls.clear()
         self._batches.clear()
         self._batch_of.clear()
@@ -142,6 +148,18 @@ class Outstanding(Generic[T]):
     def total_busy_s(self, now_s: float) -> float:
         """Return for how many seconds in total the worker had at least one item."""
         return self.busy_s + (now_s - self._busy_since_s if self.calls else 0.0)
+
+    def load_s(self, now_s: float) -> float:
+        """Return the seconds for which the worker had each of its items so far, summed over the items."""
+        return len(self.calls) * now_s - self._added_s
+
+    def overdue(self, before_s: float) -> float:
+        """Return the share of the slots that run what was started before `before_s`."""
+        if self.batching:
+            started = [batch.started_s for batch in self._batches[: self.slots]]
+        else:
+            started = [item.sent_s for item in islice(self.calls.values(), self.slots)]
+        return sum(started_s < before_s for started_s in started) / self.slots
 
     def expected_at(self, now_s: float, curve: LatencyCurve) -> float:
         """Return when a slot will be free, according to `curve`.

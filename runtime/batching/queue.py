@@ -71,6 +71,8 @@ class Queue(Generic[T]):
         """`max_queue` and `max_bytes` are limits of the waiting items: their number, and their bodies."""
         self.curve = curve or LatencyCurve()
         self.max_batch = max_batch
+        self.admitted = self.emptied = 0
+        """How many items were admitted, and how often the last waiting one left."""
         self._max_queue, self._max_bytes = max_queue, max_bytes
         self._name = name
         self._waiting: FairQueue[T] = FairQueue()
@@ -110,6 +112,7 @@ class Queue(Generic[T]):
         busy = slots.free_at_s > now_s or len(self._waiting) > 0
         if busy and not item.patient and bool(self.curve.points) and self._check(item, now_s, slots):
             item.mark_first()
+        self.admitted += 1
         self._add(item)
 
     def _add(self, item: T) -> None:
@@ -120,6 +123,8 @@ class Queue(Generic[T]):
     def _note_removed(self, item: T) -> None:
         self._bytes -= len(item.body)
         self._first -= item.first
+        if not len(self._waiting):
+            self.emptied += 1
 
     def _used_its_share(self, tenant: str, most: int) -> bool:
         """Return True if a tenant has used up its share of a full queue of `most` items. All shares are equal.

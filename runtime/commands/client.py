@@ -20,7 +20,8 @@ from .options import CA_VARIABLE, DEFAULT_URL, trusted_authorities
 JSON_TYPE = "application/json"
 EVENT_STREAM_TYPE = "text/event-stream"
 CONNECT_TIMEOUT_S = 5.0
-TIMEOUT = httpx.Timeout(30.0, connect=CONNECT_TIMEOUT_S)
+ANSWER_S = 30.0
+TIMEOUT = httpx.Timeout(ANSWER_S, connect=CONNECT_TIMEOUT_S)
 # A shell that completes a word does not wait longer.
 COMPLETION_TIMEOUT = httpx.Timeout(1.0)
 # For requests whose end only the gateway knows, for example the end of an invocation at its deadline.
@@ -174,6 +175,15 @@ class Client:
     def prefetch(self, name: str) -> dict[str, Any]:
         """Bring a function's image and weights to the gateway's machine. Return what was brought."""
         return _json_of(self._request("POST", _path("v1", "functions", name, "prefetch"), timeout=NO_TIMEOUT))
+
+    def warm(self, name: str, *, wait_s: int, **query: Any) -> dict[str, int]:
+        """Start workers of a function. Wait up to `wait_s` until they are ready. Return how many there are, by state."""
+        params, timeout = (
+            query | {"wait_s": wait_s},
+            httpx.Timeout(ANSWER_S + wait_s, connect=CONNECT_TIMEOUT_S),
+        )
+        path = _path("v2", name, "warmup")
+        return dict(_json_of(self._request("POST", path, params=params, timeout=timeout))["workers"])
 
     # -- requests to any route; `path` contains the segments of its path
 

@@ -116,7 +116,7 @@ def status(*, name: str, memory: bool, client: Client, as_json: bool) -> None:
         click.echo()
         display.print_table(columns, [_process_row(process) for process in found["processes"]])
     if sources := found.get("sources"):
-        names = ("source", "state", "in flight", "completed", "left", "lag", "last error")
+        names = ("source", "state", "in flight", "completed", "left", "waiting", "lag", "last error")
         click.echo()
         display.print_table(names, [_source_row(source) for source in sources])
     if schedules := found.get("schedules"):
@@ -150,13 +150,35 @@ def delete(*, name: str, yes: bool, client: Client, as_json: bool) -> None:
 @click.command()
 @options.function
 @click.option("--workers", type=click.IntRange(min=1), default=1, help="How many workers to have.")
+@click.option(
+    "--for",
+    "kept",
+    metavar="DURATION",
+    default="60s",
+    help="How long to keep them without calls, as 10m or 2h.",
+)
+@click.option("--wait", is_flag=True, help="Return when they are ready; fail if one cannot be started.")
+@click.option(
+    "--timeout", "timeout_s", type=click.IntRange(1, 300), default=300, help="With --wait: seconds to wait at most."
+)  # fmt: skip
+@click.option("--cause", metavar="TEXT", help="What asks for them, for the function's decisions.")
 @options.gateway
-def warmup(*, name: str, workers: int, client: Client, as_json: bool) -> None:
+def warmup(
+    *, name: str, workers: int, kept: str, wait: bool, timeout_s: int, cause: str | None, client: Client,
+    as_json: bool,
+) -> None:  # fmt: skip
     """Start workers now, ahead of the requests that will need them.
 
-    Example: pilotflame warmup hello --workers 2
+    \b
+    Examples:
+      pilotflame warmup hello --workers 2
+      pilotflame warmup hello --wait --for 30m && ./send-requests
     """
-    found = client.post("v2", name, "warmup", workers=workers)["workers"]
+    if (for_s := options.seconds_of(kept)) is None:
+        raise click.BadParameter(f"{kept!r} is no duration, as 90s, 10m or 2h.", param_hint="--for")
+    query = {"workers": workers, "for_s": int(for_s)} | ({"cause": cause} if cause else {})
+    with display.spinner(f"starting {name}"):
+        found = client.warm(name, wait_s=timeout_s if wait else 0, **query)
     text = f"{name}: {found['ready']} ready, {found['starting']} starting"
     display.print_result({"workers": found}, text, as_json=as_json)
 
@@ -268,10 +290,11 @@ def _shown(value: Any) -> str:
 
 def _source_row(source: dict[str, Any]) -> tuple[str, ...]:
     counts = (str(source[key]) for key in ("in_flight", "completed", "left"))
+    backlog = "-" if source["backlog"] is None else str(source["backlog"])
     lag = "-" if source["lag_s"] is None else display.duration(source["lag_s"])
     failed_at = source["last_error_at"]
     error = f"{display.local_time(failed_at)} {source['last_error']}" if failed_at else "-"
-    return (source["queue"].rpartition("/")[2], source["state"], *counts, lag, error)
+    return (source["queue"].rpartition("/")[2], source["state"], *counts, backlog, lag, error)
 
 
 def _schedule_row(schedule: dict[str, Any]) -> tuple[str, ...]:

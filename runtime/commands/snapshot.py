@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from pathlib import Path
@@ -17,6 +18,7 @@ from ...snapshot.format.manifest import MANIFEST_NAME, Manifest
 from ...snapshot.format.verify import verify as verify_files
 from ...snapshot.sources.locate import is_remote, open_source, split_file, weights_file
 from ...snapshot.sources.source import Source, Writable
+from ...snapshot.sources.variables import WEB, own_variables
 from . import display, options
 from .lazy_group import LazyGroup
 
@@ -32,9 +34,14 @@ def url_or_path(text: str) -> str | Path:
     return text.rstrip("/") if is_remote(text) else Path(str(click.Path(exists=True)(text)))
 
 
+def of_caller() -> dict[str, str]:
+    """Return the variables that a function would need as secrets, since the gateway's do not count."""
+    return own_variables(os.environ, WEB)
+
+
 def open_place(url: str) -> tuple[Source, str | None]:
     """Return the source at a URL, and the name of the file in it, if the URL names weights or a manifest."""
-    return open_source(url), split_file(url)[1]
+    return open_source(url, of_caller()), split_file(url)[1]
 
 
 def folder_of(path: Path) -> Path:
@@ -48,7 +55,7 @@ def read_manifest_of(path: str | Path) -> Manifest:
     Raise ManifestError if it has none.
     """
     if isinstance(path, str):
-        return find_manifest(open_source(path), weights_file(path))
+        return find_manifest(open_source(path, of_caller()), weights_file(path))
     file = path if path.suffix == MANIFEST_SUFFIX else folder_of(path) / MANIFEST_NAME
     if not file.is_file():
         remedy = f"Make one: pilotflame snapshot create {path}"

@@ -24,7 +24,7 @@ from ...snapshot.format.manifest import Manifest, read_manifest
 from ...snapshot.format.verify import verify as verify_files
 from ...snapshot.sources.locate import is_remote, open_source, weights_file
 from . import display, exit_codes, options
-from .snapshot import contents, folder_of, print_rate, rate, read_manifest_of
+from .snapshot import contents, folder_of, of_caller, print_rate, rate, read_manifest_of
 
 SHOWN_DIGEST_CHARS = 16
 
@@ -84,7 +84,7 @@ def pull(
     if into_cache and (force or connections or part_mib):
         raise click.UsageError("--force, --connections and --part-mib work only with a FOLDER.")
     started_s = time.monotonic()
-    source = open_source(url)
+    source = open_source(url, of_caller())
     manifest = find_manifest(source, weights_file(url)) if is_remote(url) else read_manifest(source)
     node = options.gateway_settings().cache_dir
     kept = f"interrupted: what has arrived is kept in {folder or node}; the same command continues there"

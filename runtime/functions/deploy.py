@@ -55,14 +55,22 @@ class Deployment:
     install: bool = False
     check: bool = True
     standalone: bool = False
+    owner: str = ""
+    """The id of the API key that deploys it; "" without a key."""
     authorize: Callable[[str], None] | None = None
     """Called with the function's name. It raises Forbidden if the caller may not deploy that function."""
 
 
-def prepare(store: Store, environments: Path, request: Deployment, log: Log) -> tuple[Path, RevisionFields]:
+def prepare(
+    store: Store,
+    environments: Path,
+    request: Deployment,
+    log: Log,
+    secrets_of: Callable[[str], Mapping[str, str]] = lambda _function: {},
+) -> tuple[Path, RevisionFields]:
     """Copy and check what is needed for a revision. Return its staged folder and the fields of its record.
 
-    `environments` holds the Python environments. If an error is raised, the staged folder has been removed.
+    `environments` holds the Python environments. `secrets_of` returns the secrets of a function. If an error is raised, the staged folder has been removed.
     """
     staged = store.stage()
     staged_code = staged / CODE_FOLDER
@@ -76,7 +84,9 @@ def prepare(store: Store, environments: Path, request: Deployment, log: Log) -> 
         cog = cog_yaml(folder, settings.handler)
         settings = settings.model_copy(update={"env": cog.env() | dict(settings.env)})
         if request.authorize is not None:
-            request.authorize(settings.name)
+            # Whoever names an upstream function learns when that is called.
+            for name in (settings.name, *settings.after):
+                request.authorize(name)
         if settings.image.unbuilt:
             raise _unbuilt(settings)
         if settings.source and not is_installed("boto3"):
@@ -91,15 +101,20 @@ def prepare(store: Store, environments: Path, request: Deployment, log: Log) -> 
             code.copy_folder(folder, staged_code, exclude=snapshot)
         store.weights.share(staged_code, snapshot)
         environment = _environment(staged_code, environments, settings, request, cog, log)
-        fields = _fields(staged, settings, snapshot, environment, log)
+        fields = _fields(staged, settings, snapshot, environment, log, secrets_of(settings.name))
         origins = {f"env.{variable}": COG_YAML for variable in cog.env()}
         origins |= setting_origins(folder, overrides=request.overrides)
         undo.pop_all()
-    return staged, fields.model_copy(update={"setting_origins": origins})
+    return staged, fields.model_copy(update={"setting_origins": origins, "deployed_by": request.owner})
 
 
 def _fields(
-    staged: Path, settings: FunctionSettings, snapshot: Path | None, environment: tuple[Path, str], log: Log
+    staged: Path,
+    settings: FunctionSettings,
+    snapshot: Path | None,
+    environment: tuple[Path, str],
+    log: Log,
+    secrets: Mapping[str, str],
 ) -> RevisionFields:
     """Put the snapshot's manifest and assets into the staged folder. Return the fields of the record."""
     staged_code = staged / CODE_FOLDER
@@ -109,7 +124,7 @@ def _fields(
         if snapshot.is_relative_to(uploaded := staged_code.resolve()):
             snapshot = snapshot.relative_to(uploaded)
     if (url := settings.snapshot_url) is not None:
-        _fetch_manifest(url, staged, log)
+        url = _fetch_manifest(url, staged, log, secrets)
     return RevisionFields(
         code_digest=code.code_digest(staged_code), settings=settings, snapshot_root=snapshot,
         snapshot_url=url, python=environment[0], requirements_digest=environment[1],
@@ -253,18 +268,27 @@ def _enlarge_pages(root: Path, manifest: Manifest) -> None:
         enlarge_cached_pages(root, manifest)
 
 
-def _fetch_manifest(url: str, folder: Path, log: Log) -> None:
-    """Fetch a remote snapshot's manifest and assets. The zygote needs them before the weights."""
+def _fetch_manifest(url: str, folder: Path, log: Log, secrets: Mapping[str, str]) -> str:
+    """Fetch a remote snapshot's manifest and assets. The zygote needs them before the weights.
+
+    Return the URL from which the revision's weights are fetched. If `url` names a branch, it names its commit.
+    """
     from ...snapshot.fetching.assets import fetch_assets  # noqa: PLC0415
     from ...snapshot.format.discover import find_manifest  # noqa: PLC0415
     from ...snapshot.sources.locate import open_source, weights_file  # noqa: PLC0415
     from ...snapshot.sources.location import shown  # noqa: PLC0415
+    from ...snapshot.sources.source import Pinnable  # noqa: PLC0415
 
     log(f"reading the manifest of {shown(url)}")
-    source = open_source(url)
-    manifest = find_manifest(source, weights_file(url))
+    source, file = open_source(url, secrets), weights_file(url)
+    if isinstance(source, Pinnable):
+        url = source.pinned()
+        source = open_source(url, secrets)
+        log(f"the weights are those of {url}")
+    manifest = find_manifest(source, file)
     if manifest.observed is not None:
         log(f"{shown(url)} has no manifest: the first fetch makes one")
     manifest.write(folder / MANIFEST_FILE)
     (folder / ASSETS_FOLDER).mkdir()
     fetch_assets(manifest, source, folder / ASSETS_FOLDER)
+    return url

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
-from ...errors import GatewayError
+from ...errors import GatewayError, UnknownFunction
+from ..scaling.upstream import Upstreams, Window
+from ..serving.prewarms import HOLD_S
 from ..settings.schedule import Schedule
 from ..telemetry.metrics import Reading
+from .live import Live
 from .registry import Functions
 
 # Timers do not follow the wall clock when somebody sets it or when the machine sleeps. So no timer waits longer
@@ -85,8 +89,16 @@ def _left_s(schedule: Schedule, at: float) -> float:
     return 0.0 if last is None else last.timestamp() + schedule.for_s - at
 
 
+@dataclass(slots=True)
+class _Expected:
+    """A call that is expected after another function's, and until when, in monotonic seconds."""
+
+    until_s: float
+    timer: asyncio.TimerHandle | None = None
+
+
 class Prewarming:
-    """Watches the schedules of the live functions."""
+    """Watches the schedules of the live functions, and who is called after whom."""
 
     def __init__(self, functions: Functions, clock: Callable[[], float] = time.time) -> None:
         """`clock` returns the Unix seconds."""
@@ -94,6 +106,11 @@ class Prewarming:
         self._loop = asyncio.get_running_loop()
         self._alarms = Alarms()
         self._timer: asyncio.TimerHandle | None = None
+        self._upstreams = Upstreams()
+        # By upstream function: those of which its calls start a worker, as their settings say.
+        self._declared: dict[str, set[str]] = {}
+        # By function and upstream function.
+        self._expected: dict[tuple[str, str], _Expected] = {}
 
     def follow(self, name: str) -> None:
         """Follow the signals of a function, of which a revision became live."""
@@ -101,15 +118,22 @@ class Prewarming:
         for schedule, left_s in list(self._alarms.put(name, settings.schedule, self._clock())):
             self._fire(name, schedule, left_s)
         self._arm()
+        self._declare(name, settings.after)
 
     def forget(self, name: str) -> None:
         """Forget the signals of a deleted function."""
         self._alarms.drop(name)
         self._arm()
+        self._declare(name, ())
+        self._upstreams.forget(name)
+        for pair in [pair for pair in self._expected if name in pair]:
+            self._drop(pair)
 
     def close(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
+        for pair in list(self._expected):
+            self._drop(pair)
 
     async def readings(self) -> list[Reading]:
         """Return the metrics of the workers that were started ahead of need."""
@@ -122,9 +146,12 @@ class Prewarming:
         text = "Workers that a signal started ahead of need, by whether a call used them."
         return [Reading("prewarms", text, counts, ("function", "signal", "used"), total=True)]
 
+    # -- schedules
+
     def _arm(self) -> None:
         """Set the timer for the next schedule."""
-        self.close()
+        if self._timer is not None:
+            self._timer.cancel()
         if (next_at := self._alarms.next_at()) is not None:
             delay_s = min(REARM_S, max(SOONEST_S, next_at - self._clock()))
             self._timer = self._loop.call_later(delay_s, self._on_timer)
@@ -140,3 +167,65 @@ class Prewarming:
         live = self._functions.get(name)
         live.revision.warm(schedule.workers, f"schedule {schedule.cron}", left_s)
         live.logs.write("gateway", f"schedule {schedule.cron}: {schedule.workers} workers for {left_s:.0f} s")
+
+    # -- upstream functions
+
+    def note_call(self, name: str, called_s: float) -> None:
+        """Note a call of a function, which others may follow. `called_s` is in monotonic seconds."""
+        # The call itself goes first.
+        self._loop.call_soon(self._expect_followers, name, called_s)
+
+    def _expect_followers(self, name: str, called_s: float) -> None:
+        self._upstreams.note(name, called_s)
+        declared = self._declared.get(name, ())
+        for follower, delays in self._upstreams.followers(name):
+            if follower not in declared and (live := self._find(follower)) is not None:
+                window = delays.best_window(live.revision.history.ladder.climb_cost())
+                if window is not None:
+                    self._expect(follower, name, "upstream", called_s, window)
+        for follower in declared:
+            found = self._upstreams.delays(follower, name)
+            span_s = found.span_s() if found is not None and found.known else HOLD_S
+            self._expect(follower, name, f"upstream {name}", called_s, Window(0.0, span_s, 1.0))
+
+    def _declare(self, name: str, upstreams: Iterable[str]) -> None:
+        """Replace the upstream functions that the settings of a function name."""
+        for upstream in [upstream for upstream, followers in self._declared.items() if name in followers]:
+            self._declared[upstream].discard(name)
+            if not self._declared[upstream]:
+                del self._declared[upstream]
+        for upstream in upstreams:
+            self._declared.setdefault(upstream, set()).add(name)
+
+    def _expect(self, follower: str, name: str, cause: str, called_s: float, window: Window) -> None:
+        """Have a worker of `follower` wait in a window after the call of `name`."""
+        until_s = called_s + window.until_s
+        if (expected := self._expected.get((follower, name))) is not None:
+            expected.until_s = max(expected.until_s, until_s)
+            return
+        self._expected[follower, name] = expected = _Expected(until_s)
+        delay_s = called_s + window.from_s - time.monotonic()
+        start = functools.partial(self._prewarm, follower, name, cause, window.probability)
+        if delay_s <= SOONEST_S:
+            start()
+        else:
+            expected.timer = self._loop.call_later(delay_s, start)
+
+    def _prewarm(self, follower: str, name: str, cause: str, probability: float) -> None:
+        until_s = self._expected.pop((follower, name)).until_s
+        if (live := self._find(follower)) is None:
+            return
+        revision, for_s = live.revision, until_s - time.monotonic()
+        if not revision.pool.ready and not revision.pool.starting:
+            revision.history.decisions.note("expect", cause, probability_share=probability, for_s=for_s)
+        revision.warm(1, cause, for_s)
+
+    def _find(self, name: str) -> Live | None:
+        """Return a function; None if it is gone, or if the gateway is shutting down."""
+        with contextlib.suppress(GatewayError, UnknownFunction):
+            return self._functions.get(name)
+        return None
+
+    def _drop(self, pair: tuple[str, str]) -> None:
+        if (timer := self._expected.pop(pair).timer) is not None:
+            timer.cancel()

@@ -46,6 +46,9 @@ class FunctionEvents:
 
     activated: list[Callable[[str, str], None]] = field(default_factory=list)
     """Called when the start of a worker has succeeded or failed, with the function's name and the outcome."""
+    called: list[Callable[[str, float], None]] = field(default_factory=list)
+    """Called with a function's name and the arrival of an invocation, in monotonic seconds: not for each of them,
+    but at most once every BEAT_S."""
     live: list[Callable[[str], None]] = field(default_factory=list)
     """Called with a function's name when a deploy has made a revision of it live."""
     deleted: list[Callable[[str], None]] = field(default_factory=list)
@@ -110,6 +113,11 @@ class Functions:
         """Return the census of each function's live revision, by the function's name."""
         return {name: live.revision.census() for name, live in self._live.items()}
 
+    def expect(self, name: str, invocations: int) -> None:
+        """Start workers for the messages that wait for a function, unless that is gone or the gateway shuts down."""
+        with contextlib.suppress(GatewayError, UnknownFunction):
+            self.get(name).revision.expect(invocations, "backlog")
+
     def note_cold(self, name: str, timeline: Timeline) -> None:
         """Remember a function's latest cold start for its status, unless the function was deleted."""
         if (live := self._live.get(name)) is not None:
@@ -127,7 +135,9 @@ class Functions:
         and the old revision stays live.
         """
         said: list[str] = []
-        prepared = functools.partial(prepare, self.store, self.environments, request, said.append)
+        prepared = functools.partial(
+            prepare, self.store, self.environments, request, said.append, self.secrets.of
+        )
         try:
             staged, fields = await self._thread(prepared, undo=lambda made: _remove(made[0]))
         except PilotflameError as error:
@@ -178,7 +188,7 @@ class Functions:
         image = None
         if spec.image:
             image = "pulled" if await self.launcher.provide(spec) else "present"
-        fetched_bytes = await self.weights.prefetch(spec) if spec.source else 0
+        fetched_bytes = await self.weights.prefetch(spec, self.secrets.of(name)) if spec.source else 0
         return Prefetched(
             function=name, image=image, snapshot=spec.source or None, fetched_bytes=fetched_bytes
         )
@@ -335,7 +345,8 @@ class Functions:
             live.revision.scale()
 
     def _adopt(self, live: Live) -> asyncio.Task[None]:
-        """Let the function's ladder move this revision from now on. Return the task that plans its idle period."""
+        """Let the function's ladder move this revision from now on, within its budget. Return the task that plans its idle period."""
+        live.open_account()
         ladder, build_s = live.revision.history.ladder, float(live.record.handler.get("build_s", 0.0))
         return ladder.adopt(live.revision, ladder_spec_of(live.record, self.prices), build_s, self.tasks)
 
@@ -365,6 +376,10 @@ class Functions:
         if spec.source:
             self.tasks.create_task(self.weights.warm())
 
+        def called(at_s: float) -> None:
+            for callback in self.events.called:
+                callback(record.function, at_s)
+
         def activated(outcome: str) -> None:
             for callback in self.events.activated:
                 callback(record.function, outcome)
@@ -372,7 +387,7 @@ class Functions:
         revision = Revision(
             spec, policy_of(record), launcher, logs.of(record.revision), self.tasks, activated, self.weights,
             lambda: self.secrets.of(record.function), curves,
-            await self.histories.of(record.function),
+            await self.histories.of(record.function), called,
         )  # fmt: skip
         return Live(record, revision, logs)
 

@@ -4,7 +4,8 @@ Workers have no credentials of object storage: they read the files that the fetc
 of JSON on standard input. Events are lines of JSON on standard output:
 
     {"op": "hold", "id": 1, "manifest": path, "url": "s3://..."}     fetch if needed; keep until released
-                                                with "copied": true, it is done when it is also on the disk
+                                                with "copied": true, it is done when it is also on the disk;
+                                                "secrets": {...} are those of the function that sources use
     {"op": "release", "id": 1}                  stop fetching; the snapshot may be evicted
     {"id": 1, "event": "held"}                  the files can be mapped; their bytes may still be arriving
     {"id": 1, "event": "done", "bytes": n}      all bytes are here and verified; this hold fetched n of them
@@ -56,8 +57,9 @@ class Fetcher:
             return
         with self._lock:
             self._leases[number] = None
-        arguments = (number, Path(request["manifest"]), request["url"], bool(request.get("copied")))
-        threading.Thread(target=self._hold, args=arguments, daemon=True).start()
+        arguments = (Path(request["manifest"]), request["url"], bool(request.get("copied")))
+        secrets = request.get("secrets") or {}
+        threading.Thread(target=self._hold, args=(number, *arguments, secrets), daemon=True).start()
 
     def close(self) -> None:
         """Release all leases. Free the memory of unused snapshots that are also in the cache on disk."""
@@ -72,10 +74,10 @@ class Fetcher:
             thread.join(max(0.0, deadline_s - time.monotonic()))
         release_memory(self._cache)
 
-    def _hold(self, number: int, manifest: Path, url: str, copied: bool) -> None:
+    def _hold(self, number: int, manifest: Path, url: str, copied: bool, secrets: dict[str, str]) -> None:
         try:
             described = Manifest.read(manifest)
-            lease = self._cache.open(described, open_source(url))
+            lease = self._cache.open(described, open_source(url, secrets))
             with self._lock:
                 wanted = number in self._leases
                 if wanted:

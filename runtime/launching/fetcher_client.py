@@ -10,12 +10,14 @@ import socket
 import sys
 import time
 from asyncio.subprocess import Process
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import orjson
 
 from ...errors import LauncherError, PilotflameError
+from ...snapshot.sources.variables import of_sources
 from ..link.worker_spec import WEIGHTS_TIMEOUT_S, WorkerSpec
 from ..telemetry.snapshot_metrics import SnapshotMetrics
 from ..telemetry.timeline import Fetch
@@ -78,12 +80,12 @@ class FetcherClient:
         with contextlib.suppress(LauncherError):
             await self._ensure_started()
 
-    async def prefetch(self, spec: WorkerSpec) -> int:
+    async def prefetch(self, spec: WorkerSpec, secrets: Mapping[str, str]) -> int:
         """Bring the snapshot of `spec` to this node, also to its disk. Return how many bytes were fetched.
 
         The cache may evict it at any time after that. Raise SourceError, CacheError, SnapshotError or LauncherError.
         """
-        progress = await self.hold(spec, copied=True)
+        progress = await self.hold(spec, secrets, copied=True)
         try:
             async with asyncio.timeout(WEIGHTS_TIMEOUT_S):
                 await progress.ended.wait()
@@ -96,16 +98,20 @@ class FetcherClient:
             raise progress.error
         return progress.fetch.fetched_bytes
 
-    async def hold(self, spec: WorkerSpec, *, copied: bool = False) -> FetchProgress:
+    async def hold(
+        self, spec: WorkerSpec, secrets: Mapping[str, str], *, copied: bool = False
+    ) -> FetchProgress:
         """Hold the snapshot of `spec`. Return once its files can be mapped; bytes may still be arriving.
 
-        With `copied`, it has only ended when it is on the disk too. Raise SourceError, CacheError, SnapshotError or LauncherError.
+        `secrets` are those of the function. The fetcher gets the ones that sources use. With `copied`, it has only ended when it is on the disk too. Raise SourceError, CacheError, SnapshotError or LauncherError.
         """
         await self._ensure_started()
         progress = FetchProgress(next(self._numbers))
         self._held[progress.number] = progress
         self.metrics.began()
-        order = {"manifest": str(spec.manifest), "url": spec.source, "copied": copied}
+        order = {
+            "manifest": str(spec.manifest), "url": spec.source, "copied": copied, "secrets": of_sources(secrets),
+        }  # fmt: skip
         self._send(op="hold", id=progress.number, **order)
         try:
             async with asyncio.timeout(HOLD_TIMEOUT_S):

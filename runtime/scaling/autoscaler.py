@@ -1,8 +1,12 @@
 """Decides how many workers a revision should have. It does no I/O and reads no clock.
 
-The number depends on the load (the waiting and the running invocations) divided by the concurrency of one
-worker, as in Knative's pod autoscaler. A worker is stopped when the load of a whole window has not needed it, and
-the last one when there was no load for a time of its own.
+How long the waiting invocations will take is predicted from the time that their batches take. A worker is started
+if it would still have enough to do when it is awake. While it is not known how long invocations take, the number depends on
+the load (the waiting and the running invocations) divided by the concurrency of one worker, as in Knative's pod autoscaler.
+So it does for a load that lasts: that needs workers before it has to wait.
+
+A worker is stopped when the load of a whole window has not needed it, and the last one when there was no load for a
+time of its own.
 """
 
 from __future__ import annotations
@@ -10,9 +14,18 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+# A load that lasts and is larger by so little is not larger: it is a difference of large sums.
+ROUNDING = 1e-3
+# Nor is one more worker needed for this share of it.
+HUNDREDTH = 0.01
 # The load should use at most this share of the workers' concurrency: above it one more worker is started,
 # before invocations have to wait.
 NEAR_LIMIT = 0.8
+# A worker is started for what waits if it will have as much to do as its start takes, or at least for so long: a
+# caller hardly notices a shorter delay, and starting a worker takes processor time from those that run.
+TARGET_S = 0.1
+# A load that is near the limit is checked again so often, while no event reports it.
+NEAR_CHECK_S = 1.0
 # The default window, as in Knative: workers that it did not need are stopped.
 WINDOW_S = 60.0
 # While there is load, it is checked this often per window whether workers are not needed any more, but not more
@@ -38,6 +51,27 @@ class ScaleSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class Load:
+    """What the load will take, in seconds."""
+
+    work_s: float
+    """How long one worker would take for all waiting invocations."""
+    wake_s: float
+    """How long the start of a worker takes; 0 if that is unknown."""
+    started_s: float
+    """How long the starting workers have been starting, summed, none for more than `wake_s`."""
+    stuck: float
+    """How many ready workers run calls that take much longer than usual. Nobody knows when they end."""
+    lasting: float
+    """The number of running and waiting invocations that lasts (recent_load.py)."""
+
+    @property
+    def delay_s(self) -> float:
+        """What waits may take so long on workers that are awake."""
+        return max(self.wake_s, TARGET_S)
+
+
+@dataclass(frozen=True, slots=True)
 class Stats:
     """The present numbers of invocations and workers, and what was needed of late."""
 
@@ -49,6 +83,8 @@ class Stats:
     """One time for each ready worker without work, the earliest first."""
     prewarm: int = 0
     """How many workers are wanted now even without load."""
+    load: Load | None = None
+    """None while it is not known how long invocations take."""
     recent: int = 0
     """The most workers that were wanted at a time of the last `scale_down_s` seconds (recent_need.py)."""
     recent_until_s: float = math.inf
@@ -65,25 +101,51 @@ class Decision:
 
 
 def wanted(spec: ScaleSpec, stats: Stats) -> int:
-    """Return how many workers the present load and `prewarm` need, within the owner's limits."""
+    """Return how many workers the load and `prewarm` need, within the owner's limits."""
     load = stats.queued + stats.in_flight
-    need = math.ceil(load / spec.concurrency)
-    # A load of one is typically one caller who sends one request after the other: one worker is enough.
-    if load > 1:
-        need = max(need, math.ceil(load / (spec.concurrency * NEAR_LIMIT)))
+    need = _by_share(spec, load) if stats.load is None else _by_work(spec, stats, stats.load)
     if load:
         need += spec.buffer
     return min(spec.max, max(spec.min, need, stats.prewarm))
 
 
+def _by_share(spec: ScaleSpec, load: float) -> int:
+    """Return how many workers a load needs that are to use their concurrency up to NEAR_LIMIT."""
+    # A load of one is typically one caller who sends one request after the other: one worker is enough.
+    if load <= 1 + ROUNDING:
+        return math.ceil(min(load, 1))
+    return math.ceil(load / (spec.concurrency * NEAR_LIMIT) - HUNDREDTH)
+
+
+def _by_work(spec: ScaleSpec, stats: Stats, load: Load) -> int:
+    """Return how many workers are needed to end what waits in time, and to carry the load that lasts."""
+    running = math.ceil(stats.in_flight / spec.concurrency)
+    need = max(running, _by_share(spec, load.lasting)) if stats.queued + stats.in_flight else 0
+    if not stats.queued:
+        return need
+    # What is left when a worker that is started now would be awake. All workers share it then.
+    ready = max(0.0, stats.ready - load.stuck)
+    left_s = load.work_s - ready * load.wake_s - load.started_s
+    sharing = math.ceil(max(0.0, left_s) / load.delay_s + min(load.stuck, stats.ready))
+    useful = math.ceil((stats.queued + stats.in_flight) / spec.concurrency)
+    return max(need, 1, min(sharing, useful))
+
+
 def sufficient_load(spec: ScaleSpec, stats: Stats) -> float:
-    """Return the largest load for which the present workers suffice; infinity if there are `max`."""
+    """Return the largest load for which the present workers suffice without another look; infinity if there are `max`."""
     have = stats.ready + stats.starting
     if have >= spec.max:
         return math.inf
     # Any load also needs the buffer. If only the buffer's workers are there, or fewer, no load suffices.
     enough = have - spec.buffer
-    return max(1.0, enough * spec.concurrency * NEAR_LIMIT) if enough > 0 else 0.0
+    near = max(1.0, enough * spec.concurrency * NEAR_LIMIT) if enough > 0 else 0.0
+    # `decide` has set a time for another look.
+    return math.inf if _lasting(stats, near) else near
+
+
+def _lasting(stats: Stats, near: float) -> bool:
+    """Return True if the load is near the limit, nothing waits, and it is not known whether that lasts."""
+    return stats.load is not None and not stats.queued and 0 < near < stats.in_flight
 
 
 def decide(spec: ScaleSpec, stats: Stats, now_s: float) -> Decision:
@@ -99,9 +161,16 @@ def decide(spec: ScaleSpec, stats: Stats, now_s: float) -> Decision:
 
 def _while_loaded(spec: ScaleSpec, stats: Stats, want: int, now_s: float) -> Decision:
     have, stop = stats.ready + stats.starting, _spare(spec, stats, max(1, want))
-    if have - stop <= max(1, spec.min):
-        return Decision(stop=stop)
-    return Decision(stop=stop, wake_at_s=now_s + max(spec.scale_down_s / CHECKS, MIN_RECHECK_S))
+    left, checks = have - stop, []
+    if left > max(1, spec.min):
+        checks.append(max(spec.scale_down_s / CHECKS, MIN_RECHECK_S))
+    if stats.load is not None and left < spec.max:
+        # Calls may take longer than predicted, and a load near the limit may last.
+        if stats.queued:
+            checks.append(stats.load.delay_s)
+        elif stats.in_flight > (left - spec.buffer) * spec.concurrency * NEAR_LIMIT:
+            checks.append(NEAR_CHECK_S)
+    return Decision(stop=stop, wake_at_s=now_s + min(checks) if checks else None)
 
 
 def _without_load(spec: ScaleSpec, stats: Stats, want: int, now_s: float) -> Decision:

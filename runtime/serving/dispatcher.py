@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ...errors import OutOfMemory, PilotflameError, RevisionRetired, WorkerDied
 from ..batching.assignment import assign
-from ..batching.latency_curve import Point
+from ..batching.latency_curve import LatencyCurve, Point
 from ..batching.outstanding import BatchEnd
 from ..batching.queue import Queue, Slots
 from ..launching.launcher import EndCause
@@ -35,6 +36,8 @@ SMOOTHING = 0.3
 # Without batches, the latency curve learns from one in this many invocations of a worker: their durations are
 # similar, and learning takes processor time.
 OBSERVED_EVERY = 16
+# So many of them give the median time in the handler.
+KEPT = 31
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,13 +74,26 @@ class Dispatcher:
         self._loop = asyncio.get_running_loop()
         self._deadlines = Deadlines(self._loop, self._on_due)
         self._batch_timer: asyncio.TimerHandle | None = None
-        self._activation_s = 0.0
+        # The latest observed times in the handler, and their median; 0 while there are none.
+        self._exec_s: deque[float] = deque(maxlen=KEPT)
+        self._each_s = 0.0
+        # The curve of earlier workers, until a worker of this revision is ready.
+        self._stored = LatencyCurve(curves.latest())
+        self.activation_s = 0.0
+        """The mean time of an activation; 0 until one is known."""
         self._closed = False
+        self._refusal: Callable[[], PilotflameError] | None = None
 
     def configure(self, policy: Policy) -> None:
         self._policy = policy
         limits = {"max_queue": policy.settings.max_queue, "max_bytes": policy.settings.max_queue_bytes}
         self.queue.configure(max_batch=policy.max_batch, **limits)
+
+    def bar(self, refusal: Callable[[], PilotflameError] | None) -> None:
+        """Refuse what no worker is free for with the error that `refusal` returns, until this is called with None."""
+        self._refusal = refusal
+        if refusal is not None:
+            self.fail_queued(refusal())
 
     def close(self) -> None:
         """Send nothing more. Fail the waiting invocations, and later those that exiting workers give back."""
@@ -92,7 +108,7 @@ class Dispatcher:
     def submit(self, invocation: Invocation) -> bool:
         """Send an invocation to a free worker and return True, or queue it and return False.
 
-        Raise RevisionRetired after `close`. Raise QueueFull or Overloaded if the queue refuses it.
+        Raise RevisionRetired after `close`, and the error of `bar`. Raise QueueFull or Overloaded if the queue refuses it.
         """
         if self._closed:
             raise self.retired()
@@ -101,6 +117,8 @@ class Dispatcher:
             self._deadlines.set(invocation, invocation.deadline_s, now_s)
             self._send(replica, [invocation], now_s)
             return True
+        if self._refusal is not None:
+            raise self._refusal()
         invocation.mark_queued(cold=not self._pool.ready)
         self.queue.admit(invocation, now_s, self._slots(now_s))
         self._deadlines.set(invocation, min(invocation.deadline_s, invocation.hold_until_s), now_s)
@@ -110,14 +128,41 @@ class Dispatcher:
     def _slots(self, now_s: float) -> Slots:
         """Return the slots of all workers, starting ones too. Without batches, each invocation needs one."""
         ready = self._pool.ready
-        at_once = max(1, self._policy.scale.concurrency // self._policy.max_batch)
+        at_once = self._at_once
         count = sum(replica.outstanding.slots for replica in ready) + at_once * self._pool.starting
         if ready:
             curve = self.queue.curve
             return Slots(count, min(replica.outstanding.expected_at(now_s, curve) for replica in ready))
         # The next slot should be free when the oldest activation has taken the mean time of an activation.
         asked_s = min((replica.activation.asked_s for replica in self._pool.replicas), default=now_s)
-        return Slots(max(count, at_once), max(now_s, asked_s + self._activation_s))
+        return Slots(max(count, at_once), max(now_s, asked_s + self.activation_s))
+
+    @property
+    def _curve(self) -> LatencyCurve:
+        """The latency curve of the present workers, or else the stored one."""
+        return self.queue.curve if self.queue.curve.points else self._stored
+
+    def work_s(self, waiting: int) -> float | None:
+        """Return how long one worker would take for so many waiting invocations; None if that is unknown."""
+        curve, most = self._curve, self.queue.max_batch
+        if not curve.points:
+            return None
+        slots = [replica.outstanding.slots for replica in self._pool.ready]
+        at_once = min(slots) if slots else self._at_once
+        if most == 1 and self._each_s:
+            # The curve has the way to the worker too, which takes long while many are sent.
+            return waiting * self._each_s / at_once
+        full, rest = divmod(waiting, most)
+        return (full * curve.typical(most) + (curve.typical(rest) if rest else 0.0)) / at_once
+
+    def longest_s(self) -> float:
+        """Return how long an invocation or a full batch takes at most, but for one in twenty."""
+        return self._curve.bound(self.queue.max_batch)
+
+    @property
+    def _at_once(self) -> int:
+        """How many invocations, or batches, a worker runs at a time that is not ready yet."""
+        return max(1, self._policy.scale.concurrency // self._policy.max_batch)
 
     def requeue(self, invocation: Invocation) -> None:
         """Queue an invocation again that its worker gave back or did not end."""
@@ -126,6 +171,9 @@ class Dispatcher:
         invocation.mark_requeued()
         if self._closed:
             self._fail(invocation, self.retired())
+            return
+        if self._refusal is not None:
+            self._fail(invocation, self._refusal())
             return
         now_s = time.monotonic()
         self._deadlines.set(invocation, deadlines.limit_s(invocation, now_s), now_s)
@@ -255,6 +303,9 @@ class Dispatcher:
             if timing[3]:
                 self.queue.charge(invocation, timing[3])
         elif replica.completed % OBSERVED_EVERY == 1:
+            if timeline.exec_s:
+                self._exec_s.append(timeline.exec_s)
+                self._each_s = sorted(self._exec_s)[len(self._exec_s) // 2]
             self._observe(BatchEnd(1, 1.0, now_s - timeline.sent_s - timeline.wait_s))
         self._deadlines.cancel(invocation)
         invocation.end(outcome if isinstance(outcome, Output) else self._pool.explain(outcome))
@@ -285,7 +336,7 @@ class Dispatcher:
             # An activation in which the curve was measured took longer than later ones, which do not measure.
             # So it does not count in the mean.
             took_s = replica.activation.ready_s - replica.activation.asked_s
-            self._activation_s += (SMOOTHING if self._activation_s else 1.0) * (took_s - self._activation_s)
+            self.activation_s += (SMOOTHING if self.activation_s else 1.0) * (took_s - self.activation_s)
             if replica.device != self._device:
                 curve.load(self._curves.of_device(replica.device))
         self._device = replica.device

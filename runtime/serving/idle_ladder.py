@@ -21,6 +21,7 @@ from ..scaling.idle_period import Followers, IdlePeriod, IdleWatch
 from ..scaling.keep_alive import Choice, History
 from ..scaling.ladder import Ladder, Plan
 from ..scaling.rung_figures import HoldingPrices, RungFigures, differs
+from ..scaling.upstream import ClimbCost
 from ..telemetry.decisions import Decisions
 from ..telemetry.usage import RungName
 
@@ -227,11 +228,34 @@ class IdleLadder:
         period = self._watch.period
         return None if period is None else (time.monotonic() - period.begun_s, period.since_s)
 
-    def step_down(self, name: str, upper: RungName, lower: RungName) -> StepDown:
-        """Return what it would cost and free to give up `upper` now, for `eviction.cheapest_step`."""
+    def climb_cost(self) -> ClimbCost:
+        """Return what a worker would cost that waits for the next call, and what it would save.
+
+        Beside the rung that is held now, or beside the next one if there is a worker: the plan may give it up.
+        """
+        costs, rungs = self.history.costs(self._measured), self._spec.rungs
+        held = (
+            rungs.index(self._target.rung) if self._target is not None and self._target.rung in rungs else -1
+        )
+        lower = max(held, 1) if held >= 0 and len(rungs) > 1 else len(rungs) - 1
+        saved = costs.penalties[lower] - costs.penalties[0]
+        return ClimbCost(costs.holds[0] - costs.holds[lower], saved, costs.wakes[lower])
+
+    def below(self, rung: RungName) -> tuple[RungName, ...]:
+        """Return the rungs below `rung`, from the highest down. A zygote that is no rung goes with its worker."""
+        rungs = self._spec.rungs
+        return rungs[rungs.index(rung) + 1 :] if rung in rungs else (RungName.LOCAL,)
+
+    def step_down(
+        self, name: str, upper: RungName, lower: RungName, freed_bytes: float | None = None
+    ) -> StepDown:
+        """Return what it would cost and free to give up `upper` now, for `eviction.cheapest_step`.
+
+        It frees what was measured of the rungs, unless the caller knows better.
+        """
         idle = self.idle_for_s()
         wake_s = self.figures.wake(lower) - self.figures.wake(upper)
-        freed = self.figures.held(upper) - self.figures.held(lower)
+        freed = self.figures.held(upper) - self.figures.held(lower) if freed_bytes is None else freed_bytes
         gaps = Gaps(self.history.idles)
         return StepDown(name, idle[0] if idle else 0.0, max(0.001, wake_s), max(1.0, freed), gaps)
 

@@ -9,26 +9,33 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 
-from ...errors import ActivationFailed, HandlerFailed, OutputInvalid, Overloaded, PilotflameError
+from ...errors import (
+    ActivationFailed,
+    ActivationTimeout,
+    HandlerFailed,
+    OutputInvalid,
+    Overloaded,
+    PilotflameError,
+)
 from ..batching.outstanding import BatchEnd
 from ..launching.fetcher_client import FetcherClient
 from ..launching.launcher import UNKNOWN_CAUSE, EndCause, Launcher
 from ..link.worker_spec import WorkerSpec
 from ..scaling import autoscaler
 from ..scaling.idle_period import QUIET_S
-from ..scaling.recent_need import RecentNeed
 from ..telemetry.load_history import LoadState
 from ..telemetry.logs import RevisionLog
 from ..telemetry.metrics import Census
 from ..telemetry.timeline import WorkerTiming
-from ..telemetry.usage import RungName
+from ..telemetry.usage import RungName, Usage
 from .breaker import Breaker
+from .demand import Demand
 from .dispatcher import Dispatcher, Policy
 from .function_history import FunctionHistory
 from .invocation import Invocation, Output
 from .latency_curve_store import LatencyCurveStore
 from .pool import Pool
-from .prewarms import HOLD_S, LOAD, WarmHold
+from .prewarms import HOLD_S, LOAD, Readiness, WarmHold
 from .replica import Replica, ReplicaState, RevisionEvents
 
 FAILURES = (HandlerFailed, OutputInvalid)
@@ -41,6 +48,10 @@ FIRST_START_TIMEOUT_S = 900.0
 # Workers have at least this long for their `teardown` (or the whole timeout of `retire`, if that is shorter),
 # even if all the time was used to end invocations.
 MIN_TEARDOWN_S = 2.0
+# Those who listen to the calls of a function hear of one in this time at most.
+BEAT_S = 0.5
+# For how long workers are held for invocations that are about to come.
+EXPECTED_S = 10.0
 # For how long the plan's prewarm holds a worker.
 PREDICTED_S = 1.0
 
@@ -51,23 +62,27 @@ class Revision(RevisionEvents):
     def __init__(
         self, spec: WorkerSpec, policy: Policy, launcher: Launcher, logs: RevisionLog, tasks: asyncio.TaskGroup,
         on_activation: Callable[[str], None], weights: FetcherClient, secrets: Callable[[], dict[str, str]],
-        curves: LatencyCurveStore, history: FunctionHistory,
+        curves: LatencyCurveStore, history: FunctionHistory, on_called: Callable[[float], None] = lambda _at_s: None,
     ) -> None:  # fmt: skip
-        """`on_activation` is called with "ready" or "failed" when a worker is ready or could not be started."""
+        """`on_activation` is called with "ready" or "failed" when a worker is ready or could not be started.
+
+        `on_called` is called with the arrival of an invocation, at most once every BEAT_S.
+        """
         self.spec, self.policy, self.streaming = spec, policy, policy.streaming
         self.history, self._note_arrival = history, history.arrivals.note
         scale, measure = policy.settings.scale, not curves.known
         self.pool = Pool(spec, scale, launcher, logs, tasks, self, weights, secrets, measure)
         self.dispatcher = Dispatcher(spec, policy, self.pool, curves, self.scale)
         self.breaker = Breaker()
+        self._readiness = Readiness()
         self.retiring = False
         """True from the start of `retire`."""
         self._tasks, self._logs, self._on_activation = tasks, logs, on_activation
+        self._on_called, self._beat_at_s = on_called, 0.0
         self._loop = asyncio.get_running_loop()
-        # Up to this number of running invocations, `submit` need not scale. It notes the largest number since
-        # `scale` was called last.
-        self._sufficient_load, self._peak_load = 0.0, 0
-        self._recent = RecentNeed()
+        self._demand = Demand(self.pool, self.dispatcher)
+        # Up to this number of running invocations, `submit` need not scale.
+        self._sufficient_load = 0.0
         self._scale_timer: asyncio.TimerHandle | None = None
         self._scale_at_s = 0.0
         self._unexplained_deaths = self._deaths = 0
@@ -75,6 +90,8 @@ class Revision(RevisionEvents):
         self._first_start: asyncio.Future[PilotflameError | None] = self._loop.create_future()
         self._unproven, self._proven = 1, False
         self._empty = asyncio.Event()
+        history.account.attach(self)
+        self.on_budget(changed=False)
 
     def configure(self, policy: Policy) -> None:
         self.policy, self.streaming = policy, policy.streaming
@@ -83,11 +100,14 @@ class Revision(RevisionEvents):
     # -- invocations
 
     def submit(self, invocation: Invocation) -> None:
-        """Send an invocation, or queue it. Raise QueueFull, Overloaded, CrashLoop or RevisionRetired."""
+        """Send an invocation, or queue it. Raise QueueFull, Overloaded, CrashLoop, BudgetExhausted or RevisionRetired."""
         if self.retiring:
             raise self.dispatcher.retired()
         if self.breaker.failures and self.breaker.open(now_s := time.monotonic()) and not self.pool.ready:
             raise self.breaker.refusal(self.spec.function, now_s)
+        if (arrived_s := invocation.timeline.received_s) >= self._beat_at_s:
+            self._beat_at_s = arrived_s + BEAT_S
+            self._on_called(arrived_s)
         try:
             sent = self.dispatcher.submit(invocation)
         except Overloaded:
@@ -97,8 +117,8 @@ class Revision(RevisionEvents):
             raise
         if not sent or (load := self.pool.in_flight) > self._sufficient_load:
             self.scale()
-        elif load > self._peak_load:
-            self._peak_load = load
+        else:
+            self._demand.note_running(load)
 
     def cancel(self, invocation: Invocation) -> None:
         """Cancel an invocation whose caller has disconnected."""
@@ -177,12 +197,34 @@ class Revision(RevisionEvents):
         self.history.prewarms.holds.add(WarmHold(workers, time.monotonic() + for_s, cause))
         self.scale()
 
+    def expect(self, invocations: int, cause: str) -> None:
+        """Start the workers that so many invocations need, which run already or are about to come."""
+        now_s = time.monotonic()
+        workers = self._demand.ahead(self._scale_spec(now_s), invocations, now_s)
+        if workers > len(self.pool.ready) + self.pool.starting:
+            self.warm(workers, cause, EXPECTED_S)
+
+    async def wait_ready(self, workers: int, timeout_s: float) -> None:
+        """Wait until `workers` are ready. Raise ActivationTimeout, or the error of a start that fails meanwhile."""
+        now_s = time.monotonic()
+        if self.retiring:
+            raise self.dispatcher.retired()
+        if len(self.pool.ready) >= workers:
+            return
+        if self.breaker.open(now_s):
+            raise self.breaker.refusal(self.spec.function, now_s)
+        try:
+            await self._readiness.wait(workers, timeout_s)
+        except TimeoutError:
+            message = f"{workers} workers of {self.spec.function!r} were not ready within {timeout_s:.0f} s."
+            raise ActivationTimeout(message, remedy="Wait longer: the start goes on.") from None
+
     def scale(self) -> None:
         """Start and stop workers as the autoscaler decides."""
         now_s, pool, queued = time.monotonic(), self.pool, len(self.dispatcher.queue)
         follow_at_s = self._follow_idling(now_s, queued + pool.in_flight)
         spec, hold = self._scale_spec(now_s), self._hold(now_s)
-        stats = self._stats(spec, queued, hold, now_s)
+        stats = self._demand.stats(spec, hold.workers if hold is not None else 0, now_s)
         self._sufficient_load = autoscaler.sufficient_load(spec, stats)
         decision = autoscaler.decide(spec, stats, now_s)
         if start := self._allowed(decision.start, now_s):
@@ -218,25 +260,13 @@ class Revision(RevisionEvents):
         state = LoadState(len(self.dispatcher.queue), pool.in_flight, starting, ready, rung)
         self.history.load.note(time.monotonic(), state)
 
-    def _stats(
-        self, spec: autoscaler.ScaleSpec, queued: int, hold: WarmHold | None, now_s: float
-    ) -> autoscaler.Stats:
-        """Return the present numbers, and remember how many workers were needed since the last call."""
-        pool, in_flight = self.pool, self.pool.in_flight
-        idle_since_s = tuple(replica.idle_since_s for replica in pool.idle())
-        starting, ready = pool.starting, len(pool.ready)
-        peak = autoscaler.Stats(queued, max(in_flight, self._peak_load), starting, ready)
-        self._recent.note(now_s, autoscaler.wanted(spec, peak))
-        self._peak_load = in_flight
-        prewarm = hold.workers if hold is not None else 0
-        recent = self._recent.peak(now_s, spec.scale_down_s)
-        return autoscaler.Stats(queued, in_flight, starting, ready, idle_since_s, prewarm, *recent)
-
     def _note(self, action: str, cause: str, stats: autoscaler.Stats, **figures: float) -> None:
         """Keep a decision about the number of workers with the figures behind it."""
+        load = stats.load
+        predicted = {"work_s": load.work_s, "wake_s": load.wake_s, "lasting": load.lasting} if load else {}
         self.history.decisions.note(
             action, cause, **figures, queued=stats.queued, in_flight=stats.in_flight,
-            starting=stats.starting, ready=stats.ready,
+            starting=stats.starting, ready=stats.ready, **predicted,
         )  # fmt: skip
 
     def _hold(self, now_s: float) -> WarmHold | None:
@@ -257,6 +287,7 @@ class Revision(RevisionEvents):
                     self.history.ladder.note_start(self.rung)
                 self.pool.start(workers, signal)
                 self._note("start", signal or LOAD, stats, workers=workers)
+        self.history.account.check()
 
     def _scale_at(self, when_s: float, now_s: float) -> None:
         """Set the timer for scaling to `when_s`, unless it is set to an earlier time."""
@@ -296,7 +327,12 @@ class Revision(RevisionEvents):
         return spec
 
     def _allowed(self, start: int, now_s: float) -> int:
-        """Return how many of `start` workers may be started: after a failed start, one at a time."""
+        """Return how many of `start` workers may be started: after a failed start, one at a time.
+
+        When the budget of the day is used up, it is none.
+        """
+        if self.history.account.exhausted:
+            return 0
         if not self.breaker.failures or self.pool.ready:
             return start
         return 0 if self.breaker.open(now_s) or self.pool.starting else min(1, start)
@@ -309,15 +345,16 @@ class Revision(RevisionEvents):
         Once they are ready, stop those that neither `keep` nor `min` asks for.
         """
         self._unproven = max(1, keep)
-        self._recent.note(time.monotonic(), keep)
+        self._demand.note_need(keep, time.monotonic())
         self.pool.start(self._unproven)
+        self.history.account.check()
         await asyncio.wait([self._first_start], timeout=FIRST_START_TIMEOUT_S)
         if not self._first_start.done():
             message = f"The first worker was not ready within {FIRST_START_TIMEOUT_S:.0f} s."
             raise ActivationFailed(message, remedy="Make `setup` faster.")
         if (error := self._first_start.result()) is not None:
             raise error
-        self._recent.note(time.monotonic(), keep)
+        self._demand.note_need(keep, time.monotonic())
         self.pool.stop(max(0, len(self.pool.ready) - max(keep, self.policy.scale.min)))
         self.pool.zygote.replenish()
 
@@ -332,14 +369,16 @@ class Revision(RevisionEvents):
             self._first_start.set_result(None if self._proven else error)
 
     def reset(self) -> None:
-        """Try to start workers again at once, although the last starts failed."""
+        """Try to start workers again at once, although the last starts failed, or the budget was used up."""
         self.breaker.reset()
+        self.history.account.forgive()
         self.scale()
 
     async def retire(self, timeout_s: float) -> None:
         """Run the accepted invocations for at most `timeout_s`, fail the others, and end the processes."""
         started_s = time.monotonic()
         self.retiring = True
+        self._readiness.note_failure(self.dispatcher.retired())
         self.history.ladder.release(self)
         self.scale()
         with contextlib.suppress(TimeoutError):
@@ -351,6 +390,29 @@ class Revision(RevisionEvents):
             self._scale_timer.cancel()
         left_s = timeout_s - (time.monotonic() - started_s)
         await self.pool.close(max(left_s, min(timeout_s, MIN_TEARDOWN_S)))
+        self.history.account.detach(self)
+
+    # -- what it uses
+
+    @property
+    def held_workers(self) -> int:
+        return self.pool.held_workers
+
+    def usage(self, now_s: float) -> Usage:
+        return self.pool.usage(now_s)
+
+    def on_budget(self, *, changed: bool) -> None:
+        """If the budget is used up, let workers finish what they have begun, and refuse the rest."""
+        account = self.history.account
+        self.dispatcher.bar(account.refusal if account.exhausted else None)
+        if account.exhausted:
+            self.pool.stop_all()
+        if changed and not self.retiring:
+            spent = account.spent
+            figures = {"used_share": account.share, "money": spent.money, "worker_s": spent.seconds}
+            self.history.decisions.note("budget", account.state, **figures)
+            self._logs.write("gateway", account.describe(), "warning" if account.scarce else "info")
+            self.scale()
 
     # -- events
 
@@ -361,8 +423,11 @@ class Revision(RevisionEvents):
         self.pool.note_ready(replica)
         self.history.ladder.note_ready(usual=not replica.measured, device=replica.device)
         self.history.prewarms.watch(replica)
+        self._readiness.note_ready(len(self.pool.ready))
         self._on_activation("ready")
         self.dispatcher.adopt(replica)
+        if self.history.account.exhausted:
+            self.pool.stop_all()
         self.scale()
 
     def on_end(
@@ -452,6 +517,7 @@ class Revision(RevisionEvents):
     def _count_failure(self, error: PilotflameError) -> None:
         self._on_activation("failed")
         self.breaker.fail(error, time.monotonic())
+        self._readiness.note_failure(error)
         self._settle_first_start(error)
 
     def _count_unexplained_death(self, cause: str) -> None:

@@ -207,6 +207,21 @@ class Cors(BaseModel, frozen=True, extra="forbid", strict=True):
     )
 
 
+class Budget(BaseModel, frozen=True, extra="forbid", strict=True):
+    """What a function may use in a day, which begins at 0:00 UTC. Without limits it may use what it needs."""
+
+    money_per_day: float | None = Field(
+        None,
+        gt=0,
+        le=1e9,
+        description="Money a day, at the gateway's prices; then no worker starts until the next day.",
+    )
+    seconds_per_day: float | None = Field(
+        None, gt=0, le=1e9, description="Seconds of workers a day; then no worker starts until the next day."
+    )
+    warn_at: float = Field(0.8, gt=0, le=1, description="The used share of a limit at which the log warns.")
+
+
 class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
     """All settings of a function; part of its immutable revision."""
 
@@ -219,8 +234,8 @@ class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
     snapshot: Annotated[str | None, checked(_snapshot_problem)] = Field(
         None,
         description="The weights: a folder or .safetensors file, absolute or relative to the function's folder; or a"
-        " remote snapshot, s3://bucket/prefix or http(s)://host/prefix: a prefix, or one .safetensors file. A manifest"
-        " beside the weights is not needed: the first fetch makes it.",
+        " remote snapshot, s3://, gs:// or az://bucket/prefix, hf://org/repo@revision or http(s)://host/prefix: a"
+        " prefix, or one .safetensors file. A manifest beside the weights is not needed: the first fetch makes it.",
     )
     idempotent: bool = Field(False, description="Whether an invocation whose worker died may run again.")
     concurrency: int = Field(1, ge=1, le=1024, description="Invocations one worker runs at the same time.")
@@ -243,6 +258,7 @@ class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
     scale: Scale = Field(default_factory=Scale, description="How many workers there are.")
     image: Image = Field(default_factory=Image, description="The container that it runs in, if any.")
     resources: Resources = Field(default_factory=Resources, description="What its workers may use.")
+    budget: Budget = Field(default_factory=Budget, description="What it may use in a day.")
     aliases: Annotated[tuple[Alias, ...], Strict(False), BeforeValidator(split_text)] = Field(
         (),
         max_length=100,
@@ -251,6 +267,11 @@ class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
     cors: Cors = Field(default_factory=Cors, description="Which web pages of other origins may call it.")
     source: Annotated[tuple[EventSource, ...], Strict(False)] = Field(
         (), max_length=100, description="Queues whose messages are run as jobs: tables, [[source]]."
+    )
+    after: Annotated[tuple[FunctionName, ...], Strict(False), BeforeValidator(split_text)] = Field(
+        (),
+        max_length=16,
+        description="Functions after which this one is called: their calls start a worker of it.",
     )
     schedule: Annotated[tuple[Schedule, ...], Strict(False)] = Field(
         (),
@@ -264,6 +285,14 @@ class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
             raise ValueError(
                 'with resources.files = "private", snapshot must be a folder or a file: such workers cannot follow'
                 " a fetch yet; those in a container (image.name) can"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _others_before(self) -> Self:
+        if self.name in self.after:
+            raise ValueError(
+                f"after has {self.name!r}, which is this function; name the functions that call before it"
             )
         return self
 

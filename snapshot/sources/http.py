@@ -22,10 +22,13 @@ from .location import PATH, QUERY, Location, ServerAddress, redirected, shown
 from .response import OK, PARTIAL, REDIRECTS, RangeRequest, check, object_info, refusal, unavailable
 from .retries import Retries
 from .source import ObjectInfo, name_fault
+from .variables import WEB, own_variables
 from .web_listing import listed_names
 from .wire import Wire
 
 MAX_REDIRECTS = 5
+# Each request has its own of these.
+_OUR_HEADERS = frozenset({"host", "range", "if-match", "accept-encoding", "connection", "content-length"})
 MAX_ERROR_BYTES = 64 << 10
 MAX_DOCUMENT_BYTES = 32 << 20
 
@@ -125,8 +128,13 @@ class HttpSource(WebSource):
     """
 
     def __init__(
-        self, url: str, headers: Mapping[str, str] | None = None, ssl_context: ssl.SSLContext | None = None
+        self,
+        url: str,
+        headers: Mapping[str, str] | None = None,
+        ssl_context: ssl.SSLContext | None = None,
+        secrets: Mapping[str, str] | None = None,
     ) -> None:
+        """`secrets` may have PILOTFLAME_SNAPSHOT_TOKEN, a bearer token, and PILOTFLAME_SNAPSHOT_HEADERS."""
         try:
             origin, parts = ServerAddress.of(url), urlsplit(url)
         except ValueError as error:
@@ -135,7 +143,7 @@ class HttpSource(WebSource):
         base = f"{origin}{quote(parts.path.rstrip('/'), safe=PATH)}"
         super().__init__(base, ssl_context)
         self._query = f"?{quote(parts.query, safe=QUERY)}" if parts.query else ""
-        self._headers = dict(headers or {})
+        self._headers = {**_own_headers(own_variables(secrets or {}, WEB)), **(headers or {})}
         if parts.username is not None:
             pair = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
             self._headers["Authorization"] = f"Basic {base64.b64encode(pair.encode()).decode()}"
@@ -151,6 +159,22 @@ class HttpSource(WebSource):
             return head.headers.get("content-type", ""), page
 
         return listed_names(f"{self.url}/", read_page)
+
+
+def _own_headers(secrets: Mapping[str, str]) -> dict[str, str]:
+    """Return the headers that a function's secrets name. Raises SourceError, without their text."""
+    headers = {}
+    for line in secrets.get("PILOTFLAME_SNAPSHOT_HEADERS", "").splitlines():
+        name, mark, value = line.partition(":")
+        if not line.strip():
+            continue
+        if not mark or not name.strip() or name.strip().lower() in _OUR_HEADERS:
+            fault = "PILOTFLAME_SNAPSHOT_HEADERS has a line that is no header of a request for a file."
+            raise SourceError(fault, remedy="Write one 'Name: value' a line.")
+        headers[name.strip()] = value.strip()
+    if token := secrets.get("PILOTFLAME_SNAPSHOT_TOKEN", "").strip():
+        headers["Authorization"] = f"Bearer {token}"
+    return headers
 
 
 class HttpConnection:

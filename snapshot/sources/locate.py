@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from .folder import FolderSource
@@ -15,8 +16,8 @@ FILE_SUFFIXES = (WEIGHTS_SUFFIX, ".json")
 
 
 def is_remote(url: str) -> bool:
-    """Return True if `url` is of S3 or a web server. Anything else is a path on this machine."""
-    return url.startswith(("s3://", "http://", "https://"))
+    """Return True if `url` is of a cloud, the hub or a web server. Anything else is a path on this machine."""
+    return url.startswith(("s3://", "gs://", "az://", "hf://", "http://", "https://"))
 
 
 def split_file(url: str) -> tuple[str, str | None]:
@@ -37,18 +38,31 @@ def weights_file(url: str) -> str | None:
     return file if file is not None and file.endswith(WEIGHTS_SUFFIX) else None
 
 
-def open_source(url: str) -> Source:
-    """Return the source for `url`: `s3://bucket/prefix`, `http(s)://host/prefix` or the path of a folder.
+def open_source(url: str, secrets: Mapping[str, str] | None = None) -> Source:
+    """Return the source for `url`: of a cloud (s3, gs, az), the hub (hf) or a web server, or of a path.
 
-    If the URL is that of a file of weights or of a manifest, the source is the folder of that file.
+    If the URL is that of a file of weights or of a manifest, the source is the folder of that file. `secrets`
+    are those of a function. They count before the environment of this process (see `variables`).
     """
     url, _ = split_file(url)
+    if url.startswith("hf://"):
+        from .hub import HubSource  # noqa: PLC0415  ssl and h11 take time to import
+
+        return HubSource(url, secrets)
+    if url.startswith("gs://"):
+        from .google import GoogleSource  # noqa: PLC0415  as above
+
+        return GoogleSource(url, secrets)
+    if url.startswith("az://"):
+        from .azure import AzureSource  # noqa: PLC0415  as above
+
+        return AzureSource(url, secrets)
     if url.startswith("s3://"):
         from .s3 import S3Source  # noqa: PLC0415  ssl and h11 take time to import
 
-        return S3Source(url)
+        return S3Source(url, secrets)
     if is_remote(url):
         from .http import HttpSource  # noqa: PLC0415  ssl and h11 take time to import
 
-        return HttpSource(url)
+        return HttpSource(url, secrets=secrets)
     return FolderSource(Path(url))

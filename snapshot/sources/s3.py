@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,12 +21,17 @@ from .http import WebSource
 from .location import Location
 from .response import RangeRequest, refusal, unavailable
 from .source import name_fault, opened
+from .variables import AWS, own_variables, variables_of
 
 if TYPE_CHECKING:
     from .s3_client import S3Client
 
 SIGNED_FOR_S = 3600
+REQUESTER_PAYS_VARIABLE = "PILOTFLAME_S3_REQUESTER_PAYS"
+"""The variable that, if it is 1, agrees to pay for the requests to buckets whose owner does not."""
 _CODE = re.compile(rb"<Code>\s*([A-Za-z0-9._]{1,64})\s*</Code>")
+# A bucket, or the ARN of an access point, which has a slash (or a colon) before the name.
+_BUCKET = re.compile(r"arn:[^/]*:accesspoint[/:][^/]+|[^/]+")
 _BUCKET_REGION = re.compile(rb"<Region>\s*([a-z0-9-]{2,32})\s*</Region>")
 
 
@@ -40,10 +45,11 @@ class S3Source(WebSource):
     # URLs are signed again long before they expire (SIGNED_FOR_S), because signing takes only 0.2 ms.
     kept_for_s = 900.0
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, secrets: Mapping[str, str] | None = None) -> None:
         scheme, _, rest = url.partition("://")
-        self._bucket, _, prefix = rest.partition("/")
-        self._prefix = prefix.strip("/")
+        found = _BUCKET.match(rest)
+        self._bucket = found[0] if found else ""
+        self._prefix = rest[len(self._bucket) :].strip("/")
         if scheme != "s3" or not self._bucket or "@" in self._bucket:
             raise SourceError(f"{scheme}://… is not a URL of S3.", remedy="Write s3://bucket/prefix.")
         super().__init__(f"s3://{self._bucket}/{self._prefix}".rstrip("/"))
@@ -51,11 +57,16 @@ class S3Source(WebSource):
         self._region: str | None = None
         self._opening = threading.Lock()
         self._opened: S3Client | None = None
+        self._own = own_variables(secrets or {}, AWS)
+        paid = variables_of(secrets or {}, AWS).get(REQUESTER_PAYS_VARIABLE) == "1"
+        self._payment = {"RequestPayer": "requester"} if paid else {}
 
     def resolve(self, name: str) -> Location:
-        target = {"Bucket": self._bucket, "Key": self._key(name)}
+        target = {"Bucket": self._bucket, "Key": self._key(name), **self._payment}
         with self._boto(name) as boto:
-            return Location(boto.generate_presigned_url("get_object", Params=target, ExpiresIn=SIGNED_FOR_S))
+            url = boto.generate_presigned_url("get_object", Params=target, ExpiresIn=SIGNED_FOR_S)
+        # The signature covers this header, if there is one.
+        return Location(url, {"x-amz-request-payer": "requester"} if self._payment else {})
 
     def explain(self, request: RangeRequest, head: Head, body: bytes) -> PilotflameError:
         code = _found(_CODE, body)
@@ -76,7 +87,8 @@ class S3Source(WebSource):
         """See Listing. Leaves out keys that are not valid names, such as those of empty folders."""
         below = f"{self._prefix}/" if self._prefix else ""
         with self._boto("") as boto:
-            pages = boto.get_paginator("list_objects_v2").paginate(Bucket=self._bucket, Prefix=below)
+            found = boto.get_paginator("list_objects_v2")
+            pages = found.paginate(Bucket=self._bucket, Prefix=below, **self._payment)
             keys = [entry["Key"] for page in pages for entry in page.get("Contents", ())]
         names = (key.removeprefix(below) for key in keys)
         return sorted(name for name in names if name_fault(name) is None)
@@ -84,7 +96,8 @@ class S3Source(WebSource):
     def put(self, name: str, content: Path | bytes, sent: Callable[[int], None] | None = None) -> None:
         """See Writable. Sends large objects in parts. Raises OSError if the file `content` cannot be read."""
         with opened(content) as stream, self._boto(name) as boto:
-            boto.upload_fileobj(stream, self._bucket, self._key(name), Callback=sent)
+            key, more = self._key(name), self._payment or None
+            boto.upload_fileobj(stream, self._bucket, key, ExtraArgs=more, Callback=sent)
         self.infos.pop(name, None)
 
     def _key(self, name: str) -> str:
@@ -109,7 +122,7 @@ class S3Source(WebSource):
 
         with self._opening:
             if self._opened is None:
-                self._opened = S3Client.open(self._bucket, self._region)
+                self._opened = S3Client.open(self._bucket, self._region, self._own)
             return self._opened
 
 

@@ -6,7 +6,7 @@ Import this module only where S3 is used, because it imports boto3, which takes 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +36,7 @@ _REPUBLISH = "Publish new weights under a new name, with a new manifest."
 _REGION = "Set the bucket's region: AWS_REGION, or the profile's `region`."
 _SIGNING = "Check the secret key, and that no proxy rewrites the host or the path."
 _LATER = "Try again. If it persists, use less concurrency."
+_OWN = "with the credentials of the function's secrets"
 
 # Each entry has the codes of S3, the class of the error, its meaning and the remedy. A number is the HTTP
 # status, which is used as the code if the response has no body, for example to HEAD.
@@ -90,31 +91,38 @@ class S3Client:
     amazon: bool
 
     @staticmethod
-    def open(bucket: str, region: str | None = None) -> S3Client:
+    def open(bucket: str, region: str | None = None, own: Mapping[str, str] | None = None) -> S3Client:
         """Create a client with the settings of environment and profile. `region` overrides their region.
 
-        Raises SourceDenied if the credentials cannot be loaded, SourceError if the settings are not valid.
+        `own` are the secrets of a function. If there are any, environment and profile do not count. Raises SourceDenied if the credentials cannot be loaded, SourceError if the settings are not valid.
         """
         try:
-            core = botocore.session.Session()
-            anonymous = os.environ.get(ANONYMOUS_VARIABLE) == "1"
-            found = None if anonymous else core.get_credentials()
-            session = boto3.Session(botocore_session=core, region_name=region)
+            core = _own_session(own) if own else botocore.session.Session()
+            anonymous = (own or os.environ).get(ANONYMOUS_VARIABLE) == "1"
+            found = (
+                None if anonymous or (own and not own.get("AWS_ACCESS_KEY_ID")) else core.get_credentials()
+            )
+            session = boto3.Session(botocore_session=core, region_name=region or _own_region(own))
             config = _CONFIG if found is not None else _CONFIG.merge(Config(signature_version=UNSIGNED))
-            boto = session.client("s3", config=config)
+            endpoint: str | None = None
+            if own:
+                endpoint = own.get("AWS_ENDPOINT_URL_S3") or own.get("AWS_ENDPOINT_URL") or None
+                config = config.merge(Config(ignore_configured_endpoint_urls=True))
+            boto = session.client("s3", config=config, endpoint_url=endpoint)
             amazon = (urlsplit(boto.meta.endpoint_url).hostname or "").endswith(_AMAZON)
             if amazon and "." not in bucket:
                 # Put the bucket's name into the host. boto3 signs other (path-style) URLs for the global
                 # endpoint, which redirects to a regional host, for which the signature is not valid. But a
                 # bucket's name with dots in the host would not match Amazon's certificates.
-                boto = session.client("s3", config=config.merge(Config(s3={"addressing_style": "virtual"})))
+                virtual = config.merge(Config(s3={"addressing_style": "virtual"}))
+                boto = session.client("s3", config=virtual, endpoint_url=endpoint)
         except _CREDENTIAL_ERRORS as error:
             raise _no_credentials(bucket, "", error) from error
         except (exceptions.BotoCoreError, ValueError) as error:
             fault = f"s3://{bucket}: boto3 is not set up: {type(error).__name__}."
             raise SourceError(fault, remedy="Check the AWS settings and the endpoint.") from error
         ca_bundle = core.get_config_variable("ca_bundle")
-        origin = _credentials_origin(core, found, anonymous)
+        origin = _OWN if own and found is not None else _credentials_origin(core, found, anonymous)
         return S3Client(boto, bucket, origin, str(ca_bundle) if ca_bundle else None, amazon)
 
     @contextmanager
@@ -159,6 +167,24 @@ def _no_credentials(bucket: str, key: str, error: Exception) -> SourceDenied:
         remedy="Check AWS_PROFILE and the profile's login, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY.",
         details={"object": key, "bucket": bucket},
     )
+
+
+def _own_session(own: Mapping[str, str]) -> Any:
+    """Return a session that reads no settings and credentials of this process, only those in `own`."""
+    # By name: the variable of the profile, that of the environment, the default, and the conversion.
+    nothing = {
+        "profile": (None, None, None, None),
+        "config_file": (None, None, os.devnull, None),
+        "credentials_file": (None, None, os.devnull, None),
+    }
+    core = botocore.session.Session(session_vars=nothing)
+    if key := own.get("AWS_ACCESS_KEY_ID"):
+        core.set_credentials(key, own.get("AWS_SECRET_ACCESS_KEY", ""), own.get("AWS_SESSION_TOKEN") or None)
+    return core
+
+
+def _own_region(own: Mapping[str, str] | None) -> str | None:
+    return (own.get("AWS_REGION") or own.get("AWS_DEFAULT_REGION") or "us-east-1") if own else None
 
 
 def _credentials_origin(core: Any, found: Any, anonymous: bool) -> str:

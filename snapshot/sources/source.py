@@ -79,6 +79,14 @@ class Listing(Protocol):
 
 
 @runtime_checkable
+class Pinnable(Protocol):
+    """A source whose URL may come to mean other objects, such as that of a branch on the hub."""
+
+    def pinned(self) -> str:
+        """Return the URL of exactly the objects that this source reads."""
+
+
+@runtime_checkable
 class Writable(Source, Listing, Protocol):
     """A source that can be written to: a folder, S3."""
 

@@ -282,6 +282,17 @@ def test_warmup_starts_workers(pilotflame, deployed):
     name = deployed(ECHO)
     workers = json.loads(pilotflame("warmup", name, "--workers", 2, "--json").stdout)["workers"]
     assert workers["ready"] + workers["starting"] >= 1
+    ready = pilotflame("warmup", name, "--workers", 2, "--wait", "--for", "10m", "--cause", "rollout")
+    assert (ready.returncode, ready.stdout) == (0, f"{name}: 2 ready, 0 starting\n")
+    assert pilotflame("warmup", name, "--for", "soon").returncode == 2
+
+
+def test_a_script_learns_that_a_warmup_failed(pilotflame, deployed):
+    source = "import os\ndef setup(context):\n    os._exit(3)\n" + ECHO
+    name = deployed(source, "--no-check")
+    failed = pilotflame("warmup", name, "--wait", "--json")
+    assert failed.returncode == 1
+    assert "exit code 3" in json.loads(failed.stderr)["error"]["message"]
 
 
 def test_prefetch_goes_on_after_an_error(pilotflame, deployed):

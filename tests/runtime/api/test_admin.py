@@ -1,4 +1,4 @@
-"""The control routes: valid and invalid deploys, status, logs, warm-up, delete, health, metrics, OpenAPI."""
+"""The control routes: valid and invalid deploys, status, logs, delete, health, metrics, OpenAPI."""
 
 from __future__ import annotations
 
@@ -290,21 +290,6 @@ async def test_an_invalid_query_is_refused(deploy, client, query: str):
     function = await deploy(ECHO, check=False)
     error = failure(await client.get(f"/v1/functions/{function.name}/logs?{query}"))
     assert error["status"] == 400
-
-
-# -- warm-up
-
-
-async def test_warm_up(deploy, client):
-    function = await deploy(ECHO, {"scale.max": 3})
-    warm = f"/v2/{function.name}/warmup"
-    assert (await client.post(warm)).status_code == 200
-    await function.settled(ready=1)
-    assert (await function.call(1)).headers["x-cold-start"] == "false"
-    assert (await client.post(warm, params={"workers": "3"})).status_code == 200
-    await function.settled(ready=3)
-    assert failure(await client.post(warm, params={"workers": "4"}))["status"] == 400
-    assert failure(await client.post("/v2/nobody/warmup"))["status"] == 404
 
 
 # -- health, metrics, OpenAPI

@@ -323,6 +323,16 @@ async def test_a_kept_state_folder_serves_no_other_function(gate: Gate) -> None:
         assert [one["name"] for one in listed] == ["second"]
 
 
+async def test_a_platform_warms_a_function_alone(gate: Gate) -> None:
+    """The hook waits for the first deploy as calls do, and needs no key."""
+    async with running(KINDS[0], PLAIN, gate) as instance:
+        hook = {"workers": 2, "wait_s": 60, "cause": "poststart"}
+        warming = asyncio.create_task(instance.client.post("/v2/echo/warmup", json=hook))
+        await gate.next("setup")
+        gate.open()
+        assert (await warming).json() == {"workers": {"ready": 2, "starting": 0, "draining": 0}}
+
+
 async def test_sigterm_during_the_start(gate: Gate, capfd: pytest.CaptureFixture[str]) -> None:
     async with running(KINDS[0], PLAIN, gate, PILOTFLAME_LAME_DUCK_S="0") as instance:
         waiting = asyncio.create_task(instance.call(1))

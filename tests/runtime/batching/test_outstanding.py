@@ -88,3 +88,31 @@ def test_when_a_slot_will_be_free() -> None:
     assert outstanding.expected_at(6.0, curve) == pytest.approx(5.02)
     outstanding.add_batch([Call()] * 4, 5.0)
     assert outstanding.expected_at(5.005, curve) == pytest.approx(5.06)
+
+
+@given(st.lists(st.tuples(st.floats(0, 10), st.booleans()), max_size=40))
+def test_the_seconds_of_all_items_are_summed(steps: list[tuple[float, bool]]) -> None:
+    """Each step: time passes, then an item comes or the oldest one ends."""
+    outstanding, now_s, true_s = Outstanding[Call](slots=3), 1e6, 0.0
+    for gap_s, comes in steps:
+        true_s += gap_s * len(outstanding.calls)
+        now_s += gap_s
+        if comes:
+            outstanding.add(Call(), now_s)
+        elif outstanding.calls:
+            outstanding.remove(next(iter(outstanding.calls)), now_s)
+        assert outstanding.load_s(now_s) == pytest.approx(true_s, abs=1e-3)
+    outstanding.clear(now_s)
+    assert outstanding.load_s(now_s + 5) == pytest.approx(true_s, abs=1e-3)
+
+
+def test_slots_are_overdue_whose_call_or_batch_began_too_early() -> None:
+    calls = Outstanding[Call](slots=2)
+    for _ in range(3):
+        calls.add(Call(), 1.0)
+    assert calls.overdue(1.5) == 1.0
+    assert calls.overdue(0.5) == 0.0
+    batches = Outstanding[Call](slots=2, batching=True)
+    batches.add_batch([Call(), Call()], 10.0)
+    batches.add_batch([Call()], 20.0)
+    assert batches.overdue(15.0) == 0.5

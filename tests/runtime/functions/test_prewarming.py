@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from datetime import UTC, datetime
 from pathlib import Path
@@ -141,3 +142,53 @@ class TestGateway:
             function = gateway.function("early")
             await function.settled(ready=1)
             assert (await function.call(1)).headers["x-cold-start"] == "false"
+
+
+# -- upstream functions
+
+
+class TestUpstream:
+    pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+    async def test_a_call_of_a_declared_upstream_function_starts_a_worker(self, gateway: Any, deploy: Any):
+        first = await deploy(ECHO, name="first")
+        second = await deploy(ECHO, {"after": [first.name], "scale.rest": "local"}, name="second")
+        await second.settled(ready=0, zygote=False)
+        await first.answer(1)
+        await second.settled(ready=1)
+        assert (await second.call(1)).headers["x-cold-start"] == "false"
+        history = gateway.server.functions.live("second").history
+        (start,) = [
+            one for one in history.decisions.since(0) if one.action == "start" and one.cause != "load"
+        ]
+        assert start.cause == "upstream first"
+        metrics = (await gateway.client.get("/metrics")).text
+        assert 'pilotflame_prewarms_total{function="second",signal="upstream",used="true"} 1.0' in metrics
+
+    async def test_a_learned_upstream_function(self, gateway: Any, deploy: Any):
+        """The calls of `b` follow those of `a`. From the fourth round on, a worker of `b` is there before them."""
+        idle = {"scale.idle_timeout_s": 0}
+        a, b = await deploy(ECHO, idle, name="a"), await deploy(ECHO, idle, name="b")
+        cold = []
+        for _ in range(5):
+            await b.settled(ready=0)
+            await a.answer(1)
+            if len(cold) >= 3:
+                await b.settled(ready=1)
+            cold.append((await b.call(1)).headers["x-cold-start"])
+            # Calls that come again within a second are not looked at.
+            await asyncio.sleep(1.0)
+        assert cold == ["true"] * 3 + ["false"] * 2
+        history = gateway.server.functions.live("b").history
+        assert {one.cause for one in history.decisions.since(0) if one.action == "prewarm"} == {"upstream"}
+        assert {one.figures["used"] for one in history.decisions.since(0) if one.action == "prewarm"} == {1.0}
+
+    async def test_prewarms_teach_nothing(self, gateway: Any, deploy: Any):
+        """Workers of `d` are started after each call of `c`, but nobody calls `d`."""
+        c = await deploy(ECHO, name="c")
+        await deploy(ECHO, {"after": ["c"], "scale.idle_timeout_s": 0}, name="d")
+        e = await deploy(ECHO, {"after": ["d"], "scale.idle_timeout_s": 0}, name="e")
+        await c.answer(1)
+        await gateway.function("d").settled(ready=1)
+        # A prewarm of `d` is no call of `d`.
+        await e.settled(ready=0)

@@ -6,7 +6,16 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pilotflame.runtime.scaling.autoscaler import Decision, ScaleSpec, Stats, decide, sufficient_load, wanted
+from pilotflame.runtime.scaling.autoscaler import (
+    TARGET_S,
+    Decision,
+    Load,
+    ScaleSpec,
+    Stats,
+    decide,
+    sufficient_load,
+    wanted,
+)
 
 NOW_S = 1_000_000.0
 
@@ -24,6 +33,19 @@ def specs(draw: st.DrawFn) -> ScaleSpec:
     )
 
 
+def loads() -> st.SearchStrategy[Load | None]:
+    seconds = st.floats(0, 1000)
+    known = st.builds(
+        Load,
+        work_s=seconds,
+        wake_s=seconds,
+        started_s=seconds,
+        stuck=st.floats(0, 20),
+        lasting=st.floats(0, 500),
+    )
+    return st.none() | known
+
+
 @st.composite
 def states(draw: st.DrawFn) -> Stats:
     ready = draw(st.integers(0, 20))
@@ -35,6 +57,7 @@ def states(draw: st.DrawFn) -> Stats:
         ready=ready,
         idle_since_s=tuple(sorted(idle)),
         prewarm=draw(st.integers(0, 30)),
+        load=draw(loads()),
         recent=draw(st.integers(0, 30)),
         recent_until_s=draw(st.floats(NOW_S + 0.001, NOW_S + 3600)),
     )
@@ -68,9 +91,9 @@ def test_it_is_never_above_max_nor_below_min(spec: ScaleSpec, stats: Stats) -> N
     assert after >= spec.min
 
 
-@given(specs(), st.integers(1, 500), st.integers(0, 5))
-def test_from_zero_to_one_is_at_once(spec: ScaleSpec, queued: int, prewarm: int) -> None:
-    stats = Stats(queued=queued, in_flight=0, starting=0, ready=0, prewarm=prewarm)
+@given(specs(), st.integers(1, 500), st.integers(0, 5), loads())
+def test_from_zero_to_one_is_at_once(spec: ScaleSpec, queued: int, prewarm: int, load: Load | None) -> None:
+    stats = Stats(queued=queued, in_flight=0, starting=0, ready=0, prewarm=prewarm, load=load)
     assert decide(spec, stats, NOW_S).start >= 1
 
 
@@ -80,9 +103,14 @@ def test_without_load_there_is_what_the_owner_asked_for(spec: ScaleSpec) -> None
     assert decide(spec, stats, NOW_S) == Decision(start=spec.min)
 
 
-@given(specs(), states(), st.integers(0, 50), st.integers(0, 50))
-def test_more_load_never_wants_fewer(spec: ScaleSpec, stats: Stats, queued: int, in_flight: int) -> None:
+@given(specs(), states(), st.integers(0, 50), st.integers(0, 50), st.floats(0, 10), st.floats(0, 10))
+def test_more_load_never_wants_fewer(
+    spec: ScaleSpec, stats: Stats, queued: int, in_flight: int, work_s: float, lasting: float
+) -> None:
     more = replace(stats, queued=stats.queued + queued, in_flight=stats.in_flight + in_flight)
+    if stats.load is not None:
+        load = replace(stats.load, work_s=stats.load.work_s + work_s, lasting=stats.load.lasting + lasting)
+        more = replace(more, load=load)
     assert wanted(spec, more) >= wanted(spec, stats)
 
 
@@ -154,6 +182,52 @@ def test_without_load_it_stops_some_when_it_wakes(spec: ScaleSpec, stats: Stats)
         if after.recent_until_s <= wake_s:
             after = replace(after, recent=0)
         assert decide(spec, after, wake_s).stop >= 1
+
+
+@given(
+    specs(),
+    st.integers(1, 60),
+    st.floats(0.001, 5),
+    st.floats(0.001, 20),
+    st.integers(0, 5),
+    st.integers(0, 5),
+)
+def test_none_starts_for_what_has_ended_before_it_is_awake(
+    spec: ScaleSpec, queued: int, each_s: float, wake_s: float, ready: int, starting: int
+) -> None:
+    load = Load(queued * each_s, wake_s, started_s=starting * wake_s, stuck=0.0, lasting=0.0)
+    stats = Stats(queued, in_flight=0, starting=starting, ready=ready, load=load)
+    spec = replace(spec, min=0, buffer=0)
+    start = decide(spec, stats, NOW_S).start
+    if queued * each_s <= (ready + starting) * wake_s:
+        assert not start
+    # What is left then is enough for each of them, and no caller waits longer than for a start.
+    if start and ready + starting:
+        left_s = queued * each_s - (ready + starting) * wake_s
+        have = ready + starting + start
+        assert left_s / (have - 1) > max(wake_s, TARGET_S) * (1 - 1e-9)
+        assert have in (spec.max, math.ceil(queued / spec.concurrency)) or left_s / have <= max(
+            wake_s, TARGET_S
+        ) * (1 + 1e-9)
+
+
+def test_a_worker_whose_call_does_not_end_does_not_count() -> None:
+    spec, load = ScaleSpec(max=4), Load(work_s=0.001, wake_s=0.01, started_s=0.0, stuck=0.0, lasting=0.0)
+    stats = Stats(queued=1, in_flight=1, starting=0, ready=1, load=load)
+    assert decide(spec, stats, NOW_S) == Decision(wake_at_s=NOW_S + TARGET_S)
+    assert decide(spec, replace(stats, load=replace(load, stuck=1.0)), NOW_S).start == 1
+
+
+def test_a_lasting_load_near_the_limit_asks_for_one_more() -> None:
+    spec, load = (
+        ScaleSpec(max=4, concurrency=10),
+        Load(0.0, wake_s=0.01, started_s=0.0, stuck=0.0, lasting=7.9),
+    )
+    stats = Stats(queued=0, in_flight=9, starting=0, ready=1, load=load)
+    decision = decide(spec, stats, NOW_S)
+    assert (decision.start, decision.wake_at_s) == (0, NOW_S + 1.0)
+    assert sufficient_load(spec, stats) == math.inf
+    assert decide(spec, replace(stats, load=replace(load, lasting=8.1)), NOW_S).start == 1
 
 
 @given(specs(), st.integers(1, 20))

@@ -24,6 +24,7 @@ from pilotflame.errors import (
 )
 from pilotflame.snapshot.sources import wire
 from pilotflame.snapshot.sources.http import HttpConnection, HttpSource
+from pilotflame.snapshot.sources.locate import open_source
 
 DATA = random.Random(3).randbytes(1 << 20)
 NAME = "model.safetensors"
@@ -528,3 +529,38 @@ def scripted(answer: Callable[[socket.socket], None]) -> Iterator[str]:
     finally:
         thread.join(10)
         listener.close()
+
+
+# -- headers of a function
+
+
+def test_a_functions_token_and_headers_are_sent_and_not_to_where_it_redirects(server: FaultServer) -> None:
+    secrets = {
+        "PILOTFLAME_SNAPSHOT_TOKEN": "hush",
+        "PILOTFLAME_SNAPSHOT_HEADERS": "X-Key: hush 2\n\nX-Team:a",
+    }
+    with FaultServer(FILES) as there:
+        server.faults = lambda request: Faults(redirect=there.url + "/" if request.name == NAME else None)
+        source = open_source(server.url, secrets)
+        assert source.stat(NAME).size_bytes == len(DATA)
+        assert source.stat("empty").size_bytes == 0
+        for request in server.requests:
+            assert request.headers["authorization"] == "Bearer hush"
+            assert (request.headers["x-key"], request.headers["x-team"]) == ("hush 2", "a")
+        (redirected,) = there.requests
+        assert not {"authorization", "x-key", "x-team"} & redirected.headers.keys()
+
+
+def test_a_token_of_this_process_is_sent_nowhere(
+    server: FaultServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PILOTFLAME_SNAPSHOT_TOKEN", "hush")
+    open_source(server.url, {"OTHER": "x"}).stat(NAME)
+    assert "authorization" not in server.requests[0].headers
+
+
+@pytest.mark.parametrize("line", ["no colon, hush", "Range: bytes=0-hush", "HOST: hush", ": hush"])
+def test_headers_that_cannot_be_are_refused_without_showing_them(line: str) -> None:
+    with pytest.raises(SourceError, match="PILOTFLAME_SNAPSHOT_HEADERS") as caught:
+        open_source("http://host/x", {"PILOTFLAME_SNAPSHOT_HEADERS": f"X-A: 1\n{line}"})
+    assert "hush" not in f"{caught.value.message}{caught.value.remedy}"

@@ -332,3 +332,75 @@ def test_an_invalid_url_is_refused(url: str) -> None:
     with pytest.raises(SourceError, match="not a URL of S3") as caught:
         S3Source(url)
     assert "hush" not in str(caught.value)
+
+
+# -- credentials of a function, requester pays, access points
+
+OWN = {
+    "AWS_ACCESS_KEY_ID": "AKIAOWNOWNOWNOWN0000",
+    "AWS_SECRET_ACCESS_KEY": "own/secret",
+    "AWS_SESSION_TOKEN": "own-token",
+}
+
+
+def test_the_secrets_of_a_function_count_alone(
+    store: Any, moto: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    store.put_object(Bucket="weights", Key="f", Body=DATA)
+    # What this process has would fail, and must not be mixed with the function's own.
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:1")
+    monkeypatch.setenv("AWS_PROFILE", "gone")
+    monkeypatch.setenv("AWS_SESSION_TOKEN", "the-gateways-token")
+    (tmp_path / "config").write_text("[profile lab]\nregion = eu-west-1\n")
+    source = S3Source(
+        "s3://weights", {**OWN, "AWS_ENDPOINT_URL": moto, "AWS_REGION": "eu-west-3", "TOKEN": "x"}
+    )
+    url = source.locate("f", fresh=False).url
+    assert url.startswith(f"{moto}/weights/f?")
+    for part in (OWN["AWS_ACCESS_KEY_ID"], "eu-west-3", "own-token"):
+        assert part in url
+    assert "gateways" not in url
+    assert read(source, "f", 100) == DATA[:100]
+    assert source.names() == ["f"]
+
+
+def test_an_endpoint_of_a_function_gets_no_credentials_of_the_gateway(
+    keys: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    del keys
+    with FaultServer({"weights/f": DATA}) as server:
+        monkeypatch.setenv("AWS_SESSION_TOKEN", "the-gateways-token")
+        source = S3Source("s3://weights", {"AWS_ENDPOINT_URL": server.url})
+        assert read(source, "f", 100) == DATA[:100]
+        assert server.requests
+        for request in server.requests:
+            assert "?" not in request.target
+            assert "authorization" not in request.headers
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_who_asks_may_pay(store: Any, moto: str, monkeypatch: pytest.MonkeyPatch, own: bool) -> None:
+    store.put_object(Bucket="weights", Key="f", Body=DATA)
+    secrets = {**OWN, "AWS_ENDPOINT_URL": moto, "PILOTFLAME_S3_REQUESTER_PAYS": "1"} if own else {}
+    if not own:
+        monkeypatch.setenv("PILOTFLAME_S3_REQUESTER_PAYS", "1")
+    source = S3Source("s3://weights", secrets)
+    location = source.locate("f", fresh=False)
+    assert "X-Amz-SignedHeaders=host%3Bx-amz-request-payer" in location.url
+    assert location.headers == {"x-amz-request-payer": "requester"}
+    assert read(source, "f", 100) == DATA[:100]
+    assert source.names() == ["f"]
+    other = S3Source("s3://weights", {**OWN, "AWS_ENDPOINT_URL": moto}).locate("f", fresh=False)
+    assert "request-payer" not in other.url
+    assert not other.headers
+
+
+def test_an_access_point_is_a_bucket(keys: None) -> None:
+    del keys
+    arn = "arn:aws:s3:eu-west-2:123456789012:accesspoint/models"
+    source = S3Source(f"s3://{arn}/llama/8b")
+    url = source.locate("model.safetensors", fresh=False).url
+    assert url.startswith(
+        "https://models-123456789012.s3-accesspoint.eu-west-2.amazonaws.com/llama/8b/model.safetensors?"
+    )
+    assert source.url == f"s3://{arn}/llama/8b"

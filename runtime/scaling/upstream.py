@@ -1,0 +1,171 @@
+"""Learns which function is called soon after another one, and whether a worker should wait for that call.
+
+The price of a window is what holding a worker in it costs. It pays if the call comes in it so often that the waiting
+which this saves is worth more.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+# Delays are told apart by these bounds, in seconds: four a decade. Longer ones are no delays.
+BOUNDS_S = tuple(0.1 * 10 ** (power / 4) for power in range(15))
+HORIZON_S = BOUNDS_S[-1]
+# A call of the upstream function counts this much less than the next one: habits change.
+DECAY = 1 - 1 / 32
+# Nothing is learned from fewer calls.
+LEAST_HITS = 2.5
+# A window is kept open for this share of its last bound longer, and at least until LEAST_UNTIL_S.
+MARGIN = 0.25
+LEAST_UNTIL_S = 1.0
+# A function that was called within this time has a worker anyway: nothing is learned of such calls.
+SELDOM_S = 1.0
+# How many upstream functions, and how many followers, one function may have. Pairs with the fewest hits go first.
+MOST_UPSTREAMS = MOST_FOLLOWERS = 16
+# Among so many functions that were called last, new upstream functions are looked for.
+MOST_RECENT = 16
+
+
+class ClimbCost(NamedTuple):
+    """What a worker costs that waits for a call, and what it saves."""
+
+    hold_per_s: float
+    """The money for holding it, beyond what is held anyway."""
+    saved: float
+    """The money that the waiting of a call without it is worth."""
+    wake_s: float
+    """How long its start takes."""
+
+
+class Window(NamedTuple):
+    """When a worker should wait for a call: from and until so many seconds after the upstream function's call."""
+
+    from_s: float
+    until_s: float
+    probability: float
+    """How likely the call comes in it."""
+
+
+@dataclass(slots=True)
+class Delays:
+    """The delays of one function's calls after those of another. Older ones count less."""
+
+    calls: float = 1.0
+    """The calls of the upstream function. The latest counts although nobody knows yet whether it will be followed."""
+    hits: list[float] = field(default_factory=lambda: [0.0] * len(BOUNDS_S))
+    """Those that were followed by a call, by the bound of its delay."""
+
+    def note_call(self) -> None:
+        """Note that the time for a call to follow has begun anew."""
+        self.calls = self.calls * DECAY + 1
+        self.hits = [hit * DECAY for hit in self.hits]
+
+    def note_hit(self, delay_s: float) -> None:
+        """Note that the latest call was followed. A delay beyond HORIZON_S is ignored."""
+        if delay_s <= HORIZON_S:
+            self.hits[bisect.bisect_left(BOUNDS_S, delay_s)] += 1
+
+    @property
+    def known(self) -> bool:
+        return sum(self.hits) >= LEAST_HITS
+
+    def span_s(self) -> float:
+        """Return within how many seconds nearly all calls have followed."""
+        longest_s = max(bound_s for bound_s, hit in zip(BOUNDS_S, self.hits, strict=True) if hit)
+        return max(longest_s * (1 + MARGIN), LEAST_UNTIL_S)
+
+    def best_window(self, cost: ClimbCost) -> Window | None:
+        """Return the window with the largest gain; None if no window gains anything.
+
+        Found backwards: a worker that waits goes on waiting as long as what may still come is worth it.
+        """
+        if not self.known:
+            return None
+        share, hold, gain = 1 / self.calls, cost.hold_per_s, 0.0
+        best_gain, first, last, stop = 0.0, -1, -1, len(BOUNDS_S) - 1
+        # The share of calls that have not been followed when a bin begins.
+        left = 1 - sum(self.hits) * share
+        for index in reversed(range(len(BOUNDS_S))):
+            met = self.hits[index] * share
+            length_s = BOUNDS_S[index] - (begin_s := BOUNDS_S[index - 1] if index else 0.0)
+            gain += met * cost.saved - hold * length_s * (left + met / 2)
+            left += met
+            if gain <= 0:
+                gain, stop = 0.0, index - 1
+            elif (begun := gain - hold * left * min(begin_s, cost.wake_s)) > best_gain:
+                best_gain, first, last = begun, index, stop
+        if first < 0:
+            return None
+        from_s = max(0.0, (BOUNDS_S[first - 1] if first else 0.0) - cost.wake_s)
+        until_s = max(BOUNDS_S[last] * (1 + MARGIN), LEAST_UNTIL_S)
+        return Window(from_s, until_s, sum(self.hits[first : last + 1]) * share)
+
+
+class Upstreams:
+    """Who is called after whom, of all functions of a node."""
+
+    def __init__(self) -> None:
+        # When each function was called last, the latest last.
+        self._last_s: dict[str, float] = {}
+        # By function, then by upstream function.
+        self._pairs: dict[str, dict[str, Delays]] = {}
+        self._followers: dict[str, set[str]] = {}
+
+    def note(self, name: str, now_s: float) -> None:
+        """Note a call of a function."""
+        before_s = self._last_s.pop(name, None)
+        if before_s is None or now_s - before_s >= SELDOM_S:
+            for upstream, called_s in list(self._recent(name, now_s)):
+                # Its call has not been followed yet.
+                if before_s is None or before_s < called_s:
+                    self._pair(name, upstream).note_hit(now_s - called_s)
+        for follower in self._followers.get(name, ()):
+            self._pairs[follower][name].note_call()
+        self._last_s[name] = now_s
+
+    def followers(self, name: str) -> Iterator[tuple[str, Delays]]:
+        """Yield the functions that are called after `name` often enough to be known, with their delays."""
+        for follower in self._followers.get(name, ()):
+            if (delays := self._pairs[follower][name]).known:
+                yield follower, delays
+
+    def delays(self, name: str, upstream: str) -> Delays | None:
+        """Return the delays of a function after another; None if it was never called after it."""
+        return self._pairs.get(name, {}).get(upstream)
+
+    def forget(self, name: str) -> None:
+        """Forget a function that is gone."""
+        self._last_s.pop(name, None)
+        for upstream in self._pairs.pop(name, {}):
+            self._followers[upstream].discard(name)
+        for follower in self._followers.pop(name, ()):
+            del self._pairs[follower][name]
+
+    def _recent(self, name: str, now_s: float) -> Iterator[tuple[str, float]]:
+        """Yield functions that were called within HORIZON_S, and when: those known and those called last."""
+        known = self._pairs.get(name, {})
+        latest = itertools.islice(reversed(self._last_s), MOST_RECENT)
+        for upstream in dict.fromkeys([*latest, *known]):
+            if upstream in self._last_s and now_s - (called_s := self._last_s[upstream]) <= HORIZON_S:
+                yield upstream, called_s
+
+    def _pair(self, name: str, upstream: str) -> Delays:
+        """Return the delays of a pair. If it is new and there are too many, one with the fewest hits goes."""
+        pairs = self._pairs.setdefault(name, {})
+        if upstream not in pairs:
+            followers = self._followers.setdefault(upstream, set())
+            if len(pairs) >= MOST_UPSTREAMS:
+                self._drop(name, min(pairs, key=lambda one: sum(pairs[one].hits)))
+            if len(followers) >= MOST_FOLLOWERS:
+                self._drop(min(followers, key=lambda one: sum(self._pairs[one][upstream].hits)), upstream)
+            pairs[upstream] = Delays()
+            followers.add(name)
+        return pairs[upstream]
+
+    def _drop(self, name: str, upstream: str) -> None:
+        del self._pairs[name][upstream]
+        self._followers[upstream].discard(name)

@@ -1,0 +1,169 @@
+"""Defines the source that reads repositories of the Hugging Face hub, or of another server with its interface.
+
+The hub redirects requests for large files to signed URLs of a content delivery network. Those expire. The
+token is sent to the hub only. A branch is resolved to its commit once, so that all files are of one commit.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, unquote
+
+from ...errors import PilotflameError, SourceDenied, SourceError, SourceMissing
+from .exchange import Head
+from .http import WebSource
+from .location import Location, ServerAddress
+from .response import RangeRequest, refusal
+from .source import name_fault
+from .variables import HUB, variables_of
+
+ENDPOINT = "https://huggingface.co"
+COMMIT_CHARS = 40
+_REPOSITORY = re.compile(r"(?!.*(?:--|\.\.))[\w-][\w.-]{0,95}/[\w-][\w.-]{0,95}", re.ASCII)
+_COMMIT = re.compile(rf"[0-9a-f]{{{COMMIT_CHARS}}}", re.ASCII)
+# Revisions such as refs/pr/1, the only ones with slashes that need not be written with %2F.
+_REFERENCE = re.compile(r"(refs/[\w.-]+/[^/]+)(?:/(.*))?")
+
+
+@dataclass(frozen=True, slots=True)
+class HubPlace:
+    """The parts of `hf://org/repo@revision/folder`."""
+
+    repository: str
+    revision: str
+    folder: str
+
+    @staticmethod
+    def of(url: str) -> HubPlace:
+        """Return the parts of a URL. Raises SourceError if it is not valid."""
+        owner, _, rest = url.removeprefix("hf://").strip("/").partition("/")
+        # The revision follows the repository, whose name has no slash.
+        name, mark, after = rest.partition("@")
+        revision, folder = "main", ""
+        if "/" in name or not mark:
+            name, _, folder = rest.partition("/")
+        elif found := _REFERENCE.fullmatch(after):
+            revision, folder = found[1], found[2] or ""
+        else:
+            revision, _, folder = after.partition("/")
+        place = HubPlace(f"{owner}/{name}", unquote(revision), folder)
+        wrong = name_fault(place.revision) or (place.folder and name_fault(place.folder))
+        if not url.startswith("hf://") or not _REPOSITORY.fullmatch(place.repository) or wrong:
+            remedy = "Write hf://organisation/repository, with @revision and /folder after it if needed."
+            raise SourceError(f"{url[:200]!r} is not a URL of the hub.", remedy=remedy)
+        return place
+
+    def __str__(self) -> str:
+        revision = self.revision if self.revision.startswith("refs/") else quote(self.revision, safe="")
+        return f"hf://{self.repository}@{revision}{f'/{self.folder}' if self.folder else ''}"
+
+
+class HubSource(WebSource):
+    """The files below `hf://org/repo@revision/folder`. The revision is `main` unless the URL has one.
+
+    HF_ENDPOINT names the server, and HF_TOKEN the token, both among `secrets` or else in the environment, where
+    the file that `hf auth login` writes counts too.
+    """
+
+    # The signed URLs are valid for an hour. They are asked for anew before that, and when they are refused.
+    kept_for_s = 900.0
+
+    def __init__(self, url: str, secrets: Mapping[str, str] | None = None) -> None:
+        self._place = HubPlace.of(url)
+        super().__init__(str(self._place))
+        variables = variables_of(secrets or {}, HUB)
+        self._endpoint = (variables.get("HF_ENDPOINT") or ENDPOINT).rstrip("/")
+        try:
+            ServerAddress.of(self._endpoint)
+        except ValueError as error:
+            raise SourceError(f"HF_ENDPOINT is not a URL: {error}.", remedy="Write https://host.") from None
+        self._token = _token(variables, own=any(name.startswith(HUB) for name in secrets or ()))
+        self._asking = threading.Lock()
+        self._commit = self._place.revision if _COMMIT.fullmatch(self._place.revision) else ""
+        self._files: list[str] | None = None
+
+    def pinned(self) -> str:
+        """See Pinned."""
+        return str(HubPlace(self._place.repository, self._resolved(), self._place.folder))
+
+    def resolve(self, name: str) -> Location:
+        below = f"{self._place.folder}/{name}" if self._place.folder else name
+        place = f"{self._place.repository}/resolve/{self._resolved()}/{quote(below, safe='/')}"
+        return Location(f"{self._endpoint}/{place}", self._headers)
+
+    def names(self) -> list[str]:
+        """See Listing. Leaves out hidden files."""
+        with self._asking:
+            if self._files is None:
+                self._ask()
+            below = f"{self._place.folder}/" if self._place.folder else ""
+            found = [name.removeprefix(below) for name in self._files or () if name.startswith(below)]
+        return sorted(name for name in found if name_fault(name) is None and "/." not in f"/{name}")
+
+    def explain(self, request: RangeRequest, head: Head, body: bytes) -> PilotflameError:
+        """Return the error, with what the hub says of it: the body is for other servers, such as the network."""
+        del body
+        repository, code = self._place.repository, head.headers.get("x-error-code", "")
+        page = f"{self._endpoint}/{repository}"
+        details = {"object": request.name, "status": head.status, "code": code}
+        credentials = "the token" if self._token else "no token (HF_TOKEN is not set)"
+        where = f"{self.url}{f'/{request.name}' if request.name else ''}"
+        if code == "GatedRepo":
+            fault = f"{where}: the repository is gated, and {credentials} does not open it."
+            remedy = f"Ask for access at {page}, and set HF_TOKEN to a token of an account that has it."
+            return SourceDenied(fault, remedy=remedy, details=details)
+        if code == "RepoNotFound":
+            fault = f"{where}: there is no repository {repository}, or {credentials} does not open it."
+            return SourceMissing(
+                fault, remedy=f"Check {page}, and HF_TOKEN if it is private.", details=details
+            )
+        if code == "RevisionNotFound":
+            fault = f"{where}: the repository has no revision {self._place.revision!r}."
+            return SourceMissing(fault, remedy=f"Choose one of those at {page}/tree/main.", details=details)
+        if head.status == 401:
+            fault = f"{where}: the hub refuses {credentials} (HTTP 401)."
+            return SourceDenied(fault, remedy="Set HF_TOKEN to a valid token.", details=details)
+        return refusal(head, request)
+
+    @property
+    def _headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self._token}"} if self._token else {}
+
+    def _resolved(self) -> str:
+        """Return the commit, which the hub is asked for once if the URL names a branch or a tag."""
+        with self._asking:
+            if not self._commit:
+                self._ask()
+            return self._commit
+
+    def _ask(self) -> None:
+        revision = quote(self._commit or self._place.revision, safe="")
+        url = f"{self._endpoint}/api/models/{self._place.repository}/revision/{revision}"
+        _, text = self.document(Location(url, self._headers))
+        try:
+            answer: Any = json.loads(text)
+            commit, files = answer["sha"], [entry["rfilename"] for entry in answer["siblings"]]
+        except (ValueError, RecursionError, LookupError, TypeError):
+            commit, files = "", []
+        if not isinstance(commit, str) or not _COMMIT.fullmatch(commit):
+            fault = f"{self._endpoint} does not answer as the Hugging Face hub does, for {self.url}."
+            raise SourceError(fault, remedy="Check HF_ENDPOINT.")
+        self._commit, self._files = commit, [name for name in files if isinstance(name, str)]
+
+
+def _token(variables: Mapping[str, str], *, own: bool) -> str:
+    """Return the token, or "". With `own`, the file of the user of this process does not count."""
+    token = variables.get("HF_TOKEN") or variables.get("HUGGING_FACE_HUB_TOKEN") or ""
+    if not token and not own:
+        home = Path(variables.get("HF_HOME") or "~/.cache/huggingface").expanduser()
+        try:
+            token = Path(variables.get("HF_TOKEN_PATH") or home / "token").expanduser().read_text("utf-8")
+        except (OSError, ValueError, RuntimeError):
+            token = ""
+    return "".join(token.split())

@@ -1,0 +1,34 @@
+"""Decides which variables configure a source: the secrets of a function, or the environment of this process.
+
+Variables belong to families, such as those that begin with AWS_. If a function has a secret of a family, only
+its secrets of this family count. Otherwise a function could combine the credentials of this process with an
+endpoint of its own, and have them sent there.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+
+AWS = ("AWS_", "PILOTFLAME_S3_")
+AZURE = ("AZURE_",)
+GOOGLE = ("GOOGLE_",)
+HUB = ("HF_", "HUGGING_FACE_HUB_")
+WEB = ("PILOTFLAME_SNAPSHOT_",)
+"""Only a function's secrets count: they are sent to whatever server the URL of its snapshot names."""
+FAMILIES = (*AWS, *AZURE, *GOOGLE, *HUB, *WEB)
+
+
+def of_sources(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return those of a function's secrets that sources use."""
+    return {name: value for name, value in variables.items() if name.startswith(FAMILIES)}
+
+
+def own_variables(secrets: Mapping[str, str], family: tuple[str, ...]) -> dict[str, str]:
+    """Return a function's secrets of one family."""
+    return {name: value for name, value in secrets.items() if name.startswith(family)}
+
+
+def variables_of(secrets: Mapping[str, str], family: tuple[str, ...]) -> dict[str, str]:
+    """Return the variables of one family that configure a source for a function with these secrets."""
+    return own_variables(secrets, family) or own_variables(os.environ, family)
