@@ -266,10 +266,8 @@ class Revision(RevisionEvents):
         pool = self.pool
         if self.retiring:
             return
-        ready, starting = len(pool.ready), pool.starting
-        rest = RungName.LOCAL if pool.zygote.source is None else RungName.ZYGOTE
-        rung = RungName.READY if ready else rest
-        state = LoadState(len(self.dispatcher.queue), pool.in_flight, starting, ready, rung)
+        waiting, ready = len(self.dispatcher.queue), len(pool.ready)
+        state = LoadState(waiting, pool.in_flight, pool.starting, ready, self.rung)
         self.history.load.note(time.monotonic(), state)
 
     def _note(self, action: str, cause: str, stats: autoscaler.Stats, **figures: float) -> None:
