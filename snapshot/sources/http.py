@@ -51,6 +51,10 @@ class WebSource(ABC):
     def resolve(self, name: str) -> Location:
         """Return the location at which to request `name` first. The server may redirect from there."""
 
+    def served_at(self, name: str) -> str:
+        """See Served."""
+        return shown(self.resolve(name).url)
+
     def locate(self, name: str, *, fresh: bool) -> Location:
         """Return the location of `name`, a remembered one unless `fresh` is True."""
         location, until_s = self._locations.get(name, (None, 0.0))

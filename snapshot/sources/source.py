@@ -87,6 +87,14 @@ class Pinnable(Protocol):
 
 
 @runtime_checkable
+class Served(Protocol):
+    """A source on a server, which may be another one than its URL lets expect: secrets may name an endpoint."""
+
+    def served_at(self, name: str) -> str:
+        """Return the URL at which object `name` is requested from the server, without credentials."""
+
+
+@runtime_checkable
 class Writable(Source, Listing, Protocol):
     """A source that can be written to: a folder, S3."""
 
