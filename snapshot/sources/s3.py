@@ -21,14 +21,12 @@ from .http import WebSource
 from .location import Location
 from .response import RangeRequest, refusal, unavailable
 from .source import name_fault, opened
-from .variables import AWS, own_variables, variables_of
+from .variables import AWS, REQUESTER_PAYS_VARIABLE, own_variables, variables_of
 
 if TYPE_CHECKING:
     from .s3_client import S3Client
 
 SIGNED_FOR_S = 3600
-REQUESTER_PAYS_VARIABLE = "PILOTFLAME_S3_REQUESTER_PAYS"
-"""The variable that, if it is 1, agrees to pay for the requests to buckets whose owner does not."""
 _CODE = re.compile(rb"<Code>\s*([A-Za-z0-9._]{1,64})\s*</Code>")
 # A bucket, or the ARN of an access point, which has a slash (or a colon) before the name.
 _BUCKET = re.compile(r"arn:[^/]*:accesspoint[/:][^/]+|[^/]+")
