@@ -20,7 +20,7 @@ from .exchange import Head
 from .http import WebSource
 from .location import Location
 from .response import RangeRequest, refusal, unavailable
-from .source import name_fault, opened
+from .source import listed, name_fault, opened
 from .variables import AWS, REQUESTER_PAYS_VARIABLE, own_variables, variables_of
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ class S3Source(WebSource):
         with self._boto("") as boto:
             found = boto.get_paginator("list_objects_v2")
             pages = found.paginate(Bucket=self._bucket, Prefix=below, **self._payment)
-            keys = [entry["Key"] for page in pages for entry in page.get("Contents", ())]
+            keys = listed(self.url, (entry["Key"] for page in pages for entry in page.get("Contents", ())))
         names = (key.removeprefix(below) for key in keys)
         return sorted(name for name in names if name_fault(name) is None)
 
