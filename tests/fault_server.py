@@ -52,6 +52,8 @@ class Faults:
     """The bytes and the Content-Range of another range."""
     duplicate_share: float = 0.0
     """The whole answer twice."""
+    late_share: float = 0.0
+    """The whole answer twice, for the second time when the next request has come on the same connection."""
     flip_share: float = 0.0
     """One bit of the body is another."""
 
@@ -136,6 +138,8 @@ class FaultServer:
         self._total = _Throttle(total_bytes_per_s)
         self._tls = ssl_context
         self._asked: Counter[tuple[str, int, int]] = Counter()
+        # By connection: the answer that is to be sent again.
+        self._late: dict[int, _Answer] = {}
         self._talks: set[asyncio.Task[None]] = set()
         self._transports: WeakSet[asyncio.WriteTransport] = WeakSet()
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=512)
@@ -215,14 +219,18 @@ class FaultServer:
         headers = {
             name.lower(): value.strip() for name, _, value in (x.partition(":") for x in lines[1:] if x)
         }
-        file = self._open(unquote(target.partition("?")[0]).lstrip("/"))
+        file = self.open(unquote(target.partition("?")[0]).lstrip("/"))
         size = os.fstat(file.fileno()).st_size if file else 0
         request = self._log(target, headers, size, connection)
         faults = self.faults(request) if callable(self.faults) else self.faults
         throttle.bytes_per_s = faults.bytes_per_s
         answer = _Answer(self, request, faults, writer, (throttle, self._total), method == "HEAD")
+        if (late := self._late.pop(connection, None)) is not None:
+            await late.again()
         try:
             await answer.give(file, size)
+            if file is not None and answer.draws_late():
+                self._late[connection] = answer
         finally:
             if file:
                 file.close()
@@ -243,7 +251,7 @@ class FaultServer:
         self.requests.append(request)
         return request
 
-    def _open(self, name: str) -> BinaryIO | None:
+    def open(self, name: str) -> BinaryIO | None:
         if isinstance(self.content, Path):
             path = self.content / name
             return path.open("rb") if path.is_file() else None
@@ -272,6 +280,7 @@ class _Answer:
         throttles: tuple[_Throttle, _Throttle],
         headless: bool,
     ) -> None:
+        self._server = server
         self._request = request
         self._faults = faults
         self._writer = writer
@@ -307,6 +316,16 @@ class _Answer:
             await self._object(file, size, version, faults.stall_at if stalls else None)
         self._hold_end(hold=False)
         return None
+
+    def draws_late(self) -> bool:
+        return self._draws(self._faults.late_share)
+
+    async def again(self) -> None:
+        file = self._server.open(self._request.name)
+        assert file is not None
+        with file:
+            await self._object(file, os.fstat(file.fileno()).st_size, self._version(), None)
+            await self._writer.drain()
 
     def _hold_end(self, *, hold: bool) -> None:
         sock = self._writer.get_extra_info("socket")

@@ -26,6 +26,7 @@ from ...errors import (
 )
 from ..format.manifest import UNKNOWN_DIGEST, Manifest
 from ..format.verify import chunk_tensors, holding
+from ..sources.response import MISPLACED
 from ..sources.retries import delay_s
 from ..sources.source import Connection, ObjectInfo, Progress, Source, same_version
 from .arrival import Arrival
@@ -210,11 +211,13 @@ class _Fetch:
         buffer = memoryview(bytearray(BOUNCE_BYTES))
         connection: Connection | None = None
         try:
-            connection = self.source.connect()
+            connection, fresh = self.source.connect(), True
             while (part := self._next(number)) is not None:
-                self._fetch_part(connection, part, buffer)
-                if part.broken_off:
-                    # The supervisor closed this connection, so it cannot be used again.
+                believed = self._fetch_part(connection, part, buffer, fresh=fresh)
+                fresh = part.broken_off or not believed
+                if fresh:
+                    # The supervisor closed this connection, so it cannot be used again. Or it has brought an
+                    # answer that belongs to another request.
                     connection.close()
                     connection = self.source.connect()
         except BaseException as error:  # noqa: BLE001  raised again by the supervisor
@@ -245,12 +248,18 @@ class _Fetch:
                 self._changed.wait(None if due_s is None else max(0.0, due_s - now_s))
         return None
 
-    def _fetch_part(self, connection: Connection, part: Part, buffer: memoryview) -> None:
+    def _fetch_part(self, connection: Connection, part: Part, buffer: memoryview, *, fresh: bool) -> bool:
+        """Fetch a part, or put back what is left of it. Return False if it should be asked for elsewhere.
+
+        That is so if the object seems to have changed, or the answer is of another range, and the connection is
+        not `fresh`: if a server or a proxy answers a request twice, the second answer passes for that to the
+        next request. Only a new connection shows whether it is so.
+        """
         with self._changed:
             self._connections[part] = connection
             self._stats.requests += 1
         problem: SourceUnavailable | None = None
-        begun = part.at
+        begun, doubtful = part.at, False
         try:
             name, version = self.manifest.shards[part.shard].name, self._versions.get(part.shard, "")
             self._check_version(part, self._begin(connection, name, part, version))
@@ -260,11 +269,17 @@ class _Fetch:
                 self.control.add_latency(waited_s)
             self._landing.receive(connection, part, buffer)
         except SourceUnavailable as error:
-            problem = error
+            doubtful = not fresh and MISPLACED in error.details
+            problem = None if doubtful else error
+        except SnapshotChanged:
+            if fresh:
+                raise
+            doubtful = True
         finally:
             with self._changed:
                 del self._connections[part]
-                self._put_back(part, problem, begun)
+                self._put_back(part, problem, begun, doubtful=doubtful)
+        return not doubtful
 
     def _begin(self, connection: Connection, name: str, part: Part, version: str) -> ObjectInfo:
         try:
@@ -274,8 +289,10 @@ class _Fetch:
                 raise
             raise SnapshotChanged(error.message, remedy=_REDEPLOY, details=error.details) from error
 
-    def _put_back(self, part: Part, problem: SourceUnavailable | None, begun: int) -> None:
-        attempts, due_s = 0, 0.0
+    def _put_back(self, part: Part, problem: SourceUnavailable | None, begun: int, *, doubtful: bool) -> None:
+        # An answer that may be another request's is no failure of this range, and no success.
+        attempts, due_s = part.attempts if doubtful else 0, 0.0
+        self._stats.retries += doubtful
         if problem is not None:
             attempts = 1 if part.at - begun >= PROGRESS_BYTES else part.attempts + 1
             self._stats.retries += 1
@@ -290,7 +307,10 @@ class _Fetch:
         """Raise SnapshotChanged if the size is not the manifest's or the version not the first answer's."""
         shard = self.manifest.shards[part.shard]
         with self._changed:
-            version = self._versions.setdefault(part.shard, info.version)
+            # An answer of another size is no answer for this object, and must not tell its version.
+            version = self._versions.get(part.shard, info.version)
+            if info.size_bytes == shard.size_bytes:
+                self._versions[part.shard] = version
         if info.size_bytes != shard.size_bytes or not same_version(info.version, version):
             raise SnapshotChanged(
                 f"{shard.name} at {self.source.url} was replaced: it has {info.size_bytes} bytes and version "

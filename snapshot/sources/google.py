@@ -143,7 +143,7 @@ class GoogleToken:
         from google.auth.transport.urllib3 import Request  # noqa: PLC0415
 
         try:
-            self._found.refresh(Request(urllib3.PoolManager(timeout=10.0)))
+            self._found.refresh(Request(urllib3.PoolManager(timeout=10.0)))  # type: ignore[no-untyped-call]
         except exceptions.GoogleAuthError as error:
             fault = f"gs://: no token can be had {self.origin}: {type(error).__name__}."
             raise SourceDenied(fault, remedy="Log in again, or check the service account's key.") from error

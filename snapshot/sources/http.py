@@ -186,6 +186,8 @@ class HttpConnection:
         self._exchange = Exchange(wire)
         self._request = RangeRequest("", "", 0, 0)
         self._left = 0
+        # True if the last request was the first one on its network connection.
+        self._fresh = True
 
     def begin(self, name: str, begin: int, end: int, version: str = "") -> ObjectInfo:
         self._left = 0
@@ -197,7 +199,9 @@ class HttpConnection:
             self._source.infos.pop(name, None)
             raise
         info = object_info(head, request)
-        self._source.infos.setdefault(name, info)
+        # The second answer to an earlier request may pass for the answer to this one, but only on a used connection.
+        if self._fresh:
+            self._source.infos.setdefault(name, info)
         self._request, self._left = request, end - begin
         return info
 
@@ -289,7 +293,9 @@ class HttpConnection:
             if self._wire.origin == origin and self._exchange.clean and self._wire.quiet():
                 # It is no failure if the server has closed the connection since the last request.
                 with suppress(StaleError):
+                    self._fresh = False
                     return self._exchange.get(target, headers)
+            self._fresh = True
             self._wire.connect(origin)
             return self._exchange.get(target, headers)
         except (OSError, h11.RemoteProtocolError) as error:

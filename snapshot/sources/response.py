@@ -14,6 +14,8 @@ from .source import ObjectInfo, changed, same_version
 
 OK, PARTIAL = 200, 206
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
+MISPLACED = "misplaced"
+"""In the details of an error if the response may belong to another request of the same connection."""
 _TRANSIENT = frozenset({408, 425, 429})
 _CONTENT_RANGE = re.compile(r"bytes (?:(\d{1,19})-(\d{1,19})|\*)/(\d{1,19}|\*)\s*", re.ASCII)
 
@@ -138,7 +140,10 @@ def _check_whole(head: Head, request: RangeRequest, size_bytes: int | None) -> i
 def _check_range(head: Head, request: RangeRequest) -> int | None:
     begin, end, total = _content_range(head)
     if (begin, end) != (request.begin, request.end):
-        raise unavailable(request, f"the response is another range, bytes {begin} to {end}")
+        error = unavailable(request, f"the response is another range, bytes {begin} to {end}")
+        raise SourceUnavailable(
+            error.message, remedy=error.remedy, details={**error.details, MISPLACED: True}
+        )
     length = _content_length(head)
     if length is not None and length != end - begin:
         raise unavailable(request, f"the response has {length} bytes")
