@@ -37,6 +37,7 @@ The text beside a class says what has happened when it is raised.
     │   │   └── OutOfMemory                 the kernel killed it because the function's memory ran out
     │   ├── ActivationFailed            no worker could be started
     │   │   ├── CrashLoop                   so many starts in a row failed that no more are tried for a while
+    │   │   ├── BudgetExhausted             the function has used what its owner allows for a day
     │   │   └── RevisionRetired             the revision was replaced, deleted or shut down before it ran
     │   ├── ActivationTimeout           no worker was ready within the hold time
     │   ├── QueueFull                   the function's queue is at its limit
@@ -252,6 +253,10 @@ class ActivationFailed(InvocationError, code="activation_failed"): ...
 
 class CrashLoop(ActivationFailed, code="crash_loop", status=503):
     """A retry after `details["retry_after_s"]` seconds may succeed."""
+
+
+class BudgetExhausted(ActivationFailed, code="budget_exhausted", status=503):
+    """The day's budget is used up. It is there again after `details["retry_after_s"]` seconds."""
 
 
 class RevisionRetired(ActivationFailed, code="revision_retired", status=503): ...

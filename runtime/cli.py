@@ -53,6 +53,7 @@ COMMANDS = {
     "snapshot": ("snapshot", "Create, inspect, verify, copy and convert snapshots of weights."),
     "status": ("functions", "Show one function: revision, workers, settings, event sources, processes."),
     "test": ("trial", "Deploy FOLDER in a temporary gateway, send it test_input.json, and print the answer."),
+    "usage": ("usage", "Show what functions have used and cost, and what always-on workers would have cost."),
     "warmup": ("functions", "Start workers now, ahead of the requests that will need them."),
     "webhooks": ("webhooks", "List deliveries of webhooks, send one again, show the secret that signs them."),
 }

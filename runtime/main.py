@@ -45,12 +45,15 @@ from .api.routes import Route, error_formats
 from .api.server import HttpServer, bind, http_server, url_of
 from .api.standalone import Standalone
 from .api.tls import Certificate
+from .api.usage import UsageApi
 from .api.warmup import WarmupApi
 from .api.webhooks import WebhooksApi
 from .commands.watch import watch
 from .dialects.registry import Dialects
 from .events.sources import Sources
 from .functions.deploy import Deployment
+from .functions.ledger import Ledger
+from .functions.metering import Metering
 from .functions.prewarming import Prewarming
 from .functions.recorder import Recorder
 from .functions.registry import FunctionEvents, Functions
@@ -74,6 +77,8 @@ from .telemetry.gateway_log import Format, gateway_logging, print_log
 from .telemetry.log_files import ACCESS, AUDIT, LogFiles
 from .telemetry.logs import Logs
 from .telemetry.metrics import Metrics, Reading
+from .telemetry.usage import Prices
+from .telemetry.usage_store import UsageStore
 
 LOG = logging.getLogger(__name__)
 # How many new objects trigger a garbage collection. A request creates about twenty objects that the collector
@@ -207,15 +212,14 @@ async def startup(
     for close in (fetcher.close, launcher.close):
         stack.push_async_callback(close)
     events = FunctionEvents()
+    ledger = await _open_ledger(settings, state, lambda: metrics, stack)
     functions = Functions(
         store, state / "environments", launcher, tasks, fetcher, secrets, events, logs, settings.drain_s,
-        await FunctionHistories.open(state / "habits", tasks), _prices(settings),
+        await FunctionHistories.open(state / "habits", tasks, ledger.account), _prices(settings),
     )  # fmt: skip
     stack.callback(functions.close_threads)
     metrics = Metrics(functions.census, tasks.failures, [fetcher.metrics], lambda: logs.files.dropped)
-    rest = Rest(functions.all, launcher, tasks, settings.rest_mb)
-    stack.callback(rest.close)
-    _observe(events, metrics, rest)
+    rest = _observe(functions, metrics, ledger, settings, stack)
     # A function alone is deployed anew, and others that are in a kept state folder are not served.
     if alone is None:
         await functions.restore()
@@ -225,10 +229,13 @@ async def startup(
     jobs = Jobs(state, key, functions.get, tasks, settings)
     await jobs.start()
     stack.push_async_callback(jobs.close)
-    sources = Sources(jobs, tasks, functions.log, drain_s=settings.drain_s)
+    sources = Sources(
+        jobs, tasks, functions.log, drain_s=settings.drain_s, on_backlog=functions.expect
+    )  # fmt: skip
     prewarming = _connect(events, functions, jobs, sources, stack)
     metrics.readers += [
-        jobs.readings, sources.readings, prewarming.readings, keyring.readings, functools.partial(_disk_readings, state),
+        jobs.readings, sources.readings, prewarming.readings, keyring.readings, ledger.readings,
+        functools.partial(_disk_readings, state),
     ]  # fmt: skip
 
     admin = Admin(
@@ -245,7 +252,7 @@ async def startup(
     apis = (
         gateway, admin, LogsApi(functions, logs), RevisionsApi(functions), AccessControl(keyring, secrets, functions),
         WebhooksApi(functions, jobs), HistoryApi(functions, _recorder(functions, state, stack)), DocsPage(),
-        Console(functions, metrics), WarmupApi(functions),
+        UsageApi(ledger), Console(functions, metrics), WarmupApi(functions),
     )  # fmt: skip
     own_routes = [route for api in apis for route in api.routes()]
     rows = [*own_routes, *dialects.routes()]
@@ -396,12 +403,39 @@ async def _open(standalone: Standalone, functions: Functions, deployment: Deploy
     return standalone.open()
 
 
-def _observe(events: FunctionEvents, metrics: Metrics, rest: Rest) -> None:
-    """Tell the metrics and what limits the memory at rest when workers start and when functions come and go."""
+async def _open_ledger(
+    settings: GatewaySettings, state: Path, metrics: Callable[[], Metrics], stack: contextlib.AsyncExitStack
+) -> Ledger:
+    """Open the accounts of the functions, and close them with `stack`. The metrics may be made later."""
+    prices = Prices(settings.price_memory_gb_hour, settings.price_disk_gb_hour, settings.price_device_hour)
+    store = UsageStore(state / "usage.sqlite3")
+    ledger = Ledger(store, prices, lambda function: metrics().totals(function))
+    await asyncio.to_thread(ledger.open)
+    stack.push_async_callback(ledger.close)
+    return ledger
+
+
+def _observe(
+    functions: Functions, metrics: Metrics, ledger: Ledger, settings: GatewaySettings,
+    stack: contextlib.AsyncExitStack,
+) -> Rest:  # fmt: skip
+    """Tell who must know when workers start and when functions come and go, until `stack` closes.
+
+    Return what limits the memory at rest.
+    """
+    events, metering = functions.events, Metering(functions, functions.tasks)
+    rest = Rest(functions.all, functions.launcher, functions.tasks, settings.rest_mb)
     events.activated.append(metrics.activated)
-    events.removed.append(metrics.forget)
+    # The ledger takes the last counts before the metrics drop them.
+    for removed in (ledger.note_removed, metrics.forget, metering.forget):
+        events.removed.append(removed)
+    for notice in (events.activated, events.live):
+        notice.append(metering.note_change)
     for notice in (events.activated, events.live, events.removed):
         notice.append(rest.note_change)
+    for close in (rest.close, metering.close, functions.tasks.keep(ledger.run, name="usage").cancel):
+        stack.callback(close)
+    return rest
 
 
 def _recorder(functions: Functions, state: Path, stack: contextlib.AsyncExitStack) -> Recorder:

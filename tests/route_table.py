@@ -16,6 +16,7 @@ from pilotflame.runtime.api.invoke import Gateway
 from pilotflame.runtime.api.logs import LogsApi
 from pilotflame.runtime.api.openapi import OpenApi
 from pilotflame.runtime.api.revisions import RevisionsApi
+from pilotflame.runtime.api.usage import UsageApi
 from pilotflame.runtime.api.webhooks import WebhooksApi
 from pilotflame.runtime.dialects.registry import Dialects
 from pilotflame.runtime.functions.live import FunctionStatus
@@ -33,6 +34,7 @@ def described() -> OpenApi:
         RevisionsApi(missing),
         AccessControl(missing, missing, missing),
         WebhooksApi(missing, missing),
+        UsageApi(missing),
         HistoryApi(missing, missing),
         DocsPage(),
         Console(missing, missing),

@@ -100,8 +100,10 @@ class Admin:
         ]  # fmt: skip
 
     async def deploy(self, request: web.Request) -> web.StreamResponse:
-        deployment = await self._deployment(request)
-        live = await self._functions.deploy(replace(deployment, authorize=caller_of(request).check_deploy))
+        deployment, caller = await self._deployment(request), caller_of(request)
+        live = await self._functions.deploy(
+            replace(deployment, authorize=caller.check_deploy, owner=caller.owner)
+        )
         note(request, function=live.record.function, revision=live.record.revision)
         return json_response(live.status().model_dump(mode="json"), status=201)
 

@@ -20,6 +20,8 @@ from ..access.keys import Scope
 from .responses import ErrorBody, ErrorFormat, Handler
 
 MAX_DIGITS = 9
+# The last time that a date can be made of: the end of the year 9999.
+LAST_S = 253402300799.0
 _FLAGS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False, "": False}
 
 E = TypeVar("E", bound=enum.StrEnum)
@@ -90,19 +92,24 @@ class Number(Parameter):
 class UnixTime(Parameter):
     """A query parameter that is a time."""
 
-    def __init__(self, name: str, description: str, default: float) -> None:
+    def __init__(self, name: str, description: str, default: float = 0.0) -> None:
         super().__init__(name, description, type="number")
         self._default = default
 
-    def read(self, request: web.Request) -> float:
-        """Return the time that was sent, in Unix seconds, or the default. Raises BadInput if it is none."""
+    def read(self, request: web.Request, default: float | None = None) -> float:
+        """Return the time that was sent, in Unix seconds, or the default. Raises BadInput if it is none.
+
+        `default` replaces the default, for one that depends on the present time.
+        """
         text = request.query.get(self.name)
         try:
-            found = self._default if text is None else float(text)
+            found = (self._default if default is None else default) if text is None else float(text)
         except ValueError:
             found = math.nan
-        if math.isnan(found):
-            raise BadInput(f"{text!r:.40} is no time.", remedy="Send Unix time in seconds.")
+        if math.isnan(found) or (text is not None and abs(found) > LAST_S):
+            raise BadInput(
+                f"{self.name} is {text!r:.40}, which is no time.", remedy="Send Unix time in seconds."
+            )
         return found
 
 

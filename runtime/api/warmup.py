@@ -69,7 +69,10 @@ class WarmupApi:
         most = live.record.settings.scale.max
         workers = _number(request, WORKERS, body.workers, most)
         for_s, wait_s = _number(request, FOR_S, body.for_s), _number(request, WAIT_S, body.wait_s)
-        live.revision.warm(workers, _cause_of(request, sent, body), for_s)
+        cause = _cause_of(request, sent, body)
+        if (account := live.revision.history.account).exhausted:
+            raise account.refusal()
+        live.revision.warm(workers, cause, for_s)
         if wait_s:
             await live.revision.wait_ready(workers, wait_s)
         return json_response({"workers": live.status().workers.model_dump()})

@@ -8,13 +8,14 @@ import click
 
 from . import display, options
 from .client import Client
-from .logs import Moment
 
 
 @click.command()
 @options.function
 @click.option(
-    "--since", type=Moment(), help="Only what was decided from then on: 10m, 2h, 3d or 2026-11-22T10:00."
+    "--since",
+    type=options.Moment(),
+    help="Only what was decided from then on: 10m, 2h, 3d or 2026-11-22T10:00.",
 )
 @click.option(
     "-n", "--lines", type=click.IntRange(1, 10_000), default=50, help="How many decisions, the last ones."

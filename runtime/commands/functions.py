@@ -116,7 +116,7 @@ def status(*, name: str, memory: bool, client: Client, as_json: bool) -> None:
         click.echo()
         display.print_table(columns, [_process_row(process) for process in found["processes"]])
     if sources := found.get("sources"):
-        names = ("source", "state", "in flight", "completed", "left", "lag", "last error")
+        names = ("source", "state", "in flight", "completed", "left", "waiting", "lag", "last error")
         click.echo()
         display.print_table(names, [_source_row(source) for source in sources])
     if schedules := found.get("schedules"):
@@ -290,10 +290,11 @@ def _shown(value: Any) -> str:
 
 def _source_row(source: dict[str, Any]) -> tuple[str, ...]:
     counts = (str(source[key]) for key in ("in_flight", "completed", "left"))
+    backlog = "-" if source["backlog"] is None else str(source["backlog"])
     lag = "-" if source["lag_s"] is None else display.duration(source["lag_s"])
     failed_at = source["last_error_at"]
     error = f"{display.local_time(failed_at)} {source['last_error']}" if failed_at else "-"
-    return (source["queue"].rpartition("/")[2], source["state"], *counts, lag, error)
+    return (source["queue"].rpartition("/")[2], source["state"], *counts, backlog, lag, error)
 
 
 def _schedule_row(schedule: dict[str, Any]) -> tuple[str, ...]:

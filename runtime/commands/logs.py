@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from datetime import datetime
 from typing import Any
 
 import click
@@ -13,27 +11,14 @@ from . import display, options
 from .client import Client
 
 
-class Moment(click.ParamType[float]):
-    """A point in time: how long ago it was (30s, 10m, 2h, 3d), or a date and time as 2026-11-22T10:00."""
-
-    name = "time"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Return it as Unix time in seconds. A time without a zone is of this machine's zone."""
-        if (age_s := options.seconds_of(value)) is not None:
-            return time.time() - age_s
-        try:
-            return datetime.fromisoformat(value).timestamp()
-        except (ValueError, OverflowError):
-            self.fail(f"{value!r} is no time. Write 10m, 2h, 3d or 2026-11-22T10:00.", param, ctx)
-
-
 @click.command()
 @click.argument("name", metavar="[FUNCTION]", required=False)
 @click.option("-f", "--follow", is_flag=True, help="Go on with every new line, until Ctrl-C.")
 @click.option("-n", "--lines", type=click.IntRange(0, 10_000), default=100, help="How many old lines.")
-@click.option("--since", type=Moment(), help="Only lines from then on: 10m, 2h, 3d or 2026-11-22T10:00.")
-@click.option("--until", type=Moment(), help="Only lines up to then.")
+@click.option(
+    "--since", type=options.Moment(), help="Only lines from then on: 10m, 2h, 3d or 2026-11-22T10:00."
+)
+@click.option("--until", type=options.Moment(), help="Only lines up to then.")
 @click.option("--request", metavar="ID", help="Only the lines of one invocation or job.")
 @click.option(
     "--level",

@@ -7,7 +7,9 @@ import functools
 import os
 import re
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime
 from enum import StrEnum
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -58,6 +60,21 @@ _api_key = click.option(
     help="The API key to send. Prefer the variable: a list of processes shows command lines.",
 )  # fmt: skip
 _name = click.option("--name", metavar="NAME", help="Use this name instead of the one in pilotflame.toml.")
+
+
+class Moment(click.ParamType[float]):
+    """A point in time: how long ago it was (30s, 10m, 2h, 3d), or a date and time as 2026-11-22T10:00."""
+
+    name = "time"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Return it as Unix time in seconds. A time without a zone is of this machine's zone."""
+        if (age_s := seconds_of(value)) is not None:
+            return time.time() - age_s
+        try:
+            return datetime.fromisoformat(value).timestamp()
+        except (ValueError, OverflowError):
+            self.fail(f"{value!r} is no time. Write 10m, 2h, 3d or 2026-11-22T10:00.", param, ctx)
 
 
 def complete_functions(context: click.Context, _parameter: click.Parameter, beginning: str) -> list[str]:

@@ -55,6 +55,8 @@ def reset(*, name: str, client: Client, as_json: bool) -> None:
     After five failed starts in a row, calls are refused for a while. Use this when the cause was not the function
     and is mended: a full disk, a licence server, a missing file. A deploy does the same.
 
+    If today's budget is used up, the function may use as much once more.
+
     Example: pilotflame reset greeter
     """
     found = client.replace(name, "reset")

@@ -27,7 +27,7 @@ _REMEDIES = {
     "QueueDoesNotExist": _CHECK_QUEUE,
     "NoSuchBucket": "Check the bucket's name, and the region.",
     "AccessDenied": "Grant the gateway's credentials what it needs: ReceiveMessage, DeleteMessage and"
-    " ChangeMessageVisibility of the queue; SendMessage or PutObject where outputs go.",
+    " ChangeMessageVisibility of the queue, and GetQueueAttributes to see its length; SendMessage or PutObject where outputs go.",
     "InvalidClientTokenId": "Check the gateway's AWS credentials.",
     "ExpiredToken": "Log in again, or refresh the gateway's session token.",
 }

@@ -31,13 +31,16 @@ from ..settings.function_settings import FunctionSettings
 from ..telemetry.background import BackgroundTasks
 from ..telemetry.timeline import TRACEPARENT
 from .sinks import Sink
-from .sqs import Message, MessageQueue
+from .sqs import BATCH, Message, MessageQueue
 
 EXTENSIONS = 3
 """How many times per visibility timeout the timeouts of messages in progress are renewed."""
 RETRY_S = 1.0
 """The first pause after a failure to receive messages. Each further pause is twice as long."""
 MAX_RETRY_S = 60.0
+BACKLOG_S = 5.0
+"""How often a queue that has more messages than one request returns is asked how many, at most."""
+BACKLOG_RETRY_S = 300.0
 MAX_BACKOFF_S = 900
 """The longest time for which a message whose job failed is hidden before its next delivery."""
 
@@ -53,13 +56,18 @@ class Consumer:
         queue: MessageQueue,
         sink: Sink | None,
         log: Callable[[str], None],
+        on_backlog: Callable[[int], None] = lambda _messages: None,
     ) -> None:
+        """`on_backlog` is called with the number of messages that run or are about to be received."""
         self.source = source
         self._settings = settings
         self._jobs = jobs
         self._queue = queue
         self._sink = sink
         self._log = log
+        self._on_backlog = on_backlog
+        self._backlog: int | None = None
+        self._look_at_s = 0.0
         self.ended: Counter[str] = Counter()
         """The number of messages by outcome: completed, or left to the queue."""
         self._messages: dict[str, Message] = {}
@@ -90,7 +98,7 @@ class Consumer:
         """Return whether the queue can be reached, and how many messages were run."""
         return SourceStatus(
             queue=self.source.queue, state=self._state, in_flight=len(self._messages), lag_s=self._lag_s,
-            completed=self.ended["completed"], left=self.ended["left"],
+            completed=self.ended["completed"], left=self.ended["left"], backlog=self._backlog,
             last_error=self._last_error, last_error_at=self._last_error_at,
         )  # fmt: skip
 
@@ -140,6 +148,7 @@ class Consumer:
                     self._accept(message)
                 self._note_received(messages)
                 retry_s = RETRY_S
+                await self._look_behind(room, len(messages))
             except Exception as error:  # noqa: BLE001  whatever it is, the function's log has it
                 self._note_failure(_text_of(error))
                 await asyncio.sleep(retry_s)
@@ -151,6 +160,23 @@ class Consumer:
         # A message that is delivered again says nothing of the queue.
         if waited_s or not messages:
             self._lag_s = round(max([0.0, *waited_s[-1:]]), 3)
+
+    async def _look_behind(self, room: int, received: int) -> None:
+        """Ask how many messages wait if the queue gave as many as it was asked for, and say so."""
+        if not received:
+            self._backlog = 0
+        now_s = time.monotonic()
+        if received < min(room, BATCH) or now_s < self._look_at_s:
+            return
+        self._look_at_s = now_s + BACKLOG_S
+        try:
+            self._backlog = await self._queue.depth()
+        except BusFailed as error:
+            # The credentials may suffice for all else.
+            self._look_at_s = now_s + BACKLOG_RETRY_S
+            self._log(f"the number of waiting messages is not known: {error}")
+            return
+        self._on_backlog(len(self._messages) + min(self._backlog, max(0, self._room())))
 
     def _note_failure(self, text: str) -> None:
         # An error that repeats is logged only once.

@@ -24,12 +24,15 @@ class Sources:
     """The consumers of all live functions. `log(function, text)` writes a line to a function's log."""
 
     def __init__(
-        self, jobs: Jobs, tasks: BackgroundTasks, log: Callable[[str, str], None], *, drain_s: float
-    ) -> None:
+        self, jobs: Jobs, tasks: BackgroundTasks, log: Callable[[str, str], None], *, drain_s: float,
+        on_backlog: Callable[[str, int], None] = lambda _function, _messages: None,
+    ) -> None:  # fmt: skip
+        """`on_backlog` is called with a function and the number of messages that wait for it in a queue."""
         self._jobs = jobs
         self._tasks = tasks
         self._log = log
         self._drain_s = drain_s
+        self._on_backlog = on_backlog
         self._consumers: dict[str, list[Consumer]] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -47,7 +50,8 @@ class Sources:
                 consumer.update(settings)
             else:
                 queue, log = MessageQueue(source), partial(self._log_source, name, source.queue_name)
-                consumer = Consumer(settings, source, self._jobs, queue, open_sink(source), log)
+                told = partial(self._on_backlog, name)
+                consumer = Consumer(settings, source, self._jobs, queue, open_sink(source), log, told)
                 consumer.start(self._tasks)
             consumers.append(consumer)
         if consumers:
@@ -72,6 +76,7 @@ class Sources:
         held: Counter[tuple[str, ...]] = Counter()
         connected: dict[tuple[str, ...], float] = {}
         lags: dict[tuple[str, ...], float] = {}
+        backlogs: dict[tuple[str, ...], float] = {}
         for name, consumers in self._consumers.items():
             for consumer in consumers:
                 status, key = consumer.status(), (name, consumer.source.queue_name)
@@ -80,6 +85,8 @@ class Sources:
                 connected[key] = status.state == "connected"
                 if status.lag_s is not None:
                     lags[key] = status.lag_s
+                if status.backlog is not None:
+                    backlogs[key] = status.backlog
         of_source = ("function", "source")
         return [
             Reading(
@@ -88,6 +95,7 @@ class Sources:
             ),
             Reading("source_messages_in_flight", "Messages that run as jobs.", held, of_source),
             Reading("source_connected", "1 if the latest request for messages was answered.", connected, of_source),
+            Reading("source_backlog", "Messages that waited in a queue when it was asked last.", backlogs, of_source),
             Reading("source_lag_seconds", "How long the latest message had waited in its queue.", lags, of_source),
         ]  # fmt: skip
 

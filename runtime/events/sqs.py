@@ -17,6 +17,7 @@ POLL_S = 20
 BATCH = 10
 """The most messages that SQS allows in one request."""
 _COUNT, _GROUP, _SENT = "ApproximateReceiveCount", "MessageGroupId", "SentTimestamp"
+_DEPTH = "ApproximateNumberOfMessages"
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,13 @@ class MessageQueue(AwsClient):
             return [_message(raw, fifo=self._url.endswith(".fifo")) for raw in response.get("Messages", ())]
 
         return await self.call(poll, self._release_abandoned)
+
+    async def depth(self) -> int:
+        """Return about how many messages wait to be received."""
+        request = {"QueueUrl": self._url, "AttributeNames": [_DEPTH]}
+        return await self.call(
+            lambda client: int(client.get_queue_attributes(**request)["Attributes"][_DEPTH])
+        )
 
     async def extend(self, messages: Sequence[Message]) -> Sequence[str]:
         """Hide messages for another visibility timeout. Return the ids of those for which this failed."""

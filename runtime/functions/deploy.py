@@ -55,6 +55,8 @@ class Deployment:
     install: bool = False
     check: bool = True
     standalone: bool = False
+    owner: str = ""
+    """The id of the API key that deploys it; "" without a key."""
     authorize: Callable[[str], None] | None = None
     """Called with the function's name. It raises Forbidden if the caller may not deploy that function."""
 
@@ -82,7 +84,9 @@ def prepare(
         cog = cog_yaml(folder, settings.handler)
         settings = settings.model_copy(update={"env": cog.env() | dict(settings.env)})
         if request.authorize is not None:
-            request.authorize(settings.name)
+            # Whoever names an upstream function learns when that is called.
+            for name in (settings.name, *settings.after):
+                request.authorize(name)
         if settings.image.unbuilt:
             raise _unbuilt(settings)
         if settings.source and not is_installed("boto3"):
@@ -101,7 +105,7 @@ def prepare(
         origins = {f"env.{variable}": COG_YAML for variable in cog.env()}
         origins |= setting_origins(folder, overrides=request.overrides)
         undo.pop_all()
-    return staged, fields.model_copy(update={"setting_origins": origins})
+    return staged, fields.model_copy(update={"setting_origins": origins, "deployed_by": request.owner})
 
 
 def _fields(

@@ -15,6 +15,7 @@ from pydantic import BaseModel
 
 from ...snapshot.sources.location import shown
 from ..scaling.autoscaler import WINDOW_S, ScaleSpec
+from ..scaling.budget import BudgetSpec, BudgetState
 from ..scaling.rung_figures import HoldingPrices
 from ..serving.dispatcher import Policy
 from ..serving.idle_ladder import PLANNED, LadderSpec
@@ -59,6 +60,16 @@ class LastError(BaseModel, frozen=True):
     text: str
 
 
+class BudgetUse(BaseModel, frozen=True):
+    """How much of its day's budget a function has used. A limit that is None does not apply."""
+
+    state: BudgetState
+    money: float
+    money_per_day: float | None
+    worker_s: float
+    seconds_per_day: float | None
+
+
 class SourceStatus(BaseModel, frozen=True):
     """How an event source of a function does. Counts are those since the gateway started the source."""
 
@@ -70,6 +81,8 @@ class SourceStatus(BaseModel, frozen=True):
     """Messages that were left to the queue, because their job failed or their output could not be sent."""
     lag_s: float | None
     """How long the latest message had waited when it was received first; 0 if the queue was empty after it."""
+    backlog: int | None = None
+    """About how many messages waited when the queue was asked last: when one request did not return all of them."""
     last_error: str
     last_error_at: datetime | None
 
@@ -113,6 +126,8 @@ class FunctionStatus(BaseModel, frozen=True):
     last_cold_start_phases_ms: dict[str, float]
     latency_curve: list[tuple[float, float]] = []
     """Batch sizes, and the median seconds that such a batch takes."""
+    budget: BudgetUse | None = None
+    """None if it has no budget."""
     warnings: list[str]
     last_errors: list[LastError] = []
     sources: list[SourceStatus] = []
@@ -181,6 +196,29 @@ class Live:
         """Return True if the zygote took at most so long to import and build the handler."""
         return bool(self.record.handler.get("build_s", math.inf) <= seconds)
 
+    @property
+    def on_device(self) -> bool:
+        """True if its workers hold a GPU."""
+        return any(replica.device.startswith("cuda") for replica in self.revision.pool.replicas)
+
+    def open_account(self) -> None:
+        """Let the function's budget be that of this revision, which is live now."""
+        budget = self.record.settings.budget
+        spec = BudgetSpec(budget.money_per_day, budget.seconds_per_day, budget.warn_at)
+        self.revision.history.account.open(spec, self.record.deployed_by)
+
+    def budget(self) -> BudgetUse | None:
+        """Return how much of the budget is used today; None if there is none."""
+        account = self.revision.history.account
+        limits = account.budget
+        if not account.limited:
+            return None
+        account.check()
+        return BudgetUse(
+            state=account.state, money=account.spent.money, money_per_day=limits.money_per_day,
+            worker_s=account.spent.seconds, seconds_per_day=limits.seconds_per_day,
+        )  # fmt: skip
+
     def note_rest(self, held_mb: float) -> None:
         """Remember how much memory the zygote and the standby hold, which `status` shows."""
         self._rest_mb = held_mb
@@ -232,6 +270,8 @@ class Live:
         """Return the status of the function. It shows `processes` if these were measured."""
         record, census, cold = self.record, self.revision.census(), self._last_cold
         facts, settings = record.handler, record.settings
+        budget, account = self.budget(), self.revision.history.account
+        warnings = [*self.warnings, *([account.describe()] if account.scarce else [])]
         snapshot, step = snapshot_of(record), self.revision.history.ladder.next_step
         if record.snapshot_url:
             settings = settings.model_copy(update={"snapshot": snapshot})
@@ -247,7 +287,7 @@ class Live:
             last_cold_start_phases_ms=self.last_cold_phases_ms(),
             schedules=self.schedules(datetime.now(UTC)),
             latency_curve=[(point.size, point.p50_s) for point in self.revision.dispatcher.learned],
-            warnings=self.warnings, settings=settings, setting_origins=record.setting_origins, processes=processes or [],
+            budget=budget, warnings=warnings, settings=settings, setting_origins=record.setting_origins, processes=processes or [],
             **{key: facts.get(key, missing) for key, missing in _FACTS.items()},
         )  # fmt: skip
 

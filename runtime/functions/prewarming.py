@@ -217,7 +217,7 @@ class Prewarming:
             return
         revision, for_s = live.revision, until_s - time.monotonic()
         if not revision.pool.ready and not revision.pool.starting:
-            revision.history.decisions.note("expect", cause, probability=probability, for_s=for_s)
+            revision.history.decisions.note("expect", cause, probability_share=probability, for_s=for_s)
         revision.warm(1, cause, for_s)
 
     def _find(self, name: str) -> Live | None:

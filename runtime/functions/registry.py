@@ -113,6 +113,11 @@ class Functions:
         """Return the census of each function's live revision, by the function's name."""
         return {name: live.revision.census() for name, live in self._live.items()}
 
+    def expect(self, name: str, invocations: int) -> None:
+        """Start workers for the messages that wait for a function, unless that is gone or the gateway shuts down."""
+        with contextlib.suppress(GatewayError, UnknownFunction):
+            self.get(name).revision.expect(invocations, "backlog")
+
     def note_cold(self, name: str, timeline: Timeline) -> None:
         """Remember a function's latest cold start for its status, unless the function was deleted."""
         if (live := self._live.get(name)) is not None:
@@ -340,7 +345,8 @@ class Functions:
             live.revision.scale()
 
     def _adopt(self, live: Live) -> asyncio.Task[None]:
-        """Let the function's ladder move this revision from now on. Return the task that plans its idle period."""
+        """Let the function's ladder move this revision from now on, within its budget. Return the task that plans its idle period."""
+        live.open_account()
         ladder, build_s = live.revision.history.ladder, float(live.record.handler.get("build_s", 0.0))
         return ladder.adopt(live.revision, ladder_spec_of(live.record, self.prices), build_s, self.tasks)
 

@@ -1,25 +1,34 @@
-"""Limits what functions hold at rest: the zygotes and standbys that wait for their next request.
+"""Limits what idle functions hold: zygotes and standbys that wait for their next request, and idle workers.
 
-A function that is not in use loses its zygote and its standby, and its next cold start makes them again:
+A function that is not in use is moved down its ladder, and its next cold start pays for that:
 
 - if it is light, which means that its zygote was ready within LIGHT_S, and was not called for UNUSED_S after
-  its deploy. After a start of the gateway, a light function has neither until it is called.
-- if all functions together hold more than the limit: the function that was least recently used, and so on.
+  its deploy, it loses its zygote. After a start of the gateway, a light function has none until it is called.
+- if all zygotes together hold more than the limit, those go whose callers lose least for the bytes they free.
+- if the machine or the gateway's cgroup is short of memory, idle workers go in the same order (scaling/eviction.py).
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import psutil
 
 from ...machine import memory_bytes
-from ..launching.launcher import Launcher
+from ..launching.launcher import Child, Launcher
+from ..scaling.eviction import StepDown, steps_down
+from ..serving.replica import ReplicaState
 from ..serving.revision import Revision
 from ..telemetry.background import BackgroundTasks
+from ..telemetry.usage import RungName
 from .live import Live, memory_of
+from .memory_pressure import MemoryPressure
 
 LIGHT_S = 0.25
 UNUSED_S = 300.0
@@ -27,6 +36,8 @@ UNUSED_S = 300.0
 # has been forked. While the limit is exceeded, it is measured again after RECHECK_S.
 SETTLE_S = 5.0
 RECHECK_S = 30.0
+# While memory is short, processes that were told to end get so long before others have to.
+RELIEF_S = 1.0
 # Without a limit in the settings, functions at rest may hold this share of the machine's memory.
 SHARE = 1 / 8
 _MIB = 1 << 20
@@ -47,21 +58,10 @@ class RestStats:
     """When its revision became live."""
 
 
-def functions_to_rest(
-    stats: Iterable[RestStats], shared_mb: float, limit_mb: float, now_s: float
-) -> list[str]:
-    """Return the functions that should lose their zygotes. `shared_mb` is held for all functions together."""
-    stats = list(stats)
+def never_used(stats: Iterable[RestStats], now_s: float) -> list[str]:
+    """Return the light functions that should lose their zygotes because nobody called them after their deploy."""
     unused = [one for one in stats if one.light and not one.used_s and now_s - one.since_s >= UNUSED_S]
-    chosen = {one.name: one for one in unused if one.idle and one.held_mb}
-    left_mb = shared_mb + sum(one.held_mb for one in stats if one.name not in chosen)
-    for one in sorted(stats, key=lambda one: (one.used_s, one.since_s)):
-        if left_mb <= limit_mb:
-            break
-        if one.idle and one.held_mb and one.name not in chosen:
-            chosen[one.name] = one
-            left_mb -= one.held_mb
-    return list(chosen)
+    return [one.name for one in unused if one.idle and one.held_mb]
 
 
 def next_check_s(stats: Iterable[RestStats], now_s: float) -> float | None:
@@ -69,6 +69,13 @@ def next_check_s(stats: Iterable[RestStats], now_s: float) -> float | None:
     waits = [one.since_s + UNUSED_S - now_s for one in stats if one.light and not one.used_s and one.held_mb]
     # One that is due but in use is checked like an exceeded limit.
     return min((max(SETTLE_S, wait_s) if wait_s > 0 else RECHECK_S for wait_s in waits), default=None)
+
+
+class Descent(NamedTuple):
+    """A step down that a function could take to free memory."""
+
+    rung: RungName
+    step: StepDown
 
 
 class Rest:
@@ -85,6 +92,8 @@ class Rest:
         self._timer: asyncio.TimerHandle | None = None
         self._check_at_s = math.inf
         self._checking = False
+        self._pressure = MemoryPressure(self._start_relief)
+        self._relieving = asyncio.Lock()
         # By function: its processes when they were measured, and the MiB that they held.
         self._measured: dict[str, tuple[list[int], float]] = {}
 
@@ -93,6 +102,10 @@ class Rest:
         self._check_in(SETTLE_S)
 
     def close(self) -> None:
+        self._pressure.close()
+        self._cancel_timer()
+
+    def _cancel_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
 
@@ -100,7 +113,7 @@ class Rest:
         at_s = time.monotonic() + delay_s
         if self._checking or at_s >= self._check_at_s:
             return
-        self.close()
+        self._cancel_timer()
         self._check_at_s = at_s
         self._timer = self._loop.call_later(delay_s, self._start_check)
 
@@ -123,33 +136,147 @@ class Rest:
         stats = [await self._measure(live) for live in self._functions()]
         self._measured = {one.name: self._measured[one.name] for one in stats}
         now_s = time.monotonic()
-        resting = set(functions_to_rest(stats, shared_mb, self._limit_mb, now_s))
+        unused = set(never_used(stats, now_s))
         for live in self._functions():
             # It may have been called during the measurement.
-            if live.record.function in resting and _idle(live.revision):
+            if live.record.function in unused and _idle(live.revision):
                 live.revision.pool.zygote.rest()
-                live.note_rest(0.0)
-                live.logs.write("gateway", "the zygote ended to save memory; the next call launches it again")
-        if shared_mb + sum(one.held_mb for one in stats) > self._limit_mb:
+                _note_rested(live)
+        await self._relieve()
+        held_mb = shared_mb + sum(one.held_mb for one in stats)
+        over_mb = held_mb - self._limit_mb - sum(one.held_mb for one in stats if one.name in unused)
+        if over_mb > 0:
+            self._free(over_mb * _MIB, "rest_mb", {})
+        if held_mb > self._limit_mb:
             self._launcher.end_unused()
             return RECHECK_S
-        return next_check_s([one for one in stats if one.name not in resting], now_s)
+        return next_check_s([one for one in stats if one.name not in unused], now_s)
 
     async def _measure(self, live: Live) -> RestStats:
-        name, pool = live.record.function, live.revision.pool
-        pids = pool.zygote.pids
-        if self._measured.get(name, ((), 0.0))[0] != pids:
-            self._measured[name] = pids, await asyncio.to_thread(_held_mb, pids)
+        """Measure the zygote and the standby, and the idle worker if there is one, unless that was done before."""
+        name, pool, ladder = live.record.function, live.revision.pool, live.revision.history.ladder
+        pids, workers = pool.zygote.pids, [replica.child.pid for replica in pool.idle()[:1]]
+        if self._measured.get(name, ((), 0.0))[0] != [*pids, *workers]:
+            held_mb = await asyncio.to_thread(_held_mb, pids)
+            self._measured[name] = [*pids, *workers], held_mb
+            if workers:
+                worker_mb = await asyncio.to_thread(_held_mb, workers)
+                ladder.note_held(RungName.READY, (held_mb + worker_mb) * _MIB)
+            elif pids and not pool.replicas:
+                ladder.note_held(RungName.ZYGOTE, held_mb * _MIB)
         held_mb = self._measured[name][1]
         live.note_rest(held_mb)
         return RestStats(
             name, held_mb, _idle(live.revision), live.builds_within(LIGHT_S), pool.used_s, live.since_s
         )
 
+    # -- giving memory back
+
+    def _start_relief(self) -> None:
+        self._tasks.create_task(self._relieve())
+
+    async def _relieve(self) -> None:
+        """Let idle functions step down while memory is short, as long as any can."""
+        async with self._relieving:
+            while (short := await asyncio.to_thread(self._pressure.short_bytes)) > 0:
+                spare = [live for live in self._functions() if _spare(live.revision)]
+                families = {live.record.function: _Family.of(live.revision) for live in spare}
+                private = await asyncio.to_thread(_private, families)
+                if not self._free(short, "pressure", private):
+                    return
+                self._launcher.end_unused()
+                if not (ending := list(self._ending())):
+                    self._loop.call_later(RELIEF_S, self._start_relief)
+                    return
+                until_s = time.monotonic() + RELIEF_S
+                for child in ending:
+                    await child.wait_gone(max(0.0, until_s - time.monotonic()))
+
+    def _ending(self) -> Iterator[Child]:
+        for live in self._functions():
+            for replica in live.revision.pool.replicas:
+                if replica.state is ReplicaState.DRAINING:
+                    yield replica.child
+
+    def _free(self, needed_bytes: float, cause: str, private: Mapping[str, float]) -> bool:
+        """Take the cheapest steps down that free so much. Return False if there were none.
+
+        `private` has the functions whose idle workers may end, and the bytes that these hold for themselves.
+        """
+        lives = {live.record.function: live for live in self._functions()}
+        descents = {name: list(_descents(live, private.get(name))) for name, live in lives.items()}
+        chosen = steps_down([[one.step for one in of] for of in descents.values()], needed_bytes)
+        for step in chosen:
+            live, rung = lives[step.name], descents[step.name].pop(0).rung
+            live.revision.history.ladder.evict(rung, cause, step)
+            if rung is RungName.LOCAL:
+                _note_rested(live)
+            else:
+                live.logs.write("gateway", "idle workers end because memory is short")
+        return bool(chosen)
+
+
+def _descents(live: Live, private_bytes: float | None) -> Iterator[Descent]:
+    """Yield the steps down that a function can take now, from its present rung on.
+
+    `private_bytes` are those of its workers, None if these must stay.
+    """
+    revision, upper = live.revision, live.revision.rung
+    spare = private_bytes is not None and _spare(revision)
+    if not (spare or (_idle(revision) and upper is RungName.ZYGOTE)):
+        return
+    for lower in revision.history.ladder.below(upper):
+        freed = private_bytes if upper is RungName.READY else None
+        yield Descent(lower, revision.history.ladder.step_down(live.record.function, upper, lower, freed))
+        upper = lower
+
+
+class _Family(NamedTuple):
+    """The processes of a function that has idle workers."""
+
+    zygote: int | None
+    workers: tuple[int, ...]
+
+    @classmethod
+    def of(cls, revision: Revision) -> _Family:
+        source = revision.pool.zygote.source
+        workers = tuple(replica.child.pid for replica in revision.pool.ready)
+        return cls(source.zygote_pid if source is not None else None, workers)
+
+
+def _private(families: Mapping[str, _Family]) -> dict[str, float]:
+    """Return about how many bytes the workers of each function hold for themselves. It is quick, unlike PSS."""
+    return {
+        name: float(sum(_anonymous(pid) - _anonymous(zygote) for pid in workers))
+        for name, (zygote, workers) in families.items()
+    }
+
+
+def _anonymous(pid: int | None) -> int:
+    """Return the bytes of a process that are of no file. Those of a fork that it has not changed count, too."""
+    with contextlib.suppress(psutil.Error):
+        if pid is not None:
+            memory = psutil.Process(pid).memory_info()
+            return int(memory.rss - memory.shared)
+    return 0
+
+
+def _note_rested(live: Live) -> None:
+    live.note_rest(0.0)
+    live.logs.write("gateway", "the zygote ended to save memory; the next call launches it again")
+
 
 def _idle(revision: Revision) -> bool:
     pool = revision.pool
     return not pool.replicas and not pool.starting and not len(revision.dispatcher.queue)
+
+
+def _spare(revision: Revision) -> bool:
+    """Return True if it has ready workers, nobody needs them, and neither settings nor a signal keep them."""
+    pool = revision.pool
+    calls = pool.in_flight or pool.starting or len(revision.dispatcher.queue)
+    kept = revision.policy.scale.min or revision.held_until_s is not None
+    return bool(pool.ready) and not calls and not kept
 
 
 def _held_mb(pids: list[int]) -> float:

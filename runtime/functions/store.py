@@ -54,6 +54,7 @@ class RevisionFields(BaseModel, frozen=True, extra="forbid"):
     requirements_digest: str
     handler: dict[str, Any] = Field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    deployed_by: str = Field("", description="The id of the API key that deployed it.")
 
     @model_validator(mode="before")
     @classmethod

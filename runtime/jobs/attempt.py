@@ -11,6 +11,7 @@ from functools import partial
 from typing import ParamSpec, TypeVar
 
 from ...errors import (
+    BudgetExhausted,
     Cancelled,
     DeadlineExceeded,
     GatewayError,
@@ -267,7 +268,7 @@ class JobAttempt:
         wire = error.to_wire()
         if (outcome := self._failure(error, wire)) is not None:
             await self._finish(outcome)
-        elif isinstance(error, (RevisionRetired, GatewayError)):
+        elif isinstance(error, (BudgetExhausted, RevisionRetired, GatewayError)):
             await self._requeue(wire, counted=False)
         elif not self.invocation.worker:
             # No worker could start. The job is delayed, since a worker may be able to start later.

@@ -15,7 +15,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
-from ...errors import CrashLoop, GatewayError, JobStoreFailed, QueueFull, RevisionRetired, UnknownFunction
+from ...errors import (
+    BudgetExhausted,
+    CrashLoop,
+    GatewayError,
+    JobStoreFailed,
+    QueueFull,
+    RevisionRetired,
+    UnknownFunction,
+)
 from ..functions.live import Live
 from ..telemetry.background import BackgroundTasks
 from .attempt import STORE_RETRY_S, JobAttempt
@@ -120,7 +128,7 @@ class JobDispatcher:
         except (UnknownFunction, GatewayError):
             # The function was deleted or the gateway shuts down. If it is live again, `wake` is called.
             return None
-        except CrashLoop as error:
+        except (BudgetExhausted, CrashLoop) as error:
             return max(FULL_RETRY_S, float(error.details["retry_after_s"]))
         except (QueueFull, RevisionRetired):
             return FULL_RETRY_S

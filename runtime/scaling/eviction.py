@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -41,6 +42,29 @@ class Gaps:
 
 def cheapest_step(idle: Iterable[StepDown]) -> StepDown | None:
     """Return the function whose step down costs the callers least waiting for each byte freed; None without any."""
-    return min(
-        idle, key=lambda one: one.gaps.rate(one.idle_s) * one.extra_wake_s / one.freed_bytes, default=None
-    )
+    return min(idle, key=waiting_per_byte, default=None)
+
+
+def waiting_per_byte(step: StepDown) -> float:
+    """Return how many seconds a second the callers will wait longer, for each byte that a step frees."""
+    return step.gaps.rate(step.idle_s) * step.extra_wake_s / step.freed_bytes
+
+
+def steps_down(ladders: Iterable[Sequence[StepDown]], needed_bytes: float) -> list[StepDown]:
+    """Return the cheapest steps that free `needed_bytes` together, in the order in which to take them.
+
+    Each of `ladders` has the steps of one function, from its present rung down. If all steps together free less,
+    all are returned.
+    """
+    offered = [
+        (waiting_per_byte(steps[0]), number, steps, 0) for number, steps in enumerate(ladders) if steps
+    ]
+    heapq.heapify(offered)
+    taken = list[StepDown]()
+    while needed_bytes > 0 and offered:
+        _, number, steps, place = heapq.heappop(offered)
+        taken.append(steps[place])
+        needed_bytes -= steps[place].freed_bytes
+        if (place := place + 1) < len(steps):
+            heapq.heappush(offered, (waiting_per_byte(steps[place]), number, steps, place))
+    return taken

@@ -41,11 +41,26 @@ class Demand:
         recent = self._need.peak(now_s, spec.scale_down_s)
         return autoscaler.Stats(queued, in_flight, starting, ready, idle_since_s, prewarm, load, *recent)
 
+    def ahead(self, spec: autoscaler.ScaleSpec, invocations: int, now_s: float) -> int:
+        """Return how many workers are wanted for so many invocations, which run already or are about to come."""
+        pool, in_flight = self._pool, self._pool.in_flight
+        queued, wake_s = (
+            max(len(self._dispatcher.queue), invocations - in_flight),
+            self._dispatcher.activation_s,
+        )
+        starting, load = pool.starting, None
+        if (work_s := self._dispatcher.work_s(queued)) is not None:
+            started_s = pool.started_s(now_s, wake_s) if starting else 0.0
+            load = autoscaler.Load(work_s, wake_s, started_s, stuck=0.0, lasting=0.0)
+        return autoscaler.wanted(
+            spec, autoscaler.Stats(queued, in_flight, starting, len(pool.ready), load=load)
+        )
+
     def _predict(self, queued: int, starting: int, now_s: float) -> autoscaler.Load | None:
         """Return what the load will take; None while it is not known how long invocations take."""
         pool, wake_s, queue = self._pool, self._dispatcher.activation_s, self._dispatcher.queue
         lasting = self._load.note(now_s, pool.load_s(now_s), queued, queue.admitted, queue.emptied)
-        if (work_s := self._dispatcher.work_s()) is None:
+        if (work_s := self._dispatcher.work_s(queued)) is None:
             return None
         started_s = pool.started_s(now_s, wake_s) if starting else 0.0
         load = autoscaler.Load(work_s, wake_s, started_s, 0.0, lasting)

@@ -82,11 +82,18 @@ class Dispatcher:
         self.activation_s = 0.0
         """The mean time of an activation; 0 until one is known."""
         self._closed = False
+        self._refusal: Callable[[], PilotflameError] | None = None
 
     def configure(self, policy: Policy) -> None:
         self._policy = policy
         limits = {"max_queue": policy.settings.max_queue, "max_bytes": policy.settings.max_queue_bytes}
         self.queue.configure(max_batch=policy.max_batch, **limits)
+
+    def bar(self, refusal: Callable[[], PilotflameError] | None) -> None:
+        """Refuse what no worker is free for with the error that `refusal` returns, until this is called with None."""
+        self._refusal = refusal
+        if refusal is not None:
+            self.fail_queued(refusal())
 
     def close(self) -> None:
         """Send nothing more. Fail the waiting invocations, and later those that exiting workers give back."""
@@ -101,7 +108,7 @@ class Dispatcher:
     def submit(self, invocation: Invocation) -> bool:
         """Send an invocation to a free worker and return True, or queue it and return False.
 
-        Raise RevisionRetired after `close`. Raise QueueFull or Overloaded if the queue refuses it.
+        Raise RevisionRetired after `close`, and the error of `bar`. Raise QueueFull or Overloaded if the queue refuses it.
         """
         if self._closed:
             raise self.retired()
@@ -110,6 +117,8 @@ class Dispatcher:
             self._deadlines.set(invocation, invocation.deadline_s, now_s)
             self._send(replica, [invocation], now_s)
             return True
+        if self._refusal is not None:
+            raise self._refusal()
         invocation.mark_queued(cold=not self._pool.ready)
         self.queue.admit(invocation, now_s, self._slots(now_s))
         self._deadlines.set(invocation, min(invocation.deadline_s, invocation.hold_until_s), now_s)
@@ -133,8 +142,8 @@ class Dispatcher:
         """The latency curve of the present workers, or else the stored one."""
         return self.queue.curve if self.queue.curve.points else self._stored
 
-    def work_s(self) -> float | None:
-        """Return how long one worker would take for all waiting invocations; None if that is unknown."""
+    def work_s(self, waiting: int) -> float | None:
+        """Return how long one worker would take for so many waiting invocations; None if that is unknown."""
         curve, most = self._curve, self.queue.max_batch
         if not curve.points:
             return None
@@ -142,8 +151,8 @@ class Dispatcher:
         at_once = min(slots) if slots else self._at_once
         if most == 1 and self._each_s:
             # The curve has the way to the worker too, which takes long while many are sent.
-            return len(self.queue) * self._each_s / at_once
-        full, rest = divmod(len(self.queue), most)
+            return waiting * self._each_s / at_once
+        full, rest = divmod(waiting, most)
         return (full * curve.typical(most) + (curve.typical(rest) if rest else 0.0)) / at_once
 
     def longest_s(self) -> float:
@@ -162,6 +171,9 @@ class Dispatcher:
         invocation.mark_requeued()
         if self._closed:
             self._fail(invocation, self.retired())
+            return
+        if self._refusal is not None:
+            self._fail(invocation, self._refusal())
             return
         now_s = time.monotonic()
         self._deadlines.set(invocation, deadlines.limit_s(invocation, now_s), now_s)

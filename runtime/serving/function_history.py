@@ -24,6 +24,7 @@ from ..scaling.rung_figures import RungFigures
 from ..telemetry.decisions import Decisions
 from ..telemetry.load_history import Arrivals, LoadSeries
 from ..telemetry.usage import RungName
+from .account import Account
 from .idle_ladder import IdleLadder, NodeHabits
 from .prewarms import Prewarms
 
@@ -65,6 +66,7 @@ class FunctionHistory:
     """What is remembered of a function when a revision of it ends, for the next one."""
 
     ladder: IdleLadder
+    account: Account
     decisions: Decisions = field(default_factory=Decisions)
     load: LoadSeries = field(default_factory=LoadSeries)
     arrivals: Arrivals = field(default_factory=Arrivals)
@@ -75,34 +77,40 @@ class FunctionHistory:
 
     @classmethod
     def new(
-        cls, habits: NodeHabits | None = None, on_change: Callable[[], None] = lambda: None
+        cls, account: Account, habits: NodeHabits | None = None, on_change: Callable[[], None] = lambda: None
     ) -> FunctionHistory:
         """Return the history of a function of which nothing is known."""
         decisions = Decisions()
-        return cls(IdleLadder(decisions, habits, on_change), decisions)
+        return cls(IdleLadder(decisions, habits, on_change), account, decisions)
 
 
 class FunctionHistories:
     """The histories of all functions, in memory and in a folder. Writes it once a minute at most, and in `close`."""
 
-    def __init__(self, folder: Path, tasks: asyncio.TaskGroup, habits: NodeHabits) -> None:
-        self._folder, self._tasks, self._habits = folder, tasks, habits
+    def __init__(
+        self, folder: Path, tasks: asyncio.TaskGroup, habits: NodeHabits, accounts: Callable[[str], Account]
+    ) -> None:
+        """`accounts` returns the account of a function."""
+        self._folder, self._tasks, self._habits, self._accounts = folder, tasks, habits, accounts
         self._histories: dict[str, FunctionHistory] = {}
         self._changed: set[str] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._writing = asyncio.Lock()
 
     @classmethod
-    async def open(cls, folder: Path, tasks: asyncio.TaskGroup) -> FunctionHistories:
+    async def open(
+        cls, folder: Path, tasks: asyncio.TaskGroup, accounts: Callable[[str], Account]
+    ) -> FunctionHistories:
         """Return the histories in a folder, which need not exist yet."""
-        return cls(folder, tasks, NodeHabits(await asyncio.to_thread(_read_prior, folder / NODE_FILE)))
+        habits = NodeHabits(await asyncio.to_thread(_read_prior, folder / NODE_FILE))
+        return cls(folder, tasks, habits, accounts)
 
     async def of(self, name: str) -> FunctionHistory:
         """Return the history of a function: what is in memory, else what is stored. The caller holds its lock."""
         if (known := self._histories.get(name)) is not None:
             return known
         stored = await asyncio.to_thread(_read, self._file(name))
-        history = FunctionHistory.new(self._habits, lambda: self._note_change(name))
+        history = FunctionHistory.new(self._accounts(name), self._habits, lambda: self._note_change(name))
         _restore(history.ladder, stored)
         self._histories[name] = history
         return history

@@ -240,11 +240,21 @@ class IdleLadder:
         saved = costs.penalties[lower] - costs.penalties[0]
         return ClimbCost(costs.holds[0] - costs.holds[lower], saved, costs.wakes[lower])
 
-    def step_down(self, name: str, upper: RungName, lower: RungName) -> StepDown:
-        """Return what it would cost and free to give up `upper` now, for `eviction.cheapest_step`."""
+    def below(self, rung: RungName) -> tuple[RungName, ...]:
+        """Return the rungs below `rung`, from the highest down. A zygote that is no rung goes with its worker."""
+        rungs = self._spec.rungs
+        return rungs[rungs.index(rung) + 1 :] if rung in rungs else (RungName.LOCAL,)
+
+    def step_down(
+        self, name: str, upper: RungName, lower: RungName, freed_bytes: float | None = None
+    ) -> StepDown:
+        """Return what it would cost and free to give up `upper` now, for `eviction.cheapest_step`.
+
+        It frees what was measured of the rungs, unless the caller knows better.
+        """
         idle = self.idle_for_s()
         wake_s = self.figures.wake(lower) - self.figures.wake(upper)
-        freed = self.figures.held(upper) - self.figures.held(lower)
+        freed = self.figures.held(upper) - self.figures.held(lower) if freed_bytes is None else freed_bytes
         gaps = Gaps(self.history.idles)
         return StepDown(name, idle[0] if idle else 0.0, max(0.001, wake_s), max(1.0, freed), gaps)
 

@@ -13,6 +13,7 @@ from ..link.worker_spec import WEIGHTS_TIMEOUT_S, WorkerSpec
 from ..settings.function_settings import Scale
 from ..telemetry.logs import Log
 from ..telemetry.timeline import Activation
+from ..telemetry.usage import RungClock, RungName, Usage
 from .replica import START_TIMEOUT_S, Replica, ReplicaState, RevisionEvents
 from .zygote_supervisor import ZygoteSupervisor
 
@@ -35,13 +36,17 @@ class Pool:
         self.activations = 0
         self.used_s = 0.0
         """When a worker that had run invocations ended last; 0 if none has."""
-        self.zygote = ZygoteSupervisor(spec, scale, launcher, logs, tasks, lambda: self.in_flight > 0)
+        self._rung = RungClock(time.monotonic())
+        self.zygote = ZygoteSupervisor(
+            spec, scale, launcher, logs, tasks, lambda: self.in_flight > 0, self._note_rung
+        )
         self._spec, self._tasks, self._events, self._secrets = spec, tasks, events, secrets
         self._measure = measure
         # When the workers were asked for that are being forked.
         self._asked: list[float] = []
         self._last: Replica | None = None
         self._past_busy_s = self._past_ready_s = self._past_load_s = 0.0
+        self._past_held_s = 0.0
         self._past_completed = 0
         self._weights = weights if spec.source else None
         self._fetching: FetchProgress | None = None
@@ -78,6 +83,28 @@ class Pool:
             busy_s += replica.outstanding.total_busy_s(now_s)
             ready_s += now_s - replica.activation.ready_s if replica.activation.ready_s else 0.0
         return busy_s, ready_s
+
+    @property
+    def held_workers(self) -> int:
+        """The number of workers, also of those that are being forked."""
+        return len(self.replicas) + len(self._asked)
+
+    def usage(self, now_s: float) -> Usage:
+        """Return what all workers, dead ones included, and the zygote have used so far."""
+        busy_s, ready_s = self.worked_s(now_s)
+        held_s = self._past_held_s + sum(now_s - replica.activation.asked_s for replica in self.replicas)
+        occupied_s, zygote_s, local_s = (
+            self._rung.seconds(rung, now_s) for rung in (RungName.READY, RungName.ZYGOTE, RungName.LOCAL)
+        )
+        return Usage(
+            busy_s=busy_s, idle_s=ready_s - busy_s, starting_s=held_s - ready_s, occupied_s=occupied_s,
+            zygote_s=zygote_s, local_s=local_s, activations=self.activations, invocations=self.completed,
+        )  # fmt: skip
+
+    def _note_rung(self) -> None:
+        """Note that a worker or the zygote has come or gone."""
+        rest = RungName.LOCAL if self.zygote.source is None else RungName.ZYGOTE
+        self._rung.move(RungName.READY if self.replicas else rest, time.monotonic())
 
     def load_s(self, now_s: float) -> float:
         """Return the seconds of all invocations at workers so far, dead ones included, summed."""
@@ -157,6 +184,7 @@ class Pool:
         timeout_s = START_TIMEOUT_S + (WEIGHTS_TIMEOUT_S if self._weights is not None else 0.0)
         env = self._secrets()
         self.replicas.append(Replica(child, activation, self._events, env, timeout_s, measure=self._measure))
+        self._note_rung()
 
     def note_ready(self, replica: Replica) -> None:
         """Learn that a worker is ready. If it measured its latency curve, later workers do not measure."""
@@ -204,6 +232,14 @@ class Pool:
             for replica in busy[: count - len(idle)]:
                 replica.drain(None)
 
+    def stop_all(self) -> None:
+        """Drain all ready workers. Each finishes what it has begun, until the deadlines of its callers."""
+        now_s = time.monotonic()
+        for replica in self.ready:
+            calls = replica.outstanding.calls.values()
+            left_s = max((invocation.deadline_s for invocation in calls), default=now_s) - now_s
+            replica.drain(max(0.0, left_s) + STOP_TIMEOUT_S)
+
     def remove(self, replica: Replica) -> None:
         """Remove a dead worker from the replicas, and add its seconds to the sums."""
         self.replicas.remove(replica)
@@ -215,6 +251,8 @@ class Pool:
             self.used_s = time.monotonic()
         if replica.activation.ready_s:
             self._past_ready_s += time.monotonic() - replica.activation.ready_s
+        self._past_held_s += time.monotonic() - replica.activation.asked_s
+        self._note_rung()
         # Without workers, forking a standby disturbs no invocation, and the next activation may come soon.
         if not self.replicas:
             self.zygote.replenish()

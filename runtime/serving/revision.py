@@ -27,7 +27,7 @@ from ..telemetry.load_history import LoadState
 from ..telemetry.logs import RevisionLog
 from ..telemetry.metrics import Census
 from ..telemetry.timeline import WorkerTiming
-from ..telemetry.usage import RungName
+from ..telemetry.usage import RungName, Usage
 from .breaker import Breaker
 from .demand import Demand
 from .dispatcher import Dispatcher, Policy
@@ -50,6 +50,8 @@ FIRST_START_TIMEOUT_S = 900.0
 MIN_TEARDOWN_S = 2.0
 # Those who listen to the calls of a function hear of one in this time at most.
 BEAT_S = 0.5
+# For how long workers are held for invocations that are about to come.
+EXPECTED_S = 10.0
 # For how long the plan's prewarm holds a worker.
 PREDICTED_S = 1.0
 
@@ -88,6 +90,8 @@ class Revision(RevisionEvents):
         self._first_start: asyncio.Future[PilotflameError | None] = self._loop.create_future()
         self._unproven, self._proven = 1, False
         self._empty = asyncio.Event()
+        history.account.attach(self)
+        self.on_budget(changed=False)
 
     def configure(self, policy: Policy) -> None:
         self.policy, self.streaming = policy, policy.streaming
@@ -96,7 +100,7 @@ class Revision(RevisionEvents):
     # -- invocations
 
     def submit(self, invocation: Invocation) -> None:
-        """Send an invocation, or queue it. Raise QueueFull, Overloaded, CrashLoop or RevisionRetired."""
+        """Send an invocation, or queue it. Raise QueueFull, Overloaded, CrashLoop, BudgetExhausted or RevisionRetired."""
         if self.retiring:
             raise self.dispatcher.retired()
         if self.breaker.failures and self.breaker.open(now_s := time.monotonic()) and not self.pool.ready:
@@ -193,6 +197,13 @@ class Revision(RevisionEvents):
         self.history.prewarms.holds.add(WarmHold(workers, time.monotonic() + for_s, cause))
         self.scale()
 
+    def expect(self, invocations: int, cause: str) -> None:
+        """Start the workers that so many invocations need, which run already or are about to come."""
+        now_s = time.monotonic()
+        workers = self._demand.ahead(self._scale_spec(now_s), invocations, now_s)
+        if workers > len(self.pool.ready) + self.pool.starting:
+            self.warm(workers, cause, EXPECTED_S)
+
     async def wait_ready(self, workers: int, timeout_s: float) -> None:
         """Wait until `workers` are ready. Raise ActivationTimeout, or the error of a start that fails meanwhile."""
         now_s = time.monotonic()
@@ -276,6 +287,7 @@ class Revision(RevisionEvents):
                     self.history.ladder.note_start(self.rung)
                 self.pool.start(workers, signal)
                 self._note("start", signal or LOAD, stats, workers=workers)
+        self.history.account.check()
 
     def _scale_at(self, when_s: float, now_s: float) -> None:
         """Set the timer for scaling to `when_s`, unless it is set to an earlier time."""
@@ -315,7 +327,12 @@ class Revision(RevisionEvents):
         return spec
 
     def _allowed(self, start: int, now_s: float) -> int:
-        """Return how many of `start` workers may be started: after a failed start, one at a time."""
+        """Return how many of `start` workers may be started: after a failed start, one at a time.
+
+        When the budget of the day is used up, it is none.
+        """
+        if self.history.account.exhausted:
+            return 0
         if not self.breaker.failures or self.pool.ready:
             return start
         return 0 if self.breaker.open(now_s) or self.pool.starting else min(1, start)
@@ -330,6 +347,7 @@ class Revision(RevisionEvents):
         self._unproven = max(1, keep)
         self._demand.note_need(keep, time.monotonic())
         self.pool.start(self._unproven)
+        self.history.account.check()
         await asyncio.wait([self._first_start], timeout=FIRST_START_TIMEOUT_S)
         if not self._first_start.done():
             message = f"The first worker was not ready within {FIRST_START_TIMEOUT_S:.0f} s."
@@ -351,8 +369,9 @@ class Revision(RevisionEvents):
             self._first_start.set_result(None if self._proven else error)
 
     def reset(self) -> None:
-        """Try to start workers again at once, although the last starts failed."""
+        """Try to start workers again at once, although the last starts failed, or the budget was used up."""
         self.breaker.reset()
+        self.history.account.forgive()
         self.scale()
 
     async def retire(self, timeout_s: float) -> None:
@@ -371,6 +390,29 @@ class Revision(RevisionEvents):
             self._scale_timer.cancel()
         left_s = timeout_s - (time.monotonic() - started_s)
         await self.pool.close(max(left_s, min(timeout_s, MIN_TEARDOWN_S)))
+        self.history.account.detach(self)
+
+    # -- what it uses
+
+    @property
+    def held_workers(self) -> int:
+        return self.pool.held_workers
+
+    def usage(self, now_s: float) -> Usage:
+        return self.pool.usage(now_s)
+
+    def on_budget(self, *, changed: bool) -> None:
+        """If the budget is used up, let workers finish what they have begun, and refuse the rest."""
+        account = self.history.account
+        self.dispatcher.bar(account.refusal if account.exhausted else None)
+        if account.exhausted:
+            self.pool.stop_all()
+        if changed and not self.retiring:
+            spent = account.spent
+            figures = {"used_share": account.share, "money": spent.money, "worker_s": spent.seconds}
+            self.history.decisions.note("budget", account.state, **figures)
+            self._logs.write("gateway", account.describe(), "warning" if account.scarce else "info")
+            self.scale()
 
     # -- events
 
@@ -384,6 +426,8 @@ class Revision(RevisionEvents):
         self._readiness.note_ready(len(self.pool.ready))
         self._on_activation("ready")
         self.dispatcher.adopt(replica)
+        if self.history.account.exhausted:
+            self.pool.stop_all()
         self.scale()
 
     def on_end(

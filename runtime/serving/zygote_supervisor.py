@@ -37,12 +37,13 @@ class ZygoteSupervisor:
 
     def __init__(
         self, spec: WorkerSpec, scale: Scale, launcher: Launcher, logs: Log, tasks: asyncio.TaskGroup,
-        busy: Callable[[], bool],
+        busy: Callable[[], bool], on_change: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
-        """`busy` returns True while invocations run."""
+        """`busy` returns True while invocations run. `on_change` is called when the zygote has come or gone."""
         self.standby: Child | None = None
         self.standby_primed = False
         self._spec, self._launcher, self._logs, self._tasks, self._busy = spec, launcher, logs, tasks, busy
+        self._on_change = on_change
         # If it is not kept, the zygote is ended after the last worker.
         self._keep = scale.rest == "zygote"
         self._with_standby = self._keep and scale.standby
@@ -76,6 +77,7 @@ class ZygoteSupervisor:
                 source.close()
             self.check_open()
             self._source = source
+            self._on_change()
             return source
 
     @contextlib.asynccontextmanager
@@ -110,6 +112,7 @@ class ZygoteSupervisor:
 
     def _on_death(self) -> None:
         self._source = None
+        self._on_change()
         if self._closed or not self._keep:
             return
         if time.monotonic() - self._launched_s > STABLE_AFTER_S:
@@ -139,6 +142,7 @@ class ZygoteSupervisor:
             self._drop_standby()
             self._source.close()
             self._source = None
+            self._on_change()
 
     @property
     def pids(self) -> list[int]:

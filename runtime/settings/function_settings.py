@@ -207,6 +207,21 @@ class Cors(BaseModel, frozen=True, extra="forbid", strict=True):
     )
 
 
+class Budget(BaseModel, frozen=True, extra="forbid", strict=True):
+    """What a function may use in a day, which begins at 0:00 UTC. Without limits it may use what it needs."""
+
+    money_per_day: float | None = Field(
+        None,
+        gt=0,
+        le=1e9,
+        description="Money a day, at the gateway's prices; then no worker starts until the next day.",
+    )
+    seconds_per_day: float | None = Field(
+        None, gt=0, le=1e9, description="Seconds of workers a day; then no worker starts until the next day."
+    )
+    warn_at: float = Field(0.8, gt=0, le=1, description="The used share of a limit at which the log warns.")
+
+
 class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
     """All settings of a function; part of its immutable revision."""
 
@@ -243,6 +258,7 @@ class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
     scale: Scale = Field(default_factory=Scale, description="How many workers there are.")
     image: Image = Field(default_factory=Image, description="The container that it runs in, if any.")
     resources: Resources = Field(default_factory=Resources, description="What its workers may use.")
+    budget: Budget = Field(default_factory=Budget, description="What it may use in a day.")
     aliases: Annotated[tuple[Alias, ...], Strict(False), BeforeValidator(split_text)] = Field(
         (),
         max_length=100,

@@ -107,8 +107,8 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
     rest_mb: int | None = Field(
         None,
         ge=0,
-        description="MiB of memory that functions without workers may hold together; then the least"
-        " recently used keep no zygote. By default an eighth of the memory.",
+        description="MiB of memory that functions without workers may hold together; then those that"
+        " are missed least keep no zygote. By default an eighth of the memory.",
     )
     price_memory_gb_hour: float = Field(
         0.0108, ge=0, description="Money for a GB of memory held for an hour; weighed against waiting."

@@ -20,7 +20,7 @@ class DecisionRecord(NamedTuple):
     at: float
     """When it was made, in Unix seconds."""
     action: str
-    """What was done: "start", "stop", "prewarm", "step_down", "step_up", "evict" or "refuse"."""
+    """What was done: "start", "stop", "expect", "prewarm", "step_down", "step_up", "evict" or "refuse"."""
     cause: str
     """Why: the signal or the rule, as "load", "idle", "warmup" or "schedule"."""
     figures: Mapping[str, float]
@@ -54,7 +54,13 @@ class Decisions:
 # The causes that sentences name in other words.
 _CAUSES = {
     "warmup": "a call asked for it", "schedule": "the schedule asks for it", "plan": "the keep-alive policy",
-    "pressure": "memory is short", "budget": "the budget", "min": "scale.min",
+    "pressure": "memory is short", "budget": "the budget", "min": "scale.min", "predicted": "a call is expected",
+    "upstream": "the function that comes before it was called", "backlog": "messages wait in its queue",
+    "refused": "a caller could not wait for a start",
+}  # fmt: skip
+# The same for causes of which the first word is the kind of signal, and the rest says which one it was.
+_SIGNALS = {
+    "schedule": "the schedule {} asks for it", "upstream": "{} was called", "hook": "{} asked for it",
 }  # fmt: skip
 _RUNGS = {
     RungName.READY: "a ready worker", RungName.ZYGOTE: "a zygote alone", RungName.LOCAL: "files alone",
@@ -103,6 +109,9 @@ def _count(count: float, noun: str) -> str:
 
 
 def _reason(cause: str) -> str:
+    kind, _, which = cause.partition(" ")
+    if which and kind in _SIGNALS:
+        return _SIGNALS[kind].format(which)
     return _CAUSES.get(cause, cause.replace("_", " "))
 
 
@@ -165,6 +174,10 @@ def _prewarmed(decision: DecisionRecord, left: dict[str, float]) -> str:
     return f"{said}: it was ready for {seconds(left.pop('ready_s'))}" if "ready_s" in left else said
 
 
+def _expected(decision: DecisionRecord, left: dict[str, float]) -> str:
+    return f"expects a call, because {_reason(decision.cause)}"
+
+
 def _refused(decision: DecisionRecord, left: dict[str, float]) -> str:
     return f"started no worker, {_reason(decision.cause)}"
 
@@ -176,5 +189,5 @@ def _anything(decision: DecisionRecord, left: dict[str, float]) -> str:
 _FREED = (("freed_bytes", 1e6), ("held_mb", 1.0))
 _WORDS: dict[str, Callable[[DecisionRecord, dict[str, float]], str]] = {
     "start": _started, "stop": _stopped, "step_down": _moved, "step_up": _moved, "evict": _moved,
-    "rest": _rested, "refuse": _refused, "prewarm": _prewarmed,
+    "rest": _rested, "refuse": _refused, "prewarm": _prewarmed, "expect": _expected,
 }  # fmt: skip

@@ -26,6 +26,8 @@ FETCH = "fetch"
 # Matches the value of the `traceparent` header, as W3C Trace Context defines it.
 TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-[\x21-\x7e]{0,256})?")
 PHASES = ("queue", "fork", "restore", "dispatch", "link", "wait", "exec", "respond")
+# The first of these are those in which the invocation waits for a worker.
+WAITING_PHASES = 4
 WARM_PHASES = ("queue", "link", "wait", "exec", "respond")
 _WARM = ", ".join(f"{name};dur=%.3f" for name in (*WARM_PHASES, "total"))
 

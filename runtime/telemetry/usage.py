@@ -1,8 +1,17 @@
-"""Names the rungs on which a gateway can hold a function, from the warmest down."""
+"""Defines what a function uses: seconds on each rung, memory, disk and devices over time, and their price.
+
+The rungs are those on which a gateway can hold a function, from the warmest down.
+"""
 
 from __future__ import annotations
 
 import enum
+import operator
+from dataclasses import dataclass, fields
+from typing import Self
+
+HOUR_S = 3600.0
+GB = 1e9
 
 
 class RungName(enum.StrEnum):
@@ -16,3 +25,121 @@ class RungName(enum.StrEnum):
     """Only files: the code and, if it has any, the weights."""
     REMOTE = "remote"
     """Only the code: the weights must be fetched."""
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Figures of one function over some time. All of them can be added up."""
+
+    busy_s: float = 0.0
+    """Seconds in which ready workers had work, summed over the workers."""
+    idle_s: float = 0.0
+    """Seconds in which ready workers had no work, summed over the workers."""
+    starting_s: float = 0.0
+    """Seconds from asking for a worker until it was ready or had failed, summed over the workers."""
+    occupied_s: float = 0.0
+    """Seconds in which there was at least one worker."""
+    zygote_s: float = 0.0
+    """Seconds in which there was no worker, but a zygote."""
+    local_s: float = 0.0
+    """Seconds in which there were only files."""
+    device_s: float = 0.0
+    """Seconds in which workers held a GPU, summed over the workers: each counts as a whole GPU."""
+    activations: float = 0.0
+    """Starts of workers."""
+    memory_gb_s: float = 0.0
+    """Memory of workers, zygote and standby (PSS), times the seconds for which they held it."""
+    disk_gb_s: float = 0.0
+    """Size of the stored revisions, times the seconds for which they were there."""
+    cost: float = 0.0
+    """What memory, disk and devices cost, at the prices of that time."""
+    always_on_cost: float = 0.0
+    """What it had cost if one worker had been ready all the time, and the others as they were."""
+    invocations: float = 0.0
+    """Invocations that workers have answered, those of jobs included."""
+    cold_starts: float = 0.0
+    """Callers who waited for the start of a worker. Jobs are not counted here."""
+    waiting_s: float = 0.0
+    """Seconds for which these waited."""
+
+    def __add__(self, other: Self) -> Self:
+        return type(self)(*map(operator.add, _figures(self), _figures(other)))
+
+    def __sub__(self, other: Self) -> Self:
+        return type(self)(*map(operator.sub, _figures(self), _figures(other)))
+
+    @property
+    def worker_s(self) -> float:
+        """Seconds of workers, from asking for each until it has ended."""
+        return self.busy_s + self.idle_s + self.starting_s
+
+    @property
+    def deployed_s(self) -> float:
+        return self.occupied_s + self.zygote_s + self.local_s
+
+
+FIGURES = tuple(field.name for field in fields(Usage))
+_figures = operator.attrgetter(*FIGURES)
+
+
+@dataclass(frozen=True, slots=True)
+class Prices:
+    """What holding something for an hour costs, in money of any currency."""
+
+    memory_gb_hour: float = 0.0
+    disk_gb_hour: float = 0.0
+    device_hour: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Holding:
+    """How much a function holds on this node, as it was measured last."""
+
+    worker_gb: float = 0.0
+    """Memory of one worker, beside what it shares with others."""
+    rest_gb: float = 0.0
+    """Memory of zygote and standby."""
+    disk_gb: float = 0.0
+    """Size of the stored revisions."""
+    devices: float = 0.0
+    """GPUs of one worker."""
+
+
+def priced(used: Usage, holding: Holding, prices: Prices) -> Usage:
+    """Return what was used with its memory, disk, devices and cost, while as much was held as `holding` says."""
+    kept_s = used.occupied_s + used.zygote_s
+    memory_gb_s = used.worker_s * holding.worker_gb + kept_s * holding.rest_gb
+    disk_gb_s = used.deployed_s * holding.disk_gb
+    device_s = used.worker_s * holding.devices
+    # In the seconds without a worker there had been one, and a zygote beside it.
+    on_s = used.worker_s + used.zygote_s + used.local_s
+    on_gb_s = on_s * holding.worker_gb + used.deployed_s * holding.rest_gb
+
+    def cost(gb_s: float, device_s: float) -> float:
+        per_h = gb_s * prices.memory_gb_hour + disk_gb_s * prices.disk_gb_hour + device_s * prices.device_hour
+        return per_h / HOUR_S
+
+    return used + Usage(
+        memory_gb_s=memory_gb_s, disk_gb_s=disk_gb_s, device_s=device_s, cost=cost(memory_gb_s, device_s),
+        always_on_cost=cost(on_gb_s, on_s * holding.devices),
+    )  # fmt: skip
+
+
+class RungClock:
+    """Measures for how long a revision stands on each rung. Times are monotonic seconds."""
+
+    def __init__(self, now_s: float, rung: RungName = RungName.LOCAL) -> None:
+        self.rung = rung
+        self._since_s = now_s
+        self._past: dict[RungName, float] = {}
+
+    def move(self, rung: RungName, now_s: float) -> None:
+        """The revision stands on `rung` from now on."""
+        if rung is not self.rung:
+            self._past[self.rung] = self.seconds(self.rung, now_s)
+            self.rung, self._since_s = rung, now_s
+
+    def seconds(self, rung: RungName, now_s: float) -> float:
+        """Return for how many seconds it has stood on a rung."""
+        present_s = now_s - self._since_s if rung is self.rung else 0.0
+        return self._past.get(rung, 0.0) + present_s

@@ -334,6 +334,13 @@ async def test_a_deploy_under_a_name_that_the_key_does_not_cover_is_refused(
         assert error.pop("request_id")
         said.append(str(error).replace(name, "?"))
     assert said[0] == said[1]
+    # Who comes after a function learns when that is called.
+    after = {"name": "mine", "after": ["theirs"]}
+    error = failure(await mine.post("/v1/functions", json={"path": str(tmp_path), "overrides": after}))
+    assert (error["status"], error["message"]) == (
+        403,
+        "This API key does not cover a function named 'theirs'.",
+    )
     assert "absent" not in (await gateway.client.get("/v1/functions")).text
     assert not list((gateway.state / "staging").iterdir())
     response = await mine.post("/v1/functions", json={"path": str(tmp_path), "overrides": {"name": "mine"}})

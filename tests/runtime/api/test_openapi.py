@@ -11,6 +11,7 @@ from pilotflame._version import __version__
 from pilotflame.handlers.codec import InputCodec, OutputCodec
 from pilotflame.runtime.functions.live import FunctionStatus, Workers
 from pilotflame.runtime.settings.function_settings import FunctionSettings
+from pilotflame.runtime.telemetry.usage import RungName
 from pydantic import BaseModel
 from route_table import describe
 
@@ -35,6 +36,7 @@ def status(name: str, annotation: Any = None, *, streaming: bool = False) -> Fun
         snapshot=None,
         workers=Workers(ready=0, starting=0, draining=0),
         standby=False,
+        rung=RungName.LOCAL,
         zygote=False,
         queued=0,
         in_flight=0,

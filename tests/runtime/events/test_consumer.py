@@ -16,6 +16,7 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 from live import LIMIT_S, Gate, Gateway, gateway_here, gateway_process, short_folder, until
+from pilotflame.errors import BusFailed
 from pilotflame.runtime.events.consumer import Consumer
 from pilotflame.runtime.events.sqs import Message
 from pilotflame.runtime.settings.event_source import EventSource
@@ -473,6 +474,65 @@ class Broken:
         raise ZeroDivisionError("secret")
 
     extend = delete = release = close = put = fail
+
+
+class Lengthless(Broken):
+    """A queue that gives ten messages and does not tell how many it has."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.given = False
+
+    async def receive(self, limit: int, *, wait: bool) -> list[Message]:
+        if self.given:
+            self.asked.set()
+            await asyncio.Event().wait()
+        self.given = True
+        return [Message(str(number), "receipt", b"1", 1, {}, 0.0) for number in range(10)]
+
+    async def depth(self) -> int:
+        raise BusFailed("The queue: SQS refuses the request (AccessDenied).")
+
+    async def nothing(self, *_: Any) -> list[str]:
+        return []
+
+    extend = delete = release = close = put = nothing  # type: ignore[assignment]
+
+
+async def test_a_queue_that_does_not_tell_its_length_is_read_nevertheless() -> None:
+    logged, backlogs = list[str](), list[int]()
+    queue: Any = Lengthless()
+    source = EventSource(type="sqs", queue="https://sqs.us-east-1.amazonaws.com/1/lengthless")
+    settings = FunctionSettings(name="lengthless", concurrency=20)
+    async with asyncio.timeout(20), BackgroundTasks() as tasks:
+        consumer = Consumer(settings, source, cast("Any", None), queue, None, logged.append, backlogs.append)
+        consumer.start(tasks)
+        await queue.asked.wait()
+        assert (consumer.status().state, consumer.status().backlog, backlogs) == ("connected", None, [])
+        await consumer.close(1.0)
+    assert [text for text in logged if "not known" in text] == [
+        "the number of waiting messages is not known: The queue: SQS refuses the request (AccessDenied)."
+    ]
+
+
+async def test_a_backlog_starts_workers_before_its_messages_are_received(
+    gateway: Gateway, deploy, gate: Gate, queue
+) -> None:
+    mine = queue()
+    for number in range(40):
+        await mine.send(str(number))
+    settings = source(mine) | {"concurrency": 10, "scale.max": 3}
+    function = await deploy(HANDLER, settings, gate=gate, check=False)
+    # The first ten messages need two workers. The third is for those that wait.
+    await function.settled(ready=3, in_flight=30)
+    history = gateway.server.functions.live(function.name).history  # type: ignore[union-attr]
+    assert "backlog" in {one.cause for one in history.decisions.since(0) if one.action == "start"}
+    (found,) = (await function.status())["sources"]
+    assert 10 <= found["backlog"] <= 30
+    labels = frozenset({("function", function.name), ("source", mine.name)})
+    assert (await metrics(gateway, function.name))["pilotflame_source_backlog", labels] == found["backlog"]
+    gate.open()
+    await until(mine.empty, "all messages are deleted")
 
 
 async def test_an_unexpected_error_does_not_end_the_gateway() -> None:

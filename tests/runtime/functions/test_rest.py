@@ -8,7 +8,7 @@ import psutil
 import pytest
 from live import Function, gateway_here, gone, until
 from pilotflame.runtime.functions import rest
-from pilotflame.runtime.functions.rest import RestStats, functions_to_rest, next_check_s
+from pilotflame.runtime.functions.rest import RestStats, never_used, next_check_s
 
 LIGHT = "import os\ndef handler(event):\n    return os.getpid()"
 # So long that the zygote is worth keeping.
@@ -26,18 +26,11 @@ def one(name: str, held_mb: float = 10.0, **how: object) -> RestStats:
     return RestStats(**{"name": name, "held_mb": held_mb, "idle": True, "light": False, "used_s": 1.0, "since_s": 0.0, **how})  # fmt: skip
 
 
-def test_below_the_limit_only_light_functions_that_were_never_used_rest():
+def test_light_functions_that_were_never_used_rest_after_a_while():
     stats = [one("used", light=True), one("unused", light=True, used_s=0.0), one("heavy", used_s=0.0)]
-    assert functions_to_rest(stats, 10.0, 100.0, rest.UNUSED_S - 1) == []
-    assert functions_to_rest(stats, 10.0, 100.0, rest.UNUSED_S) == ["unused"]
-
-
-def test_above_the_limit_the_least_recently_used_rest_first_and_those_in_use_never():
-    stats = [one("new", used_s=3.0), one("busy", used_s=1.0, idle=False), one("old", used_s=2.0), one("never", used_s=0.0)]  # fmt: skip
-    assert functions_to_rest(stats, 5.0, 45.0, 9.0) == []
-    assert functions_to_rest(stats, 5.0, 35.0, 9.0) == ["never"]
-    assert functions_to_rest(stats, 5.0, 25.0, 9.0) == ["never", "old"]
-    assert functions_to_rest(stats, 5.0, 0.0, 9.0) == ["never", "old", "new"]
+    stats += [one("busy", light=True, used_s=0.0, idle=False), one("gone", 0.0, light=True, used_s=0.0)]
+    assert never_used(stats, rest.UNUSED_S - 1) == []
+    assert never_used(stats, rest.UNUSED_S) == ["unused"]
 
 
 def test_functions_that_hold_nothing_or_were_used_are_not_checked_again() -> None:
@@ -99,7 +92,7 @@ async def test_after_a_restart_a_light_function_has_only_a_base(state):
 
 
 @pytest.mark.asyncio
-async def test_the_limit_ends_the_zygotes_that_were_least_recently_used_and_then_the_base(state, quick):
+async def test_the_limit_ends_zygotes_and_then_the_base(state, quick):
     async with gateway_here(state, rest_mb=0) as gateway:
         function = await gateway.deploy(HEAVY, {"scale.idle_timeout_s": 0.3})
         worker = await function.answer()
@@ -111,6 +104,11 @@ async def test_the_limit_ends_the_zygotes_that_were_least_recently_used_and_then
             await gone(pid)
         await function.settled(zygote=False, standby=False)
         await function.logged("the zygote ended to save memory")
+        assert gateway.server is not None
+        decisions = gateway.server.functions.live(function.name).history.decisions.since(0)
+        (evicted,) = [one for one in decisions if one.action == "evict"]
+        assert (evicted.cause, evicted.figures["rung"]) == ("rest_mb", 2)
+        assert evicted.figures["freed_bytes"] > 1e6
         again = await function.call()
         assert again.headers["x-cold-start"] == "true"
 

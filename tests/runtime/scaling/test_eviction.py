@@ -2,7 +2,7 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
-from pilotflame.runtime.scaling.eviction import Gaps, StepDown, cheapest_step
+from pilotflame.runtime.scaling.eviction import Gaps, StepDown, cheapest_step, steps_down, waiting_per_byte
 
 USUAL = Gaps([60.0] * 20)
 
@@ -42,3 +42,31 @@ def test_the_rate_is_the_longer_gaps_over_what_they_still_lasted(idles: list[flo
     longer = [gap for gap in idles if gap > idle_s]
     expected = (len(longer) + 0.5) / (sum(gap - idle_s for gap in longer) + idle_s + 1)
     assert abs(Gaps(idles).rate(idle_s) / expected - 1) < 1e-3
+
+
+@st.composite
+def nodes(draw: st.DrawFn) -> list[list[StepDown]]:
+    """The steps that some idle functions could take, each from its present rung down."""
+    figures = st.tuples(st.floats(0, 1e5), st.floats(1e-3, 100), st.floats(1, 1e9))
+    return [
+        [
+            resting(str(number), idle_s=idle_s, extra_wake_s=wake_s, freed=freed)
+            for idle_s, wake_s, freed in of
+        ]
+        for number, of in enumerate(draw(st.lists(st.lists(figures, max_size=3), max_size=8)))
+    ]
+
+
+@given(nodes(), st.floats(0, 3e9))
+def test_steps_are_taken_from_the_cheapest_until_enough_is_free(
+    ladders: list[list[StepDown]], needed: float
+) -> None:
+    taken, left = steps_down(ladders, needed), [list(steps) for steps in ladders]
+    for place, step in enumerate(taken):
+        assert sum(one.freed_bytes for one in taken[:place]) < needed
+        # It is the one that `cheapest_step` chooses, as the simulator does.
+        chosen = cheapest_step([steps[0] for steps in left if steps])
+        assert chosen is not None
+        assert waiting_per_byte(step) == waiting_per_byte(chosen)
+        next(steps for steps in left if steps and steps[0] is step).pop(0)
+    assert sum(one.freed_bytes for one in taken) >= needed or not any(left)

@@ -11,10 +11,11 @@ import pytest
 from pilotflame.runtime.scaling.idle_law import Prior
 from pilotflame.runtime.scaling.keep_alive import History
 from pilotflame.runtime.scaling.rung_figures import RungFigures
+from pilotflame.runtime.serving.account import Account
 from pilotflame.runtime.serving.function_history import NODE_FILE, FunctionHistories
 from pilotflame.runtime.serving.idle_ladder import LadderSpec
 from pilotflame.runtime.telemetry.background import BackgroundTasks
-from pilotflame.runtime.telemetry.usage import RungName
+from pilotflame.runtime.telemetry.usage import Prices, RungName
 
 pytestmark = pytest.mark.asyncio
 
@@ -22,15 +23,19 @@ KNOWN = History((1.5, 2.5), (3.0, 4.0), (0.0, 0.1, 0.5), 2, (1.0, 2.0, 3.0, 4.0,
 FIGURES = RungFigures({RungName.READY: 5e8}, {RungName.LOCAL: (0.5, 0.6)}, 0.4, on_device=True)
 
 
+def account(function: str) -> Account:
+    return Account(function, Prices())
+
+
 async def test_what_is_known_of_a_function_is_the_same_after_it_was_written(tmp_path: Path):
     async with BackgroundTasks() as tasks:
-        histories = await FunctionHistories.open(tmp_path / "habits", tasks)
+        histories = await FunctionHistories.open(tmp_path / "habits", tasks, account)
         first = await histories.of("one")
         assert await histories.of("one") is first
         first.ladder.remember(KNOWN, FIGURES)
         first.ladder.resume(100.0, 7.0)
         await histories.close()
-        again = await (await FunctionHistories.open(tmp_path / "habits", tasks)).of("one")
+        again = await (await FunctionHistories.open(tmp_path / "habits", tasks, account)).of("one")
     assert again.ladder.history == KNOWN
     assert again.ladder.figures == FIGURES
     # The idle period goes on, on the clock of the wall.
@@ -42,7 +47,7 @@ async def test_what_is_known_of_a_function_is_the_same_after_it_was_written(tmp_
 
 async def test_a_forgotten_function_is_not_written_again(tmp_path: Path):
     async with BackgroundTasks() as tasks:
-        histories = await FunctionHistories.open(tmp_path, tasks)
+        histories = await FunctionHistories.open(tmp_path, tasks, account)
         (await histories.of("one")).ladder.remember(KNOWN, FIGURES)
         await histories.close()
         file = tmp_path / "functions" / "one.json"
@@ -62,7 +67,7 @@ async def test_a_damaged_file_counts_as_empty(tmp_path: Path, damage: str):
     for file in (tmp_path / NODE_FILE, tmp_path / "functions" / "one.json"):
         file.write_text(damage)
     async with BackgroundTasks() as tasks:
-        histories = await FunctionHistories.open(tmp_path, tasks)
+        histories = await FunctionHistories.open(tmp_path, tasks, account)
         assert (await histories.of("one")).ladder.history == History()
         await histories.close()
     assert Prior(tuple(json.loads((tmp_path / NODE_FILE).read_text())["weights"])) == Prior()
@@ -71,7 +76,7 @@ async def test_a_damaged_file_counts_as_empty(tmp_path: Path, damage: str):
 async def test_a_disk_that_takes_nothing_costs_the_memory_nothing(tmp_path: Path):
     (tmp_path / "habits").write_text("a file where the folder should be")
     async with BackgroundTasks() as tasks:
-        histories = await FunctionHistories.open(tmp_path / "habits", tasks)
+        histories = await FunctionHistories.open(tmp_path / "habits", tasks, account)
         one = await histories.of("one")
         one.ladder.remember(KNOWN, FIGURES)
         await histories.close()
@@ -83,7 +88,7 @@ async def test_what_has_changed_is_written_a_while_later(tmp_path: Path, monkeyp
     monkeypatch.setattr("pilotflame.runtime.serving.function_history.WRITE_AFTER_S", 0.0)
     file = tmp_path / "functions" / "one.json"
     async with BackgroundTasks() as tasks:
-        ladder = (await (await FunctionHistories.open(tmp_path, tasks)).of("one")).ladder
+        ladder = (await (await FunctionHistories.open(tmp_path, tasks, account)).of("one")).ladder
         ladder.resume(5.0, 0.0)
         async with asyncio.timeout(20):
             await ladder.adopt(_Nothing(), LadderSpec(), 0.0, tasks)

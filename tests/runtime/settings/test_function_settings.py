@@ -23,6 +23,7 @@ from pilotflame.runtime.settings.function_settings import (
     slug,
 )
 from pilotflame.runtime.settings.gateway_settings import GatewaySettings, read_gateway_settings
+from pilotflame.runtime.settings.schedule import Schedule
 from pilotflame.runtime.settings.validation import keys
 from pydantic import ValidationError
 
@@ -257,6 +258,17 @@ _valid = st.builds(
             visibility_s=st.integers(1, 600),
             backoff_s=st.integers(0, 900),
             result=st.sampled_from([None, "s3://bucket/prefix", "sqs://answers"]),
+        ),
+        max_size=2,
+    ).map(tuple),
+    after=st.lists(st.sampled_from(["transcribe-first", "translate-first"])).map(tuple),
+    schedule=st.lists(
+        st.builds(
+            Schedule,
+            cron=st.sampled_from(["0 8 * * mon-fri", "*/5 * * * *"]),
+            timezone=st.sampled_from(["UTC", "Europe/Berlin"]),
+            workers=st.integers(1, 8),
+            for_s=_seconds,
         ),
         max_size=2,
     ).map(tuple),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from zoneinfo import ZoneInfo
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pilotflame.errors import SettingsError
+from pilotflame.runtime.settings.function_settings import read_settings
 from pilotflame.runtime.settings.schedule import Schedule
 from pilotflame.runtime.settings.validation import validate
 
@@ -121,3 +123,10 @@ def test_what_is_refused(table: dict[str, object], words: list[str]):
     with pytest.raises(SettingsError) as caught:
         validate(Schedule, table, [], "The schedule", "")
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_a_function_does_not_come_after_itself(tmp_path: Path):
+    overrides = {"name": "embed", "after": "transcribe,embed"}
+    with pytest.raises(SettingsError, match="after has 'embed', which is this function"):
+        read_settings(tmp_path, overrides=overrides)
+    assert read_settings(tmp_path, overrides=overrides | {"name": "other"}).after == ("transcribe", "embed")

@@ -33,7 +33,7 @@ def told(action: str, cause: str, **figures: float) -> str:
         ),
         (
             ("start", "schedule 0 8 * * *", {"workers": 1, "queued": 0, "ready": 0}),
-            "started 1 worker ahead of calls, schedule 0 8 * * *: 0 invocations waited, 0 workers ready",
+            "started 1 worker ahead of calls, the schedule 0 8 * * * asks for it: 0 invocations waited, 0 workers ready",
         ),
         (
             ("stop", "idle", {"workers": 1, "ready": 3, "idle_s": 60.04}),
@@ -55,7 +55,16 @@ def told(action: str, cause: str, **figures: float) -> str:
         (("step_up", "plan", {"rung": 99}), "went up to another rung, the keep-alive policy"),
         (
             ("prewarm", "upstream", {"used": 0.0, "ready_s": 30.0}),
-            "a worker that was started ahead of calls (upstream) was not used: it was ready for 30.0 s",
+            "a worker that was started ahead of calls (the function that comes before it was called) was not used: it"
+            " was ready for 30.0 s",
+        ),
+        (
+            ("prewarm", "hook rollout-7", {"used": 1.0}),
+            "a worker that was started ahead of calls (rollout-7 asked for it) was used",
+        ),
+        (
+            ("expect", "upstream transcribe", {"probability_share": 1.0, "for_s": 60.0}),
+            "expects a call, because transcribe was called: probability 100%, for 60.0 s",
         ),
         (("refuse", "limit", {"owner_share": 0.5}), "started no worker, limit: owner 50%"),
         (("made_up", "some_rule", {}), "made up, some rule"),
@@ -67,7 +76,7 @@ def test_a_decision_is_told_in_plain_words(decision: tuple[str, str, dict[str, f
 
 
 @given(
-    st.sampled_from(["start", "stop", "prewarm", "step_down", "evict", "refuse", "rest"]) | NAMES,
+    st.sampled_from(["start", "stop", "expect", "prewarm", "step_down", "evict", "refuse", "rest"]) | NAMES,
     NAMES,
     st.dictionaries(NAMES, st.floats(allow_nan=False, allow_infinity=False)),
 )

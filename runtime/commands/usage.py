@@ -1,0 +1,90 @@
+"""The command that shows what functions have used and cost: `pilotflame usage`."""
+
+from __future__ import annotations
+
+import csv
+import io
+from typing import Any
+
+import click
+
+from ..telemetry.usage import HOUR_S
+from . import display, options
+from .client import Client
+
+COLUMNS = (
+    "busy",
+    "idle",
+    "starting",
+    "zygote only",
+    "files only",
+    "memory",
+    "calls",
+    "cold starts",
+    "waited",
+)
+MONEY = ("cost", "always on", "saved")
+
+
+@click.command()
+@click.argument("name", metavar="[FUNCTION]", required=False)
+@click.option(
+    "--since", type=options.Moment(), help="From then on: 7d, 12h or 2026-11-01.  [default: 30 days ago]"
+)
+@click.option("--until", type=options.Moment(), help="Up to then.")
+@click.option(
+    "--by", type=click.Choice(["function", "day", "hour", "owner"]), default="function",
+    help="What a row is; an owner is the id of the API key that deployed.",
+)  # fmt: skip
+@click.option(
+    "--csv", "as_csv", is_flag=True, help="Print CSV, with all figures in seconds, GB seconds and money."
+)
+@options.gateway
+def usage(
+    *, name: str | None, since: float | None, until: float | None, by: str, as_csv: bool, client: Client,
+    as_json: bool,
+) -> None:  # fmt: skip
+    """Show what functions have used and cost, and what always-on workers would have cost.
+
+    FUNCTION may be deleted. Busy, idle and starting are times of workers, added up. Zygote only and files only are
+    times without a worker. Memory is in GB hours. Always on: one worker ready all the time, and the others as they
+    were. Hours are kept for 14 days, days (of UTC) for 400. Prices are settings of the gateway: `price_…`.
+
+    \b
+    Examples:
+      pilotflame usage --since 7d
+      pilotflame usage hello --by day --csv
+    """
+    query = {"function": name, "since": since, "until": until, "by": by}
+    found = client.get("v1", "usage", **{key: value for key, value in query.items() if value is not None})
+    if as_json:
+        return display.print_json(found)
+    if as_csv:
+        return click.echo(_csv(by, found), nl=False)
+    rows = [_row(row["key"] or "-", row["usage"]) for row in found["rows"]]
+    if not rows:
+        return display.say("nothing was used in that time")
+    return display.print_table((by, *COLUMNS, *MONEY), [*rows, _row("all", found["total"])])
+
+
+def _row(key: str, used: dict[str, float]) -> tuple[str, ...]:
+    times = (display.duration(used[f"{kind}_s"]) for kind in ("busy", "idle", "starting", "zygote", "local"))
+    memory = f"{used['memory_gb_s'] / HOUR_S:.3g}"
+    calls = (f"{used[kind]:.0f}" for kind in ("invocations", "cold_starts"))
+    saved = used["always_on_cost"] - used["cost"]
+    share = f" ({saved / used['always_on_cost']:.0%})" if used["always_on_cost"] else ""
+    money = (_money(used["cost"]), _money(used["always_on_cost"]), _money(saved) + share)
+    return (key, *times, memory, *calls, display.duration(used["waiting_s"]), *money)
+
+
+def _money(amount: float) -> str:
+    """Return an amount with the digits that matter: 12.30, 0.0012, 0."""
+    return f"{amount:.2f}" if abs(amount) >= 1 else f"{amount:.2g}"
+
+
+def _csv(by: str, found: dict[str, Any]) -> str:
+    text = io.StringIO()
+    table = csv.writer(text, lineterminator="\n")
+    table.writerow((by, *found["total"]))
+    table.writerows((row["key"], *row["usage"].values()) for row in found["rows"])
+    return text.getvalue()

@@ -1,0 +1,139 @@
+"""Keeps the accounts of all functions, and writes to disk what they use: once a minute, and at the end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from ...errors import GatewayError
+from ..scaling.budget import Spending, day_of
+from ..serving.account import Account, StoredUsage
+from ..telemetry.metrics import Reading, Totals
+from ..telemetry.timeline import PHASES, WAITING_PHASES
+from ..telemetry.usage import Prices, Usage
+from ..telemetry.usage_store import HOUR_S, Standing, UsageQuery, UsageRecord, UsageStore
+
+LOG = logging.getLogger(__name__)
+WRITE_EVERY_S = 60.0
+
+
+class Ledger:
+    """The accounts of the functions of one gateway, also of deleted ones until what they used is stored."""
+
+    def __init__(self, store: UsageStore, prices: Prices, totals: Callable[[str], Totals]) -> None:
+        """`totals` returns what the metrics have counted of a function, for its cold starts."""
+        self.prices = prices
+        self._store, self._totals = store, totals
+        self._accounts: dict[str, Account] = {}
+        self._known_colds: dict[str, Usage] = {}
+        self._stored: dict[str, tuple[Usage, Standing]] = {}
+        self._begun_at = time.time()
+        self._writing = asyncio.Lock()
+
+    def open(self) -> None:
+        """Read what was stored of today. Blocks. Raise GatewayError."""
+        self._store.open()
+        self._stored = self._store.today(time.time())
+
+    def account(self, function: str) -> Account:
+        """Return the account of a function. If it is a new one, it goes on with what is stored of today."""
+        if function not in self._accounts:
+            used, standing = self._stored.pop(function, (Usage(), Standing()))
+            today = standing.day == day_of(time.time())
+            forgiven = Spending(standing.money, standing.seconds) if today else Spending()
+            stored = StoredUsage(used, forgiven, standing.holding)
+            self._accounts[function] = Account(function, self.prices, stored)
+        return self._accounts[function]
+
+    def note_removed(self, function: str) -> None:
+        """A function was deleted. Its metrics are dropped next."""
+        self._settle(function, self.account(function))
+        self._known_colds.pop(function, None)
+
+    async def run(self) -> None:
+        """Write once a minute, and at the end of each hour. Remove what is too old once a day."""
+        pruned_day = 0
+        while True:
+            now = time.time()
+            if (today := day_of(now)) != pruned_day:
+                await asyncio.to_thread(self._store.forget_old, now)
+                pruned_day = today
+            await asyncio.sleep(min(WRITE_EVERY_S, HOUR_S - now % HOUR_S))
+            try:
+                await self.write()
+            except GatewayError as error:
+                # What could not be written is written with the next minute.
+                LOG.warning("%s", error)
+
+    async def close(self) -> None:
+        """Write what is left. Close the functions first."""
+        try:
+            await self.write()
+        except GatewayError as error:
+            LOG.warning("the usage of the last minute is lost: %s", error)
+        await asyncio.to_thread(self._store.close)
+
+    async def write(self) -> None:
+        """Store what was used since the last time. Raise GatewayError."""
+        async with self._writing:
+            records, at = self._records(), self._begun_at
+            await asyncio.to_thread(self._store.add, at, records)
+            self._begun_at = time.time()
+            for record in records:
+                account = self._accounts[record.function]
+                account.written(record.usage)
+                # The account of a deleted function stays today: a function of this name has no new budget.
+                if not account.in_use and account.day < day_of(self._begun_at):
+                    del self._accounts[record.function]
+
+    async def read(self, query: UsageQuery) -> list[tuple[str | int, Usage]]:
+        """Return sums by key, up to now. Raise GatewayError."""
+        async with self._writing:
+            found = dict(await asyncio.to_thread(self._store.read, query, time.time()))
+            at = time.time()
+            for record in self._records() if query.since <= at < query.until else ():
+                if query.functions is None or record.function in query.functions:
+                    key = query.by.of(record.function, record.owner, self._begun_at)
+                    found[key] = found.get(key, Usage()) + record.usage
+        return sorted(found.items(), key=lambda item: item[0])
+
+    async def readings(self) -> list[Reading]:
+        """Return the metrics of usage and budgets."""
+        seconds, cost, budget = (dict[tuple[str, ...], float]() for _ in range(3))
+        for function, account in self._accounts.items():
+            self._settle(function, account)
+            used = account.total
+            for rung, s in (("ready", used.worker_s), ("zygote", used.zygote_s), ("local", used.local_s)):
+                seconds[function, rung] = s
+            cost[(function,)] = used.cost
+            if account.limited:
+                budget[(function,)] = account.share
+        rungs = "Seconds on each rung: of workers, without a worker but with a zygote, and with files only."
+        return [
+            Reading("rung_seconds", rungs, seconds, ("function", "rung"), total=True),
+            Reading("cost", "Money for memory, disk and devices, at the gateway's prices.", cost, total=True),
+            Reading("budget_used_ratio", "Used share of today's budget.", budget),
+        ]
+
+    def _records(self) -> Sequence[UsageRecord]:
+        for function, account in self._accounts.items():
+            self._settle(function, account)
+        return [
+            UsageRecord(function, account.owner, account.unwritten, _standing(account))
+            for function, account in self._accounts.items()
+        ]
+
+    def _settle(self, function: str, account: Account) -> None:
+        account.settle()
+        totals = self._totals(function)
+        waited_s = sum(totals.cold_phases_s.get(phase, 0.0) for phase in PHASES[:WAITING_PHASES])
+        colds = Usage(cold_starts=totals.cold_starts, waiting_s=waited_s)
+        account.add(colds - self._known_colds.get(function, Usage()))
+        self._known_colds[function] = colds
+
+
+def _standing(account: Account) -> Standing:
+    held, forgiven = account.holding, account.forgiven
+    return Standing(account.day, *forgiven, held.worker_gb, held.rest_gb, held.disk_gb, held.devices)

@@ -1,0 +1,156 @@
+"""Hears from the kernel that memory becomes short, and tells how much there should be free.
+
+The kernel reports pressure (PSI) of the gateway's cgroup, or else of the machine. Version 1 of cgroups has no PSI, but
+reports that a group passes a share of its limit, and that it looks for pages to reclaim. Where the kernel reports
+nothing, memory is only checked when something has changed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import select
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+# Memory is short when so much of a limit cannot be reclaimed. Then there is to be less than EASY_SHARE again.
+SHORT_SHARE, EASY_SHARE = 0.8, 0.7
+# PSI: somebody waited for memory for 200 ms within 2 s. Windows of 2 s need no privilege.
+TRIGGER = b"some 200000 2000000\0"
+# The kernel is not heard for so long after a report: it repeats itself.
+DEAF_S = 0.05
+# Version 1 reports when a group passes these shares. They count what can be reclaimed, too, so one is not enough.
+REPORTED_SHARES = tuple(share / 100 for share in range(70, 100, 3))
+_CGROUPS, _PROC = Path("/sys/fs/cgroup"), Path("/proc")
+# A limit of version 1 that is none is as large as the address space.
+_NO_LIMIT = 1 << 60
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryLimit:
+    """A cgroup that has a limit, which the gateway and all its processes share."""
+
+    folder: Path
+    limit_bytes: int
+    unified: bool
+    """True for version 2 of cgroups."""
+
+    def used_bytes(self) -> int:
+        """Return what the kernel cannot reclaim: the memory of processes and of files in memory. Raise OSError."""
+        wanted = {"anon", "shmem"} if self.unified else {"total_rss", "total_shmem"}
+        pairs = (line.split() for line in (self.folder / "memory.stat").read_text().splitlines())
+        return sum(int(value) for key, value in pairs if key in wanted)
+
+
+def find_limit(cgroups: Path = _CGROUPS, proc: Path = _PROC) -> MemoryLimit | None:
+    """Return the smallest limit of the cgroups of this process."""
+    return min(_limits(cgroups, proc), key=lambda one: one.limit_bytes, default=None)
+
+
+def _limits(cgroups: Path, proc: Path) -> Iterator[MemoryLimit]:
+    with contextlib.suppress(OSError):
+        for line in (proc / "self" / "cgroup").read_text().splitlines():
+            number, controllers, path = line.split(":", 2)
+            unified = number == "0" and not controllers
+            if not unified and "memory" not in controllers.split(","):
+                continue
+            root = cgroups if unified else cgroups / "memory"
+            folder = root / path.lstrip("/")
+            # In a container, the group may be the root itself, and named as the host names it.
+            file = "memory.max" if unified else "memory.limit_in_bytes"
+            # ValueError: there is no limit, and the file contains "max".
+            for one in (folder, *(above for above in folder.parents if above.is_relative_to(root))):
+                with contextlib.suppress(OSError, ValueError):
+                    if (limit := int((one / file).read_text())) < _NO_LIMIT:
+                        yield MemoryLimit(one, limit, unified)
+
+
+def _machine(proc: Path) -> tuple[int, int]:
+    """Return the memory of the machine and what is available, in bytes. Raise OSError."""
+    pairs = (line.split()[:2] for line in (proc / "meminfo").read_text().splitlines())
+    amounts = {key: int(value) * 1024 for key, value in pairs}
+    return amounts["MemTotal:"], amounts["MemAvailable:"]
+
+
+class MemoryPressure:
+    """Calls back when memory may be short. `short_bytes` says whether it is."""
+
+    def __init__(self, on_pressure: Callable[[], None], cgroups: Path = _CGROUPS, proc: Path = _PROC) -> None:
+        self._on_pressure, self._proc = on_pressure, proc
+        self.limit = find_limit(cgroups, proc)
+        self._loop = asyncio.get_running_loop()
+        self._resources = contextlib.ExitStack()
+        self._heard: int | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        # OSError: this kernel, or its owner, does not allow it.
+        with contextlib.suppress(OSError):
+            self._heard = self._subscribe(cgroups)
+            self._listen()
+
+    @property
+    def heard(self) -> bool:
+        """True if the kernel reports."""
+        return self._heard is not None
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._heard is not None:
+            self._loop.remove_reader(self._heard)
+        self._resources.close()
+
+    def short_bytes(self) -> float:
+        """Return how many bytes should be freed, 0 if none. Reads files of the kernel."""
+        short = 0.0
+        with contextlib.suppress(OSError, KeyError, ValueError):
+            total, available = _machine(self._proc)
+            short = _short(total - available, total)
+        if self.limit is not None:
+            with contextlib.suppress(OSError, ValueError):
+                short = max(short, _short(self.limit.used_bytes(), self.limit.limit_bytes))
+        return short
+
+    def _subscribe(self, cgroups: Path) -> int:
+        """Return a descriptor that becomes readable when the kernel reports. Raise OSError."""
+        if self.limit is not None and not self.limit.unified:
+            return self._subscribe_group(self.limit)
+        own = self.limit.folder / "memory.pressure" if self.limit is not None else cgroups / "none"
+        file = os.open(own if own.exists() else self._proc / "pressure" / "memory", os.O_RDWR | os.O_NONBLOCK)
+        self._resources.callback(os.close, file)
+        os.write(file, TRIGGER)
+        # The event loop does not wait for priority events. This one is readable when there is one.
+        waiting = select.epoll()
+        self._resources.callback(waiting.close)
+        waiting.register(file, select.EPOLLPRI)
+        return waiting.fileno()
+
+    def _subscribe_group(self, limit: MemoryLimit) -> int:
+        event = os.eventfd(0, os.EFD_NONBLOCK)
+        self._resources.callback(os.close, event)
+        usages = [("memory.usage_in_bytes", str(int(limit.limit_bytes * share))) for share in REPORTED_SHARES]
+        for name, what in (*usages, ("memory.pressure_level", "low")):
+            file = os.open(limit.folder / name, os.O_RDONLY)
+            self._resources.callback(os.close, file)
+            (limit.folder / "cgroup.event_control").write_text(f"{event} {file} {what}")
+        return event
+
+    def _listen(self) -> None:
+        self._timer = None
+        if self._heard is not None:
+            self._loop.add_reader(self._heard, self._on_report)
+
+    def _on_report(self) -> None:
+        if self._heard is None:
+            return
+        self._loop.remove_reader(self._heard)
+        # Only an event counter has something to read; EINVAL or EBADF of an epoll descriptor do no harm.
+        with contextlib.suppress(OSError):
+            os.read(self._heard, 8)
+        self._timer = self._loop.call_later(DEAF_S, self._listen)
+        self._on_pressure()
+
+
+def _short(used: int, limit: int) -> float:
+    return used - EASY_SHARE * limit if used > SHORT_SHARE * limit else 0.0

@@ -1,0 +1,195 @@
+"""Adds up what a function uses, over all its revisions, and tells them when the budget of its day is used up."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import NamedTuple, Protocol
+
+from ...errors import BudgetExhausted
+from ..scaling.budget import BudgetSpec, BudgetState, Spending, day_left_s, day_of, decide_budget
+from ..telemetry.usage import HOUR_S, Holding, Prices, Usage, priced
+
+# The wall clock may be set, and the machine may sleep: a timer for the end of the day is set anew after this time.
+LONGEST_TIMER_S = 3600.0
+
+
+class StoredUsage(NamedTuple):
+    """What is known of a function from before: its usage of today, how much of that does not count, what it holds."""
+
+    today: Usage = Usage()
+    forgiven: Spending = Spending()
+    holding: Holding = Holding()
+
+
+NOTHING = StoredUsage()
+
+
+class Spender(Protocol):
+    """A revision, as the account of its function sees it."""
+
+    @property
+    def held_workers(self) -> int:
+        """The number of its workers, also of those that are being started."""
+
+    def usage(self, now_s: float) -> Usage:
+        """Return what its workers and its zygote have used so far."""
+
+    def on_budget(self, *, changed: bool) -> None:
+        """The budget was looked at. If it is used up, stop; `changed` tells whether its state is a new one."""
+
+
+class Account:
+    """What one function has used: since the gateway started, today, and what is not yet stored.
+
+    Nothing is counted here for an invocation: the sums that revisions have anyway are read when they are needed.
+    """
+
+    def __init__(self, function: str, prices: Prices, stored: StoredUsage = NOTHING) -> None:
+        """`stored` is what an earlier run of the gateway has stored of today."""
+        self.total = self.unwritten = Usage()
+        self.today, self.forgiven, self.holding = stored
+        self.day = day_of(time.time())
+        self.owner = ""
+        self.state = BudgetState.WITHIN
+        self.share = 0.0
+        """The used share of the limit that is reached first."""
+        self._function, self._prices = function, prices
+        self._budget = BudgetSpec()
+        self._spenders: list[Spender] = []
+        self._past = self._settled = self._unmeasured = Usage()
+        self._timer: asyncio.TimerHandle | None = None
+
+    # -- who uses
+
+    def attach(self, spender: Spender) -> None:
+        self._spenders.append(spender)
+
+    def detach(self, spender: Spender) -> None:
+        """Keep what a revision has used: it has ended."""
+        if spender in self._spenders:
+            self._past += spender.usage(time.monotonic())
+            self._spenders.remove(spender)
+        if not self._spenders:
+            self._cancel()
+
+    @property
+    def in_use(self) -> bool:
+        return bool(self._spenders)
+
+    # -- what is used
+
+    def settle(self) -> None:
+        """Add to the sums what was used since the last time."""
+        if (day := day_of(time.time())) != self.day:
+            self.day, self.today, self.forgiven, self._unmeasured = day, Usage(), Spending(), Usage()
+        now_s, used = time.monotonic(), self._past
+        for spender in self._spenders:
+            used += spender.usage(now_s)
+        news, self._settled = used - self._settled, used
+        if not self.holding.worker_gb:
+            self._unmeasured += news
+        self.add(priced(news, self.holding, self._prices))
+
+    def add(self, used: Usage) -> None:
+        self.total, self.today, self.unwritten = self.total + used, self.today + used, self.unwritten + used
+
+    def measured(self, holding: Holding) -> None:
+        """Learn how much the function holds. What its workers used today before the first measurement is priced now."""
+        self.settle()
+        before, self.holding = self.holding, holding
+        if holding.worker_gb:
+            owed, self._unmeasured = self._unmeasured, Usage()
+            self.add(priced(owed, holding, self._prices) - priced(owed, before, self._prices))
+        self.check()
+
+    def written(self, used: Usage) -> None:
+        """Learn that so much of `unwritten` is stored."""
+        self.unwritten -= used
+
+    # -- the budget
+
+    @property
+    def exhausted(self) -> bool:
+        return self.state is BudgetState.EXHAUSTED
+
+    @property
+    def scarce(self) -> bool:
+        """True if the owner is to be warned of what is used."""
+        return self.state is not BudgetState.WITHIN
+
+    @property
+    def limited(self) -> bool:
+        return self._budget.money_per_day is not None or self._budget.seconds_per_day is not None
+
+    @property
+    def budget(self) -> BudgetSpec:
+        return self._budget
+
+    @property
+    def spent(self) -> Spending:
+        """What counts against today's budget."""
+        return Spending(self.today.cost - self.forgiven.money, self.today.worker_s - self.forgiven.seconds)
+
+    def open(self, budget: BudgetSpec, owner: str) -> None:
+        """Set the budget and the owner: those of the revision that has become live."""
+        self._budget, self.owner = budget, owner
+        self.check()
+
+    def forgive(self) -> None:
+        """If the budget is used up, let the function use all of it once more today."""
+        if not self.exhausted:
+            return
+        self.settle()
+        self.forgiven = Spending(self.today.cost, self.today.worker_s)
+        self.check()
+
+    def check(self) -> None:
+        """Decide whether the function may use more, and when to decide again. Tell its revisions."""
+        self._cancel()
+        before = self.state
+        if not self.limited:
+            self.state, self.share = BudgetState.WITHIN, 0.0
+        else:
+            self.settle()
+            left_s = day_left_s(time.time())
+            self.state, self.share, again_in_s = decide_budget(self._budget, self.spent, self._rate(), left_s)
+            if again_in_s is not None and self._spenders:
+                self._timer = asyncio.get_running_loop().call_later(
+                    min(again_in_s, LONGEST_TIMER_S), self.check
+                )
+        for spender in list(self._spenders):
+            spender.on_budget(changed=self.state is not before)
+
+    def describe(self) -> str:
+        """Return in a sentence how much of the budget is used, for the function's log and its status."""
+        limits = (self._budget.money_per_day, self._budget.seconds_per_day)
+        parts = [
+            f"{used:.6g} of {limit:.6g} ({key})"
+            for used, limit, key in zip(self.spent, limits, ("money_per_day", "seconds_per_day"), strict=True)
+            if limit is not None
+        ]
+        used = f"{self.share:.0%} of today's budget is used" + (f": {', '.join(parts)}" if parts else "")
+        if not self.exhausted:
+            return used
+        return f"{used}; no worker starts before 0:00 UTC, unless it is raised, or: pilotflame reset {self._function}"
+
+    def refusal(self) -> BudgetExhausted:
+        """Return the error of an invocation for which no worker may be started today. It tells no amounts."""
+        return BudgetExhausted(
+            f"{self._function} has used its budget for today. The next day begins at 0:00 UTC.",
+            remedy=f"Raise [budget] in pilotflame.toml and deploy, or: pilotflame reset {self._function}",
+            details={"retry_after_s": round(day_left_s(time.time()), 3)},
+        )
+
+    def _rate(self) -> Spending:
+        """Return what is used in a second, if no more workers are started."""
+        workers, held, prices = sum(one.held_workers for one in self._spenders), self.holding, self._prices
+        per_h = (workers * held.worker_gb + held.rest_gb) * prices.memory_gb_hour
+        per_h += held.disk_gb * prices.disk_gb_hour + workers * held.devices * prices.device_hour
+        return Spending(per_h / HOUR_S, float(workers))
+
+    def _cancel(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

@@ -1,0 +1,284 @@
+"""What functions use and what their budgets stop, with real workers, over real HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from live import Function, Gate, Gateway, failure, gateway_here, short_folder, until
+from pilotflame.runtime.telemetry.usage_store import UsageKey, UsageQuery, UsageStore
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+ECHO = "def handler(event):\n    return event\n"
+WAITS = "import gate\ndef handler(event):\n    gate.wait(str(event))\n    return event\n"
+# Money is worth so little that a worker of a few MB costs a whole unit in a moment.
+DEAR = 1e9
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def gateway() -> AsyncIterator[Gateway]:
+    with short_folder() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("pilotflame.runtime.functions.metering.SETTLE_S", 0.01)
+        async with gateway_here(folder / "state", drain_s=5.0, price_memory_gb_hour=36.0) as found:
+            yield found
+
+
+async def usage(gateway: Gateway, **query: Any) -> dict[str, Any]:
+    response = await gateway.client.get("/v1/usage", params=query)
+    assert response.status_code == 200, response.text
+    return dict(response.json())
+
+
+async def used(gateway: Gateway, function: Function) -> dict[str, float]:
+    return dict((await usage(gateway, function=function.name))["total"])
+
+
+async def exhausted(function: Function) -> dict[str, Any]:
+    """Wait until the status says that the budget is used up."""
+
+    async def so() -> bool:
+        return (await function.status())["budget"]["state"] == "exhausted"
+
+    await until(so, "the end of the budget")
+    return await function.status()
+
+
+async def spend(function: Function) -> None:
+    """Have a worker that is not needed until the budget is used up."""
+    await function.answer(1)
+    await exhausted(function)
+
+
+# -- usage
+
+
+async def test_seconds_memory_money_and_calls_of_a_function_are_summed_up(gateway, deploy, gate: Gate):
+    function = await deploy(WAITS, {"scale.idle_timeout_s": 60}, gate=gate)
+    call = asyncio.create_task(function.answer(1))
+    await gate.next("1")
+    first = await used(gateway, function)
+
+    async def grown() -> bool:
+        found = await used(gateway, function)
+        return found["busy_s"] > first["busy_s"] and found["always_on_cost"] > found["cost"] > 0
+
+    await until(grown, "seconds of the worker that is busy")
+    gate.open()
+    await call
+    found = await used(gateway, function)
+    # The deploy has started a worker, and the call another one.
+    assert (found["invocations"], found["cold_starts"], found["activations"]) == (1, 1, 2)
+    assert 0 < found["waiting_s"] < found["starting_s"] + found["zygote_s"] + found["local_s"]
+    workers_s = found["busy_s"] + found["idle_s"] + found["starting_s"]
+    assert 0 < found["occupied_s"] <= workers_s
+    # At 36 a GB and hour, money is a hundredth of the GB seconds; files cost next to nothing.
+    assert found["cost"] == pytest.approx(found["memory_gb_s"] / 100, rel=1e-3)
+    assert found["disk_gb_s"] > 0
+    assert found["device_s"] == 0
+
+
+async def test_an_idle_worker_is_not_busy_and_zero_is_neither(gateway, deploy):
+    function = await deploy(ECHO, {"scale.idle_timeout_s": 0})
+    await function.answer(1)
+    await function.settled(zygote=True)
+    before = await used(gateway, function)
+
+    async def rested() -> bool:
+        return (await used(gateway, function))["zygote_s"] > before["zygote_s"]
+
+    await until(rested, "seconds with a zygote only")
+    after = await used(gateway, function)
+    assert (after["busy_s"], after["idle_s"]) == (before["busy_s"], before["idle_s"])
+
+
+async def test_usage_of_all_functions_is_grouped_and_the_metrics_agree(gateway, deploy):
+    one, other = await deploy(ECHO), await deploy(ECHO)
+    await one.answer(1)
+    by_function = {row["key"]: row["usage"] for row in (await usage(gateway))["rows"]}
+    assert {one.name, other.name} <= by_function.keys()
+    assert by_function[one.name]["invocations"] == 1
+    assert by_function[other.name]["invocations"] == 0
+    for by, length in (("hour", 3600), ("day", 86400)):
+        found = await usage(gateway, by=by)
+        (row,) = found["rows"][-1:]
+        start = time.mktime(time.strptime(row["key"], "%Y-%m-%dT%H:%M:%S.000Z")) - time.timezone
+        assert start % length == 0
+        assert found["total"]["invocations"] >= 1
+    text = (await gateway.client.get("/metrics")).text
+    assert f'pilotflame_rung_seconds_total{{function="{one.name}",rung="ready"}}' in text
+    assert f'pilotflame_cost_total{{function="{one.name}"}}' in text
+
+
+async def test_usage_outlives_deploys_a_delete_and_the_gateway(state):
+    async with gateway_here(state) as gateway:
+        function = await gateway.deploy(ECHO, name="kept")
+        await function.answer(1)
+        await gateway.deploy(ECHO, name="kept")
+        await gateway.function("kept").answer(2)
+        deleted = await gateway.deploy(ECHO, name="gone")
+        await deleted.answer(3)
+        assert (await gateway.client.delete("/v1/functions/gone")).status_code == 200
+        assert (await used(gateway, deleted))["invocations"] == 1
+        before = await used(gateway, function)
+    async with gateway_here(state) as gateway:
+        function = gateway.function("kept")
+        after = await used(gateway, function)
+        # The check of a deploy, a cold start, and the worker that a deploy keeps ready.
+        assert (after["invocations"], after["activations"]) == (2, before["activations"]) == (2, 3)
+        assert after["busy_s"] >= before["busy_s"] > 0
+        await function.answer(4)
+        assert (await used(gateway, function))["invocations"] == 3
+        assert (await used(gateway, gateway.function("gone")))["invocations"] == 1
+
+
+async def test_what_is_used_is_written_while_the_gateway_runs(state, monkeypatch):
+    monkeypatch.setattr("pilotflame.runtime.functions.ledger.WRITE_EVERY_S", 0.05)
+    async with gateway_here(state) as gateway:
+        await (await gateway.deploy(ECHO, name="kept")).answer(1)
+        # Whoever opens the file now finds what is there if the gateway is killed.
+        found = UsageStore(state / "usage.sqlite3")
+        found.open()
+
+        async def written() -> bool:
+            rows = found.read(UsageQuery(UsageKey.FUNCTION, 0.0, 1e11, ("kept",)), time.time())
+            return [usage.invocations for _, usage in rows] == [1]
+
+        await until(written, "the write of the first minute")
+        found.close()
+
+
+async def test_a_restricted_key_sees_the_usage_of_its_functions_only(state):
+    async with gateway_here(state) as gateway:
+        async with gateway.at_home() as home:
+            for name in ("mine", "theirs"):
+                response = await home.post("/v1/keys", json={"name": name, "scopes": ["deploy", "invoke"]})
+                token = response.json()["key"]
+                gateway.client.headers["Authorization"] = f"Bearer {token}"
+                await (await gateway.deploy(ECHO, name=name)).answer(1)
+            fields = {"name": "reader", "scopes": ["read"], "functions": ["mine"]}
+            token = (await home.post("/v1/keys", json=fields)).json()["key"]
+        owners = {row["key"] for row in (await usage(gateway, by="owner"))["rows"]}
+        gateway.client.headers["Authorization"] = f"Bearer {token}"
+        assert [row["key"] for row in (await usage(gateway))["rows"]] == ["mine"]
+        mine = (await usage(gateway, by="owner"))["rows"]
+        assert len(owners) == 2
+        assert {row["key"] for row in mine} < owners
+        assert (await usage(gateway))["total"]["invocations"] == 1
+        response = await gateway.client.get("/v1/usage", params={"function": "theirs"})
+        assert failure(response)["type"] == "unknown_function"
+
+
+@pytest.mark.parametrize("query", [{"by": "week"}, {"since": "now"}, {"until": "1e99"}, {"function": "../a"}])
+async def test_a_query_that_is_wrong_is_refused_by_name(gateway, query):
+    error = failure(await gateway.client.get("/v1/usage", params=query))
+    assert (error["status"], error["type"]) == (400, "bad_json")
+
+
+# -- budgets
+
+
+async def test_at_the_cap_the_running_call_ends_and_others_get_the_reason(gateway, deploy, gate: Gate):
+    function = await deploy(
+        WAITS, {"budget.seconds_per_day": 0.8, "budget.warn_at": 0.1, "scale.max": 1}, gate=gate
+    )
+    running = asyncio.create_task(function.answer("runs"))
+    waiting = asyncio.create_task(function.error("waits", x_priority="3"))
+    await gate.next("runs")
+    assert (await function.logged("of today's budget is used"))["level"] == "warning"
+    await exhausted(function)
+    assert (await waiting)["type"] == "budget_exhausted"
+    response = await function.call("late")
+    error = failure(response)
+    assert (error["status"], error["type"]) == (503, "budget_exhausted")
+    left_s = 86400 - time.time() % 86400
+    assert abs(int(response.headers["retry-after"]) - left_s) < 60
+    assert "seconds_per_day" not in error["message"]
+    warmup = await gateway.client.post(f"/v2/{function.name}/warmup")
+    assert failure(warmup)["type"] == "budget_exhausted"
+    gate.open()
+    assert await running == "runs"
+    status = await function.settled()
+    assert any("no worker starts before 0:00 UTC" in warning for warning in status["warnings"])
+    assert status["budget"]["worker_s"] >= status["budget"]["seconds_per_day"] == 0.8
+    text = (await gateway.client.get("/metrics")).text
+    assert f'pilotflame_budget_used_ratio{{function="{function.name}"}} 1' in text
+    assert gateway.server is not None
+    decisions = gateway.server.functions.live(function.name).history.decisions.since(0)
+    assert [one.cause for one in decisions if one.action == "budget"] == ["warned", "exhausted"]
+
+
+async def test_jobs_wait_for_a_reset_and_the_budget_begins_anew(gateway, deploy):
+    function = await deploy(ECHO, {"budget.seconds_per_day": 0.3})
+    await spend(function)
+    run = await gateway.client.post(f"/v2/{function.name}/run", json={"input": 1})
+    job = f"/v2/{function.name}/status/{run.json()['id']}"
+    assert failure(await function.call(2))["type"] == "budget_exhausted"
+    assert (await gateway.client.get(job)).json()["status"] == "IN_QUEUE"
+    assert (await gateway.client.post(f"/v1/functions/{function.name}/reset")).status_code == 200
+
+    async def completed() -> bool:
+        return (await gateway.client.get(job)).json()["status"] == "COMPLETED"
+
+    await until(completed, "the end of the job")
+    # A reset gives as much once more, not for ever.
+    await exhausted(function)
+
+
+async def test_a_deploy_lifts_the_cap_only_with_a_higher_budget(gateway, deploy):
+    function = await deploy(ECHO, {"budget.seconds_per_day": 0.3})
+    await spend(function)
+    await gateway.deploy(ECHO, {"budget.seconds_per_day": 0.3, "scale.min": 1}, name=function.name)
+    assert (await function.error())["type"] == "budget_exhausted"
+    await function.settled()
+    await gateway.deploy(ECHO, {"budget.seconds_per_day": 3600}, name=function.name)
+    assert await function.answer(5) == 5
+    assert (await function.status())["budget"]["state"] == "within"
+    await gateway.deploy(ECHO, name=function.name)
+    assert await function.answer(6) == 6
+    assert (await function.status())["budget"] is None
+
+
+async def test_money_is_a_budget_too_and_is_known_after_a_restart(state, monkeypatch):
+    monkeypatch.setattr("pilotflame.runtime.functions.metering.SETTLE_S", 0.01)
+    async with gateway_here(state, price_memory_gb_hour=DEAR) as gateway:
+        function = await gateway.deploy(ECHO, {"budget.money_per_day": 1, "scale.rest": "local"}, name="dear")
+        await spend(function)
+        assert (await function.error())["type"] == "budget_exhausted"
+    async with gateway_here(state, price_memory_gb_hour=DEAR) as gateway:
+        assert (await gateway.function("dear").error())["type"] == "budget_exhausted"
+        await gateway.client.delete("/v1/functions/dear")
+        # A function of the same name has no new budget.
+        await gateway.deploy(ECHO, {"budget.money_per_day": 1}, name="dear")
+        assert (await gateway.function("dear").error())["type"] == "budget_exhausted"
+
+
+async def test_the_next_day_has_a_budget_of_its_own(gateway, deploy, monkeypatch):
+    # A day of this test ends a moment after the budget.
+    monkeypatch.setattr("pilotflame.runtime.scaling.budget.DAY_S", 4.0)
+    function = await deploy(ECHO, {"budget.seconds_per_day": 0.2})
+    await spend(function)
+    run = await gateway.client.post(f"/v2/{function.name}/run", json={"input": 1})
+    job = f"/v2/{function.name}/status/{run.json()['id']}"
+
+    async def completed() -> bool:
+        return (await gateway.client.get(job)).json()["status"] == "COMPLETED"
+
+    await until(completed, "the end of the job on the next day")
+
+
+async def test_a_worker_that_gets_ready_after_the_cap_serves_nobody(gateway, deploy, gate: Gate):
+    source = (
+        "import gate\ndef setup(context):\n    gate.wait('setup')\ndef handler(event):\n    return event\n"
+    )
+    function = await deploy(source, {"budget.seconds_per_day": 0.4}, gate=gate, check=False)
+    call = asyncio.create_task(function.error())
+    arrival = await gate.next("setup")
+    assert (await call)["type"] == "budget_exhausted"
+    arrival.go()
+    await function.settled()
+    assert (await function.status())["activations"] == 1
