@@ -208,6 +208,8 @@ class HubServer:
         handler = type("Handler", (_Handler,), {"hub": self})
         server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         server.daemon_threads = True
+        # Clients may close their connections at any time.
+        server.handle_error = lambda *_: None  # type: ignore[method-assign]
         server.role = role  # type: ignore[attr-defined]
         return server
 

@@ -45,8 +45,10 @@ def find_manifest(source: Source, file: str | None = None) -> Manifest:
     try:
         names = names_of(source, file)
     except SnapshotError as error:
-        fault = f"{missing.message} {error.message}"
-        raise type(missing)(fault, remedy=missing.remedy, details=missing.details) from error
+        # Without the remedy of making a manifest, which would not help.
+        why = missing.__cause__ if isinstance(missing.__cause__, SourceError) else missing
+        fault = f"There are no weights at {source.url}: {why.message} {error.message}"
+        raise type(missing)(fault, remedy=why.remedy, details=why.details) from error
     return observe(source, names, file)
 
 

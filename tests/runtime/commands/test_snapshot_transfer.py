@@ -106,7 +106,7 @@ def test_pull_from_a_folder_and_over_another(snapshot: Snapshot, origin: Path, t
 
 def test_pull_names_what_is_missing(snapshot: Snapshot, server: FaultServer, tmp_path: Path) -> None:
     said = refusal(snapshot("pull", f"{server.url}/nowhere?key=secret", tmp_path / "here"), SourceMissing)
-    assert "pilotflame snapshot create" in said
+    assert "There are no weights at" in said
     assert "secret" not in said
     assert "nothing-there" in refusal(
         snapshot("pull", tmp_path / "nothing-there", tmp_path / "here"), SourceMissing
