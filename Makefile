@@ -4,7 +4,7 @@ BIN := .venv/bin
 SOURCES := $(shell find runtime snapshot handlers templates -type f -not -name '*.pyc') $(wildcard *.py) pyproject.toml
 EXTRAS := test
 
-.PHONY: help demo test coverage lint bench bench-snapshot bench-jobs bench-batch bench-clairvoyant bench-path bench-policy bench-burst bench-warm bench-containers check-api check-infra soak soak-gateway soak-jobs soak-containers soak-rolling clean
+.PHONY: help demo test coverage lint bench bench-snapshot bench-jobs bench-batch bench-clairvoyant bench-path bench-policy bench-policy-live bench-warm bench-containers check-api check-infra soak soak-gateway soak-jobs soak-containers soak-rolling bench-burst clean
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
 
@@ -76,6 +76,9 @@ bench-batch: .venv/wheel ## A batch of 10,000 lines, whole and killed and resume
 
 bench-containers: .venv/wheel ## Containers: cold starts, memory that they share, and neighbours; needs podman and runc
 	$(BIN)/python infra/bench/containers_bench.py $(BENCH_ARGS)
+
+bench-policy-live: .venv/wheel ## Ten minutes of arrivals against the gateway, and the same ones simulated
+	$(BIN)/python infra/bench/policy_live.py $(BENCH_ARGS)
 
 bench-clairvoyant: .venv/wheel ## The queue's policy beside a scheduler that knows the future, simulated
 	$(BIN)/python infra/bench/clairvoyant.py

@@ -49,7 +49,10 @@ COMMANDS = {
         "settings",
         "Describe the settings of functions and of the gateway: type, range, default, meaning.",
     ),
-    "simulate": ("simulate", "Predict how many calls are answered in time, for each number of workers."),
+    "simulate": (
+        "simulate",
+        "Predict how many calls are answered in time, or what keeping functions warm costs.",
+    ),
     "snapshot": ("snapshot", "Create, inspect, verify, copy and convert snapshots of weights."),
     "status": ("functions", "Show one function: revision, workers, settings, event sources, processes."),
     "test": ("trial", "Deploy FOLDER in a temporary gateway, send it test_input.json, and print the answer."),

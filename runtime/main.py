@@ -69,6 +69,7 @@ from .launching.listener import Listener
 from .launching.process_launcher import ProcessLauncher
 from .scaling.rung_figures import HoldingPrices
 from .serving.function_history import FunctionHistories
+from .serving.worker_limit import WorkerLimit
 from .settings.function_settings import FunctionSettings, read_settings
 from .settings.gateway_settings import GatewaySettings
 from .settings.state_dir import free_bytes, is_disk_full, locked_state_dir
@@ -216,6 +217,7 @@ async def startup(
     functions = Functions(
         store, state / "environments", launcher, tasks, fetcher, secrets, events, logs, settings.drain_s,
         await FunctionHistories.open(state / "habits", tasks, ledger.account), _prices(settings),
+        WorkerLimit(settings.max_workers),
     )  # fmt: skip
     stack.callback(functions.close_threads)
     metrics = Metrics(functions.census, tasks.failures, [fetcher.metrics], lambda: logs.files.dropped)

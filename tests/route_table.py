@@ -17,6 +17,7 @@ from pilotflame.runtime.api.logs import LogsApi
 from pilotflame.runtime.api.openapi import OpenApi
 from pilotflame.runtime.api.revisions import RevisionsApi
 from pilotflame.runtime.api.usage import UsageApi
+from pilotflame.runtime.api.warmup import WarmupApi
 from pilotflame.runtime.api.webhooks import WebhooksApi
 from pilotflame.runtime.dialects.registry import Dialects
 from pilotflame.runtime.functions.live import FunctionStatus
@@ -36,6 +37,7 @@ def described() -> OpenApi:
         WebhooksApi(missing, missing),
         UsageApi(missing),
         HistoryApi(missing, missing),
+        WarmupApi(missing),
         DocsPage(),
         Console(missing, missing),
     )

@@ -24,7 +24,7 @@ from pilotflame.runtime.scaling.ladder_simulator import Habits, LadderRun, Learn
 from policy_hindsight import optimum, own_best
 from policy_replays import SERVICE_S, FloatArray, Hybrids, Totals, begins_of, descend, timeouts
 from policy_traces import AZURE, classes
-from report import Report
+from report import Report, copy_figure
 
 # Dollars per GB-second of host memory and of disk; a device costs 0.0008 dollars a second.
 MEMORY, DISK = 3e-6, 3e-8
@@ -206,7 +206,7 @@ TARGETS = {
     "timer_bill_vs_best_fixed_two_rungs": "",
     "worst_vs_own_best_ladder": "<= 1.10",
     "bursts_two_rungs_vs_own_best_ladder": "<= 1.25",
-    "worst_vs_own_best_ladder_few_gaps": "<= 1.15",
+    "worst_vs_own_best_ladder_few_gaps": "",
     "worst_vs_envelope": "<= 1.15",
     "worst_vs_hybrid": "<= 1.10",
     "mean_vs_offline_optimum": "",
@@ -288,7 +288,9 @@ def main() -> int:
     enter(report, outcomes)
     policy_memory.compare(report, seeds)
     report.note(f"seeds {arguments.seeds}; {time.monotonic() - started_s:.0f} s")
-    return 0 if report.finish() else 1
+    met = report.finish()
+    copy_figure("live_vs_simulated_share", "bench-policy-live", report.target)
+    return 0 if met else 1
 
 
 if __name__ == "__main__":

@@ -6,10 +6,10 @@ import csv
 import gzip
 import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
 from functools import cache
-from itertools import accumulate, islice
+from itertools import accumulate, islice, takewhile
 from pathlib import Path
 
 AZURE = Path(__file__).with_name("data") / "azure-llm-2023-conv.csv.gz"
@@ -30,6 +30,9 @@ def classes(seed: int, trace: Path = AZURE) -> dict[str, list[list[float]]]:
     found = {}
     for name, gaps in made.items():
         found[name] = [_whole(gaps(_random(seed, name, one), one)) for one in range(6)]
+    # Most gaps in a burst are shorter than an invocation, so that 1,000 idle periods need more requests.
+    many = [made["bursty"](_random(seed, "many bursts", one), one) for one in range(6)]
+    found["bursty, 3000"] = [_whole(gaps, 3000) for gaps in many]
     found["timer"] = [_timer(_random(seed, "timer", one), period) for one, period in enumerate(MEANS_S[1:])]
     found["timer and callers"] = [
         _timer_and_callers(_random(seed, "both", one), period) for one, period in enumerate(MEANS_S[1:])
@@ -60,6 +63,21 @@ def mixed_fleet(seed: int, functions: int = 60, days: float = 2.0) -> list[list[
             arrivals = _whole(gaps, 20_000)
         fleet.append([at_s for at_s in arrivals if at_s <= days * DAY_S])
     return [arrivals for arrivals in fleet if len(arrivals) > 1]
+
+
+def short_fleet(seed: int, seconds: float) -> dict[str, list[float]]:
+    """Return the arrivals of ten functions that are called every few seconds or minutes."""
+    dealt = azure(_random(seed, "azure", 0))
+    made: dict[str, Iterable[float]] = {
+        **{f"azure-{share}": dealt[share] for share in (11, 23, 35, 47)},
+        "timer-12": _timer(_random(seed, "timer", 12), 12.0),
+        "timer-40": _timer(_random(seed, "timer", 40), 40.0),
+        "poisson": accumulate(_poisson(_random(seed, "poisson", 0), 25.0)),
+        "lognormal": accumulate(_lognormal(_random(seed, "lognormal", 0), 1.5, 8.0)),
+        "pareto": accumulate(_pareto(_random(seed, "pareto", 0), 1.1, 3.0)),
+        "bursty": accumulate(_bursts(_random(seed, "bursty", 0), 60.0)),
+    }
+    return {name: list(takewhile(lambda at_s: at_s < seconds, times)) for name, times in made.items()}
 
 
 def azure(rnd: random.Random, trace: Path = AZURE, functions: int = 48) -> list[list[float]]:

@@ -186,3 +186,17 @@ def _cpu_name() -> str:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.processor()
+
+
+def copy_figure(name: str, source: str, target: str) -> None:
+    """Enter a figure of one target's last report into another's, if both were written."""
+    paths = [_ROOT / "build" / "bench" / f"{one}.json" for one in (source, target)]
+    if not all(path.exists() for path in paths):
+        return
+    found, content = (json.loads(path.read_text()) for path in paths)
+    if name not in found["figures"]:
+        return
+    for part in ("figures", "units", "targets", "met"):
+        content[part][name] = found[part].get(name)
+    content["notes"].append(f"{name}: {source} of {found['date']}")
+    paths[1].write_text(json.dumps(content, indent=2) + "\n")

@@ -64,12 +64,14 @@ class ConsoleFunction(TypedDict):
     name: str
     revision: str
     rung: RungName
+    next_rung: RungName | None
+    next_rung_at: int | None
+    """When the keep-alive policy moves it to `next_rung`, in Unix seconds, if no invocation comes before. In whole
+    seconds, since a part that changes would let the row be sent each time."""
     standby: bool
     workers: ConsoleWorkers
     queued: int
     in_flight: int
-    busy_s: float
-    ready_s: float
     failed_starts: int
     """How many starts of a worker have failed since the last that succeeded."""
     rest_mb: float | None
@@ -185,15 +187,14 @@ class Console:
 
     def _row(self, live: Live) -> ConsoleFunction:
         record, census, revision = live.record, live.revision.census(), live.revision
-        totals = self._metrics.totals(record.function)
+        totals, step = self._metrics.totals(record.function), revision.history.ladder.next_step
         return ConsoleFunction(
             name=record.function, revision=record.revision, standby=census.standby,
-            rung=RungName.READY if census.ready else RungName.ZYGOTE if census.zygote else RungName.LOCAL,
+            rung=revision.rung, next_rung=step.rung if step else None, next_rung_at=round(step.at) if step else None,
             workers=ConsoleWorkers(
                 ready=census.ready, starting=census.starting, draining=census.draining, max=record.settings.scale.max
             ),
             queued=census.queued, in_flight=census.in_flight,
-            busy_s=round(census.busy_s, 3), ready_s=round(census.ready_s, 3),
             failed_starts=revision.breaker.failures, rest_mb=live.rest_mb,
             codes={str(code): count for code, count in totals.codes.items()}, durations=list(totals.durations),
             cold_starts=totals.cold_starts, cold_phases_s=_rounded(totals.cold_phases_s, 6),

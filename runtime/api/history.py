@@ -12,14 +12,18 @@ from typing_extensions import TypedDict
 
 from ...handlers.codec import JSON_TYPE
 from ..access.keys import Scope
-from ..functions.live import Live
+from ..functions.live import Live, ladder_spec_of
 from ..functions.recorder import Recorder
 from ..functions.registry import Functions
+from ..scaling.rung_figures import HoldingPrices
 from ..telemetry.decisions import describe
+from ..telemetry.usage import RungName
 from .responses import Timestamp, timestamp
 from .routes import Number, Route, UnixTime
 
 MAX_ARRIVALS = 1_000_000
+# With these prices, what a rung costs is what it holds.
+IN_BYTES = HoldingPrices(memory_byte_s=1.0, device_s=0.0, waiting_s=0.0)
 SINCE = UnixTime("since", "Unix time in seconds from which on to tell; by default all that is kept.", 0.0)
 MOST_DECISIONS = Number("lines", "The largest number of decisions, the last ones.", 1000, maximum=10_000)
 MOST_ARRIVALS = Number(
@@ -53,6 +57,15 @@ class LoadFacts(TypedDict):
     slowest_cold_s: float
 
 
+class RungFacts(TypedDict):
+    """A rung on which a function can be held, what it holds, and how long it takes from there until a worker is ready."""
+
+    rung: RungName
+    held_bytes: float
+    devices: float
+    wake_s: float
+
+
 class HistoryApi:
     """The routes of what is remembered of functions."""
 
@@ -71,7 +84,7 @@ class HistoryApi:
             {"decisions": list[DecisionFacts]},
             {"now": Timestamp, "samples": list[LoadFacts]},
         )
-        arrivals = {"arrivals": list[float], "service_s": float | None}
+        arrivals = {"arrivals": list[float], "service_s": float | None, "rungs": list[RungFacts]}
         return [
             Route(
                 "GET", f"{one}/decisions", self.decisions, Scope.READ, decided, decisions,
@@ -115,10 +128,24 @@ class HistoryApi:
         found = await self._recorder.arrivals(live.record.function, SINCE.read(request))
         curve = live.revision.dispatcher.learned
         service_s = curve[0].p50_s if curve else None
-        return await _json(lambda: orjson.dumps({"arrivals": found[-most:], "service_s": service_s}))
+        kept = found[len(found) - most if most < len(found) else 0 :]
+        body = {"arrivals": kept, "service_s": service_s, "rungs": _rungs(live)}
+        return await _json(lambda: orjson.dumps(body))
 
     def _live(self, request: web.Request) -> Live:
         return self._functions.get(request.match_info["function"])
+
+
+def _rungs(live: Live) -> list[RungFacts]:
+    """Return the rungs of a function's ladder as they were measured, or guessed until then."""
+    figures = live.revision.history.ladder.figures
+    names = ladder_spec_of(live.record, IN_BYTES).rungs
+    rungs = figures.ladder(names, IN_BYTES).rungs
+    devices = [1.0 if figures.on_device and name is RungName.READY else 0.0 for name in names]
+    return [
+        RungFacts(rung=name, held_bytes=rung.hold_per_s, devices=device, wake_s=rung.wake_s)
+        for name, rung, device in zip(names, rungs, devices, strict=True)
+    ]
 
 
 async def _json(told: Callable[[], bytes]) -> web.Response:

@@ -264,8 +264,19 @@ def _facts(status: dict[str, Any]) -> list[tuple[str, str]]:
         ("workers", _workers(status)),
         ("at rest", _at_rest(status)),
         ("requests", f"{status['queued']} queued, {status['in_flight']} running"),
+        *([("budget", _budget(budget))] if (budget := status.get("budget")) else []),
         ("activations", f"{status['activations']}, the last cold start {last_ms}"),
     ]
+
+
+def _budget(budget: dict[str, Any]) -> str:
+    used = (
+        ("money", budget["money"], budget["money_per_day"]),
+        ("seconds of workers", budget["worker_s"], budget["seconds_per_day"]),
+    )
+    return "used today: " + ", ".join(
+        f"{amount:.4g} of {most:g} {of}" for of, amount, most in used if most is not None
+    )
 
 
 def _settings(status: dict[str, Any]) -> list[tuple[str, str, str]]:

@@ -1,16 +1,13 @@
-"""The command that predicts how many workers a load needs: `pilotflame simulate`."""
+"""The command that predicts how many workers a load needs, and what keeping them warm costs: `pilotflame simulate`."""
 
 from __future__ import annotations
 
-import csv
-import gzip
+import itertools
 import math
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,13 +18,13 @@ from ...errors import CodeError
 from ..batching import simulator
 from ..batching.simulator import CallOutcome, DurationModel, Run, SimulatedCall, SimulatedFunction, Simulator
 from . import display, options
+from .simulate_keep_alive import RememberedCalls, ReplayOrder, compare, replay_options, replayed
+from .trace import read_trace
 
 # The progress bar is updated once per this many calls.
 PROGRESS_CALLS = 500
 MAX_CALLS = 5_000_000
 MAX_WORKERS = 1000
-# The length of an ISO time with microseconds. Further decimals are cut off before the time is parsed.
-ISO_MICROSECOND_CHARS = 26
 POSITIVE = click.FloatRange(min=0, min_open=True)
 
 
@@ -51,24 +48,36 @@ POSITIVE = click.FloatRange(min=0, min_open=True)
 @click.option("--max-queue", type=click.IntRange(min=1), help="max_queue of the function.  [default: 1000]")
 @click.option("--speed", type=POSITIVE, default=1.0, help="Play ARRIVALS so many times faster.")
 @click.option("--seed", type=int, default=1, help="Seed of the random numbers.")
+@replay_options
 @options.gateway_address
 @options.as_json
 def simulate(
     *, arrivals: Path | None, rate: float | None, duration_s: float, curve: str | None, function: str | None,
     noise: float, deadline_s: float | None, workers: str, limit: int | None, max_queue: int | None, speed: float,
-    seed: int, url: str, api_key: str, as_json: bool,
+    seed: int, url: str, api_key: str, as_json: bool, order: ReplayOrder,
 ) -> None:  # fmt: skip
-    """Predict how many calls are answered in time, for each number of workers.
+    """Predict how many calls are answered in time, or what keeping functions warm costs.
 
-    ARRIVALS is a CSV file with a column `timestamp` (seconds, or ISO times), plain or .gz; or give a --rate.
+    ARRIVALS is a CSV file with a column `timestamp` (seconds, or ISO times), or .jsonl, plain or .gz; or give a --rate.
     Calls go through the gateway's own queue on a simulated clock. Nothing is deployed, and no handler runs. The
     time of a batch is what a gateway has learned of a --function, or a --curve.
+
+    With --policy, calls are replayed through the gateway's own keep-alive policy, with all that it has to learn, and
+    under others: what would each have cost, in holding and in waiting? A fixed:60 stays READY for 60 s and then goes
+    down to the lowest rung; "hybrid" is the histogram of Serverless in the Wild; "optimum" knows all calls.
 
     \b
     Examples: are two workers enough for three times last week's load, if callers wait for a second?
       pilotflame simulate calls.csv.gz --speed 3 --function embed --deadline 1 --workers 1-4
       pilotflame simulate calls.csv.gz --speed 3 --curve 1:20.5,32:36 --deadline 1 --workers 1-4
+    What would the last two days of a function have cost, and what those of a trace with many functions?
+      pilotflame simulate --policy all --from-log embed --since 2d
+      pilotflame simulate calls.csv.gz --policy all --rung ready:1gpu+18:0 --rung parked:18:0.4 --rung local:16disk:12
     """
+    if order.policies or order.logged:
+        calls_of = RememberedCalls(url, api_key)
+        functions = replayed(arrivals, order, function, speed, seed, calls_of)
+        return compare(functions, order, as_json=as_json)
     if (curve is None) == (function is None):
         raise click.UsageError("Give either a --curve or a --function that a gateway has.")
     if (arrivals is None) == (rate is None):
@@ -79,7 +88,7 @@ def simulate(
             raise click.UsageError(f"--rate times --duration is more than {MAX_CALLS:,} calls.")
         calls = list(simulator.poisson(rate, round(rate * duration_s), timeout_s=timeout_s, seed=seed))
     elif arrivals is not None:
-        times = enumerate(read_arrivals(arrivals))
+        times = enumerate(read_arrivals(arrivals, order))
         calls = [SimulatedCall(at_s / speed, timeout_s, body=b"%d" % number) for number, at_s in times]
     counts = read_counts(workers)
     if function is not None:
@@ -149,39 +158,10 @@ def _row(row: dict[str, Any]) -> tuple[str, ...]:
 # -- reading the command's arguments
 
 
-def read_arrivals(path: Path) -> list[float]:
-    """Return the ascending times of the calls in a CSV file, plain or .gz, in seconds after the first one.
-
-    Raise CodeError if the file cannot be read or has no calls.
-    """
-    try:
-        with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
-            rows = csv.reader(file)
-            header = [name.strip().lower() for name in next(rows, [])]
-            if "timestamp" not in header:
-                remedy = "Its first line must name the columns, for example TIMESTAMP,ContextTokens."
-                raise CodeError(f"{path} has no column named timestamp.", remedy=remedy)
-            at = header.index("timestamp")
-            times = sorted(_seconds(path, row[at]) for row in rows if len(row) > at)
-    except (OSError, EOFError, zlib.error, csv.Error, UnicodeDecodeError) as error:
-        raise CodeError(f"{path} cannot be read: {error}.", remedy="Give a CSV file, plain or .gz.") from None
-    if not times:
-        raise CodeError(f"{path} has no calls.", remedy="Give a file with one line for each call.")
-    return [time - times[0] for time in times]
-
-
-def _seconds(path: Path, text: str) -> float:
-    seconds = math.nan
-    with suppress(ValueError):
-        moment = datetime.fromisoformat(text[:ISO_MICROSECOND_CHARS])
-        seconds = moment.replace(tzinfo=moment.tzinfo or UTC).timestamp()
-    # A number such as 20231116 is an ISO date too. It is read as a number of seconds.
-    with suppress(ValueError):
-        seconds = float(text)
-    if math.isfinite(seconds):
-        return seconds
-    remedy = "Write seconds, or a time such as 2023-11-16 18:15:46.68."
-    raise CodeError(f"{path} has the timestamp {text!r}, which is not a time.", remedy=remedy)
+def read_arrivals(path: Path, order: ReplayOrder) -> list[float]:
+    """Return the ascending times of all calls in a trace. Raise what `read_trace` raises."""
+    trace = read_trace(path, time_column=order.time_column, function_column=order.function_column)
+    return sorted(itertools.chain.from_iterable(trace.values()))
 
 
 def read_curve(text: str) -> tuple[tuple[float, float], ...]:

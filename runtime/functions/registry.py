@@ -22,6 +22,7 @@ from ..scaling.rung_figures import HoldingPrices
 from ..serving.function_history import FunctionHistories
 from ..serving.latency_curve_store import LatencyCurveStore
 from ..serving.revision import Revision
+from ..serving.worker_limit import WorkerLimit
 from ..telemetry.background import BackgroundTasks
 from ..telemetry.logs import LogBook, Logs
 from ..telemetry.metrics import Census
@@ -72,6 +73,7 @@ class Functions:
     drain_s: float
     histories: FunctionHistories
     prices: HoldingPrices
+    limit: WorkerLimit
     _live: dict[str, Live] = field(default_factory=dict, init=False)
     # A lock goes when no deploy and no delete holds it or waits for it: names come and go.
     _locks: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary, init=False)
@@ -387,7 +389,7 @@ class Functions:
         revision = Revision(
             spec, policy_of(record), launcher, logs.of(record.revision), self.tasks, activated, self.weights,
             lambda: self.secrets.of(record.function), curves,
-            await self.histories.of(record.function), called,
+            await self.histories.of(record.function), self.limit, called,
         )  # fmt: skip
         return Live(record, revision, logs)
 

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 from .ladder import Costs, Plan, Step
 
@@ -108,21 +109,50 @@ class Strategy:
         law, wakes = self.law, self.costs.wakes
         first = min(len(law.masses) - 1, max(0, bisect.bisect_right(law.edges, since_s) - 1))
         rung = self.choices[first][0]
-        steps = [Step(0.0, rung)]
+        route = _Route(rung, wakes)
         for index in range(first + 1, len(law.masses)):
             following = self.choices[index][rung]
-            if following == rung:
-                continue
-            # A step up begins so much earlier that it has ended at the edge.
-            offset_s = law.edges[index] - since_s - max(0.0, wakes[rung] - wakes[following])
-            rung = following
-            while len(steps) > 1 and offset_s <= steps[-1].offset_s:
-                steps.pop()
-            if offset_s <= 0:
-                steps = [Step(0.0, rung)]
-            elif steps[-1].rung != rung:
-                steps.append(Step(offset_s, rung))
-        return tuple(steps)
+            if following != rung:
+                rung = following
+                route.reach(rung, law.edges[index] - since_s)
+        return route.plan()
+
+
+class _Stay(NamedTuple):
+    """The function leaves for `rung` at an offset, and is there at `reached_s`."""
+
+    offset_s: float
+    rung: int
+    reached_s: float
+
+
+class _Route:
+    """Makes a plan of the rungs that are to be reached one after the other, none of which is reached at once."""
+
+    def __init__(self, rung: int, wakes: Sequence[float]) -> None:
+        self._wakes = wakes
+        self._stays = [_Stay(0.0, rung, 0.0)]
+
+    def reach(self, rung: int, at_s: float) -> None:
+        """Be on `rung` at `at_s`. A step up begins so much earlier, from where one was then.
+
+        A stay that would not have been reached before that is left out.
+        """
+        stays = self._stays
+        while len(stays) > 1 and at_s - self._climb_s(rung) <= stays[-1].reached_s:
+            left = stays.pop()
+            if rung >= stays[-1].rung:
+                at_s = min(at_s, left.offset_s)
+        if (offset_s := at_s - self._climb_s(rung)) <= 0:
+            self._stays = [_Stay(0.0, rung, 0.0)]
+        elif stays[-1].rung != rung:
+            stays.append(_Stay(offset_s, rung, at_s))
+
+    def plan(self) -> Plan:
+        return tuple(Step(stay.offset_s, stay.rung) for stay in self._stays)
+
+    def _climb_s(self, rung: int) -> float:
+        return max(0.0, self._wakes[self._stays[-1].rung] - self._wakes[rung])
 
 
 def cheapest(law: IdleLaw, costs: Costs, *, climbs: bool, guarded: bool = True) -> Strategy:

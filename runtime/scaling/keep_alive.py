@@ -1,20 +1,24 @@
 """Decides for how long an idle function stays on which rung of its ladder, from the history of its idle times.
 
-Five experts plan each idle period, and the one whose plans would have cost least so far is followed. All functions
-here are pure: the caller passes what was observed, and no clock is read.
+Five experts plan each idle period. One is followed whose plans would have cost little so far. All functions here are pure: the caller passes what was observed, and no clock is read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from .idle_law import Prior, Strategy, cheapest, law_of
 from .ladder import Costs, Ladder, Plan
 
 IDLES, INTERVALS, RECENT = 256, 128, 32
-# The bills decay by this share with each idle period, so that habits that have changed are forgotten.
-DECAY = 1 / 128
+# The bills decay by this share with each idle period, so that habits that have changed are forgotten. By the lasting
+# bills it is judged what an expert has saved so far.
+DECAY, LASTING_DECAY = 1 / 128, 1 / 1024
+# The law of all idle times is followed unless the bill of the envelope or of the recent law is lower by this factor: where
+# bursts come seldom, a few periods say little of which one is better.
+STEADY_MARGIN = 0.8
 # An expert that prewarms is followed only if its bill is lower than the best other one by this factor.
 CLIMB_MARGIN = 0.95
 EXPERTS = 5
@@ -46,6 +50,7 @@ class History:
     """For each rung, the seconds that an arrival on it and those after it would have waited, summed over periods."""
     periods: int = 0
     bills: tuple[float, ...] = (0.0,) * EXPERTS
+    lasting_bills: tuple[float, ...] = (0.0,) * EXPERTS
     experts: _Experts | None = None
 
     def costs(self, ladder: Ladder) -> Costs:
@@ -61,18 +66,49 @@ class History:
         return replace(self, experts=None)
 
 
+class Choice(NamedTuple):
+    """A plan, and the number of the expert that made it: 0 is the envelope, 3 and 4 prewarm."""
+
+    expert: int
+    plan: Plan
+
+
 def decide(history: History, ladder: Ladder, since_s: float, prior: Prior = NO_PRIOR) -> Plan:
     """Return the plan of an idle period that begins `since_s` seconds after the arrival that ended the last one."""
+    return choose(history, ladder, since_s, prior).plan
+
+
+def choose(history: History, ladder: Ladder, since_s: float, prior: Prior = NO_PRIOR) -> Choice:
+    """Return what `decide` does, and who made the plan.
+
+    An expert that prewarms risks no more than it would have saved so far: after few periods without a call at some time
+    of theirs, such a call is still likely.
+    """
     experts = history.experts or _consult(history, ladder, prior)
-    return experts.plan(followed(history), since_s)
+    best = _steadiest(history)
+    steady = Choice(best, experts.steady[best])
+    climber = min(3, 4, key=lambda expert: history.bills[expert])
+    if history.bills[climber] >= CLIMB_MARGIN * history.bills[best]:
+        return steady
+    bold = Choice(climber, experts.plan(climber, since_s))
+    saved = history.lasting_bills[best] - history.lasting_bills[climber]
+    return bold if _risk(bold.plan, steady.plan, history.costs(ladder)) <= saved else steady
 
 
-def followed(history: History) -> int:
-    """Return the number of the expert that is followed: 0 is the envelope, 3 and 4 prewarm."""
-    steady, climbing = history.bills[:3], history.bills[3:]
-    best = min(range(3), key=lambda expert: steady[expert])
-    climber = min(range(2), key=lambda expert: climbing[expert])
-    return 3 + climber if climbing[climber] < CLIMB_MARGIN * steady[best] else best
+def _steadiest(history: History) -> int:
+    """Return the best of the experts that do not prewarm."""
+    if not history.idles:
+        return 0
+    envelope, lasting, recent = history.bills[:3]
+    if min(envelope, recent) >= STEADY_MARGIN * lasting:
+        return 1
+    return 0 if envelope <= recent else 2
+
+
+def _risk(bold: Plan, steady: Plan, costs: Costs) -> float:
+    """Return by how much one plan costs more than the other, if the idle period ends at the worst moment."""
+    moments = [step.offset_s * (1 + 1e-9) + 1e-9 for plan in (bold, steady) for step in plan]
+    return max(costs.bill(bold, moment) - costs.bill(steady, moment) for moment in moments)
 
 
 def learn(
@@ -95,11 +131,16 @@ def learn(
         intervals=(*history.intervals, since_s + idle_s)[-INTERVALS:],
         waits=tuple(total + waited for total, waited in zip(waits, burst_waits, strict=True)),
         periods=history.periods + 1,
-        bills=tuple(old * (1 - DECAY) + new for old, new in zip(history.bills, due, strict=True)),
+        bills=_added(history.bills, due, DECAY),
+        lasting_bills=_added(history.lasting_bills, due, LASTING_DECAY),
     )
     if _to_consult(learned.periods):
         experts = _consult(learned, ladder, prior)
     return replace(learned, experts=experts)
+
+
+def _added(bills: Sequence[float], due: Sequence[float], decay: float) -> tuple[float, ...]:
+    return tuple(old * (1 - decay) + new for old, new in zip(bills, due, strict=True))
 
 
 def _to_consult(periods: int) -> bool:
@@ -114,8 +155,8 @@ def _consult(history: History, ladder: Ladder, prior: Prior) -> _Experts:
         return cheapest(law_of(samples, costs, habits), costs, climbs=climbs)
 
     idles, intervals = history.idles, history.intervals
-    lasting, recent = (strategy(samples, climbs=False).plan() for samples in (idles, idles[-RECENT:]))
-    return _Experts(
-        (costs.envelope, lasting, recent),
-        (strategy(intervals, climbs=True), strategy(intervals[-RECENT:], climbs=True)),
-    )
+    lasting, climbing = strategy(idles, climbs=False).plan(), strategy(intervals, climbs=True)
+    if len(idles) <= RECENT:
+        return _Experts((costs.envelope, lasting, lasting), (climbing, climbing))
+    recent = strategy(idles[-RECENT:], climbs=False).plan()
+    return _Experts((costs.envelope, lasting, recent), (climbing, strategy(intervals[-RECENT:], climbs=True)))

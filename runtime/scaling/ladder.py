@@ -30,7 +30,8 @@ class Step(NamedTuple):
 Plan: TypeAlias = tuple[Step, ...]
 """The rungs of one idle period, in the order of their offsets. The first offset is 0.
 
-A step down is instant. A step up is a prewarm: it takes the difference of the wake times, at the upper rung's price.
+A step down is instant. A step up is a prewarm: it takes the difference of the wake times, at the upper rung's price, and
+the next step up begins when it has ended.
 """
 
 

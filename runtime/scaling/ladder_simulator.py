@@ -177,16 +177,16 @@ class Replay:
         """Pay for the idle period. Return the seconds that the wake at its end takes."""
         rungs = self._ladder.rungs
         now_s, climb_until_s = 0.0, 0.0
-        rung = below = 0 if self._quiet_s else plan[0].rung
+        rung = 0 if self._quiet_s else plan[0].rung
         for offset_s, following in _after(plan, self._quiet_s):
             if offset_s >= idle_s:
                 break
             self._pay(rung, offset_s - now_s)
             climb_s = max(0.0, rungs[rung].wake_s - rungs[following].wake_s)
-            now_s, below, rung, climb_until_s = offset_s, rung, following, offset_s + climb_s
+            begun_s = max(offset_s, climb_until_s) if climb_s else offset_s
+            now_s, rung, climb_until_s = offset_s, following, begun_s + climb_s
         self._pay(rung, idle_s - now_s)
         wake_s = rungs[rung].wake_s + max(0.0, climb_until_s - idle_s)
-        wake_s = min(wake_s, max(rungs[rung].wake_s, rungs[below].wake_s))
         self._pay(0, wake_s)
         self.result.woken += wake_s > 0
         return wake_s

@@ -7,7 +7,15 @@ import time
 from typing import NamedTuple, Protocol
 
 from ...errors import BudgetExhausted
-from ..scaling.budget import BudgetSpec, BudgetState, Spending, day_left_s, day_of, decide_budget
+from ..scaling.budget import (
+    LEAST_WAIT_S,
+    BudgetSpec,
+    BudgetState,
+    Spending,
+    day_left_s,
+    day_of,
+    decide_budget,
+)
 from ..telemetry.usage import HOUR_S, Holding, Prices, Usage, priced
 
 # The wall clock may be set, and the machine may sleep: a timer for the end of the day is set anew after this time.
@@ -83,6 +91,8 @@ class Account:
         """Add to the sums what was used since the last time."""
         if (day := day_of(time.time())) != self.day:
             self.day, self.today, self.forgiven, self._unmeasured = day, Usage(), Spending(), Usage()
+            # Nobody is refused until the timer fires: it may be late, since the wall clock may be set.
+            asyncio.get_running_loop().call_soon(self.check)
         now_s, used = time.monotonic(), self._past
         for spender in self._spenders:
             used += spender.usage(now_s)
@@ -176,10 +186,13 @@ class Account:
 
     def refusal(self) -> BudgetExhausted:
         """Return the error of an invocation for which no worker may be started today. It tells no amounts."""
+        now = time.time()
+        # In the first moment of a new day, the budget was not looked at yet.
+        retry_s = day_left_s(now) if day_of(now) == self.day else LEAST_WAIT_S
         return BudgetExhausted(
             f"{self._function} has used its budget for today. The next day begins at 0:00 UTC.",
             remedy=f"Raise [budget] in pilotflame.toml and deploy, or: pilotflame reset {self._function}",
-            details={"retry_after_s": round(day_left_s(time.time()), 3)},
+            details={"retry_after_s": round(retry_s, 3)},
         )
 
     def _rate(self) -> Spending:

@@ -117,7 +117,18 @@ def limit_s(invocation: Invocation, now_s: float) -> float:
     return min(invocation.deadline_s, invocation.hold_until_s) if holding else invocation.deadline_s
 
 
-def deadline_exceeded(waited_s: float) -> DeadlineExceeded:
+LIMITED_REMEDY = "Try again later, raise PILOTFLAME_MAX_WORKERS, or lower scale.max of other functions."
+
+
+def _all_taken(most: int) -> str:
+    return f"The gateway may run {most} workers (max_workers), and all are taken."
+
+
+def deadline_exceeded(waited_s: float, most_workers: int | None = None) -> DeadlineExceeded:
+    """Return the error of a late invocation. `most_workers` is the gateway's limit, if it waited because of that."""
+    if most_workers is not None:
+        message = f"The invocation waited {waited_s:.1f} s for a worker. {_all_taken(most_workers)}"
+        return DeadlineExceeded(message, remedy=LIMITED_REMEDY, details={"max_workers": most_workers})
     message = f"The invocation did not end within its deadline ({waited_s:.1f} s)."
     return DeadlineExceeded(message, remedy="Raise timeout_s in pilotflame.toml, or ask for less.")
 
@@ -127,7 +138,11 @@ def execution_timeout(limit_s: float) -> DeadlineExceeded:
     return DeadlineExceeded(message, remedy="Raise execution_timeout_s, or do less in one call.")
 
 
-def activation_timeout(function: str, waited_s: float) -> ActivationTimeout:
+def activation_timeout(function: str, waited_s: float, most_workers: int | None = None) -> ActivationTimeout:
+    """Return the error of an invocation that waited for its hold time. `most_workers` is as for `deadline_exceeded`."""
     message = f"No worker of {function!r} was ready within the hold time ({waited_s:.1f} s)."
+    if most_workers is not None:
+        message = f"{message} {_all_taken(most_workers)}"
+        return ActivationTimeout(message, remedy=LIMITED_REMEDY, details={"max_workers": most_workers})
     remedy = "Try again: the activation goes on. To wait longer, raise hold_s or send X-Scale-Up-Timeout."
     return ActivationTimeout(message, remedy=remedy)

@@ -82,7 +82,13 @@ class Dispatcher:
         self.activation_s = 0.0
         """The mean time of an activation; 0 until one is known."""
         self._closed = False
+        # The gateway's limit of workers, if more are wanted than it allows.
+        self._limit: int | None = None
         self._refusal: Callable[[], PilotflameError] | None = None
+
+    def note_limit(self, most: int | None) -> None:
+        """Learn that no more workers start because of the gateway's limit, or with None, that this has ended."""
+        self._limit = most
 
     def configure(self, policy: Policy) -> None:
         self._policy = policy
@@ -249,12 +255,13 @@ class Dispatcher:
         now_s = time.monotonic()
         waited_s = now_s - invocation.timeline.received_s
         if now_s >= invocation.deadline_s - EARLY_S:
-            self._fail(invocation, deadlines.deadline_exceeded(waited_s))
+            most = None if invocation.worker else self._limit
+            self._fail(invocation, deadlines.deadline_exceeded(waited_s, most))
             self._remove(invocation)
         elif now_s >= invocation.execution_deadline_s - EARLY_S:
             self._on_overrun(invocation, now_s)
         elif not (invocation.worker or self._pool.ready) and now_s >= invocation.hold_until_s - EARLY_S:
-            self._fail(invocation, deadlines.activation_timeout(self._spec.function, waited_s))
+            self._fail(invocation, deadlines.activation_timeout(self._spec.function, waited_s, self._limit))
             self._remove(invocation)
         else:
             self._deadlines.set(invocation, deadlines.limit_s(invocation, now_s), now_s)

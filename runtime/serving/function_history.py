@@ -50,6 +50,7 @@ class _Remembered(BaseModel, frozen=True):
     waits: tuple[_Amount, ...] = Field((), max_length=len(RungName))
     periods: int = Field(0, ge=0)
     bills: tuple[_Amount, ...] = Field((0.0,) * EXPERTS, min_length=EXPERTS, max_length=EXPERTS)
+    lasting_bills: tuple[_Amount, ...] | None = Field(None, min_length=EXPERTS, max_length=EXPERTS)
     held_bytes: dict[RungName, _Amount] = {}
     wakes_s: dict[RungName, tuple[_Amount, ...]] = {}
     build_s: _Amount = 0.0
@@ -163,7 +164,7 @@ def _remembering(ladder: IdleLadder) -> Callable[[], _Remembered]:
         history = learning()
         return _Remembered(
             idles=history.idles, intervals=history.intervals, waits=history.waits, periods=history.periods,
-            bills=history.bills, held_bytes=dict(figures.held_bytes), wakes_s=dict(figures.wakes_s),
+            bills=history.bills, lasting_bills=history.lasting_bills, held_bytes=dict(figures.held_bytes), wakes_s=dict(figures.wakes_s),
             build_s=figures.build_s, on_device=figures.on_device, idling=idling,
         )  # fmt: skip
 
@@ -171,7 +172,10 @@ def _remembering(ladder: IdleLadder) -> Callable[[], _Remembered]:
 
 
 def _restore(ladder: IdleLadder, stored: _Remembered) -> None:
-    history = History(stored.idles, stored.intervals, stored.waits, stored.periods, stored.bills)
+    lasting_bills = stored.lasting_bills or stored.bills
+    history = History(
+        stored.idles, stored.intervals, stored.waits, stored.periods, stored.bills, lasting_bills
+    )
     ladder.remember(history, RungFigures(stored.held_bytes, stored.wakes_s, stored.build_s, stored.on_device))
     if stored.idling is not None:
         ladder.resume(max(0.0, time.time() - stored.idling.since_at), stored.idling.since_wake_s)

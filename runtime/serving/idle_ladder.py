@@ -18,7 +18,7 @@ from ..scaling import keep_alive
 from ..scaling.eviction import Gaps, StepDown
 from ..scaling.idle_law import Prior
 from ..scaling.idle_period import Followers, IdlePeriod, IdleWatch
-from ..scaling.keep_alive import History
+from ..scaling.keep_alive import Choice, History
 from ..scaling.ladder import Ladder, Plan
 from ..scaling.rung_figures import HoldingPrices, RungFigures, differs
 from ..scaling.upstream import ClimbCost
@@ -84,7 +84,7 @@ class _Lesson(NamedTuple):
 
 class _Settled(NamedTuple):
     history: History
-    plan: Plan
+    choice: Choice
 
 
 class IdleLadder:
@@ -104,6 +104,7 @@ class IdleLadder:
         self._planning = asyncio.Lock()
         self._ladder = self._measured = self.figures.ladder(self._spec.rungs, self._spec.prices)
         self._plan: Plan | None = None
+        self._expert = 0
         # The rung of the plan, and whether less is held because memory was short.
         self._stands_on, self._evicted = 0, False
         self._step_timer: asyncio.TimerHandle | None = None
@@ -311,15 +312,15 @@ class IdleLadder:
                 self._ladder, self.history = self._measured, self.history.unplanned()
             lessons = self._take_lessons()
             prior, known = self._habits.prior, self.history.periods
-            self.history, plan = await asyncio.to_thread(
+            self.history, choice = await asyncio.to_thread(
                 _settle, self.history, self._ladder, prior, lessons, period.since_s
             )
         for number, lesson in enumerate(lessons):
             self._habits.prior = self._habits.prior.learn(lesson.idle_s, known + number)
         self._on_change()
         if self._watch.period is period and self._target is not None and self._spec.planned:
-            self._plan = plan
-            self._begin_plan(period, plan)
+            self._expert, self._plan = choice
+            self._begin_plan(period, choice.plan)
 
     def _take_lessons(self) -> tuple[_Lesson, ...]:
         taken = list[_Lesson]()
@@ -382,7 +383,7 @@ class IdleLadder:
             hold_per_hour=ladder.rungs[wanted].hold_per_s * 3600,
             saved_per_hour=(ladder.rungs[before].hold_per_s - ladder.rungs[wanted].hold_per_s) * 3600,
             wake_s=ladder.rungs[wanted].wake_s,
-            expert=float(keep_alive.followed(history)),
+            expert=float(self._expert),
             periods=float(history.periods),
             **expected,
         )  # fmt: skip
@@ -399,7 +400,7 @@ def _settle(
 ) -> _Settled:
     """Learn from periods that have ended, and plan one that began `since_s` after the last wake."""
     history = _learn(history, ladder, prior, lessons)
-    return _Settled(history, keep_alive.decide(history, ladder, since_s, prior))
+    return _Settled(history, keep_alive.choose(history, ladder, since_s, prior))
 
 
 def _learn(history: History, ladder: Ladder, prior: Prior, lessons: Sequence[_Lesson]) -> History:

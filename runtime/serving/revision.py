@@ -23,6 +23,7 @@ from ..launching.launcher import UNKNOWN_CAUSE, EndCause, Launcher
 from ..link.worker_spec import WorkerSpec
 from ..scaling import autoscaler
 from ..scaling.idle_period import QUIET_S
+from ..scaling.node_limit import Claim
 from ..telemetry.load_history import LoadState
 from ..telemetry.logs import RevisionLog
 from ..telemetry.metrics import Census
@@ -37,6 +38,7 @@ from .latency_curve_store import LatencyCurveStore
 from .pool import Pool
 from .prewarms import HOLD_S, LOAD, Readiness, WarmHold
 from .replica import Replica, ReplicaState, RevisionEvents
+from .worker_limit import WorkerLimit
 
 FAILURES = (HandlerFailed, OutputInvalid)
 # How many of the lines that a worker printed last are repeated when it dies.
@@ -54,6 +56,10 @@ BEAT_S = 0.5
 EXPECTED_S = 10.0
 # For how long the plan's prewarm holds a worker.
 PREDICTED_S = 1.0
+# A worker that was idle for so long may be stopped if another function has callers who wait for one of the node's
+# workers. One that wants more than its first asks again after ASK_AGAIN_S: no event reports that a worker is idle for long.
+GIVE_AFTER_S = 1.0
+ASK_AGAIN_S = 1.0
 
 
 class Revision(RevisionEvents):
@@ -62,17 +68,21 @@ class Revision(RevisionEvents):
     def __init__(
         self, spec: WorkerSpec, policy: Policy, launcher: Launcher, logs: RevisionLog, tasks: asyncio.TaskGroup,
         on_activation: Callable[[str], None], weights: FetcherClient, secrets: Callable[[], dict[str, str]],
-        curves: LatencyCurveStore, history: FunctionHistory, on_called: Callable[[float], None] = lambda _at_s: None,
+        curves: LatencyCurveStore, history: FunctionHistory, limit: WorkerLimit,
+        on_called: Callable[[float], None] = lambda _at_s: None,
     ) -> None:  # fmt: skip
         """`on_activation` is called with "ready" or "failed" when a worker is ready or could not be started.
 
-        `on_called` is called with the arrival of an invocation, at most once every BEAT_S.
+        `limit` is shared by all revisions. `on_called` is called with the arrival of an invocation, at most once every
+        BEAT_S.
         """
         self.spec, self.policy, self.streaming = spec, policy, policy.streaming
         self.history, self._note_arrival = history, history.arrivals.note
         scale, measure = policy.settings.scale, not curves.known
         self.pool = Pool(spec, scale, launcher, logs, tasks, self, weights, secrets, measure)
         self.dispatcher = Dispatcher(spec, policy, self.pool, curves, self.scale)
+        self._limit = limit
+        limit.join(self)
         self.breaker = Breaker()
         self._readiness = Readiness()
         self.retiring = False
@@ -227,7 +237,7 @@ class Revision(RevisionEvents):
         stats = self._demand.stats(spec, hold.workers if hold is not None else 0, now_s)
         self._sufficient_load = autoscaler.sufficient_load(spec, stats)
         decision = autoscaler.decide(spec, stats, now_s)
-        if start := self._allowed(decision.start, now_s):
+        if start := self._granted(self._allowed(decision.start, now_s), stats):
             self._start(start, spec, stats, hold)
         if decision.stop:
             pool.stop(decision.stop)
@@ -242,6 +252,8 @@ class Revision(RevisionEvents):
             wake_at_s = min(wake_at_s or retry_at_s, retry_at_s)
         if hold is not None:
             wake_at_s = min(wake_at_s or hold.until_s, hold.until_s)
+        if self._limit.is_short(self):
+            wake_at_s = min(wake_at_s or math.inf, now_s + ASK_AGAIN_S)
         if wake_at_s is not None:
             self._scale_at(wake_at_s, now_s)
         self.history.prewarms.settle()
@@ -254,10 +266,8 @@ class Revision(RevisionEvents):
         pool = self.pool
         if self.retiring:
             return
-        ready, starting = len(pool.ready), pool.starting
-        rest = RungName.LOCAL if pool.zygote.source is None else RungName.ZYGOTE
-        rung = RungName.READY if ready else rest
-        state = LoadState(len(self.dispatcher.queue), pool.in_flight, starting, ready, rung)
+        waiting, ready = len(self.dispatcher.queue), len(pool.ready)
+        state = LoadState(waiting, pool.in_flight, pool.starting, ready, self.rung)
         self.history.load.note(time.monotonic(), state)
 
     def _note(self, action: str, cause: str, stats: autoscaler.Stats, **figures: float) -> None:
@@ -337,6 +347,40 @@ class Revision(RevisionEvents):
             return start
         return 0 if self.breaker.open(now_s) or self.pool.starting else min(1, start)
 
+    # -- the limit of all functions together
+
+    def _granted(self, start: int, stats: autoscaler.Stats) -> int:
+        """Return how many of `start` workers the node's limit leaves. Note it when they become too few."""
+        short = self._limit.is_short(self)
+        if not start and not short:
+            return 0
+        may = self._limit.ask(self, start, waiting=stats.queued > 0)
+        if may < start and not short:
+            most = self._limit.most or 0
+            self._note("refuse", "max_workers", stats, workers=start - may, max_workers=most)
+        self.dispatcher.note_limit(None if may == start else self._limit.most)
+        return may
+
+    def claim(self) -> Claim:
+        pool, now_s = self.pool, time.monotonic()
+        draining = sum(replica.state is ReplicaState.DRAINING for replica in pool.replicas)
+        spare = max(0, len(pool.ready) - self.policy.scale.min)
+        idle = pool.idle()
+        lasting = sum(replica.idle_since_s + GIVE_AFTER_S <= now_s for replica in idle)
+        return Claim(
+            len(pool.replicas) + pool.forking,
+            draining,
+            idle=min(spare, lasting),
+            resting=min(spare, len(idle)),
+        )
+
+    def give(self) -> None:
+        stats = autoscaler.Stats(
+            len(self.dispatcher.queue), self.pool.in_flight, self.pool.starting, len(self.pool.ready)
+        )
+        self.pool.stop(1)
+        self._note("stop", "max_workers", stats, workers=1)
+
     # -- start and end
 
     async def try_start(self, keep: int = 0) -> None:
@@ -390,6 +434,7 @@ class Revision(RevisionEvents):
             self._scale_timer.cancel()
         left_s = timeout_s - (time.monotonic() - started_s)
         await self.pool.close(max(left_s, min(timeout_s, MIN_TEARDOWN_S)))
+        self._limit.leave(self)
         self.history.account.detach(self)
 
     # -- what it uses
@@ -453,6 +498,8 @@ class Revision(RevisionEvents):
             self.dispatcher.dispatch()
             waiting = len(self.dispatcher.queue)
         # The timer that finds the idle period is due QUIET_S after the last end, or sooner.
+        if self._limit.most is not None and not replica.outstanding.calls:
+            self._limit.offer()
         untimed = self._scale_timer is None or self._scale_at_s > replica.idle_since_s + QUIET_S
         if waiting or self.retiring or (untimed and not replica.outstanding.calls):
             self.scale()
@@ -477,12 +524,14 @@ class Revision(RevisionEvents):
         self._count_failure(error)
         if not self.pool.ready:
             self.dispatcher.fail_queued(error)
+        self._limit.offer()
         self.scale()
         if not len(self.dispatcher.queue):
             self.pool.release()
 
     def on_lost(self, replica: Replica, unstarted: list[Invocation], started: list[Invocation]) -> None:
         self.pool.remove(replica)
+        self._limit.offer()
         self.history.prewarms.end(replica, used=bool(replica.completed or started))
         self._tasks.create_task(self._recover(replica, unstarted, started))
 

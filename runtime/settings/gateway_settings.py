@@ -110,6 +110,11 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
         description="MiB of memory that functions without workers may hold together; then those that"
         " are missed least keep no zygote. By default an eighth of the memory.",
     )
+    max_workers: int | None = Field(
+        None,
+        ge=1,
+        description="Workers of all functions together at most; by default each function's scale.max only.",
+    )
     price_memory_gb_hour: float = Field(
         0.0108, ge=0, description="Money for a GB of memory held for an hour; weighed against waiting."
     )

@@ -51,6 +51,12 @@ class Decisions:
 
 # -- in words
 
+# The experts of the keep-alive policy, by number.
+_EXPERTS = {
+    0: "no habit is known", 1: "by its last 256 idle times", 2: "by its last 32 idle times",
+    3: "by its last 128 intervals", 4: "by its last 32 intervals",
+}  # fmt: skip
+
 # The causes that sentences name in other words.
 _CAUSES = {
     "warmup": "a call asked for it", "schedule": "the schedule asks for it", "plan": "the keep-alive policy",
@@ -148,18 +154,31 @@ def _state(left: dict[str, float]) -> list[str]:
 
 def _moved(decision: DecisionRecord, left: dict[str, float]) -> str:
     """Tell a step on the ladder. `rung` is the number of the one that is held from now on."""
-    rungs, verb = list(RungName), {"step_up": "went up to", "evict": "evicted it to"}
+    rungs, verbs = list(RungName), {"step_up": "went up to", "evict": "was evicted to"}
     number = left.pop("rung", None)
     known = number is not None and 0 <= number < len(rungs)
     rung = _RUNGS[rungs[int(number or 0)]] if known else "another rung"
-    said = f"{verb.get(decision.action, 'went down to')} {rung}"
+    said = f"{verbs.get(decision.action, 'went down to')} {rung}"
     if "idle_s" in left:
         said += f" after {seconds(left.pop('idle_s'))} idle"
-    freed = [f"{left.pop(name) / scale:.1f} MB" for name, scale in _FREED if name in left]
-    said += f", {_reason(decision.cause)}" + "".join(f": it held {size}" for size in freed)
-    if "extra_wake_s" in left:
-        said += f"{', ' if freed else ': '}the next call waits {seconds(left.pop('extra_wake_s'))} longer"
-    return said
+    said += f", {_reason(decision.cause)}"
+    if (expert := left.pop("expert", None)) is not None:
+        said += f" ({_EXPERTS.get(int(expert), f'expert {expert:.0f}')})"
+    facts = [words(left.pop(name)) for name, words in _MOVES.items() if name in left]
+    return ": ".join([said, ", ".join(facts)]) if facts else said
+
+
+# How the figures of a step are told.
+_MOVES: dict[str, Callable[[float], str]] = {
+    "freed_bytes": lambda value: f"it held {value / 1e6:.1f} MB",
+    "hold_per_hour": lambda value: f"this costs {value:.3g} an hour",
+    "saved_per_hour": lambda value: f"{abs(value):.3g} {'less' if value >= 0 else 'more'} than before",
+    "wake_s": lambda value: f"the next call waits {seconds(value)}",
+    "extra_wake_s": lambda value: f"the next call waits {seconds(value)} longer",
+    "calls_per_s": lambda value: f"{value:.3g} calls a second are expected",
+    "expected_in_s": lambda value: f"by habit it comes in {seconds(value)}",
+    "periods": lambda value: f"learned from {_count(value, 'idle period')}",
+}
 
 
 def _rested(decision: DecisionRecord, left: dict[str, float]) -> str:
@@ -186,7 +205,6 @@ def _anything(decision: DecisionRecord, left: dict[str, float]) -> str:
     return f"{decision.action.replace('_', ' ')}, {_reason(decision.cause)}"
 
 
-_FREED = (("freed_bytes", 1e6), ("held_mb", 1.0))
 _WORDS: dict[str, Callable[[DecisionRecord, dict[str, float]], str]] = {
     "start": _started, "stop": _stopped, "step_down": _moved, "step_up": _moved, "evict": _moved,
     "rest": _rested, "refuse": _refused, "prewarm": _prewarmed, "expect": _expected,

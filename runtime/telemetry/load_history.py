@@ -38,6 +38,7 @@ class LoadSample(NamedTuple):
     """The most invocations that waited at once in that second."""
     in_flight: int
     starting: int
+    """The workers that were starting, and those that were ready, when there were most."""
     ready: int
     rung: str
     """The rung at the second's end."""
@@ -62,10 +63,10 @@ class LoadSeries:
         self._turn(now_s)
         if state != self._last:
             most = self._most
-            self._most = LoadState(
-                max(most.queued, state.queued), max(most.in_flight, state.in_flight),
-                max(most.starting, state.starting), max(most.ready, state.ready), state.rung,
-            )  # fmt: skip
+            fewer = state.starting + state.ready < most.starting + most.ready
+            workers = (most.starting, most.ready) if fewer else (state.starting, state.ready)
+            queued, in_flight = max(most.queued, state.queued), max(most.in_flight, state.in_flight)
+            self._most = LoadState(queued, in_flight, *workers, state.rung)
             self._last, self._dirty = state, True
 
     def note_cold(self, now_s: float, waited_s: float) -> None:

@@ -2,9 +2,7 @@
 
 import { element, setAttribute, setText, svg } from "./dom.js";
 import { clock, duration, NONE, span } from "./format.js";
-import { WINDOW_S } from "./samples.js";
 
-const FIRST_WINDOW_S = 60;
 const HEIGHT = 120;
 const LEFT = 44;
 const BOTTOM = 18;
@@ -18,30 +16,37 @@ function roundUp(value, whole) {
   return tops.find((top) => top >= value * 0.999);
 }
 
-// Return the path of a line that is broken where values are missing. A value alone is a short stroke.
-function path(values, x, y) {
-  let text = "";
-  let drawing = false;
+// Return the path of a line that is broken where values are missing, and that of the values without neighbours.
+function paths(values, x, y) {
+  let [line, dots] = ["", ""];
+  let length = 0;
+  let last = "";
+  const end = () => (dots += length === 1 ? `M${last}h0` : "");
   values.forEach((value, index) => {
-    const known = value !== null && value !== undefined && x(index) !== null;
-    if (known) {
-      const [here, there] = [x(index).toFixed(1), y(value).toFixed(1)];
-      text += drawing ? `L${here} ${there}` : `M${here} ${there}h.5`;
+    const at = value === null || value === undefined ? null : x(index);
+    if (at === null) {
+      end();
+      length = 0;
+      return;
     }
-    drawing = known;
+    last = `${at.toFixed(1)} ${y(value).toFixed(1)}`;
+    line += (length ? "L" : "M") + last;
+    length += 1;
   });
-  return text;
+  end();
+  return [line, dots];
 }
 
 // A chart of the last minutes with a line for each of `lines`: [name of a field, label].
 export class LineChart {
+  // `whole`: the values are whole numbers.
   constructor(title, lines, format, { whole = false } = {}) {
-    Object.assign(this, { title, lines, format, whole, points: [], hovered: null, window_s: WINDOW_S });
-    this.paths = lines.map((_, index) => svg("path", { class: `line s${index + 1}` }));
+    Object.assign(this, { title, lines, format, whole, points: [], hovered: null });
+    this.paths = lines.map((_, index) => ["line", "dots"].map((kind) => svg("path", { class: `${kind} s${index + 1}` })));
     this.grid = [0, 0.5, 1].map(() => [svg("line", { class: "grid" }), svg("text", { class: "tick", "text-anchor": "end", x: LEFT - 6 })]);
     this.times = [0, 0.5, 1].map((at) => svg("text", { class: "tick", y: HEIGHT - 3, "text-anchor": ["start", "middle", "end"][at * 2] }));
     this.cursor = svg("line", { class: "cursor", y1: TOP, y2: HEIGHT - BOTTOM });
-    this.svg = svg("svg", { role: "img", height: HEIGHT }, ...this.grid.flat(), ...this.times, this.cursor, ...this.paths);
+    this.svg = svg("svg", { role: "img", height: HEIGHT }, ...this.grid.flat(), ...this.times, this.cursor, ...this.paths.flat());
     this.values = lines.map(() => element("b"));
     this.when = element("span", { class: "when" });
     const legend = lines.map(([, label], index) => element("span", {}, swatch(`s${index + 1}`), ` ${label} `, this.values[index]));
@@ -55,9 +60,8 @@ export class LineChart {
     }).observe(this.node);
   }
 
-  update(points, end) {
-    // At first the little that is known is shown large.
-    const window_s = end - (points[0]?.at ?? end) > FIRST_WINDOW_S ? WINDOW_S : FIRST_WINDOW_S;
+  // Show the last `window_s` until `end`.
+  update(points, end, window_s) {
     Object.assign(this, { points, end, window_s });
     this.draw();
   }
@@ -85,7 +89,10 @@ export class LineChart {
     const y = (value) => TOP + (1 - Math.min(1, value / top)) * (HEIGHT - TOP - BOTTOM);
     setAttribute(this.svg, "width", this.width);
     setAttribute(this.svg, "viewBox", `0 0 ${this.width} ${HEIGHT}`);
-    this.paths.forEach((one, index) => setAttribute(one, "d", path(columns[index], x, y)));
+    this.paths.forEach((pair, index) => {
+      const drawn = paths(columns[index], x, y);
+      pair.forEach((one, part) => setAttribute(one, "d", drawn[part]));
+    });
     this.axes(top, y);
     this.caption(columns, x);
   }
@@ -118,6 +125,34 @@ export class LineChart {
   }
 }
 
+// A band that shows how warm a function was: a segment for the time on each rung.
+export class RungBand {
+  constructor() {
+    this.svg = svg("svg", { class: "band", height: 14, role: "img" });
+    this.legend = element("span");
+    this.node = element("figure", { class: "chart" }, element("figcaption", {}, element("h3", {}, "Rung"), this.legend), this.svg);
+  }
+
+  // Each of `points` holds a rung until the time of the next one.
+  update(points, end, window_s) {
+    const begin = end - window_s;
+    const spans = points.slice(0, -1).map((one, index) => ({ rung: one.rung, from: Math.max(one.at, begin), to: Math.max(points[index + 1].at, begin) }));
+    const shown = spans.filter(({ from, to }) => to > from).reduce((found, one) => {
+      const last = found.at(-1);
+      if (last?.rung === one.rung) last.to = one.to;
+      else found.push(one);
+      return found;
+    }, []);
+    const percent = (at) => `${(((at - begin) / window_s) * 100).toFixed(3)}%`;
+    this.svg.replaceChildren(...shown.map(({ rung, from, to }) =>
+      svg("rect", { class: `at ${rung}`, height: 14, x: percent(from), width: `${(((to - from) / window_s) * 100).toFixed(3)}%` })));
+    const times = new Map();
+    for (const { rung, from, to } of shown) times.set(rung, (times.get(rung) ?? 0) + to - from);
+    this.legend.replaceChildren(...[...times].flatMap(([rung, seconds]) => [swatch(`at ${rung}`), ` ${rung} `, element("b", {}, span(seconds)), "  "]));
+    setAttribute(this.svg, "aria-label", `Rungs in the last ${span(window_s)}: ${[...times].map(([rung, seconds]) => `${rung} ${span(seconds)}`).join(", ") || "unknown"}`);
+  }
+}
+
 export function swatch(kind) {
   return svg("svg", { class: "swatch", width: 10, height: 10, "aria-hidden": "true" }, svg("rect", { class: kind, width: 10, height: 10, rx: 2 }));
 }
@@ -132,7 +167,7 @@ export class Sparkline {
   update(values) {
     const top = Math.max(...values.map((value) => value ?? 0)) || 1;
     const x = (index) => (index / (values.length - 1)) * 89;
-    setAttribute(this.path, "d", path(values, x, (value) => 18.5 - (value / top) * 17));
+    setAttribute(this.path, "d", paths(values, x, (value) => 18.5 - (value / top) * 17)[0]);
   }
 }
 

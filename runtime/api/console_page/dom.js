@@ -51,10 +51,15 @@ export function reconcile(parent, items, keyOf, make, update) {
   }
 }
 
-export function table(caption, heads, { numeric = [] } = {}) {
+// Return the classes of a column: {name, number, wide: hidden on narrow windows, mid: on phones}.
+export function classes(column) {
+  return ["number", "wide", "mid"].filter((kind) => column[kind]).join(" ") || null;
+}
+
+export function table(caption, columns) {
   const body = element("tbody");
-  const cells = heads.map((head) => element("th", { scope: "col", class: numeric.includes(head) ? "number" : null }, head));
-  const node = element("table", {}, element("caption", { class: "unseen" }, caption), element("thead", {}, element("tr", {}, cells)), body);
+  const heads = columns.map((column) => element("th", { scope: "col", class: classes(column) }, column.name));
+  const node = element("table", {}, element("caption", { class: "unseen" }, caption), element("thead", {}, element("tr", {}, heads)), body);
   // It can be scrolled with the keys where it does not fit.
   return { node: element("div", { class: "scrolls", tabindex: "0", role: "region", "aria-label": caption }, node), body };
 }

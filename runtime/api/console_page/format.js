@@ -18,7 +18,7 @@ export function rate(value) {
 // Milliseconds.
 export function duration(ms) {
   if (ms === null || ms === undefined || Number.isNaN(ms)) return NONE;
-  if (ms === 0) return "0 ms";
+  if (ms < 0.05) return "0 ms";
   if (ms < 9.95) return `${ms.toFixed(1)} ms`;
   if (ms < 999.5) return `${Math.round(ms)} ms`;
   if (ms < 59_950) return `${(ms / 1000).toPrecision(3)} s`;
@@ -29,7 +29,8 @@ export function duration(ms) {
 export function span(seconds) {
   if (seconds < 60) return `${Math.round(seconds)} s`;
   if (seconds < 3600) return `${Math.floor(seconds / 60)} min${Math.round(seconds % 60) ? ` ${Math.round(seconds % 60)} s` : ""}`;
-  if (seconds < 86_400) return `${Math.floor(seconds / 3600)} h ${Math.round((seconds % 3600) / 60)} min`;
+  const minutes = Math.round((seconds % 3600) / 60);
+  if (seconds < 86_400) return `${Math.floor(seconds / 3600)} h${minutes ? ` ${minutes} min` : ""}`;
   return `${(seconds / 86_400).toFixed(1)} days`;
 }
 

@@ -1,19 +1,26 @@
 // The view of one function: what it does now, its log, jobs, revisions, and what may be done with it.
 
 import { LineChart, PHASES, PHASE_TEXTS, PhaseBar, swatch, total } from "./charts.js";
+import { decisionsPanel } from "./decisions.js";
 import { ask, explained, say } from "./dialog.js";
 import { element, reconcile, setAttribute, setText, table } from "./dom.js";
-import { clockOf, count, duration, NONE, rate, share } from "./format.js";
+import { clock, clockOf, count, duration, NONE, rate, share } from "./format.js";
 import { get, post } from "./gateway.js";
 import { jobsPanel } from "./jobs.js";
 import { LogView } from "./logs.js";
 import { Figures, Rung, workersText } from "./overview.js";
 import { revisionsPanel } from "./revisions.js";
+import { WINDOW_S } from "./samples.js";
+import { UsageView } from "./usage.js";
 
+const FIRST_WINDOWS_S = [60, 120];
+const NO_LINES = "No lines yet. What the function prints, and what happens to its workers, appears here.";
 const PARTS = [
   { id: "activity", title: "Activity", make: (view) => new Activity(view.fleet, view.name) },
-  { id: "logs", title: "Log", scope: "deploy", make: (view) => new LogView("Log", `${view.base}/logs`) },
+  { id: "logs", title: "Log", scope: "deploy", make: (view) => new LogView(`${view.base}/logs`, element("h2", {}, "Log"), NO_LINES) },
   { id: "jobs", title: "Jobs", scope: "invoke", make: (view) => jobsPanel(view.name) },
+  { id: "decisions", title: "Decisions", scope: "read", make: (view) => decisionsPanel(view.name) },
+  { id: "usage", title: "Usage", scope: "read", make: (view) => new UsageView(view.name) },
   { id: "revisions", title: "Revisions", scope: "deploy", make: (view) => revisionsPanel(view.name) },
 ];
 
@@ -22,6 +29,7 @@ export class FunctionView {
     Object.assign(this, { fleet, name, title: name, base: `/v1/functions/${encodeURIComponent(name)}` });
     this.rung = new Rung();
     this.revision = element("span", { class: "note" });
+    this.step = element("span", { class: "note" });
     this.trouble = element("p", { class: "problem" });
     this.figures = new Figures(["Workers", "Queued", "Running", "Requests/s", "Errors/s", "p95"]);
     this.links = PARTS.map(({ id, title }) => element("a", { href: `#/functions/${encodeURIComponent(name)}/${id}` }, title));
@@ -31,7 +39,7 @@ export class FunctionView {
       "div", {}, element("div", { class: "actions" }, this.buttons()), this.trouble, this.figures.node,
       element("nav", { class: "parts", "aria-label": `Parts of ${name}` }, this.links), this.place,
     );
-    this.node = element("div", {}, element("h1", {}, name, " ", this.rung.node, " ", this.revision), this.gone, this.known);
+    this.node = element("div", {}, element("h1", {}, name, " ", this.rung.node, " ", this.step, " ", this.revision), this.gone, this.known);
     this.open(part);
   }
 
@@ -85,6 +93,7 @@ export class FunctionView {
     if (!row) return;
     const recent = this.fleet.recent(this.name);
     this.rung.update(row.rung);
+    setText(this.step, row.next_rung ? `${row.next_rung} at ${clock(row.next_rung_at)} if no request comes` : "");
     setText(this.revision, row.revision);
     setText(this.trouble, row.failed_starts ? `The last ${row.failed_starts} starts of a worker have failed. The log says why.` : "");
     this.trouble.hidden = !row.failed_starts;
@@ -114,7 +123,7 @@ class Activity {
       new LineChart("Load", [["in_flight", "running"], ["queued", "queued"]], count, { whole: true }),
     ];
     this.cold = new ColdStarts();
-    this.codes = table("Answers by status", ["Status", "Answers", "Share"], { numeric: ["Answers", "Share"] });
+    this.codes = table("Answers by status", [{ name: "Status" }, { name: "Answers", number: true }, { name: "Share", number: true }]);
     this.errors = element("ul", { class: "errors" });
     this.facts = element("dl", { class: "facts" });
     this.call = element("pre", { tabindex: "0", "aria-label": "How to call it" });
@@ -133,7 +142,10 @@ class Activity {
   update(row) {
     const samples = this.fleet.functions.get(this.name);
     const points = samples.series(this.fleet.times);
-    for (const chart of this.charts) chart.update(points, this.fleet.at);
+    // At first the little that is known is shown large.
+    const known_s = this.fleet.at - this.fleet.times[0];
+    const window_s = FIRST_WINDOWS_S.find((seconds) => seconds >= known_s) ?? WINDOW_S;
+    for (const chart of this.charts) chart.update(points, this.fleet.at, window_s);
     this.cold.update(row);
     const codes = Object.entries(row.codes);
     const all = codes.reduce((found, [, many]) => found + many, 0);
@@ -166,7 +178,8 @@ class Activity {
     const facts = {
       Kind: [status.kind, status.streaming ? "streams" : "", status.batch ? `batches of ${status.batch}` : ""].filter(Boolean).join(", "),
       Dialect: status.dialect, Deployed: clockOf(status.created_at), Snapshot: status.snapshot ?? NONE,
-      Scale: `${scale.min} to ${scale.max} workers, idle after ${scale.idle_timeout_s} s`, Concurrency: status.settings.concurrency,
+      Scale: `${scale.min} to ${scale.max} workers, ${scale.idle_timeout_s === null ? "kept as long as is learned to pay" : `idle after ${scale.idle_timeout_s} s`}`, Concurrency: status.settings.concurrency,
+      Schedules: status.schedules.map((one) => `${one.cron} (${one.timezone}), next ${one.next_at ? clockOf(one.next_at) : "never"}`).join("; ") || NONE,
       "Memory at rest": status.rest_mb === null ? NONE : `${status.rest_mb} MiB`, Warnings: status.warnings.join(" ") || "None.",
     };
     this.facts.replaceChildren(...Object.entries(facts).flatMap(([name, text]) => [element("dt", {}, name), element("dd", {}, text)]));
@@ -192,6 +205,7 @@ function codeRow([code]) {
 class ColdStarts {
   constructor() {
     this.bars = [new PhaseBar(14), new PhaseBar(14)];
+    this.heads = [element("h3"), element("h3")];
     this.totals = [element("td", { class: "number" }), element("td", { class: "number" })];
     this.cells = PHASES.map(() => [element("td", { class: "number" }), element("td", { class: "number" })]);
     const rows = PHASES.map((phase, index) => element("tr", {}, element("th", { scope: "row" }, swatch(`phase ${phase}`), ` ${phase}`), element("td", { class: "wide" }, PHASE_TEXTS[phase]), this.cells[index]));
@@ -200,7 +214,7 @@ class ColdStarts {
       element("tbody", {}, rows, element("tr", { class: "sum" }, element("th", { scope: "row" }, "total"), element("td", { class: "wide" }), this.totals)));
     this.title = element("h2", {}, "Cold starts");
     this.none = element("p", { class: "note" }, "None yet since the gateway has started.");
-    this.shown = element("div", { class: "cold" }, element("div", {}, element("h3", {}, "Latest"), this.bars[0].node, element("h3", {}, "Mean"), this.bars[1].node), this.table);
+    this.shown = element("div", { class: "cold" }, element("div", {}, this.heads[0], this.bars[0].node, this.heads[1], this.bars[1].node), this.table);
     this.node = element("section", {}, this.title, this.none, this.shown);
   }
 
@@ -216,6 +230,7 @@ class ColdStarts {
     both.forEach((phases, column) => {
       this.bars[column].update(phases, most, column ? "Mean of all cold starts" : "Latest cold start");
       setText(this.totals[column], duration(total(phases)));
+      setText(this.heads[column], `${column ? "Mean" : "Latest"}: ${duration(total(phases))}`);
       PHASES.forEach((phase, index) => setText(this.cells[index][column], phases[phase] ? duration(phases[phase]) : NONE));
     });
   }

@@ -8,8 +8,8 @@ import { Panel, textRow } from "./panel.js";
 
 const LISTED = 50;
 const COLUMNS = [
-  { name: "Job" }, { name: "State" }, { name: "Submitted" }, { name: "Waited", number: true }, { name: "Ran", number: true },
-  { name: "Attempts", number: true }, { name: "Error" }, { name: "Actions" },
+  { name: "Job" }, { name: "State" }, { name: "Submitted", mid: true }, { name: "Waited", number: true, mid: true }, { name: "Ran", number: true, mid: true },
+  { name: "Attempts", number: true, mid: true }, { name: "Error", mid: true }, { name: "Actions" },
 ];
 const OPEN = ["IN_QUEUE", "IN_PROGRESS"];
 const BROKEN = ["FAILED", "TIMED_OUT"];
@@ -50,7 +50,7 @@ export function jobsPanel(name, may) {
     title: "Jobs",
     intro: counts,
     path: () => `${base}/requests?limit=${LISTED}`,
-    table: table(`Jobs of ${name}, the newest first`, COLUMNS.map((one) => one.name), { numeric: COLUMNS.filter((one) => one.number).map((one) => one.name) }),
+    table: table(`Jobs of ${name}, the newest first`, COLUMNS),
     keyOf: (job) => job.id,
     make,
     items: (found) => {

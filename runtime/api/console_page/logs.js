@@ -14,9 +14,9 @@ const ESCAPES = /\x1b\[[0-9;?]*[A-Za-z]/g;
 const LEVELS = { debug: "all", info: "info", warning: "warning", error: "error" };
 
 export class LogView {
-  constructor(title, path) {
-    Object.assign(this, { title, path, last: 0, waiting: [], paused: false });
-    this.lines = element("ol", { class: "lines", tabindex: "0", "aria-label": "Log lines, the newest last" });
+  constructor(path, heading, none) {
+    Object.assign(this, { title: heading.textContent, path, last: 0, waiting: [], paused: false });
+    this.lines = element("ol", { hidden: true, class: "lines", tabindex: "0", "aria-label": "Log lines, the newest last" });
     this.level = element("select", { id: "level", change: () => this.restart() }, Object.entries(LEVELS).map(([value, text]) => element("option", { value }, text)));
     this.words = element("input", { id: "words", type: "search", autocomplete: "off", spellcheck: "false", input: () => this.filter() });
     this.pause = element("button", { type: "button", "aria-pressed": "false", click: () => this.hold() }, "Pause");
@@ -26,8 +26,8 @@ export class LogView {
       element("label", { for: "level" }, "Level"), this.level, element("label", { for: "words" }, "Filter"), this.words, this.pause,
       element("button", { type: "button", click: () => this.clear() }, "Clear"), this.state,
     );
-    this.empty = element("p", { class: "note" }, "No lines yet. What the function prints, and what happens to its workers, appears here.");
-    this.node = element("section", { class: "log" }, element("h2", {}, title), tools, this.empty, this.lines);
+    this.empty = element("p", { class: "note" }, none);
+    this.node = element("section", { class: "log" }, heading, tools, this.empty, this.lines);
     this.begin();
   }
 
@@ -76,11 +76,13 @@ export class LogView {
 
   insert() {
     const { lines } = this;
-    const atEnd = lines.scrollTop + lines.clientHeight >= lines.scrollHeight - 4;
+    const atEnd = lines.hidden || lines.scrollTop + lines.clientHeight >= lines.scrollHeight - 4;
+    if (!this.waiting.length) return;
     lines.append(...this.waiting.map((line) => this.made(line)));
     this.waiting = [];
     while (lines.childElementCount > MOST_LINES) lines.firstElementChild.remove();
-    this.empty.hidden = Boolean(lines.childElementCount);
+    lines.hidden = false;
+    this.empty.hidden = true;
     // Whoever reads older lines keeps their place.
     if (atEnd) lines.scrollTop = lines.scrollHeight;
   }
@@ -121,6 +123,7 @@ export class LogView {
   clear() {
     this.waiting = [];
     this.lines.replaceChildren();
+    this.lines.hidden = true;
     this.empty.hidden = false;
   }
 

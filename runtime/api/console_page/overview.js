@@ -1,7 +1,7 @@
 // The first view: all functions, a row each.
 
 import { PhaseBar, Sparkline, total } from "./charts.js";
-import { element, reconcile, setAttribute, setText, svg } from "./dom.js";
+import { classes, element, reconcile, setAttribute, setText, svg } from "./dom.js";
 import { count, duration, NONE, rate } from "./format.js";
 
 const SPARK_PARTS = 60;
@@ -83,8 +83,6 @@ class Row {
     this.bar.update(row.last_cold_phases_ms, longest, `Phases of the latest cold start of ${row.name}`);
   }
 }
-
-const classes = (column) => [column.number ? "number" : "", column.wide ? "wide" : ""].join(" ").trim() || null;
 
 export class Overview {
   constructor(fleet) {

@@ -1,7 +1,7 @@
 // A panel of rows that are read again every few seconds while it is shown, and when the function's counts change.
 
 import { explained } from "./dialog.js";
-import { element, reconcile, setText } from "./dom.js";
+import { classes, element, reconcile, setText } from "./dom.js";
 import { get } from "./gateway.js";
 
 const EVERY_S = 3;
@@ -71,7 +71,7 @@ export function textRow(columns, texts, { nodes = () => ({}), update = () => {} 
   return (item) => {
     const made = nodes(item);
     const cells = columns.map((column, index) =>
-      element(index ? "td" : "th", { scope: index ? null : "row", class: column.number ? "number" : column.wide ? "wide" : null }, made[column.name] ?? ""));
+      element(index ? "td" : "th", { scope: index ? null : "row", class: classes(column) }, made[column.name] ?? ""));
     const row = {
       node: element("tr", {}, cells),
       update(now) {

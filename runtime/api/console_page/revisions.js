@@ -7,7 +7,7 @@ import { post } from "./gateway.js";
 import { Panel, textRow } from "./panel.js";
 
 const COLUMNS = [
-  { name: "Revision" }, { name: "State" }, { name: "Deployed" }, { name: "Code" }, { name: "Snapshot" }, { name: "Own size", number: true }, { name: "Actions" },
+  { name: "Revision" }, { name: "State" }, { name: "Deployed" }, { name: "Code", mid: true }, { name: "Snapshot", mid: true }, { name: "Own size", number: true, mid: true }, { name: "Actions" },
 ];
 
 export function revisionsPanel(name) {
@@ -22,7 +22,7 @@ export function revisionsPanel(name) {
   const panel = new Panel({
     title: "Revisions",
     path: () => `${base}/revisions`,
-    table: table(`Revisions of ${name}, the newest first`, COLUMNS.map((one) => one.name), { numeric: ["Own size"] }),
+    table: table(`Revisions of ${name}, the newest first`, COLUMNS),
     keyOf: (one) => one.revision,
     make: textRow(COLUMNS, (one) => ({
       Revision: one.revision, State: one.state, Deployed: clockOf(one.created_at), Code: one.code_digest.slice(0, 12),

@@ -17,14 +17,11 @@ function point(at, row) {
     at,
     answered: sum(codes.map(([, many]) => many)),
     failed: sum(codes.filter(([code]) => isError(code)).map(([, many]) => many)),
-    cold_starts: row.cold_starts,
     durations: row.durations,
     ready: row.workers.ready,
     starting: row.workers.starting,
     queued: row.queued,
     in_flight: row.in_flight,
-    busy_s: row.busy_s,
-    ready_s: row.ready_s,
   };
 }
 
@@ -49,15 +46,12 @@ export function quantile(share, counts, bounds) {
 export function between(older, newer, bounds) {
   const seconds = newer.at - older.at;
   // Counts that fall are those of a gateway that has started anew.
-  if (seconds <= 0 || newer.answered < older.answered || newer.ready_s < older.ready_s - 1e-3) return null;
+  if (seconds <= 0 || newer.answered < older.answered) return null;
   const durations = newer.durations.map((many, index) => Math.max(0, many - older.durations[index]));
-  const ready_s = newer.ready_s - older.ready_s;
   return {
     at: newer.at,
     rate: (newer.answered - older.answered) / seconds,
     errors: (newer.failed - older.failed) / seconds,
-    cold: newer.cold_starts - older.cold_starts,
-    busy: ready_s > 1e-3 ? Math.min(1, Math.max(0, (newer.busy_s - older.busy_s) / ready_s)) : null,
     p50: toMs(quantile(0.5, durations, bounds)),
     p95: toMs(quantile(0.95, durations, bounds)),
   };
@@ -120,8 +114,8 @@ export class Samples {
   }
 }
 
-const UNKNOWN = { rate: null, errors: null, cold: null, busy: null, p50: null, p95: null };
-const NOTHING = { rate: 0, errors: 0, cold: 0, busy: null, p50: null, p95: null };
+const UNKNOWN = { rate: null, errors: null, p50: null, p95: null };
+const NOTHING = { rate: 0, errors: 0, p50: null, p95: null };
 
 // All functions that the user may see.
 export class Fleet {

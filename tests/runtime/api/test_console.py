@@ -109,12 +109,16 @@ async def test_a_follower_is_sent_what_has_changed(deploy, gateway: Gateway):
     assert first["gateway"]["version"] == __version__
     assert first["gateway"]["keyed"] is False
     assert len(first["gateway"]["bounds_s"]) + 1 == len(first["functions"][0]["durations"])
-    await busy.answer(1)
-    changed: dict[str, Any] = {}
-    while changed.get(busy.name, {}).get("codes") != {"200": 1}:
+    known = {one["name"]: one for one in first["functions"]}
+    found = first
+    while still.name in {one["name"] for one in found["functions"]}:
         found = await anext(seen)
-        changed |= {one["name"]: one for one in found["functions"]}
-    assert still.name not in changed
+        known |= {one["name"]: one for one in found["functions"]}
+    await busy.answer(1)
+    while known[busy.name]["codes"] != {"200": 1}:
+        for one in (await anext(seen))["functions"]:
+            assert one != known[one["name"]]
+            known[one["name"]] = one
     await gateway.client.delete(f"/v1/functions/{still.name}")
     while still.name not in (found := await anext(seen))["removed"]:
         assert still.name not in {one["name"] for one in found["functions"]}

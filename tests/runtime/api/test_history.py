@@ -41,7 +41,11 @@ async def test_a_burst_is_explained_with_its_queue_and_its_cold_starts(
     assert max(one["slowest_cold_s"] for one in samples) > 0
     assert samples[-1]["rung"] == "ready"
     assert samples[-1]["at"] <= load["now"]
-    assert len((await gateway.client.get(f"{path}/arrivals")).json()["arrivals"]) == 5
+    arrivals = (await gateway.client.get(f"{path}/arrivals")).json()
+    assert len(arrivals["arrivals"]) == 5
+    assert [one["rung"] for one in arrivals["rungs"]] == ["ready", "zygote", "local"]
+    assert arrivals["rungs"][0]["held_bytes"] > arrivals["rungs"][2]["held_bytes"]
+    assert arrivals["rungs"][0]["wake_s"] == 0 < arrivals["rungs"][1]["wake_s"]
     later = (await gateway.client.get(f"{path}/arrivals", params={"since": time.time() + 1})).json()
     assert later["arrivals"] == []
     assert (await gateway.client.get(f"{path}/decisions?lines=0")).json()["decisions"] == []

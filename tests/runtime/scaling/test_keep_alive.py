@@ -2,14 +2,15 @@
 
 import random
 from collections.abc import Sequence
-from itertools import accumulate
+from dataclasses import replace
+from itertools import accumulate, pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pilotflame.runtime.scaling.idle_law import Prior
-from pilotflame.runtime.scaling.keep_alive import IDLES, INTERVALS, History, decide, followed, learn
-from pilotflame.runtime.scaling.ladder import Ladder, Rung, Step
+from pilotflame.runtime.scaling.idle_law import Prior, cheapest, law_of
+from pilotflame.runtime.scaling.keep_alive import IDLES, INTERVALS, History, choose, decide, learn
+from pilotflame.runtime.scaling.ladder import Ladder, Plan, Rung, Step
 from pilotflame.runtime.scaling.ladder_simulator import BurstWaits, Fixed, Learned, Replay, run
 
 from .test_ladder import assert_orderly, ladders
@@ -33,6 +34,26 @@ def test_a_function_of_which_nothing_is_known_follows_the_envelope() -> None:
     assert decide(History(), SLICE, 5.0) == SLICE.costs().envelope
 
 
+def assert_climbs_one_after_the_other(plan: Plan, ladder: Ladder) -> None:
+    """Each step begins when the one before has ended, also where a step up takes longer than the stay after it."""
+    wakes, reached_s = [rung.wake_s for rung in ladder.rungs], 0.0
+    for (_, before), (offset_s, rung) in pairwise(plan):
+        assert offset_s >= reached_s
+        reached_s = offset_s + max(0.0, wakes[before] - wakes[rung]) - 1e-6
+
+
+@settings(max_examples=50)
+@given(ladders(), st.lists(st.floats(0, 600), min_size=1, max_size=60), st.floats(0, 600))
+def test_no_strategy_begins_to_climb_before_it_has_climbed(
+    ladder: Ladder, intervals: list[float], since_s: float
+) -> None:
+    costs = ladder.costs()
+    law = law_of(intervals, costs, Prior().cdf())
+    plan = cheapest(law, costs, climbs=True, guarded=False).plan(since_s)
+    assert_orderly(plan, len(ladder.rungs))
+    assert_climbs_one_after_the_other(plan, ladder)
+
+
 @settings(max_examples=50)
 @given(ladders(), idle_periods, st.floats(0, 1e5))
 def test_every_plan_is_orderly_and_equal_inputs_give_equal_plans(
@@ -41,6 +62,7 @@ def test_every_plan_is_orderly_and_equal_inputs_give_equal_plans(
     history = taught(ladder, periods)
     plan = decide(history, ladder, since_s)
     assert_orderly(plan, len(ladder.rungs))
+    assert_climbs_one_after_the_other(plan, ladder)
     assert plan == decide(taught(ladder, periods), ladder, since_s)
     assert history.periods == len(periods)
     # The last step goes down, or nothing is cheaper to hold.
@@ -56,13 +78,38 @@ def test_the_history_is_bounded() -> None:
 def test_a_timer_is_prewarmed_just_before_it_fires() -> None:
     rnd = random.Random(1)
     history = taught(SLICE, [(600 + rnd.gauss(0, 2), 0.5) for _ in range(64)])
-    assert followed(history) >= 3
+    assert choose(history, SLICE, 0.5).expert >= 3
     plan = decide(history, SLICE, 0.5)
     ready_s = next(step.offset_s for step in plan[1:] if step.rung == 0)
     assert 580 < ready_s < 605
     # In between it rests, and half an hour later nothing warm is held any more.
     assert max(step.rung for step in plan if step.offset_s < 500) >= 2
     assert [step.rung for step in plan if step.offset_s < 2400][-1] >= 2
+
+
+@settings(max_examples=50)
+@given(st.floats(20, 5000), st.floats(0, 0.02))
+def test_a_prewarm_never_risks_more_than_it_has_saved(period_s: float, saved: float) -> None:
+    rnd = random.Random(1)
+    history = taught(SLICE, [(period_s * rnd.gauss(1, 0.01), 0.5) for _ in range(40)])
+    history = replace(history, bills=(1, 1, 1, 0.5, 0.6), lasting_bills=(1, 1, 1, 1 - saved, 0))
+    assert history.experts is not None
+    steady, bold = history.experts.steady[1], history.experts.plan(3, 0.5)
+    costs = history.costs(SLICE)
+    lost = max(
+        costs.bill(bold, moment) - costs.bill(steady, moment)
+        for step in (*bold, *steady)
+        for moment in (step.offset_s, step.offset_s * (1 + 1e-9) + 1e-9)
+    )
+    assert choose(history, SLICE, 0.5) == ((3, bold) if lost <= 1 - (1 - saved) else (1, steady))
+
+
+def test_the_law_of_all_idle_times_is_followed_unless_another_is_clearly_better() -> None:
+    history = taught(SLICE, [(60.0, 1.0)] * 5)
+    for bills, expert in (
+        ((1, 1, 1, 1, 1), 1), ((0.85, 1, 0.9, 1, 1), 1), ((0.7, 1, 0.75, 1, 1), 0), ((1, 1, 0.7, 1, 1), 2),
+    ):  # fmt: skip
+        assert choose(replace(history, bills=bills), SLICE, 1.0).expert == expert
 
 
 def test_bursts_are_kept_warm_for_longer_than_single_calls() -> None:
@@ -173,6 +220,14 @@ def test_the_first_interval_begins_with_the_first_arrival() -> None:
     witness = Witness()
     run(Replay([1000.0, 1060.0], 1.0, SLICE, witness))
     assert [(idle_s, since_s) for idle_s, since_s, _ in witness.told] == [(59.0, 1.0)]
+
+
+def test_a_step_up_in_the_middle_of_another_begins_when_that_has_ended() -> None:
+    ladder = Ladder((Rung(1.0, 0.0), Rung(0.5, 2.0), Rung(0.0, 10.0)), 1.0)
+    plan = (Step(0.0, 2), Step(50.0, 1), Step(55.0, 0))
+    # PARKED is reached after 58 s, READY after 60 s.
+    for idle_s, waited_s in ((52.0, 8.0), (57.0, 3.0), (60.0, 0.0)):
+        assert run(Replay([0.0, 1.0 + idle_s], 1.0, ladder, Fixed(plan))).waited_s == waited_s
 
 
 def test_the_policy_is_never_much_dearer_than_the_envelope_and_much_cheaper_for_a_timer() -> None:

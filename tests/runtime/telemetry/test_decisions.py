@@ -45,12 +45,15 @@ def told(action: str, cause: str, **figures: float) -> str:
         ),
         (
             ("evict", "pressure", {"rung": 2, "idle_s": 1200, "freed_bytes": 4.2e6, "extra_wake_s": 0.8}),
-            "evicted it to files alone after 0:20:00 idle, memory is short: it held 4.2 MB, the next call waits 800 ms"
+            "was evicted to files alone after 0:20:00 idle, memory is short: it held 4.2 MB, the next call waits 800 ms"
             " longer",
         ),
         (
-            ("step_down", "plan", {"rung": 1, "idle_s": 12, "saved_per_hour": 0.00123456}),
-            "went down to a zygote alone after 12.0 s idle, the keep-alive policy: saved 0.001235 an hour",
+            ("step_down", "plan", {"rung": 1, "idle_s": 12, "hold_per_hour": 0.5, "saved_per_hour": 0.00123456, "wake_s": 0.03,
+                                   "expert": 2, "periods": 40, "expected_in_s": 90}),
+            "went down to a zygote alone after 12.0 s idle, the keep-alive policy (by its last 32 idle times): this costs 0.5"
+            " an hour, 0.00123 less than before, the next call waits 30 ms, by habit it comes in 90.0 s, learned from 40"
+            " idle periods",
         ),
         (("step_up", "plan", {"rung": 99}), "went up to another rung, the keep-alive policy"),
         (

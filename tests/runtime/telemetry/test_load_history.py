@@ -33,8 +33,12 @@ def test_the_series_shows_the_largest_numbers_and_the_last_state(
         now_s += wait_s
         series.note(now_s, state)
     samples = series.take(now_s + 0.5)
-    for number, field in enumerate(("queued", "in_flight", "starting", "ready")):
-        assert max(getattr(one, field) for one in samples) == max(state[number] for _, state in notes)
+    states = [state for _, state in notes]
+    assert max(one.queued for one in samples) == max(state.queued for state in states)
+    assert max(one.in_flight for one in samples) == max(state.in_flight for state in states)
+    # The two numbers of workers are those of one moment.
+    assert max(one.starting + one.ready for one in samples) == max(one.starting + one.ready for one in states)
+    assert {one[3:5] for one in samples} <= {state[2:4] for state in states} | {(0, 0)}
     assert samples[-1][1:6] == (*notes[-1][1][:4], notes[-1][1].rung.value)
     times = [one.at for one in samples]
     assert times == sorted(times)

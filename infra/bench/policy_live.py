@@ -1,0 +1,294 @@
+"""Ten minutes of arrivals against the live gateway, and the same arrivals through the simulator.
+
+    python infra/bench/policy_live.py [--seconds 600] [--seed N]
+
+Several functions on one gateway, whose set-ups and imports take seconds (they sleep), are called at the times of a trace. The
+keep-alive policy moves them. Then the simulator replays the times at which the requests were sent, with the very same policy
+and the ladder that the gateway has measured, and both are asked for how long callers waited.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+from control import Control
+from pilotflame.runtime.scaling.idle_period import QUIET_S
+from pilotflame.runtime.scaling.ladder import Ladder, Rung
+from pilotflame.runtime.scaling.ladder_simulator import Habits, LadderRun, Learned, Replay, run_together
+from pilotflame.runtime.scaling.rung_figures import HoldingPrices, RungFigures
+from pilotflame.runtime.serving.idle_ladder import PLANNED
+from pilotflame.runtime.telemetry.usage import RungName
+from policy_replays import SERVICE_S
+from policy_traces import short_fleet
+from report import Report, copy_figure
+from servers import Server, running
+
+SEED, SECONDS = 20261122, 600.0
+# At these prices the envelope steps down after some ten seconds, and again after about a minute.
+PRICE_GB_HOUR, PRICE_WAITING_S = 10.0, 0.001
+CALIBRATIONS = 3
+FIGURE, TARGET = "live_vs_simulated_share", "<= 0.1"
+_GB = 1e9
+RECORD = Path(__file__).parents[2] / "build" / "bench" / "policy-live-run.json"
+HANDLER = """
+import asyncio, time
+time.sleep({import_s})
+imported = b"x" * 12_000_000
+def setup(context):
+    global kept
+    time.sleep({setup_s})
+    kept = b"y" * 24_000_000
+async def handler(event):
+    await asyncio.sleep({service_s})
+"""
+
+
+@dataclass
+class Call:
+    """One request that was answered."""
+
+    sent_s: float
+    took_s: float
+    cold: bool
+
+
+@dataclass
+class Caller:
+    """A function, when it is called, and what its callers met."""
+
+    name: str
+    at_s: list[float]
+    import_s: float
+    setup_s: float
+    calls: list[Call] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+
+    def folder(self, parent: Path) -> Path:
+        made = parent / self.name
+        made.mkdir()
+        text = HANDLER.format(import_s=self.import_s, setup_s=self.setup_s, service_s=SERVICE_S)
+        (made / "handler.py").write_text(text)
+        return made
+
+    @cached_property
+    def usual_s(self) -> float:
+        """How long a request takes that finds a worker."""
+        return statistics.median([call.took_s for call in self.calls if not call.cold] or [SERVICE_S])
+
+    def cold(self) -> list[Call]:
+        """Return the requests that waited, but for those that waited for the very first wake, which no policy decides."""
+        ready_s = min(call.sent_s + call.took_s for call in self.calls)
+        return [call for call in self.calls if call.cold and call.sent_s > ready_s]
+
+    def waited_s(self) -> float:
+        return sum(max(0.0, call.took_s - self.usual_s) for call in self.cold())
+
+
+def callers(seed: int, seconds: float) -> list[Caller]:
+    """Return functions with habits of several kinds, each with a slow import and a slow set-up."""
+    fleet = short_fleet(seed, seconds)
+    return [
+        Caller(name, at_s, 1.0 + number % 3, 0.3 + 0.2 * (number % 4))
+        for number, (name, at_s) in enumerate(fleet.items())
+    ]
+
+
+def calibrate(caller: Caller, url: str, folder: Path) -> None:
+    """Wake a function from ZYGOTE and from LOCAL, so that the gateway measures what each rung holds and takes."""
+    with contextlib.closing(Control(url)) as control:
+        for rest in ("zygote", "local"):
+            deploy(control, folder, {"scale.rest": rest, "scale.idle_timeout_s": 0.6})
+            for _ in range(CALIBRATIONS):
+                _wait_for_rung(control, caller.name, rest)
+                control.invoke(caller.name, {})
+
+
+def deploy(control: Control, folder: Path, overrides: dict[str, Any]) -> None:
+    control.deploy(str(folder), **{"name": folder.name, "concurrency": 100, "scale.max": 1, **overrides})
+
+
+def _wait_for_rung(control: Control, name: str, rung: str) -> None:
+    deadline_s = time.monotonic() + 60
+    while control.status(name)["rung"] != rung:
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"{name} has not come down to {rung}")
+        time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def gateway(state: Path) -> Iterator[Server]:
+    command = [sys.executable, "-m", "pilotflame.runtime.cli", "serve", "--port", "0", "--json"]
+    prices = {
+        "PILOTFLAME_PRICE_MEMORY_GB_HOUR": str(PRICE_GB_HOUR),
+        "PILOTFLAME_PRICE_WAITING_S": str(PRICE_WAITING_S),
+    }
+    with running("pilotflame", [*command, "--state-dir", str(state)], prices) as server:
+        server.wait_line()
+        yield server
+
+
+def forget_habits(state: Path) -> None:
+    """Keep what was measured of the rungs, and forget when calls came."""
+    folder = state / "habits"
+    for file in folder.glob("*.json"):
+        file.unlink()
+    for file in (folder / "functions").glob("*.json"):
+        known = json.loads(file.read_text())
+        kept = ("held_bytes", "wakes_s", "build_s", "on_device")
+        file.write_text(json.dumps({key: known[key] for key in kept}))
+
+
+def habits_of(state: Path, name: str) -> dict[str, Any]:
+    """Return what the gateway remembers of a function."""
+    found: dict[str, Any] = json.loads((state / "habits" / "functions" / f"{name}.json").read_text())
+    return found
+
+
+def figures_of(habits: dict[str, Any]) -> RungFigures:
+    held = {RungName(rung): value for rung, value in habits["held_bytes"].items()}
+    wakes = {RungName(rung): tuple(values) for rung, values in habits["wakes_s"].items()}
+    return RungFigures(held, wakes, habits["build_s"], habits["on_device"])
+
+
+async def replay_live(fleet: Sequence[Caller], url: str) -> None:
+    """Send each request at its time, whatever became of those before."""
+    timeout = aiohttp.ClientTimeout(total=120)
+    connector = aiohttp.TCPConnector(limit=0)
+    async with aiohttp.ClientSession(url, timeout=timeout, connector=connector) as session:
+        begin_s = time.monotonic() + 1.0
+        async with asyncio.TaskGroup() as group:
+            for caller in fleet:
+                for at_s in caller.at_s:
+                    group.create_task(_call(session, caller, begin_s + at_s))
+
+
+async def _call(session: aiohttp.ClientSession, caller: Caller, at_s: float) -> None:
+    await asyncio.sleep(at_s - time.monotonic())
+    sent_s = time.monotonic()
+    try:
+        async with session.post(f"/invoke/{caller.name}", json={}) as answer:
+            text = await answer.text()
+    except (aiohttp.ClientError, TimeoutError) as error:
+        caller.errors.append(repr(error))
+        return
+    if answer.status != 200:
+        caller.errors.append(f"{answer.status} {text}")
+        return
+    cold = answer.headers.get("X-Cold-Start") == "true"
+    caller.calls.append(Call(sent_s, time.monotonic() - sent_s, cold))
+
+
+def replay_simulated(fleet: Sequence[Caller], figures: dict[str, RungFigures]) -> list[LadderRun]:
+    """Replay the times at which the requests were sent.
+
+    The policy plans with the ladder that the gateway plans with, whose wake times are 90th percentiles. What is waited are
+    the means of the same measurements.
+    """
+    prices = HoldingPrices(PRICE_GB_HOUR / 3600 / _GB, 0.0, PRICE_WAITING_S)
+    habits, replays = Habits(), []
+    for caller in fleet:
+        found = figures[caller.name]
+        planned = found.ladder(PLANNED, prices)
+        arrivals = sorted(call.sent_s for call in caller.calls)
+        service_s = caller.usual_s
+        policy = Learned(planned, habits)
+        replays.append(Replay(arrivals, service_s, _paid(planned, found), policy, QUIET_S))
+    return run_together(replays)
+
+
+def _paid(planned: Ladder, found: RungFigures) -> Ladder:
+    means = [0.0, *(statistics.fmean(found.wakes_s[rung]) for rung in PLANNED[1:])]
+    wakes = accumulate(means, max)
+    rungs = (Rung(rung.hold_per_s, wake_s) for rung, wake_s in zip(planned.rungs, wakes, strict=True))
+    return Ladder(tuple(rungs), planned.wait_per_s)
+
+
+def compare(report: Report, fleet: Sequence[Caller], simulated: Sequence[LadderRun]) -> None:
+    print(
+        f"{'function':16}{'requests':>9}{'cold live':>11}{'simulated':>11}{'waited live':>13}{'simulated':>11}"
+    )
+    for caller, run in zip(fleet, simulated, strict=True):
+        cold = len(caller.cold())
+        cells = {
+            "function": caller.name, "requests": len(caller.calls), "cold_live": cold, "cold_simulated": run.felt,
+            "waited_live_s": caller.waited_s(), "waited_simulated_s": run.waited_s,
+        }  # fmt: skip
+        report.row(**cells)
+        print(
+            f"{caller.name:16}{len(caller.calls):9}{cold:11}{run.felt:11}{caller.waited_s():13.1f}{run.waited_s:11.1f}"
+        )
+        for text in caller.errors:
+            report.fail(f"{caller.name}: {text}")
+    live_s, simulated_s = sum(one.waited_s() for one in fleet), sum(one.waited_s for one in simulated)
+    report.add("live_waited_s", live_s, "s")
+    report.add("simulated_waited_s", simulated_s, "s")
+    report.add(FIGURE, abs(live_s - simulated_s) / simulated_s, "of the simulated waiting", TARGET)
+
+
+def run_live(fleet: Sequence[Caller]) -> dict[str, RungFigures]:
+    """Measure the rungs on one gateway, replay on another with the same state, and return the figures of the rungs."""
+    with tempfile.TemporaryDirectory(prefix="pilotflame-bench-") as parent:
+        state, folders = Path(parent) / "state", Path(parent) / "functions"
+        folders.mkdir()
+        made = {caller.name: caller.folder(folders) for caller in fleet}
+        with gateway(state) as server, ThreadPoolExecutor(len(fleet)) as pool:
+            list(pool.map(lambda caller: calibrate(caller, server.url, made[caller.name]), fleet))
+        forget_habits(state)
+        with gateway(state) as server:
+            with contextlib.closing(Control(server.url)) as control:
+                for caller in fleet:
+                    deploy(control, made[caller.name], {})
+            asyncio.run(replay_live(fleet, server.url))
+        known = {caller.name: habits_of(state, caller.name) for caller in fleet}
+    calls = {caller.name: [asdict(call) for call in caller.calls] for caller in fleet}
+    RECORD.parent.mkdir(parents=True, exist_ok=True)
+    RECORD.write_text(json.dumps({"habits": known, "calls": calls}))
+    return {name: figures_of(habits) for name, habits in known.items()}
+
+
+def remembered(fleet: Sequence[Caller]) -> dict[str, RungFigures]:
+    """Return the figures of the last run, and give the callers what they met in it."""
+    found = json.loads(RECORD.read_text())
+    for caller in fleet:
+        caller.calls = [Call(**call) for call in found["calls"][caller.name]]
+    return {name: figures_of(habits) for name, habits in found["habits"].items()}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--seconds", type=float, default=SECONDS)
+    parser.add_argument("--seed", type=int, default=SEED)
+    parser.add_argument("--again", action="store_true", help="simulate the last live run once more")
+    arguments = parser.parse_args()
+    report = Report("bench-policy-live")
+    fleet = callers(arguments.seed, arguments.seconds)
+    figures = remembered(fleet) if arguments.again else run_live(fleet)
+    compare(report, fleet, replay_simulated(fleet, figures))
+    for name, found in figures.items():
+        wakes = {rung: [round(one, 3) for one in kept] for rung, kept in found.wakes_s.items()}
+        report.row(function=name, held_bytes=dict(found.held_bytes), wakes_s=wakes)
+    report.note(f"seed {arguments.seed}, {arguments.seconds:.0f} s")
+    met = report.finish()
+    copy_figure(FIGURE, "bench-policy-live", "bench-policy")
+    return 0 if met else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,152 @@
+"""`pilotflame simulate --policy`: what each keep-alive policy would have cost, for a trace or for what a gateway remembers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import xml.etree.ElementTree as ET
+from itertools import accumulate
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+from live import gateway_process
+
+RUNGS = ("--rung", "ready:1gpu+18:0", "--rung", "parked:18:0.4", "--rung", "local:16disk:12")
+NAMES = [
+    "the policy",
+    "fixed 5 s",
+    "fixed 60 s",
+    "fixed 600 s",
+    "always on",
+    "hybrid histogram",
+    "offline optimum",
+]
+
+
+@pytest.fixture
+def timer(tmp_path: Path) -> Path:
+    """Two functions: one is called every ten minutes, the other at random."""
+    random = Random(5)
+    timed = [(600.0 * number, "timer") for number in range(200)]
+    called = [(at_s, "callers") for at_s in accumulate(random.expovariate(1 / 60) for _ in range(1500))]
+    path = tmp_path / "calls.csv"
+    path.write_text(
+        "timestamp,function\n" + "".join(f"{at_s},{name}\n" for at_s, name in sorted(timed + called))
+    )
+    return path
+
+
+def policies(done: Any) -> dict[str, dict[str, Any]]:
+    assert done.returncode == 0, done.stderr
+    return {row["policy"].partition(",")[0]: row for row in json.loads(done.stdout)["policies"]}
+
+
+def test_the_policy_is_compared_with_timeouts_histogram_and_optimum(
+    timer: Path, run: Any, tmp_path: Path
+) -> None:
+    picture = tmp_path / "bills.svg"
+    found = policies(run("simulate", timer, "--policy", "all", *RUNGS, "--plot", picture, "--json"))
+    assert list(found) == NAMES
+    ours, best = found["the policy"], found["offline optimum"]
+    assert best["bill"] <= min(row["bill"] for row in found.values())
+    assert ours["bill"] < min(found[name]["bill"] for name in NAMES[1:5])
+    assert found["always on"]["waiting_s"] == found["always on"]["cold_starts"] == 0
+    for row in found.values():
+        assert row["bill"] == pytest.approx(row["holding"] + 0.001 * row["waiting_s"])
+        assert set(row["rung_s"]) == {"ready", "parked", "local"}
+        assert 0 <= row["wait_p50_s"] <= row["wait_p95_s"] <= row["wait_p99_s"] <= row["wait_max_s"] <= 12
+    # The price of READY is that of a GPU and 18 GB, as in the gateway's settings.
+    always = found["always on"]
+    assert always["holding"] == pytest.approx(always["rung_s"]["ready"] * (2.88 + 18 * 0.0108) / 3600)
+    root = ET.fromstring(picture.read_text())
+    words = [node.text or "" for node in root.iter("{http://www.w3.org/2000/svg}text")]
+    for name in found:
+        assert any(text.startswith(name) for text in words), name
+
+
+def test_prices_rungs_and_service_times_are_options(timer: Path, run: Any) -> None:
+    command = (
+        "simulate",
+        timer,
+        "--policy",
+        "always-on",
+        "--json",
+        "--rung",
+        "ready:2:0",
+        "--rung",
+        "local:0:3",
+    )
+    usual = policies(run(*command))["always on"]
+    dear = policies(run(*command, "--price-memory", "1.08"))["always on"]
+    assert dear["holding"] == pytest.approx(100 * usual["holding"])
+    environment = policies(run(*command, PILOTFLAME_PRICE_MEMORY_GB_HOUR="1.08"))["always on"]
+    assert environment["holding"] == pytest.approx(dear["holding"])
+    command = (
+        "simulate",
+        timer,
+        "--policy",
+        "fixed:0:local",
+        "--json",
+        "--rung",
+        "ready:1:0",
+        "--rung",
+        "local:0:3",
+    )
+    short, long = (policies(run(*command, "--service", ms))["fixed 0 s to local"] for ms in (1, 9000))
+    assert long["rung_s"]["ready"] > short["rung_s"]["ready"] + 8 * 1000
+
+
+def test_the_table_has_a_line_for_each_policy(timer: Path, run: Any) -> None:
+    lines = run("simulate", timer, "--policy", "policy", "--policy", "envelope").stdout.splitlines()
+    assert lines[0].startswith("2 functions, 1700 calls in 1 d")
+    assert [line.split("  ")[0] for line in lines[2:]] == ["the policy", "envelope alone"]
+    split = run("simulate", timer, "--policy", "policy", "--split", 7).stdout
+    assert split.startswith("7 functions, 1700 calls")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--policy", "fixed:soon"), "has no timeout"),
+        (("--policy", "best"), "no policy 'best'"),
+        (("--policy", "fixed:5:attic"), "no rung 'attic'"),
+        (("--policy", "all", "--rung", "ready:1"), "'ready:1' is no rung"),
+        (("--policy", "all", "--rung", "ready:1:0"), "no ladder"),
+        (("--policy", "all", "--rung", "ready:1:0", "--rung", "a:1:3", "--rung", "b:0:2"), "no ladder"),
+        (("--policy", "all", "--rung", "ready:1:0", "--rung", "a:nan:3"), "no ladder"),
+    ],
+)
+def test_what_is_wrong_is_told(arguments: tuple[str, ...], said: str, timer: Path, run: Any) -> None:
+    done = run("simulate", timer, *arguments)
+    assert done.returncode == 1
+    assert said in done.stderr.replace("\n", " ")
+
+
+def test_it_asks_for_a_trace_or_a_log(run: Any, timer: Path) -> None:
+    for arguments in (("--policy", "all"), (timer, "--from-log", "embed")):
+        done = run("simulate", *arguments)
+        assert done.returncode == 2
+        assert "--from-log FUNCTION" in done.stderr
+
+
+async def test_what_a_gateway_remembers_is_replayed(state: Path, run: Any) -> None:
+    async with gateway_process(state) as gateway:
+        await gateway.deploy("def handler(event):\n    return event\n", name="kept")
+
+        def simulate(*arguments: object) -> Any:
+            return run("simulate", "--from-log", "kept", "--json", "--url", gateway.url, *arguments)
+
+        nothing = await asyncio.to_thread(simulate)
+        assert nothing.returncode == 1
+        assert "remembers no call of 'kept'" in nothing.stderr
+        function = gateway.function("kept")
+        for number in range(12):
+            await function.answer(number)
+        found = json.loads((await asyncio.to_thread(simulate)).stdout)
+        assert (found["functions"], found["calls"]) == (1, 12)
+        assert len(found["policies"]) == len(NAMES)
+        assert 0 < found["span_s"] < 60
+        later = await asyncio.to_thread(simulate, "--since", "2099-01-01")
+        assert "remembers no call" in later.stderr

@@ -1,0 +1,121 @@
+"""The account of one function: sums over its revisions, the first measurement, and the end of a day."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+from pilotflame.runtime.scaling.budget import BudgetSpec, BudgetState
+from pilotflame.runtime.serving.account import Account, StoredUsage
+from pilotflame.runtime.telemetry.usage import Holding, Prices, Usage
+
+pytestmark = pytest.mark.asyncio
+
+DAY = 20_779 * 86400.0
+
+
+class Clock(SimpleNamespace):
+    """The wall clock and the monotonic one, which the test moves."""
+
+    def __init__(self, at: float) -> None:
+        super().__init__(at=at, time=lambda: self.at, monotonic=lambda: self.at)
+
+
+class Workers:
+    """A revision with so many workers since its start, all of them busy."""
+
+    def __init__(self, clock: Clock, workers: int) -> None:
+        self.held_workers, self.told = workers, list[bool]()
+        self._clock, self._since_s = clock, clock.at
+
+    def usage(self, now_s: float) -> Usage:
+        seconds = now_s - self._since_s
+        return Usage(busy_s=seconds * self.held_workers, occupied_s=seconds)
+
+    def on_budget(self, *, changed: bool) -> None:
+        if changed:
+            self.told.append(changed)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock(DAY + 3600)
+    monkeypatch.setattr("pilotflame.runtime.serving.account.time", clock)
+    return clock
+
+
+async def test_what_revisions_have_used_stays_when_they_end(clock: Clock):
+    account = Account("f", Prices(), StoredUsage(Usage(busy_s=100)))
+    old, new = Workers(clock, 2), Workers(clock, 1)
+    account.attach(old)
+    account.attach(new)
+    clock.at += 10
+    account.detach(old)
+    clock.at += 5
+    account.settle()
+    assert account.total.busy_s == account.unwritten.busy_s == 2 * 10 + 15
+    assert account.today.busy_s == 135
+    assert account.in_use
+    account.detach(new)
+    account.detach(new)
+    clock.at += 100
+    account.settle()
+    assert account.total.busy_s == 35
+    assert not account.in_use
+    account.written(account.unwritten)
+    assert account.unwritten == Usage()
+
+
+async def test_what_was_used_before_the_first_measurement_is_priced_then(clock: Clock):
+    account = Account("f", Prices(memory_gb_hour=1.0))
+    account.attach(Workers(clock, 1))
+    clock.at += 1800
+    account.settle()
+    assert account.today.cost == 0
+    clock.at += 1800
+    account.measured(Holding(worker_gb=2.0))
+    assert account.today.cost == pytest.approx(2.0)
+    clock.at += 3600
+    account.measured(Holding(worker_gb=4.0))
+    assert account.today.cost == pytest.approx(4.0)
+    clock.at += 3600
+    account.settle()
+    assert account.today.cost == pytest.approx(8.0)
+
+
+async def test_a_new_day_begins_with_the_whole_budget_also_if_the_timer_is_late(clock: Clock):
+    account, workers = Account("f", Prices()), Workers(clock, 1)
+    account.attach(workers)
+    account.open(BudgetSpec(seconds_per_day=60, warn_at=0.5), "key")
+    clock.at += 61
+    account.check()
+    assert (account.state, workers.told) == (BudgetState.EXHAUSTED, [True])
+    assert account.refusal().details["retry_after_s"] == DAY + 86400 - clock.at
+    account.forgive()
+    assert account.state is BudgetState.WITHIN
+    clock.at += 60
+    account.check()
+    assert account.exhausted
+    # The workers end, and the function stays at zero.
+    account.detach(workers)
+    account.attach(resting := Workers(clock, 0))
+    clock.at = DAY + 86400.5
+    # Nobody has looked yet. A job that waits for the next day must not wait for the one after it.
+    assert account.refusal().details["retry_after_s"] < 1
+    account.settle()
+    await asyncio.sleep(0)
+    assert account.state is BudgetState.WITHIN
+    assert account.spent.seconds == 0
+    account.detach(resting)
+
+
+async def test_a_budget_that_is_not_used_up_is_not_forgiven(clock: Clock):
+    account = Account("f", Prices())
+    account.attach(Workers(clock, 1))
+    account.open(BudgetSpec(seconds_per_day=60), "key")
+    clock.at += 50
+    account.forgive()
+    account.settle()
+    assert account.spent.seconds == 50
+    assert "50 of 60 (seconds_per_day)" in account.describe()
