@@ -444,10 +444,12 @@ def _recorder(functions: Functions, state: Path, stack: contextlib.AsyncExitStac
     """Store what is decided about functions and when they are called, until `stack` closes."""
     recorder, tasks = Recorder(state / "records", functions.all), functions.tasks
 
-    def removed(name: str) -> None:
+    def deleted(name: str) -> None:
         tasks.create_task(recorder.forget(name))
 
-    functions.events.removed.append(removed)
+    # Not `removed`: a gateway that is killed before the function's own files go must leave no records to a new
+    # function of this name.
+    functions.events.deleted.append(deleted)
     stack.push_async_callback(recorder.flush)
     stack.callback(tasks.keep(recorder.run, name="records").cancel)
     return recorder
