@@ -173,7 +173,9 @@ class Rest:
     # -- giving memory back
 
     def _start_relief(self) -> None:
-        self._tasks.create_task(self._relieve())
+        # The kernel repeats itself, and a relief that runs looks again.
+        if not self._relieving.locked():
+            self._tasks.create_task(self._relieve())
 
     async def _relieve(self) -> None:
         """Let idle functions step down while memory is short, as long as any can."""
@@ -222,6 +224,9 @@ def _descents(live: Live, private_bytes: float | None) -> Iterator[Descent]:
     `private_bytes` are those of its workers, None if these must stay.
     """
     revision, upper = live.revision, live.revision.rung
+    if revision.held_until_s is not None:
+        # `descend` would do nothing.
+        return
     spare = private_bytes is not None and _spare(revision)
     if not (spare or (_idle(revision) and upper is RungName.ZYGOTE)):
         return
