@@ -65,6 +65,10 @@ class Held:
     rss_mb: float
 
 
+# What a gateway remembers of a function: a few files of bounded size, written some time after its first call.
+KEPT = frozenset({"records", "habits", "usage"})
+
+
 def held(server: Server, folders: list[Path]) -> Held:
     """Counts by role: several zygotes would be one number."""
     processes, descriptors, threads, rss = Counter[str](), Counter[str](), Counter[str](), 0.0
@@ -76,7 +80,8 @@ def held(server: Server, folders: list[Path]) -> Held:
         descriptors[role] += process.num_fds()
         threads[role] += process.num_threads()
         rss += process.memory_info().rss / 1e6 if role == "gateway" else 0.0
-    files = frozenset(str(path) for folder in folders for path in folder.rglob("*"))
+    found = {path for folder in folders for path in folder.rglob("*")}
+    files = frozenset(str(path) for path in found if not KEPT & {*path.parts, path.name.partition(".")[0]})
     return Held(processes, descriptors, threads, files, rss)
 
 

@@ -89,7 +89,7 @@ _REPLAY_OPTIONS = (
     ),
     click.option("--time-column", default=TIME_COLUMN, metavar="NAME", help="The column or field with the time of a call."),
     click.option("--function-column", default=FUNCTION_COLUMN, metavar="NAME", help="The one with the function's name."),
-    click.option("--price-memory", type=PRICE, help="Money for a GB of memory for an hour.  [default: as the gateway's]"),
+    click.option("--price-memory", type=PRICE, help="Money for a GB of memory for an hour.  [default: PILOTFLAME_PRICE_*]"),
     click.option("--price-disk", type=PRICE, help="Money for a GB of disk for an hour."),
     click.option("--price-device", type=PRICE, help="Money for a whole GPU for an hour."),
     click.option("--price-waiting", type=PRICE, help="What a second of one caller's waiting is worth."),

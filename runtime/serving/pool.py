@@ -64,11 +64,6 @@ class Pool:
         return len(self._asked) + sum(replica.state is ReplicaState.RESTORING for replica in self.replicas)
 
     @property
-    def forking(self) -> int:
-        """The number of workers that are in none of the other counts, since they have no process yet."""
-        return len(self._asked)
-
-    @property
     def in_flight(self) -> int:
         count = 0
         # A loop, because this runs for every invocation: with a generator it takes twice as long.

@@ -367,7 +367,7 @@ class Revision(RevisionEvents):
         idle = pool.idle()
         lasting = sum(replica.idle_since_s + GIVE_AFTER_S <= now_s for replica in idle)
         return Claim(
-            len(pool.replicas) + pool.forking,
+            pool.held_workers,
             draining,
             idle=min(spare, lasting),
             resting=min(spare, len(idle)),

@@ -138,7 +138,18 @@ def test_the_status_lists_event_sources(pilotflame, tmp_path: Path):
     (tmp_path / "pilotflame.toml").write_text(f'name = "ordered"\n{table}')
     assert pilotflame("deploy", tmp_path, "--no-check").returncode == 0
     lines = [line.split() for line in pilotflame("status", "ordered").stdout.splitlines()]
-    assert ["source", "state", "in", "flight", "completed", "left", "lag", "last", "error"] in lines
+    assert [
+        "source",
+        "state",
+        "in",
+        "flight",
+        "completed",
+        "left",
+        "waiting",
+        "lag",
+        "last",
+        "error",
+    ] in lines
     (found,) = [line for line in lines if line[:1] == ["orders"]]
     assert found[1] in ("connecting", "failing")
     assert found[2:5] == ["0", "0", "0"]

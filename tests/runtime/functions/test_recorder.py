@@ -19,13 +19,13 @@ ECHO = "def handler(event):\n    return event\n"
 def test_a_file_keeps_the_newest_lines_within_its_bound(
     tmp_path_factory: pytest.TempPathFactory, rows: list[bytes]
 ):
-    file = BoundedFile(tmp_path_factory.mktemp("bounded") / "folder" / "rows", 100)
+    file = BoundedFile(tmp_path_factory.mktemp("bounded") / "folder" / "rows", 40)
     for row in rows:
         file.append(row)
     kept = file.read()
-    assert len(kept) <= 100
+    assert len(kept) <= 40
     assert b"".join(rows).endswith(kept)
-    assert len(kept) >= min(len(b"".join(rows)), 50 - 13)
+    assert len(kept) >= min(len(b"".join(rows)), 20 - 13)
 
 
 def test_torn_rows_are_left_out(tmp_path: Path) -> None:

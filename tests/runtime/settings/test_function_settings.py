@@ -261,7 +261,7 @@ _valid = st.builds(
         ),
         max_size=2,
     ).map(tuple),
-    after=st.lists(st.sampled_from(["transcribe-first", "translate-first"])).map(tuple),
+    after=st.lists(st.sampled_from(["transcribe-first", "translate-first"]), max_size=16).map(tuple),
     schedule=st.lists(
         st.builds(
             Schedule,

@@ -310,12 +310,30 @@ def test_an_object_that_changes_under_us_is_found(tmp_path: Path, info: ObjectIn
     objects, manifest = snapshot_of(10 * CHUNK)
 
     def fault(ask: Ask) -> None:
-        if ask.number == 2:
+        if ask.number >= 2:
             ask.info = info
 
     arrival = Arrival(manifest)
     with targets_in(tmp_path, manifest) as targets, pytest.raises(SnapshotChanged, match="s0"):
         fetch(manifest, FaultySource(objects, fault), targets, arrival, connections=2, part_bytes=CHUNK)
+
+
+@pytest.mark.parametrize("info", [ObjectInfo(10 * CHUNK, "v2"), ObjectInfo(10 * CHUNK - 1, "v1")])
+def test_one_odd_answer_on_a_used_connection_is_no_change(tmp_path: Path, info: ObjectInfo) -> None:
+    """It may be the second answer to an earlier request: a new connection is asked."""
+    objects, manifest = snapshot_of(10 * CHUNK)
+
+    def fault(ask: Ask) -> None:
+        if ask.number == 2:
+            ask.info = info
+
+    arrival = Arrival(manifest)
+    with targets_in(tmp_path, manifest) as targets:
+        stats = fetch(
+            manifest, FaultySource(objects, fault), targets, arrival, connections=1, part_bytes=CHUNK
+        )
+    assert arrival.complete
+    assert stats.retries == 1
 
 
 def test_denied_is_not_tried_again(tmp_path: Path) -> None:
