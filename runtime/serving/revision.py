@@ -56,8 +56,7 @@ BEAT_S = 0.5
 EXPECTED_S = 10.0
 # For how long the plan's prewarm holds a worker.
 PREDICTED_S = 1.0
-# A worker that was idle for so long may be stopped if another function has callers who wait for one of the node's
-# workers.
+# A worker that was idle for so long may be stopped if callers of another function wait for one.
 GIVE_AFTER_S = 1.0
 
 
