@@ -44,8 +44,8 @@ MEDIA_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css
 EVERY_S = 1.0
 # A stream ends after this time and the page opens another, so that a key that was revoked is noticed.
 MAX_FOLLOW_S = 300.0
-# After so many functions the event loop gets a turn, since a gateway may have thousands.
-ROWS_AT_ONCE = 50
+# After so many functions, at 30 us each, the event loop gets a turn, since a gateway may have thousands.
+ROWS_AT_ONCE = 10
 FOLLOW = Flag("follow", "Go on with a line each second, with the functions that have changed.")
 
 

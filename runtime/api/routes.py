@@ -20,8 +20,8 @@ from ..access.keys import Scope
 from .responses import ErrorBody, ErrorFormat, Handler
 
 MAX_DIGITS = 9
-# The last time that a date can be made of: the end of the year 9999.
-LAST_S = 253402300799.0
+# The times that dates can be made of: the years 1 to 9999.
+FIRST_S, LAST_S = -62135596800.0, 253402300799.0
 _FLAGS = {"1": True, "true": True, "yes": True, "0": False, "false": False, "no": False, "": False}
 
 E = TypeVar("E", bound=enum.StrEnum)
@@ -106,7 +106,7 @@ class UnixTime(Parameter):
             found = (self._default if default is None else default) if text is None else float(text)
         except ValueError:
             found = math.nan
-        if math.isnan(found) or (text is not None and abs(found) > LAST_S):
+        if math.isnan(found) or (text is not None and not FIRST_S <= found <= LAST_S):
             raise BadInput(
                 f"{self.name} is {text!r:.40}, which is no time.", remedy="Send Unix time in seconds."
             )

@@ -58,7 +58,7 @@ class WarmupApi:
             Route(
                 "POST", "/v2/{function}/warmup", self.warmup, Scope.INVOKE, "Start workers ahead of calls.",
                 {"workers": Workers}, parameters=(WORKERS, FOR_S, WAIT_S, CAUSE_QUERY), body=WarmupRequest,
-                body_required=False, errors=(400, 404, 408, 413, 422, 500, 503),
+                body_required=False, errors=(400, 404, 408, 413, 422, 429, 500, 503),
             ),
         ]  # fmt: skip
 

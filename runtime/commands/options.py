@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 import click
 
 from ...errors import CodeError, GatewayError, PilotflameError
-from ...snapshot.sources.locate import ANONYMOUS_VARIABLE, is_remote
+from ...snapshot.sources.locate import is_remote
+from ...snapshot.sources.variables import OWN_NAMES
 
 if TYPE_CHECKING:
     import ssl
@@ -220,7 +221,7 @@ def gateway_settings(
 
     if config is None and (named := os.environ.get(CONFIG_VARIABLE)):
         config = Path(named)
-    other = (URL_VARIABLE, KEY_VARIABLE, CONFIG_VARIABLE, CA_VARIABLE, ANONYMOUS_VARIABLE)
+    other = (URL_VARIABLE, KEY_VARIABLE, CONFIG_VARIABLE, CA_VARIABLE, *OWN_NAMES)
     return read_gateway_settings(
         os.environ, config=config, other_variables=other, defaults=defaults or {}, **overrides
     )

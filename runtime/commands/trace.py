@@ -17,8 +17,6 @@ from typing import Any, TextIO
 
 from ...errors import CodeError
 
-# The length of an ISO time with microseconds. Further decimals are cut off before the time is parsed.
-ISO_MICROSECOND_CHARS = 26
 LINES_SUFFIXES = (".jsonl", ".ndjson", ".json")
 TIME_COLUMN, FUNCTION_COLUMN = "timestamp", "function"
 
@@ -93,7 +91,7 @@ def _json_rows(path: Path, file: Iterable[str], time: str, function: str) -> Ite
 def _seconds(path: Path, moment: Any) -> float:
     text, seconds = str(moment), math.nan
     with suppress(ValueError):
-        found = datetime.fromisoformat(text[:ISO_MICROSECOND_CHARS])
+        found = datetime.fromisoformat(text)
         seconds = found.replace(tzinfo=found.tzinfo or UTC).timestamp()
     # A number such as 20231116 is an ISO date too. It is read as a number of seconds.
     with suppress(ValueError):

@@ -107,11 +107,13 @@ class Recorder:
             await asyncio.sleep(WRITE_EVERY_S)
             await self.flush()
 
-    async def flush(self) -> None:
-        """Write what has been gathered so far."""
+    async def flush(self, only: str | None = None) -> None:
+        """Write what has been gathered so far, of all functions or of one."""
         async with self._writing:
             now_s, due = time.monotonic(), dict[str, _Rows]()
             for live in self._functions():
+                if only not in (None, live.record.function):
+                    continue
                 live.revision.note_load()
                 if any(rows := _take(live.revision.history, now_s)):
                     due[live.record.function] = rows
@@ -128,19 +130,19 @@ class Recorder:
     async def decisions(self, function: str, since: float = 0.0) -> list[DecisionRecord]:
         """Return the decisions about a function since a Unix time, the oldest first."""
         return await self._read(
-            lambda: [DecisionRecord(*row) for row in self._lines(function, "decisions", since)]
+            function, lambda: [DecisionRecord(*row) for row in self._lines(function, "decisions", since)]
         )
 
     async def load(self, function: str, since: float = 0.0) -> list[LoadSample]:
         """Return the samples of a function's load since a Unix time, and the last one before it."""
-        return await self._read(lambda: self._load_since(function, since))
+        return await self._read(function, lambda: self._load_since(function, since))
 
     async def arrivals(self, function: str, since: float = 0.0) -> list[float]:
         """Return when a function's invocations arrived since a Unix time, ascending. Those that were answered count."""
-        return await self._read(lambda: self._arrivals_since(function, since))
+        return await self._read(function, lambda: self._arrivals_since(function, since))
 
-    async def _read(self, read: Callable[[], list[T]]) -> list[T]:
-        await self.flush()
+    async def _read(self, function: str, read: Callable[[], list[T]]) -> list[T]:
+        await self.flush(function)
         async with self._writing:
             return await asyncio.to_thread(read)
 

@@ -48,6 +48,8 @@ UV_TIMEOUT_S = 60.0
 # All files get this time, the earliest that a zip file can hold: 1980.
 FILE_TIME_S = 315_532_800
 _ZIP_TIME = (1980, 1, 1, 0, 0, 0)
+# By scheme of a snapshot's URL: the extra of pilotflame that reads it. Others need none.
+_EXTRAS = {"s3": "s3", "gs": "clouds", "az": "clouds"}
 # What an installer adds to the files of a wheel, in its *.dist-info folder.
 _INSTALLERS_OWN = frozenset({"INSTALLER", "REQUESTED", "RECORD", "direct_url.json"})
 
@@ -80,7 +82,7 @@ def write_context(
     code.copy_folder(source, target / CODE_FOLDER, exclude=weights)
     _write_settings(target / CODE_FOLDER, settings, inside)
     wanted = _wanted(source, cog)
-    extras = _own_extras(wanted) | ({"s3"} if _needs_s3(settings) else set())
+    extras = _own_extras(wanted) | _extras_of(settings)
     lines = [line for line in wanted if not _is_own(line)]
     _write_requirements(target, lines)
     recipe = Recipe(
@@ -143,8 +145,11 @@ def _write_settings(folder: Path, settings: FunctionSettings, inside: str) -> No
     (folder / SETTINGS_FILE).write_text(tomli_w.dumps(fields), encoding="utf-8")
 
 
-def _needs_s3(settings: FunctionSettings) -> bool:
-    return bool(settings.source) or (settings.snapshot_url or "").startswith("s3://")
+def _extras_of(settings: FunctionSettings) -> set[str]:
+    """Return the extras of pilotflame with which the function reads its queues and its weights."""
+    queues = {"s3"} if settings.source else set()
+    scheme = (settings.snapshot_url or "").partition("://")[0]
+    return queues | ({_EXTRAS[scheme]} if scheme in _EXTRAS else set())
 
 
 def _system_packages(cog: CogYaml) -> tuple[str, ...]:

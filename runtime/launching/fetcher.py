@@ -17,6 +17,7 @@ The fetcher ends at the end of its standard input: when the gateway closes it or
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import sys
 import threading
@@ -88,8 +89,10 @@ class Fetcher:
             self._emit(number, "held")
             lease.wait(WAIT_TIMEOUT_S, copied=copied)
             if not described.has_digests:
-                # The next fetch verifies what it gets, and does not depend on the versions of the objects.
-                lease.described().write(manifest)
+                # The next fetch verifies what it gets, and does not depend on the versions of the objects. Workers can
+                # have the weights even if that cannot be written: the disk is full, or the revision is gone.
+                with contextlib.suppress(OSError):
+                    lease.described().write(manifest)
         except PilotflameError as error:
             self._emit(number, "failed", error=error.to_wire())
         except Exception as error:  # noqa: BLE001  the gateway waits for an event

@@ -116,12 +116,22 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
         description="Workers of all functions together at most; by default each function's scale.max only.",
     )
     price_memory_gb_hour: float = Field(
-        0.0108, ge=0, description="Money for a GB of memory held for an hour; weighed against waiting."
+        0.0108,
+        ge=0,
+        allow_inf_nan=False,
+        description="Money for a GB of memory held for an hour; weighed against waiting.",
     )
-    price_disk_gb_hour: float = Field(0.000108, ge=0, description="Money for a GB of disk held for an hour.")
-    price_device_hour: float = Field(2.88, ge=0, description="Money for a whole GPU held for an hour.")
+    price_disk_gb_hour: float = Field(
+        0.000108, ge=0, allow_inf_nan=False, description="Money for a GB of disk held for an hour."
+    )
+    price_device_hour: float = Field(
+        2.88, ge=0, allow_inf_nan=False, description="Money for a whole GPU held for an hour."
+    )
     price_waiting_s: float = Field(
-        0.001, ge=0, description="What a second is worth for which one caller waits for a worker, in money."
+        0.001,
+        ge=0,
+        allow_inf_nan=False,
+        description="What a second is worth for which one caller waits for a worker, in money.",
     )
     max_body_bytes: int = Field(20 * _MIB, ge=1, description="Largest request body of any function.")
     body_timeout_s: PositiveSeconds = Field(30.0, description="Seconds a request's body may take.")

@@ -10,8 +10,10 @@ from typing import NamedTuple
 
 from .usage import RungName
 
-# How many decisions of a function are kept in memory. The oldest are dropped.
+# How many decisions of a function wait in memory until they are stored, at most. The oldest are dropped.
 MAX_DECISIONS = 1000
+# How many stay in memory when they are stored: a gateway may have thousands of functions.
+KEPT = 50
 
 
 class DecisionRecord(NamedTuple):
@@ -20,7 +22,7 @@ class DecisionRecord(NamedTuple):
     at: float
     """When it was made, in Unix seconds."""
     action: str
-    """What was done: "start", "stop", "expect", "prewarm", "step_down", "step_up", "evict" or "refuse"."""
+    """What was done: "start", "stop", "expect", "prewarm", "step_down", "step_up", "evict", "refuse" or "budget"."""
     cause: str
     """Why: the signal or the rule, as "load", "idle", "warmup" or "schedule"."""
     figures: Mapping[str, float]
@@ -44,9 +46,12 @@ class Decisions:
         return [decision for decision in self._kept if decision.at >= at]
 
     def take(self) -> list[DecisionRecord]:
-        """Return the decisions that no call has returned before, to be stored. They are kept nevertheless."""
+        """Return the decisions that no call has returned before, to be stored. The last ones stay in memory, too."""
         count, self._noted = min(self._noted, len(self._kept)), 0
-        return list(self._kept)[-count:] if count else []
+        taken = list(self._kept)[-count:] if count else []
+        while len(self._kept) > KEPT:
+            self._kept.popleft()
+        return taken
 
 
 # -- in words
@@ -62,8 +67,9 @@ _CAUSES = {
     "warmup": "a call asked for it", "schedule": "the schedule asks for it", "plan": "the keep-alive policy",
     "pressure": "memory is short", "budget": "the budget", "min": "scale.min", "predicted": "a call is expected",
     "upstream": "the function that comes before it was called", "backlog": "messages wait in its queue",
-    "refused": "a caller could not wait for a start",
+    "refused": "a caller could not wait for a start", "max_workers": "all functions together may have no more",
 }  # fmt: skip
+_BUDGET = {"within": "is not used up", "warned": "is nearly used up", "exhausted": "is used up"}
 # The same for causes of which the first word is the kind of signal, and the rest says which one it was.
 _SIGNALS = {
     "schedule": "the schedule {} asks for it", "upstream": "{} was called", "hook": "{} asked for it",
@@ -181,10 +187,6 @@ _MOVES: dict[str, Callable[[float], str]] = {
 }
 
 
-def _rested(decision: DecisionRecord, left: dict[str, float]) -> str:
-    return f"ended the zygote, {_reason(decision.cause)}"
-
-
 def _prewarmed(decision: DecisionRecord, left: dict[str, float]) -> str:
     if "used" not in left:
         return _anything(decision, left)
@@ -198,7 +200,12 @@ def _expected(decision: DecisionRecord, left: dict[str, float]) -> str:
 
 
 def _refused(decision: DecisionRecord, left: dict[str, float]) -> str:
-    return f"started no worker, {_reason(decision.cause)}"
+    workers = _count(left.pop("workers"), "worker") if "workers" in left else "a worker"
+    return f"did not start {workers}, {_reason(decision.cause)}"
+
+
+def _budgeted(decision: DecisionRecord, left: dict[str, float]) -> str:
+    return f"today's budget {_BUDGET.get(decision.cause, decision.cause)}"
 
 
 def _anything(decision: DecisionRecord, left: dict[str, float]) -> str:
@@ -207,5 +214,5 @@ def _anything(decision: DecisionRecord, left: dict[str, float]) -> str:
 
 _WORDS: dict[str, Callable[[DecisionRecord, dict[str, float]], str]] = {
     "start": _started, "stop": _stopped, "step_down": _moved, "step_up": _moved, "evict": _moved,
-    "rest": _rested, "refuse": _refused, "prewarm": _prewarmed, "expect": _expected,
+    "refuse": _refused, "prewarm": _prewarmed, "expect": _expected, "budget": _budgeted,
 }  # fmt: skip

@@ -14,7 +14,7 @@ from typing import Any
 from ..._version import __version__
 from ...errors import HeaderError, SnapshotError, SourceError
 from ..sources.folder import FolderSource
-from ..sources.source import ByteCounter, Listing, ObjectInfo, Progress, Source, changed
+from ..sources.source import ByteCounter, Listing, ObjectInfo, Progress, Served, Source, changed
 from .digests import ASSET_BUFFER_BYTES, chunk_digests, file_digest, in_order
 from .header import Header, aliases_of, read_header
 from .layout import SUFFIX, Layout, lay_out
@@ -79,7 +79,10 @@ def observe(source: Source, names: Sequence[str], file: str | None = None) -> Ma
     }
     assets = _assets(source, found.layout, HEADER_READERS)
     versions = tuple(info.version for info in found.infos.values())
-    observed = Observed(url=source.url[:4096], versions=tuple(version[:1024] for version in versions))
+    # Not the source's URL alone: the same one, with another endpoint, may mean other bytes with the same versions.
+    first = found.layout.shards[0]
+    url = source.served_at(first) if isinstance(source, Served) else source.url
+    observed = Observed(url=url[:4096], versions=tuple(version[:1024] for version in versions))
     return _manifest(found, chunks, assets, observed=observed, provenance=observed.provenance)
 
 

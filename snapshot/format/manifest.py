@@ -114,7 +114,10 @@ class Provenance(_Frozen):
 
 
 class Observed(_Frozen):
-    """Where shards without a manifest were found, and which version each of them had, such as its ETag."""
+    """Where shards without a manifest were found, and which version each of them had, such as its ETag.
+
+    `url` is the address of the first shard at its server: a cache must not take another server's shards for these.
+    """
 
     url: Annotated[str, Field(max_length=4096)]
     versions: Annotated[tuple[Annotated[str, Field(max_length=1024)], ...], Field(max_length=MAX_SHARDS)]

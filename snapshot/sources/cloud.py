@@ -21,7 +21,7 @@ from .exchange import Head
 from .http import WebSource
 from .location import ServerAddress
 from .response import RangeRequest, refusal
-from .source import name_fault
+from .source import listed, name_fault
 
 SIGNED_FOR = timedelta(hours=1)
 _CODE = re.compile(rb"<Code>\s*([A-Za-z0-9._]{1,64})\s*</Code>")
@@ -69,7 +69,7 @@ class CloudSource(WebSource):
         below = f"{self._prefix}/" if self._prefix else ""
         with self.calling("") as (obstore, store):
             pages = obstore.list(store, self._prefix or None, chunk_size=1000)
-            keys = [entry["path"] for page in pages for entry in page]
+            keys = listed(self.url, (entry["path"] for page in pages for entry in page))
         names = (key.removeprefix(below) for key in keys if key.startswith(below))
         return sorted(name for name in names if name_fault(name) is None)
 

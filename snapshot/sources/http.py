@@ -22,7 +22,7 @@ from .location import PATH, QUERY, Location, ServerAddress, redirected, shown
 from .response import OK, PARTIAL, REDIRECTS, RangeRequest, check, object_info, refusal, unavailable
 from .retries import Retries
 from .source import ObjectInfo, name_fault
-from .variables import WEB, own_variables
+from .variables import HEADERS_VARIABLE, TOKEN_VARIABLE, WEB, own_variables
 from .web_listing import listed_names
 from .wire import Wire
 
@@ -50,6 +50,10 @@ class WebSource(ABC):
     @abstractmethod
     def resolve(self, name: str) -> Location:
         """Return the location at which to request `name` first. The server may redirect from there."""
+
+    def served_at(self, name: str) -> str:
+        """See Served."""
+        return shown(self.resolve(name).url)
 
     def locate(self, name: str, *, fresh: bool) -> Location:
         """Return the location of `name`, a remembered one unless `fresh` is True."""
@@ -164,15 +168,15 @@ class HttpSource(WebSource):
 def _own_headers(secrets: Mapping[str, str]) -> dict[str, str]:
     """Return the headers that a function's secrets name. Raises SourceError, without their text."""
     headers = {}
-    for line in secrets.get("PILOTFLAME_SNAPSHOT_HEADERS", "").splitlines():
+    for line in secrets.get(HEADERS_VARIABLE, "").splitlines():
         name, mark, value = line.partition(":")
         if not line.strip():
             continue
         if not mark or not name.strip() or name.strip().lower() in _OUR_HEADERS:
-            fault = "PILOTFLAME_SNAPSHOT_HEADERS has a line that is no header of a request for a file."
+            fault = f"{HEADERS_VARIABLE} has a line that is no header of a request for a file."
             raise SourceError(fault, remedy="Write one 'Name: value' a line.")
         headers[name.strip()] = value.strip()
-    if token := secrets.get("PILOTFLAME_SNAPSHOT_TOKEN", "").strip():
+    if token := secrets.get(TOKEN_VARIABLE, "").strip():
         headers["Authorization"] = f"Bearer {token}"
     return headers
 

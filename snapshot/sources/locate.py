@@ -8,8 +8,6 @@ from pathlib import Path
 from .folder import FolderSource
 from .source import Source
 
-ANONYMOUS_VARIABLE = "PILOTFLAME_S3_ANONYMOUS"
-"""The environment variable that, if it is 1, lets S3 be read without credentials."""
 WEIGHTS_SUFFIX = ".safetensors"
 FILE_SUFFIXES = (WEIGHTS_SUFFIX, ".json")
 """A remote URL with one of these endings is that of a file, weights or a manifest, and not of a folder."""

@@ -20,15 +20,13 @@ from .exchange import Head
 from .http import WebSource
 from .location import Location
 from .response import RangeRequest, refusal, unavailable
-from .source import name_fault, opened
-from .variables import AWS, own_variables, variables_of
+from .source import listed, name_fault, opened
+from .variables import AWS, REQUESTER_PAYS_VARIABLE, own_variables, variables_of
 
 if TYPE_CHECKING:
     from .s3_client import S3Client
 
 SIGNED_FOR_S = 3600
-REQUESTER_PAYS_VARIABLE = "PILOTFLAME_S3_REQUESTER_PAYS"
-"""The variable that, if it is 1, agrees to pay for the requests to buckets whose owner does not."""
 _CODE = re.compile(rb"<Code>\s*([A-Za-z0-9._]{1,64})\s*</Code>")
 # A bucket, or the ARN of an access point, which has a slash (or a colon) before the name.
 _BUCKET = re.compile(r"arn:[^/]*:accesspoint[/:][^/]+|[^/]+")
@@ -89,7 +87,7 @@ class S3Source(WebSource):
         with self._boto("") as boto:
             found = boto.get_paginator("list_objects_v2")
             pages = found.paginate(Bucket=self._bucket, Prefix=below, **self._payment)
-            keys = [entry["Key"] for page in pages for entry in page.get("Contents", ())]
+            keys = listed(self.url, (entry["Key"] for page in pages for entry in page.get("Contents", ())))
         names = (key.removeprefix(below) for key in keys)
         return sorted(name for name in names if name_fault(name) is None)
 

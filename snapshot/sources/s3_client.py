@@ -25,7 +25,7 @@ from ...errors import (
     SourceMissing,
     SourceUnavailable,
 )
-from .locate import ANONYMOUS_VARIABLE
+from .variables import ANONYMOUS_VARIABLE
 
 _AMAZON = (".amazonaws.com", ".amazonaws.com.cn", ".api.aws")
 

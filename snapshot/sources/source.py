@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import io
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import IO, Protocol, runtime_checkable
 
-from ...errors import SnapshotChanged
+from ...errors import SnapshotChanged, SourceError
 
 MAX_NAME_CHARS = 1024
+# A listing of more objects is given up: a deploy may name a whole bucket.
+MAX_LISTED = 100_000
 Progress = Callable[[int, int], None]
 """Called with the bytes done and the bytes in total."""
 
@@ -87,6 +90,14 @@ class Pinnable(Protocol):
 
 
 @runtime_checkable
+class Served(Protocol):
+    """A source on a server, which may be another one than its URL lets expect: secrets may name an endpoint."""
+
+    def served_at(self, name: str) -> str:
+        """Return the URL at which object `name` is requested from the server, without credentials."""
+
+
+@runtime_checkable
 class Writable(Source, Listing, Protocol):
     """A source that can be written to: a folder, S3."""
 
@@ -111,6 +122,15 @@ class ByteCounter:
             self._done_bytes += count
             if self._progress is not None:
                 self._progress(min(self._done_bytes, self._total_bytes), self._total_bytes)
+
+
+def listed(url: str, names: Iterable[str]) -> list[str]:
+    """Return the names of the objects at `url` as they come. Raises SourceError if there are more than MAX_LISTED."""
+    found = list(islice(names, MAX_LISTED + 1))
+    if len(found) > MAX_LISTED:
+        fault = f"{url} has more than {MAX_LISTED} objects."
+        raise SourceError(fault, remedy="Name a prefix with fewer objects, or one file.")
+    return found
 
 
 def opened(content: Path | bytes) -> IO[bytes]:

@@ -16,6 +16,16 @@ GOOGLE = ("GOOGLE_",)
 HUB = ("HF_", "HUGGING_FACE_HUB_")
 WEB = ("PILOTFLAME_SNAPSHOT_",)
 """Only a function's secrets count: they are sent to whatever server the URL of its snapshot names."""
+
+ANONYMOUS_VARIABLE = "PILOTFLAME_S3_ANONYMOUS"
+"""The variable that, if it is 1, lets S3 be read without credentials."""
+REQUESTER_PAYS_VARIABLE = "PILOTFLAME_S3_REQUESTER_PAYS"
+"""The variable that, if it is 1, agrees to pay for the requests to buckets whose owner does not."""
+TOKEN_VARIABLE, HEADERS_VARIABLE = "PILOTFLAME_SNAPSHOT_TOKEN", "PILOTFLAME_SNAPSHOT_HEADERS"
+"""A bearer token, and headers, for the web servers of weights."""
+OWN_NAMES = (ANONYMOUS_VARIABLE, REQUESTER_PAYS_VARIABLE, TOKEN_VARIABLE, HEADERS_VARIABLE)
+"""The variables of sources that begin as those of settings do."""
+
 FAMILIES = (*AWS, *AZURE, *GOOGLE, *HUB, *WEB)
 
 

@@ -9,7 +9,7 @@ import json
 from collections import deque
 from collections.abc import Callable
 from html.parser import HTMLParser
-from urllib.parse import unquote, urljoin, urlsplit
+from urllib.parse import quote, unquote, urljoin, urlsplit
 
 from ...errors import SourceError
 from .source import name_fault
@@ -39,8 +39,7 @@ def listed_names(url: str, read_page: ReadPage) -> list[str]:
                 names.add(path)
             elif path.count("/") <= MAX_DEPTH and read < MAX_PAGES:
                 read += 1
-                below = urljoin(url, path)
-                folders.append((path, _entries_of(below, read_page)))
+                folders.append((path, _entries_of(f"{url}{quote(path)}", read_page)))
         if len(names) > MAX_NAMES:
             fault = f"{url} lists more than {MAX_NAMES} files."
             raise SourceError(fault, remedy="Put the weights and their files into a separate folder.")

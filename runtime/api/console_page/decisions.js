@@ -27,7 +27,8 @@ export function decisionsPanel(name) {
       return numbered(found.decisions).reverse();
     },
     empty: "None is remembered. Starts and stops of workers, steps on the ladder and refusals appear here, each with its figures.",
-    watch: (row) => JSON.stringify([row.workers, row.rung, row.queued]),
+    // Not the queue, which changes all the time: an hour of load is read again each time.
+    watch: (row) => JSON.stringify([row.workers, row.rung]),
   });
 
   async function load() {

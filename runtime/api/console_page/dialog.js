@@ -17,7 +17,7 @@ export function explained(error) {
 }
 
 // Ask, and do it if the user agrees. Escape and Cancel leave everything as it is. While it is being done the dialog
-// stays; if it fails, the reason is shown in it.
+// stays, and if it fails, the reason is shown in it. Closed then, it leaves the outcome to `say`.
 export function ask({ title, text, verb, act, done }) {
   const problem = element("p", { class: "problem", role: "alert" });
   const cancel = element("button", { type: "button", autofocus: true }, "Cancel");
@@ -36,6 +36,8 @@ export function ask({ title, text, verb, act, done }) {
       dialog.close();
       say(done);
     } catch (error) {
+      // Whoever has closed the dialog meanwhile did not end what was begun.
+      if (!dialog.open) return say(explained(error));
       problem.textContent = explained(error);
       go.disabled = false;
       go.textContent = verb;

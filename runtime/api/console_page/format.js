@@ -27,10 +27,11 @@ export function duration(ms) {
 
 // Seconds.
 export function span(seconds) {
-  if (seconds < 60) return `${Math.round(seconds)} s`;
-  if (seconds < 3600) return `${Math.floor(seconds / 60)} min${Math.round(seconds % 60) ? ` ${Math.round(seconds % 60)} s` : ""}`;
-  const minutes = Math.round((seconds % 3600) / 60);
-  if (seconds < 86_400) return `${Math.floor(seconds / 3600)} h${minutes ? ` ${minutes} min` : ""}`;
+  const whole = Math.round(seconds);
+  if (whole < 60) return `${whole} s`;
+  if (whole < 3600) return `${Math.floor(whole / 60)} min${whole % 60 ? ` ${whole % 60} s` : ""}`;
+  const minutes = Math.round(seconds / 60);
+  if (minutes < 1440) return `${Math.floor(minutes / 60)} h${minutes % 60 ? ` ${minutes % 60} min` : ""}`;
   return `${(seconds / 86_400).toFixed(1)} days`;
 }
 

@@ -241,6 +241,38 @@ async def test_a_refused_act_says_why(deploy, gateway: Gateway, visit: Visit):
     await expect(page.get_by_text(f"There is no function {function.name}")).to_be_visible()
 
 
+async def test_a_failure_is_told_even_if_the_dialog_was_closed(deploy, visit: Visit, gate: Gate):
+    source = (
+        "import gate\ndef setup(context):\n    gate.wait()\n    raise RuntimeError('no tokenizer')\n" + ECHO
+    )
+    function = await deploy(source, check=False, gate=gate)
+    page = await visit(f"#/functions/{function.name}")
+    await page.get_by_role("button", name="Restart…").click()
+    await page.get_by_role("dialog").get_by_role("button", name="Restart").click()
+    await gate.next()
+    await page.keyboard.press("Escape")
+    await expect(page.get_by_role("dialog")).to_have_count(0)
+    gate.open()
+    await expect(page.get_by_role("status").filter(has_text="no tokenizer")).to_be_visible()
+
+
+async def test_times_are_rounded_before_they_are_cut_into_units(visit: Visit):
+    page = await visit()
+    times = "[59.4, 59.7, 119.7, 150, 3599.7, 7199, 5400, 86399, 129600]"
+    found = await page.evaluate(f"import('/console/format.js').then(({{ span }}) => {times}.map(span))")
+    assert found == [
+        "59 s",
+        "1 min",
+        "2 min",
+        "2 min 30 s",
+        "1 h",
+        "2 h",
+        "1 h 30 min",
+        "1.0 days",
+        "1.5 days",
+    ]
+
+
 async def test_jobs_are_listed_and_can_be_cancelled(deploy, gateway: Gateway, visit: Visit, gate: Gate):
     function = await deploy(WAITS, {"concurrency": 1, "scale.max": 1}, gate=gate)
     page = await visit(f"#/functions/{function.name}/jobs")

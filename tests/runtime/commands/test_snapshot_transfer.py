@@ -14,6 +14,7 @@ from click.testing import CliRunner, Result
 from fault_server import Faults, FaultServer, Request
 from pilotflame.errors import CacheError, PilotflameError, SourceMissing
 from pilotflame.runtime.cli import cli
+from pilotflame.runtime.commands import options
 from pilotflame.snapshot.caching.download import MARK_NAME
 from pilotflame.snapshot.caching.node import node_tiers
 from pilotflame.snapshot.format.manifest import MANIFEST_NAME, Manifest
@@ -102,6 +103,20 @@ def test_pull_from_a_folder_and_over_another(snapshot: Snapshot, origin: Path, t
     assert "--force" in refusal(snapshot("pull", origin, tmp_path / "other"), CacheError)
     assert snapshot("pull", origin, tmp_path / "other", "--force").exit_code == 0
     check(tmp_path / "other", origin)
+
+
+def test_variables_of_sources_are_no_settings(
+    snapshot: Snapshot, server: FaultServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("PILOTFLAME_S3_ANONYMOUS", "PILOTFLAME_S3_REQUESTER_PAYS"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("PILOTFLAME_SNAPSHOT_TOKEN", "hush")
+    monkeypatch.setenv("PILOTFLAME_SNAPSHOT_HEADERS", "X-Team: a\nX-Room: b")
+    done = snapshot("pull", server.url, tmp_path / "here")
+    assert done.exit_code == 0, done.output
+    assert {request.headers["authorization"] for request in server.requests} == {"Bearer hush"}
+    # `serve` reads the same settings.
+    assert options.gateway_settings().port
 
 
 def test_pull_names_what_is_missing(snapshot: Snapshot, server: FaultServer, tmp_path: Path) -> None:

@@ -40,6 +40,14 @@ def test_columns_have_any_name_and_a_trace_may_have_no_functions(tmp_path: Path)
     assert read_trace(written(tmp_path, "a.jsonl", "7\n5.5\n")) == {"": [0.0, 1.5]}
 
 
+@pytest.mark.parametrize("decimals", ["", ".5", ".6805", ".680590", ".6805901"])
+@pytest.mark.parametrize("zone", ["", "Z", "+02:00"])
+def test_times_may_have_any_number_of_decimals_and_a_zone(decimals: str, zone: str, tmp_path: Path) -> None:
+    times = f"2023-11-16T18:15:46{decimals}{zone}", f"2023-11-16T18:16:46{decimals}Z"
+    (calls,) = read_trace(written(tmp_path, "a.csv", "timestamp\n{}\n{}\n".format(*times))).values()
+    assert calls[1] == (2 * 3600 + 60 if zone == "+02:00" else 60)
+
+
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [

@@ -183,6 +183,23 @@ def test_the_packages_of_cog_are_installed(function: Path, tmp_path: Path) -> No
         write_context(function, tmp_path / "other")
 
 
+@pytest.mark.parametrize(
+    ("snapshot", "extras"),
+    [
+        ("s3://bucket/w", ("s3",)),
+        ("gs://bucket/w", ("clouds",)),
+        ("az://container/w", ("clouds",)),
+        ("hf://org/net", ()),
+        ("https://host/w", ()),
+    ],
+)
+def test_an_image_has_what_reads_its_weights(
+    function: Path, tmp_path: Path, snapshot: str, extras: tuple[str, ...]
+) -> None:
+    written = write_context(function, tmp_path / "context", overrides={"snapshot": snapshot})
+    assert written.recipe.extras == extras
+
+
 def test_the_wheel_is_what_is_installed(function: Path, tmp_path: Path) -> None:
     written = write_context(function, tmp_path / "context", overrides={"snapshot": "s3://bucket/weights"})
     assert written.recipe.extras == ("s3",)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -12,6 +13,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+from fault_server import FaultServer
+from pilotflame.snapshot.format.discover import find_manifest
+from pilotflame.snapshot.format.manifest import MANIFEST_NAME
+from pilotflame.snapshot.sources.http import HttpSource
 from pulling import LIMIT_S, make
 
 PROMPT_S = 5.0
@@ -39,6 +44,7 @@ class Fetching:
             heard: dict[str, Any] = json.loads(line)
             if (heard.get("id"), heard["event"]) == (number, event):
                 return heard
+            assert heard["event"] != "failed" or heard.get("id") != number, heard
         raise AssertionError("the fetcher ended")
 
 
@@ -83,3 +89,16 @@ def test_a_fetch_that_does_not_stop_holds_up_no_other_request(tmp_path: Path) ->
         assert fetcher.process.stdin is not None
         fetcher.process.stdin.close()
         assert fetcher.process.wait(LIMIT_S) == 0
+
+
+def test_weights_are_there_even_if_their_digests_cannot_be_kept(tmp_path: Path) -> None:
+    make(tmp_path / "one")
+    (tmp_path / "one" / MANIFEST_NAME).unlink()
+    described = tmp_path / "described.json"
+    with FaultServer(tmp_path / "one") as server, fetching(tmp_path / "cache") as fetcher:
+        find_manifest(HttpSource(server.url)).write(described)
+        with described.open() as opened:
+            # Nobody can make files in this folder.
+            place = f"/proc/{os.getpid()}/fd/{opened.fileno()}"
+            fetcher.tell(op="hold", id=1, manifest=place, url=server.url)
+            assert fetcher.hear(1, "done")["bytes"] > 0

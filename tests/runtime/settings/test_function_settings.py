@@ -329,6 +329,12 @@ def test_a_name_is_refused_with_a_remedy() -> None:
         check_name("../x")
 
 
+@pytest.mark.parametrize("price", ["inf", "nan", "-1"])
+def test_a_price_is_an_amount(price: str) -> None:
+    with pytest.raises(SettingsError, match="price_waiting_s"):
+        read_gateway_settings({"HOME": "/", "PILOTFLAME_PRICE_WAITING_S": price})
+
+
 def test_the_gateway_reads_its_environment(tmp_path: Path) -> None:
     environ = {"PILOTFLAME_PORT": "9000", "PILOTFLAME_STATE_DIR": str(tmp_path), "HOME": "/h", "OTHER": "x"}
     settings = read_gateway_settings(environ, drain_s=5, host=None)

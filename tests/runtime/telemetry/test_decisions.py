@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pilotflame.runtime.telemetry.decisions import (
+    KEPT,
     MAX_DECISIONS,
     DecisionRecord,
     Decisions,
@@ -69,7 +70,15 @@ def told(action: str, cause: str, **figures: float) -> str:
             ("expect", "upstream transcribe", {"probability_share": 1.0, "for_s": 60.0}),
             "expects a call, because transcribe was called: probability 100%, for 60.0 s",
         ),
-        (("refuse", "limit", {"owner_share": 0.5}), "started no worker, limit: owner 50%"),
+        (("refuse", "limit", {"owner_share": 0.5}), "did not start a worker, limit: owner 50%"),
+        (
+            ("refuse", "max_workers", {"workers": 2, "max_workers": 8}),
+            "did not start 2 workers, all functions together may have no more: max workers 8",
+        ),
+        (
+            ("budget", "exhausted", {"used_share": 1.0, "money": 5.0, "worker_s": 90.0}),
+            "today's budget is used up: used 100%, money 5, worker 90.0 s",
+        ),
         (("made_up", "some_rule", {}), "made up, some rule"),
     ],
 )  # fmt: skip
@@ -79,7 +88,7 @@ def test_a_decision_is_told_in_plain_words(decision: tuple[str, str, dict[str, f
 
 
 @given(
-    st.sampled_from(["start", "stop", "expect", "prewarm", "step_down", "evict", "refuse", "rest"]) | NAMES,
+    st.sampled_from(["start", "stop", "expect", "prewarm", "step_down", "evict", "refuse", "budget"]) | NAMES,
     NAMES,
     st.dictionaries(NAMES, st.floats(allow_nan=False, allow_infinity=False)),
 )
@@ -113,3 +122,6 @@ def test_each_decision_is_taken_once_and_the_oldest_are_dropped() -> None:
     assert len(taken) == MAX_DECISIONS
     assert (taken[0].figures["number"], taken[-1].figures["number"]) == (5, MAX_DECISIONS + 4)
     assert decisions.since(taken[-1].at + 1) == []
+    # What is stored takes little memory: a gateway may have thousands of functions.
+    assert decisions.since(0.0) == taken[-KEPT:]
+    assert decisions.take() == []

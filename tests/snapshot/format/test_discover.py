@@ -28,7 +28,7 @@ from pilotflame.snapshot.format.manifest import DEFAULT_CHUNK_BYTES, MANIFEST_NA
 from pilotflame.snapshot.format.verify import verify
 from pilotflame.snapshot.sources.http import HttpSource
 from pilotflame.snapshot.sources.locate import open_source, weights_file
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 
 LIMIT_S = 30.0
 SHARDS = ("model-1.safetensors", "model-2.safetensors")
@@ -234,6 +234,30 @@ def test_a_pull_into_a_folder_leaves_an_ordinary_snapshot(
     assert not [path for path in target.iterdir() if path.name.startswith(".")]
     assert download(manifest, HttpSource(server.url), target).fetched_bytes == 0
     assert find_manifest(open_source(str(target))).digest == made.digest
+
+
+def test_the_same_url_at_another_server_is_another_snapshot(cache: Cache, tmp_path: Path) -> None:
+    """A function may name the endpoint. Its weights must not pass for those of others in the node's cache."""
+    commit = "5" * 40
+    # Everything that the headers, the sizes and the ETags tell is the same.
+    files = [save({"a": torch.full((100_000,), value)}) for value in (1.0, 2.0)]
+    about = json.dumps({"sha": commit, "siblings": [{"rfilename": "model.safetensors"}]}).encode()
+    seen = []
+    for data in files:
+        content = {
+            f"org/net/resolve/{commit}/model.safetensors": data,
+            f"api/models/org/net/revision/{commit}": about,
+        }
+        with FaultServer(content) as server:
+            source = open_source(f"hf://org/net@{commit}", {"HF_ENDPOINT": server.url})
+            manifest = find_manifest(source)
+            with cache.open(manifest, source) as lease:
+                lease.wait(LIMIT_S)
+                seen.append((lease.root / "model.safetensors").read_bytes())
+            target = tmp_path / "target"
+            download(manifest, source, target, force=True)
+            seen.append((target / "model.safetensors").read_bytes())
+    assert seen == [files[0], files[0], files[1], files[1]]
 
 
 def test_one_file_is_enough(tmp_path: Path) -> None:

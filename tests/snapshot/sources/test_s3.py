@@ -11,6 +11,7 @@ from urllib.request import Request, urlopen
 
 import boto3
 import pytest
+import torch
 from fault_server import Faults, FaultServer
 from moto.s3.models import s3_backends
 from moto.server import ThreadedMotoServer
@@ -22,7 +23,10 @@ from pilotflame.errors import (
     SourceMissing,
     SourceUnavailable,
 )
+from pilotflame.snapshot.format.discover import find_manifest
+from pilotflame.snapshot.sources import source as source_module
 from pilotflame.snapshot.sources.s3 import S3Source
+from safetensors.torch import save
 
 DATA = random.Random(5).randbytes(300_000)
 KEY, SECRET = "AKIAEXAMPLEEXAMPLE00", "hush/secret+key"
@@ -151,6 +155,19 @@ def test_listing_goes_over_pages_and_is_relative(store: Any) -> None:
     assert len(names) == 1003
     assert names[:2] == ["0000", "0001"]
     assert "p/0000" in S3Source("s3://weights").names()
+
+
+def test_a_listing_without_end_is_given_up(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A deploy that names a whole bucket would otherwise list it for hours, in the gateway's memory."""
+    monkeypatch.setattr(source_module, "MAX_LISTED", 3)
+    for number in range(4):
+        store.put_object(Bucket="weights", Key=f"p/{number}", Body=b"")
+    store.put_object(Bucket="weights", Key="p/model.safetensors", Body=save({"a": torch.ones(3)}))
+    source = S3Source("s3://weights/p")
+    with pytest.raises(SourceError, match="more than 3 objects"):
+        source.names()
+    # Weights under a usual name are found nevertheless.
+    assert [shard.name for shard in find_manifest(source).shards] == ["model.safetensors"]
 
 
 def test_objects_uploaded_in_parts_keep_their_version(store: Any, tmp_path: Path) -> None:

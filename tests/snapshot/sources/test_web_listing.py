@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pilotflame.errors import SourceError
 from pilotflame.snapshot.sources.source import name_fault
-from pilotflame.snapshot.sources.web_listing import entries
+from pilotflame.snapshot.sources.web_listing import entries, listed_names
 
 NGINX = """<html><head><title>Index of /w/</title></head><body><h1>Index of /w/</h1><hr><pre><a href="../">../</a>
 <a href="1_Pooling/">1_Pooling/</a>      21-Nov-2026 10:00    -
@@ -37,6 +37,18 @@ LISTED = ["1_Pooling/", "config.json", "my model.safetensors"]
 )  # fmt: skip
 def test_the_pages_of_web_servers_are_read(kind: str, page: str) -> None:
     assert entries("https://host/w/", kind, page.encode()) == LISTED
+
+
+def test_folders_are_found_whatever_they_are_called() -> None:
+    pages = {
+        "https://host/w/": '<a href="a%20b/">x</a><a href="50%25%3f/">x</a><a href="./http%3Ax/">x</a>',
+        "https://host/w/a%20b/": '<a href="1.json">x</a>',
+        "https://host/w/50%25%3F/": '<a href="c%20d/">x</a>',
+        "https://host/w/50%25%3F/c%20d/": '<a href="2.json">x</a>',
+        "https://host/w/http%3Ax/": '<a href="3.json">x</a>',
+    }
+    found = listed_names("https://host/w/", lambda url: ("text/html", pages[url].encode()))
+    assert found == ["50%?/c d/2.json", "a b/1.json", "http:x/3.json"]
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/octet-stream", ""])
