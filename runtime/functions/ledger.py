@@ -29,21 +29,25 @@ class Ledger:
         self._accounts: dict[str, Account] = {}
         self._known_colds: dict[str, Usage] = {}
         self._stored: dict[str, tuple[Usage, Standing]] = {}
+        self._stored_day = 0
         self._begun_at = time.time()
         self._writing = asyncio.Lock()
 
     def open(self) -> None:
         """Read what was stored of today. Blocks. Raise GatewayError."""
         self._store.open()
-        self._stored = self._store.today(time.time())
+        now = time.time()
+        self._stored, self._stored_day = self._store.today(now), day_of(now)
 
     def account(self, function: str) -> Account:
         """Return the account of a function. If it is a new one, it goes on with what is stored of today."""
         if function not in self._accounts:
             used, standing = self._stored.pop(function, (Usage(), Standing()))
-            today = standing.day == day_of(time.time())
-            forgiven = Spending(standing.money, standing.seconds) if today else Spending()
-            stored = StoredUsage(used, forgiven, standing.holding)
+            day = day_of(time.time())
+            # What was read may be that of an earlier day.
+            today = used if self._stored_day == day else Usage()
+            forgiven = Spending(standing.money, standing.seconds) if standing.day == day else Spending()
+            stored = StoredUsage(today, forgiven, standing.holding)
             self._accounts[function] = Account(function, self.prices, stored)
         return self._accounts[function]
 
@@ -56,13 +60,12 @@ class Ledger:
         """Write once a minute, and at the end of each hour. Remove what is too old once a day."""
         pruned_day = 0
         while True:
-            now = time.time()
-            if (today := day_of(now)) != pruned_day:
-                await asyncio.to_thread(self._store.forget_old, now)
-                pruned_day = today
-            await asyncio.sleep(min(WRITE_EVERY_S, HOUR_S - now % HOUR_S))
+            await asyncio.sleep(min(WRITE_EVERY_S, HOUR_S - time.time() % HOUR_S))
             try:
                 await self.write()
+                if (today := day_of(now := time.time())) != pruned_day:
+                    await asyncio.to_thread(self._store.forget_old, now)
+                    pruned_day = today
             except GatewayError as error:
                 # What could not be written is written with the next minute.
                 LOG.warning("%s", error)
@@ -79,14 +82,26 @@ class Ledger:
         """Store what was used since the last time. Raise GatewayError."""
         async with self._writing:
             records, at = self._records(), self._begun_at
-            await asyncio.to_thread(self._store.add, at, records)
             self._begun_at = time.time()
+            # Before it is stored: the thread goes on if this is cancelled, and nothing is to be stored twice.
             for record in records:
-                account = self._accounts[record.function]
-                account.written(record.usage)
-                # The account of a deleted function stays today: a function of this name has no new budget.
-                if not account.in_use and account.day < day_of(self._begun_at):
-                    del self._accounts[record.function]
+                self._accounts[record.function].written(record.usage)
+            try:
+                loop = asyncio.get_running_loop()
+                await asyncio.shield(loop.run_in_executor(None, self._store.add, at, records))
+            except GatewayError:
+                self._begun_at = at
+                for record in records:
+                    self._accounts[record.function].not_written(record.usage)
+                raise
+            self._forget_ended()
+
+    def _forget_ended(self) -> None:
+        """Forget the accounts of functions that were deleted before today: names come and go."""
+        today = day_of(time.time())
+        for function in [name for name, account in self._accounts.items() if account.is_over(today)]:
+            del self._accounts[function]
+            self._known_colds.pop(function, None)
 
     async def read(self, query: UsageQuery) -> list[tuple[str | int, Usage]]:
         """Return sums by key, up to now. Raise GatewayError."""
@@ -123,6 +138,7 @@ class Ledger:
         return [
             UsageRecord(function, account.owner, account.unwritten, _standing(account))
             for function, account in self._accounts.items()
+            if account.in_use or account.unwritten != Usage()
         ]
 
     def _settle(self, function: str, account: Account) -> None:

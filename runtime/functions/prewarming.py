@@ -157,11 +157,13 @@ class Prewarming:
             self._timer = self._loop.call_later(delay_s, self._on_timer)
 
     def _on_timer(self) -> None:
-        for name, schedule, left_s in self._alarms.due(self._clock()):
-            # The gateway is shutting down.
-            with contextlib.suppress(GatewayError):
-                self._fire(name, schedule, left_s)
-        self._arm()
+        try:
+            for name, schedule, left_s in self._alarms.due(self._clock()):
+                # The gateway is shutting down.
+                with contextlib.suppress(GatewayError):
+                    self._fire(name, schedule, left_s)
+        finally:
+            self._arm()
 
     def _fire(self, name: str, schedule: Schedule, left_s: float) -> None:
         live = self._functions.get(name)

@@ -162,8 +162,8 @@ class Functions:
     async def restart(self, name: str) -> Live:
         """Replace a function's processes by new ones of the same revision, and return the function.
 
-        As many workers as are ready now have to get ready before the old ones drain. If they do not, the error
-        is raised and the old ones stay. Raise what `get` raises.
+        As many workers as are ready now, as far as `max_workers` has room, have to get ready before the old ones
+        drain. If they do not, the error is raised and the old ones stay. Raise what `get` raises.
         """
         return await self._revive(name, lambda live: live)
 

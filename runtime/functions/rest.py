@@ -93,7 +93,7 @@ class Rest:
         self._check_at_s = math.inf
         self._checking = False
         self._pressure = MemoryPressure(self._start_relief)
-        self._relieving = asyncio.Lock()
+        self._relieving, self._reported = asyncio.Lock(), False
         # By function: its processes when they were measured, and the MiB that they held.
         self._measured: dict[str, tuple[list[int], float]] = {}
 
@@ -173,12 +173,22 @@ class Rest:
     # -- giving memory back
 
     def _start_relief(self) -> None:
-        self._tasks.create_task(self._relieve())
+        # The kernel repeats itself. Who relieves it already looks once more.
+        self._reported = True
+        if not self._relieving.locked():
+            self._tasks.create_task(self._relieve())
+
+    async def _short_bytes(self) -> float:
+        short_bytes, self._reported = 0.0, True
+        while self._reported and short_bytes <= 0:
+            self._reported = False
+            short_bytes = await asyncio.to_thread(self._pressure.short_bytes)
+        return short_bytes
 
     async def _relieve(self) -> None:
         """Let idle functions step down while memory is short, as long as any can."""
         async with self._relieving:
-            while (short := await asyncio.to_thread(self._pressure.short_bytes)) > 0:
+            while (short := await self._short_bytes()) > 0:
                 spare = [live for live in self._functions() if _spare(live.revision)]
                 families = {live.record.function: _Family.of(live.revision) for live in spare}
                 private = await asyncio.to_thread(_private, families)
@@ -222,6 +232,9 @@ def _descents(live: Live, private_bytes: float | None) -> Iterator[Descent]:
     `private_bytes` are those of its workers, None if these must stay.
     """
     revision, upper = live.revision, live.revision.rung
+    if revision.held_until_s is not None:
+        # `descend` would do nothing.
+        return
     spare = private_bytes is not None and _spare(revision)
     if not (spare or (_idle(revision) and upper is RungName.ZYGOTE)):
         return

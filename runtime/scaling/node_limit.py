@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Claim:
+class Claim(NamedTuple):
     """What one revision has of the node's workers, and what it wants."""
 
     workers: int
@@ -40,6 +39,15 @@ def granted(claims: Sequence[Claim], asking: int, most: int) -> int:
         poorest = min(wanting, key=lambda number: _rank(claims[number], given[number]))
         given[poorest] += 1
     return given[asking]
+
+
+def poorest_first(claims: Sequence[Claim]) -> list[int]:
+    """Return which revisions want more workers, in the order in which they are served.
+
+    If one of them gets no worker, and nobody has to stop one for it, those behind it get none either.
+    """
+    wanting = [number for number, claim in enumerate(claims) if claim.missing]
+    return sorted(wanting, key=lambda number: _rank(claims[number], 0))
 
 
 def _rank(claim: Claim, given: int) -> tuple[bool, int]:

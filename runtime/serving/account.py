@@ -67,6 +67,8 @@ class Account:
         self._spenders: list[Spender] = []
         self._past = self._settled = self._unmeasured = Usage()
         self._timer: asyncio.TimerHandle | None = None
+        # The day on which its last revision has ended.
+        self._ended_on = self.day
 
     # -- who uses
 
@@ -78,6 +80,7 @@ class Account:
         if spender in self._spenders:
             self._past += spender.usage(time.monotonic())
             self._spenders.remove(spender)
+            self._ended_on = day_of(time.time())
         if not self._spenders:
             self._cancel()
 
@@ -85,14 +88,17 @@ class Account:
     def in_use(self) -> bool:
         return bool(self._spenders)
 
+    def is_over(self, day: int) -> bool:
+        """Return True if the function was deleted before that day, and all that it used is stored.
+
+        Until then, a function of this name goes on with what is used of the budget.
+        """
+        return not self._spenders and self._ended_on < day and self.unwritten == Usage()
+
     # -- what is used
 
     def settle(self) -> None:
-        """Add to the sums what was used since the last time."""
-        if (day := day_of(time.time())) != self.day:
-            self.day, self.today, self.forgiven, self._unmeasured = day, Usage(), Spending(), Usage()
-            # Nobody is refused until the timer fires: it may be late, since the wall clock may be set.
-            asyncio.get_running_loop().call_soon(self.check)
+        """Add to the sums what was used since the last time. It counts for the day of that time."""
         now_s, used = time.monotonic(), self._past
         for spender in self._spenders:
             used += spender.usage(now_s)
@@ -100,6 +106,10 @@ class Account:
         if not self.holding.worker_gb:
             self._unmeasured += news
         self.add(priced(news, self.holding, self._prices))
+        if (day := day_of(time.time())) != self.day:
+            self.day, self.today, self.forgiven, self._unmeasured = day, Usage(), Spending(), Usage()
+            # Nobody is refused until the timer fires: it may be late, since the wall clock may be set.
+            asyncio.get_running_loop().call_soon(self.check)
 
     def add(self, used: Usage) -> None:
         self.total, self.today, self.unwritten = self.total + used, self.today + used, self.unwritten + used
@@ -114,8 +124,12 @@ class Account:
         self.check()
 
     def written(self, used: Usage) -> None:
-        """Learn that so much of `unwritten` is stored."""
+        """Learn that so much of `unwritten` is being stored."""
         self.unwritten -= used
+
+    def not_written(self, used: Usage) -> None:
+        """Learn that this could not be stored."""
+        self.unwritten += used
 
     # -- the budget
 

@@ -109,6 +109,7 @@ class IdleLadder:
         self._stands_on, self._evicted = 0, False
         self._step_timer: asyncio.TimerHandle | None = None
         self._count_timer: asyncio.TimerHandle | None = None
+        # The wake of the present target that has not ended: the rung, and when the worker was asked for.
         self._woken_from: tuple[RungName, float] | None = None
         self._lessons: deque[_Lesson] = deque()
 
@@ -118,16 +119,16 @@ class IdleLadder:
         self, target: LadderTarget, spec: LadderSpec, build_s: float, tasks: asyncio.TaskGroup
     ) -> asyncio.Task[None]:
         """Drive `target` from now on: it has become live. Return the task that plans its idle period."""
-        now_s, period = time.monotonic(), self._watch.period
-        if self._target is not None or not self.figures.build_s:
+        now_s, period, deployed = time.monotonic(), self._watch.period, self._target is not None
+        if deployed or not self.figures.build_s:
             self.figures = self.figures.of_next_revision(build_s)
-        self._target, self._spec, self._tasks = target, spec, tasks
+        self._target, self._spec, self._tasks, self._woken_from = target, spec, tasks, None
         self._measure()
         self._forget_plan()
         # The plan of a restored function goes on with its age; after a deploy, somebody is about to call.
         if period is None:
             period = self._watch.open(now_s, now_s, known=False)
-        elif period.known:
+        elif deployed:
             period.planned_from_s = now_s
         return tasks.create_task(self._settle_and_plan(period), name="keep_alive")
 
@@ -156,6 +157,7 @@ class IdleLadder:
     def follow(self, now_s: float, load: int, last_end_s: float | None) -> float | None:
         """Note how many invocations there are. Return when to call again, if that is known."""
         if load:
+            self._evicted = False
             if (ended := self._watch.busy(now_s)) is not None:
                 self._on_wake(ended, now_s, load)
             return None
@@ -191,12 +193,15 @@ class IdleLadder:
             self._forget_plan()
         self._watch.interrupt()
 
-    def note_start(self, rung: RungName) -> None:
-        """Learn how long a wake from `rung` takes: it begins now."""
-        self._woken_from = rung, time.monotonic()
+    def note_start(self, target: LadderTarget) -> None:
+        """Learn how long a wake from the rung of `target` takes: it begins now."""
+        if self.drives(target):
+            self._woken_from = target.rung, time.monotonic()
 
-    def note_ready(self, *, usual: bool, device: str) -> None:
+    def note_ready(self, target: LadderTarget, *, usual: bool, device: str) -> None:
         """Note that a worker is ready. If its start was not `usual`, its time says nothing of later ones."""
+        if not self.drives(target):
+            return
         if self._woken_from is not None and usual:
             rung, asked_s = self._woken_from
             took_s = time.monotonic() - asked_s
@@ -363,6 +368,8 @@ class IdleLadder:
             self._set_step_timer(step.offset_s, now_s)
 
     def _set_step_timer(self, due_s: float, now_s: float) -> None:
+        if self._step_timer is not None:
+            self._step_timer.cancel()
         self._step_timer = self._loop.call_later(max(0.0, due_s - now_s), self._on_step)
 
     def _on_step(self) -> None:

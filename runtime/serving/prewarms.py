@@ -37,7 +37,9 @@ class WarmHolds:
         self._steps: list[WarmHold] = []
 
     def add(self, hold: WarmHold) -> None:
-        """Add a hold. Those that want no more workers and end no later are dropped."""
+        """Add a hold, if it wants any workers. Those that want no more and end no later are dropped."""
+        if hold.workers < 1:
+            return
         if any(step.workers >= hold.workers and step.until_s >= hold.until_s for step in self._steps):
             return
         kept = [step for step in self._steps if step.workers > hold.workers or step.until_s > hold.until_s]

@@ -56,10 +56,8 @@ BEAT_S = 0.5
 EXPECTED_S = 10.0
 # For how long the plan's prewarm holds a worker.
 PREDICTED_S = 1.0
-# A worker that was idle for so long may be stopped if another function has callers who wait for one of the node's
-# workers. One that wants more than its first asks again after ASK_AGAIN_S: no event reports that a worker is idle for long.
+# A worker that was idle for so long may be stopped if callers of another function wait for one.
 GIVE_AFTER_S = 1.0
-ASK_AGAIN_S = 1.0
 
 
 class Revision(RevisionEvents):
@@ -252,8 +250,6 @@ class Revision(RevisionEvents):
             wake_at_s = min(wake_at_s or retry_at_s, retry_at_s)
         if hold is not None:
             wake_at_s = min(wake_at_s or hold.until_s, hold.until_s)
-        if self._limit.is_short(self):
-            wake_at_s = min(wake_at_s or math.inf, now_s + ASK_AGAIN_S)
         if wake_at_s is not None:
             self._scale_at(wake_at_s, now_s)
         self.history.prewarms.settle()
@@ -294,7 +290,7 @@ class Revision(RevisionEvents):
         for workers, signal in ((for_load, ""), (count - for_load, hold.cause if hold is not None else "")):
             if workers:
                 if not stats.ready and not stats.starting:
-                    self.history.ladder.note_start(self.rung)
+                    self.history.ladder.note_start(self)
                 self.pool.start(workers, signal)
                 self._note("start", signal or LOAD, stats, workers=workers)
         self.history.account.check()
@@ -363,6 +359,8 @@ class Revision(RevisionEvents):
 
     def claim(self) -> Claim:
         pool, now_s = self.pool, time.monotonic()
+        if not pool.held_workers:
+            return Claim(0)
         draining = sum(replica.state is ReplicaState.DRAINING for replica in pool.replicas)
         spare = max(0, len(pool.ready) - self.policy.scale.min)
         idle = pool.idle()
@@ -384,11 +382,11 @@ class Revision(RevisionEvents):
     # -- start and end
 
     async def try_start(self, keep: int = 0) -> None:
-        """Start `keep` workers, at least one. Raise the error if the first of them fails.
+        """Start `keep` workers, as far as the node's limit has room, but at least one. Raise the error if the first of them fails.
 
         Once they are ready, stop those that neither `keep` nor `min` asks for.
         """
-        self._unproven = max(1, keep)
+        self._unproven = max(1, self._limit.room(keep))
         self._demand.note_need(keep, time.monotonic())
         self.pool.start(self._unproven)
         self.history.account.check()
@@ -433,9 +431,11 @@ class Revision(RevisionEvents):
         if self._scale_timer is not None:
             self._scale_timer.cancel()
         left_s = timeout_s - (time.monotonic() - started_s)
-        await self.pool.close(max(left_s, min(timeout_s, MIN_TEARDOWN_S)))
-        self._limit.leave(self)
-        self.history.account.detach(self)
+        try:
+            await self.pool.close(max(left_s, min(timeout_s, MIN_TEARDOWN_S)))
+        finally:
+            self._limit.leave(self)
+            self.history.account.detach(self)
 
     # -- what it uses
 
@@ -452,6 +452,7 @@ class Revision(RevisionEvents):
         self.dispatcher.bar(account.refusal if account.exhausted else None)
         if account.exhausted:
             self.pool.stop_all()
+            self._readiness.note_failure(account.refusal())
         if changed and not self.retiring:
             spent = account.spent
             figures = {"used_share": account.share, "money": spent.money, "worker_s": spent.seconds}
@@ -466,7 +467,7 @@ class Revision(RevisionEvents):
         self.breaker.reset()
         self._settle_first_start(None)
         self.pool.note_ready(replica)
-        self.history.ladder.note_ready(usual=not replica.measured, device=replica.device)
+        self.history.ladder.note_ready(self, usual=not replica.measured, device=replica.device)
         self.history.prewarms.watch(replica)
         self._readiness.note_ready(len(self.pool.ready))
         self._on_activation("ready")

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 import time
 from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import pytest_asyncio
 from live import Function, Gate, Gateway, failure, gateway_here, short_folder, until
-from pilotflame.runtime.telemetry.usage_store import UsageKey, UsageQuery, UsageStore
+from pilotflame.errors import GatewayError
+from pilotflame.runtime.functions.ledger import Ledger
+from pilotflame.runtime.telemetry.metrics import Totals
+from pilotflame.runtime.telemetry.usage import Prices, Usage
+from pilotflame.runtime.telemetry.usage_store import Standing, UsageKey, UsageQuery, UsageRecord, UsageStore
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -181,6 +188,95 @@ async def test_a_query_that_is_wrong_is_refused_by_name(gateway, query):
     assert (error["status"], error["type"]) == (400, "bad_json")
 
 
+# -- what is written
+
+
+class Spent:
+    """A revision that has used five seconds and uses no more."""
+
+    held_workers = 0
+
+    def usage(self, now_s: float) -> Usage:
+        return Usage(busy_s=5.0)
+
+    def on_budget(self, *, changed: bool) -> None: ...
+
+
+def ledger_in(folder: Path) -> Ledger:
+    ledger = Ledger(UsageStore(folder / "usage.sqlite3"), Prices(), lambda _function: Totals({}))
+    ledger.open()
+    return ledger
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The wall clock of ledgers and accounts. The test sets `at`."""
+    found = SimpleNamespace(at=20_779 * 86400.0 + 3600, time=lambda: found.at, monotonic=time.monotonic)
+    for module in ("functions.ledger", "serving.account"):
+        monkeypatch.setattr(f"pilotflame.runtime.{module}.time", found)
+    return found
+
+
+async def test_nothing_is_kept_of_a_deleted_function_on_the_next_day(tmp_path, clock):
+    ledger = ledger_in(tmp_path)
+    account, spent = ledger.account("gone"), Spent()
+    account.attach(spent)
+    account.detach(spent)
+    ledger.note_removed("gone")
+    await ledger.write()
+    # A function of this name has no new budget today.
+    assert ledger.account("gone") is account
+    clock.at += 86400
+    await ledger.write()
+    await ledger.write()
+    assert (await ledger.readings())[0].values == {}
+    assert ledger.account("gone").today == Usage()
+    by_day = await ledger.read(UsageQuery(UsageKey.DAY, 0.0, 1e11))
+    assert [used.busy_s for _, used in by_day] == [5.0]
+    await ledger.close()
+
+
+async def test_what_was_read_of_an_earlier_day_does_not_count_today(tmp_path, clock):
+    store = UsageStore(tmp_path / "usage.sqlite3")
+    store.open()
+    store.add(clock.at, [UsageRecord("f", "", Usage(busy_s=50.0), Standing())])
+    store.close()
+    ledger = ledger_in(tmp_path)
+    clock.at += 86400
+    assert ledger.account("f").today == Usage()
+    await ledger.close()
+
+
+async def test_a_write_that_is_cancelled_is_not_repeated(tmp_path):
+    ledger = ledger_in(tmp_path)
+    ledger.account("f").attach(Spent())
+    other = sqlite3.connect(tmp_path / "usage.sqlite3", isolation_level=None)
+    other.execute("BEGIN IMMEDIATE")
+    writing = asyncio.create_task(ledger.write())
+    # It waits for the file in its thread.
+    await asyncio.sleep(0.1)
+    writing.cancel()
+    await asyncio.wait([writing])
+    other.rollback()
+    await ledger.close()
+    assert other.execute("SELECT SUM(busy_s) FROM days").fetchall() == [(5.0,)]
+    other.close()
+
+
+async def test_what_cannot_be_written_is_written_later(tmp_path):
+    ledger = ledger_in(tmp_path)
+    ledger.account("f").attach(Spent())
+    other = sqlite3.connect(tmp_path / "usage.sqlite3", isolation_level=None)
+    other.execute("ALTER TABLE days RENAME TO other_days")
+    with pytest.raises(GatewayError):
+        await ledger.write()
+    other.execute("ALTER TABLE other_days RENAME TO days")
+    await ledger.write()
+    await ledger.close()
+    assert other.execute("SELECT SUM(busy_s) FROM days").fetchall() == [(5.0,)]
+    other.close()
+
+
 # -- budgets
 
 
@@ -288,3 +384,14 @@ async def test_a_worker_that_gets_ready_after_the_cap_serves_nobody(gateway, dep
     # Not by its status, which looks at the budget.
     await function.logged("has drained and ended")
     assert (await function.settled())["activations"] == 1
+
+
+async def test_who_waits_for_workers_learns_of_the_cap(gateway, deploy, gate: Gate):
+    source = (
+        "import gate\ndef setup(context):\n    gate.wait('setup')\ndef handler(event):\n    return event\n"
+    )
+    function = await deploy(source, {"budget.seconds_per_day": 0.4}, gate=gate, check=False)
+    response = await gateway.client.post(f"/v2/{function.name}/warmup", params={"wait_s": 100})
+    assert failure(response)["type"] == "budget_exhausted"
+    gate.open()
+    await function.settled()

@@ -192,3 +192,5 @@ class TestUpstream:
         await gateway.function("d").settled(ready=1)
         # A prewarm of `d` is no call of `d`.
         await e.settled(ready=0)
+        history = gateway.server.functions.live("e").history
+        assert [one for one in history.decisions.since(0) if one.cause == "upstream d"] == []

@@ -6,9 +6,10 @@ import asyncio
 
 import psutil
 import pytest
-from live import Function, gateway_here, gone, until
+from live import Function, Gateway, gateway_here, gone, until
 from pilotflame.runtime.functions import rest
 from pilotflame.runtime.functions.rest import RestStats, never_used, next_check_s
+from pilotflame.runtime.telemetry.decisions import DecisionRecord
 
 LIGHT = "import os\ndef handler(event):\n    return os.getpid()"
 # So long that the zygote is worth keeping.
@@ -111,6 +112,27 @@ async def test_the_limit_ends_zygotes_and_then_the_base(state, quick):
         assert evicted.figures["freed_bytes"] > 1e6
         again = await function.call()
         assert again.headers["x-cold-start"] == "true"
+
+
+@pytest.mark.asyncio
+async def test_a_zygote_that_a_signal_holds_does_not_count_as_freed(state, quick):
+    async with gateway_here(state, rest_mb=0) as gateway:
+        held = await gateway.deploy(HEAVY, {"budget.seconds_per_day": 0.01})
+        assert gateway.server is not None
+        revision = gateway.server.functions.live(held.name)
+        # The budget is used up, so the signal gets no worker.
+        revision.warm(1, "warmup", 1000.0)
+        await revision.pool.zygote.warm()
+        before = len(decisions_of(gateway, held))
+        other = await gateway.deploy(HEAVY, {"scale.idle_timeout_s": 0})
+        await other.logged("the zygote ended to save memory")
+        assert [one.action for one in decisions_of(gateway, held)[before:]] == []
+        await held.settled(zygote=True)
+
+
+def decisions_of(gateway: Gateway, function: Function) -> list[DecisionRecord]:
+    assert gateway.server is not None
+    return gateway.server.functions.live(function.name).history.decisions.since(0)
 
 
 @pytest.mark.asyncio

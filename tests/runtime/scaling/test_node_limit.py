@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from pilotflame.runtime.scaling.node_limit import Claim, giving, granted
+from pilotflame.runtime.scaling.node_limit import Claim, giving, granted, poorest_first
 
 
 @st.composite
@@ -41,6 +39,13 @@ def test_one_at_zero_has_its_first_before_another_has_its_next(found: list[Claim
         assert all(one.kept + grant <= 1 for one, grant in zip(found, grants, strict=True) if grant)
 
 
+@given(SETS, st.integers(1, 20))
+def test_if_the_first_in_turn_gets_none_nobody_gets_one(found: list[Claim], most: int) -> None:
+    gets = [granted(found, one, most) > 0 or giving(found, one) is not None for one in poorest_first(found)]
+    assert len(gets) == sum(claim.missing > 0 for claim in found)
+    assert not any(gets) or gets[0]
+
+
 @given(SETS, st.integers(0, 5))
 def test_only_who_can_spare_one_gives(found: list[Claim], asking: int) -> None:
     assume(asking < len(found))
@@ -65,7 +70,7 @@ def test_no_more_give_than_callers_wait_for(found: list[Claim], asking: int) -> 
     while (giver := giving(found, asking)) is not None:
         one = found[giver]
         resting = max(0, one.resting - 1)
-        found[giver] = replace(one, draining=one.draining + 1, idle=max(0, one.idle - 1), resting=resting)
+        found[giver] = one._replace(draining=one.draining + 1, idle=max(0, one.idle - 1), resting=resting)
         given_up += 1
     assert given_up <= sum(claim.missing for claim in found if claim.waiting)
 

@@ -110,6 +110,20 @@ async def test_a_new_day_begins_with_the_whole_budget_also_if_the_timer_is_late(
     account.detach(resting)
 
 
+async def test_the_last_minute_of_a_day_does_not_count_against_the_next(clock: Clock):
+    account = Account("f", Prices())
+    clock.at = DAY + 86400 - 50
+    account.attach(Workers(clock, 1))
+    account.open(BudgetSpec(seconds_per_day=30), "key")
+    clock.at = DAY + 86400.25
+    account.settle()
+    assert account.total.busy_s == account.unwritten.busy_s == 50.25
+    assert account.spent.seconds == 0
+    clock.at += 20
+    account.check()
+    assert (account.spent.seconds, account.state) == (20, BudgetState.WITHIN)
+
+
 async def test_a_budget_that_is_not_used_up_is_not_forgiven(clock: Clock):
     account = Account("f", Prices())
     account.attach(Workers(clock, 1))

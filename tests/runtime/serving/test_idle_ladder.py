@@ -12,7 +12,10 @@ import pytest
 import pytest_asyncio
 from live import Function, Gateway, gateway_here, short_folder, until
 from pilotflame.runtime.serving.function_history import FunctionHistory
-from pilotflame.runtime.telemetry.decisions import DecisionRecord
+from pilotflame.runtime.serving.idle_ladder import IdleLadder, LadderSpec
+from pilotflame.runtime.telemetry.background import BackgroundTasks
+from pilotflame.runtime.telemetry.decisions import DecisionRecord, Decisions
+from pilotflame.runtime.telemetry.usage import RungName
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -205,3 +208,46 @@ async def test_a_function_that_cannot_start_is_not_idle(gateway, deploy, tmp_pat
     await function.answer()
     await decided(gateway, function, "step_down")
     assert ladder.history.periods == 0
+
+
+async def test_the_time_of_failed_starts_is_no_wake_time(gateway, deploy, tmp_path):
+    source = (
+        "import os\ndef setup(context):\n    if not os.path.exists(os.environ['OK']): raise OSError\n" + PID
+    )
+    function = await deploy(source, {"env.OK": str(tmp_path / "ok")}, check=False)
+    assert (await function.error())["type"] == "handler_setup_failed"
+    (tmp_path / "ok").touch()
+    # The worker that proves the next revision is not the one that was asked for before.
+    await deploy(source, {"env.OK": str(tmp_path / "ok")}, name=function.name)
+    assert history_of(gateway, function).ladder.figures.wakes_s == {}
+
+
+class Warm:
+    """A revision with a worker that nobody calls."""
+
+    rung = RungName.READY
+    arrived = 0
+    held_until_s = None
+
+    def __init__(self) -> None:
+        self.descents = list[RungName]()
+
+    def descend(self, rung: RungName) -> None:
+        self.descents.append(rung)
+
+    def ascend(self, rung: RungName) -> None:
+        raise AssertionError(rung)
+
+
+async def test_a_deploy_after_a_restart_begins_its_plan_anew():
+    async with BackgroundTasks() as tasks:
+        ladder = IdleLadder(Decisions())
+        ladder.resume(1e6, 0.0)
+        restored, deployed = Warm(), Warm()
+        await ladder.adopt(restored, LadderSpec(), 0.1, tasks)
+        assert restored.descents == [RungName.LOCAL]
+        # Somebody is about to call it.
+        await ladder.adopt(deployed, LadderSpec(), 0.1, tasks)
+        assert deployed.descents == []
+        assert ladder.keeps_worker
+        ladder.release(deployed)

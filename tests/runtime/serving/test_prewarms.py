@@ -42,6 +42,12 @@ def test_holds_are_bounded_by_the_number_of_workers(added: list[WarmHold]):
     assert ends == sorted(ends)
 
 
+def test_a_signal_that_wants_no_worker_holds_nothing():
+    holds = WarmHolds()
+    holds.add(WarmHold(0, 100.0, "warmup"))
+    assert holds.at(1.0) is None
+
+
 def test_a_signal_is_the_first_word_of_its_cause():
     assert signal_of("schedule 0 8 * * 1-5") == signal_of("schedule") == "schedule"
 

@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from live import Gate, Gateway, gateway_here
+from pilotflame.runtime.scaling.node_limit import Claim
+from pilotflame.runtime.serving.worker_limit import WorkerLimit
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -77,3 +79,51 @@ async def test_a_caller_who_gets_no_worker_is_told_why(small: Gateway, gate: Gat
     gate.open()
     await asyncio.gather(*busy)
     assert isinstance(await late.answer("late"), int)
+
+
+async def test_a_deploy_keeps_as_many_workers_as_there_is_room_for(small: Gateway, gate: Gate):
+    calls = []
+    for name, count in (("a", 3), ("b", 1)):
+        settings = {"scale.max": count, **STAYS}
+        function = await small.deploy(WAITS, settings, name=name, gate=gate, check=False)
+        calls += [asyncio.create_task(function.answer(name)) for _ in range(count)]
+        await function.settled(ready=count, in_flight=count)
+    gate.open()
+    await asyncio.gather(*calls)
+    again = await small.deploy(WAITS + "\n", {"scale.max": 3, **STAYS}, name="a", gate=gate)
+    # All four places are taken: only the worker that proves the revision starts.
+    assert (await again.status())["activations"] == 1
+
+
+class Poor:
+    """A revision that wants a worker for callers who wait."""
+
+    def __init__(self, limit: WorkerLimit) -> None:
+        self.limit, self.asked, self.workers = limit, 0, 0
+        limit.join(self)
+
+    def claim(self) -> Claim:
+        return Claim(self.workers)
+
+    def give(self) -> None:
+        raise AssertionError("it has none")
+
+    def scale(self) -> None:
+        self.asked += 1
+        self.workers += self.limit.ask(self, 1 - self.workers, waiting=True)
+
+
+async def test_when_there_is_no_worker_for_one_the_others_are_not_asked():
+    limit = WorkerLimit(1)
+    many = [Poor(limit) for _ in range(50)]
+    for one in many:
+        one.scale()
+    assert [one.workers for one in many[:2]] == [1, 0]
+    limit.offer()
+    await asyncio.sleep(0)
+    assert sum(one.asked for one in many) == 51
+    # The one worker ends, and the next one gets it.
+    limit.leave(many[0])
+    await asyncio.sleep(0)
+    assert [one.workers for one in many[1:4]] == [1, 0, 0]
+    assert sum(one.asked for one in many) == 53
