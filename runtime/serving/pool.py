@@ -119,6 +119,10 @@ class Pool:
         asked = [replica.activation.asked_s for replica in restoring] + list(self._asked)
         return sum(min(most_s, now_s - asked_s) for asked_s in asked)
 
+    def has(self, workers: int) -> bool:
+        """Return True if so many workers are ready or starting."""
+        return len(self.ready) + self.starting >= workers
+
     def idle(self) -> list[Replica]:
         """Return the ready workers without work, the one that is idle for the longest time first."""
         idle = [replica for replica in self.ready if not replica.outstanding.calls]

@@ -123,7 +123,9 @@ class Revision(RevisionEvents):
             if not self.pool.ready:
                 self.warm(1, "refused")
             raise
-        if not sent or (load := self.pool.in_flight) > self._sufficient_load:
+        load = self.pool.in_flight
+        # With as many workers as there may be, a longer queue changes nothing.
+        if load > self._sufficient_load or not (sent or self.pool.has(self.policy.scale.max)):
             self.scale()
         else:
             self._demand.note_running(load)
