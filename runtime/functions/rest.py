@@ -160,8 +160,11 @@ class Rest:
             held_mb = await asyncio.to_thread(_held_mb, pids)
             self._measured[name] = [*pids, *workers], held_mb
             if workers:
-                worker_mb = await asyncio.to_thread(_held_mb, workers)
+                worker_mb, own_mb = await asyncio.to_thread(_worker_mb, workers)
                 ladder.note_held(RungName.READY, (held_mb + worker_mb) * _MIB)
+                if pids and len(pool.replicas) == 1:
+                    # When the worker ends, what it shares is held by the others alone.
+                    ladder.note_held(RungName.ZYGOTE, (held_mb + worker_mb - own_mb) * _MIB)
             elif pids and not pool.replicas:
                 ladder.note_held(RungName.ZYGOTE, held_mb * _MIB)
         held_mb = self._measured[name][1]
@@ -295,3 +298,9 @@ def _spare(revision: Revision) -> bool:
 def _held_mb(pids: list[int]) -> float:
     """Return the memory of processes in MiB. Pages that several processes share count in equal parts (PSS)."""
     return sum(process.pss_mb for pid in pids for process in memory_of(pid, "", ""))
+
+
+def _worker_mb(pids: list[int]) -> tuple[float, float]:
+    """Return the memory of processes in MiB (PSS), and how much of it is theirs alone (USS)."""
+    found = [process for pid in pids for process in memory_of(pid, "", "")]
+    return sum(one.pss_mb for one in found), sum(one.uss_mb for one in found)

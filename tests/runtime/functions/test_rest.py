@@ -10,6 +10,7 @@ from live import Function, Gateway, gateway_here, gone, until
 from pilotflame.runtime.functions import rest
 from pilotflame.runtime.functions.rest import RestStats, never_used, next_check_s
 from pilotflame.runtime.telemetry.decisions import DecisionRecord
+from pilotflame.runtime.telemetry.usage import RungName
 
 LIGHT = "import os\ndef handler(event):\n    return os.getpid()"
 # So long that the zygote is worth keeping.
@@ -90,6 +91,22 @@ async def test_after_a_restart_a_light_function_has_only_a_base(state):
         base = psutil.Process(zygote).ppid()
         assert len(psutil.Process(base).children()) == 1
         assert (await gateway.function("light").call()).headers["x-cold-start"] == "true"
+
+
+@pytest.mark.asyncio
+async def test_beside_an_idle_worker_both_rungs_are_measured(state, quick):
+    async with gateway_here(state) as gateway:
+        function = await gateway.deploy(HEAVY)
+        await function.answer()
+        assert gateway.server is not None
+        ladder = gateway.server.functions.live(function.name).history.ladder
+
+        async def measured() -> bool:
+            return {*ladder.figures.held_bytes} >= {RungName.READY, RungName.ZYGOTE}
+
+        await until(measured, "figures of both rungs")
+        held = ladder.figures.held_bytes
+        assert 1e6 < held[RungName.ZYGOTE] < held[RungName.READY] < 1e9
 
 
 @pytest.mark.asyncio
