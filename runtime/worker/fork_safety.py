@@ -23,6 +23,7 @@ import random
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -31,6 +32,8 @@ from types import ModuleType
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
+# How long a thread that ends may still be listed.
+ENDING_S = 0.1
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -49,6 +52,17 @@ def torch_threads() -> int:
 def thread_count() -> int:
     """Return the number of threads of this process, including those that Python does not know."""
     return len(os.listdir("/proc/self/task"))  # noqa: PTH208  called twice per import, and much cheaper than Path.iterdir
+
+
+def lasting_thread_count() -> int:
+    """Return the number of threads, without those that end within ENDING_S.
+
+    The kernel lists a thread that was joined for a moment longer, and native libraries join theirs after an import.
+    """
+    until_s = time.monotonic() + ENDING_S
+    while (count := thread_count()) > 1 and time.monotonic() < until_s:
+        os.sched_yield()
+    return count
 
 
 def freeze_objects() -> None:

@@ -206,7 +206,7 @@ class Base(Zygote):
             importlib.import_module(name)
         os.environ["PILOTFLAME_TORCH_THREADS"] = str(fork_safety.torch_threads())
         fork_safety.make_torch_single_threaded()
-        link.send(FrameKind.BUILT, {"threads": fork_safety.thread_count()})
+        link.send(FrameKind.BUILT, {"threads": fork_safety.lasting_thread_count()})
         return True
 
     def child_role(self, ticket: Ticket, request: dict[str, Any]) -> Role:
@@ -246,9 +246,9 @@ class RevisionZygote(Zygote):
                 link.send(FrameKind.FAILED, error.to_wire(private=True))
                 return False
         fork_safety.make_torch_single_threaded()
-        threads = fork_safety.thread_count()
-        source = fork_safety.describe_threads(started) if threads > 1 else ""
         facts = {**self._built.handler.facts(), "build_s": round(time.monotonic() - began_s, 3)}
+        threads = fork_safety.lasting_thread_count()
+        source = fork_safety.describe_threads(started) if threads > 1 else ""
         remedy = fork_safety.describe_remedy(started)
         head = {"facts": facts, "threads": threads, "thread_source": source, "thread_remedy": remedy}
         link.send(FrameKind.BUILT, head)

@@ -19,7 +19,7 @@ from ...errors import SnapshotChanged, SourceError
 
 MAX_NAME_CHARS = 1024
 # A listing of more objects is given up: a deploy may name a whole bucket.
-MAX_LISTED = 100_000
+LISTED_AT_MOST = 100_000
 Progress = Callable[[int, int], None]
 """Called with the bytes done and the bytes in total."""
 
@@ -125,10 +125,10 @@ class ByteCounter:
 
 
 def listed(url: str, names: Iterable[str]) -> list[str]:
-    """Return the names of the objects at `url` as they come. Raises SourceError if there are more than MAX_LISTED."""
-    found = list(islice(names, MAX_LISTED + 1))
-    if len(found) > MAX_LISTED:
-        fault = f"{url} has more than {MAX_LISTED} objects."
+    """Return the names of the objects at `url` as they come. Raises SourceError if there are more than LISTED_AT_MOST."""
+    found = list(islice(names, LISTED_AT_MOST + 1))
+    if len(found) > LISTED_AT_MOST:
+        fault = f"{url} has more than {LISTED_AT_MOST} objects."
         raise SourceError(fault, remedy="Name a prefix with fewer objects, or one file.")
     return found
 

@@ -107,8 +107,9 @@ async def test_a_restart_under_load_has_as_many_workers_as_before_or_as_can_star
     deploy, gate: Gate, tmp_path
 ):
     source = (
-        "import gate, os\ndef setup(context):\n    if len(os.listdir(os.environ['PLACES'])) == 3:\n"
-        "        raise MemoryError('no place')\n    open(f\"{os.environ['PLACES']}/{os.getpid()}\", 'w').close()\n"
+        "import gate, os\ndef setup(context):\n    for place in range(3):\n        try:\n"
+        "            return open(f\"{os.environ['PLACES']}/{place}\", 'x').close()\n"
+        "        except FileExistsError:\n            pass\n    raise MemoryError('no place')\n"
         "def handler(event):\n    gate.wait(event)\n    return os.getpid()"
     )
     function = await deploy(source, {"env.PLACES": str(tmp_path), "scale.max": 2}, name="scarce", gate=gate)

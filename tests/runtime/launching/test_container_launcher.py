@@ -187,13 +187,17 @@ async def test_a_dead_zygote_takes_its_container_along(gateway: Gateway, image: 
     function = await deployed(gateway, image)
     assert (await function.answer({"n": 1}))["echo"] == {"n": 1}
     (before,) = containers(gateway.state, function)
-    zygotes = [
-        process
-        for process in psutil.Process(before["Pid"]).children()
-        if f"zygote {function.name}" in " ".join(process.cmdline())
-    ]
-    (zygote,) = zygotes
-    (worker,) = [child for child in zygote.children() if "worker" in " ".join(child.cmdline())]
+    first, found = psutil.Process(before["Pid"]), list[psutil.Process]()
+
+    async def named() -> bool:
+        titles = {process: " ".join(process.cmdline()) for process in first.children(recursive=True)}
+        found[:] = [process for process, title in titles.items() if f"zygote {function.name}" in title]
+        found.extend(process for process, title in titles.items() if "worker" in title)
+        return len(found) == 2
+
+    # A process gets its title a moment after its start.
+    await until(named, "a zygote and a worker")
+    zygote, worker = found
     zygote.kill()
     await gone(worker.pid)
 

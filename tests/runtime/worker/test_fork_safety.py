@@ -23,6 +23,23 @@ def program(text: str, *arguments: str, cwd: Path | None = None) -> Any:
     return json.loads(done.stdout)
 
 
+def test_a_thread_that_ends_does_not_count_and_one_that_stays_does() -> None:
+    counts = program("""
+        import json, threading
+        from pilotflame.runtime.worker import fork_safety
+        fork_safety.ENDING_S = 100.0
+        stay = threading.Event()
+        threading.Timer(0.05, int).start()
+        ending = fork_safety.lasting_thread_count()
+        fork_safety.ENDING_S = 0.05
+        threading.Thread(target=stay.wait).start()
+        staying = fork_safety.lasting_thread_count()
+        stay.set()
+        print(json.dumps([ending, staying]))
+    """)
+    assert counts == [1, 2]
+
+
 def test_children_draw_different_numbers() -> None:
     drawn = program("""
         import json, os, random

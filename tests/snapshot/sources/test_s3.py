@@ -159,7 +159,7 @@ def test_listing_goes_over_pages_and_is_relative(store: Any) -> None:
 
 def test_a_listing_without_end_is_given_up(store: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A deploy that names a whole bucket would otherwise list it for hours, in the gateway's memory."""
-    monkeypatch.setattr(source_module, "MAX_LISTED", 3)
+    monkeypatch.setattr(source_module, "LISTED_AT_MOST", 3)
     for number in range(4):
         store.put_object(Bucket="weights", Key=f"p/{number}", Body=b"")
     store.put_object(Bucket="weights", Key="p/model.safetensors", Body=save({"a": torch.ones(3)}))
