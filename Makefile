@@ -4,7 +4,7 @@ BIN := .venv/bin
 SOURCES := $(shell find runtime snapshot handlers templates -type f -not -name '*.pyc') $(wildcard *.py) pyproject.toml
 EXTRAS := test
 
-.PHONY: help demo test coverage lint bench bench-snapshot bench-jobs bench-batch bench-clairvoyant bench-path bench-policy bench-policy-live bench-warm bench-containers check-api check-infra soak soak-gateway soak-jobs soak-containers soak-rolling bench-burst clean
+.PHONY: help demo test coverage lint bench bench-snapshot bench-gpu bench-cgroup bench-jobs bench-batch bench-clairvoyant bench-path bench-policy bench-policy-live bench-warm bench-containers check-api check-infra soak soak-gateway soak-jobs soak-containers soak-rolling bench-burst bench-prewarm clean
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
 
@@ -26,7 +26,7 @@ demo: .venv/installed-demo ## A real model from zero to its first answer and bac
 	$(BIN)/python infra/demo.py
 
 test: .venv/wheel ## All tests, on two processes
-	$(BIN)/python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 coverage: .venv/wheel ## All tests, and what of the code they run: takes a third longer
 	$(BIN)/python -m pytest --cov --cov-report=term $(PYTEST_ARGS)
@@ -51,6 +51,14 @@ bench-snapshot: .venv/installed-bench ## Loading weights, beside raw sockets, cl
 	@$(MAKE) --no-print-directory EXTRAS=bench .venv/wheel
 	$(BIN)/python infra/bench/snapshot_bench.py $(BENCH_ARGS)
 
+bench-gpu: .venv/installed-bench ## Weights to a GPU, beside its ceilings and other loaders; simulated where there is none
+	@$(MAKE) --no-print-directory EXTRAS=bench .venv/wheel
+	$(BIN)/python infra/bench/gpu.py $(BENCH_ARGS)
+
+bench-cgroup: .venv/installed-bench ## A model of 6 GB in a cgroup with 2 GiB of memory; as root
+	@$(MAKE) --no-print-directory EXTRAS=bench .venv/wheel
+	$(BIN)/python infra/bench/small_cgroup.py $(BENCH_ARGS)
+
 bench-jobs: .venv/installed-bench ## Durable jobs: submits, status among a million, the store's size
 	@$(MAKE) --no-print-directory EXTRAS=bench .venv/wheel
 	$(BIN)/python infra/bench/jobs_bench.py $(BENCH_ARGS)
@@ -60,6 +68,9 @@ bench-policy: .venv/wheel ## The keep-alive policy, beside fixed timeouts, the h
 
 bench-burst: .venv/wheel ## A burst of 200 requests on functions at zero: waiting, and workers that start
 	$(BIN)/python infra/bench/burst.py $(BENCH_ARGS)
+
+bench-prewarm: .venv/wheel ## Warm-up, schedule and learned upstream calls: how many calls are cold
+	$(BIN)/python infra/bench/prewarm.py $(BENCH_ARGS)
 
 bench-warm: .venv/installed-bench ## The warm path beside LitServe, BentoML and Ray Serve; overload, tenants, streams
 	@$(MAKE) --no-print-directory EXTRAS=bench .venv/wheel

@@ -129,6 +129,12 @@ class PilotflameError(Exception):
             wire["details"] = details
         return wire
 
+    def about(self, subject: str) -> PilotflameError:
+        """Return the same error with a message that begins with `subject`; unchanged if that is empty."""
+        if not subject or self.message.startswith(f"{subject}: "):
+            return self
+        return self.from_wire({**self.to_wire(private=True), "message": f"{subject}: {self.message}"})
+
     @staticmethod
     def from_wire(wire: dict[str, Any]) -> PilotflameError:
         """Return the error that another process encoded with `to_wire`, as an instance of the same class.

@@ -6,23 +6,54 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
-_CGROUPS = Path("/sys/fs/cgroup")
-_OWN = Path("/proc/self/cgroup")
+CGROUPS = Path("/sys/fs/cgroup")
+PROC = Path("/proc")
+OWN = PROC / "self" / "cgroup"
 
 
-def memory_bytes(cgroups: Path = _CGROUPS, own: Path = _OWN) -> int:
+class CgroupLimit(NamedTuple):
+    """A limit of a controller, and the cgroup that has it."""
+
+    folder: Path
+    numbers: tuple[int, ...]
+    """What its files hold. Version 1 has 2**63 or -1 where there is no limit."""
+    unified: bool
+    """True for version 2 of cgroups."""
+
+
+def memory_bytes(cgroups: Path = CGROUPS, own: Path = OWN) -> int:
     """Return the memory of this machine in bytes, or the smallest limit of the cgroups of this process.
 
     `cgroups` is where they are mounted. `own` is the file in which the kernel names those of the process.
     """
     total_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return min([total_bytes, *(limit for (limit,) in _limits(cgroups, own, "memory"))])
+    return min([total_bytes, *(limit.numbers[0] for limit in limits("memory", cgroups, own))])
 
 
-def processors(cgroups: Path = _CGROUPS, own: Path = _OWN) -> float:
+def physical_memory(proc: Path = PROC) -> tuple[int, int]:
+    """Return the memory of the machine and what of it is available, in bytes. Raise OSError or KeyError."""
+    pairs = (line.split()[:2] for line in (proc / "meminfo").read_text(encoding="ascii").splitlines())
+    amounts = {key: int(value) * 1024 for key, value in pairs}
+    return amounts["MemTotal:"], amounts["MemAvailable:"]
+
+
+def free_memory_bytes(cgroups: Path = CGROUPS, proc: Path = PROC) -> int:
+    """Return how many bytes of memory this process could use: of the machine, or less in its cgroups."""
+    _, free_bytes = physical_memory(proc)
+    for limit in limits("memory", cgroups, proc / "self" / "cgroup"):
+        name = "memory.current" if limit.unified else "memory.usage_in_bytes"
+        with suppress(OSError, ValueError):
+            used_bytes = int((limit.folder / name).read_text(encoding="ascii"))
+            free_bytes = min(free_bytes, limit.numbers[0] - used_bytes)
+    return max(0, free_bytes)
+
+
+def processors(cgroups: Path = CGROUPS, own: Path = OWN) -> float:
     """Return how many processors this process may run on, or the smallest quota of its cgroups, as 0.5 or 2."""
-    quotas = [quota / period for quota, period in _limits(cgroups, own, "cpu") if quota > 0 < period]
+    pairs = (limit.numbers for limit in limits("cpu", cgroups, own))
+    quotas = [quota / period for quota, period in pairs if quota > 0 < period]
     return min([float(len(os.sched_getaffinity(0))), *quotas])
 
 
@@ -33,21 +64,23 @@ _FILES = {
 }
 
 
-def _limits(cgroups: Path, own: Path, controller: str) -> Iterator[tuple[int, ...]]:
-    """Yield the numbers of each limit of a controller. Version 1 has 2**63 or -1 where there is no limit."""
+def limits(controller: str, cgroups: Path = CGROUPS, own: Path = OWN) -> Iterator[CgroupLimit]:
+    """Yield each limit of a controller ("memory" or "cpu") that holds for this process."""
     second, first = _FILES[controller]
     with suppress(OSError):
         for line in own.read_text(encoding="utf-8").splitlines():
             number, controllers, path = line.split(":", 2)
             # Version 2 has one hierarchy, which is numbered 0 and names no controllers.
             if number == "0" and not controllers:
-                yield from _limits_above(cgroups, path, second)
+                for folder, numbers in _limits_above(cgroups, path, second):
+                    yield CgroupLimit(folder, numbers, unified=True)
             elif controller in controllers.split(","):
-                yield from _limits_above(cgroups / controller, path, first)
+                for folder, numbers in _limits_above(cgroups / controller, path, first):
+                    yield CgroupLimit(folder, numbers, unified=False)
 
 
-def _limits_above(root: Path, path: str, files: tuple[str, ...]) -> Iterator[tuple[int, ...]]:
-    """Yield the limits of a cgroup and of those that contain it.
+def _limits_above(root: Path, path: str, files: tuple[str, ...]) -> Iterator[tuple[Path, tuple[int, ...]]]:
+    """Yield the folder and the limit of a cgroup and of those that contain it.
 
     In a container, `root` may be the container's own cgroup, and `path` that cgroup as the host names it. Then
     nothing is found below `root`, and the limit is in `root` itself.
@@ -57,6 +90,6 @@ def _limits_above(root: Path, path: str, files: tuple[str, ...]) -> Iterator[tup
         # ValueError: there is no limit, and the file contains "max".
         with suppress(OSError, ValueError):
             text = " ".join((one / name).read_text(encoding="ascii") for name in files)
-            yield tuple(map(int, text.split()))
+            yield one, tuple(map(int, text.split()))
         if one == root:
             return

@@ -24,6 +24,7 @@ from ..errors import HandlerFailed, HandlerSignatureError, SnapshotError
 
 if TYPE_CHECKING:
     from ..snapshot.handle import Snapshot
+    from ..snapshot.named import Snapshots
 
 BATCH_MARK = "__pilotflame_batch__"
 MAX_BATCH = 4096
@@ -146,12 +147,12 @@ class Context:
     invocation. In the hooks there is no invocation: `id` is empty and there is no deadline.
     """
 
-    __slots__ = ("_cancellation", "_channel", "_deadline_s", "_host", "_snapshot", "attempt", "extra",
+    __slots__ = ("_cancellation", "_channel", "_deadline_s", "_host", "_snapshots", "attempt", "extra",
                  "function", "id", "items", "revision", "state", "traceparent")  # fmt: skip
 
     def __init__(
         self, function: str, revision: str, *, invocation_id: str = "", attempt: int = 1,
-        deadline_s: float | None = None, state: Any = None, snapshot: Snapshot | None = None,
+        deadline_s: float | None = None, state: Any = None, snapshots: Snapshots | None = None,
         cancellation: Cancellation | None = None, traceparent: str = "", items: Sequence[Context] = (),
         extra: Mapping[str, Any] = NOTHING, host: Host | None = None, channel: int = 0,
     ) -> None:  # fmt: skip
@@ -166,7 +167,7 @@ class Context:
         self._host = host
         self._channel = channel
         self._deadline_s = deadline_s
-        self._snapshot = snapshot
+        self._snapshots = snapshots
         self._cancellation = cancellation or Cancellation()
 
     @classmethod
@@ -233,11 +234,30 @@ class Context:
 
     @property
     def snapshot(self) -> Snapshot:
-        """The function's weights. Raises SnapshotError if the function's settings name no snapshot."""
-        if self._snapshot is None and self.items:
-            return self.items[0].snapshot
-        if self._snapshot is None:
+        """The weights of the setting `snapshot`. Raises SnapshotError if the settings name none, or several."""
+        found = self._all_snapshots(
+            'Set `snapshot = "path/to/weights"` in pilotflame.toml, or deploy with --snapshot.'
+        )
+        if found.only is None:
+            names = ", ".join(found)
+            fault = f"Function {self.function!r} has named snapshots ({names}), but its handler asked for the only one."
+            raise SnapshotError(fault, remedy=f'Write context.snapshots["{next(iter(found))}"].')
+        return found.only
+
+    @property
+    def snapshots(self) -> Snapshots:
+        """The weights of the table `[snapshots]`, by name. Raises SnapshotError if the settings have no such table."""
+        found = self._all_snapshots('Set `[snapshots]` with `NAME = "path/to/weights"` in pilotflame.toml.')
+        if found.only is not None:
+            fault = f"Function {self.function!r} has one snapshot, without a name, but its handler asked for named ones."
+            raise SnapshotError(fault, remedy="Write context.snapshot, or name it in [snapshots].")
+        return found
+
+    def _all_snapshots(self, remedy: str) -> Snapshots:
+        found = self._snapshots
+        if found is None and self.items:
+            found = self.items[0]._snapshots  # noqa: SLF001  those of the same worker
+        if found is None:
             fault = f"Function {self.function!r} has no snapshot, but its handler asked for one."
-            remedy = 'Set `snapshot = "path/to/weights"` in pilotflame.toml, or deploy with --snapshot.'
             raise SnapshotError(fault, remedy=remedy)
-        return self._snapshot
+        return found

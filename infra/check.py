@@ -302,6 +302,7 @@ CHECKS: tuple[tuple[str, Check], ...] = (
     ("kubernetes/*/kustomization.yaml", _kustomization),
     ("kubernetes/*/*/kustomization.yaml", _kustomization),
     ("kubernetes/base/*.yaml", _kubernetes),
+    ("kubernetes/overlays/*/*.yaml", _kubernetes),
     ("knative/*.yaml", _kubernetes),
     ("keda/*.yaml", _kubernetes),
     ("systemd/pilotflame.*", _unit),

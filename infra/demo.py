@@ -155,7 +155,7 @@ def burst(control: Control, texts: list[str], expected: list[list[float]]) -> No
         raise SystemExit(f"an embedding of the burst differs by {worst:.2e}")
     workers = control.status(NAME)["workers"]["ready"]
     console.print(
-        f"   {BURST / elapsed:.0f} answers/s by {workers} workers, median {median(r.ms for _, r in replies):.0f} ms;"
+        f"   {BURST / elapsed:.0f} answers/s by {workers} worker{'s' * (workers != 1)}, median {median(r.ms for _, r in replies):.0f} ms;"
         f" all equal plain transformers within {worst:.1e}"
     )
 

@@ -25,12 +25,17 @@ SMALL_LINES = 70
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """The figures of a tree. `small_modules` are under 70 lines and imported by exactly one other module."""
+    """The figures of a tree.
+
+    `load_cycles` are of modules that import each other when they are loaded. `small_modules` are under 70 lines and
+    imported by exactly one other module.
+    """
 
     lines: int
     files: int
     loose_modules: list[str]
     package_cycles: list[list[str]]
+    load_cycles: list[list[str]]
     repeated_classes: dict[str, list[str]]
     small_modules: list[str]
     function_lines_median: float
@@ -69,6 +74,7 @@ class House:
                 name for name in self.paths if name.startswith("runtime.") and self._is_loose(name)
             ),
             package_cycles=_cycles(self._package_imports()),
+            load_cycles=_cycles({name: set(self._imported(name, at_load=True)) for name in self.paths}),
             repeated_classes=self._repeated_classes(),
             small_modules=self._small_modules(),
             function_lines_median=statistics.median(lengths),
@@ -85,9 +91,9 @@ class House:
     def _line_count(self, name: str) -> int:
         return len(self.paths[name].read_text().splitlines())
 
-    def _imported(self, name: str) -> Iterator[str]:
+    def _imported(self, name: str, *, at_load: bool = False) -> Iterator[str]:
         package = name.split(".") if self._is_package(name) else name.split(".")[:-1]
-        for node in ast.walk(self.trees[name]):
+        for node in (_run_at_load if at_load else ast.walk)(self.trees[name]):
             if not isinstance(node, ast.ImportFrom) or not node.level:
                 continue
             base = package[: len(package) - node.level + 1] + (node.module.split(".") if node.module else [])
@@ -137,6 +143,17 @@ class House:
             for node in ast.walk(tree):
                 if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                     yield (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def _run_at_load(node: ast.AST) -> Iterator[ast.AST]:
+    """Walk what runs when a module is loaded: not the bodies of functions, nor what is for type checkers alone."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+            continue
+        yield child
+        yield from _run_at_load(child)
 
 
 def _dotted(path: Path) -> str:

@@ -20,6 +20,7 @@ import uvloop
 from .._version import __version__
 from ..addresses import is_loopback
 from ..errors import GatewayError, PilotflameError, UnknownFunction
+from ..snapshot.caching.node import Budgets
 from .access.control_socket import control_socket
 from .access.keyring import Keyring
 from .access.keys import ANYBODY
@@ -32,6 +33,7 @@ from .api.backend import Backend
 from .api.console import Console
 from .api.cross_origin import CrossOrigin
 from .api.docs_page import DocsPage
+from .api.endless_answers import EndlessAnswers
 from .api.fast_path import FastPath
 from .api.guard import Guard
 from .api.history import HistoryApi
@@ -63,12 +65,15 @@ from .jobs.jobs import Jobs
 from .jobs.webhook_signing import load_key
 from .launching.container_engine import find_engine
 from .launching.container_launcher import ContainerLauncher
-from .launching.fetcher_client import FetcherClient
+from .launching.fetcher_client import FetcherClient, Sharing
+from .launching.gpus import find_gpus
 from .launching.launcher import LauncherByImage
 from .launching.listener import Listener
 from .launching.process_launcher import ProcessLauncher
+from .scaling.placement import Gpu
 from .scaling.rung_figures import HoldingPrices
 from .serving.function_history import FunctionHistories
+from .serving.gpu_places import GpuPlaces
 from .serving.worker_limit import WorkerLimit
 from .settings.function_settings import FunctionSettings, read_settings
 from .settings.gateway_settings import GatewaySettings
@@ -107,6 +112,7 @@ class Server:
     jobs: Jobs
     sources: Sources
     http: HttpServer
+    endless: EndlessAnswers
     standalone: Standalone | None
     lame_duck_s: float
 
@@ -196,7 +202,7 @@ async def startup(
     """Start each part after the parts that it uses. Closing `stack` drains and closes them in reverse."""
     state = stack.enter_context(locked_state_dir(settings.state_dir))
     logs = await _open_logs(state, settings, stack)
-    store = Store(state, LOG.warning, Retention(settings.keep_revisions, settings.keep_revisions_bytes))
+    store = Store(state, LOG.warning, _retention(settings))
     await asyncio.to_thread(store.start)
     certificate = _load_certificate(settings, stack)
     sock = stack.enter_context(bind(settings.host, settings.port))
@@ -206,18 +212,17 @@ async def startup(
     if not local and not keyring.exists and (alone is None or settings.auth == "always"):
         LOG.warning(NO_KEY_YET.format(url=url, state=shlex.quote(str(state))))
 
+    sharing = _sharing(settings)
     listener = _listen(state, stack)
     tasks = await stack.enter_async_context(BackgroundTasks())
-    launcher, fetcher = _launcher(settings, listener, state, tasks), FetcherClient(settings.cache_dir, tasks)
-    # The launcher is closed first: containers have folders of the fetcher's cache mounted.
-    for close in (fetcher.close, launcher.close):
-        stack.push_async_callback(close)
+    launcher, fetcher = await _launcher(settings, listener, state, tasks, sharing, stack)
     events = FunctionEvents()
     ledger = await _open_ledger(settings, state, lambda: metrics, stack)
     functions = Functions(
         store, state / "environments", launcher, tasks, fetcher, secrets, events, logs, settings.drain_s,
         await FunctionHistories.open(state / "habits", tasks, ledger.account), _prices(settings),
-        WorkerLimit(settings.max_workers),
+        WorkerLimit(settings.max_workers, keyring.max_workers),
+        GpuPlaces(await asyncio.to_thread(_gpus, settings)),
     )  # fmt: skip
     stack.callback(functions.close_threads)
     metrics = Metrics(functions.census, tasks.failures, [fetcher.metrics], lambda: logs.files.dropped)
@@ -234,10 +239,11 @@ async def startup(
     sources = Sources(
         jobs, tasks, functions.log, drain_s=settings.drain_s, on_backlog=functions.expect
     )  # fmt: skip
-    prewarming = _connect(events, functions, jobs, sources, stack)
+    prewarming = Prewarming(functions, learned=settings.learn_upstreams)
+    _connect(functions, jobs, sources, prewarming, stack)
     metrics.readers += [
         jobs.readings, sources.readings, prewarming.readings, keyring.readings, ledger.readings,
-        functools.partial(_disk_readings, state),
+        functools.partial(_disk_readings, state), functions.gpus.readings,
     ]  # fmt: skip
 
     admin = Admin(
@@ -249,12 +255,13 @@ async def startup(
         functions, jobs, metrics, settings.max_body_bytes, settings.body_timeout_s, state,
         Origins(settings.trusted_proxies),
     )  # fmt: skip
-    gateway, dialects = Gateway(backend), Dialects(backend)
+    gateway, dialects, endless = Gateway(backend), Dialects(backend), EndlessAnswers()
     stack.callback(tasks.keep(dialects.sweep, name="files_sweep").cancel)
     apis = (
-        gateway, admin, LogsApi(functions, logs), RevisionsApi(functions), AccessControl(keyring, secrets, functions),
+        gateway, admin, LogsApi(functions, logs, endless), RevisionsApi(functions),
+        AccessControl(keyring, secrets, functions),
         WebhooksApi(functions, jobs), HistoryApi(functions, _recorder(functions, state, stack)), DocsPage(),
-        UsageApi(ledger), Console(functions, metrics), WarmupApi(functions),
+        UsageApi(ledger), Console(functions, metrics, endless), WarmupApi(functions),
     )  # fmt: skip
     own_routes = [route for api in apis for route in api.routes()]
     rows = [*own_routes, *dialects.routes()]
@@ -267,7 +274,8 @@ async def startup(
     guard = Guard(
         keyring, control, tasks, routes, cors, local=local,
         required=settings.auth == "always" or not (local or standalone is not None),
-        anybody=ANYBODY if standalone is None else standalone.caller, on_quota=functools.partial(_count_refusal, functions, metrics),
+        anybody=ANYBODY if standalone is None else standalone.caller,
+        open_to_anybody=frozenset() if standalone is None else standalone.open_routes, on_quota=functools.partial(_count_refusal, functions, metrics),
         max_body_bytes=settings.max_body_bytes, body_timeout_s=settings.body_timeout_s,
     )  # fmt: skip
     errors = ErrorResponses(error_formats(routes))
@@ -287,7 +295,8 @@ async def startup(
         )
     )  # fmt: skip
     server = Server(
-        url, functions, admin, tasks, jobs, sources, http, standalone, _lame_duck_s(settings, local=local)
+        url, functions, admin, tasks, jobs, sources, http, endless, standalone,
+        _lame_duck_s(settings, local=local),
     )  # fmt: skip
     stack.push_async_callback(shutdown, server)
     return server
@@ -322,16 +331,51 @@ def _listen(state: Path, stack: contextlib.AsyncExitStack) -> Listener:
     return listener
 
 
+def _retention(settings: GatewaySettings) -> Retention:
+    return Retention(
+        settings.keep_revisions, settings.keep_revisions_bytes, settings.keep_compiled_bytes
+    )  # fmt: skip
+
+
 def _prices(settings: GatewaySettings) -> HoldingPrices:
     memory_byte_s = settings.price_memory_gb_hour / 3600 / 1e9
     return HoldingPrices(memory_byte_s, settings.price_device_hour / 3600, settings.price_waiting_s)
 
 
-def _launcher(
-    settings: GatewaySettings, listener: Listener, state: Path, tasks: BackgroundTasks
-) -> LauncherByImage:
-    containers = ContainerLauncher(settings.engine or find_engine(), listener, tasks, str(state), LOG.warning)
-    return LauncherByImage(ProcessLauncher(listener, tasks, state, settings.cache_dir), containers)
+async def _launcher(
+    settings: GatewaySettings, listener: Listener, state: Path, tasks: BackgroundTasks,
+    sharing: Sharing | None, stack: contextlib.AsyncExitStack,
+) -> tuple[LauncherByImage, FetcherClient]:  # fmt: skip
+    """Make the launcher and the fetcher, and close them with `stack`. Raise LauncherError if chunks cannot be served."""
+    budgets = Budgets(settings.cache_memory_mb, settings.cache_disk_mb)
+    engine = settings.engine or find_engine()
+    containers = ContainerLauncher(engine, listener, tasks, str(state), LOG.warning, budgets)
+    launcher = LauncherByImage(ProcessLauncher(listener, tasks, state, settings.cache_dir), containers)
+    fetcher = FetcherClient(settings.cache_dir, tasks, budgets, sharing)
+    # The launcher is closed first: containers have folders of the fetcher's cache mounted.
+    for close in (fetcher.close, launcher.close):
+        stack.push_async_callback(close)
+    await fetcher.share()
+    return launcher, fetcher
+
+
+def _sharing(settings: GatewaySettings) -> Sharing | None:
+    """Return how this node exchanges chunks of snapshots with others; None if it is alone.
+
+    Raise GatewayError if their port is taken.
+    """
+    if not settings.peers or settings.peers_token is None:
+        return None
+    try:
+        # The fetcher does it again. Here, the gateway has started nothing yet.
+        bind(settings.host, settings.peers_port).close()
+    except GatewayError as error:
+        raise GatewayError(error.message, remedy="Choose another PILOTFLAME_PEERS_PORT.") from None
+    certificate = None
+    if settings.peers[0].startswith("https:") and settings.tls_cert is not None:
+        certificate = (str(settings.tls_cert), str(settings.tls_key))
+    token = settings.peers_token.get_secret_value()
+    return Sharing(settings.host, settings.peers_port, settings.peers, token, certificate)
 
 
 async def _disk_readings(state: Path) -> list[Reading]:
@@ -366,6 +410,8 @@ async def shutdown(server: Server) -> None:
     # Not a task group of their own: if one failed, it would cancel the other.
     parts = (server.sources.close(), server.functions.close())
     await asyncio.wait([server.tasks.create_task(part) for part in parts])
+    # Only now, so that they tell how the functions have ended.
+    server.endless.close()
     await server.http.finish(max(LAST_BYTES_S, begun_s + server.functions.drain_s - time.monotonic()))
 
 
@@ -417,6 +463,14 @@ async def _open_ledger(
     return ledger
 
 
+def _gpus(settings: GatewaySettings) -> list[Gpu]:
+    """Return the GPUs on which workers are placed."""
+    if settings.gpus is None:
+        return find_gpus()
+    pairs = (text.split(":") for text in settings.gpus)
+    return [Gpu(name, int(memory_mb)) for name, memory_mb in pairs]
+
+
 def _observe(
     functions: Functions, metrics: Metrics, ledger: Ledger, settings: GatewaySettings,
     stack: contextlib.AsyncExitStack,
@@ -426,7 +480,9 @@ def _observe(
     Return what limits the memory at rest.
     """
     events, metering = functions.events, Metering(functions, functions.tasks)
-    rest = Rest(functions.all, functions.launcher, functions.tasks, settings.rest_mb)
+    rest = Rest(
+        functions.all, functions.launcher, functions.tasks, settings.rest_mb, functions.weights.give_back
+    )
     events.activated.append(metrics.activated)
     # The ledger takes the last counts before the metrics drop them.
     for removed in (ledger.note_removed, metrics.forget, metering.forget):
@@ -456,17 +512,14 @@ def _recorder(functions: Functions, state: Path, stack: contextlib.AsyncExitStac
 
 
 def _connect(
-    events: FunctionEvents,
     functions: Functions,
     jobs: Jobs,
     sources: Sources,
+    prewarming: Prewarming,
     stack: contextlib.AsyncExitStack,
-) -> Prewarming:
-    """Tell jobs, event sources and pre-warming when a function becomes live and when it is deleted.
-
-    Return what pre-warms functions until `stack` closes.
-    """
-    prewarming = Prewarming(functions)
+) -> None:
+    """Tell jobs, event sources and pre-warming, until `stack` closes, when a function becomes live or is deleted."""
+    events = functions.events
     stack.callback(prewarming.close)
 
     def follow(name: str) -> None:
@@ -489,7 +542,6 @@ def _connect(
     events.called.append(prewarming.note_call)
     events.live.append(live)
     events.deleted.append(gone)
-    return prewarming
 
 
 def _count_refusal(functions: Functions, metrics: Metrics, name: str, error: PilotflameError) -> None:

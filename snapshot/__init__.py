@@ -3,5 +3,6 @@
 Handlers use only `handle`. It uses these packages: `caching` stores snapshots on a node, `restoring` maps
 their files into memory and sets the weights of modules, `converting` reads and writes other formats,
 `fetching` downloads chunks, `format` defines the manifest, and `sources` reads folders, web servers and S3.
-`publish` writes files atomically. This package must not import `handlers` or `runtime`.
+`peering` exchanges chunks with other nodes, and `publish` writes files atomically. This package must not import
+`handlers` or `runtime`.
 """

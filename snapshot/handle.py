@@ -1,4 +1,4 @@
-"""Defines the object that a handler receives as `context.snapshot`.
+"""Defines the object that a handler receives as `context.snapshot`, or for each name in `context.snapshots`.
 
 The handler's `build` runs in the zygote, where no weights are mapped: there, `restore` only computes a plan.
 Each worker is forked from the zygote, and applies these plans in `open`.
@@ -6,8 +6,9 @@ Each worker is forked from the zygote, and applies these plans in `open`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,19 +17,25 @@ from .extras import needs
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from .fetching.arrival import Arrival
     from .format.manifest import Manifest
+    from .format.slices import Slices
+    from .restoring.device.parking import ParkedWeights
+    from .restoring.device.upload import DeviceUpload
+    from .restoring.gate import Awaited
     from .restoring.mapping import Mapping
     from .restoring.plan import Plan
     from .sources.source import ObjectInfo
 
 # What needs torch, in the error of an environment without it.
 _SUBJECT = "context.snapshot"
+UPLOAD_TIMEOUT_S = 600.0
 
 
 class Snapshot:
-    """The weights of one function, on this node. The attribute `manifest` describes them."""
+    """Weights of a function, on this node. The attribute `manifest` describes them."""
 
     def __init__(
         self,
@@ -36,22 +43,29 @@ class Snapshot:
         manifest: Manifest,
         verified: Sequence[ObjectInfo] | None = None,
         *,
+        name: str = "",
         cache: Path | None = None,
         mounted: Sequence[Path] = (),
     ) -> None:
         """Describe a snapshot in `cache`, the folder of the node's cache, or else in folder `root`.
 
-        With `cache`, the shards are in that cache or are still being fetched into it, and `root` holds only
-        the assets. In a container, `mounted` are the folders of that snapshot in the cache. Without `cache`, `root` holds all files, and `open` refuses a shard that differs from its
-        entry in `verified`, which is what `FolderSource.stat` returned for the verified file.
+        `name` is what the settings call it, if the function has several: errors begin with it. With `cache`,
+        the shards are in that cache or are still being fetched into it, and `root` holds only the assets. In
+        a container, `mounted` are the folders of that snapshot in the cache. Without `cache`, `root` holds
+        all files, and `open` refuses a shard that differs from its entry in `verified`, which is what
+        `FolderSource.stat` returned for the verified file.
         """
         self.root = root
         self.manifest = manifest
+        self.name = name
         self._verified = verified
         self._cache, self._mounted = cache, mounted
         self._arrival: Arrival | None = None
         self._plans: list[Plan] = []
         self._mapping: Mapping | None = None
+        # The plans of `build` keep its modules. Those of `setup` end with the last use of them.
+        self._uploads: list[tuple[weakref.ref[nn.Module], DeviceUpload]] = []
+        self._parked: list[tuple[weakref.ref[nn.Module], ParkedWeights]] = []
 
     @property
     def path(self) -> Path:
@@ -69,7 +83,14 @@ class Snapshot:
         return skeleton()
 
     def restore(
-        self, module: torch.nn.Module, *, prefix: str = "", ignore: Sequence[str] = (), cast: bool = False
+        self,
+        module: torch.nn.Module,
+        *,
+        prefix: str = "",
+        ignore: Sequence[str] = (),
+        cast: bool = False,
+        slices: Slices | None = None,
+        device: str = "cpu",
     ) -> None:
         """Set the module's weights to views of the mapped snapshot. In `build`, each worker does it later.
 
@@ -79,63 +100,170 @@ class Snapshot:
         found in its name (`re.search`, as in transformers). With `cast`, floating-point weights are copied to
         the module's dtype. Without it, the dtypes must be equal. Raises SnapshotMismatch, which names all
         tensors that do not fit.
+
+        `slices` is for a module that has a part of each weight, such as that of one worker of a
+        tensor-parallel group. It maps patterns of the snapshot's names, in which * stands for any characters,
+        to (dim, rank, world): the module gets slice number `rank` of `world` equal ones along `dim`. The
+        first pattern that fits a name counts. By default, the slices are those of the setting
+        `snapshot_part`. Slices are views too. Those along another dimension than 0 are not contiguous.
+
+        On another `device` than "cpu", the weights are copied there, each tensor aligned to 256 bytes, while the
+        module may already run, and tensors that the module has computed are moved there. "cuda" is the first CUDA
+        device, "cuda:1" the second, and "auto" the first one if there is one, otherwise the host. Raises
+        SnapshotError if there is no such device, or if it has no room.
         """
         with needs(_SUBJECT, "torch"):
-            from .restoring.plan import make_plan, restore  # noqa: PLC0415
+            from .restoring.plan import make_plan  # noqa: PLC0415
 
-        plan = make_plan(module, self.manifest, prefix=prefix, ignore=ignore, cast=cast)
+        with self._named():
+            plan = make_plan(
+                module, self.manifest, prefix=prefix, ignore=ignore, cast=cast, slices=slices, device=device
+            )
+            self.apply(plan)
+
+    def apply(self, plan: Plan) -> None:
+        """Apply a plan that was made for this snapshot: at once if it is open, else when it is opened."""
         if self._mapping is None:
             self._plans.append(plan)
-        else:
-            restore(plan, self._mapping)
+        elif (upload := self._apply(plan, self._mapping)) is not None:
+            # Who restores in `setup` uses the module in `setup`, without a gate.
+            upload.wait(UPLOAD_TIMEOUT_S)
+
+    def _apply(self, plan: Plan, mapping: Mapping) -> DeviceUpload | None:
+        from .restoring.device.device import find_device  # noqa: PLC0415  only restoring loads torch
+        from .restoring.plan import restore, upload  # noqa: PLC0415
+
+        if (device := find_device(plan.device)) is None:
+            restore(plan, mapping)
+            return None
+        self._uploads = [(module, one) for module, one in self._uploads if module() is not None]
+        made = upload(plan, mapping, device)
+        self._uploads.append((weakref.ref(plan.module), made))
+        return made
+
+    def load(self, *names: str, slices: Slices | None = None) -> dict[str, torch.Tensor]:
+        """Return tensors that no module holds, such as the statistics of a quantised weight, by their names.
+
+        In `names`, * stands for any characters: all tensors are returned whose name fits one of them. The tensors
+        are views of the mapped snapshot, as in `restore`, and `slices` are as there. Call it in `setup`: in
+        `build`, nothing is mapped. Raises SnapshotMismatch if there is no such tensor or slice, and SnapshotError
+        if the snapshot is not open.
+        """
+        if self._mapping is None:
+            raise SnapshotError(
+                "The snapshot is not open yet.", remedy="Call `load` in `setup`, not in `build`."
+            )
+        from .restoring.views import views  # noqa: PLC0415
+
+        with self._named():
+            return views(self._mapping, names, slices)
 
     def blank(self) -> None:
         """Give the modules for which `build` called `restore` weights of zeros, which take no memory.
 
         A standby worker calls it before `rehearse`, because the real weights are set only later, by `open`.
         """
+        from .restoring.device.device import find_device  # noqa: PLC0415
         from .restoring.plan import blank  # noqa: PLC0415
 
         for plan in self._plans:
-            blank(plan)
+            blank(plan, find_device(plan.device))
 
     def open(self) -> None:
-        """Map the files into memory and apply the plans that `build` made.
+        """Map the files into memory and apply the plans that `build` made. What lies on a disk is read ahead.
 
         Raises SnapshotChanged if a file was replaced or written to after it was verified.
         """
         with needs(_SUBJECT, "torch"):
             from .restoring.mapping import Mapping  # noqa: PLC0415
-            from .restoring.plan import restore  # noqa: PLC0415
 
+        with self._named():
+            self._mapping = self._mapped(Mapping)
+            for plan in self._plans:
+                self._apply(plan, self._mapping)
+            # What is arriving is not read from the disk, and what is copied to a device is read for that.
+            if not self.arriving:
+                self._mapping.read_ahead()
+
+    def _mapped(self, kind: type[Mapping]) -> Mapping:
         if self._cache is None:
-            self._mapping = Mapping(self.root, self.manifest, self._verified)
-        else:
-            from .caching.node import follow  # noqa: PLC0415  only remote weights need it
+            return kind(self.root, self.manifest, self._verified)
+        from .caching.node import follow  # noqa: PLC0415  only remote weights need it
 
-            lease = follow(self._cache, self.manifest, self._mounted)
-            self._arrival = lease.arrival
-            self._mapping = Mapping(lease.root, self.manifest, keep=lease, arrival=lease.arrival)
-        for plan in self._plans:
-            restore(plan, self._mapping)
+        lease = follow(self._cache, self.manifest, self._mounted)
+        self._arrival = lease.arrival
+        return kind(lease.root, self.manifest, keep=lease, arrival=lease.arrival)
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        """Let errors begin with the name."""
+        try:
+            yield
+        except SnapshotError as error:
+            if not self.name:
+                raise
+            raise error.about(subject_of(self.name)) from error
 
     @property
     def arriving(self) -> bool:
-        """True while some bytes are not fetched yet. Then operations outside a `gate` may read zeros."""
-        return self._arrival is not None and not self._arrival.complete
+        """True while some bytes are not fetched or copied yet. Then operations outside a gate may read other bytes."""
+        fetching = self._arrival is not None and not self._arrival.complete
+        return fetching or not all(one.complete for _, one in self._uploads)
 
-    def gate(self) -> AbstractContextManager[Any]:
-        """Return a context in which each operation of this thread waits for the bytes of its tensors."""
-        if self._mapping is None or self._arrival is None or not self.arriving:
-            return nullcontext()
-        from .restoring.gate import Gate  # noqa: PLC0415
+    def awaited(self) -> list[Awaited]:
+        """Return what a `Gate` needs, if some bytes are not fetched or copied yet."""
+        if self._mapping is None or not self.arriving:
+            return []
+        from .restoring.gate import Uncopied, Unlanded  # noqa: PLC0415
 
-        return Gate(self._mapping, self._arrival)
+        subject = subject_of(self.name)
+        found: list[Awaited] = [Uncopied(one, subject) for _, one in self._uploads if not one.complete]
+        if self._arrival is not None and not self._arrival.complete:
+            found.append(Unlanded(self._mapping, self._arrival, subject))
+        return found
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait for all bytes. Raises the error of the fetch, or SourceUnavailable after `timeout_s`."""
-        if self._arrival is not None and self._arrival.count:
-            self._arrival.wait(0, self._arrival.count - 1, timeout_s)
+        with self._named():
+            if self._arrival is not None and self._arrival.count:
+                self._arrival.wait(0, self._arrival.count - 1, timeout_s)
+            for _, upload in self._uploads:
+                upload.wait(timeout_s)
+
+    # -- for `Snapshots.park`
+
+    @property
+    def slabs(self) -> list[torch.Tensor]:
+        """The memory of the weights on devices."""
+        return [upload.slab for _, upload in self._uploads]
+
+    def park(self, slabs: Sequence[torch.Tensor], timeout_s: float = UPLOAD_TIMEOUT_S) -> int:
+        """Give back the memory that the weights have on devices. `slabs` are those of all snapshots."""
+        if not self._uploads:
+            return 0
+        from .restoring.device.parking import park  # noqa: PLC0415
+
+        freed_bytes = 0
+        with self._named():
+            while self._uploads:
+                module, upload = self._uploads[-1]
+                parked = park(module(), upload, slabs, timeout_s)
+                self._parked.append((module, parked))
+                self._uploads.pop()
+                freed_bytes += parked.freed_bytes
+        return freed_bytes
+
+    def unpark(self) -> None:
+        """Copy the weights to their devices again. What does not succeed can be tried again."""
+        if not self._parked:
+            return
+        from .restoring.device.parking import unpark  # noqa: PLC0415
+
+        with self._named():
+            while self._parked:
+                module, parked = self._parked[-1]
+                self._uploads.append((module, unpark(parked)))
+                self._parked.pop()
 
     def record(self, run: Callable[[], Any]) -> Manifest:
         """Call `run`. Return a manifest with the order in which this thread first read the tensors."""
@@ -143,7 +271,12 @@ class Snapshot:
 
         if self._mapping is None:
             raise SnapshotError("The snapshot is not open.", remedy="Call `open` before `record`.")
-        return record_first_touch(self._mapping, run)
+        return record_first_touch(self._mapping, run, [one for _, one in self._uploads])
 
     def __repr__(self) -> str:
         return f"Snapshot({str(self.root)!r}, {len(self.manifest.tensors)} tensors)"
+
+
+def subject_of(name: str) -> str:
+    """Return how messages name a snapshot: by its key in the settings. "" if it is the only one."""
+    return f"snapshots.{name}" if name else ""

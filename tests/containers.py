@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import importlib.metadata
 import json
@@ -12,12 +13,15 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pilotflame
 import pytest
+from aiohttp import web
 
 # Taken out of the environment, because the commands refuse variables PILOTFLAME_* that they do not know.
 REQUIRED = os.environ.pop("PILOTFLAME_REQUIRE_CONTAINERS", "") == "1"
@@ -87,6 +91,31 @@ class Engine:
         self._socket.unlink(missing_ok=True)
 
 
+@contextlib.asynccontextmanager
+async def scripted_engine(
+    folder: Path, create: Callable[[web.Request], Awaitable[web.StreamResponse]], version: dict[str, Any]
+) -> AsyncIterator[str]:
+    """The URL of an engine that has no containers: `create` answers who wants one, and `version` tells what it is."""
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        if request.path.endswith("/containers/create"):
+            return await create(request)
+        if request.method == "DELETE":
+            return web.Response(status=204)
+        return web.json_response([] if request.path.endswith("/containers/json") else version)
+
+    folder.mkdir(parents=True, exist_ok=True)
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.UnixSite(runner, str(folder / "engine.sock")).start()
+    try:
+        yield f"unix://{folder / 'engine.sock'}"
+    finally:
+        await runner.cleanup()
+
+
 @contextlib.contextmanager
 def running_engine(folder: Path, lent: str = "") -> Iterator[Engine]:
     engine = Engine(folder, lent)
@@ -100,14 +129,23 @@ def running_engine(folder: Path, lent: str = "") -> Iterator[Engine]:
 def made_image(*, torch: bool = False) -> str:
     """Return an image with this Python and the installed pilotflame, and with torch if that is wanted.
 
-    It is built once for each version of them. The layer with torch is shared by all that have it.
+    It is built once for each version of pilotflame, on what changes less often.
     """
     package = Path(pilotflame.__file__).parent
-    digest = hashlib.sha256(sys.version.encode())
-    for path in [Path(__file__), *sorted(package.rglob("*.py"))]:
+    digest = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
         digest.update(path.read_bytes())
+    parent = python_image(torch=torch)
+    return _built(f"{parent}-{digest.hexdigest()[:16]}", parent, _fill_pilotflame)
+
+
+def python_image(*, torch: bool = False) -> str:
+    """Return an image with this Python and what pilotflame requires, but not pilotflame."""
+    digest = hashlib.sha256(f"{sys.version}{Path(__file__).read_text()}".encode())
+    for name in sorted(_required("pilotflame", set()) - {"pilotflame"}):
+        digest.update(f"{name}=={importlib.metadata.version(name)}".encode())
     parent = _torch_image() if torch else "scratch"
-    return _built(f"{IMAGE}:{digest.hexdigest()[:16]}{'-torch' if torch else ''}", parent, _fill)
+    return _built(f"{IMAGE}:{digest.hexdigest()[:16]}{'-torch' if torch else ''}", parent, _fill_python)
 
 
 def _torch_image() -> str:
@@ -118,26 +156,35 @@ def _torch_image() -> str:
 
 def _built(tag: str, parent: str, fill: Callable[[Path], None]) -> str:
     """Return the image `tag`. If it is absent, `fill` writes the files that it has beyond those of `parent`."""
-    exists = subprocess.run([*PODMAN, "image", "exists", tag], check=False, timeout=60).returncode == 0
-    if not exists:
-        build = Path(os.environ.get("TMPDIR", "/tmp")) / f"pilotflame-image-{os.getpid()}"
-        try:
-            fill(build / "root")
-            (build / "Containerfile").write_text(f"FROM {parent}\nCOPY root /\n")
-            # Not from the cache, which takes files of other times for the same.
-            podman("build", "-q", "--no-cache", "-t", tag, str(build))
-        finally:
-            shutil.rmtree(build, ignore_errors=True)
+    with missing_image(tag) as missing:
+        if missing:
+            with tempfile.TemporaryDirectory(prefix="pilotflame-image-") as folder:
+                fill(Path(folder, "root"))
+                Path(folder, "Containerfile").write_text(f"FROM {parent}\nCOPY root /\n")
+                # Not from the cache, which takes files of other times for the same.
+                podman("build", "-q", "--no-cache", "-t", tag, folder)
     return tag
 
 
-def _fill(root: Path) -> None:
-    """Write a root file system: the interpreter, its library, pilotflame and what it requires."""
+@contextlib.contextmanager
+def missing_image(tag: str) -> Iterator[bool]:
+    """Say whether the block has to build the image `tag`. One process at a time is in it: others take what it built."""
+    with Path(tempfile.gettempdir(), f"pilotflame-images-{os.getuid()}.lock").open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield subprocess.run([*PODMAN, "image", "exists", tag], check=False, timeout=60).returncode != 0
+
+
+def _fill_pilotflame(root: Path) -> None:
+    _install(root / LIBRARY, {"pilotflame"})
+
+
+def _fill_python(root: Path) -> None:
+    """Write a root file system: the interpreter, its library, and what pilotflame requires."""
     interpreter, library = Path(sys.executable).resolve(), root / LIBRARY
     (root / "usr/local/bin").mkdir(parents=True)
     shutil.copy(interpreter, root / "usr/local/bin/python")
     shutil.copytree(sysconfig.get_path("stdlib"), library, ignore=_SKIPPED)
-    _install("pilotflame", library)
+    _install(library, _required("pilotflame", set()) - {"pilotflame"})
     lent = Path(sysconfig.get_path("purelib"), "torch", "lib").glob("*.so*")
     copy_libraries(root, [interpreter, *root.rglob("*.so*"), *lent])
     for name in ("tmp", "proc", "dev", "sys", "etc", "run"):
@@ -145,13 +192,13 @@ def _fill(root: Path) -> None:
 
 
 def _fill_torch(root: Path) -> None:
-    _install("torch", root / LIBRARY)
+    _install(root / LIBRARY, _required("torch", set()))
     copy_libraries(root, list(root.rglob("*.so*")))
 
 
-def _install(name: str, library: Path) -> None:
-    """Copy a distribution and what it requires into the site-packages of `library`."""
-    for required in _required(name, set()) - _UNUSED:
+def _install(library: Path, names: set[str]) -> None:
+    """Copy distributions into the site-packages of `library`."""
+    for required in names - _UNUSED:
         distribution = _installed(required)
         assert distribution is not None
         for file in distribution.files or ():

@@ -143,14 +143,14 @@ class FaultServer:
         self._talks: set[asyncio.Task[None]] = set()
         self._transports: WeakSet[asyncio.WriteTransport] = WeakSet()
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=512)
-        self._port = self._listener.getsockname()[1]
+        self.port = self._listener.getsockname()[1]
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="fault server")
         self._stop = asyncio.Event()
 
     @property
     def url(self) -> str:
-        return f"{'https' if self._tls else 'http'}://127.0.0.1:{self._port}"
+        return f"{'https' if self._tls else 'http'}://127.0.0.1:{self.port}"
 
     def __enter__(self) -> FaultServer:
         self._thread.start()
@@ -259,7 +259,7 @@ class FaultServer:
             return None
         file = os.fdopen(os.memfd_create("object"), "w+b", buffering=0)
         file.write(self.content[name])
-        return file  # type: ignore[return-value]
+        return file
 
     def draw(self, request: Request) -> random.Random:
         """The chance of this request, the same in every run."""
@@ -387,7 +387,9 @@ class _Answer:
             for throttle in self._throttles:
                 await throttle.take(len(piece))
             self._request.sent += len(piece)
-            self._writer.write(b"%x\r\n%b\r\n" % (len(piece), piece) if self._faults.chunked else piece)
+            self._writer.write(
+                b"%x\r\n%b\r\n" % (len(piece), bytes(piece)) if self._faults.chunked else piece
+            )
             await self._writer.drain()
 
     async def _hang_up(self, reset: bool) -> None:

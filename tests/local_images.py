@@ -5,29 +5,23 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import shutil
-import subprocess
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from containers import IMAGE, PODMAN, copy_libraries, made_image, podman
+from containers import IMAGE, copy_libraries, missing_image, podman, python_image
 
 # What podman needs on machines where its limits cannot be raised.
 LIMITS = ("--network", "host", "--ulimit", "nofile=1024:1024", "--ulimit", "nproc=1024:1024")
 ROOT = Path(__file__).parents[1]
 SITE = "usr/local/lib/python3.11/site-packages"
-# pilotflame is taken out of the image that has it, since the build under test installs it. /tmp is open to all
-# users, as in all images of distributions.
-PREPARE = (
-    "import os, pathlib, shutil; os.chmod('/tmp', 0o1777);"
-    " [shutil.rmtree(path) for path in pathlib.Path('/{site}').glob('pilotflame*')]"
-)
+# /tmp is open to all users, as in all images of distributions.
+PREPARE = "import os; os.chmod('/tmp', 0o1777)"
 
 
 def base_image() -> str:
     """Return an image to build on: Python, pip, a shell, and all that pilotflame requires, but not pilotflame."""
-    prepare = PREPARE.format(site=SITE)
-    build = f'FROM {made_image()}\nCOPY root /\nRUN ["/usr/local/bin/python", "-c", "{prepare}"]\n'
+    build = f'FROM {python_image()}\nCOPY root /\nRUN ["/usr/local/bin/python", "-c", "{PREPARE}"]\n'
 
     def write(root: Path) -> None:
         for name in ("pip", "setuptools", "wheel"):
@@ -65,12 +59,13 @@ def _image(name: str, build: str, write: Callable[[Path], None]) -> str:
     build += "ENV PATH=/usr/local/bin:/usr/bin:/bin\n"
     key = f"{build}{Path(__file__).read_text()}"
     tag = f"{IMAGE}-{name}:{hashlib.sha256(key.encode()).hexdigest()[:16]}"
-    if subprocess.run([*PODMAN, "image", "exists", tag], check=False, timeout=60).returncode:
-        with tempfile.TemporaryDirectory() as folder:
-            Path(folder, "root/tmp").mkdir(parents=True)
-            write(Path(folder, "root"))
-            Path(folder, "Containerfile").write_text(build)
-            podman("build", "-q", "--layers=false", *LIMITS, "-t", tag, folder)
+    with missing_image(tag) as missing:
+        if missing:
+            with tempfile.TemporaryDirectory() as folder:
+                Path(folder, "root/tmp").mkdir(parents=True)
+                write(Path(folder, "root"))
+                Path(folder, "Containerfile").write_text(build)
+                podman("build", "-q", "--layers=false", *LIMITS, "-t", tag, folder)
     return tag
 
 

@@ -1,4 +1,4 @@
-"""Pulling snapshots in tests: a source that stops at a given byte, and processes that pull."""
+"""Pulling snapshots in tests: a source that stops at a given byte, processes that pull, and fetchers."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def make(folder: Path, seed: int = 0, *, tensors: int = 8, tensor_bytes: int = 1
 
 
 class Stopping(FolderSource):
-    """Serves the bytes before `stop_at` of every file, and the rest after `go`. Counts the bytes served."""
+    """Serves the bytes before `stop_at` of every shard, and the rest after `go`. Counts their bytes served."""
 
     def __init__(self, root: Path, stop_at: int | None = None) -> None:
         super().__init__(root)
@@ -48,8 +48,8 @@ class Stopping(FolderSource):
         self.changed = threading.Condition()
         self.given_bytes = 0
 
-    def connect(self) -> _StoppingConnection:
-        return _StoppingConnection(self)
+    def connect(self) -> StoppingConnection:
+        return StoppingConnection(self)
 
     def go(self) -> None:
         with self.changed:
@@ -63,7 +63,7 @@ class Stopping(FolderSource):
             self.changed.notify_all()
 
 
-class _StoppingConnection(FolderConnection):
+class StoppingConnection(FolderConnection):
     def __init__(self, source: Stopping) -> None:
         super().__init__(source)
         self._stopping = source
@@ -74,6 +74,8 @@ class _StoppingConnection(FolderConnection):
         return super().begin(name, begin, end, version)
 
     def read_into(self, view: memoryview) -> int:
+        if not self._name.endswith(".safetensors"):
+            return super().read_into(view)
         with self._stopping.changed:
             while self._stopping.stop_at is not None and self._at >= self._stopping.stop_at:
                 if self._stopping.denied:
@@ -149,6 +151,44 @@ def pulling(tiers: Sequence[Tier], source: Path, **how: Any) -> Iterator[Puller]
         yield puller
     finally:
         puller.end()
+
+
+class Fetching:
+    """A fetcher process and its two streams."""
+
+    def __init__(self, cache: Path) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "pilotflame.runtime.launching.fetcher", str(cache), "{}"],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def tell(self, **request: Any) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+
+    def hear(self, number: int, event: str) -> dict[str, Any]:
+        """Read events until `event` of hold `number` comes."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            heard: dict[str, Any] = json.loads(line)
+            if (heard.get("id"), heard["event"]) == (number, event):
+                return heard
+            assert heard["event"] != "failed" or heard.get("id") != number, heard
+        raise AssertionError("the fetcher ended")
+
+
+@contextmanager
+def fetching(cache: Path) -> Iterator[Fetching]:
+    found = Fetching(cache)
+    try:
+        yield found
+    finally:
+        found.process.kill()
+        found.process.wait(LIMIT_S)
+        for pipe in (found.process.stdin, found.process.stdout):
+            if pipe is not None:
+                pipe.close()
 
 
 def _say(**answer: Any) -> None:

@@ -31,7 +31,7 @@ def described() -> OpenApi:
     apis = (
         Gateway(backend),
         Admin(missing, missing, missing, local=True),
-        LogsApi(missing, missing),
+        LogsApi(missing, missing, missing),
         RevisionsApi(missing),
         AccessControl(missing, missing, missing),
         WebhooksApi(missing, missing),
@@ -39,7 +39,7 @@ def described() -> OpenApi:
         HistoryApi(missing, missing),
         WarmupApi(missing),
         DocsPage(),
-        Console(missing, missing),
+        Console(missing, missing, missing),
     )
     own = [route for api in apis for route in api.routes()]
     return OpenApi([*own, *Dialects(backend).routes()], lambda _request: ())

@@ -1,19 +1,57 @@
-"""Handlers and a kill that several tests of this room use."""
+"""Handlers, weights for one of them, and a kill that several tests of this room use."""
 
 from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
+import pytest
+import torch
 from live import gone
+from safetensors.torch import save_file
 
 PID = "import os\ndef handler(event):\n    return [os.getpid(), os.getppid()]"
 WAITS = "import gate, os\ndef handler(event):\n    gate.wait(str(event))\n    return os.getpid()"
+
+DEVICE_WIDTH = 1024
+# On a simulated device: memory of the host, with copies that end late and in another order.
+ON_DEVICE = f"""
+import os, torch
+from torch import nn
+
+def build(context):
+    with context.snapshot.skeleton():
+        net = nn.Linear({DEVICE_WIDTH}, {DEVICE_WIDTH})
+    context.snapshot.restore(net, device="simulated")
+    return net
+
+@torch.inference_mode()
+def handler(event, context):
+    return os.getpid(), context.state(torch.full(({DEVICE_WIDTH},), float(event))).sum().item()
+"""
 
 # A module whose import starts a thread, so that it cannot be forked.
 THREADED = {
     "chatty.py": "import threading, time\nthreading.Thread(target=time.sleep, args=(3600,), daemon=True).start()\n",
 }
+
+
+def device_weights(folder: Path, seed: int) -> Callable[[float], Any]:
+    """Write weights for ON_DEVICE into a folder. Return what the handler finds with them for an event."""
+    torch.manual_seed(seed)
+    net = torch.nn.Linear(DEVICE_WIDTH, DEVICE_WIDTH)
+    folder.mkdir(exist_ok=True)
+    save_file(dict(net.state_dict()), folder / "model.safetensors")
+
+    def right(event: float) -> Any:
+        with torch.inference_mode():
+            found = net(torch.full((DEVICE_WIDTH,), float(event))).sum().item()
+        return pytest.approx(found, rel=1e-3, abs=1e-3)
+
+    return right
 
 
 async def kill(pid: int) -> None:

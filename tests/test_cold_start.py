@@ -99,8 +99,7 @@ async def test_weights_that_changed_are_refused(state, weights):
         file = folder / "model.safetensors"
         file.write_bytes(file.read_bytes()[:-4] + b"\0\0\0\0")
         error = await function.error([1.0] * 64)
-        assert error["type"] == "handler_setup_failed"
-        assert error["details"]["exception"] == "snapshot_changed"
+        assert (error["type"], error["details"]["cause"]) == ("activation_failed", "snapshot_changed")
         assert "model.safetensors" in error["message"]
         assert error["remedy"]
 

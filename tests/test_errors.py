@@ -77,3 +77,19 @@ def test_any_message_of_a_peer_becomes_an_error_that_can_be_printed(wire: dict[s
     assert isinstance(error, PilotflameError)
     str(error)
     error.to_wire()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_error_may_be_about_something(kind: type[PilotflameError]) -> None:
+    error = kind("It broke.", remedy="Mend it.", details={"line": 3, "traceback": "private"})
+    named = error.about("snapshots.style")
+    assert type(named) is kind
+    assert (named.message, named.remedy, named.details) == (
+        "snapshots.style: It broke.",
+        "Mend it.",
+        {"line": 3},
+    )
+    assert named.trace == "private"
+    # Once is enough, and nothing needs no word.
+    assert named.about("snapshots.style").message == named.message
+    assert error.about("") is error

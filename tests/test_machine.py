@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from pilotflame.machine import memory_bytes, processors
+from pilotflame.machine import free_memory_bytes, memory_bytes, processors
 
 TOTAL = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 USABLE = len(os.sched_getaffinity(0))
@@ -74,3 +74,45 @@ def test_without_cgroups_it_is_the_memory_of_the_machine(tmp_path: Path) -> None
     assert memory_bytes(tmp_path / "nowhere", tmp_path / "none") == TOTAL
     assert 0 < memory_bytes() <= TOTAL
     assert 0 < processors() <= USABLE
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "found"),
+    [
+        ("", {}, 900),
+        ("0::/\n", {"memory.max": "max", "memory.current": 100}, 900),
+        ("0::/a\n", {"a/memory.max": 800, "a/memory.current": 100}, 700),
+        (
+            "0::/a\n",
+            {"a/memory.max": 800, "a/memory.current": 9, "memory.max": 500, "memory.current": 300},
+            200,
+        ),
+        ("0::/\n", {"memory.max": 1000, "memory.current": 50}, 900),
+        # A limit that was lowered below what is used.
+        ("0::/\n", {"memory.max": 100, "memory.current": 300}, 0),
+        (
+            "4:memory:/a\n",
+            {"memory/a/memory.limit_in_bytes": 800, "memory/a/memory.usage_in_bytes": 100},
+            700,
+        ),
+    ],
+)
+def test_free_memory_is_the_least_of_machine_and_groups(
+    tmp_path: Path, own: str, files: dict[str, object], found: int
+) -> None:
+    groups, proc = tmp_path / "groups", tmp_path / "proc"
+    (proc / "self").mkdir(parents=True)
+    (proc / "self" / "cgroup").write_text(own)
+    (proc / "meminfo").write_text(
+        "MemTotal: 1000 kB\nMemFree:  10 kB\nMemAvailable: 900 kB\nHugePages_Total: 0\n"
+    )
+    for name, value in files.items():
+        path = groups / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        number = value << 10 if isinstance(value, int) else value
+        path.write_text(f"{number}\n")
+    assert free_memory_bytes(groups, proc) == found << 10
+
+
+def test_free_memory_is_that_of_this_machine_or_less() -> None:
+    assert 0 < free_memory_bytes() <= TOTAL

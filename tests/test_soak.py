@@ -48,9 +48,9 @@ async def test_fifty_activations_in_containers_leave_nothing():
 
 
 async def test_hours_of_traffic_leave_nothing():
-    amounts = ("--hours", "5", "--jobs", "60", "--leavers", "20", "--deploys", "30")
+    amounts = ("--hours", "4", "--jobs", "60", "--leavers", "20", "--deploys", "30")
     found = await soaked("soak_gateway", "soak-gateway-test", *amounts)
-    assert found["figures"]["hours"] == 5
+    assert found["figures"]["hours"] == 4
     assert set(found["met"]) >= {
         "grown_processes",
         "grown_descriptors",

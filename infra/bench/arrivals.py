@@ -56,6 +56,10 @@ class MeteredConnection:
     def __init__(self, inner: Connection, meter: Meter) -> None:
         self._inner, self._meter = inner, meter
 
+    @property
+    def used(self) -> bool:
+        return self._inner.used
+
     def begin(self, name: str, begin: int, end: int, version: str = "") -> Any:
         return self._inner.begin(name, begin, end, version)
 
@@ -66,6 +70,9 @@ class MeteredConnection:
 
     def close(self) -> None:
         self._inner.close()
+
+    def release(self) -> None:
+        self._inner.release()
 
 
 class MeteredSource:
@@ -144,7 +151,7 @@ class FirstAnswer:
         self._torch = torch
 
     def run(self, overlapped: bool) -> dict[str, Any]:
-        from pilotflame.snapshot.restoring.gate import Gate  # noqa: PLC0415
+        from pilotflame.snapshot.restoring.gate import Gate, Unlanded  # noqa: PLC0415
         from pilotflame.snapshot.restoring.mapping import Mapping  # noqa: PLC0415
         from pilotflame.snapshot.restoring.plan import restore  # noqa: PLC0415
 
@@ -163,7 +170,7 @@ class FirstAnswer:
         loaded_s = time.perf_counter() - started_s
         with self._torch.inference_mode():
             if overlapped:
-                with Gate(mapping, arrival):
+                with Gate(Unlanded(mapping, arrival)):
                     answer = self._model(self._tokens)
             else:
                 answer = self._model(self._tokens)

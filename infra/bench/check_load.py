@@ -13,15 +13,26 @@ import uvloop
 from load import Request, Tally, closed_loop, open_loop, poisson
 
 _OK = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
+
+
+def _right(tally: Tally) -> bool:
+    return tally.clean
+
+
+def _none_right(tally: Tally) -> bool:
+    return tally.right == 0 < tally.answers
+
+
+def _lost(tally: Tally) -> bool:
+    return tally.answers == 0 < tally.errors["connection lost"]
+
+
 # What the server writes, piece by piece, for each request; whether it closes then; what the tally must show.
-_RIGHT: Callable[[Tally], bool] = lambda tally: tally.clean  # noqa: E731
-_NONE_RIGHT: Callable[[Tally], bool] = lambda tally: tally.right == 0 < tally.answers  # noqa: E731
-_LOST: Callable[[Tally], bool] = lambda tally: tally.answers == 0 < tally.errors["connection lost"]  # noqa: E731
 CASES: dict[str, tuple[list[bytes], bool, Callable[[Tally], bool]]] = {
-    "plain": ([_OK], False, _RIGHT),
-    "byte by byte": ([_OK[at : at + 1] for at in range(len(_OK))], False, _RIGHT),
-    "closes": ([_OK.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")], True, _RIGHT),
-    "ends at close": ([b"HTTP/1.1 200 OK\r\n\r\nok"], True, _RIGHT),
+    "plain": ([_OK], False, _right),
+    "byte by byte": ([_OK[at : at + 1] for at in range(len(_OK))], False, _right),
+    "closes": ([_OK.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n")], True, _right),
+    "ends at close": ([b"HTTP/1.1 200 OK\r\n\r\nok"], True, _right),
     "chunked": (
         [
             b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n",
@@ -30,11 +41,11 @@ CASES: dict[str, tuple[list[bytes], bool, Callable[[Tally], bool]]] = {
             b"\r\n",
         ],
         False,
-        _RIGHT,
+        _right,
     ),
-    "wrong body": ([_OK.replace(b"ok", b"no")], False, _NONE_RIGHT),
-    "refuses": ([_OK.replace(b"200 OK", b"503 No")], False, _NONE_RIGHT),
-    "drops": ([], True, _LOST),
+    "wrong body": ([_OK.replace(b"ok", b"no")], False, _none_right),
+    "refuses": ([_OK.replace(b"200 OK", b"503 No")], False, _none_right),
+    "drops": ([], True, _lost),
 }
 
 

@@ -122,10 +122,8 @@ class Obstore(Client):
 
         self._obstore = obstore
 
+        # It takes the authorities of the file that SSL_CERT_FILE names: the lane's environment.
         options: Any = {"allow_http": not self.job.authority, "timeout": f"{_TIMEOUT_S}s"}
-        if self.job.authority:
-            # It takes no certificate to trust; the cost of checking one is a part of one handshake.
-            options["allow_invalid_certificates"] = True
         self._store = HTTPStore.from_url(self.job.url, client_options=options)
         self._way = way
         self._wanted = self.ranges if way != "parts" else self.job.parts()
@@ -219,12 +217,18 @@ class Crt(Client):
         from awscrt import http as crt_http  # noqa: PLC0415
 
         self._http, self._s3 = crt_http, s3
+        trust = io.TlsContextOptions()
+        if self.job.authority:
+            trust.override_default_trust_store_from_path(ca_filepath=self.job.authority)
         group = io.EventLoopGroup(2)
         bootstrap = io.ClientBootstrap(group, io.DefaultHostResolver(group))
         self._client = s3.S3Client(
             bootstrap=bootstrap,
             region="us-east-1",
-            tls_mode=s3.S3RequestTlsMode.DISABLED,
+            tls_mode=s3.S3RequestTlsMode.ENABLED if self.job.authority else s3.S3RequestTlsMode.DISABLED,
+            tls_connection_options=(
+                io.ClientTlsContext(trust).new_connection_options() if self.job.authority else None
+            ),
             signing_config=s3.create_default_s3_signing_config(
                 region="us-east-1", credential_provider=auth.AwsCredentialsProvider.new_static(*_CREDENTIALS)
             ),

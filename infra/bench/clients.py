@@ -24,6 +24,8 @@ from rounds import Rounds, plain
 
 RESULT = checkpoint.DATA.parent / "clients.json"
 CEILING, KEPT_CEILING = "raw sockets, fresh", "raw sockets, kept"
+FILE_CEILING, KEPT_FILE_CEILING = "raw sockets, fresh file", "raw sockets, kept file"
+TLS_CEILING = "raw sockets + ssl"
 
 
 def job_of(server: Nginx, data: checkpoint.Checkpoint, digest: str, tls: bool = False) -> dict[str, Any]:
@@ -43,6 +45,14 @@ def ceilings(job: dict[str, Any]) -> list[Lane]:
     return [
         Lane(CEILING, "raw_floor:Raw", kept=False, **job),
         Lane(KEPT_CEILING, "raw_floor:Raw", kept=True, **job),
+    ]
+
+
+def file_ceilings(job: dict[str, Any]) -> list[Lane]:
+    """Raw sockets into files where ours are: what fresh memory of that kind allows, and kept memory."""
+    return [
+        Lane(FILE_CEILING, "raw_floor:Raw", kept=False, file=True, **job),
+        Lane(KEPT_FILE_CEILING, "raw_floor:Raw", kept=True, file=True, **job),
     ]
 
 
@@ -68,13 +78,24 @@ def library_lanes(job: dict[str, Any], ranges: list[tuple[int, int]]) -> list[La
 
 
 def tls_lanes(job: dict[str, Any], ranges: list[tuple[int, int]]) -> list[Lane]:
-    """The most important ones again, with TLS 1.3, into fresh memory."""
+    """The most important ones again, with TLS 1.3: into fresh memory, and into kept memory. All check certificates."""
+    trusting = {"SSL_CERT_FILE": job["authority"]}
+    lanes = []
+    for kept, word in ((False, "fresh"), (True, "kept")):
+        lanes += [
+            Lane(f"{TLS_CEILING}, {word}", "raw_floor:Raw", kept=kept, **job),
+            Lane(f"http.client, {word}", "client:HttpClient", kept=kept, **job),
+            Lane(f"AWS CRT, {word}", "client:Crt", kept=kept, **job),
+        ]
+    obstore: dict[str, Any] = {"env": trusting, **job}
     return [
-        Lane("raw sockets + ssl, fresh", "raw_floor:Raw", kept=False, **job),
-        Lane("http.client, fresh", "client:HttpClient", kept=False, **job),
+        *lanes,
         Lane("aiohttp, fresh", "client:Aiohttp", kept=False, **job),
-        Lane("obstore by tensor, fresh", "client:Obstore", kept=False, way="tensors", ranges=ranges, **job),
-        Lane("obstore by part, fresh", "client:Obstore", kept=False, way="parts", **job),
+        Lane(
+            "obstore by tensor, fresh", "client:Obstore", kept=False, way="tensors", ranges=ranges, **obstore
+        ),
+        Lane("obstore by part, fresh", "client:Obstore", kept=False, way="parts", **obstore),
+        Lane("obstore by part, kept", "client:Obstore", kept=True, way="parts", keep_freed=True, **obstore),
     ]
 
 

@@ -66,7 +66,7 @@ class Control:
         if answer.status != 200:
             raise RuntimeError(f"{name}: {answer.status} {text.decode(errors='replace')}")
         phases = {
-            part.partition(";dur=")[0].strip(): float(part.partition(";dur=")[2])
+            part.partition(";dur=")[0].strip(): float(part.partition(";dur=")[2].partition(";")[0])
             for part in answer.headers.get("Server-Timing", "").split(",")
         }
         return Reply(

@@ -16,16 +16,21 @@ from aiohttp import web
 from pilotflame.handlers.contract import Context
 from pilotflame.handlers.resolve import resolve
 from pilotflame.snapshot.format.create import create
+from pilotflame.snapshot.format.manifest import MANIFEST_NAME, Manifest
 from pilotflame.snapshot.handle import Snapshot
+from pilotflame.snapshot.named import Snapshots
 
 
 async def serve(code: Path, root: Path) -> None:
     handler = resolve(code)
-    snapshot = Snapshot(root, create(root))
-    context = Context("fresh", "r0", snapshot=snapshot)
+    # As at the deploy: if there is a manifest, none is made.
+    known = (root / MANIFEST_NAME).is_file()
+    snapshot = Snapshot(root, Manifest.read(root) if known else create(root))
+    snapshots = Snapshots([snapshot])
+    context = Context("fresh", "r0", snapshots=snapshots)
     state = handler.build(context) if handler.build else None
     snapshot.open()
-    batch = Context("fresh", "r0", snapshot=snapshot, state=state)
+    batch = Context("fresh", "r0", snapshots=snapshots, state=state)
 
     async def invoke(request: web.Request) -> web.Response:
         event = handler.input.decode(await request.read())

@@ -185,13 +185,13 @@ def source_of(url: str, context: ssl.SSLContext | None = None) -> Source:
 def all_tensors(folder: Path, manifest: Manifest) -> dict[str, Any]:
     """Every tensor as a view of the mapped files, as a loader would give them."""
     from pilotflame.snapshot.restoring.mapping import Mapping  # noqa: PLC0415
-    from pilotflame.snapshot.restoring.plan import _TORCH_DTYPES  # noqa: PLC0415
+    from pilotflame.snapshot.restoring.place import TORCH_DTYPES  # noqa: PLC0415
 
     mapping = Mapping(folder, manifest)
     found = {}
     for entry in manifest.tensors:
         raw = mapping.flats[entry.shard][entry.offset_bytes : entry.offset_bytes + entry.size_bytes]
-        found[entry.name] = raw.view(_TORCH_DTYPES[entry.dtype]).view(entry.shape)
+        found[entry.name] = raw.view(TORCH_DTYPES[entry.dtype]).view(entry.shape)
     return found
 
 

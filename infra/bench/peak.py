@@ -2,10 +2,11 @@
 
     python infra/bench/peak.py [--quick]
 
-What is measured: the child fetches into fresh files, which it may have mapped meanwhile. The kernel's own high water mark
-of its resident memory (VmHWM: no sampling, no gap), less what of the files is mapped at the end, when all of them is, is
-the peak above the mapped file, interpreter, libraries and all. Then it maps, restores and reads a value of every page: what it holds then that is not the file (RssAnon;
-libraries' file pages left out, they are torch's) counts too. The greater of the two is the figure.
+What is measured: the child fetches into fresh files, which it may have mapped meanwhile. The kernel's own
+high water mark of its resident memory (VmHWM: no sampling, no gap), less what of the files is mapped at the
+end, when all of them is, is the peak above the mapped file, interpreter, libraries and all. Then it maps,
+restores and reads a value of every page: what it holds then that is not the file (RssAnon; libraries' file
+pages left out, they are torch's) counts too. The greater of the two is the figure.
 """
 
 from __future__ import annotations

@@ -2,9 +2,10 @@
 
     python infra/bench/policy_live.py [--seconds 600] [--seed N]
 
-Several functions on one gateway, whose set-ups and imports take seconds (they sleep), are called at the times of a trace. The
-keep-alive policy moves them. Then the simulator replays the times at which the requests were sent, with the very same policy
-and the ladder that the gateway has measured, and both are asked for how long callers waited.
+Several functions on one gateway, whose set-ups and imports take seconds (they sleep), are called at the times
+of a trace. The keep-alive policy moves them. Then the simulator replays the times at which the requests were
+sent, with the very same policy and the ladder that the gateway has measured, and both are asked for how long
+callers waited.
 """
 
 from __future__ import annotations
@@ -136,6 +137,8 @@ def gateway(state: Path) -> Iterator[Server]:
     prices = {
         "PILOTFLAME_PRICE_MEMORY_GB_HOUR": str(PRICE_GB_HOUR),
         "PILOTFLAME_PRICE_WAITING_S": str(PRICE_WAITING_S),
+        # The simulator has the keep-alive policy alone.
+        "PILOTFLAME_LEARN_UPSTREAMS": "false",
     }
     with running("pilotflame", [*command, "--state-dir", str(state)], prices) as server:
         server.wait_line()

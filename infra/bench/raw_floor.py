@@ -11,6 +11,7 @@ import argparse
 import mmap
 import socket
 import ssl
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -22,6 +23,7 @@ import checkpoint
 import numpy as np
 import xxhash
 from lane import Lane
+from memory_folder import memory_folder
 from nginx import start_nginx
 from percentiles import median
 
@@ -56,12 +58,15 @@ class Job:
 
 
 class Memory:
-    """Where a contestant puts the bytes: fresh anonymous memory every time, or kept memory whose pages are there."""
+    """Where a contestant puts the bytes: fresh memory every time, or kept memory whose pages are there.
 
-    def __init__(self, size_bytes: int, kept: bool, huge: bool = False) -> None:
+    It is anonymous, or with `file` a file where our own contestants have theirs.
+    """
+
+    def __init__(self, size_bytes: int, kept: bool, huge: bool = False, file: bool = False) -> None:
         self._size = size_bytes
         self.kept = kept
-        self._huge = huge
+        self._huge, self._file = huge, file
         self._mapped: mmap.mmap | None = None
         if kept:
             self._mapped = self._map()
@@ -79,6 +84,10 @@ class Memory:
             )
 
     def _map(self) -> mmap.mmap:
+        if self._file:
+            with tempfile.TemporaryFile(dir=memory_folder()) as file:
+                file.truncate(self._size)
+                return mmap.mmap(file.fileno(), self._size)
         mapped = mmap.mmap(-1, self._size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if self._huge:
             mapped.madvise(mmap.MADV_HUGEPAGE)
@@ -149,10 +158,12 @@ def in_threads(
 class Raw:
     """The contestant: new connections each turn, as everybody's."""
 
-    def __init__(self, kept: bool, digest: str = "", huge: bool = False, **job: Any) -> None:
+    def __init__(
+        self, kept: bool, digest: str = "", huge: bool = False, file: bool = False, **job: Any
+    ) -> None:
         self._job = Job(**job)
         self._context = self._job.tls()
-        self._memory = Memory(self._job.size_bytes, kept, huge)
+        self._memory = Memory(self._job.size_bytes, kept, huge, file)
         self._digest = digest
 
     def run(self, connections: int | None = None) -> None:

@@ -20,6 +20,8 @@ class Entry:
     lane: Lane
     name: str
     turn: dict[str, Any] = field(default_factory=dict)
+    before: Lane | None = None
+    """A lane that has a turn just before each of this entry, which is not measured."""
 
 
 def plain(lanes: Iterable[Lane]) -> list[Entry]:
@@ -46,6 +48,9 @@ class Rounds:
             if entry.lane not in self._known:
                 self._known.append(entry.lane)
                 self._ready(entry)
+            if entry.before is not None and entry.before not in self._known:
+                self._known.append(entry.before)
+                entry.before.wait_ready()
         for entry in self._playing(entries):
             self._turn(entry, check=True)
         for number in range(rounds):
@@ -111,6 +116,8 @@ class Rounds:
 
     def _turn(self, entry: Entry, check: bool = False) -> float | None:
         try:
+            if entry.before is not None:
+                entry.before.turn()
             return float(entry.lane.turn(check=check, **entry.turn)["seconds"])
         except LaneError as error:
             self._out(entry, error)

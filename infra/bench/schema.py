@@ -2,8 +2,8 @@
 
 python infra/bench/schema.py [--examples N] [--seed N] [--least N]
 
-Exits with 1 if a response is a 5xx, has an undescribed status or type, or does not fit its schema, or if there were fewer than
-`--least` requests.
+Exits with 1 if a response is a 5xx, has an undescribed status or type, or does not fit its schema, or if
+there were fewer than `--least` requests.
 """
 
 from __future__ import annotations

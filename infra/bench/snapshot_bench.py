@@ -12,10 +12,16 @@ import time
 from collections.abc import Callable
 
 import arrivals
+import beside
 import checkpoint
+import delta
+import disk
+import first_request
 import local
 import memory_folder
+import neighbours
 import peak
+import resident
 import straggler
 import transfers
 import tuning
@@ -48,12 +54,29 @@ def groups(report: Report, where: transfers.Field, quick: bool) -> dict[str, Cal
         "verify": lambda: transfers.verify(report, where),
         "tls": lambda: transfers.tls(report, where),
         "local": lambda: local.measure(report, data, rounds),
-        "first": lambda: arrivals.first_tensor(report, server, data, rounds),
+        "disk": lambda: disk.measure(report, 2 * rounds),
+        "first": lambda: _first(report, where),
+        "resident": lambda: _resident(report, where, quick),
         "overlap": lambda: arrivals.overlap(report, server, rounds),
+        "delta": lambda: delta.measure(report, data, rounds),
+        "beside": lambda: beside.measure(report, data, min(rounds, 3)),
+        "peers": lambda: neighbours.measure(report, data, rounds),
         "tuning": lambda: tuning.measure(report, quick),
         "straggler": lambda: straggler.measure(report, rounds, quick),
         "peak": lambda: peak.measure(report, giant),
     }
+
+
+def _resident(report: Report, where: transfers.Field, quick: bool) -> None:
+    resident.measure(report, checkpoint.checkpoint(checkpoint.FULL), "1gb", where.rounds)
+    if not quick:
+        giant = checkpoint.snapshot(checkpoint.GIANT, checkpoint.DATA / checkpoint.BUCKET)
+        resident.measure(report, giant, "6gb", where.rounds)
+
+
+def _first(report: Report, where: transfers.Field) -> None:
+    first_request.measure(report, where.rounds)
+    arrivals.first_tensor(report, where.server, where.data, where.rounds)
 
 
 def main() -> int:

@@ -38,7 +38,9 @@ def measure(report: Report, rounds: int, quick: bool = False) -> None:
         lanes = {}
         for name, faults in _FAULTS.items():
             url = stack.enter_context(start_faulty(data.folder.parent, faults))
-            lanes[name] = stack.enter_context(Lane(name, "ours:Ours", **ours.given_at(url, data)))
+            lanes[name] = stack.enter_context(
+                Lane(name, "ours:Ours", recycled=True, **ours.given_at(url, data))
+            )
             lanes[name].wait_ready()
         lanes[CLEAN].turn()
         for number in range(2 * rounds):

@@ -14,7 +14,7 @@ import checkpoint
 import clients
 import loaders
 import ours
-from clients import CEILING, KEPT_CEILING
+from clients import CEILING, FILE_CEILING, KEPT_CEILING, KEPT_FILE_CEILING, TLS_CEILING
 from lane import Lane
 from nginx import Nginx
 from percentiles import median
@@ -23,11 +23,14 @@ from report import Report
 from rounds import Entry, Rounds, plain
 
 FRESH, UNVERIFIED = "pilotflame, fresh files", "pilotflame, fresh files, not verified"
+FILE_CEILING_TOUCHED = f"{FILE_CEILING}, touched memory"
+CEILING_TOUCHED, FRESH_TOUCHED = f"{CEILING}, touched memory", f"{FRESH}, touched memory"
 RECYCLED, RECYCLED_UNVERIFIED = "pilotflame, recycled files", "pilotflame, recycled files, not verified"
 TENSORS = "pilotflame, fresh files, to tensors"
 CACHED, SPARES = "pilotflame, through the cache, to tensors", "pilotflame, through the cache, spare files"
 SMALL, SMALL_RECYCLED = "pilotflame, fresh files, 4 KiB pages", "pilotflame, recycled files, 4 KiB pages"
-DISK, TLS = "pilotflame, onto disk", "pilotflame, fresh files, TLS"
+DISK = "pilotflame, onto disk"
+_EIGHT = ", 8 connections"
 _OTHERS = (2, 4)
 """Connections of the ceiling besides the eight that the issue names."""
 
@@ -56,13 +59,20 @@ def ceiling(report: Report, where: Field) -> None:
     """Enters ceiling_share and reused_ceiling_share: twice the rounds, since these two are held to a few per cent."""
     with ExitStack() as stack:
         fresh, kept = (stack.enter_context(lane) for lane in clients.ceilings(where.job()))
+        file, kept_file = (stack.enter_context(lane) for lane in clients.file_ceilings(where.job()))
         mine, recycled = stack.enter_context(where.ours()), stack.enter_context(where.ours(recycled=True))
         small = stack.enter_context(where.ours(small=True))
         small_recycled = stack.enter_context(where.ours(small=True, recycled=True))
+        ballast = stack.enter_context(Lane("ballast", "ballast:Ballast", size_bytes=where.data.size_bytes))
         entries = [
             Entry(fresh, CEILING),
+            Entry(file, FILE_CEILING),
             Entry(mine, FRESH),
+            Entry(fresh, CEILING_TOUCHED, before=ballast),
+            Entry(file, FILE_CEILING_TOUCHED, before=ballast),
+            Entry(mine, FRESH_TOUCHED, before=ballast),
             Entry(kept, KEPT_CEILING),
+            Entry(kept_file, KEPT_FILE_CEILING),
             Entry(recycled, RECYCLED),
             *(Entry(fresh, f"{CEILING}, {count} connections", {"connections": count}) for count in _OTHERS),
             *(
@@ -75,6 +85,12 @@ def ceiling(report: Report, where: Field) -> None:
         ]
         table = _play("ceiling", report, where, entries, 2 * where.rounds)
     report.add("ceiling_share", table.ratio(FRESH, CEILING), "", ">= 0.85")
+    # Without a ballast, memory is untouched only as far as the machine has never used it.
+    report.add("ceiling_share_untouched", table.ratio(FRESH, CEILING))
+    report.add("ceiling_share_touched", table.ratio(FRESH_TOUCHED, CEILING_TOUCHED), "", ">= 0.85")
+    report.add("file_ceiling_share_untouched", table.ratio(FRESH, FILE_CEILING), "", ">= 0.95")
+    report.add("file_ceiling_share_touched", table.ratio(FRESH_TOUCHED, FILE_CEILING_TOUCHED), "", ">= 0.95")
+    report.add("reused_file_ceiling_share", table.ratio(RECYCLED, KEPT_FILE_CEILING), "", ">= 0.85")
     report.add("ceiling_share_of_best", _share_of_best(table, FRESH, CEILING))
     report.add("ceiling_share_small_pages", table.ratio(SMALL, CEILING))
     report.add("reused_ceiling_share_small_pages", table.ratio(SMALL_RECYCLED, KEPT_CEILING))
@@ -83,7 +99,12 @@ def ceiling(report: Report, where: Field) -> None:
     for name, figure in {
         "ceiling": CEILING,
         "kept_ceiling": KEPT_CEILING,
+        "ceiling_touched": CEILING_TOUCHED,
+        "file_ceiling": FILE_CEILING,
+        "file_ceiling_touched": FILE_CEILING_TOUCHED,
+        "kept_file_ceiling": KEPT_FILE_CEILING,
         "fresh": FRESH,
+        "fresh_touched": FRESH_TOUCHED,
         "recycled": RECYCLED,
     }.items():
         report.add(f"{name}_gb_s", median(table.rates(figure)), "GB/s")
@@ -115,15 +136,32 @@ def libraries(report: Report, where: Field) -> None:
 
 
 def tls(report: Report, where: Field) -> None:
-    """Tells the same with TLS."""
+    """Enters tls_client_ratio and tls_ceiling_share: TLS, with the default number of connections and with 8.
+
+    Everybody checks the certificate. Fresh memory beside fresh memory, kept beside kept.
+    """
     ranges = [(begin, end) for _, begin, end in where.data.ranges()]
     with ExitStack() as stack:
         rivals = clients.tls_lanes(where.job(tls=True), ranges)
         for lane in rivals:
             stack.enter_context(lane)
-        entries = [*plain(rivals), Entry(stack.enter_context(where.ours(tls=True)), TLS)]
-        table = _play("tls", report, where, entries, max(2, where.rounds // 2), ceiling=rivals[0].name)
-    _enter_best(report, table, "best_client_ratio_tls", TLS, [lane.name for lane in rivals[1:]], "")
+        mine = [stack.enter_context(where.ours(tls=True, recycled=recycled)) for recycled in (False, True)]
+        entries = [
+            *plain(rivals),
+            *(
+                Entry(lane, f"{name}{told}", turn)
+                for lane, name in zip(mine, (FRESH, RECYCLED), strict=True)
+                for told, turn in (("", {}), (_EIGHT, {"connections": 8}))
+            ),
+        ]
+        table = _play("tls", report, where, entries, where.rounds, ceiling=f"{TLS_CEILING}, fresh")
+    names = [lane.name for lane in rivals if not lane.name.startswith(TLS_CEILING)]
+    for name, kind, word in ((FRESH, "", "fresh"), (RECYCLED, "_reused", "kept")):
+        known = [rival for rival in names if rival.endswith(word)]
+        for told, count in (("", ""), (_EIGHT, "_8")):
+            _enter_best(report, table, f"tls_client_ratio{kind}{count}", f"{name}{told}", known, ">= 0.95")
+            share = table.ratio(f"{name}{told}", f"{TLS_CEILING}, {word}")
+            report.add(f"tls_ceiling_share{kind}{count}", share, "", ">= 0.85")
 
 
 def whole(report: Report, where: Field) -> None:

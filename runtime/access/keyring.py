@@ -135,6 +135,14 @@ class Keyring:
         held = self._held.get(key_id)
         return held if held is not None and not held.key.expired(now_s) else None
 
+    def max_workers(self, key_id: str) -> int | None:
+        """Return how many workers the functions may have that were deployed with a key; None for no limit.
+
+        A key that has expired still limits them; one that was revoked does not.
+        """
+        held = self._held.get(key_id)
+        return held.key.max_workers if held is not None else None
+
     def create(self, new: NewKey, now_s: float) -> tuple[ApiKey, str]:
         """Make and store a new key. Return the key and its token, which is not stored."""
         key, token = mint(new, now_s)

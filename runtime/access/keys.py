@@ -108,6 +108,9 @@ class KeyFields(BaseModel, frozen=True, extra="forbid"):
     rate_per_s: float | None = Field(None, gt=0, le=1e6, description="Requests a second, over time.")
     burst: int | None = Field(None, ge=1, le=1_000_000, description="Requests at once above the rate.")
     concurrency: int | None = Field(None, ge=1, le=1_000_000, description="Requests at the same time.")
+    max_workers: int | None = Field(
+        None, ge=1, le=1_000_000, description="Workers of all functions that are deployed with it."
+    )
 
 
 class NewKey(KeyFields, strict=True):
@@ -119,6 +122,8 @@ class NewKey(KeyFields, strict=True):
     def _consistent(self) -> Self:
         if Scope.ADMIN in self.scopes and self.functions is not None:
             raise ValueError("a key with the scope admin covers all functions")
+        if self.max_workers is not None and not {Scope.DEPLOY, Scope.ADMIN} & set(self.scopes):
+            raise ValueError("max_workers needs the scope deploy: it limits what the key deploys")
         if self.burst is not None and self.rate_per_s is None:
             raise ValueError("burst needs rate_per_s")
         return self

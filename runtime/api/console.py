@@ -12,7 +12,6 @@ nobody reads it.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
@@ -30,6 +29,7 @@ from ..functions.registry import Functions
 from ..telemetry.metrics import SECONDS, Metrics
 from ..telemetry.usage import RungName
 from .docs_page import HEADERS
+from .endless_answers import EndlessAnswers
 from .requests import caller_of
 from .responses import Timestamp, json_response, timestamp
 from .routes import Flag, Parameter, Route
@@ -44,7 +44,7 @@ MEDIA_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css
 EVERY_S = 1.0
 # A stream ends after this time and the page opens another, so that a key that was revoked is noticed.
 MAX_FOLLOW_S = 300.0
-# After so many functions, at 30 us each, the event loop gets a turn, since a gateway may have thousands.
+# After so many functions, the event loop gets a turn, since a gateway may have thousands.
 ROWS_AT_ONCE = 10
 FOLLOW = Flag("follow", "Go on with a line each second, with the functions that have changed.")
 
@@ -53,6 +53,7 @@ class ConsoleWorkers(TypedDict):
     """How many workers a function has, by state, and how many it may have."""
 
     ready: int
+    parked: int
     starting: int
     draining: int
     max: int
@@ -105,8 +106,8 @@ class ConsoleView(TypedDict):
 class Console:
     """The routes of the console. Its files are public, and what it shows is not."""
 
-    def __init__(self, functions: Functions, metrics: Metrics) -> None:
-        self._functions, self._metrics = functions, metrics
+    def __init__(self, functions: Functions, metrics: Metrics, endless: EndlessAnswers) -> None:
+        self._functions, self._metrics, self._endless = functions, metrics, endless
         self._started_at = timestamp(time.time())
         self._files = {
             path.name: path.read_bytes() for path in FOLDER.iterdir() if path.suffix in MEDIA_TYPES
@@ -147,15 +148,14 @@ class Console:
         return json_response(self._view(caller, rows), no_store=True)
 
     async def _follow(self, request: web.Request, caller: Caller) -> web.StreamResponse:
-        """Send a line each second until the client has gone or MAX_FOLLOW_S have passed."""
+        """Send a line each second until the client has gone, MAX_FOLLOW_S have passed, or the gateway has drained."""
         headers = {
             "Content-Type": "application/x-ndjson", "Cache-Control": "no-store", "X-Accel-Buffering": "no",
         }  # fmt: skip
         response = web.StreamResponse(headers=headers)
         await response.prepare(request)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(MAX_FOLLOW_S):
-                await self._send_changes(response, caller)
+        async with self._endless.limited(MAX_FOLLOW_S):
+            await self._send_changes(response, caller)
         return response
 
     async def _send_changes(self, response: web.StreamResponse, caller: Caller) -> None:
@@ -190,9 +190,10 @@ class Console:
         totals, step = self._metrics.totals(record.function), revision.history.ladder.next_step
         return ConsoleFunction(
             name=record.function, revision=record.revision, standby=census.standby,
-            rung=revision.rung, next_rung=step.rung if step else None, next_rung_at=round(step.at) if step else None,
+            rung=revision.stands_on, next_rung=step.rung if step else None, next_rung_at=round(step.at) if step else None,
             workers=ConsoleWorkers(
-                ready=census.ready, starting=census.starting, draining=census.draining, max=record.settings.scale.max
+                ready=census.ready, parked=census.parked, starting=census.starting, draining=census.draining,
+                max=record.settings.scale.max,
             ),
             queued=census.queued, in_flight=census.in_flight,
             failed_starts=revision.breaker.failures, rest_mb=live.rest_mb,

@@ -14,7 +14,7 @@ import functools
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence, Set
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -78,12 +78,14 @@ class Guard:
     def __init__(
         self, keyring: Keyring, control: ControlSocket, tasks: asyncio.TaskGroup, routes: Sequence[Route],
         cors: CrossOrigin, *, local: bool, required: bool, on_quota: Callable[[str, PilotflameError], None], max_body_bytes: int, body_timeout_s: float,
-        anybody: Caller = ANYBODY,
+        anybody: Caller = ANYBODY, open_to_anybody: Set[tuple[str, str]] = frozenset(),
     ) -> None:  # fmt: skip
         """`local`: only this machine can reach the gateway. `required`: requests need a key although there is none.
 
-        While requests need no key, their caller is `anybody`. `on_quota` is called with the function and the
-        error of a request that exceeds its key's quota. `max_body_bytes` and `body_timeout_s` limit the bodies of signed requests, which the guard reads.
+        While requests need no key, their caller is `anybody`, who may use the routes (method and path) in
+        `open_to_anybody` whatever their scope. `on_quota` is called with the function and the error of a
+        request that exceeds its key's quota. `max_body_bytes` and `body_timeout_s` limit the bodies of signed
+        requests, which the guard reads.
         """
         self._keyring, self._control, self._tasks, self._cors = keyring, control, tasks, cors
         self._public = {
@@ -95,7 +97,7 @@ class Guard:
         self._unverified = asyncio.Semaphore(UNVERIFIED_BODIES)
         self._local, self._required = local, required
         self._anybody = Admitted(anybody) if anybody is not ANYBODY else UNKNOWN_CALLER
-        self._on_quota = on_quota
+        self._open_to_anybody, self._on_quota = open_to_anybody, on_quota
 
     @property
     def closed(self) -> bool:
@@ -162,7 +164,8 @@ class Guard:
         """Admit a caller without a key. Raise Forbidden if `anybody` may not use the route."""
         if self._anybody is UNKNOWN_CALLER or self._control.admits(headers, transport):
             return UNKNOWN_CALLER
-        self._check_scope(self._anybody.caller, route)
+        if route not in self._open_to_anybody:
+            self._check_scope(self._anybody.caller, route)
         return self._anybody
 
     def _check_scope(self, caller: Caller, route: tuple[str, str]) -> None:

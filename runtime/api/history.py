@@ -141,7 +141,7 @@ def _rungs(live: Live) -> list[RungFacts]:
     figures = live.revision.history.ladder.figures
     names = ladder_spec_of(live.record, IN_BYTES).rungs
     rungs = figures.ladder(names, IN_BYTES).rungs
-    devices = [1.0 if figures.on_device and name is RungName.READY else 0.0 for name in names]
+    devices = [figures.devices if name is RungName.READY else 0.0 for name in names]
     return [
         RungFacts(rung=name, held_bytes=rung.hold_per_s, devices=device, wake_s=rung.wake_s)
         for name, rung, device in zip(names, rungs, devices, strict=True)

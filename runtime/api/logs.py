@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import AsyncIterator
 from typing import Any
@@ -23,6 +24,7 @@ from ..telemetry.log_files import (
     function_of,
 )
 from ..telemetry.logs import Logs
+from .endless_answers import EndlessAnswers
 from .requests import caller_of
 from .responses import Timestamp, json_response, timestamp
 from .routes import Flag, Number, Parameter, Route, UnixTime
@@ -30,7 +32,7 @@ from .routes import Flag, Number, Parameter, Route, UnixTime
 MAX_LINES = 10_000
 NAMES = (GATEWAY, AUDIT, ACCESS)
 LINES = Number("lines", "The largest number of lines, the last ones.", 100, maximum=MAX_LINES)
-FOLLOW = Flag("follow", "Go on with new lines: such a response does not end.")
+FOLLOW = Flag("follow", "Go on with new lines: such a response ends with the gateway.")
 SINCE = UnixTime("since", "Unix time in seconds of the first line.", 0.0)
 UNTIL = UnixTime("until", "Unix time in seconds of the last line.", math.inf)
 REQUEST = Parameter("request", "Only the lines of the invocation or job with this id.")
@@ -52,9 +54,8 @@ class LogSummary(TypedDict):
 class LogsApi:
     """The routes of the logs."""
 
-    def __init__(self, functions: Functions, logs: Logs) -> None:
-        self._functions = functions
-        self._logs = logs
+    def __init__(self, functions: Functions, logs: Logs, endless: EndlessAnswers) -> None:
+        self._functions, self._logs, self._endless = functions, logs, endless
 
     def routes(self) -> list[Route]:
         lines: Any = {"application/x-ndjson": str}
@@ -98,15 +99,16 @@ class LogsApi:
         return json_response({"logs": rows})
 
     async def _send(self, request: web.Request, file: str) -> web.StreamResponse:
-        query = _query(request)
-        lines = self._logs.follow(file, query) if FOLLOW.read(request) else self._stored(file, query)
+        query, follows = _query(request), FOLLOW.read(request)
+        lines = self._logs.follow(file, query) if follows else self._stored(file, query)
         headers = {
             "Content-Type": "application/x-ndjson", "Cache-Control": "no-store", "X-Accel-Buffering": "no",
         }  # fmt: skip
         response = web.StreamResponse(headers=headers)
         await response.prepare(request)
-        async for line in lines:
-            await response.write(line.encode())
+        async with self._endless.limited() if follows else contextlib.nullcontext():
+            async for line in lines:
+                await response.write(line.encode())
         return response
 
     async def _stored(self, file: str, query: LogQuery) -> AsyncIterator[LogLine]:

@@ -25,6 +25,7 @@ from .routes import Route
 ROOT = "/"
 PLATFORM = "platform"
 """Owns the jobs and files of all callers without an API key. No key has this id."""
+METRICS_ROUTE = ("GET", "/metrics")
 
 
 class Standalone:
@@ -38,8 +39,10 @@ class Standalone:
             if (route.method, route.path) == ("POST", INVOKE_PATH)
         ]
         """The rows with which `POST /` calls the function."""
-        self.caller = Caller(owner=PLATFORM, scopes=frozenset({Scope.INVOKE, Scope.READ}))
-        """The caller of every request without an API key. They may call the function, and read its metrics."""
+        self.caller = Caller(owner=PLATFORM, scopes=frozenset({Scope.INVOKE}))
+        """The caller of every request without an API key."""
+        self.open_routes = frozenset({METRICS_ROUTE})
+        """What they may use beside the routes that call the function: platforms scale it by its metrics."""
         self._functions, self._hold_s, self._most = functions, settings.hold_s, settings.max_queue
         self._calls = {
             (route.method, route.path)

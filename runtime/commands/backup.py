@@ -33,7 +33,7 @@ DATABASE_ENDING = ".sqlite3"
 FUNCTIONS_FOLDER = "functions"
 STAGING_FOLDER = "staging"
 # What belongs to a running gateway, or is made again.
-LEFT_OUT = {STAGING_FOLDER, "environments", "run", "lock"}
+LEFT_OUT = {STAGING_FOLDER, "compiled", "environments", "run", "lock"}
 # Files may be removed while a folder is linked. Then it is linked again, at most this many times.
 ATTEMPTS = 20
 BUSY_TIMEOUT_S = 30.0

@@ -132,6 +132,13 @@ def duration(seconds: float) -> str:
     return f"{hours} h {minutes % 60} min" if hours else f"{minutes} min"
 
 
+def snapshots(found: dict[str, Any]) -> str:
+    """Return the weights of a function or a revision, as the gateway describes it; "" if there are none."""
+    return found["snapshot"] or ", ".join(
+        f"{name} = {where}" for name, where in found.get("snapshots", {}).items()
+    )
+
+
 def size(count: float) -> str:
     """Return a number of bytes in its largest unit."""
     for unit in ("B", "KiB", "MiB", "GiB"):

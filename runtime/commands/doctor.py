@@ -10,19 +10,19 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, NamedTuple
 
 import click
-import psutil
 
-from ...machine import processors
+from ...errors import SourceError
+from ...machine import free_memory_bytes, processors
 from ..launching.cgroups import CONTROLLERS, find_controllers
 from ..launching.container_engine import find_engine
+from ..launching.gpus import gpu_uses
 from ..settings.gateway_settings import GatewaySettings
 from ..worker.confinement import SINCE_SCOPE, landlock_version
 from . import display, exit_codes, options
@@ -33,8 +33,11 @@ GOOD_OPEN_FILES = 1024
 # The longest path of a unix socket, including its final zero byte.
 MAX_SOCKET_PATH_BYTES = 108
 LINK_SOCKET = Path("run", "link.sock")
+NO_SNAPSHOT = "0" * 64
 PROBE_BYTES = 64 << 20
 SLOW_FORK_MS = 50.0
+# Here NVIDIA's driver tells of itself.
+DRIVER = Path("/proc/driver/nvidia")
 SLOW_READ_BYTES_S = 1 << 30
 SLOW = "Slow: check whether this machine is busy."
 
@@ -88,9 +91,12 @@ def examine(settings: GatewaySettings) -> Iterator[Check]:
     yield _page_cache()
     yield from _packages()
     yield _torch()
+    yield from _gpus()
     yield _limits()
     yield private_files(landlock_version())
     yield _containers(settings)
+    if settings.peers and settings.peers_token is not None:
+        yield peers_answer(settings.peers, settings.peers_token.get_secret_value())
 
 
 def _noted(name: str, found: str, remedy: str) -> Check:
@@ -148,6 +154,26 @@ def _port(settings: GatewaySettings) -> Check:
         return Check("port", "note", f"{where}: {error.strerror}", remedy)
 
 
+def peers_answer(urls: Sequence[str], token: str) -> Check:
+    """Check which of the gateways answer that serve chunks of snapshots to each other."""
+    # Here, because most nodes are alone.
+    from ...snapshot.peering.peer import Peer, Roster  # noqa: PLC0415
+
+    nodes, faults = Roster(urls).nodes(), []
+    for node in nodes:
+        peer = Peer(node, token)
+        try:
+            peer.standing(NO_SNAPSHOT, settled=False)
+        except SourceError as error:
+            faults.append(error)
+        finally:
+            peer.close()
+    found = f"{len(nodes) - len(faults)} of {len(nodes)} answer{''.join(f'; {error.message}' for error in faults)}"
+    missing = "Start them, and let this machine reach their PILOTFLAME_PEERS_PORT."
+    remedy = next((error.remedy for error in faults if error.remedy), missing) if faults or not nodes else ""
+    return _noted("peers", found, remedy)
+
+
 def _open_files() -> Check:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     found, remedy = f"{soft}, at most {hard}", f"ulimit -n {GOOD_OPEN_FILES}"
@@ -164,14 +190,7 @@ def _processors() -> Check:
 
 
 def _memory() -> Check:
-    free_bytes = psutil.virtual_memory().available
-    # Without a limit, the file contains "max", and int() raises ValueError.
-    with suppress(OSError, ValueError):
-        limit_bytes, held_bytes = (
-            int(Path("/sys/fs/cgroup", name).read_text(encoding="ascii"))
-            for name in ("memory.max", "memory.current")
-        )
-        free_bytes = min(free_bytes, max(0, limit_bytes - held_bytes))
+    free_bytes = free_memory_bytes()
     remedy = "Stop another program." if free_bytes < MIN_FREE_BYTES else ""
     return _noted("memory", f"{display.size(free_bytes)} free", remedy)
 
@@ -207,9 +226,27 @@ def _torch() -> Check:
         found = "not installed" if isinstance(error, ModuleNotFoundError) else f"cannot be imported: {error}"
         remedy = "For neural networks: pip install torch safetensors numpy threadpoolctl"
         return Check("torch", "note", found, remedy)
-    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    found = f"{torch.__version__}, {torch.get_num_threads()} threads, {devices} GPUs"
-    return Check("torch", "ok", found)
+    found = f"{torch.__version__}, {torch.get_num_threads()} threads"
+    from ...snapshot.restoring.device import cuda  # noqa: PLC0415
+
+    try:
+        return Check("torch", "ok", f"{found}, GPUs: {'; '.join(cuda.described()) or 'none'}")
+    except RuntimeError as error:
+        remedy = "Install a driver that fits torch's CUDA: workers cannot use the GPUs."
+        return Check("torch", "note", f"{found}, GPUs that cannot be used: {error}", remedy)
+
+
+def _gpus() -> Iterator[Check]:
+    """Tell which GPUs functions with resources.gpus share. Say nothing where there is no driver."""
+    if found := gpu_uses():
+        used = [
+            f"{one.id} ({one.name}, {one.used_bytes >> 20} of {one.memory_bytes >> 20} MiB used)"
+            for one in found
+        ]
+        yield Check("GPUs", "ok", "; ".join(used))
+    elif DRIVER.exists():
+        remedy = "pip install nvidia-ml-py, or say which GPUs there are: PILOTFLAME_GPUS=0:81920"
+        yield Check("GPUs", "note", "NVML does not tell which there are", remedy)
 
 
 def _limits() -> Check:

@@ -230,8 +230,9 @@ def _prefetched(client: Client, name: str) -> dict[str, Any]:
 def _prefetched_row(found: dict[str, Any]) -> tuple[str, ...]:
     if error := found.get("error"):
         return (found["function"], "-", "-", "-", f"{error['message']} {error.get('remedy', '')}".strip())
-    fetched = display.size(found["fetched_bytes"]) if found["snapshot"] else "-"
-    return (found["function"], found["image"] or "-", fetched, found["snapshot"] or "-", "")
+    snapshots = display.snapshots(found)
+    fetched = display.size(found["fetched_bytes"]) if snapshots else "-"
+    return (found["function"], found["image"] or "-", fetched, snapshots or "-", "")
 
 
 def _row(status: dict[str, Any]) -> tuple[str, ...]:
@@ -242,7 +243,9 @@ def _row(status: dict[str, Any]) -> tuple[str, ...]:
 
 def _workers(status: dict[str, Any]) -> str:
     workers = status["workers"]
-    others = [f"{workers[state]} {state}" for state in ("starting", "draining") if workers[state]]
+    others = [
+        f"{workers[state]} {state}" for state in ("parked", "starting", "draining") if workers.get(state)
+    ]
     return ", ".join([f"{workers['ready']} of {status['settings']['scale']['max']}", *others])
 
 
@@ -260,7 +263,7 @@ def _facts(status: dict[str, Any]) -> list[tuple[str, str]]:
         ("function", status["name"]),
         ("revision", f"{status['revision']}, deployed {status['created_at']}"),
         ("handler", f"{handler}, {status['kind'].replace('_', ' ')}{batch}"),
-        ("snapshot", status["snapshot"] or "none"),
+        ("snapshot", display.snapshots(status) or "none"),
         ("workers", _workers(status)),
         ("at rest", _at_rest(status)),
         ("requests", f"{status['queued']} queued, {status['in_flight']} running"),

@@ -22,6 +22,7 @@ from ..scaling.ladder_simulator import (
     Replay,
     run_together,
 )
+from ..telemetry.usage import HOUR_S
 
 if TYPE_CHECKING:
     from ..settings.gateway_settings import GatewaySettings
@@ -32,7 +33,6 @@ SERVICE_S = 0.2
 POLICIES = ("policy", "fixed:5", "fixed:60", "fixed:600", "always-on", "hybrid", "optimum")
 # The widths of the histogram's bins. The best of them in hindsight is shown.
 BIN_WIDTHS_S = (1.0, 10.0, 60.0, 600.0)
-HOUR_S = 3600.0
 
 
 class ReplayedFunction(NamedTuple):

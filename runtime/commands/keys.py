@@ -119,6 +119,9 @@ def keys() -> None:
 @click.option("--rate", "rate_per_s", type=float, metavar="N", help="Requests a second, on average.")
 @click.option("--burst", type=int, metavar="N", help="Requests in quick succession.  [default: --rate]")
 @click.option("--concurrency", type=int, metavar="N", help="Requests that may run at the same time.")
+@click.option(
+    "--max-workers", type=int, metavar="N", help="Workers of all functions that are deployed with it."
+)
 @click.option("--expires", "expires_in_s", callback=_seconds, metavar="TIME", help="Lifetime: 90d, 12h, 30m.")
 @_with_keys
 def create_key(*, functions: tuple[str, ...], store: Client | Keyring, as_json: bool, **fields: Any) -> None:
@@ -129,6 +132,7 @@ def create_key(*, functions: tuple[str, ...], store: Client | Keyring, as_json: 
     \b
     Examples:
       pilotflame keys create laptop --scope admin
+      pilotflame keys create team-a --scope deploy --max-workers 8
       pilotflame keys create shop --function greeter --rate 20 --concurrency 4 --expires 90d
     """
     wanted = {"functions": functions or None, **fields}
@@ -206,7 +210,12 @@ def _id_of(text: str, keys: list[dict[str, Any]]) -> str:
 
 
 def _row(key: dict[str, Any]) -> tuple[str, ...]:
-    units = {"rate_per_s": "a second", "burst": "in succession", "concurrency": "running"}
+    units = {
+        "rate_per_s": "a second",
+        "burst": "in succession",
+        "concurrency": "running",
+        "max_workers": "workers",
+    }
     quota = ", ".join(f"{key[name]:.7g} {unit}" for name, unit in units.items() if key[name] is not None)
     times = (key[name] or "-" for name in ("created_at", "last_used_at", "expires_at"))
     return (key["id"], key["name"], _rights(key), quota or "none", *times)

@@ -79,7 +79,7 @@ def revisions(*, name: str, client: Client, as_json: bool) -> None:
 
 
 def _row(revision: dict[str, Any]) -> tuple[str, ...]:
-    size, snapshot = display.size(revision["size_bytes"]), revision["snapshot"] or "none"
+    size, snapshot = display.size(revision["size_bytes"]), display.snapshots(revision) or "none"
     return (revision["revision"], revision["state"], revision["created_at"], size, snapshot)
 
 

@@ -13,9 +13,9 @@ import click
 
 from ...errors import CodeError
 from ..scaling.ladder import Ladder, Rung
+from ..telemetry.usage import GB, HOUR_S
 from . import display, options
 from .keep_alive_replay import (
-    HOUR_S,
     POLICIES,
     SERVICE_S,
     SLOW_TITLE,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 MAX_LOGGED = 1_000_000
-GB = 1e9
+
 POSITIVE = click.FloatRange(min=0, min_open=True)
 PRICE = click.FloatRange(min=0)
 

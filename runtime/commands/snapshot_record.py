@@ -15,8 +15,8 @@ import click
 from ...errors import CacheError, HandlerError, PilotflameError, SnapshotError
 from ...snapshot.format.manifest import MANIFEST_NAME, Manifest
 from ..functions.requirements import check_requirements
-from ..link.worker_spec import WorkerSpec
-from ..settings.function_settings import FunctionSettings, read_settings
+from ..link.worker_spec import Weights, WorkerSpec
+from ..settings.function_settings import FunctionSettings, read_settings, setting_of
 from . import display, options
 from .snapshot import folder_of, read_manifest_of
 
@@ -37,7 +37,7 @@ _RECORDER = f"{__name__.rpartition('.commands.')[0]}.worker.first_touch"
 def record(*, source: options.FunctionSource, input_file: Path | None, as_json: bool) -> None:
     """Record in which order a function first touches its tensors. They are fetched in this order.
 
-    Sets the function in FOLDER up as a worker does, calls it once, and writes the order into the manifest
+    Sets the function in FOLDER up as a worker does, calls it once, and writes the order into the manifests
     beside its weights. The digest stays. Push the snapshot afterwards. Threads that the handler starts are
     not observed.
 
@@ -46,18 +46,33 @@ def record(*, source: options.FunctionSource, input_file: Path | None, as_json: 
     folder = source.folder
     function = read_settings(folder, overrides=source.overrides())
     weights = _weights(function, folder)
-    manifest = read_manifest_of(weights)
+    manifests = {name: read_manifest_of(path) for name, path in weights.items()}
     # Check this before the function runs, because it may run for a long time.
-    if not os.access(weights, os.W_OK):
-        raise CacheError(f"{weights} is read-only.", remedy="Record the order in a copy of it.")
+    for path in weights.values():
+        if not os.access(path, os.W_OK):
+            raise CacheError(f"{path} is read-only.", remedy="Record the order in a copy of it.")
     remedy = "Write the event to send into it, as JSON, or name another file with --input."
     event = options.read_event(input_file or folder / options.INPUT_FILE, remedy=remedy)
     requirements = folder / REQUIREMENTS_FILE
     text = requirements.read_text(encoding="utf-8") if requirements.is_file() else ""
     check_requirements(text, stand_ins=True)
     with display.spinner(f"calling {function.name}"):
-        order = _order(function, folder, weights, event)
-    touched = _write(weights, manifest, order)
+        orders = _orders(function, folder, weights, event)
+    if not any(orders.values()):
+        remedy = "Restore the module from context.snapshot or context.snapshots, and use it on the handler's own thread."
+        raise SnapshotError("The handler touched no tensor of the snapshot.", remedy=remedy)
+    told = {name: _told(weights[name], manifests[name], orders.get(name, [])) for name in weights}
+    facts = {name: one[0] for name, one in told.items()}
+    text = "\n".join(f"{name}: {one[1]}" if name else one[1] for name, one in told.items())
+    display.print_result(facts.get("", {"snapshots": facts}), text, as_json=as_json)
+
+
+def _told(weights: Path, manifest: Manifest, order: list[str]) -> tuple[dict[str, Any], str]:
+    """Write the order of a snapshot into its manifest. Return the facts, and what the user reads.
+
+    One of which nothing was touched keeps its manifest.
+    """
+    touched = _write(weights, manifest, order) if order else manifest
     never = [tensor.name for tensor in touched.tensors if tensor.name not in set(order)]
     file, first = weights / MANIFEST_NAME, order[:SHOWN_TENSORS]
     facts = {
@@ -65,33 +80,33 @@ def record(*, source: options.FunctionSource, input_file: Path | None, as_json: 
         "never": len(never),
     }  # fmt: skip
     more = f" and {len(never) - SHOWN_TENSORS} more" if len(never) > SHOWN_TENSORS else ""
-    text = (
-        f"{len(order)} of {len(touched.tensors)} tensors were touched, first {', '.join(first)}\n"
-        f"{len(never)} were not{': ' if never else ''}{', '.join(never[:SHOWN_TENSORS])}{more}\n"
-        f"wrote {file}; its digest is still {touched.digest}"
+    wrote = f"wrote {file}; its digest is still {touched.digest}" if order else f"{file} stays as it was"
+    return facts, (
+        f"{len(order)} of {len(touched.tensors)} tensors were touched{', first ' if order else ''}{', '.join(first)}\n"
+        f"{len(never)} were not{': ' if never else ''}{', '.join(never[:SHOWN_TENSORS])}{more}\n{wrote}"
     )
-    display.print_result(facts, text, as_json=as_json)
 
 
-def _weights(settings: FunctionSettings, folder: Path) -> Path:
-    """Return the folder of the function's weights. Raise SnapshotError if it is not on this machine."""
-    if settings.snapshot is None:
+def _weights(settings: FunctionSettings, folder: Path) -> dict[str, Path]:
+    """Return the folders of the function's weights, by name. Raise SnapshotError if one is not on this machine."""
+    if not settings.all_snapshots:
         remedy = 'Set `snapshot = "path/to/weights"` in pilotflame.toml, or pass --snapshot.'
         raise SnapshotError(f"{folder} has no snapshot, so there is nothing to record.", remedy=remedy)
-    path, url = settings.snapshot_path(folder), settings.snapshot_url
-    if path is None:
-        remedy = f"Pull it first: pilotflame snapshot pull {url} weights/, then pass --snapshot weights/."
-        raise SnapshotError(f"The snapshot of {folder} is remote ({url}).", remedy=remedy)
-    if not path.exists():
-        missing = f"snapshot is {settings.snapshot!r}, but {path} does not exist."
-        raise SnapshotError(missing, remedy="Put the weights there.")
-    return folder_of(path)
+    for name, url in settings.snapshot_urls.items():
+        then = f"set `{setting_of(name)}` to weights/" if name else "pass --snapshot weights/"
+        remedy = f"Pull it first: pilotflame snapshot pull {url} weights/, then {then}."
+        raise SnapshotError(
+            f"The snapshot {f'{name!r} ' if name else ''}of {folder} is remote ({url}).", remedy=remedy
+        )
+    found = settings.snapshot_paths(folder)
+    for name, path in found.items():
+        if not path.exists():
+            missing = f"{setting_of(name)} is {settings.all_snapshots[name]!r}, but {path} does not exist."
+            raise SnapshotError(missing, remedy="Put the weights there.")
+    return {name: folder_of(path) for name, path in found.items()}
 
 
 def _write(weights: Path, manifest: Manifest, order: list[str]) -> Manifest:
-    if not order:
-        remedy = "Restore the module from context.snapshot, and use it on the handler's own thread."
-        raise SnapshotError("The handler touched no tensor of the snapshot.", remedy=remedy)
     touched, file = manifest.model_copy(update={"first_touch": tuple(order)}), weights / MANIFEST_NAME
     try:
         touched.write(file)
@@ -101,11 +116,16 @@ def _write(weights: Path, manifest: Manifest, order: list[str]) -> Manifest:
     return touched
 
 
-def _order(settings: FunctionSettings, folder: Path, weights: Path, event: bytes) -> list[str]:
-    """Run the function in a child process. Return the names of its tensors in the order of first touch."""
+def _orders(
+    settings: FunctionSettings, folder: Path, weights: dict[str, Path], event: bytes
+) -> dict[str, list[str]]:
+    """Run the function in a child process. Return the names of each snapshot's tensors in the order of first touch."""
     spec = WorkerSpec(
         function=settings.name, revision="recorded", code=folder.resolve(), handler=settings.handler,
-        snapshot=weights, manifest=weights / MANIFEST_NAME, env=settings.env,
+        weights=tuple(
+            Weights(name=name, root=path, manifest=path / MANIFEST_NAME) for name, path in weights.items()
+        ),
+        env=settings.env,
     )  # fmt: skip
     request = {"spec": spec.model_dump(mode="json"), "event": event.decode("utf-8", "surrogateescape")}
     output = _run_recorder(request, START_TIMEOUT_S + settings.timeout_s)
@@ -114,8 +134,8 @@ def _order(settings: FunctionSettings, folder: Path, weights: Path, event: bytes
     result = json.loads(output)
     if "error" in result:
         raise PilotflameError.from_wire(result["error"])
-    names: list[str] = result["order"]
-    return names
+    orders: dict[str, list[str]] = result["orders"]
+    return orders
 
 
 def _run_recorder(request: Mapping[str, Any], timeout_s: float) -> bytes:

@@ -15,7 +15,7 @@ import click
 from ...errors import CacheError
 from ...snapshot.caching.cache import Cache
 from ...snapshot.caching.download import download
-from ...snapshot.caching.node import node_cache, node_tiers
+from ...snapshot.caching.node import Budgets, node_cache, node_tiers
 from ...snapshot.caching.stored import Stored
 from ...snapshot.converting.push import push as push_files
 from ...snapshot.fetching.fetch import FetchStats
@@ -23,6 +23,8 @@ from ...snapshot.format.discover import find_manifest
 from ...snapshot.format.manifest import Manifest, read_manifest
 from ...snapshot.format.verify import verify as verify_files
 from ...snapshot.sources.locate import is_remote, open_source, weights_file
+from ...snapshot.sources.realm import realm_of
+from ..settings.gateway_settings import GatewaySettings
 from . import display, exit_codes, options
 from .snapshot import contents, folder_of, of_caller, print_rate, rate, read_manifest_of
 
@@ -33,14 +35,20 @@ SHOWN_DIGEST_CHARS = 16
 @click.argument("folder", type=click.Path(exists=True, path_type=Path))
 @click.argument("destination", metavar="DESTINATION")
 @click.option("--force", is_flag=True, help="Overwrite another snapshot at DESTINATION.")
+@click.option(
+    "--base", metavar="URL", help="A snapshot at the same store: it copies from there what is unchanged."
+)
 @options.as_json
-def push(folder: Path, destination: str, force: bool, as_json: bool) -> None:
+def push(folder: Path, destination: str, force: bool, base: str | None, as_json: bool) -> None:
     """Copy the snapshot in FOLDER to DESTINATION, S3 or another folder.
 
     Verifies the files, sends those that are missing there, and the manifest last: a prefix with a manifest is
-    complete.
+    complete. With --force and with --base, S3 itself copies the parts that an existing snapshot has.
 
-    Example: pilotflame snapshot push weights/ s3://bucket/models/llama
+    \b
+    Examples:
+      pilotflame snapshot push weights/ s3://bucket/models/llama
+      pilotflame snapshot push tuned/ s3://bucket/models/llama-2 --base s3://bucket/models/llama
     """
     manifest, root = read_manifest_of(folder), folder_of(folder)
     with display.progress(f"verifying {folder}") as progress:
@@ -48,9 +56,14 @@ def push(folder: Path, destination: str, force: bool, as_json: bool) -> None:
     started_s = time.monotonic()
     with display.progress(f"pushing to {destination}") as progress:
         target = open_source(destination)
-        pushed = push_files(root, manifest, target, force=force, verified=True, progress=progress)
+        pushed = push_files(
+            root, manifest, target,
+            force=force, verified=True, progress=progress, base=open_source(base) if base else None,
+        )  # fmt: skip
     facts = {"destination": destination, **asdict(pushed), "digest": manifest.digest}
     kept = f", {display.size(pushed.kept_bytes)} were there" if pushed.kept_files else ""
+    if pushed.copied_bytes:
+        kept += f", {display.size(pushed.copied_bytes)} were copied at the store"
     sent = f"{display.size(pushed.sent_bytes)} in {display.counted(pushed.sent_files, 'file')}"
     text = f"pushed to {destination}: {sent}{kept}"
     print_rate(facts, text, pushed.sent_bytes, started_s, as_json=as_json)
@@ -86,7 +99,8 @@ def pull(
     started_s = time.monotonic()
     source = open_source(url, of_caller())
     manifest = find_manifest(source, weights_file(url)) if is_remote(url) else read_manifest(source)
-    node = options.gateway_settings().cache_dir
+    settings = options.gateway_settings()
+    node = settings.cache_dir
     kept = f"interrupted: what has arrived is kept in {folder or node}; the same command continues there"
     with exit_codes.on_interrupt(kept), display.progress(f"pulling {source.url}") as progress:
         if folder is not None:
@@ -96,7 +110,8 @@ def pull(
                 part_bytes=part_mib and part_mib << 20,
             )  # fmt: skip
         else:
-            with node_cache(node).open(manifest, source, progress=progress) as lease:
+            manifest = manifest.with_realm(realm_of(url, of_caller()))
+            with node_cache(node, _budgets(settings)).open(manifest, source, progress=progress) as lease:
                 lease.wait(copied=True)
                 where, stats = str(lease.root), lease.stats
     elapsed_s = time.monotonic() - started_s
@@ -104,6 +119,10 @@ def pull(
         return display.print_json(_pull_facts(where, manifest, stats, elapsed_s))
     click.echo(f"pulled {source.url} into {where}: {contents(manifest)}")
     return click.echo(_fetched(manifest, stats, elapsed_s))
+
+
+def _budgets(settings: GatewaySettings) -> Budgets:
+    return Budgets(settings.cache_memory_mb, settings.cache_disk_mb)
 
 
 @click.command()
@@ -116,7 +135,8 @@ def cache(*, evict: str | None, as_json: bool) -> None:
 
     Example: pilotflame snapshot cache --evict 3f9c01
     """
-    found = Cache(node_tiers(options.gateway_settings().cache_dir))
+    settings = options.gateway_settings()
+    found = Cache(node_tiers(settings.cache_dir, _budgets(settings)))
     if evict is not None:
         digest = _full_digest(evict, {stored.digest for stored in found.list()})
         found.evict(digest)
@@ -166,7 +186,11 @@ def _full_digest(beginning: str, digests: set[str]) -> str:
     found = [digest for digest in digests if beginning and digest.startswith(beginning)]
     if len(found) == 1:
         return found[0]
-    remedy = "Give more of the digest." if found else "List them: pilotflame snapshot cache"
+    remedy = (
+        "Give more of the digest: pilotflame snapshot cache --json"
+        if found
+        else "List them: pilotflame snapshot cache"
+    )
     matching = f"{len(found) or 'No'} snapshots in the cache have a digest that begins with {beginning!r}."
     raise CacheError(matching, remedy=remedy)
 

@@ -13,7 +13,7 @@ text { font: 13px system-ui, sans-serif; fill: #24292f }
 .grid { stroke: #d0d7de; stroke-width: 1 } .axis { stroke: #8c959f; stroke-width: 1 }
 .page { fill: #ffffff }
 .orange { fill: #e8590c } .amber { fill: #ffc078 } .blue { fill: #1c7ed6 } .grey { fill: #868e96 }
-.red { fill: #e03131 } .sand { fill: #f4a261 } .pale { fill: #dee2e6 } .faint { fill: #f1f3f5 }
+.red { fill: #e03131 } .pale { fill: #dee2e6 } .faint { fill: #f1f3f5 }
 .line { fill: none; stroke-width: 1.5 } .line.grey { stroke: #495057; fill: none } .line.blue { stroke: #1c7ed6; fill: none }
 .line.orange { stroke: #e8590c; fill: none } .dashed { stroke-dasharray: 5 4 }
 @media (prefers-color-scheme: dark) {

@@ -15,7 +15,7 @@ import os
 import shutil
 import stat
 import tarfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -57,25 +57,25 @@ class CodeFile(NamedTuple):
     """0o755 if its owner may execute it, else 0o644."""
 
 
-def select(folder: Path, *, exclude: Path | None = None) -> list[CodeFile]:
+def select(folder: Path, *, exclude: Collection[Path] = ()) -> list[CodeFile]:
     """Return the files in `folder` that are a function's code, sorted by name.
 
-    `exclude`, the path of its snapshot, is left out with all that is inside it. Raise CodeError if the files
+    `exclude`, the paths of its snapshots, are left out with all that is inside them. Raise CodeError if the files
     are too many or too big, or if one cannot be used.
     """
     root = Path(os.path.realpath(folder))
     if not root.is_dir():
         raise CodeError(f"{folder} is not a folder.", remedy="Give the folder that holds handler.py.")
-    excluded = Path(os.path.realpath(root / exclude)) if exclude is not None else None
-    # If the snapshot is the function's folder itself, it is not left out, since then no file would remain.
-    walk = _Walk(root, _ignored(root), None if excluded == root else excluded)
+    excluded = {Path(os.path.realpath(root / path)) for path in exclude}
+    # If a snapshot is the function's folder itself, it is not left out, since then no file would remain.
+    walk = _Walk(root, _ignored(root), frozenset(excluded - {root}))
     return _selected(folder, walk)
 
 
 def withheld(folder: Path) -> list[str]:
     """Return the names of files and folders that are left out because they look like credentials."""
     root = Path(os.path.realpath(folder))
-    walk = _Walk(root, _ignored(root), None)
+    walk = _Walk(root, _ignored(root), frozenset())
     with contextlib.suppress(CodeError):
         _selected(folder, walk)
     return walk.withheld
@@ -110,7 +110,7 @@ def _selected(folder: Path, walk: _Walk) -> list[CodeFile]:
     return sorted(files, key=lambda file: file.name.encode())
 
 
-def pack(folder: Path, *, exclude: Path | None = None) -> bytes:
+def pack(folder: Path, *, exclude: Collection[Path] = ()) -> bytes:
     """Return the code in the function's folder as a tar.gz. The same code always gives the same bytes."""
     packed = io.BytesIO()
     with (
@@ -127,7 +127,7 @@ def pack(folder: Path, *, exclude: Path | None = None) -> bytes:
     return packed.getvalue()
 
 
-def copy_folder(source: Path, target: Path, *, exclude: Path | None = None) -> None:
+def copy_folder(source: Path, target: Path, *, exclude: Collection[Path] = ()) -> None:
     """Copy the code in the function's folder `source` into `target`, which must be empty or not exist."""
     files = select(source, exclude=exclude)
     make_empty(target)
@@ -142,7 +142,7 @@ def copy_folder(source: Path, target: Path, *, exclude: Path | None = None) -> N
         path.chmod(file.mode)
 
 
-def code_digest(folder: Path, *, exclude: Path | None = None) -> str:
+def code_digest(folder: Path, *, exclude: Collection[Path] = ()) -> str:
     """Return a SHA-256, in hex, of the path, executable bit and content of every file of the code."""
     digest = hashlib.sha256()
     for file in select(folder, exclude=exclude):
@@ -175,12 +175,12 @@ def _unreadable(name: object, error: OSError) -> CodeError:
 class _Walk:
     """Walks over a function's folder. Follows links, skips what is not code, and checks every other entry.
 
-    `root` is the folder's real path, and `excluded` the real path of the snapshot.
+    `root` is the folder's real path, and `excluded` the real paths of the snapshots.
     """
 
     root: Path
     ignored: GitIgnoreSpec
-    excluded: Path | None
+    excluded: frozenset[Path]
     withheld: list[str] = field(default_factory=list)
     """The names of the entries that are skipped because they match a pattern in `_CREDENTIALS`."""
 
@@ -221,7 +221,7 @@ class _Walk:
         # A virtual environment is left out under any name, unless the ignore file includes it.
         if found.include is None and entry.is_dir() and Path(entry.path, "pyvenv.cfg").is_file():
             return True
-        return self.excluded is not None and real.is_relative_to(self.excluded)
+        return any(real.is_relative_to(path) for path in self.excluded)
 
     def _check_link(self, name: str, real: Path, above: tuple[Path, ...]) -> None:
         if not real.is_relative_to(self.root):

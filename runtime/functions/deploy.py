@@ -20,18 +20,27 @@ from ...errors import RequirementsError, SettingsError, SnapshotError
 from ...handlers.dialects.recognise import recognise
 from ...machine import processors
 from ...snapshot.extras import is_installed, missing
-from ..link.worker_spec import WorkerSpec
-from ..settings.function_settings import FunctionSettings, read_settings, setting_origins
+from ...snapshot.handle import subject_of
+from ..link.worker_spec import Weights, WorkerSpec
+from ..settings.function_settings import (
+    FunctionSettings,
+    SnapshotPart,
+    read_settings,
+    setting_of,
+    setting_origins,
+)
 from . import code, requirements
 from .archive import unpack
 from .cog_yaml import COG_YAML, CogYaml
 from .environment import Log, ensure_environment
-from .store import CODE_FOLDER, RevisionFields, RevisionRecord, Store
+from .store import CODE_FOLDER, RevisionFields, RevisionRecord, Store, StoredSnapshot
 
 if TYPE_CHECKING:
     from ...snapshot.format.manifest import Manifest
 
 MANIFEST_FILE = "manifest.json"
+# Holds a folder for each named snapshot, with its manifest and assets. Those of the only one are not in a folder.
+SNAPSHOTS_FOLDER = "snapshots"
 # Holds the files of a remote snapshot that are not weights, such as config and tokenizer.
 ASSETS_FOLDER = "assets"
 REQUIREMENTS_FILE = "requirements.txt"
@@ -70,7 +79,8 @@ def prepare(
 ) -> tuple[Path, RevisionFields]:
     """Copy and check what is needed for a revision. Return its staged folder and the fields of its record.
 
-    `environments` holds the Python environments. `secrets_of` returns the secrets of a function. If an error is raised, the staged folder has been removed.
+    `environments` holds the Python environments. `secrets_of` returns the secrets of a function. If an error
+    is raised, the staged folder has been removed.
     """
     staged = store.stage()
     staged_code = staged / CODE_FOLDER
@@ -91,60 +101,99 @@ def prepare(
             raise _unbuilt(settings)
         if settings.source and not is_installed("boto3"):
             raise missing("A [[source]] table", "boto3")
-        snapshot = settings.snapshot_path(folder)
-        if snapshot is not None and not snapshot.exists():
-            remedy = "Put the weights there, or set `snapshot` (or --snapshot) to where they are."
-            raise SnapshotError(
-                f"snapshot is {settings.snapshot!r}: {snapshot} does not exist.", remedy=remedy
-            )
+        local = _local_snapshots(settings, folder)
         if request.path is not None:
-            code.copy_folder(folder, staged_code, exclude=snapshot)
-        store.weights.share(staged_code, snapshot)
+            code.copy_folder(folder, staged_code, exclude=local.values())
+        store.weights.share(staged_code, local.values())
         environment = _environment(staged_code, environments, settings, request, cog, log)
-        fields = _fields(staged, settings, snapshot, environment, log, secrets_of(settings.name))
+        fields = _fields(staged, settings, local, environment, log, secrets_of(settings.name))
         origins = {f"env.{variable}": COG_YAML for variable in cog.env()}
         origins |= setting_origins(folder, overrides=request.overrides)
         undo.pop_all()
     return staged, fields.model_copy(update={"setting_origins": origins, "deployed_by": request.owner})
 
 
+def _local_snapshots(settings: FunctionSettings, folder: Path) -> dict[str, Path]:
+    """Return the paths of the snapshots on this node, by name. Raise SnapshotError if one does not exist."""
+    found = settings.snapshot_paths(folder)
+    for name, path in found.items():
+        if not path.exists():
+            key = setting_of(name)
+            fault = f"{key} is {settings.all_snapshots[name]!r}: {path} does not exist."
+            option = " (or --snapshot)" if not name else ""
+            raise SnapshotError(
+                fault, remedy=f"Put the weights there, or set `{key}`{option} to where they are."
+            )
+    return found
+
+
 def _fields(
     staged: Path,
     settings: FunctionSettings,
-    snapshot: Path | None,
+    local: dict[str, Path],
     environment: tuple[Path, str],
     log: Log,
     secrets: Mapping[str, str],
 ) -> RevisionFields:
-    """Put the snapshot's manifest and assets into the staged folder. Return the fields of the record."""
-    staged_code = staged / CODE_FOLDER
-    if snapshot is not None:
-        _write_manifest(snapshot, staged / MANIFEST_FILE, log)
-        # The path of uploaded weights is stored relative to the code: the staged folder is moved later.
-        if snapshot.is_relative_to(uploaded := staged_code.resolve()):
-            snapshot = snapshot.relative_to(uploaded)
-    if (url := settings.snapshot_url) is not None:
-        url = _fetch_manifest(url, staged, log, secrets)
+    """Put the snapshots' manifests and assets into the staged folder. Return the fields of the record."""
+    snapshots = {}
+    for name in settings.all_snapshots:
+        try:
+            snapshots[name] = _described(staged, name, settings, local, log, secrets)
+        except SnapshotError as error:
+            raise error.about(subject_of(name)) from error
     return RevisionFields(
-        code_digest=code.code_digest(staged_code), settings=settings, snapshot_root=snapshot,
-        snapshot_url=url, python=environment[0], requirements_digest=environment[1],
+        code_digest=code.code_digest(staged / CODE_FOLDER), settings=settings, snapshots=snapshots,
+        python=environment[0], requirements_digest=environment[1],
     )  # fmt: skip
+
+
+def _described(
+    staged: Path,
+    name: str,
+    settings: FunctionSettings,
+    local: dict[str, Path],
+    log: Log,
+    secrets: Mapping[str, str],
+) -> StoredSnapshot:
+    """Put the manifest and the assets of a snapshot into the staged folder. Return where its weights are."""
+    folder, part = _folder_of(staged, name), settings.snapshot_part
+    folder.mkdir(parents=True, exist_ok=True)
+    if (root := local.get(name)) is None:
+        return StoredSnapshot(url=_fetch_manifest(settings.all_snapshots[name], folder, part, log, secrets))
+    _write_manifest(root, folder / MANIFEST_FILE, part, log)
+    # The path of uploaded weights is stored relative to the code: the staged folder is moved later.
+    if root.is_relative_to(uploaded := (staged / CODE_FOLDER).resolve()):
+        root = root.relative_to(uploaded)
+    return StoredSnapshot(root=root)
+
+
+def _folder_of(revision: Path, name: str) -> Path:
+    """Return the folder of a revision that holds the manifest and the assets of a snapshot."""
+    return revision / SNAPSHOTS_FOLDER / name if name else revision
 
 
 def worker_spec(store: Store, record: RevisionRecord, cache: Path) -> WorkerSpec:
     """Return what zygotes and workers need to know of a revision. `cache` holds fetched snapshots."""
     settings, folder = record.settings, store.code(record)
-    snapshot = folder.parent / ASSETS_FOLDER if record.snapshot_url else record.snapshot_root
+    weights = [_weights(folder, name, stored, cache) for name, stored in record.snapshots.items()]
     return WorkerSpec(
         function=record.function, revision=record.revision, code=folder, handler=settings.handler,
         python=str(record.python),
-        snapshot=folder / snapshot if snapshot is not None else None,
-        manifest=folder.parent / MANIFEST_FILE if snapshot is not None else None,
-        source=record.snapshot_url or "", cache=cache if record.snapshot_url else None,
+        weights=tuple(weights),
         concurrency=settings.concurrency, threads=settings.threads or fair_threads(settings),
         image=settings.image.name or "", resources=settings.resources, env=settings.env,
         preload=heavy_imports(folder / recognise(folder, settings.handler).file),
+        compiled=store.compiled(record),
     )  # fmt: skip
+
+
+def _weights(code_folder: Path, name: str, stored: StoredSnapshot, cache: Path) -> Weights:
+    folder = _folder_of(code_folder.parent, name)
+    if stored.url is not None:
+        assets, manifest = folder / ASSETS_FOLDER, folder / MANIFEST_FILE
+        return Weights(name=name, root=assets, manifest=manifest, source=stored.url, cache=cache)
+    return Weights(name=name, root=code_folder / (stored.root or ""), manifest=folder / MANIFEST_FILE)
 
 
 def fair_threads(settings: FunctionSettings) -> int:
@@ -245,7 +294,7 @@ def _environment(
     return Path(sys.executable), digest
 
 
-def _write_manifest(snapshot: Path, target: Path, log: Log) -> None:
+def _write_manifest(snapshot: Path, target: Path, part: SnapshotPart, log: Log) -> None:
     """Write a manifest of the weights to `target`: a copy of the one beside them, or else a new one."""
     # Imported here, as in `_fetch_manifest`, so that deploys without weights do not wait for these imports.
     from ...snapshot.format.create import create  # noqa: PLC0415
@@ -255,7 +304,7 @@ def _write_manifest(snapshot: Path, target: Path, log: Log) -> None:
     if not beside.is_file():
         log(f"making a manifest of {snapshot}")
     manifest = Manifest.read(beside) if beside.is_file() else create(snapshot)
-    manifest.write(target)
+    _needed(manifest, part, log).write(target)
     _enlarge_pages(beside.parent, manifest)
 
 
@@ -268,7 +317,18 @@ def _enlarge_pages(root: Path, manifest: Manifest) -> None:
         enlarge_cached_pages(root, manifest)
 
 
-def _fetch_manifest(url: str, folder: Path, log: Log, secrets: Mapping[str, str]) -> str:
+def _needed(manifest: Manifest, part: SnapshotPart, log: Log) -> Manifest:
+    """Return the manifest for what the function needs of the snapshot."""
+    if not part.tensors and not part.slices:
+        return manifest
+    from ...snapshot.format.slices import part_of  # noqa: PLC0415  as above
+
+    needed = part_of(manifest, part.tensors, part.slices)
+    log(f"of {manifest.total_bytes:,} bytes of weights, {needed.needed_bytes:,} are needed")
+    return needed
+
+
+def _fetch_manifest(url: str, folder: Path, part: SnapshotPart, log: Log, secrets: Mapping[str, str]) -> str:
     """Fetch a remote snapshot's manifest and assets. The zygote needs them before the weights.
 
     Return the URL from which the revision's weights are fetched. If `url` names a branch, it names its commit.
@@ -277,6 +337,7 @@ def _fetch_manifest(url: str, folder: Path, log: Log, secrets: Mapping[str, str]
     from ...snapshot.format.discover import find_manifest  # noqa: PLC0415
     from ...snapshot.sources.locate import open_source, weights_file  # noqa: PLC0415
     from ...snapshot.sources.location import shown  # noqa: PLC0415
+    from ...snapshot.sources.realm import realm_of  # noqa: PLC0415
     from ...snapshot.sources.source import Pinnable  # noqa: PLC0415
 
     log(f"reading the manifest of {shown(url)}")
@@ -288,7 +349,8 @@ def _fetch_manifest(url: str, folder: Path, log: Log, secrets: Mapping[str, str]
     manifest = find_manifest(source, file)
     if manifest.observed is not None:
         log(f"{shown(url)} has no manifest: the first fetch makes one")
-    manifest.write(folder / MANIFEST_FILE)
+    needed = _needed(manifest, part, log).with_realm(realm_of(url, secrets))
+    needed.write(folder / MANIFEST_FILE)
     (folder / ASSETS_FOLDER).mkdir()
     fetch_assets(manifest, source, folder / ASSETS_FOLDER)
     return url

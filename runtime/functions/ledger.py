@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -12,8 +13,8 @@ from ..scaling.budget import Spending, day_of
 from ..serving.account import Account, StoredUsage
 from ..telemetry.metrics import Reading, Totals
 from ..telemetry.timeline import PHASES, WAITING_PHASES
-from ..telemetry.usage import Prices, Usage
-from ..telemetry.usage_store import HOUR_S, Standing, UsageQuery, UsageRecord, UsageStore
+from ..telemetry.usage import HOUR_S, Prices, Usage
+from ..telemetry.usage_store import Standing, UsageQuery, UsageRecord, UsageStore
 
 LOG = logging.getLogger(__name__)
 WRITE_EVERY_S = 60.0
@@ -48,12 +49,13 @@ class Ledger:
             today = used if self._stored_day == day else Usage()
             forgiven = Spending(standing.money, standing.seconds) if standing.day == day else Spending()
             stored = StoredUsage(today, forgiven, standing.holding)
-            self._accounts[function] = Account(function, self.prices, stored)
+            counted = functools.partial(self._new_colds, function)
+            self._accounts[function] = Account(function, self.prices, stored, counted)
         return self._accounts[function]
 
     def note_removed(self, function: str) -> None:
         """A function was deleted. Its metrics are dropped next."""
-        self._settle(function, self.account(function))
+        self.account(function).note_removed()
         self._known_colds.pop(function, None)
 
     async def run(self) -> None:
@@ -85,14 +87,14 @@ class Ledger:
             self._begun_at = time.time()
             # Before it is stored: the thread goes on if this is cancelled, and nothing is to be stored twice.
             for record in records:
-                self._accounts[record.function].written(record.usage)
+                self._accounts[record.function].written(record.owner, record.usage)
             try:
                 loop = asyncio.get_running_loop()
                 await asyncio.shield(loop.run_in_executor(None, self._store.add, at, records))
             except GatewayError:
                 self._begun_at = at
                 for record in records:
-                    self._accounts[record.function].not_written(record.usage)
+                    self._accounts[record.function].not_written(record.owner, record.usage)
                 raise
             self._forget_ended()
 
@@ -118,14 +120,21 @@ class Ledger:
         """Return the metrics of usage and budgets."""
         seconds, cost, budget = (dict[tuple[str, ...], float]() for _ in range(3))
         for function, account in self._accounts.items():
-            self._settle(function, account)
+            account.settle()
             used = account.total
-            for rung, s in (("ready", used.worker_s), ("zygote", used.zygote_s), ("local", used.local_s)):
+            ready_s = used.worker_s - used.parked_s
+            held = (
+                ("ready", ready_s),
+                ("parked", used.parked_s),
+                ("zygote", used.zygote_s),
+                ("local", used.local_s),
+            )
+            for rung, s in held:
                 seconds[function, rung] = s
             cost[(function,)] = used.cost
             if account.limited:
                 budget[(function,)] = account.share
-        rungs = "Seconds on each rung: of workers, without a worker but with a zygote, and with files only."
+        rungs = "Seconds on each rung: of workers, of parked ones, without a worker but with a zygote, and with files only."
         return [
             Reading("rung_seconds", rungs, seconds, ("function", "rung"), total=True),
             Reading("cost", "Money for memory, disk and devices, at the gateway's prices.", cost, total=True),
@@ -133,21 +142,21 @@ class Ledger:
         ]
 
     def _records(self) -> Sequence[UsageRecord]:
-        for function, account in self._accounts.items():
-            self._settle(function, account)
+        for account in self._accounts.values():
+            account.settle()
         return [
-            UsageRecord(function, account.owner, account.unwritten, _standing(account))
+            UsageRecord(function, owner, used, _standing(account))
             for function, account in self._accounts.items()
-            if account.in_use or account.unwritten != Usage()
+            for owner, used in account.unwritten().items()
         ]
 
-    def _settle(self, function: str, account: Account) -> None:
-        account.settle()
+    def _new_colds(self, function: str) -> Usage:
+        """Return the cold starts of a function since the last call."""
         totals = self._totals(function)
         waited_s = sum(totals.cold_phases_s.get(phase, 0.0) for phase in PHASES[:WAITING_PHASES])
         colds = Usage(cold_starts=totals.cold_starts, waiting_s=waited_s)
-        account.add(colds - self._known_colds.get(function, Usage()))
-        self._known_colds[function] = colds
+        before, self._known_colds[function] = self._known_colds.get(function, Usage()), colds
+        return colds - before
 
 
 def _standing(account: Account) -> Standing:

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
+from statistics import fmean
 from typing import Any, Literal
 
 import psutil
@@ -36,6 +37,8 @@ class Workers(BaseModel, frozen=True):
     """How many workers there are, by state."""
 
     ready: int
+    parked: int
+    """Their weights have given the memory of their devices back. They wake faster than a worker starts."""
     starting: int
     draining: int
 
@@ -109,6 +112,7 @@ class FunctionStatus(BaseModel, frozen=True):
     streaming: bool
     batch: int | None
     snapshot: str | None
+    snapshots: dict[str, str] = {}
     workers: Workers
     standby: bool
     zygote: bool
@@ -142,12 +146,13 @@ class FunctionStatus(BaseModel, frozen=True):
 class Prefetched(BaseModel, frozen=True):
     """What a prefetch has brought to this node. `image` and `snapshot` are None if the function has none.
 
-    `fetched_bytes` are those of the snapshot that were missing.
+    `snapshots` are the URLs of named ones. `fetched_bytes` are those of all snapshots that were missing.
     """
 
     function: str
     image: Literal["present", "pulled"] | None = None
     snapshot: str | None = None
+    snapshots: dict[str, str] = {}
     fetched_bytes: int = 0
 
 
@@ -160,14 +165,16 @@ class RevisionFacts(BaseModel, frozen=True):
     state: Literal["live", "draining", "stored"]
     code_digest: str
     snapshot: str | None
+    snapshots: dict[str, str] = {}
     size_bytes: int
 
     @classmethod
     def of(cls, record: RevisionRecord, size_bytes: int, *, live: bool, busy: bool) -> RevisionFacts:
+        snapshots = snapshots_of(record)
         return cls(
             revision=record.revision, number=record.number, created_at=record.created_at,
             state="live" if live else "draining" if busy else "stored", code_digest=record.code_digest,
-            snapshot=snapshot_of(record), size_bytes=size_bytes,
+            snapshot=snapshots.pop("", None), snapshots=snapshots, size_bytes=size_bytes,
         )  # fmt: skip
 
 
@@ -197,9 +204,10 @@ class Live:
         return bool(self.record.handler.get("build_s", math.inf) <= seconds)
 
     @property
-    def on_device(self) -> bool:
-        """True if its workers hold a GPU."""
-        return any(replica.device.startswith("cuda") for replica in self.revision.pool.replicas)
+    def devices(self) -> float:
+        """How many GPUs one of its workers holds, in the mean; shares of them by their memory."""
+        held = [self.revision.devices(replica) for replica in self.revision.pool.replicas]
+        return fmean(held) if held else 0.0
 
     def open_account(self) -> None:
         """Let the function's budget be that of this revision, which is live now."""
@@ -272,13 +280,17 @@ class Live:
         facts, settings = record.handler, record.settings
         budget, account = self.budget(), self.revision.history.account
         warnings = [*self.warnings, *([account.describe()] if account.scarce else [])]
-        snapshot, step = snapshot_of(record), self.revision.history.ladder.next_step
-        if record.snapshot_url:
-            settings = settings.model_copy(update={"snapshot": snapshot})
+        snapshots, step = snapshots_of(record), self.revision.history.ladder.next_step
+        if urls := {name: snapshots[name] for name in settings.snapshot_urls}:
+            shown_urls = {"snapshot": urls.pop("", None), "snapshots": settings.snapshots | urls}
+            settings = settings.model_copy(update=shown_urls)
+        snapshot = snapshots.pop("", None)
         return FunctionStatus(
             name=record.function, revision=record.revision, created_at=record.created_at, snapshot=snapshot,
-            workers=Workers(ready=census.ready, starting=census.starting, draining=census.draining),
-            standby=census.standby, zygote=census.zygote, rung=self.revision.rung,
+            snapshots=snapshots, workers=Workers(
+                ready=census.ready, parked=census.parked, starting=census.starting, draining=census.draining
+            ),
+            standby=census.standby, zygote=census.zygote, rung=self.revision.stands_on,
             next_rung=step.rung if step else None, next_rung_at=datetime.fromtimestamp(step.at, UTC) if step else None,
             queued=census.queued, in_flight=census.in_flight,
             activations=self.revision.pool.activations,
@@ -310,11 +322,15 @@ class Live:
         return await asyncio.to_thread(lambda: [process for row in rows for process in memory_of(*row)])
 
 
-def snapshot_of(record: RevisionRecord) -> str | None:
-    """Return the path or URL of a revision's weights. A URL is returned without the credentials it may hold."""
-    if record.snapshot_url:
-        return shown(record.snapshot_url)
-    return str(record.snapshot_root) if record.snapshot_root else None
+def snapshots_of(record: RevisionRecord) -> dict[str, str]:
+    """Return the paths or URLs of a revision's weights, by name; the only one has the name "".
+
+    A URL is returned without the credentials it may hold.
+    """
+    return {
+        name: shown(stored.url) if stored.url is not None else str(stored.root)
+        for name, stored in record.snapshots.items()
+    }
 
 
 def policy_of(record: RevisionRecord) -> Policy:
@@ -327,11 +343,13 @@ def policy_of(record: RevisionRecord) -> Policy:
         ScaleSpec(
             scale.min, scale.max, scale.buffer, in_flight, WINDOW_S if timeout_s is None else timeout_s,
             WINDOW_S if timeout_s is None else min(timeout_s, WINDOW_S),
+            math.inf if scale.park_after_s is None else scale.park_after_s,
         ),
         max_batch=batch,
         interruptible=record.handler.get("kind") in ("async", "async_generator"),
         streaming=bool(record.handler.get("streaming")),
         aggregates=bool(record.handler.get("aggregate", True)),
+        owner=record.deployed_by,
     )  # fmt: skip
 
 
@@ -341,7 +359,8 @@ def ladder_spec_of(record: RevisionRecord, prices: HoldingPrices) -> LadderSpec:
     if scale.price_waiting_s is not None:
         prices = prices._replace(waiting_s=scale.price_waiting_s)
     rungs = tuple(rung for rung in PLANNED if rung is not RungName.ZYGOTE or scale.rest == "zygote")
-    return LadderSpec(rungs, prices, planned=scale.idle_timeout_s is None and not scale.min)
+    planned = scale.idle_timeout_s is None and not scale.min
+    return LadderSpec(rungs, prices, planned=planned, slow_share=scale.slow_share)
 
 
 def memory_of(pid: int, role: str, name: str) -> Iterator[Process]:

@@ -11,9 +11,11 @@ import asyncio
 import contextlib
 import os
 import select
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+from ...machine import CGROUPS, PROC, limits, physical_memory
 
 # Memory is short when so much of a limit cannot be reclaimed. Then there is to be less than EASY_SHARE again.
 SHORT_SHARE, EASY_SHARE = 0.8, 0.7
@@ -23,7 +25,6 @@ TRIGGER = b"some 200000 2000000\0"
 DEAF_S = 0.05
 # Version 1 reports when a group passes these shares. They count what can be reclaimed, too, so one is not enough.
 REPORTED_SHARES = tuple(share / 100 for share in range(70, 100, 3))
-_CGROUPS, _PROC = Path("/sys/fs/cgroup"), Path("/proc")
 # A limit of version 1 that is none is as large as the address space.
 _NO_LIMIT = 1 << 60
 
@@ -44,40 +45,20 @@ class MemoryLimit:
         return sum(int(value) for key, value in pairs if key in wanted)
 
 
-def find_limit(cgroups: Path = _CGROUPS, proc: Path = _PROC) -> MemoryLimit | None:
+def find_limit(cgroups: Path = CGROUPS, proc: Path = PROC) -> MemoryLimit | None:
     """Return the smallest limit of the cgroups of this process."""
-    return min(_limits(cgroups, proc), key=lambda one: one.limit_bytes, default=None)
-
-
-def _limits(cgroups: Path, proc: Path) -> Iterator[MemoryLimit]:
-    with contextlib.suppress(OSError):
-        for line in (proc / "self" / "cgroup").read_text().splitlines():
-            number, controllers, path = line.split(":", 2)
-            unified = number == "0" and not controllers
-            if not unified and "memory" not in controllers.split(","):
-                continue
-            root = cgroups if unified else cgroups / "memory"
-            folder = root / path.lstrip("/")
-            # In a container, the group may be the root itself, and named as the host names it.
-            file = "memory.max" if unified else "memory.limit_in_bytes"
-            # ValueError: there is no limit, and the file contains "max".
-            for one in (folder, *(above for above in folder.parents if above.is_relative_to(root))):
-                with contextlib.suppress(OSError, ValueError):
-                    if (limit := int((one / file).read_text())) < _NO_LIMIT:
-                        yield MemoryLimit(one, limit, unified)
-
-
-def _machine(proc: Path) -> tuple[int, int]:
-    """Return the memory of the machine and what is available, in bytes. Raise OSError."""
-    pairs = (line.split()[:2] for line in (proc / "meminfo").read_text().splitlines())
-    amounts = {key: int(value) * 1024 for key, value in pairs}
-    return amounts["MemTotal:"], amounts["MemAvailable:"]
+    found = (
+        MemoryLimit(one.folder, one.numbers[0], one.unified)
+        for one in limits("memory", cgroups, proc / "self" / "cgroup")
+        if one.numbers[0] < _NO_LIMIT
+    )
+    return min(found, key=lambda one: one.limit_bytes, default=None)
 
 
 class MemoryPressure:
     """Calls back when memory may be short. `short_bytes` says whether it is."""
 
-    def __init__(self, on_pressure: Callable[[], None], cgroups: Path = _CGROUPS, proc: Path = _PROC) -> None:
+    def __init__(self, on_pressure: Callable[[], None], cgroups: Path = CGROUPS, proc: Path = PROC) -> None:
         self._on_pressure, self._proc = on_pressure, proc
         self.limit = find_limit(cgroups, proc)
         self._loop = asyncio.get_running_loop()
@@ -105,7 +86,7 @@ class MemoryPressure:
         """Return how many bytes should be freed, 0 if none. Reads files of the kernel."""
         short = 0.0
         with contextlib.suppress(OSError, KeyError, ValueError):
-            total, available = _machine(self._proc)
+            total, available = physical_memory(self._proc)
             short = _short(total - available, total)
         if self.limit is not None:
             with contextlib.suppress(OSError, ValueError):

@@ -59,7 +59,7 @@ class Metering:
     async def _measure(self, function: str, live: Live) -> None:
         processes, disk_gb = await live.processes(), await self._disk_gb(function, live.record.revision)
         account = live.revision.history.account
-        account.measured(_holding(account.holding, processes, disk_gb, live.on_device))
+        account.measured(_holding(account.holding, processes, disk_gb, live.devices))
         if live.revision.pool.replicas:
             self._measure_in(EVERY_S, function)
 
@@ -72,7 +72,7 @@ class Metering:
         return self._sizes[function][1]
 
 
-def _holding(before: Holding, processes: list[Process], disk_gb: float, on_device: bool) -> Holding:
+def _holding(before: Holding, processes: list[Process], disk_gb: float, devices: float) -> Holding:
     """Return what a function holds. What has just ended is what it was when it was measured before."""
     workers = [process.pss_mb * _MIB / GB for process in processes if process.role == "worker"]
     rest = [process.pss_mb * _MIB / GB for process in processes if process.role != "worker"]
@@ -80,5 +80,5 @@ def _holding(before: Holding, processes: list[Process], disk_gb: float, on_devic
         worker_gb=fmean(workers) if workers else before.worker_gb,
         rest_gb=sum(rest) if rest else before.rest_gb,
         disk_gb=disk_gb,
-        devices=float(on_device) if workers else before.devices,
+        devices=devices if workers else before.devices,
     )

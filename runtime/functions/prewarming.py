@@ -100,13 +100,18 @@ class _Expected:
 class Prewarming:
     """Watches the schedules of the live functions, and who is called after whom."""
 
-    def __init__(self, functions: Functions, clock: Callable[[], float] = time.time) -> None:
-        """`clock` returns the Unix seconds."""
-        self._functions, self._clock = functions, clock
+    def __init__(
+        self, functions: Functions, clock: Callable[[], float] = time.time, *, learned: bool = True
+    ) -> None:
+        """`clock` returns the Unix seconds. Unless `learned`, only upstream functions count that settings name."""
+        self._functions, self._clock, self._learned = functions, clock, learned
         self._loop = asyncio.get_running_loop()
         self._alarms = Alarms()
         self._timer: asyncio.TimerHandle | None = None
-        self._upstreams = Upstreams()
+        # By function.
+        self._owners: dict[str, str] = {}
+        # By owner: one owner's calls say nothing to another one, and start none of their workers.
+        self._upstreams: dict[str, Upstreams] = {}
         # By upstream function: those of which its calls start a worker, as their settings say.
         self._declared: dict[str, set[str]] = {}
         # By function and upstream function.
@@ -114,20 +119,31 @@ class Prewarming:
 
     def follow(self, name: str) -> None:
         """Follow the signals of a function, of which a revision became live."""
-        settings = self._functions.get(name).record.settings
+        live = self._functions.get(name)
+        settings, owner = live.record.settings, live.record.deployed_by
         for schedule, left_s in list(self._alarms.put(name, settings.schedule, self._clock())):
             self._fire(name, schedule, left_s)
         self._arm()
         self._declare(name, settings.after)
+        if self._owners.get(name) != owner:
+            self._forget_pairs(name)
+            self._owners[name] = owner
+            self._upstreams.setdefault(owner, Upstreams()).adopt(name, live.revision.history.upstreams)
 
     def forget(self, name: str) -> None:
         """Forget the signals of a deleted function."""
         self._alarms.drop(name)
         self._arm()
         self._declare(name, ())
-        self._upstreams.forget(name)
+        self._forget_pairs(name)
         for pair in [pair for pair in self._expected if name in pair]:
             self._drop(pair)
+
+    def _forget_pairs(self, name: str) -> None:
+        if (owner := self._owners.pop(name, None)) is not None:
+            self._upstreams[owner].forget(name)
+            if owner not in self._owners.values():
+                del self._upstreams[owner]
 
     def close(self) -> None:
         if self._timer is not None:
@@ -178,15 +194,19 @@ class Prewarming:
         self._loop.call_soon(self._expect_followers, name, called_s)
 
     def _expect_followers(self, name: str, called_s: float) -> None:
-        self._upstreams.note(name, called_s)
+        if (owner := self._owners.get(name)) is None:
+            # It was deleted.
+            return
+        upstreams = self._upstreams[owner]
+        upstreams.note(name, called_s)
         declared = self._declared.get(name, ())
-        for follower, delays in self._upstreams.followers(name):
+        for follower, delays in upstreams.followers(name) if self._learned else ():
             if follower not in declared and (live := self._find(follower)) is not None:
                 window = delays.best_window(live.revision.history.ladder.climb_cost())
                 if window is not None:
                     self._expect(follower, name, "upstream", called_s, window)
         for follower in declared:
-            found = self._upstreams.delays(follower, name)
+            found = upstreams.delays(follower, name)
             span_s = found.span_s() if found is not None and found.known else HOLD_S
             self._expect(follower, name, f"upstream {name}", called_s, Window(0.0, span_s, 1.0))
 

@@ -20,6 +20,7 @@ from ..launching.fetcher_client import FetcherClient
 from ..launching.launcher import Launcher
 from ..scaling.rung_figures import HoldingPrices
 from ..serving.function_history import FunctionHistories
+from ..serving.gpu_places import GpuPlaces
 from ..serving.latency_curve_store import LatencyCurveStore
 from ..serving.revision import Revision
 from ..serving.worker_limit import WorkerLimit
@@ -74,6 +75,7 @@ class Functions:
     histories: FunctionHistories
     prices: HoldingPrices
     limit: WorkerLimit
+    gpus: GpuPlaces
     _live: dict[str, Live] = field(default_factory=dict, init=False)
     # A lock goes when no deploy and no delete holds it or waits for it: names come and go.
     _locks: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary, init=False)
@@ -151,6 +153,7 @@ class Functions:
             logs.write("deploy", text)
         with contextlib.ExitStack() as failing:
             failing.callback(self._threads.submit, _remove, staged)
+            self.gpus.check(name, fields.settings.resources)
             async with self._lock(name):
                 self._check_open()
                 failing.pop_all()
@@ -190,9 +193,14 @@ class Functions:
         image = None
         if spec.image:
             image = "pulled" if await self.launcher.provide(spec) else "present"
-        fetched_bytes = await self.weights.prefetch(spec, self.secrets.of(name)) if spec.source else 0
+        fetched_bytes = await self.weights.prefetch(spec, self.secrets.of(name)) if spec.remote else 0
+        urls = {weights.name: weights.source for weights in spec.remote}
         return Prefetched(
-            function=name, image=image, snapshot=spec.source or None, fetched_bytes=fetched_bytes
+            function=name,
+            image=image,
+            snapshot=urls.pop("", None),
+            snapshots=urls,
+            fetched_bytes=fetched_bytes,
         )
 
     async def revisions(self, name: str) -> list[RevisionFacts]:
@@ -368,15 +376,18 @@ class Functions:
     async def _create(self, record: RevisionRecord, logs: LogBook) -> Live:
         # `worker_spec` and `LatencyCurveStore.open` read files, so they run in threads.
         spec = await self._thread(functools.partial(worker_spec, self.store, record, self.weights.cache))
+        if seen := self.gpus.environment(spec.resources):
+            spec = spec.model_copy(update={"env": {**spec.env, **seen}})
         # Measured latency curves are valid for revisions with the same `key` and the same weights. So the key
         # holds all else of a revision that affects the speed of its workers.
         settings = f"{record.settings.concurrency} {record.settings.threads}"
         key = f"{record.code_digest} {record.requirements_digest} {settings}"
         launcher = EnvironmentLauncher(self.launcher, self.environments, requirements_of, self._thread)
-        opened = functools.partial(LatencyCurveStore.open, self.store.curves, key, spec.manifest)
+        manifests = [weights.manifest for weights in spec.weights]
+        opened = functools.partial(LatencyCurveStore.open, self.store.curves, key, *manifests)
         curves = await self._thread(opened)
-        if spec.source:
-            self.tasks.create_task(self.weights.warm())
+        if spec.remote:
+            self.tasks.create_task(self.weights.warm(spec, self.secrets.of(record.function)))
 
         def called(at_s: float) -> None:
             for callback in self.events.called:
@@ -389,7 +400,7 @@ class Functions:
         revision = Revision(
             spec, policy_of(record), launcher, logs.of(record.revision), self.tasks, activated, self.weights,
             lambda: self.secrets.of(record.function), curves,
-            await self.histories.of(record.function), self.limit, called,
+            await self.histories.of(record.function), self.limit, self.gpus, called,
         )  # fmt: skip
         return Live(record, revision, logs)
 

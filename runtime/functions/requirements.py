@@ -90,6 +90,8 @@ def check_requirements(
     interpreter are used. Only then are the dependencies that extras add checked too. With `stand_ins`, a package
     that is not installed and has a stand-in meets any requirement.
     """
+    if not (lines := parse_requirements(text, file)):
+        return
     if installed is None:
         # Otherwise Python may not see a package that was installed since it last looked into the folder.
         importlib.invalidate_caches()
@@ -98,7 +100,7 @@ def check_requirements(
     stood_in = STOOD_IN - versions.keys() if stand_ins else frozenset()
     unmet: dict[int, list[str]] = {}
     wanted: list[str] = []
-    for line in parse_requirements(text, file):
+    for line in lines:
         for requirement in _with_extras(line.requirement, follow=installed is None):
             if canonicalize_name(requirement.name) in stood_in:
                 continue
@@ -127,9 +129,11 @@ def installed_versions(paths: list[str] | None = None) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for distribution in metadata.distributions() if paths is None else metadata.distributions(path=paths):
+        # Each access parses the package's whole description.
+        fields = distribution.metadata
         # An interrupted installation can leave a *.dist-info folder without the package's name.
-        if name := distribution.metadata["Name"]:
-            found.setdefault(canonicalize_name(name), distribution.version)
+        if name := fields["Name"]:
+            found.setdefault(canonicalize_name(name), fields["Version"])
     return found
 
 

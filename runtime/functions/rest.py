@@ -83,9 +83,10 @@ class Rest:
 
     def __init__(
         self, functions: Callable[[], Sequence[Live]], launcher: Launcher, tasks: BackgroundTasks,
-        limit_mb: int | None,
+        limit_mb: int | None, give_back: Callable[[], float],
     ) -> None:  # fmt: skip
-        """`functions` returns all live functions."""
+        """`functions` returns all live functions. `give_back` frees memory that nothing uses, and returns how much."""
+        self._give_back = give_back
         self._functions, self._launcher, self._tasks = functions, launcher, tasks
         self._limit_mb = memory_bytes() * SHARE / _MIB if limit_mb is None else limit_mb
         self._loop = asyncio.get_running_loop()
@@ -192,6 +193,10 @@ class Rest:
         """Let idle functions step down while memory is short, as long as any can."""
         async with self._relieving:
             while (short := await self._short_bytes()) > 0:
+                if self._give_back() > 0:
+                    # If it does not suffice, functions are next.
+                    self._loop.call_later(RELIEF_S, self._start_relief)
+                    return
                 spare = [live for live in self._functions() if _spare(live.revision)]
                 families = {live.record.function: _Family.of(live.revision) for live in spare}
                 private = await asyncio.to_thread(_private, families)
@@ -256,7 +261,7 @@ class _Family(NamedTuple):
     @classmethod
     def of(cls, revision: Revision) -> _Family:
         source = revision.pool.zygote.source
-        workers = tuple(replica.child.pid for replica in revision.pool.ready)
+        workers = tuple(replica.child.pid for replica in revision.pool.ready + revision.pool.parked)
         return cls(source.zygote_pid if source is not None else None, workers)
 
 
@@ -288,11 +293,11 @@ def _idle(revision: Revision) -> bool:
 
 
 def _spare(revision: Revision) -> bool:
-    """Return True if it has ready workers, nobody needs them, and neither settings nor a signal keep them."""
+    """Return True if it has ready or parked workers, nobody needs them, and neither settings nor a signal keep them."""
     pool = revision.pool
     calls = pool.in_flight or pool.starting or len(revision.dispatcher.queue)
     kept = revision.policy.scale.min or revision.held_until_s is not None
-    return bool(pool.ready) and not calls and not kept
+    return bool(pool.ready or pool.parked) and not calls and not kept
 
 
 def _held_mb(pids: list[int]) -> float:

@@ -15,7 +15,7 @@ import hashlib
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 FOLDER = "weights"
@@ -46,13 +46,13 @@ class SharedWeights:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def share(self, code: Path, snapshot: Path | None) -> int:
+    def share(self, code: Path, snapshots: Collection[Path]) -> int:
         """Replace the weights in the folder `code`, a staged copy, by hard links. Return the bytes saved.
 
-        `snapshot` is the file or folder of the function's snapshot, if it has one.
+        `snapshots` are the files or folders of the function's snapshots.
         """
         saved = 0
-        for path in _weights(code, snapshot):
+        for path in _weights(code, snapshots):
             # OSError: the file system has no hard links, or allows no more of this file. Then the copy stays.
             with contextlib.suppress(OSError):
                 saved += self._share(path)
@@ -94,9 +94,9 @@ def _protect(path: Path) -> None:
     path.chmod(0o555 if path.stat().st_mode & stat.S_IXUSR else 0o444)
 
 
-def _weights(code: Path, snapshot: Path | None) -> Iterator[Path]:
+def _weights(code: Path, snapshots: Collection[Path]) -> Iterator[Path]:
     for path in sorted(code.rglob("*")):
         facts = path.lstat()
-        named = path.suffix in ENDINGS or (snapshot is not None and path.is_relative_to(snapshot))
+        named = path.suffix in ENDINGS or any(path.is_relative_to(snapshot) for snapshot in snapshots)
         if named and stat.S_ISREG(facts.st_mode) and facts.st_size >= MIN_BYTES:
             yield path

@@ -4,6 +4,7 @@
     <state dir>/functions/<name>/<revision>/revision.json    the record of the revision
     <state dir>/functions/<name>/current                     holds the id of the live revision
     <state dir>/weights/                                     weights that revisions share; see shared_weights.py
+    <state dir>/compiled/<name>/                             what compilers made; see worker/compiled_code.py
     <state dir>/staging/                                     folders being made or removed; emptied at start
 
 A revision is made under `staging`, synced to disk, and then moved to its place by a rename. Only after that
@@ -31,6 +32,7 @@ from pydantic import AwareDatetime, BaseModel, Field, model_validator
 from ...errors import BadInput, GatewayError, UnknownFunction, UnknownRevision
 from ...snapshot.publish import sync
 from ..access import private_files
+from ..link.worker_spec import CompiledCode
 from ..settings.function_settings import FunctionSettings, check_name, name_problem
 from . import shared_weights
 
@@ -42,19 +44,37 @@ _RECORD = "revision.json"
 _CURRENT = "current"
 
 
+class StoredSnapshot(BaseModel, frozen=True, extra="forbid"):
+    """Where a revision's weights are: on this node, if inside its code relative to that, or at a URL."""
+
+    root: Path | None = None
+    url: str | None = None
+
+
 class RevisionFields(BaseModel, frozen=True, extra="forbid"):
     """The part of a revision's record that is known before the store gives the revision its id."""
 
     code_digest: str
     settings: FunctionSettings
     setting_origins: dict[str, str] = Field(default_factory=dict)
-    snapshot_root: Path | None = None
-    snapshot_url: str | None = None
+    snapshots: dict[str, StoredSnapshot] = Field(
+        default_factory=dict, description="By name; the only one has none."
+    )
     python: Path
     requirements_digest: str
     handler: dict[str, Any] = Field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     deployed_by: str = Field("", description="The id of the API key that deployed it.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named_snapshots(cls, stored: Any) -> Any:
+        """Give the snapshot that an earlier release stored its present place."""
+        if not isinstance(stored, dict) or not ({"snapshot_root", "snapshot_url"} & set(stored)):
+            return stored
+        found = {key: value for key, value in stored.items() if key not in {"snapshot_root", "snapshot_url"}}
+        root, url = stored.get("snapshot_root"), stored.get("snapshot_url")
+        return {**found, "snapshots": {"": {"root": root, "url": url}} if root or url else {}}
 
     @model_validator(mode="before")
     @classmethod
@@ -78,10 +98,14 @@ class RevisionRecord(RevisionFields):
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """How many old revisions of each function are kept: at most `count`, of at most `size_bytes` in all."""
+    """How much of each function is kept.
+
+    At most `count` old revisions, of at most `size_bytes` in all, and about `compiled_bytes` of compiled code.
+    """
 
     count: int = 5
     size_bytes: int = 4 << 30
+    compiled_bytes: int = 1 << 30
 
 
 DEFAULT_RETENTION = Retention()
@@ -106,6 +130,7 @@ class Store:
         self.weights = shared_weights.SharedWeights(root.absolute() / shared_weights.FOLDER)
         self._retention = retention
         self._functions = root.absolute() / "functions"
+        self._compiled = root.absolute() / "compiled"
         self._staging = root.absolute() / "staging"
         self._report = report
         self._lock = threading.Lock()
@@ -123,6 +148,9 @@ class Store:
             # The gateway crashed during this function's first deploy, before the revision was moved here.
             if not any(folder.iterdir()):
                 folder.rmdir()
+        for compiled in self._compiled.glob("*/"):
+            if not self._retention.compiled_bytes or not (self._functions / compiled.name).is_dir():
+                self._discard_compiled(compiled.name)
 
     def stage(self) -> Path:
         """Return a new, empty folder for a revision. The caller puts the code into its subfolder `code`."""
@@ -171,6 +199,9 @@ class Store:
             # If the function has other revisions, its folder must stay, and rmdir fails.
             with contextlib.suppress(OSError):
                 folder.rmdir()
+            gone = not folder.exists()
+        if gone:
+            self._discard_compiled(record.function)
         shutil.rmtree(aside)
 
     def functions(self) -> dict[str, RevisionRecord]:
@@ -199,9 +230,23 @@ class Store:
         """Return the folder that holds the code of a revision."""
         return self._folder(record.function) / record.revision / CODE_FOLDER
 
+    def compiled(self, record: RevisionRecord) -> CompiledCode | None:
+        """Return where compilers keep what they make for a revision; None if that is not kept.
+
+        Nothing bounds what a running process writes there, so those whose disk is limited do not write there.
+        """
+        limit_bytes, settings = self._retention.compiled_bytes, record.settings
+        if not limit_bytes or settings.image.name or settings.resources.files == "private":
+            return None
+        made_from = f"{record.code_digest} {record.requirements_digest}"
+        code = hashlib.sha256(made_from.encode()).hexdigest()[:16]
+        return CompiledCode(folder=self._compiled / record.function, code=code, limit_bytes=limit_bytes)
+
     def delete(self, name: str) -> None:
         """Remove a function and all its revisions. Raise UnknownFunction if it does not exist."""
         aside = self._aside(check_name(name))
+        # First, so that a crash in between does not leave code to a new function of this name.
+        self._discard_compiled(name)
         with self._lock:
             try:
                 self._folder(name).rename(aside)
@@ -283,6 +328,14 @@ class Store:
 
     def _folder(self, name: str) -> Path:
         return self._functions / check_name(name)
+
+    def _discard_compiled(self, name: str) -> None:
+        """Remove what compilers made for a function, if there is any."""
+        aside = self._aside(name)
+        with contextlib.suppress(FileNotFoundError):
+            (self._compiled / name).rename(aside)
+            # A compiler that outlived its worker may still write there.
+            shutil.rmtree(aside, ignore_errors=True)
 
     def _aside(self, name: str) -> Path:
         return self._staging / f"{name}.{secrets.token_hex(8)}"

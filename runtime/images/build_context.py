@@ -14,7 +14,7 @@ import os
 import shutil
 import subprocess
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path, PurePosixPath
@@ -30,7 +30,7 @@ from ..functions import code
 from ..functions.cog_yaml import COG_YAML, CogYaml
 from ..functions.deploy import cog_yaml, function_requirements
 from ..functions.requirements import RequirementLine, parse_requirements
-from ..settings.function_settings import SETTINGS_FILE, FunctionSettings, Image, read_settings
+from ..settings.function_settings import SETTINGS_FILE, FunctionSettings, Image, read_settings, setting_of
 from ..settings.validation import validate
 from .recipe import (
     CODE_FOLDER,
@@ -74,12 +74,12 @@ def write_context(
     """
     settings = read_settings(source, overrides=overrides)
     cog = cog_yaml(source, settings.handler)
-    weights = settings.snapshot_path(source)
-    inside = _path_inside(source, weights)
+    weights = settings.snapshot_paths(source)
+    inside = {name: found for name, path in weights.items() if (found := _path_inside(source, path))}
     if with_weights:
         _check_weights(settings, weights, inside)
     code.make_empty(target)
-    code.copy_folder(source, target / CODE_FOLDER, exclude=weights)
+    code.copy_folder(source, target / CODE_FOLDER, exclude=weights.values())
     _write_settings(target / CODE_FOLDER, settings, inside)
     wanted = _wanted(source, cog)
     extras = _own_extras(wanted) | _extras_of(settings)
@@ -96,43 +96,53 @@ def write_context(
     _settle(target)
     notices = () if with_weights else tuple(_notices(weights, inside))
     # These are hard links where possible, so their times stay as they are.
-    if recipe.weights and weights is not None:
-        _place(weights, target / WEIGHTS_FOLDER / inside)
+    if recipe.weights:
+        for path in _outermost(inside.values()):
+            _place(source.resolve() / path, target / WEIGHTS_FOLDER / path)
     return BuildContext(target, recipe, digest, notices)
 
 
-def _path_inside(source: Path, weights: Path | None) -> str:
+def _path_inside(source: Path, weights: Path) -> str:
     """Return the path of the weights in the function's folder; "" if they are elsewhere, or are that folder."""
     root = source.resolve()
-    if weights is None or weights == root or not weights.is_relative_to(root):
+    if weights == root or not weights.is_relative_to(root):
         return ""
     return weights.relative_to(root).as_posix()
 
 
-def _check_weights(settings: FunctionSettings, weights: Path | None, inside: str) -> None:
-    """Raise SettingsError if the weights cannot be put into the image."""
-    if weights is None:
-        if settings.snapshot_url is not None:
-            remedy = (
-                "Build without --with-weights: the image fetches them, or `pilotflame snapshot` copies them."
+def _outermost(paths: Iterable[str]) -> set[str]:
+    """Return the paths without those inside others."""
+    found = set(paths)
+    return {
+        path for path in found if not found & {parent.as_posix() for parent in PurePosixPath(path).parents}
+    }
+
+
+def _check_weights(settings: FunctionSettings, weights: dict[str, Path], inside: dict[str, str]) -> None:
+    """Raise SettingsError if some of the weights cannot be put into the image."""
+    for name, url in settings.snapshot_urls.items():
+        remedy = "Build without --with-weights: the image fetches them, or `pilotflame snapshot` copies them."
+        raise SettingsError(f"{setting_of(name)} is {shown(url)}, not a folder.", remedy=remedy)
+    for name, path in weights.items():
+        if not path.exists():
+            raise SettingsError(
+                f"{setting_of(name)}: {path} does not exist.", remedy="Put the weights there."
             )
-            raise SettingsError(f"snapshot is {shown(settings.snapshot_url)}, not a folder.", remedy=remedy)
-    elif not weights.exists():
-        raise SettingsError(f"snapshot: {weights} does not exist.", remedy="Put the weights there.")
-    elif not inside:
-        remedy = "Move them into the function's folder, or build without --with-weights and mount them."
-        raise SettingsError(f"snapshot: {weights} is not in the function's folder.", remedy=remedy)
+        if name not in inside:
+            remedy = "Move them into the function's folder, or build without --with-weights and mount them."
+            raise SettingsError(f"{setting_of(name)}: {path} is not in the function's folder.", remedy=remedy)
 
 
-def _notices(weights: Path | None, inside: str) -> Iterator[str]:
-    if inside:
-        where = f"mount them at {FUNCTION_PATH}/{inside}, or build with --with-weights"
-        yield f"the weights in {inside} are not in the image; where it runs alone, {where}"
-    elif weights is not None:
-        yield f"the weights in {weights} are not in the image; where it runs alone, mount them at that path"
+def _notices(weights: dict[str, Path], inside: dict[str, str]) -> Iterator[str]:
+    for name, path in weights.items():
+        if name in inside:
+            where = f"mount them at {FUNCTION_PATH}/{inside[name]}, or build with --with-weights"
+            yield f"the weights in {inside[name]} are not in the image; where it runs alone, {where}"
+        else:
+            yield f"the weights in {path} are not in the image; where it runs alone, mount them at that path"
 
 
-def _write_settings(folder: Path, settings: FunctionSettings, inside: str) -> None:
+def _write_settings(folder: Path, settings: FunctionSettings, inside: dict[str, str]) -> None:
     """Write the settings in force, which options of the command line may have changed.
 
     An image does not name itself, and where it runs alone the platform limits its resources.
@@ -140,16 +150,18 @@ def _write_settings(folder: Path, settings: FunctionSettings, inside: str) -> No
     fields = settings.model_dump(
         mode="json", exclude_unset=True, exclude_none=True, exclude={"image", "resources"}
     )
-    if inside:
-        fields["snapshot"] = inside
+    if "" in inside:
+        fields["snapshot"] = inside[""]
+    elif inside:
+        fields["snapshots"] = settings.snapshots | inside
     (folder / SETTINGS_FILE).write_text(tomli_w.dumps(fields), encoding="utf-8")
 
 
 def _extras_of(settings: FunctionSettings) -> set[str]:
     """Return the extras of pilotflame with which the function reads its queues and its weights."""
     queues = {"s3"} if settings.source else set()
-    scheme = (settings.snapshot_url or "").partition("://")[0]
-    return queues | ({_EXTRAS[scheme]} if scheme in _EXTRAS else set())
+    schemes = {url.partition("://")[0] for url in settings.snapshot_urls.values()}
+    return queues | {_EXTRAS[scheme] for scheme in schemes if scheme in _EXTRAS}
 
 
 def _system_packages(cog: CogYaml) -> tuple[str, ...]:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...errors import LauncherError
-from ..settings.function_settings import Resources
+from ..settings.resources import Resources
 
 # The setting that each controller of the kernel holds.
 CONTROLLERS = {"memory": "memory_mb", "pids": "pids", "cpu": "cpus"}

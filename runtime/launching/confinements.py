@@ -131,7 +131,8 @@ class Confinements:
         (uploads := self._state / "files").mkdir(mode=0o700, exist_ok=True)
         # An environment is a folder with bin/python.
         environment = Path(spec.python).parents[1] if spec.python else None
-        paths = (spec.code, spec.snapshot, spec.manifest, environment)
+        weights = (path for one in spec.weights for path in (one.root, one.manifest))
+        paths = (spec.code, *weights, environment)
         return {
             "hidden": (self._state, self.tmp_root, self._cache),
             "readable": tuple(path for path in paths if path is not None),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ...errors import LauncherError
@@ -54,13 +54,13 @@ class Container:
 
     def __init__(
         self, name: str, spec: WorkerSpec, engine_side: DockerContainer,
-        starting: asyncio.Task[LauncherError | None], weights: KeptFolders | None,
+        starting: asyncio.Task[LauncherError | None], weights: Mapping[str, KeptFolders],
     ) -> None:  # fmt: skip
         self.name, self.spec, self.engine_side = name, spec, engine_side
         self.starting = starting
         """Ends when the engine has created and started it, or has failed to."""
         self.weights = weights
-        """The folders of the node's cache that are mounted into it. None if it needs none."""
+        """The folders of the node's cache that are mounted into it, by the names of the snapshots."""
         self.first: ContainerChild | None = None
         """Its first process. None if it has not connected."""
         self._children: set[ContainerChild] = set()
@@ -112,8 +112,12 @@ class ContainerBase(ContainerZygote):
         self, spec: WorkerSpec, logs: Log, on_death: Callable[[], None],
         confinement: Confinement | None = None,
     ) -> ZygoteSource:  # fmt: skip
-        if (weights := self._container.weights) is not None:
-            spec = spec.model_copy(update={"mounted": tuple(weights.paths)})
+        if kept := self._container.weights:
+            weights = [
+                one.model_copy(update={"mounted": tuple(kept[one.name].paths)}) if one.source else one
+                for one in spec.weights
+            ]
+            spec = spec.model_copy(update={"weights": tuple(weights)})
         return await super().launch(spec, logs, on_death, confinement)
 
     def _make_zygote(self, child: Child, on_death: Callable[[], None]) -> ZygoteProcess:

@@ -10,6 +10,8 @@ from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from packaging.version import InvalidVersion, Version
+
 from ...errors import LauncherError
 
 if TYPE_CHECKING:
@@ -25,6 +27,10 @@ GATEWAY_LABEL = "pilotflame.gateway"
 SOCKETS = ("/var/run/docker.sock", "/run/podman/podman.sock")
 # aiodocker uses this status if it cannot connect.
 UNREACHABLE = 900
+# The first podman that gives a container the devices which the request to create it names.
+PODMAN_WITH_GPUS = Version("5.4.0")
+# As `nvidia-ctk cdi generate` names all of them.
+CDI_GPUS = "nvidia.com/gpu=all"
 SHUTTING_DOWN = "The gateway is shutting down."
 _LAST_LINES = 20
 MAX_OUTPUT_CHARS = 2000
@@ -39,6 +45,18 @@ def find_engine(environ: dict[str, str] | os._Environ[str] = os.environ) -> str 
     return next((f"unix://{path}" for path in (*own, *SOCKETS) if Path(path).is_socket()), None)
 
 
+def _podman_of(version: dict[str, Any]) -> Version | None:
+    """Return podman's version, if the engine is podman, from the response of /version."""
+    for component in version.get("Components") or ():
+        if component.get("Name") == "Podman Engine":
+            try:
+                return Version(str(component.get("Version")))
+            except InvalidVersion:
+                # A build between two releases.
+                return PODMAN_WITH_GPUS
+    return None
+
+
 class ContainerEngine:
     """A connection to the engine, which is made when it is first needed. All methods raise LauncherError."""
 
@@ -48,6 +66,8 @@ class ContainerEngine:
         self._client: aiodocker.Docker | None = None
         self._connecting = asyncio.Lock()
         self._user = ""
+        # The version of podman; None if the engine is docker.
+        self._podman: Version | None = None
         self.closing = False
         """True after `refuse_starts`."""
 
@@ -70,6 +90,18 @@ class ContainerEngine:
         if self._client is None:
             raise LauncherError("The container engine is not connected.")
         return self._client.containers.container(name)
+
+    def gpu_requests(self) -> list[dict[str, Any]]:
+        """Return the request for all GPUs of the node, as the engine understands it. Call it after `connect`."""
+        if self._podman is None:
+            return [{"Driver": "", "Count": -1, "Capabilities": [["gpu"]]}]
+        if self._podman < PODMAN_WITH_GPUS:
+            # It would start the container without any, and say nothing.
+            raise LauncherError(
+                f"podman {self._podman} gives containers no GPUs through its API.",
+                remedy=f"Use podman {PODMAN_WITH_GPUS} or newer, docker, or a function without image.name.",
+            )
+        return [{"Driver": "cdi", "DeviceIDs": [CDI_GPUS]}]
 
     async def provide(self, image: str) -> bool:
         """Pull an image if the engine does not have it. Return True if it was pulled."""
@@ -166,6 +198,7 @@ class ContainerEngine:
         try:
             async with self._errors():
                 info = await client.system.info()
+                self._podman = _podman_of(await client.version())
                 for container in await client.containers.list(
                     all=True, filters={"label": [f"{GATEWAY_LABEL}={self._gateway}"]}
                 ):

@@ -17,9 +17,9 @@ from typing import Any
 
 from ...errors import LauncherError, PilotflameError
 from ...snapshot.caching.mounted import KeptFolders
-from ...snapshot.caching.node import keep_folders
+from ...snapshot.caching.node import DEFAULT_BUDGETS, Budgets, keep_folders
 from ...snapshot.format.manifest import Manifest
-from ..link.worker_spec import REQUEST_VARIABLE, WorkerSpec
+from ..link.worker_spec import REQUEST_VARIABLE, Weights, WorkerSpec
 from ..telemetry.logs import Log, LogBook
 from .container import Container, ContainerBase, ContainerChild
 from .container_engine import EXIT_TIMEOUT_S, GATEWAY_LABEL, REMOVE_TIMEOUT_S, SHUTTING_DOWN, ContainerEngine
@@ -51,9 +51,10 @@ class ContainerLauncher:
         tasks: asyncio.TaskGroup,
         gateway: str,
         log: Callable[[str], None],
+        budgets: Budgets = DEFAULT_BUDGETS,
     ) -> None:
         """`url` is the socket of the engine. `gateway` identifies the containers of this gateway."""
-        self._log = log
+        self._log, self._budgets = log, budgets
         self._listener, self._tasks, self._gateway = listener, tasks, gateway
         self._engine = ContainerEngine(url, gateway)
         self._containers: set[Container] = set()
@@ -98,6 +99,8 @@ class ContainerLauncher:
 
     async def _start_base(self, spec: WorkerSpec, logs: Log) -> ContainerBase:
         await self._engine.connect()
+        # All of them: which ones each worker uses is told to it.
+        devices = self._engine.gpu_requests() if spec.resources.gpus else []
         weights = await self._keep_weights(spec)
         name = f"pilotflame-{spec.function}-{spec.revision.partition('-')[0]}-{secrets.token_hex(4)}"
         dialled: asyncio.Future[ContainerChild] = asyncio.get_running_loop().create_future()
@@ -107,7 +110,9 @@ class ContainerLauncher:
                 ContainerChild(link, pid, name, output, lambda _number: self._end(container), container)
             ),
         )  # fmt: skip
-        configuration = self._configuration(spec, token, weights.paths if weights is not None else ())
+        # Two names may be of one snapshot, and an engine mounts nothing twice.
+        folders = dict.fromkeys(path for kept in weights.values() for path in kept.paths)
+        configuration = self._configuration(spec, token, folders, devices)
         starting = self._tasks.create_task(self._engine.start(name, configuration))
         container = Container(name, spec, self._engine.container(name), starting, weights)
         self._containers.add(container)
@@ -123,13 +128,11 @@ class ContainerLauncher:
         logs.write("gateway", f"container {name} runs {spec.image}")
         return base
 
-    async def _keep_weights(self, spec: WorkerSpec) -> KeptFolders | None:
-        """Return the folders of the node's cache that a container needs, if any, to be closed after its end."""
-        if spec.cache is None or spec.manifest is None:
-            return None
-        cache, manifest = spec.cache, spec.manifest
-        loop = asyncio.get_running_loop()
-        keeping = loop.run_in_executor(None, lambda: keep_folders(cache, Manifest.read(manifest).digest))
+    async def _keep_weights(self, spec: WorkerSpec) -> dict[str, KeptFolders]:
+        """Return the folders of the node's cache that a container needs, by snapshot, to be closed after its end."""
+        if not spec.remote:
+            return {}
+        keeping = asyncio.get_running_loop().run_in_executor(None, self._keep_all, spec)
         try:
             # Unlike an await, this leaves it running if the caller is cancelled.
             await asyncio.wait([keeping])
@@ -137,13 +140,29 @@ class ContainerLauncher:
         except asyncio.CancelledError:
             self._tasks.create_task(_let_go(keeping))
             raise
+
+    def _keep_all(self, spec: WorkerSpec) -> dict[str, KeptFolders]:
+        """Do so, blocking. Raise LauncherError."""
+        with contextlib.ExitStack() as undo:
+            found = {}
+            for weights in spec.remote:
+                found[weights.name] = self._keep(weights)
+                undo.callback(found[weights.name].close)
+            undo.pop_all()
+        return found
+
+    def _keep(self, weights: Weights) -> KeptFolders:
+        cache = weights.cache or Path()
+        try:
+            return keep_folders(cache, Manifest.read(weights.manifest).digest, self._budgets)
         except (PilotflameError, OSError) as error:
             message = f"The node's cache of weights in {cache} cannot be mounted: {error}."
-            raise LauncherError(
-                message, remedy="See its owner, its disk and the mode of the folder."
-            ) from error
+            remedy = "See its owner, its disk and the mode of the folder."
+            raise LauncherError(message, remedy=remedy).about(weights.subject) from error
 
-    def _configuration(self, spec: WorkerSpec, token: str, weights: Iterable[Path]) -> dict[str, Any]:
+    def _configuration(
+        self, spec: WorkerSpec, token: str, weights: Iterable[Path], devices: list[dict[str, Any]]
+    ) -> dict[str, Any]:
         """Return the body of the engine's request to create the container."""
         limits = spec.resources
         request = {"address": str(self._listener.path), "token": token, "preload": spec.preload}
@@ -159,6 +178,8 @@ class ContainerLauncher:
             "SecurityOpt": ["no-new-privileges"], "PidsLimit": limits.pids or PIDS,
             "Tmpfs": {TMP: f"rw,nosuid,nodev,size={(limits.tmp_mb or TMP_MB) * _MIB}"}, "Ulimits": list(_limits()),
         }  # fmt: skip
+        if devices:
+            host["DeviceRequests"] = devices
         if limits.memory_mb is not None:
             host |= {"Memory": limits.memory_mb * _MIB, "MemorySwap": limits.memory_mb * _MIB}
         if limits.cpus is not None:
@@ -250,21 +271,21 @@ class ContainerLauncher:
             self._log(f"container {container.name} could not be removed: {error}")
         finally:
             container.note_removed()
-            if container.weights is not None:
-                await asyncio.to_thread(container.weights.close)
+            for kept in container.weights.values():
+                await asyncio.to_thread(kept.close)
 
 
-async def _let_go(keeping: asyncio.Future[KeptFolders]) -> None:
+async def _let_go(keeping: asyncio.Future[dict[str, KeptFolders]]) -> None:
     """Close the folders of a launch that was cancelled."""
-    with contextlib.suppress(PilotflameError, OSError):
-        await asyncio.to_thread((await keeping).close)
+    with contextlib.suppress(LauncherError):
+        for kept in (await keeping).values():
+            await asyncio.to_thread(kept.close)
 
 
 def _read_only(spec: WorkerSpec) -> Iterator[dict[str, Any]]:
-    """Yield the mounts of what the function reads: its code, and the weights and their manifest."""
-    for path in {spec.code, spec.snapshot, spec.manifest}:
-        if path is not None:
-            yield _mount(path)
+    """Yield the mounts of what the function reads: its code, and the weights and their manifests."""
+    for path in {spec.code, *(path for one in spec.weights for path in (one.root, one.manifest))}:
+        yield _mount(path)
 
 
 def _mount(path: Path, *, writable: bool = False) -> dict[str, Any]:

@@ -5,12 +5,22 @@ of JSON on standard input. Events are lines of JSON on standard output:
 
     {"op": "hold", "id": 1, "manifest": path, "url": "s3://..."}     fetch if needed; keep until released
                                                 with "copied": true, it is done when it is also on the disk;
-                                                "secrets": {...} are those of the function that sources use
+                                                "secrets": {...} are those of the function that sources use;
+                                                "assets": path is a folder with copies of the assets
+    {"op": "prepare", "manifest": path, "url": "s3://..."}     a hold will come: import what it needs, make spare files;
+                                                with "mounted": true, into folders that containers mount, which
+                                                are not made of spare files
+    {"op": "share", "host": ..., "port": n, "urls": [...], "token": ..., "certificate": [path, path]}     once, first:
+                                                exchange chunks with the nodes at these URLs; null: no TLS
+    {"op": "give_back"}                         memory is short: delete the spare files
     {"op": "release", "id": 1}                  stop fetching; the snapshot may be evicted
     {"id": 1, "event": "held"}                  the files can be mapped; their bytes may still be arriving
     {"id": 1, "event": "done", "bytes": n}      all bytes are here and verified; this hold fetched n of them
     {"id": 1, "event": "failed", "error": {...}}
     {"id": 0, "event": "tiers", "tiers": [{"kind": "tmpfs", "used_bytes": n, ...}]}   after each of the above
+    {"id": 0, "event": "sharing", "port": n}    this node serves chunks there; or "error": {...}
+    {"id": 0, "event": "shared", "taken_bytes": n, "served_bytes": n}    in all, after each fetch and each connection
+    {"id": 0, "event": "refused", "message": ...}    another node does not accept the token
 
 The fetcher ends at the end of its standard input: when the gateway closes it or when the gateway has ended.
 """
@@ -18,24 +28,34 @@ The fetcher ends at the end of its standard input: when the gateway closes it or
 from __future__ import annotations
 
 import contextlib
+import functools
+import os
 import signal
 import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import orjson
 from setproctitle import setproctitle
 
-from ...errors import PilotflameError, SnapshotError
+from ...errors import LauncherError, PilotflameError, SnapshotError, SourceDenied
+from ...snapshot.caching.ahead import TouchedAhead
 from ...snapshot.caching.cache import Cache, Lease
-from ...snapshot.caching.node import node_cache, release_memory
+from ...snapshot.caching.node import Budgets, node_cache, release_memory
+from ...snapshot.caching.stored import is_published
 from ...snapshot.format.manifest import Manifest
-from ...snapshot.sources.locate import open_source
+from ...snapshot.sources.locate import KeptSources
 from ...snapshot.sources.location import shown
+from ...snapshot.sources.source import Kept, Source
+
+if TYPE_CHECKING:
+    from ...snapshot.peering.chunk_server import ChunkServer
+    from ...snapshot.peering.peers import Peers
 
 WAIT_TIMEOUT_S = 6 * 3600.0
+MOST_MANIFESTS = 64
 CLOSE_TIMEOUT_S = 5.0
 """How long the fetcher waits at its end for fetches to stop. Then it ends, and with it their connections."""
 
@@ -45,25 +65,33 @@ class Fetcher:
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
+        self._sources = KeptSources()
+        self._ahead = TouchedAhead(cache.tiers, self.report_tiers)
         self._leases: dict[int, Lease | None] = {}
         self._closing: set[threading.Thread] = set()
         self._lock = threading.Lock()
         self._reporting = threading.Lock()
+        self._shared: tuple[Peers, ChunkServer] | None = None
 
     def handle(self, request: dict[str, Any]) -> None:
         """Carry out a release, or start a hold, whose outcome is reported by events."""
-        number = int(request["id"])
         if request["op"] == "release":
-            self._release(number)
+            self._release(int(request["id"]))
             return
-        with self._lock:
-            self._leases[number] = None
-        arguments = (Path(request["manifest"]), request["url"], bool(request.get("copied")))
-        secrets = request.get("secrets") or {}
-        threading.Thread(target=self._hold, args=(number, *arguments, secrets), daemon=True).start()
+        if request["op"] == "share":
+            self._share(request)
+            return
+        if request["op"] == "hold":
+            with self._lock:
+                self._leases[int(request["id"])] = None
+        run = {"hold": self._hold, "prepare": self._prepare, "give_back": self._give_back}[request["op"]]
+        threading.Thread(target=run, args=(request,), daemon=True).start()
 
     def close(self) -> None:
         """Release all leases. Free the memory of unused snapshots that are also in the cache on disk."""
+        if self._shared is not None:
+            # What other nodes take is in use, and would stay in the memory.
+            self._shared[1].close()
         with self._lock:
             numbers = list(self._leases)
         for number in numbers:
@@ -73,34 +101,98 @@ class Fetcher:
             closing = list(self._closing)
         for thread in closing:
             thread.join(max(0.0, deadline_s - time.monotonic()))
+        self._ahead.close()
         release_memory(self._cache)
 
-    def _hold(self, number: int, manifest: Path, url: str, copied: bool, secrets: dict[str, str]) -> None:
+    def _share(self, request: dict[str, Any]) -> None:
+        """Serve chunks to other nodes, and let later fetches take theirs."""
+        # Here, because most nodes are alone.
+        from ...snapshot.peering.chunk_server import ChunkServer, listening  # noqa: PLC0415
+        from ...snapshot.peering.peer import Roster  # noqa: PLC0415
+        from ...snapshot.peering.peers import Peers  # noqa: PLC0415
+        from ...snapshot.peering.shelf import Shelf  # noqa: PLC0415
+
         try:
-            described = Manifest.read(manifest)
-            lease = self._cache.open(described, open_source(url, secrets))
-            with self._lock:
-                wanted = number in self._leases
-                if wanted:
-                    self._leases[number] = lease
-            if not wanted:
-                lease.close()
+            sock = listening(request["host"], request["port"])
+        except OSError as error:
+            fault = (
+                f"Chunks cannot be served on {request['host']}:{request['port']}: {error.strerror or error}."
+            )
+            refused = LauncherError(fault, remedy="Choose another PILOTFLAME_PEERS_PORT.")
+            self._emit(0, "sharing", error=refused.to_wire())
+            return
+        shelf, token, files = Shelf(self._cache.tiers), request["token"], request["certificate"]
+        roster = Roster(request["urls"])
+        peers = Peers(shelf, roster, token, on_refused=lambda said: self._emit(0, "refused", message=said))
+        certificate = (Path(files[0]), Path(files[1])) if files else None
+        server = ChunkServer(sock, shelf, token, certificate, self._report_shared)
+        self._shared, self._cache = (peers, server), Cache(self._cache.tiers, peers)
+        server.start()
+        self._emit(0, "sharing", port=sock.getsockname()[1])
+
+    def _report_shared(self) -> None:
+        if self._shared is not None:
+            peers, server = self._shared
+            self._emit(0, "shared", taken_bytes=peers.taken_bytes, served_bytes=server.served_bytes)
+
+    def _prepare(self, request: dict[str, Any]) -> None:
+        # If something is missing, the hold says so.
+        with contextlib.suppress(PilotflameError, OSError):
+            manifest = read_manifest(Path(request["manifest"]))
+            if not request.get("mounted"):
+                self._ahead.expect(manifest)
+            source = self._sources.open(request["url"], request.get("secrets") or {})
+            if isinstance(source, Kept):
+                source.prepare()
+
+    def _give_back(self, _request: dict[str, Any]) -> None:
+        self._ahead.give_back()
+        self.report_tiers()
+
+    def _hold(self, request: dict[str, Any]) -> None:
+        number, url = int(request["id"]), request["url"]
+        try:
+            source = self._sources.open(url, request.get("secrets") or {})
+            described = read_manifest(Path(request["manifest"]))
+            here = any(is_published(tier.folder(described.digest)) for tier in self._cache.tiers)
+            try:
+                with contextlib.nullcontext() if here else self._ahead.paused():
+                    fetched_bytes = self._fetch(number, source, described, request)
+            except SourceDenied:
+                self._sources.drop(source)
+                raise
+            if fetched_bytes is None:
                 return
-            self._emit(number, "held")
-            lease.wait(WAIT_TIMEOUT_S, copied=copied)
-            if not described.has_digests:
-                # The next fetch verifies what it gets, and does not depend on the versions of the objects. Workers can
-                # have the weights even if that cannot be written: the disk is full, or the revision is gone.
-                with contextlib.suppress(OSError):
-                    lease.described().write(manifest)
         except PilotflameError as error:
             self._emit(number, "failed", error=error.to_wire())
         except Exception as error:  # noqa: BLE001  the gateway waits for an event
             unexpected = SnapshotError(f"{shown(url)} could not be fetched: {error!r}.")
             self._emit(number, "failed", error=unexpected.to_wire())
         else:
-            self._emit(number, "done", bytes=lease.stats.fetched_bytes if lease.stats is not None else 0)
+            self._emit(number, "done", bytes=fetched_bytes)
+        self._report_shared()
         self.report_tiers()
+
+    def _fetch(self, number: int, source: Source, described: Manifest, request: dict[str, Any]) -> int | None:
+        """Keep a lease, wait for all bytes, and return how many were fetched; None if it is released meanwhile."""
+        manifest, assets = Path(request["manifest"]), request.get("assets")
+        lease = self._cache.open(described, source, assets=Path(assets) if assets else None)
+        with self._lock:
+            wanted = number in self._leases
+            if wanted:
+                self._leases[number] = lease
+        if not wanted:
+            lease.close()
+            return None
+        self._emit(number, "held")
+        lease.wait(WAIT_TIMEOUT_S, copied=bool(request.get("copied")))
+        if not described.has_digests:
+            # The next fetch verifies what it gets, and does not depend on the versions of the objects. Workers can
+            # have the weights even if that cannot be written: the disk is full, or the revision is gone.
+            with contextlib.suppress(OSError):
+                lease.described().write(manifest)
+        stats = lease.stats
+        return stats.fetched_bytes + stats.taken_bytes if stats is not None else 0
 
     def _release(self, number: int) -> None:
         with self._lock:
@@ -127,6 +219,7 @@ class Fetcher:
             tiers = [
                 {
                     "kind": tier.kind, "budget_bytes": tier.budget_bytes, "used_bytes": tier.used_bytes(),
+                    "spare_bytes": tier.spares.total_bytes(),
                     "received_bytes": tier.counts.received_bytes, "verified_bytes": tier.counts.verified_bytes,
                     "evicted_bytes": tier.counts.evicted_bytes,
                 }
@@ -136,20 +229,36 @@ class Fetcher:
 
     def _emit(self, number: int, event: str, **facts: Any) -> None:
         line = orjson.dumps({"id": number, "event": event, **facts}) + b"\n"
-        with self._lock:
-            sys.stdout.buffer.write(line)
-            sys.stdout.buffer.flush()
+        # Nobody reads once the gateway has ended. The end of the standard input then ends this process.
+        with self._lock, contextlib.suppress(BrokenPipeError):
+            os.write(sys.stdout.fileno(), line)
+
+
+def read_manifest(path: Path) -> Manifest:
+    """Return the manifest in a file. The last ones are remembered, for as long as their files are not written to."""
+    status = path.stat()
+    return _read_manifest(path, (status.st_ino, status.st_mtime_ns, status.st_size))
+
+
+@functools.lru_cache(maxsize=MOST_MANIFESTS)
+def _read_manifest(path: Path, _version: tuple[int, ...]) -> Manifest:
+    manifest = Manifest.read(path)
+    # This computes the digest, which every open needs.
+    _ = manifest.digest
+    return manifest
 
 
 def main() -> None:
-    """Run `python -m pilotflame.runtime.launching.fetcher <folder of the cache>`."""
+    """Run `python -m pilotflame.runtime.launching.fetcher <folder of the cache> <JSON of its Budgets>`."""
     setproctitle("pilotflame: fetcher")
     # Ctrl-C reaches this process too, but only the gateway reacts to it. It then ends the fetcher.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    fetcher = Fetcher(node_cache(Path(sys.argv[1])))
+    fetcher = Fetcher(node_cache(Path(sys.argv[1]), Budgets(**orjson.loads(sys.argv[2]))))
     fetcher.report_tiers()
-    for line in sys.stdin.buffer:
-        fetcher.handle(orjson.loads(line))
+    # The connection is reset if the gateway was killed with events unread.
+    with contextlib.suppress(ConnectionResetError):
+        for line in sys.stdin.buffer:
+            fetcher.handle(orjson.loads(line))
     fetcher.close()
 
 

@@ -10,34 +10,52 @@ import socket
 import sys
 import time
 from asyncio.subprocess import Process
-from collections.abc import Mapping
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import orjson
 
 from ...errors import LauncherError, PilotflameError
+from ...snapshot.caching.node import DEFAULT_BUDGETS, Budgets
 from ...snapshot.sources.variables import of_sources
-from ..link.worker_spec import WEIGHTS_TIMEOUT_S, WorkerSpec
+from ..link.worker_spec import WEIGHTS_TIMEOUT_S, Weights, WorkerSpec
 from ..telemetry.snapshot_metrics import SnapshotMetrics
 from ..telemetry.timeline import Fetch
 
 LOG = logging.getLogger(__name__)
 HOLD_TIMEOUT_S = 300.0
+SHARE_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 10.0
 MAX_LINE_BYTES = 1 << 20
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """How this node exchanges chunks with others: where it serves them, who the others are, and what all of them know.
+
+    `certificate` is the chain and the key, in PEM files, for TLS.
+    """
+
+    host: str
+    port: int
+    urls: Sequence[str]
+    token: str = field(repr=False)
+    certificate: tuple[str, str] | None = None
 
 
 class FetchProgress:
     """One hold of a snapshot. `held` is done once the snapshot's files can be mapped."""
 
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.fetch = Fetch(time.monotonic())
+    def __init__(self, number: int, weights: Weights) -> None:
+        self.number, self.weights = number, weights
+        self.fetch = Fetch(time.monotonic(), name=weights.name)
         self.error: PilotflameError | None = None
         self.held: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.ended = asyncio.Event()
-        """Set when all bytes are here, or when the fetch has failed with `error`."""
+        self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done when all bytes are here, or when the fetch has failed with `error`."""
 
     def on_event(self, event: dict[str, Any]) -> None:
         """Update the state from an event of the fetcher."""
@@ -46,13 +64,14 @@ class FetchProgress:
             return
         if event["event"] == "done":
             self.fetch.ended_s, self.fetch.fetched_bytes = time.monotonic(), int(event["bytes"])
-            self.ended.set()
+            self.ended.set_result(None)
         if not self.held.done():
             self.held.set_result(None)
 
     def fail(self, error: PilotflameError) -> None:
-        self.error = error
-        self.ended.set()
+        self.error = error = error.about(self.weights.subject)
+        if not self.ended.done():
+            self.ended.set_result(None)
         self.fetch.ended_s = self.fetch.ended_s or time.monotonic()
         if not self.held.done():
             self.held.set_exception(error)
@@ -63,8 +82,14 @@ class FetchProgress:
 class FetcherClient:
     """Holds snapshots through the fetcher, which is started when it is first needed and again if it ended."""
 
-    def __init__(self, cache: Path, tasks: asyncio.TaskGroup) -> None:
-        self.cache = cache
+    def __init__(
+        self,
+        cache: Path,
+        tasks: asyncio.TaskGroup,
+        budgets: Budgets = DEFAULT_BUDGETS,
+        sharing: Sharing | None = None,
+    ) -> None:
+        self.cache, self._budgets, self._sharing = cache, budgets, sharing
         self.metrics = SnapshotMetrics()
         self._tasks = tasks
         self._numbers = itertools.count(1)
@@ -74,24 +99,51 @@ class FetcherClient:
         self._reading: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
         self._closed = False
+        self._port: asyncio.Future[int] | None = None
+        """On which the fetcher serves chunks to other nodes."""
 
-    async def warm(self) -> None:
-        """Start the fetcher in advance. A failure is ignored: the first hold tries again and reports it."""
+    async def share(self) -> int:
+        """Start the fetcher, if this node exchanges chunks with others. Return the port on which it serves them, or 0.
+
+        Raise LauncherError if it cannot.
+        """
+        if self._sharing is None:
+            return 0
+        await self._ensure_started()
+        try:
+            async with asyncio.timeout(SHARE_TIMEOUT_S):
+                return 0 if self._port is None else await asyncio.shield(self._port)
+        except TimeoutError:
+            message = f"The fetcher did not respond within {SHARE_TIMEOUT_S:.0f} s."
+            raise LauncherError(message, remedy="Look at the load of this machine.") from None
+
+    async def warm(self, spec: WorkerSpec, secrets: Mapping[str, str]) -> None:
+        """Start the fetcher, and let it import what it needs to fetch the snapshots of `spec`.
+
+        A failure is ignored: the first hold tries again and reports it.
+        """
         with contextlib.suppress(LauncherError):
             await self._ensure_started()
+            for weights in spec.remote:
+                self._send(op="prepare", mounted=bool(spec.image), **_order(weights, secrets))
 
     async def prefetch(self, spec: WorkerSpec, secrets: Mapping[str, str]) -> int:
-        """Bring the snapshot of `spec` to this node, also to its disk. Return how many bytes were fetched.
+        """Bring the snapshots of `spec` to this node, also to its disk. Return how many bytes were fetched.
 
-        The cache may evict it at any time after that. Raise SourceError, CacheError, SnapshotError or LauncherError.
+        The cache may evict them at any time after that. Raise SourceError, CacheError, SnapshotError or LauncherError.
         """
-        progress = await self.hold(spec, secrets, copied=True)
+        fetches = [self._prefetch(spec.function, weights, secrets) for weights in spec.remote]
+        return sum(await all_of(fetches))
+
+    async def _prefetch(self, function: str, weights: Weights, secrets: Mapping[str, str]) -> int:
+        progress = await self.hold(weights, secrets, copied=True)
         try:
             async with asyncio.timeout(WEIGHTS_TIMEOUT_S):
-                await progress.ended.wait()
+                await asyncio.shield(progress.ended)
         except TimeoutError:
-            message = f"The weights of {spec.function} did not arrive within {WEIGHTS_TIMEOUT_S:.0f} s."
-            raise LauncherError(message, remedy="Try again: what has arrived is kept.") from None
+            message = f"The weights of {function} did not arrive within {WEIGHTS_TIMEOUT_S:.0f} s."
+            error = LauncherError(message, remedy="Try again: what has arrived is kept.")
+            raise error.about(weights.subject) from None
         finally:
             self.release(progress)
         if progress.error is not None:
@@ -99,20 +151,18 @@ class FetcherClient:
         return progress.fetch.fetched_bytes
 
     async def hold(
-        self, spec: WorkerSpec, secrets: Mapping[str, str], *, copied: bool = False
+        self, weights: Weights, secrets: Mapping[str, str], *, copied: bool = False
     ) -> FetchProgress:
-        """Hold the snapshot of `spec`. Return once its files can be mapped; bytes may still be arriving.
+        """Hold a snapshot. Return once its files can be mapped; bytes may still be arriving.
 
-        `secrets` are those of the function. The fetcher gets the ones that sources use. With `copied`, it has only ended when it is on the disk too. Raise SourceError, CacheError, SnapshotError or LauncherError.
+        `secrets` are those of the function. The fetcher gets the ones that sources use. With `copied`, it has only
+        ended when it is on the disk too. Raise SourceError, CacheError, SnapshotError or LauncherError.
         """
         await self._ensure_started()
-        progress = FetchProgress(next(self._numbers))
+        progress = FetchProgress(next(self._numbers), weights)
         self._held[progress.number] = progress
         self.metrics.began()
-        order = {
-            "manifest": str(spec.manifest), "url": spec.source, "copied": copied, "secrets": of_sources(secrets),
-        }  # fmt: skip
-        self._send(op="hold", id=progress.number, **order)
+        self._send(op="hold", id=progress.number, copied=copied, **_order(weights, secrets))
         try:
             async with asyncio.timeout(HOLD_TIMEOUT_S):
                 await progress.held
@@ -130,6 +180,18 @@ class FetcherClient:
             if not progress.fetch.ended_s:
                 self.metrics.ended("released")
             self._send(op="release", id=progress.number)
+
+    def give_back(self) -> int:
+        """Let the fetcher delete the spare files, because memory is short. Return how many bytes they have.
+
+        Until the fetcher has reported more, that is 0 from then on.
+        """
+        if self._requests is None or self._requests.is_closing():
+            return 0
+        spare_bytes = self.metrics.take_spare_bytes()
+        if spare_bytes:
+            self._send(op="give_back")
+        return spare_bytes
 
     async def close(self) -> None:
         """End the fetcher and wait until it has ended."""
@@ -158,6 +220,7 @@ class FetcherClient:
         try:
             process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "pilotflame.runtime.launching.fetcher", str(self.cache),
+                orjson.dumps(self._budgets),
                 stdin=theirs.fileno(), stdout=theirs.fileno(), cwd="/",
             )  # fmt: skip
         except OSError as error:
@@ -169,6 +232,9 @@ class FetcherClient:
         events, self._requests = await asyncio.open_unix_connection(sock=ours, limit=MAX_LINE_BYTES)
         self._held = {}
         self._reading = self._tasks.create_task(self._read(process, events, self._requests))
+        if self._sharing is not None:
+            self._port = asyncio.get_running_loop().create_future()
+            self._send(op="share", **asdict(self._sharing))
         return process
 
     def _send(self, **request: Any) -> None:
@@ -196,11 +262,49 @@ class FetcherClient:
                 self.metrics.ended("failed")
             progress.fail(error)
         held.clear()
+        self._fail_to_share(error)
 
     def _on_event(self, held: dict[int, FetchProgress], event: dict[str, Any]) -> None:
         if event["event"] == "tiers":
             self.metrics.on_tiers(event["tiers"])
+        elif event["event"] == "shared":
+            self.metrics.on_shared(event["taken_bytes"], event["served_bytes"])
+        elif event["event"] in {"sharing", "refused"}:
+            self._on_peers(event)
         elif (progress := held.get(event["id"])) is not None:
             progress.on_event(event)
             if event["event"] != "held":
                 self.metrics.ended(event["event"])
+
+    def _on_peers(self, event: dict[str, Any]) -> None:
+        if event["event"] == "refused":
+            LOG.warning("%s", event["message"])
+        elif "error" in event:
+            self._fail_to_share(PilotflameError.from_wire(event["error"]))
+        elif self._port is not None and not self._port.done():
+            self._port.set_result(event["port"])
+
+    def _fail_to_share(self, error: PilotflameError) -> None:
+        if self._port is not None and not self._port.done():
+            LOG.error("%s", error)
+            self._port.set_exception(error)
+            # Retrieve the exception: otherwise asyncio logs an error if nothing awaits it.
+            self._port.exception()
+
+
+async def all_of(running: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
+    """Run coroutines at the same time and return their results. If one fails, cancel the others and raise its error."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            started = [tasks.create_task(one) for one in running]
+    except ExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+    return [task.result() for task in started]
+
+
+def _order(weights: Weights, secrets: Mapping[str, str]) -> dict[str, Any]:
+    # The deploy has brought the assets: workers read them there.
+    return {
+        "manifest": str(weights.manifest), "url": weights.source, "assets": str(weights.root),
+        "secrets": of_sources(secrets),
+    }  # fmt: skip

@@ -102,7 +102,9 @@ class ZygoteProcess:
 
         token = self._listener.expect("zygote" if role == "zygote" else "worker", name, logs, on_link)
         self._forking[token] = future
-        described = spec.model_dump(mode="json", exclude={"source"}) if spec else None
+        # The URL of weights may hold credentials, and workers need none.
+        without = {"weights": {"__all__": {"source"}}}
+        described = spec.model_dump(mode="json", exclude=without) if spec else None
         request = {"token": token, "role": role, "spec": described}
         if confinement is not None:
             request["confinement"] = confinement.model_dump(mode="json")

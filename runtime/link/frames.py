@@ -70,6 +70,12 @@ class FrameKind(enum.IntEnum):
     SIGNAL = 23
     # Up: the metrics of an invocation, as JSON in the payload. They replace earlier ones.
     METRICS = 24
+    # Down, to a worker without invocations. PARK: give the memory of devices back, and report it with PARKED. UNPARK:
+    # bring the weights back; an INVOKE does so, too.
+    PARK = 25
+    UNPARK = 26
+    # Up: the head has how many bytes were given back.
+    PARKED = 27
 
 
 class Frame(NamedTuple):

@@ -7,10 +7,13 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict
 
-from ..settings.function_settings import Resources
+from ...snapshot.handle import subject_of
+from ..settings.resources import Resources
 
 REQUEST_VARIABLE = "PILOTFLAME_ZYGOTE"
 """The environment variable of a container with the request to its first process, as JSON."""
+VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
+"""The environment variable that says which GPUs a process sees, and in which order. AMD's runtime heeds it as well."""
 WEIGHTS_TIMEOUT_S = 3600.0
 """How long a worker waits until all of its weights have arrived."""
 
@@ -36,6 +39,42 @@ class Confinement(BaseModel):
     """Folders in `hidden` of which it can read the files whose names it knows."""
 
 
+class Weights(BaseModel):
+    """One snapshot of a function as its workers and the fetcher see it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = ""
+    """Its name in the setting `snapshots`; "" if it is that of the setting `snapshot`."""
+    root: Path
+    """The folder or file of the weights; of a fetched snapshot, the folder of its other files (config, tokenizer)."""
+    manifest: Path
+    source: str = ""
+    """The URL from which it is fetched; "" if `root` holds the weights."""
+    cache: Path | None = None
+    """The folder of the node's cache of fetched snapshots, if it is fetched."""
+    mounted: tuple[Path, ...] = ()
+    """In a container: the snapshot's folders in that cache, which alone are mounted."""
+
+    @property
+    def subject(self) -> str:
+        """How messages name it; "" if it is the function's only one."""
+        return subject_of(self.name)
+
+
+class CompiledCode(BaseModel):
+    """Where compilers keep what they make for a function, as `runtime/worker/compiled_code.py` says."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    folder: Path
+    """The function's own folder."""
+    code: str
+    """A digest of the function's code, and requirements, which tell what is compiled."""
+    limit_bytes: int
+    """How much of it is kept for each key."""
+
+
 class WorkerSpec(BaseModel):
     """One revision as its workers see it. It has no secrets: the ACTIVATE frame of each worker has them."""
 
@@ -46,14 +85,7 @@ class WorkerSpec(BaseModel):
     code: Path
     handler: str = "handler.py"
     python: str = ""
-    snapshot: Path | None = None
-    manifest: Path | None = None
-    source: str = ""
-    """The URL of the weights; `snapshot` then holds only the other files (config, tokenizer)."""
-    cache: Path | None = None
-    """The folder of the node's cache of fetched snapshots."""
-    mounted: tuple[Path, ...] = ()
-    """In a container: the snapshot's folders in that cache, which alone are mounted."""
+    weights: tuple[Weights, ...] = ()
     concurrency: int = 1
     threads: int | None = None
     env: dict[str, str] = {}
@@ -61,7 +93,13 @@ class WorkerSpec(BaseModel):
     image: str = ""
     """The container image that the function runs in; empty if it runs in processes of the gateway's machine."""
     resources: Resources = Resources()
+    compiled: CompiledCode | None = None
 
     @property
     def label(self) -> str:
         return f"{self.function} {self.revision}"
+
+    @property
+    def remote(self) -> tuple[Weights, ...]:
+        """The snapshots that are fetched to the node."""
+        return tuple(one for one in self.weights if one.source)

@@ -48,6 +48,8 @@ class ScaleSpec:
     """For how long the last worker stays without load; infinity if somebody else decides when it ends."""
     scale_down_s: float = WINDOW_S
     """The window whose largest need decides how many workers stay besides the last one."""
+    park_after_s: float = math.inf
+    """A worker that is not needed is parked when it had no work for so long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +91,33 @@ class Stats:
     """The most workers that were wanted at a time of the last `scale_down_s` seconds (recent_need.py)."""
     recent_until_s: float = math.inf
     """When `recent` becomes less, if no more are wanted."""
+    parked_since_s: tuple[float, ...] = ()
+    """For each parked worker when its last work ended, the earliest first. `ready` does not count them."""
+
+    @property
+    def parked(self) -> int:
+        return len(self.parked_since_s)
+
+    @property
+    def awake(self) -> int:
+        """The workers that run invocations, or will without another decision."""
+        return self.ready + self.starting
+
+    @property
+    def held(self) -> int:
+        return self.awake + self.parked
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """How many workers to start and to stop, those idle for longest first. Decide again at `wake_at_s`, if set."""
+    """How many workers to start and to stop, those idle for longest first. Decide again at `wake_at_s`, if set.
+
+    To start also means to wake: parked workers come first in both.
+    """
 
     start: int = 0
     stop: int = 0
+    park: int = 0
     wake_at_s: float | None = None
 
 
@@ -150,39 +171,52 @@ def _lasting(stats: Stats, near: float) -> bool:
 
 def decide(spec: ScaleSpec, stats: Stats, now_s: float) -> Decision:
     """Return what to do at `now_s`. Workers start without a delay."""
-    have = stats.ready + stats.starting
     want = wanted(spec, stats)
-    if want > have:
-        return Decision(start=want - have)
-    if stats.queued + stats.in_flight:
-        return _while_loaded(spec, stats, want, now_s)
-    return _without_load(spec, stats, want, now_s)
+    if want > stats.awake:
+        return Decision(start=want - stats.awake)
+    loaded = stats.queued + stats.in_flight
+    decision = (_while_loaded if loaded else _without_load)(spec, stats, want, now_s)
+    # With fewer that are ready, those that wait would take longer.
+    parks = spec.park_after_s < math.inf and not stats.queued
+    return _with_parking(spec, stats, want, decision, now_s) if parks else decision
+
+
+def _with_parking(spec: ScaleSpec, stats: Stats, want: int, decision: Decision, now_s: float) -> Decision:
+    """Add which of the workers that stay are parked: those that neither the load, nor an owner or a signal, needs now."""
+    # Parked workers stop first, then those that are idle for the longest time.
+    stopping = max(0, decision.stop - stats.parked)
+    spare = max(0, min(len(stats.idle_since_s) - stopping, stats.awake - stopping - want))
+    due_s = [since_s + spec.park_after_s for since_s in stats.idle_since_s[stopping : stopping + spare]]
+    park = sum(at_s <= now_s for at_s in due_s)
+    wakes = [at_s for at_s in (decision.wake_at_s, *due_s[park : park + 1]) if at_s is not None]
+    return Decision(stop=decision.stop, park=park, wake_at_s=min(wakes, default=None))
 
 
 def _while_loaded(spec: ScaleSpec, stats: Stats, want: int, now_s: float) -> Decision:
-    have, stop = stats.ready + stats.starting, _spare(spec, stats, max(1, want))
-    left, checks = have - stop, []
+    stop, checks = _spare(spec, stats, max(1, want)), list[float]()
+    left, awake = stats.held - stop, stats.awake - max(0, stop - stats.parked)
     if left > max(1, spec.min):
         checks.append(max(spec.scale_down_s / CHECKS, MIN_RECHECK_S))
-    if stats.load is not None and left < spec.max:
+    if stats.load is not None and awake < spec.max:
         # Calls may take longer than predicted, and a load near the limit may last.
         if stats.queued:
             checks.append(stats.load.delay_s)
-        elif stats.in_flight > (left - spec.buffer) * spec.concurrency * NEAR_LIMIT:
+        elif stats.in_flight > (awake - spec.buffer) * spec.concurrency * NEAR_LIMIT:
             checks.append(NEAR_CHECK_S)
     return Decision(stop=stop, wake_at_s=now_s + min(checks) if checks else None)
 
 
 def _without_load(spec: ScaleSpec, stats: Stats, want: int, now_s: float) -> Decision:
-    if not stats.idle_since_s:
+    idle_since_s = (*stats.parked_since_s, *stats.idle_since_s)
+    if not idle_since_s:
         return Decision()
-    zero_at_s = stats.idle_since_s[-1] + spec.scale_to_zero_s
+    zero_at_s = max(idle_since_s) + spec.scale_to_zero_s
     if zero_at_s <= now_s:
-        return Decision(stop=min(stats.ready + stats.starting - want, len(stats.idle_since_s)))
+        return Decision(stop=min(stats.held - want, len(idle_since_s)))
     stop = _spare(spec, stats, max(1, want))
-    if stop == len(stats.idle_since_s):
+    if stop == len(idle_since_s):
         return Decision(stop=stop)
-    left = stats.ready + stats.starting - stop
+    left = stats.held - stop
     # What the window holds ends with it, the last worker later.
     wakes = [zero_at_s] if left > want else []
     if left > max(1, want) and stats.recent_until_s > now_s:
@@ -192,6 +226,6 @@ def _without_load(spec: ScaleSpec, stats: Stats, want: int, now_s: float) -> Dec
 
 
 def _spare(spec: ScaleSpec, stats: Stats, want: int) -> int:
-    """Return how many ready workers neither the present nor the recent load needs."""
+    """Return how many ready and parked workers neither the present nor the recent load needs."""
     needed = max(want, min(stats.recent, spec.max))
-    return max(0, min(stats.ready + stats.starting - needed, stats.ready))
+    return max(0, min(stats.held - needed, stats.ready + stats.parked))

@@ -11,7 +11,8 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-DAY_S = 86400.0
+from ..telemetry.usage import DAY_S
+
 # A limit counts as reached if less than this share of it is left: sums of fractions are rounded.
 TOLERANCE = 1e-9
 # A timer may fire a little early. It is set again for no less than this.

@@ -16,8 +16,13 @@ SHORTEST_S, LONGEST_S = 0.05, 30 * 86400.0
 DECADES_S = tuple(SHORTEST_S * 10**power for power in range(8) if SHORTEST_S * 10**power < LONGEST_S)
 QUANTILES = 16
 LONGEST_SAMPLES = 32
-# How many samples the guesses about what was never seen weigh: long periods, and the habits of the node.
+# How many samples the guesses about what was never seen weigh: long periods (each of two guesses), and the habits of the
+# node.
 TAIL_SAMPLES, PRIOR_SAMPLES = 4.0, 0.2
+# A quarter of the samples, but at most so many, count as long ones: they tell the next long one, which need not be
+# as long as one of them to the second. These multiples of the longest one are told apart.
+LONG_SAMPLES, LONG_SHARE = 16, 4
+BEYOND_LONGEST = (1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
 # Fewer samples than this beyond a time say nothing of what comes then.
 ENOUGH_LONGER = 3
 PRIOR_BINS, PRIOR_BINS_PER_DECADE = 31, 4
@@ -76,7 +81,8 @@ def law_of(samples: Sequence[float], costs: Costs, habits: Callable[[float], flo
     edges = _edges(ascending, costs)
     at_most = [bisect.bisect_right(ascending, edge) for edge in edges]
     tail = _pareto(ascending[len(ascending) // 2]) if ascending else lambda _time_s: 0.0
-    guessed = [TAIL_SAMPLES * tail(edge) + PRIOR_SAMPLES * habits(edge) for edge in edges]
+    following = _following(ascending)
+    guessed = [TAIL_SAMPLES * (tail(edge) + following(edge)) + PRIOR_SAMPLES * habits(edge) for edge in edges]
     masses = tuple(
         at_most[index + 1] - at_most[index] + guessed[index + 1] - guessed[index]
         for index in range(len(edges) - 1)
@@ -89,11 +95,31 @@ def _edges(ascending: list[float], costs: Costs) -> list[float]:
     found = {0.0, LONGEST_S, *DECADES_S, *(step.offset_s for step in costs.envelope)}
     found |= {ascending[count * part // QUANTILES] for part in range(QUANTILES)} if count else set()
     found |= set(ascending[-LONGEST_SAMPLES:])
+    found |= {ascending[-1] * factor for factor in BEYOND_LONGEST} if count else set()
     return sorted(edge for edge in found if 0 <= edge <= LONGEST_S)
 
 
 def _pareto(median_s: float) -> Callable[[float], float]:
     return lambda time_s: max(0.0, 1 - median_s / time_s) if time_s > 0 else 0.0
+
+
+def _following(ascending: list[float]) -> Callable[[float], float]:
+    """Return the cdf of the next long sample: what the long ones last beyond the one before them is exponential.
+
+    Their rate is not known, nor its scale: with a Gamma distribution of it, the next one follows a Lomax distribution.
+    """
+    known = min(LONG_SAMPLES, (len(ascending) - 1) // LONG_SHARE)
+    if known < 2:
+        return lambda _time_s: 0.0
+    before_s = ascending[-known - 1]
+    beyond_s = sum(sample - before_s for sample in ascending[-known:])
+
+    def share(time_s: float) -> float:
+        if time_s < before_s:
+            return 0.0
+        return 1 - (beyond_s / (beyond_s + time_s - before_s)) ** known if beyond_s else 1.0
+
+    return share
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """Decides for how long an idle function stays on which rung of its ladder, from the history of its idle times.
 
-Five experts plan each idle period. One is followed whose plans would have cost little so far. All functions here are pure: the caller passes what was observed, and no clock is read.
+Five experts plan each idle period. One is followed whose plans would have cost little so far. All functions
+here are pure: the caller passes what was observed, and no clock is read.
 """
 
 from __future__ import annotations

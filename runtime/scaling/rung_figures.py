@@ -37,15 +37,15 @@ class RungFigures:
     """The last seconds from each rung to READY, the newest last."""
     build_s: float = 0.0
     """How long its zygote took to import and build the handler."""
-    on_device: bool = False
-    """True if its worker holds a device."""
+    devices: float = 0.0
+    """GPUs that a worker holds, or shares of them."""
 
     def with_held(self, rung: RungName, held_bytes: float) -> RungFigures:
         return replace(self, held_bytes={**self.held_bytes, rung: held_bytes})
 
-    def with_wake(self, rung: RungName, wake_s: float, *, on_device: bool) -> RungFigures:
+    def with_wake(self, rung: RungName, wake_s: float, *, devices: float) -> RungFigures:
         kept = (*self.wakes_s.get(rung, ()), wake_s)[-WAKES_KEPT:]
-        return replace(self, wakes_s={**self.wakes_s, rung: kept}, on_device=on_device)
+        return replace(self, wakes_s={**self.wakes_s, rung: kept}, devices=devices)
 
     def of_next_revision(self, build_s: float) -> RungFigures:
         """Return the figures with which a new revision begins: those of this one are guesses for it."""
@@ -67,8 +67,7 @@ class RungFigures:
     def ladder(self, rungs: Sequence[RungName], prices: HoldingPrices) -> Ladder:
         """Return the ladder of these rungs, from READY down. A lower rung never costs more or wakes faster."""
         holds = [self.held(rung) * prices.memory_byte_s for rung in rungs]
-        if self.on_device:
-            holds[0] += prices.device_s
+        holds[0] += self.devices * prices.device_s
         wakes = [self.wake(rung) for rung in rungs]
         for index in range(1, len(rungs)):
             wakes[index] = max(wakes[index], wakes[index - 1])

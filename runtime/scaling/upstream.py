@@ -106,7 +106,7 @@ class Delays:
 
 
 class Upstreams:
-    """Who is called after whom, of all functions of a node."""
+    """Who is called after whom, of all functions of one owner on a node."""
 
     def __init__(self) -> None:
         # When each function was called last, the latest last.
@@ -114,6 +114,12 @@ class Upstreams:
         # By function, then by upstream function.
         self._pairs: dict[str, dict[str, Delays]] = {}
         self._followers: dict[str, set[str]] = {}
+
+    def adopt(self, name: str, pairs: dict[str, Delays]) -> None:
+        """Begin with the pairs that are known of a function, by upstream function. They are kept up to date there."""
+        self._pairs[name] = pairs
+        for upstream in pairs:
+            self._followers.setdefault(upstream, set()).add(name)
 
     def note(self, name: str, now_s: float) -> None:
         """Note a call of a function."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
 from ...errors import BudgetExhausted
@@ -53,12 +54,18 @@ class Account:
     Nothing is counted here for an invocation: the sums that revisions have anyway are read when they are needed.
     """
 
-    def __init__(self, function: str, prices: Prices, stored: StoredUsage = NOTHING) -> None:
-        """`stored` is what an earlier run of the gateway has stored of today."""
-        self.total = self.unwritten = Usage()
+    def __init__(
+        self, function: str, prices: Prices, stored: StoredUsage = NOTHING, counted: Callable[[], Usage] = Usage
+    ) -> None:  # fmt: skip
+        """`stored` is what an earlier run of the gateway has stored of today. `counted` returns what others have
+        counted of the function since its last call."""
+        self.total = Usage()
         self.today, self.forgiven, self.holding = stored
         self.day = day_of(time.time())
         self.owner = ""
+        # By owner: a deploy may change the owner before all is stored.
+        self._unwritten: dict[str, Usage] = {}
+        self._opened, self._counted = False, counted
         self.state = BudgetState.WITHIN
         self.share = 0.0
         """The used share of the limit that is reached first."""
@@ -84,16 +91,17 @@ class Account:
         if not self._spenders:
             self._cancel()
 
-    @property
-    def in_use(self) -> bool:
-        return bool(self._spenders)
+    def note_removed(self) -> None:
+        """Learn that the function was deleted: the next one of its name may be another owner's."""
+        self.settle()
+        self.owner, self._opened = "", False
 
     def is_over(self, day: int) -> bool:
         """Return True if the function was deleted before that day, and all that it used is stored.
 
         Until then, a function of this name goes on with what is used of the budget.
         """
-        return not self._spenders and self._ended_on < day and self.unwritten == Usage()
+        return not self._spenders and self._ended_on < day and not self._unwritten
 
     # -- what is used
 
@@ -105,14 +113,15 @@ class Account:
         news, self._settled = used - self._settled, used
         if not self.holding.worker_gb:
             self._unmeasured += news
-        self.add(priced(news, self.holding, self._prices))
+        self._add(priced(news, self.holding, self._prices) + self._counted())
         if (day := day_of(time.time())) != self.day:
             self.day, self.today, self.forgiven, self._unmeasured = day, Usage(), Spending(), Usage()
             # Nobody is refused until the timer fires: it may be late, since the wall clock may be set.
             asyncio.get_running_loop().call_soon(self.check)
 
-    def add(self, used: Usage) -> None:
-        self.total, self.today, self.unwritten = self.total + used, self.today + used, self.unwritten + used
+    def _add(self, used: Usage) -> None:
+        self.total, self.today = self.total + used, self.today + used
+        self._owe(self.owner, used)
 
     def measured(self, holding: Holding) -> None:
         """Learn how much the function holds. What its workers used today before the first measurement is priced now."""
@@ -120,16 +129,26 @@ class Account:
         before, self.holding = self.holding, holding
         if holding.worker_gb:
             owed, self._unmeasured = self._unmeasured, Usage()
-            self.add(priced(owed, holding, self._prices) - priced(owed, before, self._prices))
+            self._add(priced(owed, holding, self._prices) - priced(owed, before, self._prices))
         self.check()
 
-    def written(self, used: Usage) -> None:
-        """Learn that so much of `unwritten` is being stored."""
-        self.unwritten -= used
+    def unwritten(self) -> Mapping[str, Usage]:
+        """Return what is not yet stored, by owner; what the present one has used, also if it is nothing."""
+        present = {self.owner: Usage()} if self._spenders else {}
+        return {**present, **self._unwritten}
 
-    def not_written(self, used: Usage) -> None:
+    def written(self, owner: str, used: Usage) -> None:
+        """Learn that so much of `unwritten` is being stored."""
+        self._owe(owner, Usage() - used)
+
+    def not_written(self, owner: str, used: Usage) -> None:
         """Learn that this could not be stored."""
-        self.unwritten += used
+        self._owe(owner, used)
+
+    def _owe(self, owner: str, used: Usage) -> None:
+        owed = self._unwritten.pop(owner, Usage()) + used
+        if owed != Usage():
+            self._unwritten[owner] = owed
 
     # -- the budget
 
@@ -156,8 +175,16 @@ class Account:
         return Spending(self.today.cost - self.forgiven.money, self.today.worker_s - self.forgiven.seconds)
 
     def open(self, budget: BudgetSpec, owner: str) -> None:
-        """Set the budget and the owner: those of the revision that has become live."""
-        self._budget, self.owner = budget, owner
+        """Set the budget and the owner: those of the revision that has become live.
+
+        What was used until now is the last owner's. The first deploy of a function has used it for its own.
+        """
+        self.settle()
+        before, self.owner = self.owner, owner
+        if not self._opened:
+            self._opened = True
+            self._owe(owner, self._unwritten.pop(before, Usage()))
+        self._budget = budget
         self.check()
 
     def forgive(self) -> None:

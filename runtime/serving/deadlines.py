@@ -12,8 +12,10 @@ import asyncio
 import math
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from ...errors import ActivationTimeout, DeadlineExceeded
+from ..scaling.node_limit import Cap
 from .invocation import Invocation
 
 # An invocation that is due within this time gets its own timer. A later one waits in a slot, which opens
@@ -117,18 +119,36 @@ def limit_s(invocation: Invocation, now_s: float) -> float:
     return min(invocation.deadline_s, invocation.hold_until_s) if holding else invocation.deadline_s
 
 
-LIMITED_REMEDY = "Try again later, raise PILOTFLAME_MAX_WORKERS, or lower scale.max of other functions."
+class _Taken(NamedTuple):
+    """What a caller is told who gets no worker."""
+
+    text: str
+    remedy: str
 
 
-def _all_taken(most: int) -> str:
-    return f"The gateway may run {most} workers (max_workers), and all are taken."
+def _all_taken(reached: Cap) -> _Taken:
+    if reached.name == "max_workers":
+        return _Taken(
+            f"The gateway may run {reached.most} workers (max_workers), and all are taken.",
+            "Try again later, raise PILOTFLAME_MAX_WORKERS, or lower scale.max of other functions.",
+        )
+    if reached.name == "gpus":
+        return _Taken(
+            f"The node's GPUs ({reached.most}) have no room for another worker, and none of theirs was idle.",
+            "Try again later, lower resources.gpu_memory_mb or scale.max of functions, or add GPUs.",
+        )
+    return _Taken(
+        f"The functions of its owner may have {reached.most} workers together, and all are taken.",
+        "Try again later, lower scale.max of the owner's other functions, or deploy with a key that allows more workers.",
+    )
 
 
-def deadline_exceeded(waited_s: float, most_workers: int | None = None) -> DeadlineExceeded:
-    """Return the error of a late invocation. `most_workers` is the gateway's limit, if it waited because of that."""
-    if most_workers is not None:
-        message = f"The invocation waited {waited_s:.1f} s for a worker. {_all_taken(most_workers)}"
-        return DeadlineExceeded(message, remedy=LIMITED_REMEDY, details={"max_workers": most_workers})
+def deadline_exceeded(waited_s: float, reached: Cap | None = None) -> DeadlineExceeded:
+    """Return the error of a late invocation. `reached` is the limit of workers, if it waited because of that."""
+    if reached is not None:
+        text, remedy = _all_taken(reached)
+        message = f"The invocation waited {waited_s:.1f} s for a worker. {text}"
+        return DeadlineExceeded(message, remedy=remedy, details={reached.name: reached.most})
     message = f"The invocation did not end within its deadline ({waited_s:.1f} s)."
     return DeadlineExceeded(message, remedy="Raise timeout_s in pilotflame.toml, or ask for less.")
 
@@ -138,11 +158,11 @@ def execution_timeout(limit_s: float) -> DeadlineExceeded:
     return DeadlineExceeded(message, remedy="Raise execution_timeout_s, or do less in one call.")
 
 
-def activation_timeout(function: str, waited_s: float, most_workers: int | None = None) -> ActivationTimeout:
-    """Return the error of an invocation that waited for its hold time. `most_workers` is as for `deadline_exceeded`."""
+def activation_timeout(function: str, waited_s: float, reached: Cap | None = None) -> ActivationTimeout:
+    """Return the error of an invocation that waited for its hold time. `reached` is as for `deadline_exceeded`."""
     message = f"No worker of {function!r} was ready within the hold time ({waited_s:.1f} s)."
-    if most_workers is not None:
-        message = f"{message} {_all_taken(most_workers)}"
-        return ActivationTimeout(message, remedy=LIMITED_REMEDY, details={"max_workers": most_workers})
+    if reached is not None:
+        text, remedy = _all_taken(reached)
+        return ActivationTimeout(f"{message} {text}", remedy=remedy, details={reached.name: reached.most})
     remedy = "Try again: the activation goes on. To wait longer, raise hold_s or send X-Scale-Up-Timeout."
     return ActivationTimeout(message, remedy=remedy)

@@ -30,6 +30,7 @@ class Demand:
         """Return the present numbers, and remember how many workers were needed since the last call."""
         pool, queued, in_flight = self._pool, len(self._dispatcher.queue), self._pool.in_flight
         idle_since_s = tuple(replica.idle_since_s for replica in pool.idle())
+        parked_since_s = tuple(replica.idle_since_s for replica in pool.parked)
         starting, ready = pool.starting, len(pool.ready)
         load = self._predict(queued, starting, now_s)
         peak = max(in_flight, self._peak)
@@ -39,7 +40,9 @@ class Demand:
         )
         self._peak = in_flight
         recent = self._need.peak(now_s, spec.scale_down_s)
-        return autoscaler.Stats(queued, in_flight, starting, ready, idle_since_s, prewarm, load, *recent)
+        return autoscaler.Stats(
+            queued, in_flight, starting, ready, idle_since_s, prewarm, load, *recent, parked_since_s
+        )
 
     def ahead(self, spec: autoscaler.ScaleSpec, invocations: int, now_s: float) -> int:
         """Return how many workers are wanted for so many invocations, which run already or are about to come."""

@@ -16,6 +16,7 @@ from ..batching.queue import Queue, Slots
 from ..launching.launcher import EndCause
 from ..link.worker_spec import WorkerSpec
 from ..scaling.autoscaler import ScaleSpec
+from ..scaling.node_limit import Cap
 from ..settings.function_settings import FunctionSettings
 from ..telemetry.timeline import WorkerTiming
 from . import deadlines
@@ -53,6 +54,8 @@ class Policy:
     streaming: bool = False
     aggregates: bool = True
     """True if the output of a job is the list of all pieces of a streamed output."""
+    owner: str = ""
+    """Who has deployed it: the id of an API key, or "" if none was needed."""
 
 
 class Dispatcher:
@@ -81,14 +84,16 @@ class Dispatcher:
         self._stored = LatencyCurve(curves.latest())
         self.activation_s = 0.0
         """The mean time of an activation; 0 until one is known."""
+        self.given_up = 0
+        """How many invocations have failed because their time was up before a worker had started."""
         self._closed = False
-        # The gateway's limit of workers, if more are wanted than it allows.
-        self._limit: int | None = None
+        # The limit of workers of several functions, if more are wanted than it allows.
+        self._limit: Cap | None = None
         self._refusal: Callable[[], PilotflameError] | None = None
 
-    def note_limit(self, most: int | None) -> None:
-        """Learn that no more workers start because of the gateway's limit, or with None, that this has ended."""
-        self._limit = most
+    def note_limit(self, reached: Cap | None) -> None:
+        """Learn that no more workers start because of a limit, or with None, that this has ended."""
+        self._limit = reached
 
     def configure(self, policy: Policy) -> None:
         self._policy = policy
@@ -254,13 +259,16 @@ class Dispatcher:
     def _on_due(self, invocation: Invocation) -> None:
         now_s = time.monotonic()
         waited_s = now_s - invocation.timeline.received_s
+        cold = not (invocation.worker or self._pool.ready)
         if now_s >= invocation.deadline_s - EARLY_S:
-            most = None if invocation.worker else self._limit
-            self._fail(invocation, deadlines.deadline_exceeded(waited_s, most))
+            self.given_up += cold
+            reached = None if invocation.worker else self._limit
+            self._fail(invocation, deadlines.deadline_exceeded(waited_s, reached))
             self._remove(invocation)
         elif now_s >= invocation.execution_deadline_s - EARLY_S:
             self._on_overrun(invocation, now_s)
-        elif not (invocation.worker or self._pool.ready) and now_s >= invocation.hold_until_s - EARLY_S:
+        elif cold and now_s >= invocation.hold_until_s - EARLY_S:
+            self.given_up += 1
             self._fail(invocation, deadlines.activation_timeout(self._spec.function, waited_s, self._limit))
             self._remove(invocation)
         else:

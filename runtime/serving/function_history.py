@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -21,6 +21,9 @@ from ...snapshot.publish import publish
 from ..scaling.idle_law import PRIOR_BINS, Prior
 from ..scaling.keep_alive import EXPERTS, IDLES, INTERVALS, History
 from ..scaling.rung_figures import RungFigures
+from ..scaling.slow_share import MOST_DOUBLINGS, SlowShare
+from ..scaling.upstream import BOUNDS_S, MOST_UPSTREAMS, Delays
+from ..settings.function_settings import FunctionName
 from ..telemetry.decisions import Decisions
 from ..telemetry.load_history import Arrivals, LoadSeries
 from ..telemetry.usage import RungName
@@ -42,6 +45,22 @@ class _Idling(BaseModel, frozen=True):
     since_wake_s: _Amount
 
 
+class _Delays(BaseModel, frozen=True):
+    """What is known of the calls of the function after those of another one."""
+
+    calls: _Amount
+    hits: tuple[_Amount, ...] = Field(min_length=len(BOUNDS_S), max_length=len(BOUNDS_S))
+
+
+class _SlowShare(BaseModel, frozen=True):
+    """What was learned of the requests that were slow."""
+
+    doublings: float = Field(0.0, ge=-MOST_DOUBLINGS, le=MOST_DOUBLINGS)
+    burst: float = Field(1.0, ge=1, allow_inf_nan=False)
+    recent_slow: _Amount = 0.0
+    recent: _Amount = 0.0
+
+
 class _Remembered(BaseModel, frozen=True):
     """What a file holds of one function."""
 
@@ -54,8 +73,10 @@ class _Remembered(BaseModel, frozen=True):
     held_bytes: dict[RungName, _Amount] = {}
     wakes_s: dict[RungName, tuple[_Amount, ...]] = {}
     build_s: _Amount = 0.0
-    on_device: bool = False
+    devices: _Amount = 0.0
     idling: _Idling | None = None
+    slow_share: _SlowShare = _SlowShare()
+    upstreams: dict[FunctionName, _Delays] = Field({}, max_length=MOST_UPSTREAMS)
 
 
 class _RememberedNode(BaseModel, frozen=True):
@@ -71,6 +92,8 @@ class FunctionHistory:
     decisions: Decisions = field(default_factory=Decisions)
     load: LoadSeries = field(default_factory=LoadSeries)
     arrivals: Arrivals = field(default_factory=Arrivals)
+    upstreams: dict[str, Delays] = field(default_factory=dict)
+    """The functions after which it is called, as `Upstreams` has learned."""
     prewarms: Prewarms = field(init=False)
 
     def __post_init__(self) -> None:
@@ -112,7 +135,7 @@ class FunctionHistories:
             return known
         stored = await asyncio.to_thread(_read, self._file(name))
         history = FunctionHistory.new(self._accounts(name), self._habits, lambda: self._note_change(name))
-        _restore(history.ladder, stored)
+        _restore(history, stored)
         self._histories[name] = history
         return history
 
@@ -148,16 +171,21 @@ class FunctionHistories:
     async def _write(self) -> None:
         async with self._writing:
             changed, self._changed = self._changed, set()
-            ladders = {name: one.ladder for name in changed if (one := self._histories.get(name)) is not None}
-            due = [(self._file(name), _remembering(ladder)) for name, ladder in ladders.items()]
+            known = {name: one for name in changed if (one := self._histories.get(name)) is not None}
+            due = [(self._file(name), _remembering(history)) for name, history in known.items()]
             if due:
                 node = _RememberedNode(weights=self._habits.prior.weights)
                 await asyncio.to_thread(_write_all, self._folder / NODE_FILE, node, due)
 
 
-def _remembering(ladder: IdleLadder) -> Callable[[], _Remembered]:
+def _remembering(known: FunctionHistory) -> Callable[[], _Remembered]:
     """Return what makes, in a thread, what is to be stored of a function as it is now."""
+    ladder = known.ladder
+    upstreams = {
+        name: _Delays(calls=one.calls, hits=tuple(one.hits)) for name, one in known.upstreams.items()
+    }
     learning, figures, idle = ladder.learning(), ladder.figures, ladder.idle_for_s()
+    slow_share = _SlowShare.model_validate(asdict(ladder.slow_share))
     idling = _Idling(since_at=time.time() - idle[0], since_wake_s=idle[1]) if idle is not None else None
 
     def remembered() -> _Remembered:
@@ -165,18 +193,24 @@ def _remembering(ladder: IdleLadder) -> Callable[[], _Remembered]:
         return _Remembered(
             idles=history.idles, intervals=history.intervals, waits=history.waits, periods=history.periods,
             bills=history.bills, lasting_bills=history.lasting_bills, held_bytes=dict(figures.held_bytes), wakes_s=dict(figures.wakes_s),
-            build_s=figures.build_s, on_device=figures.on_device, idling=idling,
+            build_s=figures.build_s, devices=figures.devices, idling=idling,
+            upstreams=upstreams, slow_share=slow_share,
         )  # fmt: skip
 
     return remembered
 
 
-def _restore(ladder: IdleLadder, stored: _Remembered) -> None:
+def _restore(known: FunctionHistory, stored: _Remembered) -> None:
+    ladder = known.ladder
+    known.upstreams.update(
+        (name, Delays(one.calls, list(one.hits))) for name, one in stored.upstreams.items()
+    )
     lasting_bills = stored.lasting_bills or stored.bills
     history = History(
         stored.idles, stored.intervals, stored.waits, stored.periods, stored.bills, lasting_bills
     )
-    ladder.remember(history, RungFigures(stored.held_bytes, stored.wakes_s, stored.build_s, stored.on_device))
+    figures = RungFigures(stored.held_bytes, stored.wakes_s, stored.build_s, stored.devices)
+    ladder.remember(history, figures, SlowShare(**dict(stored.slow_share)))
     if stored.idling is not None:
         ladder.resume(max(0.0, time.time() - stored.idling.since_at), stored.idling.since_wake_s)
 

@@ -21,12 +21,14 @@ from ..scaling.idle_period import Followers, IdlePeriod, IdleWatch
 from ..scaling.keep_alive import Choice, History
 from ..scaling.ladder import Ladder, Plan
 from ..scaling.rung_figures import HoldingPrices, RungFigures, differs
+from ..scaling.slow_share import SlowShare
 from ..scaling.upstream import ClimbCost
 from ..telemetry.decisions import Decisions
 from ..telemetry.usage import RungName
 
 # Periods whose followers are still being counted. Of more, the oldest is learned with what was counted.
 MOST_LESSONS = 64
+NOTHING_KNOWN = SlowShare()
 PLANNED = (RungName.READY, RungName.ZYGOTE, RungName.LOCAL)
 
 
@@ -38,6 +40,10 @@ class LadderTarget(Protocol):
     @property
     def arrived(self) -> int:
         """The number of invocations that were ever accepted."""
+
+    @property
+    def slow(self) -> tuple[int, int]:
+        """The number of invocations that were slow for want of a worker, and of all, refused ones included."""
 
     @property
     def held_until_s(self) -> float | None:
@@ -64,6 +70,8 @@ class LadderSpec(NamedTuple):
     prices: HoldingPrices = HoldingPrices()
     planned: bool = True
     """False if the settings have a fixed timeout or a minimum of workers: then nothing is planned, only learned."""
+    slow_share: float | None = None
+    """The share of requests that may be slow. The price of waiting follows from it, if it is given."""
 
 
 class NextStep(NamedTuple):
@@ -94,7 +102,7 @@ class IdleLadder:
         self, decisions: Decisions, habits: NodeHabits | None = None, on_change: Callable[[], None] = lambda: None
     ) -> None:  # fmt: skip
         """`on_change` is called when there is more to be remembered."""
-        self.history, self.figures = History(), RungFigures()
+        self.history, self.figures, self.slow_share = History(), RungFigures(), SlowShare()
         self._decisions, self._habits, self._on_change = decisions, habits or NodeHabits(), on_change
         self._loop = asyncio.get_running_loop()
         self._spec = LadderSpec()
@@ -102,6 +110,8 @@ class IdleLadder:
         self._tasks: asyncio.TaskGroup | None = None
         self._watch = IdleWatch()
         self._planning = asyncio.Lock()
+        # How many requests of the target were slow, and how many it had, when that was learned from last.
+        self._counted = (0, 0)
         self._ladder = self._measured = self.figures.ladder(self._spec.rungs, self._spec.prices)
         self._plan: Plan | None = None
         self._expert = 0
@@ -123,6 +133,7 @@ class IdleLadder:
         if deployed or not self.figures.build_s:
             self.figures = self.figures.of_next_revision(build_s)
         self._target, self._spec, self._tasks, self._woken_from = target, spec, tasks, None
+        self._counted = target.slow
         self._measure()
         self._forget_plan()
         # The plan of a restored function goes on with its age; after a deploy, somebody is about to call.
@@ -132,9 +143,9 @@ class IdleLadder:
             period.planned_from_s = now_s
         return tasks.create_task(self._settle_and_plan(period), name="keep_alive")
 
-    def remember(self, history: History, figures: RungFigures) -> None:
+    def remember(self, history: History, figures: RungFigures, slow_share: SlowShare = NOTHING_KNOWN) -> None:
         """Begin with what was known before the gateway started."""
-        self.history, self.figures = history, figures
+        self.history, self.figures, self.slow_share = history, figures, slow_share
         self._measure()
 
     def resume(self, idle_for_s: float, since_s: float) -> None:
@@ -198,14 +209,17 @@ class IdleLadder:
         if self.drives(target):
             self._woken_from = target.rung, time.monotonic()
 
-    def note_ready(self, target: LadderTarget, *, usual: bool, device: str) -> None:
-        """Note that a worker is ready. If its start was not `usual`, its time says nothing of later ones."""
+    def note_ready(self, target: LadderTarget, *, usual: bool, devices: float) -> None:
+        """Note that a worker is ready. If its start was not `usual`, its time says nothing of later ones.
+
+        `devices` is how many GPUs it holds.
+        """
         if not self.drives(target):
             return
         if self._woken_from is not None and usual:
             rung, asked_s = self._woken_from
             took_s = time.monotonic() - asked_s
-            self.figures = self.figures.with_wake(rung, took_s, on_device=device.startswith("cuda"))
+            self.figures = self.figures.with_wake(rung, took_s, devices=devices)
             self._measure()
         self._woken_from = None
 
@@ -308,11 +322,24 @@ class IdleLadder:
     # -- planning
 
     def _measure(self) -> None:
-        self._measured = self.figures.ladder(self._spec.rungs, self._spec.prices)
+        prices = self._spec.prices
+        if self._spec.slow_share is not None:
+            prices = prices._replace(waiting_s=self.slow_share.price(prices.waiting_s))
+        self._measured = self.figures.ladder(self._spec.rungs, prices)
+
+    def _count_slow(self) -> None:
+        """Learn how many requests were slow since the last idle period. All of them have ended."""
+        if self._target is None or self._spec.slow_share is None:
+            return
+        before, self._counted = self._counted, self._target.slow
+        slow, requests = (now - then for now, then in zip(self._counted, before, strict=True))
+        self.slow_share = self.slow_share.learn(self._spec.slow_share, slow, requests)
+        self._measure()
 
     async def _settle_and_plan(self, period: IdlePeriod) -> None:
         """Learn from the periods before, and plan `period`."""
         async with self._planning:
+            self._count_slow()
             if differs(self._ladder, self._measured):
                 self._ladder, self.history = self._measured, self.history.unplanned()
             lessons = self._take_lessons()
@@ -382,7 +409,9 @@ class IdleLadder:
     def _note(self, period: IdlePeriod, before: int, wanted: int, now_s: float) -> None:
         ladder, history = self._ladder, self.history
         longer = sorted(gap for gap in history.idles if gap > now_s - period.begun_s)
-        expected = {"expected_in_s": longer[len(longer) // 2] - (now_s - period.begun_s)} if longer else {}
+        known = {"expected_in_s": longer[len(longer) // 2] - (now_s - period.begun_s)} if longer else {}
+        if self._spec.slow_share is not None and (share := self.slow_share.share) is not None:
+            known["slow_share"] = share
         self._decisions.note(
             "step_down" if wanted > before else "step_up", "plan",
             idle_s=now_s - period.begun_s,
@@ -392,7 +421,7 @@ class IdleLadder:
             wake_s=ladder.rungs[wanted].wake_s,
             expert=float(self._expert),
             periods=float(history.periods),
-            **expected,
+            **known,
         )  # fmt: skip
 
     def _forget_plan(self) -> None:

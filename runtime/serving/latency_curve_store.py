@@ -26,7 +26,7 @@ _FORMAT = TypeAdapter(dict[str, list[Point]])
 
 
 class LatencyCurveStore:
-    """The curves of one code with one snapshot, in one JSON file. `open` and `write` do blocking I/O."""
+    """The curves of one code with its snapshots, in one JSON file. `open` and `write` do blocking I/O."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -38,10 +38,10 @@ class LatencyCurveStore:
             self._curves = {device: points[:MAX_POINTS] for device, points in stored.items()}
 
     @classmethod
-    def open(cls, folder: Path, code: str, manifest: Path | None) -> LatencyCurveStore:
+    def open(cls, folder: Path, code: str, *manifests: Path) -> LatencyCurveStore:
         """Return the store that all revisions with the same code (and settings) and weights share."""
         digest = hashlib.sha256(code.encode())
-        if manifest is not None:
+        for manifest in manifests:
             with contextlib.suppress(OSError):
                 digest.update(manifest.read_bytes())
         return cls(folder / f"{digest.hexdigest()[:32]}.json")

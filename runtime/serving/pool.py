@@ -7,13 +7,14 @@ import time
 from collections.abc import Callable
 
 from ...errors import ActivationFailed, PilotflameError, SourceDenied
-from ..launching.fetcher_client import FetcherClient, FetchProgress
+from ..launching.fetcher_client import FetcherClient, FetchProgress, all_of
 from ..launching.launcher import KILLED_S, Child, Launcher
-from ..link.worker_spec import WEIGHTS_TIMEOUT_S, WorkerSpec
+from ..link.worker_spec import WEIGHTS_TIMEOUT_S, Weights, WorkerSpec
 from ..settings.function_settings import Scale
 from ..telemetry.logs import Log
 from ..telemetry.timeline import Activation
 from ..telemetry.usage import RungClock, RungName, Usage
+from .gpu_places import GpuClaimant, GpuPlace, GpuPlaces
 from .replica import START_TIMEOUT_S, Replica, ReplicaState, RevisionEvents
 from .zygote_supervisor import ZygoteSupervisor
 
@@ -22,11 +23,12 @@ STOP_TIMEOUT_S = 30.0
 
 
 class Pool:
-    """The workers of one revision, and their hold on the weights, which they share on this node."""
+    """The workers of one revision, and their holds on the weights, which they share on this node."""
 
     def __init__(
         self, spec: WorkerSpec, scale: Scale, launcher: Launcher, logs: Log, tasks: asyncio.TaskGroup,
         events: RevisionEvents, weights: FetcherClient, secrets: Callable[[], dict[str, str]], measure: bool,
+        gpus: GpuPlaces, claimant: GpuClaimant,
     ) -> None:  # fmt: skip
         """If `measure`, new workers measure their latency curve, until one worker has measured it.
 
@@ -42,14 +44,15 @@ class Pool:
         )
         self._spec, self._tasks, self._events, self._secrets = spec, tasks, events, secrets
         self._measure = measure
+        self._gpus, self._claimant = gpus, claimant
         # When the workers were asked for that are being forked.
         self._asked: list[float] = []
         self._last: Replica | None = None
         self._past_busy_s = self._past_ready_s = self._past_load_s = 0.0
-        self._past_held_s = 0.0
+        self._past_held_s = self._past_parked_s = 0.0
         self._past_completed = 0
-        self._weights = weights if spec.source else None
-        self._fetching: FetchProgress | None = None
+        self._weights = weights if spec.remote else None
+        self._fetching: dict[str, FetchProgress] = {}
         self._holding = asyncio.Lock()
 
     # -- state
@@ -57,6 +60,12 @@ class Pool:
     @property
     def ready(self) -> list[Replica]:
         return [replica for replica in self.replicas if replica.state is ReplicaState.READY]
+
+    @property
+    def parked(self) -> list[Replica]:
+        """The parked workers, the one that is idle for the longest time first."""
+        parked = [replica for replica in self.replicas if replica.state is ReplicaState.PARKED]
+        return sorted(parked, key=lambda replica: replica.idle_since_s)
 
     @property
     def starting(self) -> int:
@@ -93,12 +102,13 @@ class Pool:
         """Return what all workers, dead ones included, and the zygote have used so far."""
         busy_s, ready_s = self.worked_s(now_s)
         held_s = self._past_held_s + sum(now_s - replica.activation.asked_s for replica in self.replicas)
+        parked_s = self._past_parked_s + sum(replica.parked_s(now_s) for replica in self.replicas)
         occupied_s, zygote_s, local_s = (
             self._rung.seconds(rung, now_s) for rung in (RungName.READY, RungName.ZYGOTE, RungName.LOCAL)
         )
         return Usage(
             busy_s=busy_s, idle_s=ready_s - busy_s, starting_s=held_s - ready_s, occupied_s=occupied_s,
-            zygote_s=zygote_s, local_s=local_s, activations=self.activations, invocations=self.completed,
+            parked_s=parked_s, zygote_s=zygote_s, local_s=local_s, activations=self.activations, invocations=self.completed,
         )  # fmt: skip
 
     def _note_rung(self) -> None:
@@ -145,22 +155,24 @@ class Pool:
 
     # -- starting
 
-    def start(self, count: int, signal: str = "") -> None:
+    def start(self, count: int, signal: str = "", place: GpuPlace | None = None) -> None:
         """Start `count` workers. The standby becomes the first, and the others are forked.
 
-        `signal` is what asks for them ahead of need, if it is not the load.
+        `signal` is what asks for them ahead of need, if it is not the load. The GPUs must have room for them, but for the
+        first one if that has its `place`.
         """
         for _ in range(count):
             activation = Activation(time.monotonic(), signal=signal)
+            taken, place = place or self._gpus.take(self._claimant), None
             self.activations += 1
             standby = self.zygote.take_standby()
             if standby is not None and self._weights is None:
-                self._activate(standby, activation)
+                self._activate(standby, activation, taken)
             else:
                 self._asked.append(activation.asked_s)
-                self._tasks.create_task(self._start(activation, standby))
+                self._tasks.create_task(self._start(activation, standby, taken))
 
-    async def _start(self, activation: Activation, child: Child | None) -> None:
+    async def _start(self, activation: Activation, child: Child | None, place: GpuPlace | None) -> None:
         """Activate `child`, or a forked child if it is None. The weights are fetched at the same time."""
         try:
             async with asyncio.TaskGroup() as tasks:
@@ -172,6 +184,7 @@ class Pool:
             self._asked.remove(activation.asked_s)
             if child is not None:
                 child.link.close()
+            self._gpus.free(place)
             error = failed.exceptions[0] if isinstance(failed, ExceptionGroup) else failed
             if not isinstance(error, Exception):
                 raise
@@ -180,53 +193,105 @@ class Pool:
                 raise
         else:
             self._asked.remove(activation.asked_s)
-            self._activate(child, activation)
+            self._activate(child, activation, place)
 
-    def _activate(self, child: Child, activation: Activation) -> None:
+    def _activate(self, child: Child, activation: Activation, place: GpuPlace | None) -> None:
         activation.mark_forked(time.monotonic())
         # `setup` may have to wait for weights that are still being fetched.
         timeout_s = START_TIMEOUT_S + (WEIGHTS_TIMEOUT_S if self._weights is not None else 0.0)
         env = self._secrets()
-        self.replicas.append(Replica(child, activation, self._events, env, timeout_s, measure=self._measure))
+        if place is not None:
+            env |= self._gpus.environment(self._spec.resources, place)
+        replica = Replica(child, activation, self._events, env, timeout_s, measure=self._measure)
+        self.replicas.append(replica)
+        if place is not None:
+            self._gpus.assign(place, replica)
+            self._tasks.create_task(self._free_at_end(child, place))
         self._note_rung()
+
+    async def _free_at_end(self, child: Child, place: GpuPlace) -> None:
+        """Give the place of a worker back when its process has ended: until then it holds memory of its GPUs."""
+        await child.gone.wait()
+        self._gpus.free(place)
 
     def note_ready(self, replica: Replica) -> None:
         """Learn that a worker is ready. If it measured its latency curve, later workers do not measure."""
         self.zygote.reset_delay()
         self._measure = self._measure and not replica.measured
 
-    # -- weights: one hold on the snapshot, for all workers of the pool
+    # -- weights: one hold on each snapshot, for all workers of the pool
 
     async def _fetch(self, weights: FetcherClient, activation: Activation) -> None:
-        """Hold the weights, if they are not held yet or if their fetch failed."""
+        """Hold the weights that are not held yet, or whose fetch failed."""
         async with self._holding:
-            if self._fetching is not None and self._fetching.error is not None:
-                self._release_weights()
-            if self._fetching is None:
-                self._fetching = await weights.hold(self._spec, self._secrets())
-            activation.mark_fetching(self._fetching.fetch)
+            for progress in [one for one in self._fetching.values() if one.error is not None]:
+                self._release_hold(weights, progress)
+            missing = [one for one in self._spec.remote if one.name not in self._fetching]
+            await all_of(self._hold(weights, one) for one in missing)
+            activation.mark_fetching(progress.fetch for progress in self._fetching.values())
+
+    async def _hold(self, weights: FetcherClient, one: Weights) -> None:
+        self._fetching[one.name] = await weights.hold(one, self._secrets())
+
+    def _release_hold(self, weights: FetcherClient, progress: FetchProgress) -> None:
+        del self._fetching[progress.weights.name]
+        weights.release(progress)
 
     def _release_weights(self) -> None:
-        fetching, self._fetching = self._fetching, None
-        if fetching is not None and self._weights is not None:
-            self._weights.release(fetching)
+        for progress in list(self._fetching.values()):
+            if self._weights is not None:
+                self._release_hold(self._weights, progress)
 
     def explain(self, error: PilotflameError) -> PilotflameError:
         """Return `error`, or the fetcher's error if `error` only says that a worker's weights are missing."""
-        cause = self._fetching.error if self._fetching is not None else None
-        # `exception`: the weights were already missing when the worker was set up.
-        told = {error.details.get("cause"), error.details.get("exception")}
-        if cause is None or SourceDenied.code not in told:
+        cause = next((one.error for one in self._fetching.values() if one.error is not None), None)
+        if cause is None or not _only_missing(error):
             return error
         message = f"The weights are not whole: {cause.message}"
         details = {**cause.details, "cause": cause.code}
         return ActivationFailed(message, remedy=cause.remedy, details=details)
 
+    def unheard(self, error: PilotflameError) -> list[FetchProgress]:
+        """Return the fetches one of which has failed if `error` is true, although the fetcher has not said so yet."""
+        fetching = list(self._fetching.values())
+        heard = any(one.error is not None for one in fetching)
+        return [] if heard or not _only_missing(error) else [one for one in fetching if not one.ended.done()]
+
+    # -- parking
+
+    def park(self, count: int) -> None:
+        """Park `count` ready workers without work, those that are idle for the longest time."""
+        now_s = time.monotonic()
+        for replica in self.idle()[:count]:
+            replica.park(now_s)
+            self._gpus.note_parking(replica)
+        self._last = None
+
+    def wake(self, count: int) -> int:
+        """Wake at most `count` parked workers, the latest used first, and return how many. They are ready at once.
+
+        Those whose GPUs have no room stay parked.
+        """
+        now_s, woken = time.monotonic(), 0
+        for replica in self.parked[::-1]:
+            if woken < count and self._gpus.resume(replica):
+                replica.wake(now_s)
+                woken += 1
+        return woken
+
+    def give(self, replica: Replica, *, park: bool) -> None:
+        """Park a ready worker without work, or drain one. What it has begun ends before, within its callers' deadlines."""
+        if park:
+            replica.park(time.monotonic())
+        else:
+            replica.drain(None if replica.outstanding.calls else STOP_TIMEOUT_S)
+        self._last = None
+
     # -- stopping
 
     def stop(self, count: int) -> None:
-        """Drain `count` ready workers: those that are idle for the longest time, then the least busy ones."""
-        idle = self.idle()
+        """Drain `count` workers: parked ones, then those that are idle for the longest time, then the least busy ones."""
+        idle = self.parked + self.idle()
         for replica in idle[:count]:
             replica.drain(STOP_TIMEOUT_S)
         if count > len(idle):
@@ -237,9 +302,9 @@ class Pool:
                 replica.drain(None)
 
     def stop_all(self) -> None:
-        """Drain all ready workers. Each finishes what it has begun, until the deadlines of its callers."""
+        """Drain all ready and parked workers. Each finishes what it has begun, until the deadlines of its callers."""
         now_s = time.monotonic()
-        for replica in self.ready:
+        for replica in self.ready + self.parked:
             calls = replica.outstanding.calls.values()
             left_s = max((invocation.deadline_s for invocation in calls), default=now_s) - now_s
             replica.drain(max(0.0, left_s) + STOP_TIMEOUT_S)
@@ -256,6 +321,7 @@ class Pool:
         if replica.activation.ready_s:
             self._past_ready_s += time.monotonic() - replica.activation.ready_s
         self._past_held_s += time.monotonic() - replica.activation.asked_s
+        self._past_parked_s += replica.parked_s(time.monotonic())
         self._note_rung()
         # Without workers, forking a standby disturbs no invocation, and the next activation may come soon.
         if not self.replicas:
@@ -278,6 +344,11 @@ class Pool:
             await child.wait_gone(gone_by_s - time.monotonic())
         self._release_weights()
         await self.zygote.wait_closed()
+
+
+def _only_missing(error: PilotflameError) -> bool:
+    """Return True if a worker says that its weights are missing. It does not know why: only the fetcher does."""
+    return error.details.get("cause") == SourceDenied.code
 
 
 def _unexpected(error: Exception) -> ActivationFailed:

@@ -29,6 +29,8 @@ UNKNOWN = Timing(0.0, 0.0, 1, 0.0)
 class ReplicaState(enum.StrEnum):
     RESTORING = "restoring"
     READY = "ready"
+    PARKED = "parked"
+    """Its weights have given the memory of their devices back. It has no invocations, and wakes faster than one starts."""
     DRAINING = "draining"
     DEAD = "dead"
 
@@ -51,6 +53,9 @@ class RevisionEvents(Protocol):
 
     def on_start_failed(self, error: PilotflameError) -> None: ...
     def on_resized(self, replica: Replica) -> None: ...
+    def on_parked(self, replica: Replica, freed_bytes: int) -> None:
+        """A worker has given so much memory of devices back."""
+
     def on_lost(self, replica: Replica, unstarted: list[Invocation], started: list[Invocation]) -> None:
         """A worker's link is closed. It had started, or may have started, the `started` invocations."""
 
@@ -79,6 +84,8 @@ class Replica:
         """The latency curve that it measured before it was ready."""
         self.left = False
         """True if its end was to be expected: it drained."""
+        self._parked_since_s = self._past_parked_s = 0.0
+        self._park_timer: asyncio.TimerHandle | None = None
         self._events = events
         # The channels of invocations whose handler call does not end.
         self._stuck: set[int] = set()
@@ -188,16 +195,45 @@ class Replica:
         if self._stuck and self.outstanding.running() <= self._stuck:
             self.child.kill_stuck("a call of the handler did not end in time")
 
+    def park(self, now_s: float) -> None:
+        """Have a ready worker without invocations give the memory of its devices back."""
+        self.state, self._parked_since_s = ReplicaState.PARKED, now_s
+        self.child.link.send(FrameKind.PARK)
+        late = f"it was not parked after {EXIT_TIMEOUT_S:.0f} s"
+        self._park_timer = asyncio.get_running_loop().call_later(EXIT_TIMEOUT_S, self.child.kill_stuck, late)
+
+    def wake(self, now_s: float) -> None:
+        """Have a parked worker bring its weights back. It may be sent invocations at once."""
+        # If it has not begun to park yet, it does not, and tells nothing.
+        self._drop_park_timer()
+        self._past_parked_s, self.state = self.parked_s(now_s), ReplicaState.READY
+        self.child.link.send(FrameKind.UNPARK)
+
+    def parked_s(self, now_s: float) -> float:
+        """Return for how many seconds it has been parked."""
+        present_s = now_s - self._parked_since_s if self.state is ReplicaState.PARKED else 0.0
+        return self._past_parked_s + present_s
+
     def drain(self, kill_after_s: float | None) -> None:
         """Ask the worker to end what it runs and to exit. Kill it if it still runs after `kill_after_s`.
 
         If that is None, it may run until its last invocation has ended, which deadlines limit.
         """
         if self.state is not ReplicaState.DEAD:
+            self._leave_parked()
             self.state = ReplicaState.DRAINING
             self.child.link.send(FrameKind.DRAIN)
             if kill_after_s is not None:
                 self.child.kill_after(kill_after_s)
+
+    def _drop_park_timer(self) -> None:
+        if self._park_timer is not None:
+            self._park_timer.cancel()
+            self._park_timer = None
+
+    def _leave_parked(self) -> None:
+        self._drop_park_timer()
+        self._past_parked_s = self.parked_s(time.monotonic())
 
     # -- frames from the worker
 
@@ -261,11 +297,15 @@ class Replica:
         elif kind == FrameKind.DRAIN:
             # The worker wants to exit. The reply confirms that the gateway will send it no more invocations.
             if self.state is not ReplicaState.DRAINING:
+                self._leave_parked()
                 self.state = ReplicaState.DRAINING
                 self.child.link.send(FrameKind.DRAIN)
                 # Otherwise it may run until its last invocation has ended, which deadlines limit.
                 if not self.outstanding.calls:
                     self.child.kill_after(EXIT_TIMEOUT_S)
+        elif kind == FrameKind.PARKED:
+            self._drop_park_timer()
+            self._events.on_parked(self, int(head["freed_bytes"]))
         elif kind == FrameKind.FAILED:
             self.reported_failure = True
             self._start_timer.cancel()
@@ -306,6 +346,7 @@ class Replica:
         if self.state is ReplicaState.DEAD:
             return
         self._start_timer.cancel()
+        self._drop_park_timer()
         if self.child.output is not None:
             # Its last words came before the end of its link.
             self.child.output.drain()
@@ -315,6 +356,7 @@ class Replica:
         self.left = self.state is ReplicaState.DRAINING and not self.reported_failure
         if self.state is not ReplicaState.DRAINING:
             self.child.kill()
+        self._leave_parked()
         self.state = ReplicaState.DEAD
         calls, running = self.outstanding.calls, self.outstanding.running()
         unstarted = [invocation for channel, invocation in calls.items() if channel not in running]

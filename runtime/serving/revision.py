@@ -22,23 +22,26 @@ from ..launching.fetcher_client import FetcherClient
 from ..launching.launcher import UNKNOWN_CAUSE, EndCause, Launcher
 from ..link.worker_spec import WorkerSpec
 from ..scaling import autoscaler
+from ..scaling.eviction import waiting_per_byte
 from ..scaling.idle_period import QUIET_S
-from ..scaling.node_limit import Claim
+from ..scaling.node_limit import Cap, Claim
 from ..telemetry.load_history import LoadState
 from ..telemetry.logs import RevisionLog
 from ..telemetry.metrics import Census
 from ..telemetry.timeline import WorkerTiming
 from ..telemetry.usage import RungName, Usage
 from .breaker import Breaker
+from .deadlines import activation_timeout
 from .demand import Demand
 from .dispatcher import Dispatcher, Policy
 from .function_history import FunctionHistory
+from .gpu_places import GpuPlaces, need_of
 from .invocation import Invocation, Output
 from .latency_curve_store import LatencyCurveStore
 from .pool import Pool
-from .prewarms import HOLD_S, LOAD, Readiness, WarmHold
+from .prewarms import HOLD_S, LOAD, Readiness, WarmHold, signal_of
 from .replica import Replica, ReplicaState, RevisionEvents
-from .worker_limit import WorkerLimit
+from .worker_limit import GIVE_AFTER_S, WorkerLimit
 
 FAILURES = (HandlerFailed, OutputInvalid)
 # How many of the lines that a worker printed last are repeated when it dies.
@@ -56,8 +59,10 @@ BEAT_S = 0.5
 EXPECTED_S = 10.0
 # For how long the plan's prewarm holds a worker.
 PREDICTED_S = 1.0
-# A worker that was idle for so long may be stopped if callers of another function wait for one.
-GIVE_AFTER_S = 1.0
+# The signals for which other functions make room on the GPUs.
+URGENT = ("refused", "warmup")
+# How long the error of a start that failed waits for the fetcher's reason.
+CAUSE_TIMEOUT_S = 2.0
 
 
 class Revision(RevisionEvents):
@@ -66,21 +71,23 @@ class Revision(RevisionEvents):
     def __init__(
         self, spec: WorkerSpec, policy: Policy, launcher: Launcher, logs: RevisionLog, tasks: asyncio.TaskGroup,
         on_activation: Callable[[str], None], weights: FetcherClient, secrets: Callable[[], dict[str, str]],
-        curves: LatencyCurveStore, history: FunctionHistory, limit: WorkerLimit,
+        curves: LatencyCurveStore, history: FunctionHistory, limit: WorkerLimit, gpus: GpuPlaces,
         on_called: Callable[[float], None] = lambda _at_s: None,
     ) -> None:  # fmt: skip
         """`on_activation` is called with "ready" or "failed" when a worker is ready or could not be started.
 
-        `limit` is shared by all revisions. `on_called` is called with the arrival of an invocation, at most once every
+        `limit` and `gpus` are shared by all revisions. `on_called` is called with the arrival of an invocation, at most once every
         BEAT_S.
         """
         self.spec, self.policy, self.streaming = spec, policy, policy.streaming
         self.history, self._note_arrival = history, history.arrivals.note
         scale, measure = policy.settings.scale, not curves.known
-        self.pool = Pool(spec, scale, launcher, logs, tasks, self, weights, secrets, measure)
+        self.pool = Pool(spec, scale, launcher, logs, tasks, self, weights, secrets, measure, gpus, self)
         self.dispatcher = Dispatcher(spec, policy, self.pool, curves, self.scale)
-        self._limit = limit
+        self._limit, self._gpus = limit, gpus
         limit.join(self)
+        self.gpu_need = need_of(spec.resources)
+        """What each worker needs of the node's GPUs."""
         self.breaker = Breaker()
         self._readiness = Readiness()
         self.retiring = False
@@ -93,7 +100,7 @@ class Revision(RevisionEvents):
         self._sufficient_load = 0.0
         self._scale_timer: asyncio.TimerHandle | None = None
         self._scale_at_s = 0.0
-        self._unexplained_deaths = self._deaths = 0
+        self._unexplained_deaths = self._deaths = self._slow = self._refused = 0
         # The outcome of the first start of workers: the error if it failed. `_unproven` have not reported yet.
         self._first_start: asyncio.Future[PilotflameError | None] = self._loop.create_future()
         self._unproven, self._proven = 1, False
@@ -111,6 +118,9 @@ class Revision(RevisionEvents):
         """Send an invocation, or queue it. Raise QueueFull, Overloaded, CrashLoop, BudgetExhausted or RevisionRetired."""
         if self.retiring:
             raise self.dispatcher.retired()
+        parks = self.gpu_need is not None or self.policy.scale.park_after_s < math.inf
+        if parks and not self.pool.ready:
+            self._wake(1, waiting=1)
         if self.breaker.failures and self.breaker.open(now_s := time.monotonic()) and not self.pool.ready:
             raise self.breaker.refusal(self.spec.function, now_s)
         if (arrived_s := invocation.timeline.received_s) >= self._beat_at_s:
@@ -121,6 +131,7 @@ class Revision(RevisionEvents):
         except Overloaded:
             # The caller could not wait for an activation. Start one nevertheless, for their retry.
             if not self.pool.ready:
+                self._refused += 1
                 self.warm(1, "refused")
             raise
         load = self.pool.in_flight
@@ -142,6 +153,7 @@ class Revision(RevisionEvents):
             in_flight=pool.in_flight,
             starting=pool.starting,
             ready=len(pool.ready),
+            parked=len(pool.parked),
             draining=sum(replica.state is ReplicaState.DRAINING for replica in pool.replicas),
             standby=pool.zygote.standby is not None and pool.zygote.standby_primed,
             zygote=pool.zygote.source is not None,
@@ -154,15 +166,27 @@ class Revision(RevisionEvents):
 
     @property
     def rung(self) -> RungName:
-        """The highest rung that is held now."""
-        if self.pool.ready:
+        """The highest rung that is held now, of those that the ladder plans: a parked worker is a worker."""
+        if self.pool.ready or self.pool.parked:
             return RungName.READY
         return RungName.ZYGOTE if self.pool.zygote.source is not None else RungName.LOCAL
+
+    @property
+    def stands_on(self) -> RungName:
+        """The highest rung that is held now, for those who look: PARKED if all workers are parked."""
+        rung = self.rung
+        return RungName.PARKED if rung is RungName.READY and not self.pool.ready else rung
 
     @property
     def arrived(self) -> int:
         """How many invocations were accepted so far. Those that have failed in the queue do not count."""
         return self.pool.completed + self.pool.in_flight + len(self.dispatcher.queue)
+
+    @property
+    def slow(self) -> tuple[int, int]:
+        """How many invocations have waited for the start of a worker, or could not; and how many there were."""
+        lost = self._refused + self.dispatcher.given_up
+        return self._slow + lost, self.arrived + lost
 
     @property
     def held_until_s(self) -> float | None:
@@ -174,7 +198,8 @@ class Revision(RevisionEvents):
         """Give up what is held above `rung`, unless there is work or a signal holds workers."""
         if self.pool.in_flight or len(self.dispatcher.queue) or self.held_until_s is not None:
             return
-        self.pool.stop(max(0, len(self.pool.ready) - self.policy.scale.min))
+        held = len(self.pool.ready) + len(self.pool.parked)
+        self.pool.stop(max(0, held - self.policy.scale.min))
         if rung not in (RungName.READY, RungName.ZYGOTE):
             self.pool.zygote.rest()
 
@@ -194,7 +219,8 @@ class Revision(RevisionEvents):
         if self.breaker.failures and not self.pool.ready:
             ladder.interrupt()
             return None
-        last_end_s = max((one.idle_since_s for one in self.pool.ready), default=None) if not load else None
+        workers = self.pool.ready + self.pool.parked
+        last_end_s = max((one.idle_since_s for one in workers), default=None) if not load else None
         return ladder.follow(now_s, load, last_end_s)
 
     # -- the number of workers
@@ -226,38 +252,66 @@ class Revision(RevisionEvents):
         try:
             await self._readiness.wait(workers, timeout_s)
         except TimeoutError:
+            if (reached := self._reached) is not None:
+                raise activation_timeout(self.spec.function, timeout_s, reached) from None
             message = f"{workers} workers of {self.spec.function!r} were not ready within {timeout_s:.0f} s."
             raise ActivationTimeout(message, remedy="Wait longer: the start goes on.") from None
 
     def scale(self) -> None:
         """Start and stop workers as the autoscaler decides."""
         now_s, pool, queued = time.monotonic(), self.pool, len(self.dispatcher.queue)
+        if queued and not (pool.held_workers or self.gpu_need or self._limit.limits(self)):
+            # At zero, the decision is at least one worker. It starts before the figures are gathered.
+            self._start_first(queued, now_s)
         follow_at_s = self._follow_idling(now_s, queued + pool.in_flight)
         spec, hold = self._scale_spec(now_s), self._hold(now_s)
         stats = self._demand.stats(spec, hold.workers if hold is not None else 0, now_s)
         self._sufficient_load = autoscaler.sufficient_load(spec, stats)
         decision = autoscaler.decide(spec, stats, now_s)
-        if start := self._granted(self._allowed(decision.start, now_s), stats):
-            self._start(start, spec, stats, hold)
-        if decision.stop:
-            pool.stop(decision.stop)
-            self._note("stop", "idle", stats, workers=decision.stop, recent=stats.recent)
+        if decision.start and stats.parked and self._wake(decision.start, stats.queued):
+            # They count from here on, and what waited has been sent.
+            self.scale()
+            return
+        if start := self._granted(self._allowed(decision.start, now_s), stats, hold):
+            self._start_wanted(start, spec, stats, hold)
+        self._stop_and_park(decision, stats)
         if self.history.ladder.idle:
             # The next invocation ends the idle period, so it must come here.
             self._sufficient_load = -1.0
-        wake_at_s = decision.wake_at_s
-        if follow_at_s is not None:
-            wake_at_s = min(wake_at_s or follow_at_s, follow_at_s)
-        if (retry_at_s := self.breaker.backoff_until_s) > now_s:
-            wake_at_s = min(wake_at_s or retry_at_s, retry_at_s)
-        if hold is not None:
-            wake_at_s = min(wake_at_s or hold.until_s, hold.until_s)
-        if wake_at_s is not None:
-            self._scale_at(wake_at_s, now_s)
+        self._look_again(now_s, decision.wake_at_s, follow_at_s, hold.until_s if hold is not None else None)
         self.history.prewarms.settle()
         self.note_load()
         if self.retiring and not queued and not pool.in_flight:
             self._empty.set()
+
+    def _stop_and_park(self, decision: autoscaler.Decision, stats: autoscaler.Stats) -> None:
+        if decision.stop:
+            self.pool.stop(decision.stop)
+            self._note("stop", "idle", stats, workers=decision.stop, recent=stats.recent)
+        if decision.park:
+            self.pool.park(decision.park)
+            # The next invocation may have to wake them.
+            self._sufficient_load = -1.0
+
+    def _look_again(self, now_s: float, *times_s: float | None) -> None:
+        """Set the timer for scaling to the earliest of these times, or to the end of the backoff."""
+        known_s = [at_s for at_s in times_s if at_s is not None]
+        if (retry_at_s := self.breaker.backoff_until_s) > now_s:
+            known_s.append(retry_at_s)
+        if known_s:
+            self._scale_at(min(known_s), now_s)
+
+    def _wake(self, count: int, waiting: int) -> int:
+        """Wake parked workers, at most `count`, and send them what waits. Return how many there were."""
+        if woken := 0 if self.history.account.exhausted else self.pool.wake(count):
+            self.history.decisions.note("wake", LOAD, workers=woken, queued=waiting)
+            self._readiness.note_ready(len(self.pool.ready))
+            self.dispatcher.dispatch()
+        return woken
+
+    def _start_first(self, queued: int, now_s: float) -> None:
+        if self._allowed(1, now_s):
+            self._start(1, "", autoscaler.Stats(queued, in_flight=0, starting=0, ready=0))
 
     def note_load(self) -> None:
         """Note the present load in the history of the function. A revision that retires is not the function's."""
@@ -265,7 +319,7 @@ class Revision(RevisionEvents):
         if self.retiring:
             return
         waiting, ready = len(self.dispatcher.queue), len(pool.ready)
-        state = LoadState(waiting, pool.in_flight, pool.starting, ready, self.rung)
+        state = LoadState(waiting, pool.in_flight, pool.starting, ready, self.stands_on)
         self.history.load.note(time.monotonic(), state)
 
     def _note(self, action: str, cause: str, stats: autoscaler.Stats, **figures: float) -> None:
@@ -283,18 +337,23 @@ class Revision(RevisionEvents):
             return None
         return self.history.prewarms.holds.at(now_s)
 
-    def _start(
+    def _start_wanted(
         self, count: int, spec: autoscaler.ScaleSpec, stats: autoscaler.Stats, hold: WarmHold | None
     ) -> None:
         """Start `count` workers. Those that only the hold wants get its cause."""
         without = autoscaler.wanted(spec, replace(stats, prewarm=0)) - stats.ready - stats.starting
         for_load = count if hold is None else min(count, max(0, without))
-        for workers, signal in ((for_load, ""), (count - for_load, hold.cause if hold is not None else "")):
-            if workers:
-                if not stats.ready and not stats.starting:
-                    self.history.ladder.note_start(self)
-                self.pool.start(workers, signal)
-                self._note("start", signal or LOAD, stats, workers=workers)
+        if for_load:
+            self._start(for_load, "", stats)
+        if hold is not None and count > for_load:
+            self._start(count - for_load, hold.cause, stats)
+
+    def _start(self, workers: int, signal: str, stats: autoscaler.Stats) -> None:
+        """Start workers. `signal` is what asks for them ahead of need, if it is not the load."""
+        if not stats.ready and not stats.starting:
+            self.history.ladder.note_start(self)
+        self.pool.start(workers, signal)
+        self._note("start", signal or LOAD, stats, workers=workers)
         self.history.account.check()
 
     def _scale_at(self, when_s: float, now_s: float) -> None:
@@ -345,52 +404,98 @@ class Revision(RevisionEvents):
             return start
         return 0 if self.breaker.open(now_s) or self.pool.starting else min(1, start)
 
-    # -- the limit of all functions together
+    # -- the limits of all functions together
 
-    def _granted(self, start: int, stats: autoscaler.Stats) -> int:
-        """Return how many of `start` workers the node's limit leaves. Note it when they become too few."""
-        short = self._limit.is_short(self)
-        if not start and not short:
+    def _granted(self, start: int, stats: autoscaler.Stats, hold: WarmHold | None) -> int:
+        """Return how many of `start` workers the limits leave. Note it when they become too few."""
+        before = self._reached
+        if not start and before is None:
             return 0
+        # A caller whom the start takes too long tries again, and one who warms it up waits as well.
+        waiting = stats.queued > 0 or (hold is not None and signal_of(hold.cause) in URGENT)
         may = self._limit.ask(self, start, waiting=stats.queued > 0)
-        if may < start and not short:
-            most = self._limit.most or 0
-            self._note("refuse", "max_workers", stats, workers=start - may, max_workers=most)
-        self.dispatcher.note_limit(None if may == start else self._limit.most)
+        # Where one has a worker, only those of others that are idle for a while make room for more.
+        may = self._gpus.ask(self, may, waiting=waiting, lasting=stats.awake > 0)
+        reached = self._reached
+        if reached is not None and (before is None or before.name != reached.name):
+            self._note("refuse", reached.name, stats, **{"workers": start - may, reached.name: reached.most})
+        self.dispatcher.note_limit(reached)
         return may
+
+    @property
+    def _reached(self) -> Cap | None:
+        return self._limit.reached(self) or self._gpus.reached(self)
+
+    @property
+    def function(self) -> str:
+        return self.spec.function
+
+    @property
+    def owner(self) -> str:
+        """Who deployed it, whose other functions share a limit of workers with it."""
+        return self.policy.owner
 
     def claim(self) -> Claim:
         pool, now_s = self.pool, time.monotonic()
         if not pool.held_workers:
-            return Claim(0)
+            return Claim(0, owner=self.owner)
         draining = sum(replica.state is ReplicaState.DRAINING for replica in pool.replicas)
-        spare = max(0, len(pool.ready) - self.policy.scale.min)
-        idle = pool.idle()
+        least = 0 if self.retiring else self.policy.scale.min
+        spare = max(0, len(pool.ready) + len(pool.parked) - least)
+        idle = pool.parked + pool.idle()
         lasting = sum(replica.idle_since_s + GIVE_AFTER_S <= now_s for replica in idle)
         return Claim(
             pool.held_workers,
             draining,
             idle=min(spare, lasting),
             resting=min(spare, len(idle)),
+            owner=self.owner,
+            least=least,
         )
 
-    def give(self) -> None:
+    def give(self, reached: Cap) -> None:
         stats = autoscaler.Stats(
             len(self.dispatcher.queue), self.pool.in_flight, self.pool.starting, len(self.pool.ready)
         )
         self.pool.stop(1)
-        self._note("stop", "max_workers", stats, workers=1)
+        self._note("stop", reached.name, stats, workers=1)
+
+    def devices(self, replica: Replica) -> float:
+        """Return how many GPUs a worker holds: shares by its place, or a whole one if it uses one without a place."""
+        placed = self._gpus.share(replica)
+        return float(replica.device.startswith("cuda")) if placed is None else placed
+
+    @property
+    def gpu_parked(self) -> list[Replica]:
+        return self.pool.parked
+
+    def gpu_spare(self, state: ReplicaState) -> int:
+        count = len(self.pool.ready) + (len(self.pool.parked) if state is ReplicaState.PARKED else 0)
+        return count if self.retiring else max(0, count - self.policy.scale.min)
+
+    def gpu_cost(self, freed_bytes: float) -> float:
+        ladder = self.history.ladder
+        below = ladder.below(RungName.READY)[0]
+        return waiting_per_byte(ladder.step_down(self.spec.function, RungName.READY, below, freed_bytes))
+
+    def give_gpu(self, replica: Replica, *, park: bool) -> None:
+        self.pool.give(replica, park=park)
+        # The next invocation has to find it a place again.
+        self._sufficient_load = -1.0
+        if not park:
+            self.history.decisions.note("stop", "gpus", workers=1)
 
     # -- start and end
 
     async def try_start(self, keep: int = 0) -> None:
-        """Start `keep` workers, as far as the node's limit has room, but at least one. Raise the error if the first of them fails.
+        """Start `keep` workers, as far as the limits have room, but at least one. Raise the error if the first of them fails.
 
         Once they are ready, stop those that neither `keep` nor `min` asks for.
         """
-        self._unproven = max(1, self._limit.room(keep))
+        place = await self._gpus.first_place(self, FIRST_START_TIMEOUT_S)
+        self._unproven = 1 + self._gpus.room(self, max(0, self._limit.room(self, keep) - 1))
         self._demand.note_need(keep, time.monotonic())
-        self.pool.start(self._unproven)
+        self.pool.start(self._unproven, place=place)
         self.history.account.check()
         await asyncio.wait([self._first_start], timeout=FIRST_START_TIMEOUT_S)
         if not self._first_start.done():
@@ -437,6 +542,7 @@ class Revision(RevisionEvents):
             await self.pool.close(max(left_s, min(timeout_s, MIN_TEARDOWN_S)))
         finally:
             self._limit.leave(self)
+            self._gpus.leave(self)
             self.history.account.detach(self)
 
     # -- what it uses
@@ -467,13 +573,14 @@ class Revision(RevisionEvents):
     def on_ready(self, replica: Replica) -> None:
         self._unexplained_deaths = 0
         self.breaker.reset()
+        self.history.prewarms.watch(replica)
+        self.dispatcher.adopt(replica)
+        # Callers wait no longer: what is learned of the start comes after their invocations are sent.
         self._settle_first_start(None)
         self.pool.note_ready(replica)
-        self.history.ladder.note_ready(self, usual=not replica.measured, device=replica.device)
-        self.history.prewarms.watch(replica)
+        self.history.ladder.note_ready(self, usual=not replica.measured, devices=self.devices(replica))
         self._readiness.note_ready(len(self.pool.ready))
         self._on_activation("ready")
-        self.dispatcher.adopt(replica)
         if self.history.account.exhausted:
             self.pool.stop_all()
         self.scale()
@@ -489,6 +596,7 @@ class Revision(RevisionEvents):
         timeline = invocation.timeline
         self._note_arrival(timeline.received_s)
         if timeline.activation is not None:
+            self._slow += 1
             self.history.load.note_cold(now_s, timeline.sent_s - timeline.received_s)
         # A batch leaves room for another only when its last invocation has ended.
         if batch is not None or not replica.outstanding.batching:
@@ -500,9 +608,10 @@ class Revision(RevisionEvents):
         if waiting := len(self.dispatcher.queue):
             self.dispatcher.dispatch()
             waiting = len(self.dispatcher.queue)
-        # The timer that finds the idle period is due QUIET_S after the last end, or sooner.
-        if self._limit.most is not None and not replica.outstanding.calls:
+        if not replica.outstanding.calls:
             self._limit.offer()
+            self._gpus.offer()
+        # The timer that finds the idle period is due QUIET_S after the last end, or sooner.
         untimed = self._scale_timer is None or self._scale_at_s > replica.idle_since_s + QUIET_S
         if waiting or self.retiring or (untimed and not replica.outstanding.calls):
             self.scale()
@@ -520,8 +629,28 @@ class Revision(RevisionEvents):
         if replica.state is ReplicaState.READY:
             self._on_room(replica)
 
+    def on_parked(self, replica: Replica, freed_bytes: int) -> None:
+        cause = "gpus" if self._gpus.gives(replica) else "idle"
+        self.history.decisions.note("park", cause, freed_bytes=freed_bytes)
+        self._gpus.note_parked(replica, freed_bytes)
+
     def on_start_failed(self, error: PilotflameError) -> None:
         """Fail the waiting invocations, unless a worker is ready: the next start would probably fail too."""
+        if self.pool.unheard(error):
+            self._tasks.create_task(self._fail_start_later(error))
+        else:
+            self._fail_start(error)
+
+    async def _fail_start_later(self, error: PilotflameError) -> None:
+        """Wait until the fetcher says why the weights are missing: that may come after what the worker says."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CAUSE_TIMEOUT_S):
+                while fetching := self.pool.unheard(error):
+                    ended = [one.ended for one in fetching]
+                    await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)
+        self._fail_start(error)
+
+    def _fail_start(self, error: PilotflameError) -> None:
         error = self.pool.explain(error)
         self._logs.write("gateway", f"activation failed: {error}\n{error.trace}".rstrip(), "error")
         self._count_failure(error)

@@ -21,8 +21,10 @@ from pydantic.fields import FieldInfo
 from ...addresses import INPUT_NETWORKS, UPLOAD_URL
 from ...errors import SettingsError
 from ...handlers.dialects import recognise
+from ...snapshot.handle import subject_of
 from ...snapshot.sources.locate import is_remote
 from .event_source import EventSource
+from .resources import Resources
 from .schedule import Schedule
 from .validation import (
     ENV_PREFIX,
@@ -44,9 +46,12 @@ FROM_FOLDER = "the folder's name"
 # First segments of the gateway's own HTTP paths. Requests to a function with such a name would not reach it.
 RESERVED_NAMES = frozenset({"models", "health", "repository"})
 
+# Tables in which the keys are any names.
+_OPEN_TABLES = frozenset({"env", "snapshots"})
 _MIB = 1024 * 1024
 _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _ALIAS = re.compile(r"(?![0-9]+$)[A-Za-z0-9_-]{1,128}")
+_SNAPSHOT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # The name of a Debian package, optionally with an architecture and a version.
 _APT_PACKAGE = re.compile(r"[a-z0-9][a-z0-9.+-]*(:[a-z0-9-]+)?(=[A-Za-z0-9.+:~-]+)?")
@@ -90,12 +95,24 @@ class Scale(BaseModel, frozen=True, extra="forbid", strict=True):
         None,
         description="Seconds without a request before a worker ends; by default the keep-alive policy learns when.",
     )
+    park_after_s: Seconds | None = Field(
+        None,
+        description="Seconds without a request before a worker is parked: its weights give the memory of their devices"
+        " back, and the next request brings them back; by default never.",
+    )
     price_waiting_s: float | None = Field(
         None,
         ge=0,
         allow_inf_nan=False,
         description="What a second is worth for which one caller of this function waits for a worker, in money; by"
         " default what the gateway's price_waiting_s says.",
+    )
+    slow_share: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="The share of requests that may wait for the start of a worker, as 0.01; the price of waiting then"
+        " follows from it.",
     )
     rest: Literal["zygote", "local"] = Field(
         "zygote", description="What is kept at zero: a zygote (imports and skeleton), or only the files."
@@ -107,6 +124,9 @@ class Scale(BaseModel, frozen=True, extra="forbid", strict=True):
         for key, value in (("min", self.min), ("buffer", self.buffer)):
             if value > self.max:
                 raise ValueError(f"scale.{key} is {value}, more than scale.max, which is {self.max}")
+        for other in ("price_waiting_s", "idle_timeout_s"):
+            if self.slow_share is not None and getattr(self, other) is not None:
+                raise ValueError(f"scale.slow_share and scale.{other} exclude each other")
         return self
 
 
@@ -143,26 +163,6 @@ class Image(BaseModel, frozen=True, extra="forbid", strict=True):
         return self.name is None and (self.base is not None or bool(self.packages))
 
 
-class Resources(BaseModel, frozen=True, extra="forbid", strict=True):
-    """What all workers of a function on one node may use together."""
-
-    memory_mb: int | None = Field(None, ge=16, le=16 << 20, description="Memory in MiB.")
-    cpus: float | None = Field(None, gt=0, le=1024, description="Processors, as 0.5 or 2.")
-    pids: int | None = Field(
-        None, ge=16, le=1 << 22, description="Processes and threads at most; 1024 in a container by default."
-    )
-    tmp_mb: int | None = Field(
-        None, ge=1, le=1 << 20, description="Temporary files in MiB; 1024 in a container by default."
-    )
-    network: Literal["none", "bridge", "host"] | None = Field(
-        None,
-        description="The network that a container may use; none, the default: it reaches only its gateway.",
-    )
-    files: Literal["shared", "private"] = Field(
-        "shared", description="private: a process sees no files of the gateway, and writes to TMPDIR only."
-    )
-
-
 def _handler_problem(handler: str) -> str | None:
     dialect, _, rest = handler.partition(":")
     file, colon, callable_name = (rest if dialect in recognise.DIALECTS else handler).partition(":")
@@ -175,10 +175,25 @@ def _handler_problem(handler: str) -> str | None:
     return None
 
 
-def _snapshot_problem(snapshot: str | None) -> str | None:
+def setting_of(snapshot: str) -> str:
+    """Return the key of the setting that names a snapshot; that of the only one, "", is `snapshot`."""
+    return subject_of(snapshot) or "snapshot"
+
+
+def _snapshot_problem(snapshot: str | None, key: str = "snapshot") -> str | None:
     if snapshot is None or (snapshot.strip() and "\0" not in snapshot):
         return None
-    return f"snapshot is {snapshot!r}; allowed: the path of a folder or of a .safetensors file, or a URL"
+    return f"{key} is {snapshot!r}; allowed: the path of a folder or of a .safetensors file, or a URL"
+
+
+def _snapshots_problem(snapshots: dict[str, str]) -> str | None:
+    for name in snapshots:
+        if not _SNAPSHOT_NAME.fullmatch(name):
+            return f"snapshots.{name[:80]} has no valid name; allowed: 1 to 63 of a-z, A-Z, 0-9, _ and -, first a letter or digit"
+    if len({name.lower() for name in snapshots}) < len(snapshots):
+        return "snapshots has two names that differ only in capital letters, which some file systems do not tell apart"
+    found = (_snapshot_problem(where, setting_of(name)) for name, where in snapshots.items())
+    return "; ".join(filter(None, found)) or None
 
 
 def _env_problem(env: dict[str, str]) -> str | None:
@@ -192,6 +207,15 @@ def _variable_problem(name: str, value: str) -> str | None:
     if name.upper().startswith(ENV_PREFIX) and name not in (INPUT_NETWORKS, UPLOAD_URL):
         return f"env.{name} begins with {ENV_PREFIX}, which is reserved"
     return f"env.{name} contains a NUL character" if "\0" in value else None
+
+
+TensorPattern = Annotated[str, Field(min_length=1, max_length=1024)]
+# JSON holds no number of more than 64 bits.
+SliceSpec = tuple[
+    Annotated[int, Field(ge=-64, le=63)],
+    Annotated[int, Field(ge=0, le=65_535)],
+    Annotated[int, Field(ge=1, le=65_536)],
+]
 
 
 class Cors(BaseModel, frozen=True, extra="forbid", strict=True):
@@ -222,6 +246,21 @@ class Budget(BaseModel, frozen=True, extra="forbid", strict=True):
     warn_at: float = Field(0.8, gt=0, le=1, description="The used share of a limit at which the log warns.")
 
 
+class SnapshotPart(BaseModel, frozen=True, extra="forbid", strict=True):
+    """What the function needs of its snapshot. The rest is not fetched. Without it, it needs all."""
+
+    tensors: Annotated[tuple[TensorPattern, ...], Strict(False)] = Field(
+        (),
+        max_length=64,
+        description="Names of tensors, in which * stands for any characters; by default all.",
+    )
+    slices: Annotated[dict[TensorPattern, Annotated[SliceSpec, Strict(False)]], Field(max_length=64)] = Field(
+        {},
+        description="For such names, [dimension, rank, number of ranks]: the rank needs that one of as many equal"
+        " slices, as in tensor parallelism. The first name that fits counts.",
+    )
+
+
 class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
     """All settings of a function; part of its immutable revision."""
 
@@ -236,6 +275,14 @@ class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
         description="The weights: a folder or .safetensors file, absolute or relative to the function's folder; or a"
         " remote snapshot, s3://, gs:// or az://bucket/prefix, hf://org/repo@revision or http(s)://host/prefix: a"
         " prefix, or one .safetensors file. A manifest beside the weights is not needed: the first fetch makes it.",
+    )
+    snapshots: Annotated[dict[str, str], Field(max_length=32), checked(_snapshots_problem)] = Field(
+        {},
+        description="Instead of snapshot, several by name, such as a base and an adapter: NAME = what snapshot may be."
+        ' The handler finds them in context.snapshots["NAME"]. Each is fetched and kept for itself.',
+    )
+    snapshot_part: SnapshotPart = Field(
+        default_factory=SnapshotPart, description="What the function needs of its snapshot."
     )
     idempotent: bool = Field(False, description="Whether an invocation whose worker died may run again.")
     concurrency: int = Field(1, ge=1, le=1024, description="Invocations one worker runs at the same time.")
@@ -280,10 +327,26 @@ class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
     )
 
     @model_validator(mode="after")
-    def _weights_of_confined(self) -> Self:
-        if self.snapshot_url is not None and self.image.name is None and self.resources.files == "private":
+    def _part_of_a_snapshot(self) -> Self:
+        if self.snapshot is not None and self.snapshots:
             raise ValueError(
-                'with resources.files = "private", snapshot must be a folder or a file: such workers cannot follow'
+                "snapshot and snapshots exclude each other; name all of them in [snapshots], or remove it"
+            )
+        if self.snapshots and (self.snapshot_part.tensors or self.snapshot_part.slices):
+            raise ValueError(
+                "snapshot_part cannot be used with [snapshots]; remove it, or use one snapshot: snapshot = …"
+            )
+        if self.snapshot is None and (self.snapshot_part.tensors or self.snapshot_part.slices):
+            raise ValueError(
+                "snapshot_part is set, but snapshot is not; set snapshot, or remove snapshot_part"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _weights_of_confined(self) -> Self:
+        if self.snapshot_urls and self.image.name is None and self.resources.files == "private":
+            raise ValueError(
+                'with resources.files = "private", a snapshot must be a folder or a file: such workers cannot follow'
                 " a fetch yet; those in a container (image.name) can"
             )
         return self
@@ -314,15 +377,22 @@ class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
         return self
 
     @property
-    def snapshot_url(self) -> str | None:
-        """The setting `snapshot` if it is the URL of a remote snapshot, else None."""
-        return self.snapshot if self.snapshot is not None and is_remote(self.snapshot) else None
+    def all_snapshots(self) -> dict[str, str]:
+        """The settings `snapshot`, under the name "", and `snapshots`."""
+        return self.snapshots if self.snapshot is None else {"": self.snapshot}
 
-    def snapshot_path(self, folder: Path) -> Path | None:
-        """Return the path of the weights on this node, or None. `folder` is the function's folder."""
-        if self.snapshot is None or is_remote(self.snapshot):
-            return None
-        return (folder / Path(self.snapshot).expanduser()).resolve()
+    @property
+    def snapshot_urls(self) -> dict[str, str]:
+        """Those of the snapshots that are URLs of remote ones, by name."""
+        return {name: where for name, where in self.all_snapshots.items() if is_remote(where)}
+
+    def snapshot_paths(self, folder: Path) -> dict[str, Path]:
+        """Return the paths of the snapshots on this node, by name. `folder` is the function's folder."""
+        return {
+            name: (folder / Path(where).expanduser()).resolve()
+            for name, where in self.all_snapshots.items()
+            if not is_remote(where)
+        }
 
 
 def read_settings(
@@ -390,7 +460,7 @@ def _apply(raw: dict[str, Any], overrides: Mapping[str, Any]) -> Iterator[str]:
         if value is None:
             continue
         section, dot, rest = key.partition(".")
-        if key not in known and not (section == "env" and rest):
+        if key not in known and not (section in _OPEN_TABLES and rest):
             yield unknown_key(key, known)
             continue
         table = raw.setdefault(section, {}) if dot else raw

@@ -8,12 +8,14 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, Self
 
-from pydantic import BaseModel, Field, field_validator, model_validator
+from pydantic import BaseModel, Field, SecretStr, field_validator, model_validator
 
 from .validation import (
     ENV_PREFIX,
+    GpuText,
     NetworkText,
     Origin,
+    PeerUrl,
     PositiveSeconds,
     Seconds,
     read_toml,
@@ -23,6 +25,7 @@ from .validation import (
 )
 
 _MIB = 1024 * 1024
+MIN_TOKEN_CHARS = 16
 
 
 def default_state_dir(environ: Mapping[str, str] = os.environ) -> Path:
@@ -59,6 +62,31 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
         description="Folder of the node's cache of fetched snapshots.",
         json_schema_extra={"shown_default": "~/.cache/pilotflame/snapshots"},
     )
+    cache_memory_mb: int | None = Field(
+        None,
+        ge=0,
+        description="MiB of snapshots that the node's cache holds in memory; 0: none. By default a quarter of the memory.",
+    )
+    cache_disk_mb: int | None = Field(
+        None,
+        ge=0,
+        description="MiB of snapshots that the node's cache holds on the disk. By default four fifths of what is free.",
+    )
+    peers: tuple[PeerUrl, ...] = Field(
+        (),
+        description="URLs at which all gateways of the cluster serve chunks of snapshots to each other, as"
+        " http://pilotflame-peers:8601; names may have several addresses; by default none.",
+    )
+    peers_port: int = Field(
+        8601,
+        ge=0,
+        le=65535,
+        description="Port on which this gateway serves chunks, on `host`, if `peers` is set.",
+    )
+    peers_token: SecretStr | None = Field(
+        None,
+        description="Secret that all gateways of the cluster share, of at least 16 characters; for `peers`.",
+    )
     tls_cert: Path | None = Field(
         None,
         description="File with the certificate chain, in PEM, with which the gateway serves HTTPS; read again when it changes.",
@@ -80,6 +108,11 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
     )
     keep_revisions_bytes: int = Field(
         4096 * _MIB, ge=0, description="Most bytes of a function's old revisions; shared weights count once."
+    )
+    keep_compiled_bytes: int = Field(
+        1024 * _MIB,
+        ge=0,
+        description="Bytes of what torch.compile made for a function, beyond which a start empties its folder; 0: none is kept.",
     )
     webhook_networks: tuple[str, ...] = Field(
         (), description="Private networks that webhooks may call, as 10.0.0.0/8,fd00::/8; by default none."
@@ -115,6 +148,11 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
         ge=1,
         description="Workers of all functions together at most; by default each function's scale.max only.",
     )
+    gpus: tuple[GpuText, ...] | None = Field(
+        None,
+        description="GPUs, or MIG slices of them, that functions with resources.gpus share, with their MiB, as 0:81920,1:81920."
+        " By default those that NVML finds.",
+    )
     price_memory_gb_hour: float = Field(
         0.0108,
         ge=0,
@@ -133,6 +171,10 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
         allow_inf_nan=False,
         description="What a second is worth for which one caller waits for a worker, in money.",
     )
+    learn_upstreams: bool = Field(
+        True,
+        description="Whether workers start ahead of calls that were learned to follow another function's.",
+    )
     max_body_bytes: int = Field(20 * _MIB, ge=1, description="Largest request body of any function.")
     body_timeout_s: PositiveSeconds = Field(30.0, description="Seconds a request's body may take.")
     log_level: Literal["debug", "info", "warning", "error"] = Field(
@@ -146,7 +188,7 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
     access_log: bool = Field(False, description="Whether each request is logged.")
     header_timeout_s: PositiveSeconds = Field(10.0, description="Seconds a request's header may take.")
 
-    @field_validator("webhook_networks", "cors_origins", "trusted_proxies", mode="before")
+    @field_validator("webhook_networks", "cors_origins", "trusted_proxies", "peers", "gpus", mode="before")
     @classmethod
     def _split(cls, values: Any) -> Any:
         """Split a text, which is the value of an environment variable."""
@@ -156,6 +198,41 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
     @classmethod
     def _absolute(cls, path: Path | None) -> Path | None:
         return None if path is None else path.expanduser().absolute()
+
+    @field_validator("gpus")
+    @classmethod
+    def _different(cls, gpus: tuple[str, ...] | None) -> tuple[str, ...] | None:
+        names = [text.partition(":")[0] for text in gpus or ()]
+        if repeated := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"gpus has {repeated[0]!r} twice; write each GPU once, with all of its memory")
+        return gpus
+
+    @field_validator("peers_token", mode="before")
+    @classmethod
+    def _long_enough(cls, token: Any) -> Any:
+        """Refuse a short token, with a message that does not show it."""
+        text = token.get_secret_value() if isinstance(token, SecretStr) else token
+        if text is None:
+            return None
+        # Files of secrets often end with a line end.
+        text = text.strip() if isinstance(text, str) else ""
+        if len(text) < MIN_TOKEN_CHARS or not all(" " <= char <= "~" for char in text):
+            fault = f"peers_token is not a text of at least {MIN_TOKEN_CHARS} printable ASCII characters"
+            raise ValueError(fault)
+        return text
+
+    @model_validator(mode="after")
+    def _peers_with_what_they_need(self) -> Self:
+        schemes = {url.partition("://")[0] for url in self.peers}
+        if self.peers and self.peers_token is None:
+            raise ValueError(
+                "peers is set, but peers_token is not; all gateways of the cluster need the same one"
+            )
+        if len(schemes) > 1:
+            raise ValueError("peers has http:// and https:// URLs; gateways speak one of them to each other")
+        if schemes == {"https"} and self.tls_cert is None:
+            raise ValueError("peers has https:// URLs, but tls_cert is not set; chunks are served with it")
+        return self
 
     @model_validator(mode="after")
     def _certificate_with_key(self) -> Self:
@@ -172,9 +249,9 @@ def read_gateway_settings(
     """Return the gateway's settings. Raise SettingsError, which names all problems.
 
     A setting has the value of its override, else of its variable PILOTFLAME_<KEY> in `environ`, else of its
-    key in the TOML file `config`, else that of `defaults`, else its default. An override of None does not count. Unknown keys and
-    unknown variables PILOTFLAME_* are problems, except for the names in `other_variables`, which have another
-    purpose.
+    key in the TOML file `config`, else that of `defaults`, else its default. An override of None does not
+    count. Unknown keys and unknown variables PILOTFLAME_* are problems, except for the names in
+    `other_variables`, which have another purpose.
     """
     known = {ENV_PREFIX + key.upper(): key for key in GatewaySettings.model_fields}
     found = {name for name in environ if name.startswith(ENV_PREFIX)}.difference(other_variables)

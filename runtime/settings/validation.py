@@ -28,6 +28,8 @@ PositiveSeconds = Annotated[float, Field(gt=0, le=YEAR_S, allow_inf_nan=False)]
 
 ORIGIN = re.compile(r"https?://([a-z0-9.-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
 
+PEER_URL = re.compile(r"https?://([A-Za-z0-9._-]+|\[[0-9a-f:.]+\]):[0-9]{1,5}")
+
 _M = TypeVar("_M", bound=BaseModel)
 # By the type of pydantic's error: what the value should be. In these errors, pydantic's own message names a
 # type of Python, where a reader of pilotflame.toml needs a type of TOML.
@@ -53,6 +55,29 @@ def _origin_problem(origin: str) -> str | None:
 
 Origin = Annotated[str, checked(_origin_problem)]
 """The origin of web pages, or "*" for all."""
+
+
+def _peer_problem(url: str) -> str | None:
+    if PEER_URL.fullmatch(url):
+        return None
+    return f"{url[:80]!r} is not the address of a gateway's peers_port; write it as http://NAME:PORT, without a path"
+
+
+PeerUrl = Annotated[str, checked(_peer_problem)]
+"""Where gateways serve chunks of snapshots to each other."""
+
+
+GPU = re.compile(r"([A-Za-z0-9][A-Za-z0-9-]{0,63}):([1-9][0-9]{0,7})", re.ASCII)
+
+
+def _gpu_problem(text: str) -> str | None:
+    if GPU.fullmatch(text):
+        return None
+    return f"{text[:80]!r} is no GPU; write its id, as CUDA_VISIBLE_DEVICES has it, and its MiB: 0:81920 or MIG-4f1c...:20096"
+
+
+GpuText = Annotated[str, checked(_gpu_problem)]
+"""A GPU of the node, or a slice of one, and its memory."""
 
 
 def _network_problem(network: str) -> str | None:

@@ -68,6 +68,7 @@ _CAUSES = {
     "pressure": "memory is short", "budget": "the budget", "min": "scale.min", "predicted": "a call is expected",
     "upstream": "the function that comes before it was called", "backlog": "messages wait in its queue",
     "refused": "a caller could not wait for a start", "max_workers": "all functions together may have no more",
+    "owner_limit": "the functions of its owner may have no more", "gpus": "the GPUs have no room",
 }  # fmt: skip
 _BUDGET = {"within": "is not used up", "warned": "is nearly used up", "exhausted": "is used up"}
 # The same for causes of which the first word is the kind of signal, and the rest says which one it was.
@@ -76,7 +77,6 @@ _SIGNALS = {
 }  # fmt: skip
 _RUNGS = {
     RungName.READY: "a ready worker", RungName.ZYGOTE: "a zygote alone", RungName.LOCAL: "files alone",
-    RungName.REMOTE: "its code alone",
 }  # fmt: skip
 
 
@@ -152,6 +152,17 @@ def _stopped(decision: DecisionRecord, left: dict[str, float]) -> str:
     return ": ".join([said, ", ".join(facts + _state(left))]).removesuffix(": ")
 
 
+def _parked(decision: DecisionRecord, left: dict[str, float]) -> str:
+    freed = left.pop("freed_bytes", 0.0)
+    cause = f", {_reason(decision.cause)}" if decision.cause != "idle" else ""
+    return f"a worker was parked{cause}: it gave {freed / 1e6:.1f} MB of device memory back"
+
+
+def _woken(_decision: DecisionRecord, left: dict[str, float]) -> str:
+    workers, waiting = _count(left.pop("workers", 1), "parked worker"), left.pop("queued", 0.0)
+    return f"woke {workers}: {_count(waiting, 'invocation')} waited"
+
+
 def _state(left: dict[str, float]) -> list[str]:
     """Tell what else the function had at that time, without what is zero."""
     words = {"queued": "waiting", "in_flight": "running", "starting": "already starting"}
@@ -160,7 +171,8 @@ def _state(left: dict[str, float]) -> list[str]:
 
 def _moved(decision: DecisionRecord, left: dict[str, float]) -> str:
     """Tell a step on the ladder. `rung` is the number of the one that is held from now on."""
-    rungs, verbs = list(RungName), {"step_up": "went up to", "evict": "was evicted to"}
+    # The rungs that are planned, in their order.
+    rungs, verbs = list(_RUNGS), {"step_up": "went up to", "evict": "was evicted to"}
     number = left.pop("rung", None)
     known = number is not None and 0 <= number < len(rungs)
     rung = _RUNGS[rungs[int(number or 0)]] if known else "another rung"
@@ -215,4 +227,5 @@ def _anything(decision: DecisionRecord, left: dict[str, float]) -> str:
 _WORDS: dict[str, Callable[[DecisionRecord, dict[str, float]], str]] = {
     "start": _started, "stop": _stopped, "step_down": _moved, "step_up": _moved, "evict": _moved,
     "refuse": _refused, "prewarm": _prewarmed, "expect": _expected, "budget": _budgeted,
+    "park": _parked, "wake": _woken,
 }  # fmt: skip

@@ -51,6 +51,7 @@ class LoadSeries:
     """The samples of one function that are not stored yet."""
 
     def __init__(self) -> None:
+        # With monotonic seconds. One shift to Unix seconds for all of them keeps their order.
         self._done: deque[LoadSample] = deque(maxlen=MAX_SAMPLES)
         self._begun_s = self._ends_s = 0.0
         self._most = self._last = LoadState(0, 0, 0, 0, RungName.LOCAL)
@@ -80,7 +81,8 @@ class LoadSeries:
         if self._ends_s:
             self._ends_s = min(self._ends_s, now_s)
         self._turn(now_s)
-        found = list(self._done)
+        shift_s = time.time() - time.monotonic()
+        found = [sample._replace(at=sample.at + shift_s) for sample in self._done]
         self._done.clear()
         return found
 
@@ -98,8 +100,7 @@ class LoadSeries:
         self._begun_s, self._ends_s = now_s, now_s + BUCKET_S
 
     def _add(self, begun_s: float, state: LoadState, cold: int = 0, slowest_s: float = 0.0) -> None:
-        at = time.time() - time.monotonic() + begun_s
-        self._done.append(LoadSample(at, *state[:4], state.rung.value, cold, slowest_s))
+        self._done.append(LoadSample(begun_s, *state[:4], state.rung.value, cold, slowest_s))
 
 
 class Arrivals:

@@ -41,6 +41,7 @@ class Census:
     in_flight: int = 0
     starting: int = 0
     ready: int = 0
+    parked: int = 0
     draining: int = 0
     busy_s: float = 0.0
     """The seconds in which workers had work, summed over all workers that the revision has had."""
@@ -278,7 +279,7 @@ def _states(censuses: Mapping[str, Census]) -> Iterator[Metric]:
     share = _family(GaugeMetricFamily, "worker_busy_ratio", "Busy share of worker_ready_seconds.")
     deaths = _family(CounterMetricFamily, "worker_deaths", "Workers that ended without draining.")
     for function, census in censuses.items():
-        for state in ("starting", "ready", "draining"):
+        for state in ("starting", "ready", "parked", "draining"):
             workers.add_metric([function, state], getattr(census, state))
         waiting.add_metric([function], census.queued)
         running.add_metric([function], census.in_flight)

@@ -16,11 +16,16 @@ from prometheus_client.registry import Collector
 _TIER_NAMES = {"tmpfs": "memory", "disk": "disk"}
 _TIER_COUNTERS = {
     "received": "Bytes of weights received into the tier. The disk also receives copies from memory.",
-    "verified": "Bytes of weights received into the tier whose digests were right.",
+    "verified": "Bytes of weights whose digests were right: received into the tier, or copied from other weights.",
     "evicted": "Bytes of snapshots evicted from the tier.",
+}
+_PEER_COUNTERS = {
+    "taken": "Bytes of weights taken from other nodes in place of the source.",
+    "served": "Bytes of weights served to other nodes.",
 }
 _TIER_GAUGES = {
     "used": ("cache", "Bytes of snapshots and spare files in the tier."),
+    "spare": ("cache_spare", "Bytes of files in the tier that are kept only to use their memory again."),
     "budget": ("cache_budget", "Bytes that the tier may hold."),
 }
 
@@ -32,6 +37,7 @@ class SnapshotMetrics(Collector):
         self._under_way = 0
         self._outcomes = {"done": 0, "failed": 0, "released": 0}
         self._tiers: Sequence[Mapping[str, Any]] = ()
+        self._shared: Mapping[str, int] | None = None
 
     def began(self) -> None:
         """Count a fetch that begins. A snapshot that the node already holds also counts, for a moment."""
@@ -46,6 +52,16 @@ class SnapshotMetrics(Collector):
         """Take over what the fetcher reported of its tiers."""
         self._tiers = tiers
 
+    def on_shared(self, taken_bytes: int, served_bytes: int) -> None:
+        """Take over what the fetcher reported of chunks that went between this node and others."""
+        self._shared = {"taken": taken_bytes, "served": served_bytes}
+
+    def take_spare_bytes(self) -> int:
+        """Return the bytes of the files that are kept only to use their memory again, and count them as deleted."""
+        spare_bytes = sum(int(tier["spare_bytes"]) for tier in self._tiers)
+        self._tiers = [{**tier, "spare_bytes": 0} for tier in self._tiers]
+        return spare_bytes
+
     def collect(self) -> Iterable[Metric]:
         """Return all metrics. The registry calls this when the metrics are read."""
         under_way = GaugeMetricFamily(
@@ -57,7 +73,13 @@ class SnapshotMetrics(Collector):
         )
         for outcome, count in self._outcomes.items():
             outcomes.add_metric([outcome], count)
-        return [under_way, outcomes, *self._of_tiers()]
+        return [under_way, outcomes, *self._of_tiers(), *self._of_peers()]
+
+    def _of_peers(self) -> Iterable[Metric]:
+        for key, text in _PEER_COUNTERS.items() if self._shared is not None else ():
+            counter = CounterMetricFamily(f"pilotflame_snapshot_peer_{key}_bytes", text)
+            counter.add_metric([], self._shared[key] if self._shared is not None else 0)
+            yield counter
 
     def _of_tiers(self) -> Iterable[Metric]:
         for key, text in _TIER_COUNTERS.items():

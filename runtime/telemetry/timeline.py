@@ -14,12 +14,13 @@ exec      while the handler runs
 respond   from the arrival of the worker's result in the gateway until the response
 
 Fetching weights is not a phase, because it runs at the same time as some of the phases. It is reported
-separately, with the time for which it ran during each phase.
+separately as "fetch", or "fetch-NAME" for each named snapshot, with the time for which it ran during each phase.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 FETCH = "fetch"
@@ -37,11 +38,13 @@ WorkerTiming = tuple[float, float, int, float]
 
 @dataclass(slots=True)
 class Fetch:
-    """A fetch of weights to this node. Its times are of the monotonic clock. `ended_s` is 0 while it runs."""
+    """A fetch of a snapshot to this node. Its times are of the monotonic clock. `ended_s` is 0 while it runs."""
 
     started_s: float
     ended_s: float = 0.0
     fetched_bytes: int = 0
+    name: str = ""
+    """The name of the snapshot, "" if the function has only one."""
 
 
 @dataclass(slots=True)
@@ -51,15 +54,15 @@ class Activation:
     asked_s: float
     forked_s: float = 0.0
     ready_s: float = 0.0
-    fetch: Fetch | None = None
+    fetches: tuple[Fetch, ...] = ()
     signal: str = ""
     """What asked for the worker ahead of need; "" if it is for invocations that wait."""
 
     def mark_forked(self, now_s: float) -> None:
         self.forked_s = now_s
 
-    def mark_fetching(self, fetch: Fetch) -> None:
-        self.fetch = fetch
+    def mark_fetching(self, fetches: Iterable[Fetch]) -> None:
+        self.fetches = tuple(fetches)
 
     def mark_ready(self, now_s: float) -> None:
         self.ready_s = now_s
@@ -135,11 +138,8 @@ class Timeline:
             start = max(start, end)
         return cold | phases
 
-    def fetch_overlap(self) -> dict[str, float]:
-        """Return for how many seconds weights were fetched during each phase. Phases with 0 are left out."""
-        fetch = self.activation.fetch if self.activation is not None else None
-        if fetch is None:
-            return {}
+    def fetch_overlap(self, fetch: Fetch) -> dict[str, float]:
+        """Return for how many seconds a fetch ran during each phase. Phases with 0 are left out."""
         start, beside = self.received_s, dict[str, float]()
         end_s = min(fetch.ended_s or start + self.total_s, start + self.total_s)
         for name, seconds in self.phases().items():
@@ -159,9 +159,11 @@ class Timeline:
                 self.total_s * 1000,
             )  # fmt: skip
         parts = [f"{name};dur={seconds * 1000:.3f}" for name, seconds in self.phases().items()]
-        if beside := self.fetch_overlap():
-            listed = " ".join(f"{name} {seconds * 1000:.3f}" for name, seconds in beside.items())
-            parts.append(f'{FETCH};dur={sum(beside.values()) * 1000:.3f};desc="beside {listed}"')
+        for fetch in self.activation.fetches:
+            if beside := self.fetch_overlap(fetch):
+                listed = " ".join(f"{name} {seconds * 1000:.3f}" for name, seconds in beside.items())
+                name = f"{FETCH}-{fetch.name}" if fetch.name else FETCH
+                parts.append(f'{name};dur={sum(beside.values()) * 1000:.3f};desc="beside {listed}"')
         return ", ".join(parts) + f", total;dur={self.total_s * 1000:.3f}"
 
 

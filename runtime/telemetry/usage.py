@@ -10,7 +10,7 @@ import operator
 from dataclasses import dataclass, fields
 from typing import Self
 
-HOUR_S = 3600.0
+HOUR_S, DAY_S = 3600, 86400
 GB = 1e9
 
 
@@ -19,12 +19,12 @@ class RungName(enum.StrEnum):
 
     READY = "ready"
     """A worker with its weights."""
+    PARKED = "parked"
+    """A worker whose weights have given the memory of their devices back."""
     ZYGOTE = "zygote"
     """A zygote: imports and skeleton, from which workers are forked."""
     LOCAL = "local"
-    """Only files: the code and, if it has any, the weights."""
-    REMOTE = "remote"
-    """Only the code: the weights must be fetched."""
+    """Only files: the code and, unless the node's cache has given them up, the weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +39,14 @@ class Usage:
     """Seconds from asking for a worker until it was ready or had failed, summed over the workers."""
     occupied_s: float = 0.0
     """Seconds in which there was at least one worker."""
+    parked_s: float = 0.0
+    """Seconds in which workers were parked, summed over the workers. They are in `idle_s`, too."""
     zygote_s: float = 0.0
     """Seconds in which there was no worker, but a zygote."""
     local_s: float = 0.0
     """Seconds in which there were only files."""
     device_s: float = 0.0
-    """Seconds in which workers held a GPU, summed over the workers: each counts as a whole GPU."""
+    """Seconds in which workers held a GPU, summed over the workers, by their shares of it."""
     activations: float = 0.0
     """Starts of workers."""
     memory_gb_s: float = 0.0

@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...errors import GatewayError
-from .usage import FIGURES, Holding, Usage
+from .usage import DAY_S, FIGURES, HOUR_S, Holding, Usage
 
-HOUR_S, DAY_S = 3600, 86400
 HOURS_KEPT_S, DAYS_KEPT_S = 14 * DAY_S, 400 * DAY_S
 BUSY_TIMEOUT_S = 10.0
 _SUMS = ", ".join(f"SUM({name})" for name in FIGURES)

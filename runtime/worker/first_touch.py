@@ -30,34 +30,35 @@ def main() -> None:
     request = json.load(sys.stdin)
     spec, body = WorkerSpec.model_validate(request["spec"]), request["event"]
     try:
-        response: dict[str, Any] = {"order": _record(spec, body.encode("utf-8", "surrogateescape"))}
+        response: dict[str, Any] = {"orders": _record(spec, body.encode("utf-8", "surrogateescape"))}
     except PilotflameError as error:
         response = {"error": error.to_wire(private=True)}
     with os.fdopen(int(sys.argv[1]), "wb", closefd=False) as stream:
         stream.write(json.dumps(response).encode())
 
 
-def _record(spec: WorkerSpec, body: bytes) -> list[str]:
+def _record(spec: WorkerSpec, body: bytes) -> dict[str, list[str]]:
     configure_logging()
     built = build(spec)
-    if built.snapshot is None:
+    if built.snapshots is None:
         raise RuntimeError("a recording without a snapshot")
-    built.snapshot.open()
+    built.snapshots.open()
     warm_up_torch()
     event = built.handler.input.decode(body)
     run = asyncio.run if built.handler.kind.on_loop else run_without_loop
-    return list(built.snapshot.record(lambda: run(_first_call(spec, built, event))).first_touch)
+    recorded = built.snapshots.record(lambda: run(_first_call(spec, built, event)))
+    return {name: list(manifest.first_touch) for name, manifest in recorded.items()}
 
 
 async def _first_call(spec: WorkerSpec, built: Built, event: Any) -> None:
-    handler, snapshot = built.handler, built.snapshot
-    context = Context(spec.function, spec.revision, state=built.state, snapshot=snapshot)
+    handler, snapshots = built.handler, built.snapshots
+    context = Context(spec.function, spec.revision, state=built.state, snapshots=snapshots)
     try:
         state = await call_hook(handler, handler.setup, context)
     except (Exception, SystemExit) as error:
         raise explain(HandlerSetupError, "Setting up a worker", error, spec.code) from error
     context = Context(
-        spec.function, spec.revision, invocation_id="recording", snapshot=snapshot,
+        spec.function, spec.revision, invocation_id="recording", snapshots=snapshots,
         state=built.state if state is None else state, deadline_s=time.monotonic() + DEADLINE_S,
     )  # fmt: skip
     if handler.batch is not None:

@@ -19,8 +19,10 @@ from ...handlers.failure import explain
 from ...handlers.handler import Handler, Hook
 from ...handlers.resolve import resolve
 from ...snapshot.handle import Snapshot
-from ..link.worker_spec import WorkerSpec
+from ...snapshot.named import Snapshots
+from ..link.worker_spec import Weights, WorkerSpec
 from . import fork_safety
+from .compiled_code import keep_compiled_code
 from .output import MarkedHandler
 
 # Weights that are smaller than this are not worth a hint.
@@ -44,44 +46,60 @@ The template text-embedding (`pilotflame init --template text-embedding`) is a c
 class Built:
     """A function after `build`, without its weights. Forked workers inherit it from their zygote.
 
-    `state` is what `build` returned. `snapshot` has planned which weights it will set. `threads` is the
+    `state` is what `build` returned. `snapshots` have planned which weights they will set. `threads` is the
     number of threads that torch and BLAS use in a worker.
     """
 
     handler: Handler
     state: Any
-    snapshot: Snapshot | None
+    snapshots: Snapshots | None
     threads: int
 
 
 def build(spec: WorkerSpec) -> Built:
     """Import the handler and call its `build`. Raise HandlerError if either fails."""
     os.environ.update(spec.env)
+    keeps = _keep_compiled(spec)
     inherited = int(os.environ.get("PILOTFLAME_TORCH_THREADS", "0"))
     threads = spec.threads or inherited or fork_safety.torch_threads()
     handler = resolve(spec.code, spec.handler, spec.function)
+    if not keeps:
+        _keep_compiled(spec)
     fork_safety.make_torch_single_threaded()
-    snapshot = _snapshot(spec)
+    snapshots = _snapshots(spec)
     state = None
     if handler.build is not None:
         try:
-            state = handler.build(Context(spec.function, spec.revision, snapshot=snapshot))
+            state = handler.build(Context(spec.function, spec.revision, snapshots=snapshots))
         except (Exception, SystemExit) as error:
             raise explain(HandlerBuildError, "build(context)", error, spec.code) from error
-    return Built(handler, state, snapshot, threads)
+    return Built(handler, state, snapshots, threads)
 
 
-def _snapshot(spec: WorkerSpec) -> Snapshot | None:
-    if spec.snapshot is None or spec.manifest is None:
-        return None
+def _keep_compiled(spec: WorkerSpec) -> bool:
+    """Let compilers keep what they make, if torch is imported: others compile nothing, and start within milliseconds."""
+    if spec.compiled is None or "torch" not in sys.modules:
+        return False
+    os.environ.update({**keep_compiled_code(spec.compiled), **spec.env})
+    return True
+
+
+def _snapshots(spec: WorkerSpec) -> Snapshots | None:
+    return Snapshots(map(_snapshot, spec.weights)) if spec.weights else None
+
+
+def _snapshot(weights: Weights) -> Snapshot:
     from ...snapshot.format.manifest import Manifest  # noqa: PLC0415  only functions with weights need it
     from ...snapshot.sources.folder import FolderSource  # noqa: PLC0415
 
-    manifest = Manifest.read(spec.manifest)
-    if spec.cache is not None:
-        return Snapshot(spec.snapshot, manifest, cache=spec.cache, mounted=spec.mounted)
-    files = FolderSource(spec.snapshot)
-    return Snapshot(spec.snapshot, manifest, [files.stat(shard.name) for shard in manifest.shards])
+    manifest = Manifest.read(weights.manifest)
+    if weights.cache is not None:
+        return Snapshot(
+            weights.root, manifest, name=weights.name, cache=weights.cache, mounted=weights.mounted
+        )
+    files = FolderSource(weights.root)
+    verified = [files.stat(shard.name) for shard in manifest.shards]
+    return Snapshot(weights.root, manifest, verified, name=weights.name)
 
 
 def weights_hint(code: Path) -> str:

@@ -241,8 +241,12 @@ class Runner(ABC):
         if isinstance(error, (BadInput, HandlerFailed, InputInvalid, OutputInvalid)):
             return error
         if isinstance(error, SnapshotError):
-            # The handler itself did not fail: it waited for weights that could not be fetched.
-            message, details = f"The weights are not whole: {error.message}", {"cause": error.code}
-            return ActivationFailed(message, remedy=error.remedy, details=error.details | details)
+            return not_whole(error)
         remedy = OUT_OF_MEMORY_REMEDY if is_out_of_memory(error) else ""
         return explain(HandlerFailed, what, error, self.root, remedy=remedy)
+
+
+def not_whole(error: SnapshotError) -> ActivationFailed:
+    """Return the error for weights that could not be fetched or read: no code of the function has failed."""
+    message, details = f"The weights are not whole: {error.message}", {"cause": error.code}
+    return ActivationFailed(message, remedy=error.remedy, details=error.details | details)

@@ -24,21 +24,30 @@ import orjson
 import uvloop
 from setproctitle import setproctitle
 
-from ...errors import HandlerSetupError, PilotflameError
+from ...errors import (
+    CacheError,
+    HandlerSetupError,
+    PilotflameError,
+    SnapshotChanged,
+    SnapshotCorrupt,
+    SourceError,
+)
 from ...handlers.contract import NOTHING, Cancellation, Context
 from ...handlers.failure import explain
-from ...snapshot.handle import Snapshot
+from ...snapshot.named import Snapshots
 from ..batching.latency_curve import Point
 from ..link.connection import Link
 from ..link.frames import Frame, FrameKind
 from ..link.stream_credit import Credit
-from ..link.worker_spec import STACKS_SIGNAL, WEIGHTS_TIMEOUT_S, WorkerSpec
+from ..link.worker_spec import STACKS_SIGNAL, VISIBLE_GPUS, WEIGHTS_TIMEOUT_S, WorkerSpec
+from ..settings.resources import CONTEXT_MB
 from . import fork_safety
 from .function_setup import Built, call_hook, configure_logging, run_hook, run_without_loop, warm_up_torch
 from .host import WorkerHost
 from .loop_runner import LoopRunner
 from .measurement import measure
-from .runner import Call, Runner
+from .parking import WorkerParking
+from .runner import Call, Runner, not_whole
 from .thread_runner import ThreadRunner
 
 # How long a worker that drains by itself waits for the gateway's DRAIN, after which no invocations follow.
@@ -56,17 +65,19 @@ class Worker:
         self._handler = built.handler
         self._on_event_loop = built.handler.kind.on_loop
         self._streaming = built.handler.kind.streaming
-        self._snapshot = built.snapshot
+        self._snapshots = built.snapshots
         # Makes a context in which torch operations wait for the weights that they read, if some are arriving.
         self._gate: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
-        if built.snapshot is not None:
-            self._gate = built.snapshot.gate
+        if built.snapshots is not None:
+            self._gate = built.snapshots.gate
         self._state = built.state
         self._threads = built.threads
         self._activated = threading.Event()
         self._draining = False
         self._measuring = False
         self._dtype = ""
+        # True if a gate, which applies to one thread only, does not reach all that may use the weights.
+        self._ungated = built.handler.kind.on_loop
 
     def run(self) -> None:
         """Run until the worker has drained. If the gateway ends, exit at once."""
@@ -87,6 +98,9 @@ class Worker:
             self._tasks = tasks
             self._runner = self._make_runner(tasks)
             self._host = WorkerHost(self._link, self._runner, self._drain)
+            self._parking = WorkerParking(
+                self._snapshots, self._link, tasks, self._on_frame, self._follow_weights, self._drain
+            )
             self._link.bind(self._on_frame, self._on_lost)
             if isinstance(self._runner, ThreadRunner):
                 self._start_thread("handler-0", self._run_first_thread, self._runner)
@@ -128,11 +142,14 @@ class Worker:
         """Start torch's threads and call `rehearse`, before ACTIVATE. Then send PRIMED."""
         warm_up_torch()
         # Here, because it takes as long as mapping the weights does (0.7 ms).
-        self._dtype = most_common_dtype(self._snapshot)
-        if self._handler.rehearse is not None and not self._activated.is_set():
+        self._dtype = most_common_dtype(self._snapshots)
+        # Where there are more GPUs than it needs, ACTIVATE tells which ones it may use.
+        seen = os.environ.get(VISIBLE_GPUS, "").split(",")
+        unplaced = bool(gpus := self._spec.resources.gpus) and len(seen) != gpus
+        if self._handler.rehearse is not None and not unplaced and not self._activated.is_set():
             try:
-                if self._snapshot is not None:
-                    self._snapshot.blank()
+                if self._snapshots is not None:
+                    self._snapshots.blank()
                 await call_hook(self._handler, self._handler.rehearse, self._context(self._host))
             except (Exception, SystemExit) as error:  # noqa: BLE001  the worker works without a rehearsal
                 self._log_failure("rehearse(context)", error)
@@ -141,12 +158,17 @@ class Worker:
     async def _set_up(self) -> bool:
         """Map the weights and call `setup`. Send FAILED and return False if that fails."""
         try:
-            if self._snapshot is not None:
-                await self._restore(self._snapshot)
+            if (memory_mb := self._spec.resources.gpu_memory_mb) is not None:
+                limit_gpu_memory((memory_mb - CONTEXT_MB) << 20)
+            if self._snapshots is not None:
+                await self._restore(self._snapshots)
             with self._gate():
                 state = await call_hook(self._handler, self._handler.setup, self._context(self._host))
         except (Exception, SystemExit) as error:  # noqa: BLE001  the gateway reports it
-            failure = explain(HandlerSetupError, "Setting up a worker", error, self._spec.code)
+            if isinstance(error, (CacheError, SnapshotChanged, SnapshotCorrupt, SourceError)):
+                failure: PilotflameError = not_whole(error)
+            else:
+                failure = explain(HandlerSetupError, "Setting up a worker", error, self._spec.code)
             self._link.send_json(FrameKind.FAILED, 0, failure.to_wire(private=True))
             self._loop.call_soon_threadsafe(self._leave)
             return False
@@ -154,24 +176,28 @@ class Worker:
             self._state = state
         return True
 
-    async def _restore(self, snapshot: Snapshot) -> None:
+    async def _restore(self, snapshots: Snapshots) -> None:
         """Map the weights. Some of their bytes may still be arriving when this returns."""
-        # More than the main thread and the first handler thread: the rehearsal has started others.
-        other_threads = threading.active_count() > 2
-        snapshot.open()
-        if snapshot.arriving:
-            self._start_thread("weights", self._await_weights, snapshot)
-            # A gate applies to one thread only. If there are others, or tasks, which share the loop's thread
-            # and also use other threads, wait for all weights instead.
-            if self._on_event_loop:
-                await asyncio.to_thread(snapshot.wait, WEIGHTS_TIMEOUT_S)
-            elif other_threads:
-                snapshot.wait(WEIGHTS_TIMEOUT_S)
+        # More than the main thread and the first handler thread: the rehearsal has started others. Tasks share the
+        # loop's thread, and also use other threads.
+        self._ungated = self._on_event_loop or threading.active_count() > 2
+        snapshots.open()
+        if snapshots.arriving and self._on_event_loop:
+            await asyncio.to_thread(self._follow_weights, snapshots)
+        else:
+            self._follow_weights(snapshots)
 
-    def _await_weights(self, snapshot: Snapshot) -> None:
+    def _follow_weights(self, snapshots: Snapshots) -> None:
+        """Learn if weights that are arriving do not. Where no gate waits for them, wait for all of them here."""
+        if snapshots.arriving:
+            self._start_thread("weights", self._await_weights, snapshots)
+            if self._ungated:
+                snapshots.wait(WEIGHTS_TIMEOUT_S)
+
+    def _await_weights(self, snapshots: Snapshots) -> None:
         """Wait for all weights. If they do not arrive, drain: the next worker starts with another fetch."""
         try:
-            snapshot.wait(WEIGHTS_TIMEOUT_S)
+            snapshots.wait(WEIGHTS_TIMEOUT_S)
         except PilotflameError as error:
             sys.stderr.write(f"the weights did not arrive: {error}\n")
             self._loop.call_soon_threadsafe(self._drain)
@@ -179,7 +205,7 @@ class Worker:
     async def _become_ready(self) -> None:
         curve: list[Point] = []
         # While weights are arriving, the measured times would include waiting for them.
-        if self._measuring and not (self._snapshot and self._snapshot.arriving):
+        if self._measuring and not (self._snapshots and self._snapshots.arriving):
             try:
                 await measure(self._runner, self._context(None), curve, lambda: self._draining)
             except (Exception, SystemExit) as error:  # noqa: BLE001  the gateway learns from real invocations
@@ -204,13 +230,16 @@ class Worker:
 
     def _context(self, host: WorkerHost | None) -> Context:
         spec = self._spec
-        return Context(spec.function, spec.revision, state=self._state, snapshot=self._snapshot, host=host)
+        return Context(spec.function, spec.revision, state=self._state, snapshots=self._snapshots, host=host)
 
     def _on_frame(self, frame: Frame) -> None:
         if frame.kind == FrameKind.INVOKE:
             self._invoke(frame)
         elif frame.kind == FrameKind.CANCEL:
-            self._runner.cancel(frame.channel)
+            if self._parking.awake:
+                self._runner.cancel(frame.channel)
+            else:
+                self._parking.hold(frame)
         elif frame.kind == FrameKind.MORE:
             self._runner.grant(frame.channel, int(frame.json()["count"]))
         elif frame.kind == FrameKind.ACTIVATE:
@@ -218,6 +247,10 @@ class Worker:
         elif frame.kind == FrameKind.DRAIN:
             self._released.set()
             self._drain()
+        elif frame.kind == FrameKind.PARK:
+            self._parking.park()
+        elif frame.kind == FrameKind.UNPARK:
+            self._parking.wake()
 
     def _activate(self, head: dict[str, Any]) -> None:
         os.environ.update(head.get("env", {}))
@@ -232,6 +265,9 @@ class Worker:
         if self._draining:
             self._link.send(FrameKind.RETURNED, frame.channel)
             return
+        if not self._parking.awake:
+            self._parking.hold(frame)
+            return
         head = orjson.loads(frame.head)
         cancellation = Cancellation()
         remaining_s = head.get("remaining_s")
@@ -239,7 +275,7 @@ class Worker:
             self._spec.function, self._spec.revision,
             invocation_id=head["id"], attempt=head.get("attempt", 1),
             deadline_s=None if remaining_s is None else time.monotonic() + remaining_s,
-            state=self._state, snapshot=self._snapshot, cancellation=cancellation,
+            state=self._state, snapshots=self._snapshots, cancellation=cancellation,
             traceparent=head.get("traceparent", ""), extra=head.get("extra", NOTHING),
             host=self._host, channel=frame.channel,
         )  # fmt: skip
@@ -262,6 +298,7 @@ class Worker:
             return
         for call in self._runner.close():
             self._link.send(FrameKind.RETURNED, call.channel)
+        self._parking.close()
 
     def _leave(self) -> None:
         """Exit without waiting for DRAIN: before READY, there are no invocations to finish or return."""
@@ -277,7 +314,9 @@ class Worker:
 
     def _tear_down(self) -> None:
         try:
-            run_hook(self._handler.teardown, self._context(self._host))
+            self._parking.restore()
+            with self._gate():
+                run_hook(self._handler.teardown, self._context(self._host))
         except (Exception, SystemExit) as error:  # noqa: BLE001  the worker ends either way
             self._log_failure("teardown(context)", error)
         self._loop.call_soon_threadsafe(self._drained.set)
@@ -285,6 +324,16 @@ class Worker:
     def _on_lost(self) -> None:
         """Exit at once: the gateway has ended or closed the link, so no result can be sent any more."""
         os._exit(1)
+
+
+def limit_gpu_memory(size_bytes: int) -> None:
+    """Have torch allocate at most so much of each GPU: more is an error of this worker, not of others on the GPU."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return
+    for number in range(torch.cuda.device_count()):
+        total = torch.cuda.get_device_properties(number).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, size_bytes / total), number)
 
 
 def device_name() -> str:
@@ -295,7 +344,8 @@ def device_name() -> str:
     return f"cuda:{torch.cuda.get_device_name()}"
 
 
-def most_common_dtype(snapshot: Snapshot | None) -> str:
-    """Return the most common dtype of the snapshot's tensors, or "" if there are no tensors."""
-    dtypes = [tensor.dtype for tensor in snapshot.manifest.tensors] if snapshot is not None else []
+def most_common_dtype(snapshots: Snapshots | None) -> str:
+    """Return the most common dtype of the snapshots' tensors, or "" if there are no tensors."""
+    manifests = [snapshots[name].manifest for name in snapshots] if snapshots is not None else []
+    dtypes = [tensor.dtype for manifest in manifests for tensor in manifest.tensors]
     return mode(dtypes) if dtypes else ""

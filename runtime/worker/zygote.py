@@ -30,7 +30,7 @@ from ...errors import LauncherError, PilotflameError
 from ..link.connection import BlockingLink, dial
 from ..link.frames import FrameKind
 from ..link.worker_spec import REQUEST_VARIABLE, Confinement, WorkerSpec
-from . import fork_safety, output
+from . import compiled_code, fork_safety, output
 from .confinement import confine
 from .function_setup import Built, build, weights_hint
 from .worker import Worker
@@ -204,6 +204,8 @@ class Base(Zygote):
         setproctitle(f"pilotflame: base {' '.join(self._preload)}".rstrip())
         for name in self._preload:
             importlib.import_module(name)
+        if "torch" in sys.modules:
+            compiled_code.prepare()
         os.environ["PILOTFLAME_TORCH_THREADS"] = str(fork_safety.torch_threads())
         fork_safety.make_torch_single_threaded()
         link.send(FrameKind.BUILT, {"threads": fork_safety.lasting_thread_count()})
@@ -235,7 +237,10 @@ class RevisionZygote(Zygote):
     def run(self) -> Role | None:
         setproctitle(f"pilotflame: zygote {self._spec.label}")
         redirect_output(self._ticket)
-        return super().run()
+        role = super().run()
+        if role is None and self._spec.compiled is not None and "torch" in sys.modules:
+            compiled_code.note_end(self._spec.compiled)
+        return role
 
     def prepare(self, link: BlockingLink) -> bool:
         began_s = time.monotonic()
@@ -252,7 +257,7 @@ class RevisionZygote(Zygote):
         remedy = fork_safety.describe_remedy(started)
         head = {"facts": facts, "threads": threads, "thread_source": source, "thread_remedy": remedy}
         link.send(FrameKind.BUILT, head)
-        if self._spec.snapshot is None and (hint := weights_hint(self._spec.code)):
+        if not self._spec.weights and (hint := weights_hint(self._spec.code)):
             sys.stderr.write(hint)
         return True
 

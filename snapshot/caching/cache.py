@@ -24,7 +24,8 @@ from ..format.manifest import Manifest
 from ..sources.folder import FolderSource
 from ..sources.source import Progress, Source
 from .flock import Hold
-from .pull import Pull
+from .pull import Nodes, Pull
+from .related import Related
 from .stored import Stored
 from .tier import Tier
 
@@ -113,7 +114,7 @@ class Lease:
             # Until the copy belongs to this lease. If the lease is closed, nothing protects the files.
             _held = self.hold
             # The copy is a fetch from this tier's folder: also resumable, verified and published last.
-            copy = Cache(tiers).open(self.described(), FolderSource(self.root), tee=False)
+            copy = Cache(tiers).copy(self.described(), self.root)
         except Exception as error:  # noqa: BLE001  raised by `wait`
             self._copy.set_exception(error)
         else:
@@ -134,20 +135,48 @@ def _close_copy(copy: Future[Lease | None]) -> None:
 class Cache:
     """The snapshots in `tiers`, which are given with the fastest first."""
 
-    def __init__(self, tiers: Sequence[Tier]) -> None:
+    def __init__(self, tiers: Sequence[Tier], nodes: Nodes | None = None) -> None:
+        """Chunks are taken from other `nodes` that have them, and given to them."""
         self.tiers = tuple(tiers)
+        self._nodes = nodes
 
     def open(
-        self, manifest: Manifest, source: Source, *, progress: Progress | None = None, tee: bool = True
+        self,
+        manifest: Manifest,
+        source: Source,
+        *,
+        progress: Progress | None = None,
+        tee: bool = True,
+        assets: Path | None = None,
     ) -> Lease:
         """Return a lease of the snapshot as soon as its files can be mapped; its bytes may still be arriving.
 
         If the snapshot is published in a tier, it is used from there. If another lease is fetching it, this
         lease waits for the same bytes. Otherwise this lease fetches it from `source` into the first tier that
         has room. In both cases, if the tier is in memory and `tee` is True, the snapshot is then copied to a
-        disk tier, unless a disk tier has it. Raises CacheError if no tier has room, and SourceError or
-        SnapshotCorrupt if an asset cannot be fetched.
+        disk tier, unless a disk tier has it.
+
+        Chunks that another snapshot of the manifest's realm has in a tier are copied from there instead of being
+        fetched, and assets from folder `assets` if it has them. Raises CacheError if no tier has room, and
+        SourceError or SnapshotCorrupt if an asset cannot be fetched.
         """
+        return self._open(manifest, source, Related(self.tiers), progress, tee=tee, assets=assets)
+
+    def copy(self, manifest: Manifest, folder: Path) -> Lease:
+        """Return a lease of the snapshot, which is complete in `folder` of another cache. Raises CacheError."""
+        # Without tiers to look in: `folder` is in memory, and other snapshots here may have to be read from the disk.
+        return self._open(manifest, FolderSource(folder), Related(), None, tee=False)
+
+    def _open(
+        self,
+        manifest: Manifest,
+        source: Source,
+        related: Related,
+        progress: Progress | None,
+        *,
+        tee: bool,
+        assets: Path | None = None,
+    ) -> Lease:
         digest = manifest.digest
         for tier in self.tiers:
             hold = tier.ready(digest, manifest)
@@ -155,13 +184,14 @@ class Cache:
                 arrival = Arrival(manifest)
                 arrival.land_all()
                 if progress is not None:
-                    progress(manifest.total_bytes, manifest.total_bytes)
+                    progress(manifest.needed_bytes, manifest.needed_bytes)
                 lease = Lease(tier.folder(digest) / "files", manifest, arrival, hold)
                 disks = self._disks_to_copy_to(tier) if tee else ()
                 # Only if it is missing there, so that the usual open starts no thread.
-                lease.start_copy(() if any(disk.ready(digest, manifest) for disk in disks) else disks)
+                copied = any(disk.ready(digest, manifest) for disk in disks)
+                lease.start_copy(() if copied else disks)
                 return lease
-        pull = self._pull(digest, manifest, source)
+        pull = self._pull(digest, manifest, source, related)
         lease = Lease(pull.files, manifest, pull.arrival, pull.hold, pull)
         if progress is not None:
             pull.arrival.report(progress)
@@ -170,10 +200,12 @@ class Cache:
             lease.start_copy(self._disks_to_copy_to(pull.at.tier) if tee else ())
 
         def elsewhere(full: Pull) -> Pull:
-            others = Cache([tier for tier in self.tiers if tier is not full.tier])
-            return others._pull(digest, manifest, source, before=full)
+            others = Cache([tier for tier in self.tiers if tier is not full.tier], self._nodes)
+            return others._pull(digest, manifest, source, related, before=full)
 
         pull.start(copy, elsewhere if len(self.tiers) > 1 else None)
+        # The shards are on their way meanwhile.
+        pull.bring_assets(assets)
         return lease
 
     def list(self) -> Sequence[Stored]:
@@ -188,15 +220,17 @@ class Cache:
     def _disks_to_copy_to(self, tier: Tier) -> Sequence[Tier]:
         return [disk for disk in self.tiers if disk.kind == "disk"] if tier.kind == "tmpfs" else ()
 
-    def _pull(self, digest: str, manifest: Manifest, source: Source, *, before: Pull | None = None) -> Pull:
+    def _pull(
+        self, digest: str, manifest: Manifest, source: Source, related: Related, *, before: Pull | None = None
+    ) -> Pull:
         refusals = []
         # Try first the tier where it is arriving, then those that hold a part of it: there is less to fetch.
         for tier in sorted(self.tiers, key=lambda tier: (not tier.fetches(digest), not tier.has(digest))):
             try:
-                return Pull(tier, digest, manifest, source, before=before)
+                return Pull(tier, digest, manifest, source, related, before=before, nodes=self._nodes)
             except CacheError as error:
                 refusals.append(error)
-        size_bytes = manifest.total_bytes + manifest.assets_bytes
+        size_bytes = manifest.needed_bytes + manifest.assets_bytes
         reasons = " ".join(refusal.message for refusal in refusals)
         raise CacheError(
             f"No tier of the cache takes the snapshot of {size_bytes} bytes. {reasons}",

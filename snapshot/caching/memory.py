@@ -97,7 +97,9 @@ def sweep(roots: Iterable[Path], own: Path) -> None:
 def has_huge_pages(folder: Path) -> bool:
     """Return True if the mount options of the file system that holds `folder` give its files huge pages."""
     device = f"{os.major(folder.stat().st_dev)}:{os.minor(folder.stat().st_dev)}"
-    lines = (line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines())
+    # A fetch waits for this, and there are many mounts: only lines that may be the one are split.
+    mounts = Path("/proc/self/mountinfo").read_text().splitlines()
+    lines = (line.split() for line in mounts if f" {device} " in line)
     options = [option for line in lines if line[2] == device for option in line[-1].split(",")]
     return any(option in {"huge=always", "huge=within_size"} for option in options)
 

@@ -92,20 +92,24 @@ def _lock_mounted(folder: Path) -> int:
     return descriptor
 
 
-class MountedFolder(Tier):
-    """A tier that holds one snapshot, in folder `root`, which cannot be written to."""
+class FollowedTier(Tier):
+    """A tier in folder `root` that another process fetches into. This one locks nothing but what it uses."""
 
     read_only: ClassVar[bool] = True
 
     def __init__(self, root: Path) -> None:
         super().__init__(root, 0)
 
-    def folder(self, digest: str) -> Path:
-        del digest
-        return self.root
-
     @contextmanager
     def locked(self, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
         """Do nothing: this process changes nothing in the tier."""
         del timeout_s
         yield
+
+
+class MountedFolder(FollowedTier):
+    """A tier that holds one snapshot, in folder `root`, which cannot be written to."""
+
+    def folder(self, digest: str) -> Path:
+        del digest
+        return self.root

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
@@ -16,7 +16,7 @@ from ...machine import memory_bytes
 from ..format.manifest import Manifest
 from .cache import Cache, Lease
 from .memory import SHARED_MEMORY, give_back, is_ours, prepare, sweep
-from .mounted import KeptFolders, MountedFolder
+from .mounted import FollowedTier, KeptFolders, MountedFolder
 from .tier import Tier
 
 MEMORY_SHARE = 0.25
@@ -24,55 +24,70 @@ DISK_SHARE = 0.8
 _MEMORY_PREFIX = "pilotflame-"
 
 
-def node_cache(folder: Path) -> Cache:
-    """Return a cache to fetch into, whose disk tier is `folder`. Processes with the same folder share it.
+@dataclass(frozen=True, slots=True)
+class Budgets:
+    """How many MiB the tiers of a node may hold. With 0 for the memory, snapshots are on the disk only.
 
-    The budgets are a quarter of the memory (see `machine.memory_bytes`), and four fifths of the bytes on the
-    disk that are free or used by this cache.
+    None stands for a quarter of the memory of the machine or the cgroup (see `machine.memory_bytes`), and for
+    four fifths of the bytes on the disk that are free or used by this cache.
     """
+
+    memory_mb: int | None = None
+    disk_mb: int | None = None
+
+    @property
+    def memory_bytes(self) -> int:
+        return int(MEMORY_SHARE * memory_bytes()) if self.memory_mb is None else self.memory_mb << 20
+
+    def disk_bytes(self, could_give_bytes: int) -> int:
+        return int(DISK_SHARE * could_give_bytes) if self.disk_mb is None else self.disk_mb << 20
+
+
+DEFAULT_BUDGETS = Budgets()
+
+
+def node_cache(folder: Path, budgets: Budgets = DEFAULT_BUDGETS) -> Cache:
+    """Return a cache to fetch into, whose disk tier is `folder`. Processes with the same folder share it."""
     sweep(SHARED_MEMORY.glob(f"{_MEMORY_PREFIX}{os.getuid()}-*"), _memory_root(folder))
-    tiers = _prepared_tiers(folder)
+    tiers = _prepared_tiers(folder, budgets)
     for tier in tiers:
         tier.sweep()
     return Cache(tiers)
 
 
-def _prepared_tiers(folder: Path) -> list[Tier]:
+def _prepared_tiers(folder: Path, budgets: Budgets) -> list[Tier]:
     """Make the memory tier if it is absent. Return the tiers."""
     # On a read-only disk the lock cannot be taken. The disk's snapshots can still be used.
-    with suppress(OSError, CacheError), _disk_tier(folder).locked():
-        prepare(_memory_root(folder), _memory_budget_bytes())
-    return node_tiers(folder)
+    with suppress(OSError, CacheError), _disk_tier(folder, budgets).locked():
+        if budgets.memory_bytes:
+            prepare(_memory_root(folder), budgets.memory_bytes)
+    return node_tiers(folder, budgets)
 
 
-def keep_folders(folder: Path, digest: str) -> KeptFolders:
+def keep_folders(folder: Path, digest: str, budgets: Budgets = DEFAULT_BUDGETS) -> KeptFolders:
     """Return the folders of a snapshot, to be mounted into a container. Blocks. Raises OSError or CacheError."""
-    return KeptFolders(_prepared_tiers(folder), digest)
+    return KeptFolders(_prepared_tiers(folder, budgets), digest)
 
 
-def node_tiers(folder: Path) -> list[Tier]:
+def node_tiers(folder: Path, budgets: Budgets = DEFAULT_BUDGETS) -> list[Tier]:
     """Return the tiers of that cache: the memory tier, if `node_cache` has made it, then the disk tier."""
-    disk, root = _disk_tier(folder), _memory_root(folder)
+    disk, root = _disk_tier(folder, budgets), _memory_root(folder)
     if not is_ours(root):
         return [disk]
-    budget_bytes = _memory_budget_bytes()
+    budget_bytes = budgets.memory_bytes
     return [Tier(root, budget_bytes, "tmpfs", spare_bytes=budget_bytes // 2), disk]
 
 
-def _disk_tier(folder: Path) -> Tier:
+def _disk_tier(folder: Path, budgets: Budgets) -> Tier:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     # Bytes that the cache itself uses count as available. Otherwise its budget would shrink as it fills.
     could_give_bytes = shutil.disk_usage(folder).free + Tier(folder, 0, "disk").used_bytes()
-    return Tier(folder, int(DISK_SHARE * could_give_bytes), "disk")
+    return Tier(folder, budgets.disk_bytes(could_give_bytes), "disk")
 
 
 def _memory_root(folder: Path) -> Path:
     name = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:12]
     return SHARED_MEMORY / f"{_MEMORY_PREFIX}{os.getuid()}-{name}"
-
-
-def _memory_budget_bytes() -> int:
-    return int(MEMORY_SHARE * memory_bytes())
 
 
 def release_memory(cache: Cache) -> None:
@@ -96,16 +111,10 @@ def follow(folder: Path, manifest: Manifest, mounted: Sequence[Path] = ()) -> Le
 
     In a container, `mounted` are the folders of `keep_folders`.
     """
-    tiers = [MountedFolder(path) for path in mounted] or _followed_tiers(folder)
+    memory = [root] if is_ours(root := _memory_root(folder)) else []
+    paths = mounted or (*memory, folder)
+    tiers = [MountedFolder(path) if mounted else FollowedTier(path) for path in paths]
     return Cache(tiers).open(manifest, _NoSource(), tee=False)
-
-
-def _followed_tiers(folder: Path) -> list[Tier]:
-    # A cold start waits for this. So the tiers are not swept, and what they hold is not added up for a budget,
-    # which takes 0.2 ms for each snapshot. The process that fetches does both.
-    root, most = _memory_root(folder), sys.maxsize
-    memory = [Tier(root, most, "tmpfs", spare_bytes=most)] if is_ours(root) else []
-    return [*memory, Tier(folder, most)]
 
 
 class _NoSource:

@@ -10,30 +10,36 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Container, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from mmap import mmap
 from pathlib import Path
+from typing import Protocol
 
 from ...errors import CacheError, PilotflameError, SourceDenied, SourceUnavailable, StorageFull
 from ..fetching.arrival import Arrival
 from ..fetching.assets import fetch_assets
+from ..fetching.borrowing import Borrowing
 from ..fetching.digest_journal import learned_digests
 from ..fetching.fetch import FetchStats, fetch
 from ..fetching.landing import ShardTarget, copy_landed, land_existing
 from ..format.manifest import MANIFEST_NAME, Manifest
 from ..publish import cannot_write, sync
-from ..sources.source import Source
+from ..sources.source import Source, VersionedByContent
 from .flock import Hold, hold, locked_file, try_lock
 from .follow import Feed, Following
 from .memory import has_huge_pages
+from .related import Related
 from .stored import DIGESTS, REUSED, is_whole, sync_files
 from .tier import Tier
 
 TAKEOVER_TIMEOUT_S = 30.0
 """How long a pull waits for the fetch lock while its holder has no feed, as at the holder's end."""
 CLOSE_TIMEOUT_S = 10.0
+ASSETS_TIMEOUT_S = 600.0
+"""How long a pull whose shards are complete waits for the assets before it publishes."""
 MOVE_TIMEOUT_S = 600.0
 """How long the chunks of a full tier may take to be copied to another one."""
 
@@ -50,26 +56,54 @@ class _Fetching:
     new: bool
 
 
+class Neighbours(Protocol):
+    """Other nodes, for one snapshot that is being fetched."""
+
+    def take(
+        self, targets: Sequence[ShardTarget], left_out: Container[int], cancelled: threading.Event
+    ) -> int:
+        """Take the missing chunks from them that they have and `left_out` has not. Return how many bytes these are."""
+
+
+class Nodes(Protocol):
+    """The other nodes."""
+
+    def joined(self, manifest: Manifest, arrival: Arrival, files: Path) -> AbstractContextManager[Neighbours]:
+        """Give them what lands of a snapshot, while the block runs, and find out which of them may have its chunks."""
+
+
 Elsewhere = Callable[["Pull"], "Pull"]
 """Makes a pull that continues the given one in another tier. Raises CacheError if no other tier has room."""
 
 
 class Pull:
-    """One pull. Once it is constructed, all files exist at full size and the assets are complete.
+    """One pull. Once it is constructed, all shards exist at full size.
 
-    Its thread, which `start` starts, brings the shards. The constructor raises CacheError if the tier has no
-    room, and SourceError or SnapshotCorrupt if an asset cannot be fetched.
+    Its thread, which `start` starts, brings the shards, while the caller brings the assets with `bring_assets`. The
+    constructor raises CacheError if the tier has no room.
     """
 
     def __init__(
-        self, tier: Tier, digest: str, manifest: Manifest, source: Source, *, before: Pull | None = None
+        self,
+        tier: Tier,
+        digest: str,
+        manifest: Manifest,
+        source: Source,
+        related: Related,
+        *,
+        before: Pull | None = None,
+        nodes: Nodes | None = None,
     ) -> None:
-        """`before` is the pull that this one continues in another tier, whose landed chunks it copies."""
+        """Chunks that `related` has are copied instead of fetched, and taken from other `nodes` that have them.
+
+        `before` is the pull that this one continues in another tier, whose landed chunks it copies.
+        """
         self.tier = tier
         self.files = tier.folder(digest) / "files"
         self.arrival = Arrival(manifest)
         self._stats: FetchStats | None = None
         self._digest, self._manifest, self._source = digest, manifest, source
+        self._related, self._nodes = related, nodes
         self._error: PilotflameError | None = None
         self._before = before
         self._after: Pull | None = None
@@ -78,10 +112,11 @@ class Pull:
         """Protects the files from eviction. None once the pull is closed."""
         self._cancelled = threading.Event()
         self._over = threading.Event()
+        self._assets_ended = threading.Event()
+        self._assets_missing: PilotflameError | None = CacheError("The assets were not brought.")
         self._role: _Fetching | Following | None = None
         try:
             self._role = self._take_role()
-            fetch_assets(manifest, source, self.files)
         except BaseException as error:
             self._drop_role(None, dropped=True)
             self.hold = None
@@ -109,6 +144,25 @@ class Pull:
         self._thread = threading.Thread(target=run, args=how, name="snapshot-pull", daemon=True)
         self._thread.start()
 
+    def bring_assets(self, copies: Path | None = None) -> None:
+        """Bring the assets that are missing, from folder `copies` if it has them. Call it once after `start`.
+
+        Raises SourceError or SnapshotCorrupt if an asset cannot be fetched. Then the pull is closed. If the tier
+        is full, the pull continues in another one, which needs the assets again.
+        """
+        if self.tier.read_only:
+            return
+        try:
+            fetch_assets(self._manifest, self._source, self.files, copies)
+            self._assets_missing = None
+        except StorageFull as error:
+            self._assets_missing = error
+        except BaseException:
+            self._assets_ended.set()
+            self.close()
+            raise
+        self._assets_ended.set()
+
     def wait(self, timeout_s: float | None = None) -> None:
         """Block until the snapshot is published. Raises its error, or SourceUnavailable after `timeout_s`."""
         if not self._over.wait(timeout_s):
@@ -121,6 +175,8 @@ class Pull:
     def close(self) -> None:
         """Stop fetching or following. Landed chunks stay in the files, and a follower fetches the others."""
         self._cancelled.set()
+        # If they are still missing, nothing is published.
+        self._assets_ended.set()
         if isinstance(role := self._role, Following):
             role.cancel()
         if self._after is not None:
@@ -141,6 +197,8 @@ class Pull:
         while True:
             if self.tier.read_only:
                 return self._follow(folder, deadline_s)
+            if (following := self._join(folder)) is not None:
+                return following
             with self.tier.locked(), ExitStack() as undo:
                 new = not self.tier.has(self._digest)
                 if new:
@@ -164,6 +222,16 @@ class Pull:
             # The fetch lock is held, but there is no feed: the holder is ending. Wait for the lock and retry.
             with locked_file(folder / "fetching", max(0.0, deadline_s - time.monotonic())):
                 pass
+
+    def _join(self, folder: Path) -> Following | None:
+        """Follow the process that fetches, if there is one. This needs no lock of the tier."""
+        held = (self.hold or hold(folder)) if self.tier.fetches(self._digest) else None
+        if held is not None:
+            with suppress(ConnectionError, FileNotFoundError):
+                following = Following(held.descriptor)
+                self.hold = held
+                return following
+        return None
 
     def _follow(self, folder: Path, deadline_s: float) -> Following | None:
         """Follow the process that fetches. Return None if all is published. Raise SourceDenied if none does."""
@@ -239,6 +307,7 @@ class Pull:
         if self._cancelled.is_set():
             after.close()
         try:
+            after.bring_assets(self.files)
             for chunk in landed:
                 after.arrival.wait(chunk, chunk, MOVE_TIMEOUT_S)
         except PilotflameError as error:
@@ -264,16 +333,16 @@ class Pull:
         if isinstance(role, Following):
             return role.run(self.arrival)
         if isinstance(role, _Fetching):
-            self._fetch(new=role.new)
-            self._publish()
+            with ExitStack() as until_published:
+                self._fetch(until_published, new=role.new)
+                self._publish()
             self._drop_role(None)
         self.arrival.land_all()
         return True
 
-    def _fetch(self, *, new: bool) -> None:
+    def _fetch(self, until_published: ExitStack, *, new: bool) -> None:
         with ExitStack() as opened:
-            huge = self.tier.kind == "tmpfs" and has_huge_pages(self.files)
-            targets = [self._target(shard.name, opened, huge=huge) for shard in self._manifest.shards]
+            targets = [self._target(shard.name, opened) for shard in self._manifest.shards]
             learned: Sequence[str] | None = None
             if not self._manifest.has_digests:
                 journal = learned_digests(self.files.parent / DIGESTS, self.arrival)
@@ -286,18 +355,46 @@ class Pull:
                 land_existing(self._manifest, targets, self.arrival, self._cancelled, learned)
             landed_bytes = self.arrival.landed_bytes
             try:
-                self._stats = fetch(
-                    self._manifest, self._source, targets, self.arrival, cancelled=self._cancelled,
-                    count_received=self.tier.counts.add_received,
-                )  # fmt: skip
+                self._stats = self._bring(targets, until_published)
             finally:
                 self.tier.counts.add_verified(self.arrival.landed_bytes - landed_bytes)
 
-    def _target(self, name: str, opened: ExitStack, *, huge: bool) -> ShardTarget:
+    def _bring(self, targets: Sequence[ShardTarget], until_published: ExitStack) -> FetchStats:
+        """Copy the chunks that related snapshots have, while the others are taken from other nodes or fetched."""
+        with ExitStack() as opened:
+            by_version = isinstance(self._source, VersionedByContent)
+            places = self._related.places(self._manifest, self.arrival, opened, by_version=by_version)
+            with Borrowing(self.arrival, targets, places, self._cancelled):
+                taken_bytes = self._take(targets, places, until_published)
+                stats = self._fetch_missing(targets, left_out=places)
+        if not self.arrival.complete:
+            stats.add(self._fetch_missing(targets))
+        stats.taken_bytes = taken_bytes
+        return stats
+
+    def _take(
+        self, targets: Sequence[ShardTarget], left_out: Container[int], until_published: ExitStack
+    ) -> int:
+        if self._nodes is None:
+            return 0
+        joined = self._nodes.joined(self._manifest, self.arrival, self.files)
+        return until_published.enter_context(joined).take(targets, left_out, self._cancelled)
+
+    def _fetch_missing(self, targets: Sequence[ShardTarget], left_out: Container[int] = ()) -> FetchStats:
+        return fetch(
+            self._manifest, self._source, targets, self.arrival, cancelled=self._cancelled,
+            count_received=self.tier.counts.add_received, left_out=left_out,
+        )  # fmt: skip
+
+    @cached_property
+    def _makes_huge_pages(self) -> bool:
+        return self.tier.kind == "tmpfs" and has_huge_pages(self.files)
+
+    def _target(self, name: str, opened: ExitStack) -> ShardTarget:
         descriptor = os.open(self.files / name, os.O_RDWR | os.O_CLOEXEC)
         opened.callback(os.close, descriptor)
         memory = self.tier.spares.map_pages(descriptor) if self.tier.kind == "tmpfs" else None
-        fresh = memory is None and huge
+        fresh = memory is None and self._makes_huge_pages
         if fresh and (size_bytes := os.fstat(descriptor).st_size):
             memory = memoryview(mmap(descriptor, size_bytes))
         if memory is not None:
@@ -306,6 +403,10 @@ class Pull:
 
     def _publish(self) -> None:
         """Publish the complete snapshot: on a disk, sync its files. Then write its manifest."""
+        if not self._assets_ended.wait(ASSETS_TIMEOUT_S):
+            raise SourceUnavailable(f"The assets did not arrive within {ASSETS_TIMEOUT_S:.0f} s.")
+        if self._assets_missing is not None:
+            raise self._assets_missing
         # Temporary files of a process that was killed while it wrote the manifest.
         for rest in self.files.glob(f".{MANIFEST_NAME}.*"):
             rest.unlink()
@@ -318,7 +419,8 @@ class Pull:
         manifest = self._manifest
         if not manifest.has_digests:
             manifest = manifest.with_chunks(self.arrival.chunks.digests)
-        manifest.write(self.files / MANIFEST_NAME)
+        # Containers have the files mounted, and need not know the realm.
+        manifest.with_realm("").write(self.files / MANIFEST_NAME)
         (self.files.parent / DIGESTS).unlink(missing_ok=True)
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
-import stat
 import threading
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,11 +25,15 @@ DIGESTS = "digests"
 """The file of a snapshot's folder with the digests learned so far, if there was no manifest beside the weights."""
 
 
+PART = "part"
+"""The file of a snapshot's folder with the bytes that are needed of it, if only a part of it is."""
+
+
 @dataclass(frozen=True, slots=True)
 class Stored:
     """A snapshot in a tier, complete or not; `ready` is True if it is published.
 
-    The sizes are those of its shards and assets: `size_bytes` in full, `allocated_bytes` without holes.
+    The sizes are those of its shards and assets: `size_bytes` of all that is needed, `allocated_bytes` without holes.
     `used_s` is when it was last opened, in seconds since the epoch.
     """
 
@@ -75,21 +80,40 @@ def allocated_bytes(status: os.stat_result) -> int:
 
 def read_stored(folder: Path) -> Stored:
     """Return what the files say of the snapshot in `folder`. Raises FileNotFoundError if there is none."""
-    sizes = []
-    for path in (folder / "files").rglob("*"):
-        # The temporary file of an asset may be renamed meanwhile.
-        with suppress(FileNotFoundError):
-            status = path.lstat()
-            if stat.S_ISREG(status.st_mode) and path.name != MANIFEST_NAME:
-                sizes.append(status)
+    sizes = list(_sizes(folder / "files"))
     return Stored(
         digest=folder.name,
         folder=folder,
-        size_bytes=sum(status.st_size for status in sizes),
+        size_bytes=int(min(sum(status.st_size for status in sizes), _needed_bytes(folder))),
         allocated_bytes=sum(allocated_bytes(status) for status in sizes),
         used_s=folder.stat().st_mtime,
-        ready=(folder / "files" / MANIFEST_NAME).is_file(),
+        ready=is_published(folder),
     )
+
+
+def is_published(folder: Path) -> bool:
+    """Return True if the snapshot in `folder` was published, which it is once it is complete."""
+    return (folder / "files" / MANIFEST_NAME).is_file()
+
+
+def _needed_bytes(folder: Path) -> float:
+    """Return how many bytes of the snapshot in `folder` are needed. Infinity if all are."""
+    try:
+        return int((folder / PART).read_text("ascii"))
+    except (OSError, ValueError):
+        return math.inf
+
+
+def _sizes(folder: Path) -> Iterator[os.stat_result]:
+    # A fetch waits for this, for every snapshot of its tier. Path.rglob takes four times as long.
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            # The temporary file of an asset may be renamed meanwhile.
+            with suppress(FileNotFoundError):
+                if entry.is_dir(follow_symlinks=False):
+                    yield from _sizes(Path(entry))
+                elif entry.name != MANIFEST_NAME and entry.is_file(follow_symlinks=False):
+                    yield entry.stat(follow_symlinks=False)
 
 
 def is_mounted(folder: Path) -> bool:

@@ -8,8 +8,9 @@
         mounted                       locked shared while containers have the folder mounted: eviction then
                                       leaves the folder, without `files`
         reused                        there until `files`, made of spares, hold no more bytes of another snapshot
+        part                          if only a part of it is needed: how many bytes
         digests                       while weights without a manifest are fetched: the digests of what has landed
-    <root>/trash/                     snapshots that were evicted and are being deleted
+    <root>/trash/                     snapshots that were evicted and are being deleted, and unfinished spare files
     <root>/spare/                     files of evicted snapshots, kept to use their pages again (tmpfs only)
 
 A snapshot is published by writing its manifest, last and atomically. Its files never move, so paths and
@@ -33,7 +34,16 @@ from ...errors import CacheError, StorageFull
 from ..format.manifest import MANIFEST_NAME, Manifest
 from .flock import LOCK_TIMEOUT_S, Hold, hold, is_at, lock_folder, locked_file, try_lock
 from .spare import Spares
-from .stored import REUSED, Stored, TierCounts, is_mounted, is_whole, read_stored
+from .stored import (
+    PART,
+    REUSED,
+    Stored,
+    TierCounts,
+    allocated_bytes,
+    is_mounted,
+    is_whole,
+    read_stored,
+)
 
 STALE_AFTER_S = 86_400.0
 SWEEP_TIMEOUT_S = 1.0
@@ -62,6 +72,17 @@ class Tier:
 
     def folder(self, digest: str) -> Path:
         return self.root / "snapshots" / digest
+
+    def folders(self, ending: str) -> Sequence[Path]:
+        """Return the folders of the snapshots whose digest has this ending, those that were used last first."""
+        found = []
+        with suppress(OSError), os.scandir(self.root / "snapshots") as entries:
+            for entry in entries:
+                if entry.name.endswith(ending):
+                    # It may be evicted meanwhile.
+                    with suppress(OSError):
+                        found.append((entry.stat().st_mtime, Path(entry)))
+        return [folder for _, folder in sorted(found, reverse=True)]
 
     def has(self, digest: str) -> bool:
         """Return True if the snapshot has files here: complete, being fetched, or left incomplete."""
@@ -135,7 +156,7 @@ class Tier:
         Raises CacheError, without evicting any, if even that would not make enough room. Raises OSError if a
         file cannot be created. In both cases, a folder that did not exist before is not left behind.
         """
-        size_bytes, folder = manifest.total_bytes + manifest.assets_bytes, self.folder(digest)
+        size_bytes, folder = manifest.needed_bytes + manifest.assets_bytes, self.folder(digest)
         if size_bytes > self.budget_bytes:
             fault = f"{self.root} takes {self.budget_bytes} bytes, the snapshot has {size_bytes}."
             raise CacheError(fault, remedy="Give the tier a larger budget.")
@@ -143,8 +164,12 @@ class Tier:
         self._free(digest, size_bytes)
         try:
             (folder / "files").mkdir(mode=0o700, parents=True, exist_ok=True)
-            for shard in sorted(manifest.shards, key=lambda shard: -shard.size_bytes):
-                self._make_file(folder, shard.name, shard.size_bytes)
+            if manifest.part is not None:
+                (folder / PART).write_text(str(size_bytes), "ascii")
+            for index in sorted(
+                range(len(manifest.shards)), key=lambda index: -manifest.shards[index].size_bytes
+            ):
+                self._make_file(folder, manifest, index)
         except OSError:
             if new:
                 shutil.rmtree(folder / "files", ignore_errors=True)
@@ -162,7 +187,7 @@ class Tier:
             if not self.has(digest):
                 return
             if not self.discard_unused(digest):
-                remedy = "Stop the workers that have it mapped, or the fetch of it."
+                remedy = "Stop the workers that have it mapped, or the fetches of it and from it."
                 raise CacheError(f"Snapshot {digest} in {self.root} is in use.", remedy=remedy)
             self.spares.map_ahead()
 
@@ -231,8 +256,20 @@ class Tier:
 
     def _available_bytes(self, stored: Sequence[Stored]) -> int:
         """Return the bytes that are free or in spare files, less those still to be allocated for `stored`."""
-        free_bytes = shutil.disk_usage(self.root).free
+        free_bytes = shutil.disk_usage(self.root).free + self._leaving_bytes()
         return free_bytes + self.spares.total_bytes() - sum(item.outstanding_bytes for item in stored)
+
+    def _leaving_bytes(self) -> int:
+        """Return the bytes of unfinished spare files, which are deleted when a fetch begins (see `ahead`)."""
+        found = 0
+        if self.kind == "tmpfs":
+            with suppress(FileNotFoundError):
+                for entry in os.scandir(self.root / "trash"):
+                    # Folders are of snapshots. They are deleted while the tier is locked.
+                    with suppress(FileNotFoundError):
+                        if entry.is_file(follow_symlinks=False):
+                            found += allocated_bytes(entry.stat())
+        return found
 
     def _full(self, size_bytes: int, over_bytes: int) -> CacheError:
         if over_bytes > 0:
@@ -260,7 +297,7 @@ class Tier:
         else:
             folder.rename(gone)
         # A handler in a container can have the files open without a lock. It may not see what is written next.
-        if self.kind == "tmpfs" and not mounted:
+        if self.kind == "tmpfs" and not mounted and not (gone / PART).exists():
             for file in list((gone / "files").rglob("*")):
                 # Using the pages of smaller files again would save too little.
                 large = file.is_file() and file.stat().st_size >= LEAST_SPARE_BYTES
@@ -273,16 +310,21 @@ class Tier:
 
         If `digest` is given, that snapshot counts as `size_bytes`, whatever its folder holds.
         """
+        if not self.spares.files():
+            return
         stored = self.list()
         used_bytes = sum(item.size_bytes for item in stored if item.digest != digest) + size_bytes
         left_bytes = min(self.budget_bytes - used_bytes, self._available_bytes(stored))
         self.spares.trim(max(0, min(self.spare_bytes, left_bytes)))
 
-    def _make_file(self, folder: Path, name: str, size_bytes: int) -> None:
-        path = folder / "files" / name
+    def _make_file(self, folder: Path, manifest: Manifest, index: int) -> None:
+        size_bytes = manifest.shards[index].size_bytes
+        path = folder / "files" / manifest.shards[index].name
         path.parent.mkdir(parents=True, exist_ok=True)
         # A handler in a container can read the files before they have arrived. It may not see a spare's bytes.
-        if not path.exists() and self.kind == "tmpfs" and not is_mounted(folder):
+        # Nor may the bytes that a part does not need stay another snapshot's.
+        reuses = self.kind == "tmpfs" and manifest.part is None and not is_mounted(folder)
+        if reuses and not path.exists():
             self.spares.take(size_bytes, path, folder / REUSED)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
         try:
@@ -291,6 +333,7 @@ class Tier:
             if size_bytes and self.kind == "disk":
                 # If the disk is full, this fails with ENOSPC now, not during the fetch. Allocated bytes that
                 # were never written still read as holes (see `land_existing`).
-                os.posix_fallocate(descriptor, 0, size_bytes)
+                for begin, end in manifest.needed_extents(index):
+                    os.posix_fallocate(descriptor, begin, end - begin)
         finally:
             os.close(descriptor)

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import IO, Protocol
 
 import torch
 
 from ...errors import HeaderError, SnapshotError
-from ..format.header import DTYPES, MAX_TENSORS, aliases_of, name_is_sound, read_header, repeated
+from ..format.dtypes import DTYPES
+from ..format.header import MAX_TENSORS, aliases_of, name_is_sound, read_header, repeated
 from ..format.layout import Layout
 from ..sources.source import Source
 
 TORCH_DTYPES: dict[str, torch.dtype] = {
     name: getattr(torch, dtype.torch_name)
     for name, dtype in DTYPES.items()
-    if hasattr(torch, dtype.torch_name)
+    if dtype.torch_name is not None and hasattr(torch, dtype.torch_name)
 }
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Name, type and shape of a tensor. `dtype` is the safetensors name of its type, such as BF16."""
+    """Name, type and shape of a tensor in a file. `dtype` is the safetensors name of its type, such as BF16."""
 
     name: str
     dtype: str
@@ -33,7 +33,27 @@ class TensorSpec:
 
     @property
     def size_bytes(self) -> int:
-        return prod(self.shape) * DTYPES[self.dtype].itemsize_bytes
+        size_bytes = DTYPES[self.dtype].size_bytes(self.shape)
+        if size_bytes is None:
+            raise SnapshotError(
+                f"Tensor {self.name!r}: {self.dtype} of shape {self.shape} does not fill whole bytes."
+            )
+        return size_bytes
+
+    @property
+    def torch_shape(self) -> tuple[int, ...] | None:
+        """The shape of the tensor in torch. None if torch has no tensor with these elements."""
+        return DTYPES[self.dtype].torch_shape(self.shape)
+
+    @staticmethod
+    def of(name: str, tensor: torch.Tensor) -> TensorSpec:
+        """Return the spec of a tensor, whose type is one of DTYPE_NAMES. Raises SnapshotError for a scalar of F4."""
+        dtype = DTYPE_NAMES[tensor.dtype]
+        shape = DTYPES[dtype].stored_shape(tuple(tensor.shape))
+        if shape is None:
+            fault = f"Tensor {name!r} is a scalar of {tensor.dtype}, which safetensors does not hold."
+            raise SnapshotError(fault, remedy="Save it with one dimension.")
+        return TensorSpec(name, dtype, shape)
 
 
 class TensorOrigin(Protocol):
@@ -70,9 +90,15 @@ class SafetensorsOrigin:
         file, tensor = self._places[name]
         dtype = TORCH_DTYPES.get(tensor.dtype)
         if dtype is None:
-            fault = f"{file}, tensor {name!r}: this torch has no {tensor.dtype}."
-            raise SnapshotError(fault, remedy="Update torch.")
-        values = torch.empty(tensor.shape, dtype=dtype)
+            fault = (
+                f"{file}, tensor {name!r}: this torch ({torch.__version__}) has no type for {tensor.dtype}."
+            )
+            raise SnapshotError(fault, remedy="Leave the tensor out, or save it as another type.")
+        shape = DTYPES[tensor.dtype].torch_shape(tensor.shape)
+        if shape is None:
+            fault = f"{file}, tensor {name!r}: torch has no {tensor.dtype} of shape {list(tensor.shape)}."
+            raise SnapshotError(fault, remedy="Save it with rows of whole bytes.")
+        values = torch.empty(shape, dtype=dtype)
         if self._source.read_into(file, tensor.offset_bytes, raw(values)) != tensor.size_bytes:
             raise HeaderError(f"{file} shrank while it was read.", remedy="Wait until it is written.")
         return values

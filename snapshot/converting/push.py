@@ -9,19 +9,26 @@ from ...errors import ManifestError, SnapshotChanged, SnapshotError
 from ..format.manifest import MANIFEST_NAME, Asset, Manifest, Shard, read_manifest
 from ..format.verify import verify
 from ..sources.folder import FolderSource
-from ..sources.source import ByteCounter, Progress, Source, Writable
+from ..sources.source import ByteCounter, Composing, Progress, Source, Writable
+from .stock import Stock
 
 _FORCE = "Push to another prefix, or overwrite it with --force."
+# In place of a manifest while files are overwritten. It is none, so that it is refused.
+_BROKEN_OFF = b'{"incomplete": "A push overwrites these files. If it broke off, push again with --force."}\n'
 
 
 @dataclass(frozen=True, slots=True)
 class Pushed:
-    """How many files and bytes a push sent, and how many were already there. The manifest is not counted."""
+    """How many files and bytes a push sent, and how many were already there. The manifest is not counted.
+
+    `copied_bytes` are those of the files of `sent_files` that the store had in other objects, and copied itself.
+    """
 
     sent_files: int
     sent_bytes: int
     kept_files: int
     kept_bytes: int
+    copied_bytes: int = 0
 
 
 def push(
@@ -31,16 +38,21 @@ def push(
     *,
     force: bool = False,
     verified: bool = False,
+    base: Source | None = None,
     progress: Progress | None = None,
 ) -> Pushed:
     """Copy the snapshot in `folder` to `destination`: shards, assets, then the manifest.
 
     Verifies the files first, unless the caller has done so and passes `verified`. Does not send a file that
     the destination already has: its manifest lists the file with the same digests, and the file has the right
-    size there. If the destination's manifest is of another snapshot or cannot be read, it is overwritten only
-    with `force`, because processes that read that snapshot then fail. Raises SnapshotCorrupt if a file does
-    not match `manifest`, SnapshotError if `force` is needed or `destination` is not Writable, and SourceError
-    or CacheError if the destination cannot be read or written.
+    size there. If the destination is Composing, chunks that it has, or that are in `base`, another snapshot of the
+    same store, are copied by the store instead of being sent.
+
+    If the destination's manifest is of another snapshot or cannot be read, it is overwritten only with `force`,
+    because processes that read that snapshot then fail. Until such a push ends, the destination has no valid manifest.
+
+    Raises SnapshotCorrupt if a file does not match `manifest`, SnapshotError if `force` is needed, `destination` is
+    not Writable or cannot copy from `base`, and SourceError or CacheError if the destination cannot be read or written.
     """
     if not isinstance(destination, Writable):
         fault = f"{destination.url} cannot be written to."
@@ -53,17 +65,45 @@ def push(
     if existing is not None and existing.digest != manifest.digest and not force:
         fault = f"{destination.url} holds another snapshot, {existing.digest[:12]}."
         raise SnapshotError(fault, remedy=_FORCE)
+    stock = _stock(destination, base)
+    if existing is not None and isinstance(destination, Composing):
+        stock.add(destination, existing, sizes)
     known: set[Shard | Asset] = set(existing.assets if existing else ())
     # Each digest of a shard is that of one chunk, so both manifests must have the same chunk size.
     if existing is not None and existing.chunk_bytes == manifest.chunk_bytes:
         known.update(existing.shards)
-    sent = [file for file in manifest.files if file not in known or sizes.get(file.name) != file.size_bytes]
-    _send(folder, sent, destination, progress)
-    if existing is None or sent or existing.to_json() != manifest.to_json():
+    missing = [
+        file for file in manifest.files if file not in known or sizes.get(file.name) != file.size_bytes
+    ]
+    if existing is not None and existing.digest != manifest.digest and _replaces(missing, existing):
+        # The manifest that is there will be untrue. If this push breaks off, the next one must not believe it.
+        destination.put(MANIFEST_NAME, _BROKEN_OFF)
+    copied_bytes = _send(folder, manifest, missing, destination, stock, progress)
+    if existing is None or missing or existing.to_json() != manifest.to_json():
         destination.put(MANIFEST_NAME, manifest.to_json())
-    sent_bytes = sum(file.size_bytes for file in sent)
-    all_bytes = manifest.total_bytes + manifest.assets_bytes
-    return Pushed(len(sent), sent_bytes, len(manifest.files) - len(sent), all_bytes - sent_bytes)
+    sent_bytes = sum(file.size_bytes for file in missing)
+    kept_bytes = manifest.total_bytes + manifest.assets_bytes - sent_bytes
+    return Pushed(
+        len(missing), sent_bytes - copied_bytes, len(manifest.files) - len(missing), kept_bytes, copied_bytes
+    )
+
+
+def _replaces(sent: list[Shard | Asset], existing: Manifest) -> bool:
+    names = {file.name for file in existing.files}
+    return any(file.name in names for file in sent)
+
+
+def _stock(destination: Source, base: Source | None) -> Stock:
+    """Return the chunks of `base`. Raises SnapshotError if the destination cannot copy them."""
+    stock = Stock()
+    if base is None:
+        return stock
+    if not isinstance(destination, Composing) or not destination.copies_from(base):
+        fault = f"{destination.url} cannot copy from {base.url}."
+        raise SnapshotError(fault, remedy="Name a base at the same store of S3, or none.")
+    found = read_manifest(base)
+    stock.add(base, found, {shard.name: base.stat(shard.name).size_bytes for shard in found.shards})
+    return stock
 
 
 def _existing_manifest(destination: Source, *, force: bool) -> Manifest | None:
@@ -76,13 +116,28 @@ def _existing_manifest(destination: Source, *, force: bool) -> Manifest | None:
         raise SnapshotError(fault, remedy=_FORCE) from error
 
 
-def _send(folder: Path, files: list[Shard | Asset], destination: Writable, progress: Progress | None) -> None:
+def _send(
+    folder: Path,
+    manifest: Manifest,
+    files: list[Shard | Asset],
+    destination: Writable,
+    stock: Stock,
+    progress: Progress | None,
+) -> int:
+    """Store the files at the destination. Return how many of their bytes were not sent, but copied there."""
     source, sent = FolderSource(folder), ByteCounter(sum(file.size_bytes for file in files), progress)
+    copied_bytes = 0
     for file in files:
         if source.stat(file.name).size_bytes != file.size_bytes:
             fault = f"{file.name} in {folder} does not have its {file.size_bytes} bytes any more."
             raise SnapshotChanged(fault, remedy="Create the manifest again, or fetch the file again.")
-        destination.put(file.name, folder / file.name, sent.add)
+        pieces = stock.pieces(file, manifest.chunk_bytes) if isinstance(file, Shard) else []
+        if isinstance(destination, Composing) and any(piece.there is not None for piece in pieces):
+            copied_bytes += destination.compose(file.name, folder / file.name, pieces, sent.add)
+        else:
+            destination.put(file.name, folder / file.name, sent.add)
+        stock.forget(destination, file.name)
         if destination.stat(file.name).size_bytes != file.size_bytes:
             fault = f"{file.name} in {destination.url} does not have the bytes that were sent."
             raise SnapshotChanged(fault, remedy="Check that nothing else writes there, and push again.")
+    return copied_bytes

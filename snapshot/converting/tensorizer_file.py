@@ -14,6 +14,7 @@ import torch
 
 from ...errors import SnapshotError
 from ..extras import needs
+from ..format.dtypes import DTYPES
 from ..publish import cannot_write, publish
 from ..sources.source import ByteCounter, Progress
 from .origin import DTYPE_NAMES, TensorOrigin, TensorSpec, check_names, first_line, grouped, open_weights
@@ -52,8 +53,8 @@ class TensorizerOrigin:
         path = tuple(key)
         # If a single layer was saved, the names of its parameters start with a dot: ".weight".
         name = ".".join(str(step) for step in path).removeprefix(".")
-        shape = tuple(int(length) for length in entry.shape)
-        spec = TensorSpec(name, _dtype(self._path, name, entry.dtype), shape)
+        shape, dtype = tuple(int(length) for length in entry.shape), _dtype(self._path, name, entry.dtype)
+        spec = TensorSpec(name, dtype, DTYPES[dtype].stored_shape(shape) or shape)
         inside = 0 <= entry.data_offset <= size_bytes - entry.data_length
         if spec.size_bytes != entry.data_length or not inside or min(shape, default=0) < 0:
             fault = f"{self._path}, tensor {name[:80]!r}: its shape and type do not fit its place."
@@ -67,7 +68,7 @@ def export(origin: TensorOrigin, path: Path, progress: Progress | None = None) -
     library = _library()
     sizes = {spec.name: spec.size_bytes for spec in origin.specs}
     for spec in origin.specs:
-        if not spec.size_bytes and spec.dtype.startswith(("BF16", "F8_")):
+        if not spec.size_bytes and spec.dtype.startswith(("BF16", "F8_", "F4")):
             fault = f"Tensor {spec.name!r} is empty and {spec.dtype}, which tensorizer cannot read."
             raise SnapshotError(fault, remedy="Leave the tensor out.")
     names = list(chain(sizes, origin.aliases))

@@ -41,14 +41,11 @@ class TorchOrigin:
             self._take(path, _state_dict(path, _load(path)))
         where = str(paths[0]) if len(paths) == 1 else str(paths[0].parent)
         check_names(where, [*self._tensors, *self.aliases])
-        self.specs = [
-            TensorSpec(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
-            for name, tensor in self._tensors.items()
-        ]
+        self.specs = [TensorSpec.of(name, tensor) for name, tensor in self._tensors.items()]
 
     def tensors(self, names: Sequence[str]) -> Iterator[torch.Tensor]:
         for name in names:
-            yield self._tensors[name].detach().resolve_conj().resolve_neg().contiguous()
+            yield _contiguous(self._tensors[name].detach().resolve_conj().resolve_neg())
 
     def _take(self, path: Path, state: dict[str, torch.Tensor]) -> None:
         seen: dict[tuple[Any, ...], str] = {}
@@ -73,6 +70,13 @@ class TorchOrigin:
         if taken_bytes > _MAX_GROWTH * stored_bytes + _FREE_GROWTH_BYTES:
             fault = f"{path} holds {stored_bytes} bytes that its tensors repeat to {taken_bytes}."
             raise SnapshotError(fault, remedy="Save the tensors without expanding them.")
+
+
+def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    # torch copies no tensor of two elements in a byte (float4_e2m1fn_x2), but does so with its bytes.
+    if tensor.itemsize == 1 and not tensor.is_contiguous():
+        return tensor.view(torch.uint8).contiguous().view(tensor.dtype)
+    return tensor.contiguous()
 
 
 def _load(path: Path) -> Any:

@@ -11,7 +11,8 @@ from typing import IO
 import torch
 
 from ...errors import SnapshotError
-from ..format.header import DTYPES, LENGTH_BYTES
+from ..format.dtypes import DTYPES
+from ..format.header import LENGTH_BYTES
 from ..publish import publish
 from .origin import TORCH_DTYPES, TensorOrigin, TensorSpec, grouped, raw
 
@@ -37,7 +38,7 @@ def write_shards(
     written = [replace(spec, dtype=cast) if cast and spec.dtype in _FLOATS else spec for spec in origin.specs]
     # Tensors with larger elements come first. So every tensor starts at a multiple of its element size.
     groups = grouped(written, shard_bytes)
-    plan = [sorted(group, key=lambda spec: -DTYPES[spec.dtype].itemsize_bytes) for group in groups]
+    plan = [sorted(group, key=lambda spec: -DTYPES[spec.dtype].bits) for group in groups]
     names = [
         "model.safetensors" if len(plan) == 1 else f"model-{number:05d}-of-{len(plan):05d}.safetensors"
         for number in range(1, len(plan) + 1)
@@ -62,8 +63,10 @@ def write_shards(
 
 def _write(stream: IO[bytes], spec: TensorSpec, tensor: torch.Tensor, wrote: Wrote) -> None:
     tensor = _cast(tensor, spec)
-    if tuple(tensor.shape) != spec.shape:
-        raise SnapshotError(f"Tensor {spec.name!r} has shape {tuple(tensor.shape)}, {spec.shape} expected.")
+    if tuple(tensor.shape) != spec.torch_shape:
+        raise SnapshotError(
+            f"Tensor {spec.name!r} has shape {tuple(tensor.shape)}, {spec.torch_shape} expected."
+        )
     view = raw(tensor)
     for begin in range(0, len(view), WRITE_BYTES):
         wrote(stream.write(view[begin : begin + WRITE_BYTES]))

@@ -33,15 +33,23 @@ class Arrival:
         self.chunks = Chunks(manifest)
         self.count = self.chunks.count
         self.landed_bytes = 0
-        self._total_bytes = manifest.total_bytes
+        self._total_bytes = manifest.needed_bytes
         self._landed = bytearray(self.count)
-        self._missing = self.count
+        needed = self.chunks.needed()
+        # 1 for each chunk that has to land still. Chunks that are not needed never land.
+        self._missing = len(needed)
+        self._awaited = bytearray(b"\1") * self.count
+        if self._missing < self.count:
+            self._awaited = bytearray(self.count)
+            for chunk in needed:
+                self._awaited[chunk] = 1
         self.error: PilotflameError | None = None
         self._changed = threading.Condition()
         self._root: Path | None = None
         self._views: list[View] = []
         self._on_land: list[Callable[[int], None]] = []
         self._on_demand: list[Callable[[int, int], None]] = []
+        self._on_fail: list[Callable[[PilotflameError], None]] = []
         self._relayed_to: Arrival | None = None
 
     @property
@@ -52,21 +60,21 @@ class Arrival:
         return bool(self._landed[chunk])
 
     def has(self, first: int, last: int) -> bool:
-        """Return True if all chunks from `first` to `last`, both included, have landed."""
+        """Return True if all chunks from `first` to `last`, both included, have landed, if they are needed."""
         return self._missing == 0 or self._first_missing(first, last) > last
 
     def land(self, chunk: int) -> None:
         """Record that `chunk` has landed, and call the listeners (see `on_land`)."""
         extent = self.chunks.extent(chunk)
         with self._changed:
-            if self._landed[chunk]:
+            if not self._awaited[chunk]:
                 return
             self._show(chunk)
-            self._landed[chunk] = 1
+            self._landed[chunk], self._awaited[chunk] = 1, 0
             self._missing -= 1
             self._drop_views()
             self.landed_bytes += extent.end - extent.begin
-            listeners = list(self._on_land)
+            listeners = self._listeners()
             self._changed.notify_all()
         for listener in listeners:
             listener(chunk)
@@ -75,18 +83,29 @@ class Arrival:
         """Record that every chunk has landed, and call the listeners (see `on_land`)."""
         with self._changed:
             wanted = self._on_land or self._views
-            new = [chunk for chunk, landed in enumerate(self._landed) if not landed] if wanted else []
+            new = [chunk for chunk, awaited in enumerate(self._awaited) if awaited] if wanted else []
             for chunk in new:
                 self._show(chunk)
-            self._landed = bytearray(b"\1") * self.count
+            # Byte by byte: what had landed, or was to land.
+            both = int.from_bytes(self._landed, "big") | int.from_bytes(self._awaited, "big")
+            self._landed = bytearray(both.to_bytes(self.count, "big"))
+            self._awaited = bytearray(self.count)
             self._missing = 0
             self._drop_views()
             self.landed_bytes = self._total_bytes
-            listeners = list(self._on_land)
+            listeners = self._listeners()
             self._changed.notify_all()
         for listener in listeners:
             for chunk in new:
                 listener(chunk)
+
+    def _listeners(self) -> list[Callable[[int], None]]:
+        """Return those that are told of a landing, and forget all after the last one: they keep memory."""
+        listeners = list(self._on_land)
+        if self._missing == 0:
+            self._on_land.clear()
+            self._on_fail.clear()
+        return listeners
 
     def fail(self, error: PilotflameError) -> None:
         """Raise the first error given here in threads that wait, now or later, for a missing chunk."""
@@ -94,9 +113,21 @@ class Arrival:
             if self.error is None:
                 self.error = error
             self._changed.notify_all()
-            relayed_to = self._relayed_to
+            relayed_to, listeners = self._relayed_to, list(self._on_fail)
+        for listener in listeners:
+            listener(error)
         if relayed_to is not None:
             relayed_to.fail(error)
+
+    def on_fail(self, listener: Callable[[PilotflameError], None]) -> None:
+        """Call `listener` with the error of the fetch, now or later, unless all has landed. So is each later error."""
+        with self._changed:
+            if self._missing == 0:
+                return
+            self._on_fail.append(listener)
+            error = self.error
+        if error is not None:
+            listener(error)
 
     def relay(self, other: Arrival) -> None:
         """Let all that has landed here, and lands later, land in `other` too. Errors and demands pass as well."""
@@ -107,14 +138,15 @@ class Arrival:
         if error is not None:
             other.fail(error)
 
-    def wait(self, first: int, last: int, timeout_s: float | None = None) -> None:
-        """Block until chunks `first` to `last`, both included, have landed.
+    def wait(self, first: int, last: int, timeout_s: float | None = None, *, demand: bool = True) -> None:
+        """Block until chunks `first` to `last`, both included, have landed. With `demand`, they are fetched next.
 
         Raises the error given to `fail`, or SourceUnavailable if they have not landed within `timeout_s`.
         """
         if self.has(first, last):
             return
-        self.demand(first, last)
+        if demand:
+            self.demand(first, last)
         at = first
 
         def over() -> bool:
@@ -129,8 +161,8 @@ class Arrival:
                 raise self.error or SourceUnavailable(f"The weights did not arrive within {timeout_s:.0f} s.")
 
     def _first_missing(self, first: int, last: int) -> int:
-        """Return the first of the chunks `first` to `last` that has not landed, or `last` + 1."""
-        found = self._landed.find(0, first, last + 1)
+        """Return the first of the chunks `first` to `last` that has to land still, or `last` + 1."""
+        found = self._awaited.find(1, first, last + 1)
         return last + 1 if found < 0 else found
 
     def move(self, root: Path) -> None:
@@ -167,7 +199,8 @@ class Arrival:
         """Call `listener(chunk)` for every chunk that has landed already, and for each that lands later."""
         with self._changed:
             already = [chunk for chunk, landed in enumerate(self._landed) if landed]
-            self._on_land.append(listener)
+            if self._missing:
+                self._on_land.append(listener)
         for chunk in already:
             listener(chunk)
 

@@ -1,56 +1,115 @@
-"""Fetches the assets before the shards. Assets are small files beside the weights, which handlers read."""
+"""Brings the assets, the small files beside the weights that handlers read, while the shards are fetched."""
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import xxhash
 
-from ...errors import SnapshotCorrupt
+from ...errors import SnapshotChanged, SnapshotCorrupt, SourceUnavailable
 from ..format.manifest import Asset, Manifest
 from ..publish import cannot_write, publish
+from ..sources.response import MISPLACED
+from ..sources.retries import Retries
 from ..sources.source import Source
 
+READERS = 4
+"""How many assets are read at a time: the time of one is mostly that until the server answers."""
 
-def fetch_assets(manifest: Manifest, source: Source, files: Path) -> None:
-    """Fetch and verify the assets that folder `files` does not hold.
+
+def fetch_assets(manifest: Manifest, source: Source, files: Path, copies: Path | None = None) -> None:
+    """Bring and verify the assets that folder `files` does not hold: from folder `copies`, or from the source.
 
     Two processes may do so at the same time. Raises SnapshotCorrupt if an asset differs from the manifest,
-    CacheError if one cannot be written, and the errors of Source.read_into.
+    CacheError if one cannot be written, and the errors of Connection.begin.
     """
-    for asset in manifest.assets:
-        path = files / asset.name
-        if holds(path, asset):
-            continue
-        content = _read(asset, source)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            # Not durable: a disk tier syncs all files before it publishes the snapshot, and a cold start
-            # waits for this write.
-            with publish(path, durable=False) as stream:
-                stream.write(content)
-        except OSError as error:
-            raise cannot_write(path, error) from error
+    missing = [asset for asset in manifest.assets if not holds(files / asset.name, asset)]
+    remote = [asset for asset in missing if copies is None or not _copy(asset, copies, files)]
+
+    def bring(asset: Asset) -> None:
+        _write(files / asset.name, _read(asset, source))
+
+    if len(remote) < 2:
+        for asset in remote:
+            bring(asset)
+        return
+    # Each thread writes what it has read, so no more than that many assets are in memory.
+    with ThreadPoolExecutor(READERS, "assets") as readers:
+        for _ in readers.map(bring, remote):
+            pass
 
 
 def holds(path: Path, asset: Asset) -> bool:
     """Return True if the file at `path` is `asset`, byte for byte."""
     try:
-        same_size = path.stat().st_size == asset.size_bytes
-        return same_size and xxhash.xxh3_128_hexdigest(path.read_bytes()) == asset.digest
+        return path.stat().st_size == asset.size_bytes and _is(path.read_bytes(), asset)
     except (FileNotFoundError, NotADirectoryError):
         return False
 
 
+def _is(content: bytes | bytearray, asset: Asset) -> bool:
+    return len(content) == asset.size_bytes and xxhash.xxh3_128_hexdigest(content) == asset.digest
+
+
+def _copy(asset: Asset, copies: Path, files: Path) -> bool:
+    """Write `asset` as folder `copies` has it. Return False if it has another one, or none."""
+    try:
+        content = (copies / asset.name).read_bytes()
+    except OSError:
+        return False
+    if not _is(content, asset):
+        return False
+    _write(files / asset.name, content)
+    return True
+
+
+def _write(path: Path, content: bytes | bytearray) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        # Not durable: a disk tier syncs all files before it publishes the snapshot, and a cold start
+        # waits for this write.
+        with publish(path, durable=False) as stream:
+            stream.write(content)
+    except OSError as error:
+        raise cannot_write(path, error) from error
+
+
 def _read(asset: Asset, source: Source) -> bytearray:
-    content = bytearray(asset.size_bytes)
+    content, retries = bytearray(asset.size_bytes), Retries()
     # Try twice, as with chunks: wrong bytes may come from a single error in the transfer.
     for _ in range(2):
-        count = source.read_into(asset.name, 0, memoryview(content))
-        if count == asset.size_bytes and xxhash.xxh3_128_hexdigest(content) == asset.digest:
+        while True:
+            try:
+                right = _receive(asset, source, memoryview(content)) and _is(content, asset)
+                break
+            except SourceUnavailable as error:
+                if MISPLACED in error.details:
+                    right = False
+                    break
+                retries.wait(error)
+        if right:
             return content
     raise SnapshotCorrupt(
         f"Asset {asset.name} from {source.url} is not the file that the manifest describes.",
         remedy="Make the manifest anew.",
         details={"asset": asset.name},
     )
+
+
+def _receive(asset: Asset, source: Source, view: memoryview) -> bool:
+    """Receive an asset over a connection that may have been used before. Return False if it has another size."""
+    if not asset.size_bytes:
+        return True
+    connection, done = source.connect(), 0
+    try:
+        if connection.begin(asset.name, 0, asset.size_bytes).size_bytes != asset.size_bytes:
+            return False
+        while done < asset.size_bytes and (count := connection.read_into(view[done:])):
+            done += count
+        connection.release()
+    except SnapshotChanged:
+        return False
+    finally:
+        connection.close()
+    return True

@@ -22,9 +22,10 @@ FAR: tuple[tuple[float, int], ...] = ((0.005, 8), (0.015, 16), (0.05, 32))
 source is far then, and many parallel requests hide its latency."""
 PAYS = 0.3
 """n times as many connections are kept if the rate grew by a factor of at least 1 + PAYS * (n - 1)."""
-BUSY = 0.85
-"""If a larger share than this of all processor time is used, the number does not grow: this machine is then
-the bottleneck, and more connections would make it slower."""
+BUSY, BUSY_RATE = 0.85, 100e6
+"""If a larger share than this of all processor time is used, and this many bytes per second and processor arrive,
+the number does not grow: this machine is then the bottleneck, and more connections would make it slower. At a
+lower rate, the fetch takes less than a tenth of the processors (1 GB takes 0.7 s with TLS): others use them."""
 # If a smaller share than this is used, the number is quadrupled rather than doubled.
 IDLE = 0.5
 AGAIN_S = 2.0
@@ -96,7 +97,7 @@ class ConcurrencyControl:
         busy = 1 - (idle_s - idle_before_s) / elapsed_s / processors
         self._window = (now_s, received_bytes, idle_s)
         if not self._fixed:
-            self._decide(now_s, busy)
+            self._decide(now_s, busy if self.rate > BUSY_RATE * processors else min(busy, BUSY))
 
     def part_bytes(self, waiting_bytes: int) -> int:
         """Return how many bytes to request at once, if `waiting_bytes` are not requested yet.

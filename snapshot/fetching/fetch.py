@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from ..format.manifest import UNKNOWN_DIGEST, Manifest
 from ..format.verify import chunk_tensors, holding
 from ..sources.response import MISPLACED
 from ..sources.retries import delay_s
-from ..sources.source import Connection, ObjectInfo, Progress, Source, same_version
+from ..sources.source import Connection, ObjectInfo, Progress, Source, new_buffer, same_version
 from .arrival import Arrival
 from .concurrency_control import ConcurrencyControl
 from .landing import BOUNCE_BYTES, DIRECT_BYTES, Landing, ShardTarget
@@ -50,7 +50,8 @@ class FetchStats:
     """What a fetch did.
 
     `fetched_bytes` is the size of the chunks that were missing. `received_bytes` also counts bytes that had
-    to be received again. `connections` is the number that was found best (see ConcurrencyControl).
+    to be received again. `connections` is the number that was found best (see ConcurrencyControl). `taken_bytes` are
+    those of chunks that came from other nodes, which are not counted as fetched.
     """
 
     fetched_bytes: int
@@ -60,6 +61,16 @@ class FetchStats:
     retries: int = 0
     stalls: int = 0
     seconds: float = 0.0
+    taken_bytes: int = 0
+
+    def add(self, later: FetchStats) -> None:
+        """Count another fetch of the same snapshot, of what this one has left out."""
+        self.fetched_bytes += later.fetched_bytes
+        self.received_bytes += later.received_bytes
+        self.requests += later.requests
+        self.retries += later.retries
+        self.stalls += later.stalls
+        self.seconds += later.seconds
 
 
 def fetch(
@@ -74,8 +85,11 @@ def fetch(
     progress: Progress | None = None,
     cancelled: threading.Event | None = None,
     count_received: Callable[[int], None] | None = None,
+    left_out: Container[int] = (),
 ) -> FetchStats:
-    """Fetch every chunk that has not landed, in the order of first touch. Block until all have landed.
+    """Fetch every chunk that has not landed and is not in `left_out`, in the order of first touch.
+
+    Block until all of them have landed.
 
     `connections` and `part_bytes` replace the numbers that are otherwise chosen by measuring. If the fetch
     fails, the error is raised here and in the threads that wait for chunks (see Arrival.fail):
@@ -89,7 +103,9 @@ def fetch(
     if progress is not None:
         arrival.report(progress)
     try:
-        work = _Fetch(manifest, source, targets, arrival, control, verify, cancelled, count_received)
+        work = _Fetch(
+            manifest, source, targets, arrival, control, verify, cancelled, count_received, left_out
+        )
         return work.run()
     except StorageFull:
         raise
@@ -111,11 +127,13 @@ class _Fetch:
     verify: bool
     cancelled: threading.Event | None
     count_received: Callable[[int], None] | None
+    left_out: Container[int]
 
     def __post_init__(self) -> None:
         self._changed = threading.Condition()
         """Guards the attributes below. Notified when a part, a thread or the fetch ends."""
-        missing = [chunk for chunk in wanted_order(self.manifest) if not self.arrival.landed(chunk)]
+        wanted = (chunk for chunk in wanted_order(self.manifest) if chunk not in self.left_out)
+        missing = [chunk for chunk in wanted if not self.arrival.landed(chunk)]
         self._ranges = Ranges(self.manifest, missing)
         self._landing = Landing(
             self.manifest, self.targets, self.arrival, self._ranges, self._changed, self.verify
@@ -146,8 +164,8 @@ class _Fetch:
 
     def _observed_versions(self) -> dict[int, str]:
         """Return the version that each shard must have, if its bytes cannot be told by their digests yet."""
-        observed = self.manifest.observed
-        if observed is None or UNKNOWN_DIGEST not in self.arrival.chunks.digests:
+        observed, chunks = self.manifest.observed, self.arrival.chunks
+        if observed is None or all(chunks.digests[chunk] != UNKNOWN_DIGEST for chunk in chunks.needed()):
             return {}
         return {shard: version for shard, version in enumerate(observed.versions) if version}
 
@@ -208,7 +226,7 @@ class _Fetch:
                 self._ranges.demand(first, last)
 
     def _work(self, number: int) -> None:
-        buffer = memoryview(bytearray(BOUNCE_BYTES))
+        buffer = new_buffer(BOUNCE_BYTES)
         connection: Connection | None = None
         try:
             connection, fresh = self.source.connect(), True
@@ -220,6 +238,7 @@ class _Fetch:
                     # answer that belongs to another request.
                     connection.close()
                     connection = self.source.connect()
+            connection.release()
         except BaseException as error:  # noqa: BLE001  raised again by the supervisor
             with self._changed:
                 self._error = self._error or error
@@ -256,6 +275,10 @@ class _Fetch:
         next request. Only a new connection shows whether it is so.
         """
         with self._changed:
+            if self._over:
+                # `_stop` did not see this connection, and would not end its reading.
+                self._ranges.finish(part)
+                return True
             self._connections[part] = connection
             self._stats.requests += 1
         problem: SourceUnavailable | None = None
@@ -269,10 +292,10 @@ class _Fetch:
                 self.control.add_latency(waited_s)
             self._landing.receive(connection, part, buffer)
         except SourceUnavailable as error:
-            doubtful = not fresh and MISPLACED in error.details
+            doubtful = MISPLACED in error.details and (connection.used or not fresh)
             problem = None if doubtful else error
         except SnapshotChanged:
-            if fresh:
+            if fresh and not connection.used:
                 raise
             doubtful = True
         finally:

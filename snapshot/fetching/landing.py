@@ -6,7 +6,7 @@ import errno
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -52,6 +52,31 @@ class ShardTarget:
         while view:
             count = os.pwrite(self.descriptor, view, offset)
             view, offset = view[count:], offset + count
+
+    def fill(
+        self,
+        begin: int,
+        end: int,
+        buffer: memoryview,
+        hasher: xxhash.xxh3_128,
+        read: Callable[[memoryview, int], int],
+    ) -> bool:
+        """Fill bytes [begin, end), which `hasher` gets too, with what `read(view, done)` puts into a view.
+
+        `done` is the number of bytes that were read before. Returns False if `read` returns 0 before the end. Raises
+        OSError if the bytes cannot be written.
+        """
+        at = begin
+        self.reserve(begin, end)
+        while at < end:
+            view = buffer[: end - at] if self.memory is None else self.memory[at : min(at + len(buffer), end)]
+            if not (count := read(view, at - begin)):
+                return False
+            hasher.update(view[:count])
+            if self.memory is None:
+                self.write(at, view[:count])
+            at += count
+        return True
 
     def digest(self, begin: int, end: int, buffer: memoryview) -> str:
         """Return the digest of bytes [begin, end) of the file, read piece by piece into `buffer`."""
@@ -192,7 +217,9 @@ def land_existing(
     """
     buffer = memoryview(bytearray(_RESUME_BUFFER_BYTES))
     shard = data_at = -1
-    for chunk, digest in enumerate(learned or arrival.chunks.digests):
+    digests = learned or arrival.chunks.digests
+    for chunk in arrival.chunks.needed():
+        digest = digests[chunk]
         if cancelled.is_set():
             return
         extent = arrival.chunks.extent(chunk)

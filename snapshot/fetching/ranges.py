@@ -8,7 +8,7 @@ connections write the same bytes.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
@@ -59,6 +59,13 @@ class Chunks:
         self._first = (0, *accumulate(len(shard.chunks) for shard in manifest.shards))
         self.count = self._first[-1]
         self._learning = manifest.observed is not None
+        self._part = manifest.part
+
+    def needed(self) -> Collection[int]:
+        """Return the numbers of the chunks that are fetched, in their order: all, or those of the part."""
+        if self._part is None:
+            return range(self.count)
+        return {chunk: None for first, last in self._part.chunks for chunk in range(first, last + 1)}.keys()
 
     @cached_property
     def digests(self) -> list[str]:
@@ -188,7 +195,7 @@ class Ranges:
 
 
 def wanted_order(manifest: Manifest) -> list[int]:
-    """Return the numbers of all chunks: those in the recorded order of first touch, then the others."""
+    """Return the numbers of the chunks to fetch: those in the recorded order of first touch, then the others."""
     chunks = Chunks(manifest)
     tensors = {tensor.name: tensor for tensor in manifest.tensors}
     order: dict[int, None] = {}
@@ -198,5 +205,6 @@ def wanted_order(manifest: Manifest) -> list[int]:
             end = tensor.offset_bytes + tensor.size_bytes
             first, last = chunks.covering(tensor.shard, tensor.offset_bytes, end)
             order.update(dict.fromkeys(range(first, last + 1)))
-    order.update(dict.fromkeys(range(chunks.count)))
-    return list(order)
+    needed = chunks.needed()
+    order.update(dict.fromkeys(needed))
+    return [chunk for chunk in order if chunk in needed]

@@ -15,6 +15,9 @@ from ..sources.source import Source
 
 T = TypeVar("T")
 ASSET_BUFFER_BYTES = 1 << 20
+RUN_BYTES = 32 << 20
+"""How much several readers, of a remote source, read at once. Each read has a connection of its own: what it brings
+cannot be verified, and a connection that was used before may bring the second answer to an earlier request."""
 
 
 class DigestedChunk(NamedTuple):
@@ -33,14 +36,16 @@ def chunk_digests(
     source: Source, sizes: Mapping[str, int], chunk_bytes: int, readers: int = 1
 ) -> Iterator[DigestedChunk]:
     """Yield the digest of every chunk of the files in `sizes` (bytes by name), in their order."""
+    run_bytes = max(1, RUN_BYTES // chunk_bytes) * chunk_bytes if readers > 1 else chunk_bytes
     # A buffer is not larger than the largest file: the page faults of new memory take longer than reading.
-    buffer_bytes = min(chunk_bytes, max(sizes.values(), default=0))
+    buffer_bytes = min(run_bytes, max(sizes.values(), default=0))
     jobs = (
-        partial(_digest_chunk, source, name, index, min(chunk_bytes, size_bytes - begin), begin)
+        partial(_digest_run, source, name, begin, min(run_bytes, size_bytes - begin), chunk_bytes)
         for name, size_bytes in sizes.items()
-        for index, begin in enumerate(range(0, size_bytes, chunk_bytes))
+        for begin in range(0, size_bytes, run_bytes)
     )
-    return in_order(jobs, readers, buffer_bytes)
+    for run in in_order(jobs, readers, buffer_bytes):
+        yield from run
 
 
 def file_digest(source: Source, name: str, size_bytes: int, buffer: memoryview) -> tuple[str, int]:
@@ -87,8 +92,15 @@ def in_order(jobs: Iterable[Callable[[memoryview], T]], readers: int, buffer_byt
         pool.shutdown(cancel_futures=True)
 
 
-def _digest_chunk(
-    source: Source, name: str, position: int, size_bytes: int, begin: int, buffer: memoryview
-) -> DigestedChunk:
+def _digest_run(
+    source: Source, name: str, begin: int, size_bytes: int, chunk_bytes: int, buffer: memoryview
+) -> list[DigestedChunk]:
+    """Return the digests of the chunks in `size_bytes` from byte `begin` on, which are read with one request."""
     count = source.read_into(name, begin, buffer[:size_bytes])
-    return DigestedChunk(name, position, count, xxhash.xxh3_128_hexdigest(buffer[:count]))
+    found = []
+    for at in range(0, size_bytes, chunk_bytes):
+        chunk = buffer[at : min(at + chunk_bytes, count)]
+        found.append(
+            DigestedChunk(name, (begin + at) // chunk_bytes, len(chunk), xxhash.xxh3_128_hexdigest(chunk))
+        )
+    return found

@@ -13,11 +13,11 @@ from .layout import INDEX_SUFFIX, SUFFIX, read_index
 from .manifest import Manifest, read_manifest
 
 INDEX = f"model{INDEX_SUFFIX}"
-# The names under which transformers saves weights, followed by those of sentence-transformers and diffusers.
-WHOLE = (f"model{SUFFIX}", f"diffusion_pytorch_model{SUFFIX}")
+# The names under which transformers and sentence-transformers save weights, then those of diffusers and PEFT.
+WHOLE = (f"model{SUFFIX}", f"diffusion_pytorch_model{SUFFIX}", f"adapter_model{SUFFIX}")
 # The files beside weights that handlers read, for a web server that cannot be listed.
 BESIDE = (
-    "added_tokens.json", "chat_template.jinja", "chat_template.json", "config.json",
+    "adapter_config.json", "added_tokens.json", "chat_template.jinja", "chat_template.json", "config.json",
     "config_sentence_transformers.json", "generation_config.json", "merges.txt", "model_index.json", "modules.json",
     "preprocessor_config.json", "processor_config.json", "sentence_bert_config.json", "special_tokens_map.json",
     "spiece.model", "tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt",

@@ -13,11 +13,11 @@ from collections import Counter
 from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 from typing import Any, NamedTuple, Never
 
 from ...errors import HeaderError
 from ..sources.source import Source
+from .dtypes import DTYPES
 
 LENGTH_BYTES = 8
 # The safetensors library has the same limit.
@@ -33,26 +33,6 @@ MAX_COMMAS = 1 << 22
 _METADATA = "__metadata__"
 _FIELDS = {"dtype", "shape", "data_offsets"}
 _REMEDY = "Save the file again with the safetensors library, or fetch it again."
-
-
-class Dtype(NamedTuple):
-    """An element type: the size of one element in bytes, and torch's name of the type."""
-
-    itemsize_bytes: int
-    torch_name: str
-
-
-# The element types by their safetensors names. F4, F6_E2M3 and F6_E3M2 are not supported: their elements are
-# smaller than a byte, and torch has no type for them.
-DTYPES: dict[str, Dtype] = {
-    "BOOL": Dtype(1, "bool"), "U8": Dtype(1, "uint8"), "I8": Dtype(1, "int8"),
-    "F8_E4M3": Dtype(1, "float8_e4m3fn"), "F8_E4M3FNUZ": Dtype(1, "float8_e4m3fnuz"),
-    "F8_E5M2": Dtype(1, "float8_e5m2"), "F8_E5M2FNUZ": Dtype(1, "float8_e5m2fnuz"),
-    "F8_E8M0": Dtype(1, "float8_e8m0fnu"),
-    "I16": Dtype(2, "int16"), "U16": Dtype(2, "uint16"), "F16": Dtype(2, "float16"), "BF16": Dtype(2, "bfloat16"),
-    "I32": Dtype(4, "int32"), "U32": Dtype(4, "uint32"), "F32": Dtype(4, "float32"),
-    "I64": Dtype(8, "int64"), "U64": Dtype(8, "uint64"), "F64": Dtype(8, "float64"), "C64": Dtype(8, "complex64"),
-}  # fmt: skip
 
 
 class TensorHeader(NamedTuple):
@@ -164,7 +144,9 @@ def _tensor(file: str, name: str, entry: Any, data_offset_bytes: int) -> TensorH
     if len(offsets) != 2 or offsets[0] > offsets[1]:
         _refuse(file, "its data_offsets are not a begin and an end after it", name)
     begin, end = offsets
-    needed_bytes = prod(shape) * DTYPES[dtype].itemsize_bytes
+    needed_bytes = DTYPES[dtype].size_bytes(shape)
+    if needed_bytes is None:
+        _refuse(file, f"{dtype} of shape {_short(str(shape))} does not fill whole bytes", name)
     if end - begin != needed_bytes:
         fault = f"its data_offsets span {end - begin} bytes, but {dtype} of shape {_short(str(shape))}"
         _refuse(file, f"{fault} takes {_short(str(needed_bytes))}", name)
@@ -198,12 +180,15 @@ def _check_cover(file: str, tensors: list[TensorHeader], end_bytes: int, file_by
 
 
 def aliases_of(headers: Iterable[Header], stored: Set[str]) -> dict[str, str]:
-    """Return the aliases of tensors in `stored` that safetensors.torch.save_model put into the metadata."""
+    """Return the aliases of tensors in `stored` that safetensors.torch.save_model put into the metadata.
+
+    Entries with keys that cannot be names of tensors are notes of somebody.
+    """
     return {
         alias: target
         for header in headers
         for alias, target in header.metadata.items()
-        if target in stored and alias not in stored and alias != "format"
+        if target in stored and alias not in stored and alias != "format" and name_is_sound(alias)
     }
 
 

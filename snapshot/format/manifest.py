@@ -10,7 +10,6 @@ import hashlib
 import json
 from collections.abc import Callable, Iterable, Sequence
 from itertools import islice, pairwise
-from math import prod
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -21,7 +20,8 @@ from ..._version import __version__
 from ...errors import ManifestError, SourceMissing
 from ..publish import publish
 from ..sources.source import Source, Writable, name_fault, read_all
-from .header import DTYPES, MAX_FILE_BYTES, MAX_RANK, MAX_TENSORS, bulk_fault, name_is_sound, repeated
+from .dtypes import DTYPES
+from .header import MAX_FILE_BYTES, MAX_RANK, MAX_TENSORS, bulk_fault, name_is_sound, repeated
 
 MANIFEST_NAME = "pilotflame.manifest.json"
 MAX_MANIFEST_BYTES = 128 << 20
@@ -43,6 +43,10 @@ _LARGE_BYTES = 1 << 20
 _REMEDY = "Make the manifest anew: pilotflame snapshot create."
 UNKNOWN_DIGEST = "0" * 32
 """Stands for the digest of a chunk that was not read yet. Only manifests with `observed` have it."""
+LOCAL_FIELDS = ("observed", "part", "realm")
+"""The fields that only manifests on a node have. Other readers refuse fields that they do not know."""
+REALM_DIGITS = 24
+"""How many digits of a digest are those of the realm: enough that no realm can be made to have those of another."""
 
 
 def _file_name(name: str) -> str:
@@ -130,6 +134,17 @@ class Observed(_Frozen):
         return Provenance(created_by=f"pilotflame {__version__}", source=source)
 
 
+class NeededPart(_Frozen):
+    """The part of a snapshot that somebody needs. Only its chunks are fetched.
+
+    `chunks` are the first and the last of ascending ranges of chunks, numbered from 0 through all shards. `slices`
+    are those that the part was made of (see `format.slices`).
+    """
+
+    chunks: Annotated[tuple[tuple[int, int], ...], FailFast(), Field(max_length=MAX_CHUNKS)]
+    slices: Annotated[dict[str, tuple[int, int, int]], Field(max_length=MAX_TENSORS)] = {}
+
+
 class Manifest(_Frozen):
     """The description of a snapshot. Manifests of the same files and chunk size have the same `digest`."""
 
@@ -150,6 +165,12 @@ class Manifest(_Frozen):
     provenance: Provenance = Provenance()
     observed: Observed | None = None
     """Set if there was no manifest beside the files. Digests of chunks are then added as the chunks arrive."""
+
+    part: NeededPart | None = None
+    """Set on a node that needs only a part of the files' bytes."""
+
+    realm: Annotated[str, Field(pattern="^([0-9a-f]{64})?$")] = ""
+    """Set on a node that fetches the snapshot: from which place and with which credentials (see `sources.realm`)."""
 
     @staticmethod
     def parse(text: bytes) -> Manifest:
@@ -184,8 +205,7 @@ class Manifest(_Frozen):
 
     def to_json(self) -> bytes:
         """Return the JSON form, which `parse` reads."""
-        # Other readers refuse fields that they do not know.
-        unset = {"observed"} if self.observed is None else None
+        unset = {field for field in LOCAL_FIELDS if not getattr(self, field)}
         return self.model_dump_json(exclude=unset).encode() + b"\n"
 
     def write(self, path: Path) -> None:
@@ -198,17 +218,25 @@ class Manifest(_Frozen):
         """The sha256 (hex) of the canonical JSON, without the hints, which are provenance and first_touch.
 
         With `observed`, it is also without the chunks, so that it is the same before and after they are read.
+        With `realm`, the last digits are those of the realm: each realm has its own copy in a cache.
         """
-        without: dict[str, Any] = {"provenance": True, "first_touch": True}
+        without: dict[str, Any] = {"provenance": True, "first_touch": True, "realm": True}
         without |= {"observed": True} if self.observed is None else {"shards": {"__all__": {"chunks"}}}
+        # What is taken of the chunks makes no other ones: ranks that need the same share them.
+        without |= {"part": True if self.part is None else {"slices"}}
         plain = self.model_dump(mode="json", exclude=without)
         text = json.dumps(plain, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-        return hashlib.sha256(text.encode()).hexdigest()
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        return digest[: len(digest) - len(realm_digits(self.realm))] + realm_digits(self.realm)
 
     @property
     def has_digests(self) -> bool:
         """True if the digest of every chunk is known."""
-        return self.observed is None or not any(UNKNOWN_DIGEST in shard.chunks for shard in self.shards)
+        if self.observed is None:
+            return True
+        digests = [digest for shard in self.shards for digest in shard.chunks]
+        ranges = ((0, len(digests) - 1),) if self.part is None else self.part.chunks
+        return not any(UNKNOWN_DIGEST in digests[first : last + 1] for first, last in ranges)
 
     def with_chunks(self, digests: Sequence[str]) -> Manifest:
         """Return this manifest with the digests of all chunks, which are given for one shard after another."""
@@ -225,9 +253,42 @@ class Manifest(_Frozen):
             return self
         return self.model_copy(update={"observed": None, "provenance": self.observed.provenance})
 
+    def with_realm(self, realm: str) -> Manifest:
+        """Return this manifest for a fetch in a realm."""
+        return self.model_copy(update={"realm": realm})
+
     @property
     def total_bytes(self) -> int:
         return sum(shard.size_bytes for shard in self.shards)
+
+    @property
+    def needed_bytes(self) -> int:
+        """The bytes of the chunks that are fetched: of all, or of those of the part."""
+        if self.part is None:
+            return self.total_bytes
+        return sum(
+            end - begin for index in range(len(self.shards)) for begin, end in self.needed_extents(index)
+        )
+
+    def needed_extents(self, shard: int) -> list[tuple[int, int]]:
+        """Return the ranges of bytes of shard number `shard` that are fetched."""
+        size_bytes = self.shards[shard].size_bytes
+        if self.part is None:
+            return [(0, size_bytes)]
+        before = sum(len(one.chunks) for one in self.shards[:shard])
+        after, found = before + len(self.shards[shard].chunks), []
+        for first, last in self.part.chunks:
+            low, high = max(first, before) - before, min(last + 1, after) - before
+            if low < high:
+                found.append((low * self.chunk_bytes, min(high * self.chunk_bytes, size_bytes)))
+        return found
+
+    def chunks_of(self, shard: int, begin: int, end: int) -> range:
+        """Return the numbers of the chunks that hold bytes [begin, end) of a shard."""
+        before = sum(len(one.chunks) for one in self.shards[:shard])
+        return range(
+            before + begin // self.chunk_bytes, before - (-end // self.chunk_bytes) if begin < end else 0
+        )
 
     @property
     def files(self) -> tuple[Shard | Asset, ...]:
@@ -244,6 +305,7 @@ class Manifest(_Frozen):
         _check_files(self.files)
         _check_totals(self)
         _check_observed(self)
+        _check_part(self)
         _check_unique("tensor", (tensor.name for tensor in self.tensors))
         for shard in self.shards:
             _check_shard(shard, self.chunk_bytes)
@@ -266,10 +328,16 @@ def read_manifest(source: Source) -> Manifest:
         remedy = f"Check the URL. To make a manifest of existing weights: pilotflame snapshot create {place}"
         raise SourceMissing(fault, remedy=remedy, details=error.details) from error
     manifest = Manifest.parse(text)
-    if manifest.observed is not None:
-        fault = f"The manifest at {source.url} is one of a cache: it has `observed`."
-        raise ManifestError(fault, remedy=_REMEDY)
+    for field in LOCAL_FIELDS:
+        if getattr(manifest, field):
+            fault = f"The manifest at {source.url} is one of a cache: it has `{field}`."
+            raise ManifestError(fault, remedy=_REMEDY)
     return manifest
+
+
+def realm_digits(realm: str) -> str:
+    """Return the last digits of the digests of all snapshots of a realm."""
+    return realm[:REALM_DIGITS]
 
 
 def _crowd_fault(text: bytes) -> str | None:
@@ -328,6 +396,16 @@ def _check_observed(manifest: Manifest) -> None:
         raise ValueError("observed does not have one version for each shard")
 
 
+def _check_part(manifest: Manifest) -> None:
+    after = 0
+    for first, last in manifest.part.chunks if manifest.part is not None else ():
+        if not after <= first <= last:
+            raise ValueError("part does not have ascending ranges of chunks")
+        after = last + 1
+    if after > sum(len(shard.chunks) for shard in manifest.shards):
+        raise ValueError("part has a chunk that no shard has")
+
+
 def _check_shard(shard: Shard, chunk_bytes: int) -> None:
     needed = -(-shard.size_bytes // chunk_bytes)
     if len(shard.chunks) != needed:
@@ -339,8 +417,7 @@ def _check_shard(shard: Shard, chunk_bytes: int) -> None:
 def _check_tensor(tensor: TensorEntry, shards: tuple[Shard, ...]) -> None:
     if tensor.shard >= len(shards):
         raise ValueError(f"tensor {tensor.name!r} is in shard {tensor.shard} of {len(shards)}")
-    needed_bytes = prod(tensor.shape) * DTYPES[tensor.dtype].itemsize_bytes
-    if tensor.size_bytes != needed_bytes:
+    if tensor.size_bytes != DTYPES[tensor.dtype].size_bytes(tensor.shape):
         raise ValueError(f"tensor {tensor.name!r} has a size that its shape and dtype do not make")
     shard = shards[tensor.shard]
     end_bytes = tensor.offset_bytes + tensor.size_bytes

@@ -3,43 +3,128 @@
 torch calls `__torch_dispatch__` before every operation of the thread that entered the gate, from Python or
 C++, with the tensors that the operation will read. So modules need no hooks, and it does not matter which
 module uses a weight. Methods that give access to memory without an operation (`.numpy()`, `.tolist()`,
-`.data_ptr()`) wait when they are called. Starting a thread inside the gate waits until all bytes are there.
-The gate does not see the operations of threads that were started before (each needs its own gate), nor reads
-through addresses that were taken before.
+`.data_ptr()`, printing, torch.save) wait when they are called. Starting a thread inside the gate waits until
+all bytes are there. The gate does not see the operations of threads that were started before (each needs its
+own gate), nor reads through addresses that were taken before.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 import threading
-from collections.abc import Callable
-from typing import Any, Self
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...errors import SnapshotError
 from ..fetching.arrival import Arrival
 from .mapping import Mapping
-from .touch import Touched
+from .touch import Extent, Touched
+
+if TYPE_CHECKING:
+    from .device.upload import DeviceUpload
+
+
+class Awaited(Protocol):
+    """Regions with bytes that are not there yet."""
+
+    @property
+    def complete(self) -> bool: ...
+
+    def extents(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Extent]:
+        """Yield the bytes of the regions that operation `func` reads or writes."""
+
+    def has(self, extent: Extent) -> bool: ...
+
+    def wait(self, extent: Extent, timeout_s: float) -> None:
+        """Wait for these bytes, so that what this thread does next has them. Raises the error of the fetch."""
+
+    def wait_for_all(self, timeout_s: float) -> None:
+        """Block until all bytes are there for all threads. Raises the error of the fetch."""
+
+
+class Unlanded:
+    """A mapping with bytes that have not arrived yet. Errors begin with `subject`, which names the snapshot."""
+
+    def __init__(self, mapping: Mapping, arrival: Arrival, subject: str = "") -> None:
+        self.extents = Touched(mapping.flats).extents
+        self._arrival, self._subject = arrival, subject
+
+    @property
+    def complete(self) -> bool:
+        return self._arrival.complete
+
+    def has(self, extent: Extent) -> bool:
+        return self._arrival.has(*self._arrival.chunks.covering(*extent))
+
+    def wait(self, extent: Extent, timeout_s: float) -> None:
+        with _about(self._subject):
+            self._arrival.wait(*self._arrival.chunks.covering(*extent), timeout_s)
+
+    def wait_for_all(self, timeout_s: float) -> None:
+        with _about(self._subject):
+            self._arrival.wait(0, self._arrival.count - 1, timeout_s)
+
+
+class Uncopied:
+    """A slab with bytes that are not on their device yet. Errors begin with `subject`, which names the snapshot."""
+
+    def __init__(self, upload: DeviceUpload, subject: str = "") -> None:
+        self.extents = Touched([upload.slab]).extents
+        self._upload, self._subject = upload, subject
+
+    @property
+    def complete(self) -> bool:
+        return self._upload.complete
+
+    def has(self, extent: Extent) -> bool:
+        return self._upload.has(*extent[1:])
+
+    def wait(self, extent: Extent, timeout_s: float) -> None:
+        with _about(self._subject):
+            self._upload.precede(*extent[1:], timeout_s)
+
+    def wait_for_all(self, timeout_s: float) -> None:
+        with _about(self._subject):
+            self._upload.wait(timeout_s)
+
+
+@contextmanager
+def _about(subject: str) -> Iterator[None]:
+    try:
+        yield
+    except SnapshotError as error:
+        raise error.about(subject) from error.__cause__
 
 
 class Gate(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The context for operations on tensors of `mapping`: `with Gate(mapping, arrival): model(x)`.
+    """The context for operations on weights that are not all there: `with Gate(Unlanded(mapping, arrival)): model(x)`.
 
     Operations in it raise the error of the fetch if it failed, or SourceUnavailable if their tensors do not
     arrive within `timeout_s`. Once all bytes have arrived, no gate is needed.
     """
 
-    def __init__(self, mapping: Mapping, arrival: Arrival, *, timeout_s: float = 600.0) -> None:
+    def __init__(self, *awaited: Awaited, timeout_s: float = 600.0) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         # The thread that entered the gate. It is 0 while the gate waits: a thread that it starts meanwhile
         # must not wait for the bytes (see `_start`).
         self.thread = 0
-        self._touched = Touched(mapping)
-        self._arrival = arrival
+        self._awaited = awaited
         self._timeout_s = timeout_s
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        # By default, torch imports torch._dynamo at the first operation: 0.65 s of a cold start.
+        return False
+
     def __enter__(self) -> Self:
+        if "torch._dynamo" in sys.modules:
+            _keep_compiler_out()
         self.thread = threading.get_ident()
         with _lock:
             if not _gates:
@@ -69,30 +154,51 @@ class Gate(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
     def wait_for(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Block until the bytes that `func` will read or write have landed."""
-        if not self._arrival.complete:
-            for extent in self._touched.extents(func, args, kwargs):
-                self._wait(*self._arrival.chunks.covering(*extent))
+        """Wait for the bytes that `func` will read or write."""
+        # Twice if there are several: which rows of an embedding are read is only known when its indices have
+        # landed, and these may be in a later mapping than the rows.
+        for one in self._awaited * min(2, len(self._awaited)):
+            if not one.complete:
+                for extent in one.extents(func, args, kwargs):
+                    if not one.has(extent):
+                        with self._waiting():
+                            one.wait(extent, self._timeout_s)
 
     def wait_for_all(self) -> None:
-        """Block until all chunks have landed."""
-        self._wait(0, self._arrival.count - 1)
+        """Block until all bytes are there."""
+        for one in self._awaited:
+            if not one.complete:
+                with self._waiting():
+                    one.wait_for_all(self._timeout_s)
 
-    def _wait(self, first: int, last: int) -> None:
-        if not self._arrival.has(first, last):
-            self.thread, thread = 0, self.thread
-            try:
-                self._arrival.wait(first, last, self._timeout_s)
-            finally:
-                self.thread = thread
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        self.thread, thread = 0, self.thread
+        try:
+            yield
+        finally:
+            self.thread = thread
+
+
+@functools.cache
+def _keep_compiler_out() -> None:
+    """Let torch.compile, which is loaded, compile no frames of the gate: what torch does by default."""
+    disable = torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
+    disabled = disable(Gate.__torch_dispatch__, recursive=True)
+    Gate.__torch_dispatch__ = disabled  # type: ignore[method-assign]
 
 
 # While at least one gate is entered, the methods of Tensor that give access to memory are patched, and so is
 # Thread.start. A TorchFunctionMode would see these methods too, but within one torch does not use its fused
 # kernels, and results differ in the last bits.
 _READS: dict[str, Any] = {
-    name: vars(Tensor).get(name) for name in ("tolist", "numpy", "data_ptr", "__array__", "__dlpack__")
-}
+    name: vars(Tensor).get(name)
+    for name in (
+        "tolist", "numpy", "data_ptr", "__array__", "__dlpack__",
+        # Printing turns all modes off. torch.save pickles tensors, and then reads their storage.
+        "__repr__", "__reduce_ex__",
+    )
+}  # fmt: skip
 """The patched methods, with the function that Tensor itself defines. None if Tensor inherits the method."""
 _START = threading.Thread.start
 _lock = threading.Lock()

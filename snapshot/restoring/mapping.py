@@ -16,6 +16,7 @@ from ..fetching.arrival import Arrival
 from ..format.manifest import Manifest, Shard
 from ..sources.folder import FolderSource, object_info
 from ..sources.source import ObjectInfo
+from .read_ahead import ReadAhead, in_memory
 
 # Python's mmap module has this constant since 3.13. Without the flag, the kernel's heuristic refuses a
 # writable private mapping larger than the memory, although hardly a page of it is ever written.
@@ -54,12 +55,16 @@ class Mapping:
         """
         self.manifest = manifest
         self.arrival = arrival
+        self.root = root
         if verified is not None and len(verified) != len(manifest.shards):
             fault = f"{len(verified)} files were verified, the manifest has {len(manifest.shards)}."
             raise SnapshotChanged(fault, remedy="Verify the files of this manifest.")
         source = FolderSource(root)
         files: Sequence[ObjectInfo | None] = verified or [None] * len(manifest.shards)
-        memories = [_map(source, *pair, keep) for pair in zip(manifest.shards, files, strict=True)]
+        found = [_map(source, *pair, keep) for pair in zip(manifest.shards, files, strict=True)]
+        self.infos = [info for _, info in found]
+        """What `FolderSource.stat` returned for the mapped files."""
+        memories = [memory for memory, _ in found]
         self.flats = [_flat(memory) for memory in memories]
         """For each shard, all its bytes as a one-dimensional tensor of uint8."""
         if arrival is not None and not arrival.complete:
@@ -69,6 +74,12 @@ class Mapping:
         """Block until bytes [begin, end) of a shard have landed. Raises the errors of Arrival.wait."""
         if self.arrival is not None and begin < end:
             self.arrival.wait(*self.arrival.chunks.covering(shard, begin, end), 600.0)
+
+    def read_ahead(self) -> ReadAhead | None:
+        """Read all shards from the disk in threads. Return None if they are in memory already."""
+        if in_memory(self.manifest, self.flats):
+            return None
+        return ReadAhead(self.root, self.manifest, keep=self.flats)
 
 
 class _Memory(mmap.mmap):
@@ -133,7 +144,9 @@ def _map_over(memory: _Memory, begin: int, end: int, descriptor: int) -> None:
         raise SnapshotError(fault, remedy="See vm.max_map_count and the limits of memory of this process.")
 
 
-def _map(source: FolderSource, shard: Shard, verified: ObjectInfo | None, keep: object) -> _Memory | None:
+def _map(
+    source: FolderSource, shard: Shard, verified: ObjectInfo | None, keep: object
+) -> tuple[_Memory | None, ObjectInfo]:
     try:
         descriptor = source.open(shard.name)
     except SnapshotError as error:
@@ -147,10 +160,10 @@ def _map(source: FolderSource, shard: Shard, verified: ObjectInfo | None, keep: 
             remedy = "Verify the snapshot again, and publish new weights under a new name."
             raise SnapshotChanged(f"Shard {shard.name} was replaced or written to.", remedy=remedy)
         if not found.size_bytes:
-            return None
+            return None, found
         memory = _Memory(descriptor, found.size_bytes, flags=_FLAGS, prot=_PROTECTION)
         memory.keep = keep
-        return memory
+        return memory, found
     finally:
         os.close(descriptor)
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any, NamedTuple
 
 from ...errors import SnapshotMismatch
 from ..format.layout import some
@@ -25,43 +26,79 @@ class Mismatches:
     unfilled: list[str] = field(default_factory=list)
     """Non-persistent buffers on the meta device that the snapshot does not hold."""
     lazy: list[str] = field(default_factory=list)
+    untyped: list[str] = field(default_factory=list)
+    """Tensors of a type or shape that torch does not have, each with the reason."""
+    uncut: list[str] = field(default_factory=list)
+    """Tensors that cannot be cut into the slices that were asked for, each with the reason."""
+
+    outside: list[str] = field(default_factory=list)
+    """Tensors with bytes outside of the part of the snapshot that the function has."""
+    twice: list[tuple[str, dict[str, str]]] = field(default_factory=list)
+    """Tensors that several snapshots have, each with its name in these, by their names."""
 
     def __bool__(self) -> bool:
-        return any((self.missing, self.unexpected, self.shapes, self.dtypes, self.unfilled, self.lazy))
+        return any(getattr(self, one.name) for one in fields(self))
+
+    def add(self, other: Mismatches, label: str) -> None:
+        """Add the mismatches of one of several snapshots, whose name is `label`; "" if there is one."""
+        of = f" of {label}" if label else ""
+        for one in fields(self):
+            kind: list[Any] = getattr(self, one.name)
+            kind += [
+                f"{item}{of}" if isinstance(item, str) else (f"{item[0]}{of}", *item[1:])
+                for item in getattr(other, one.name)
+            ]
+
+
+class Names(NamedTuple):
+    """The names of all tensors of a snapshot, and the prefix that a module's names have in it."""
+
+    stored: Collection[str]
+    prefix: str
 
 
 def describe(
-    found: Mismatches, module: str, stored: Collection[str], wanted: list[str], prefix: str
+    common: Mismatches, found: dict[str, Mismatches], module: str, names: dict[str, Names], wanted: list[str]
 ) -> SnapshotMismatch:
     """Return the error that names everything that does not fit. `module` is the name of the module's class.
 
-    `stored` and `wanted` are all tensor names of the snapshot and of the module.
+    `found` and `names` are those of each snapshot, by its name, which is "" if there is one. `common` is what
+    concerns all snapshots. `wanted` are all tensor names of the module.
     """
-    kinds = [kind for kind in _kinds(found) if kind[1]]
+    everything = Mismatches()
+    everything.add(common, "")
+    for label, one in found.items():
+        everything.add(one, label)
+    hints = (_prefix_hint(common, one, names[label], wanted, label) for label, one in found.items())
+    subject = f"The snapshots {' and '.join(found)} do" if len(found) > 1 else "The snapshot does"
+    kinds = [kind for kind in _kinds(everything, found) if kind[1]]
     misfits = [
         f"{len(names)} {'tensor is' if len(names) == 1 else 'tensors are'} {what} ({some(names, 3)})"
         for what, names, _ in kinds
     ]
-    hint = _prefix_hint(found, stored, wanted, prefix)
     return SnapshotMismatch(
-        f"The snapshot does not fit {module}: {'; '.join(misfits)}.",
-        remedy=hint or " ".join(remedy for _, _, remedy in kinds),
+        f"{subject} not fit {module}: {'; '.join(misfits)}.",
+        remedy=next(filter(None, hints), "") or " ".join(remedy for _, _, remedy in kinds),
         details={
-            "missing": found.missing[:_KEPT],
-            "unexpected": found.unexpected[:_KEPT],
-            "shapes": [name for name, _, _ in found.shapes[:_KEPT]],
-            "dtypes": [name for name, _, _ in found.dtypes[:_KEPT]],
+            "missing": everything.missing[:_KEPT],
+            "unexpected": everything.unexpected[:_KEPT],
+            "shapes": [name for name, _, _ in everything.shapes[:_KEPT]],
+            "dtypes": [name for name, _, _ in everything.dtypes[:_KEPT]],
+            **({"twice": [name for name, _ in everything.twice[:_KEPT]]} if everything.twice else {}),
         },
     )
 
 
-def _kinds(found: Mismatches) -> list[tuple[str, list[str], str]]:
-    """Return each kind of difference in words, with its tensors and its remedy."""
+def _kinds(found: Mismatches, each: dict[str, Mismatches]) -> list[tuple[str, list[str], str]]:
+    """Return each kind of difference in words, with its tensors and its remedy. `each` are by snapshot."""
     dtypes = sorted({has for _, has, _ in found.dtypes})
+    them = "it" if len(each) == 1 else "them"
     return [
-        ("missing from it", found.missing, "Make the snapshot from a checkpoint of this very class."),
-        ("in it but not in the module", found.unexpected,
-         f'If the module does not need them, pass ignore=[r"{_pattern(found.unexpected)}"].'),
+        (f"missing from {them}", found.missing, "Make the snapshot from a checkpoint of this very class."),
+        (f"in {them} but not in the module", found.unexpected,
+         f"If the module does not need them, pass {_ignore({name: one.unexpected for name, one in each.items()})}."),
+        ("in several of them", [f"{name} in {' and '.join(those)}" for name, those in found.twice],
+         f"Let one give way to another, as with {_ignore(_one_of_two(found))}."),
         ("of another shape", [f"{name} {has}, not {wants}" for name, has, wants in found.shapes],
          "Build the module from the config that belongs to the snapshot."),
         ("of another dtype", [f"{name} {has}, not {wants}" for name, has, wants in found.dtypes],
@@ -70,7 +107,26 @@ def _kinds(found: Mismatches) -> list[tuple[str, list[str], str]]:
          'Build the module within skeleton(), not torch.device("meta"), and make such buffers '
          "with torch.zeros or torch.arange, not torch.empty."),
         ("lazy, without a shape yet", found.lazy, "Give lazy modules their sizes."),
+        ("of a type or shape that this torch does not have", found.untyped,
+         "Save them as bytes (uint8), or leave them out of the module and pass `ignore`."),
+        ("outside of the part that is fetched", found.outside,
+         "Correct snapshot_part in pilotflame.toml, or the slices."),
+        ("not divisible into the slices", found.uncut, "Give another slice, or restore the whole tensors."),
     ]  # fmt: skip
+
+
+def _one_of_two(found: Mismatches) -> dict[str, list[str]]:
+    """Return a snapshot that has tensors which others have too, with the names of these in it."""
+    chosen = min((name for _, those in found.twice for name in those), default="")
+    return {chosen: [those[chosen] for _, those in found.twice if chosen in those]}
+
+
+def _ignore(unexpected: dict[str, list[str]]) -> str:
+    """Return the argument that ignores these tensors, by snapshot, as it is written."""
+    patterns = {name: f'[r"{_pattern(found)}"]' for name, found in unexpected.items() if found}
+    if "" in patterns:
+        return f"ignore={patterns['']}"
+    return "ignore={" + ", ".join(f'"{name}": {one}' for name, one in patterns.items()) + "}"
 
 
 def _pattern(unexpected: list[str]) -> str:
@@ -78,21 +134,26 @@ def _pattern(unexpected: list[str]) -> str:
     return rf"^{min(heads)}\." if len(heads) == 1 and "." in unexpected[0] else "^(a|regex|of|their|names)$"
 
 
-def _prefix_hint(found: Mismatches, stored: Collection[str], wanted: list[str], prefix: str) -> str:
-    """Return the remedy if the names differ only by a prefix, on either side; else an empty string."""
-    if not found.missing or not found.unexpected:
+def _prefix_hint(common: Mismatches, found: Mismatches, names: Names, wanted: list[str], label: str) -> str:
+    """Return the remedy if the names differ only by a prefix, on either side; else an empty string.
+
+    `label` is the name of the snapshot, "" if there is one.
+    """
+    missing, stored, prefix = common.missing + found.missing, names.stored, names.prefix
+    if not missing or not found.unexpected:
         return ""
-    name = found.missing[0].removeprefix(prefix)
+    name = missing[0].removeprefix(prefix)
     heads = [key.removesuffix(name) for key in stored if key.endswith(f".{name}") or (prefix and key == name)]
-    missing = [key.removeprefix(prefix) for key in found.missing]
+    missing = [key.removeprefix(prefix) for key in missing]
     for head in heads:
         if all(head + key in stored for key in missing):
-            ignore = [key for key in found.unexpected if not key.startswith(head)]
-            more = f' and ignore=[r"{_pattern(ignore)}"]' if ignore else ""
-            return f'The names differ by a prefix: pass prefix="{head}"{more}.'
+            ignored = [key for key in found.unexpected if not key.startswith(head)]
+            more = f" and {_ignore({label: ignored})}" if ignored else ""
+            given = f'prefixes={{"{label}": "{head}"}}' if label else f'prefix="{head}"'
+            return f"The names differ by a prefix: pass {given}{more}."
     known, key = set(wanted), found.unexpected[0]
     for head in (name.removesuffix(key) for name in wanted if name.endswith(f".{key}")):
-        if all(head + other in known for other in found.unexpected):
+        if all(head + other in known for other in found.unexpected) and not label:
             path = head.removesuffix(".")
             return f"The snapshot is of the module's part {path!r}: plan and restore module.{path} instead."
     return ""

@@ -10,23 +10,24 @@ import math
 import mmap
 import re
 from collections.abc import Iterable, MutableMapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
 from ...errors import SnapshotMismatch
-from ..format.header import DTYPES
+from ..format.dtypes import DTYPES
 from ..format.manifest import Manifest, TensorEntry
+from ..format.slices import Slice, Slices, chosen, contiguous_stride, named_entries, outside, slice_fault
+from .device.device import CPU, Device, check_name
+from .device.slab import ALIGN_BYTES, SlabLayout, Wanted
+from .device.upload import DeviceUpload
+from .inner_tensors import inner_names, inner_tensors, rebuild
 from .mapping import Mapping
-from .mismatch import Mismatches, describe
-
-_TORCH_DTYPES: dict[str, torch.dtype] = {
-    name: getattr(torch, dtype.torch_name)
-    for name, dtype in DTYPES.items()
-    if hasattr(torch, dtype.torch_name)
-}
+from .mismatch import Mismatches, Names, describe
+from .place import Elements, place, type_fault
+from .views import copied
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +45,29 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class RestoreStep:
-    """One tensor to restore: where its bytes are, its shape, and all slots that hold it."""
+    """One tensor to restore: where its bytes are, and all slots that hold it."""
 
-    entry: TensorEntry
+    name: str
     shard: int
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
+    place: Elements
+    """Of the whole tensor, or of the slice of it that the module gets."""
     offset_elements: int
-    """The offset from the shard's first byte, in elements. It is -1 if the tensor must be copied, because its
-    dtype is converted or its bytes are not aligned for its dtype."""
+    """That of `place`, or -1 if the tensor must be copied, because its dtype is converted or its bytes are not
+    aligned for its dtype."""
     tensor: torch.Tensor
     """The parameter or buffer that the module gets. It is empty until `restore` makes it view its bytes."""
+    slots: tuple[Slot, ...]
+    """Empty if another tensor is made of it (see `Whole`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A tensor that is made of others, each of which has a step, and all slots that hold it."""
+
+    tensor: torch.Tensor
+    """The tensor of the skeleton. Each worker makes one like it."""
+    inner: dict[str, torch.Tensor]
+    """Those that it is made of, by the path of their attribute."""
     slots: tuple[Slot, ...]
 
 
@@ -65,9 +78,16 @@ class Plan:
     module: nn.Module
     manifest: Manifest
     steps: tuple[RestoreStep, ...]
+    wholes: tuple[Whole, ...]
     replaced: tuple[torch.Tensor, ...]
     """The tensors of the skeleton, which nothing else needs. They are kept because freeing them in a forked
     child would copy their pages (0.3 ms for MiniLM)."""
+    device: str = CPU
+    """The name of the device for the weights. See `find_device`."""
+    layout: SlabLayout | None = None
+    """Where the weights are there; None for the host."""
+    computed: tuple[tuple[torch.Tensor, tuple[Slot, ...]], ...] = ()
+    """Tensors that the module has computed and no snapshot has. They are moved to the device too."""
 
 
 @dataclass(slots=True)
@@ -80,8 +100,25 @@ class _Held:
     slots: list[Slot] = field(default_factory=list)
 
 
+@dataclass(frozen=True, slots=True)
+class Supply:
+    """One of the snapshots of which a module's weights are taken. For the fields see `Snapshot.restore`."""
+
+    manifest: Manifest
+    prefix: str = ""
+    ignore: Sequence[str] = ()
+    slices: Slices | None = None
+
+
 def make_plan(
-    module: nn.Module, manifest: Manifest, *, prefix: str = "", ignore: Sequence[str] = (), cast: bool = False
+    module: nn.Module,
+    manifest: Manifest,
+    *,
+    prefix: str = "",
+    ignore: Sequence[str] = (),
+    cast: bool = False,
+    slices: Slices | None = None,
+    device: str = CPU,
 ) -> Plan:
     """Return the plan that restores `module` from the snapshot of `manifest`. See `Snapshot.restore`.
 
@@ -89,34 +126,186 @@ def make_plan(
     restore, while `pilotflame snapshot convert --dtype` does it once. If the module has a tensor under
     several names, the snapshot needs only one of them.
     """
-    stored = {tensor.name: tensor for tensor in manifest.tensors}
-    stored |= {alias: stored[target] for alias, target in manifest.aliases.items()}
-    found = Mismatches()
-    used: set[str] = set()
-    steps = []
+    return make_plans(module, {"": Supply(manifest, prefix, ignore, slices)}, cast=cast, device=device)[""]
+
+
+def make_plans(
+    module: nn.Module, supplies: dict[str, Supply], *, cast: bool = False, device: str = CPU
+) -> dict[str, Plan]:
+    """Return the plans that together restore `module` from several snapshots, by the snapshots' names.
+
+    Each tensor of the module must be in exactly one of them. One whose name fits `ignore` of its snapshot gives
+    way to another snapshot's. Raises as `make_plan`; the error names the snapshots.
+    """
+    check_name(device)
+    planners = {name: _Planner(supply, cast) for name, supply in supplies.items()}
     holdings = _holdings(module)
+    common, computed = Mismatches(), list[_Held]()
     for held in holdings:
-        entries = [stored[name] for name in (prefix + name for name in held.names) if name in stored]
-        used.update(entry.name for entry in entries)
-        if entries:
-            _check_fit(held, entries[0], found, cast=cast)
-            steps.append(_step(held, entries[0]))
-        elif held.needed:
-            found.missing.append(prefix + held.names[0])
-        elif held.tensor.is_meta:
-            found.unfilled.append(held.names[0])
-    found.unexpected = _unexpected(manifest, used, ignore)
-    if found:
-        names = [name for held in holdings for name in held.names]
-        raise describe(found, type(module).__name__, stored, names, prefix)
-    steps.sort(key=lambda step: (step.shard, step.entry.offset_bytes))
-    return Plan(module, manifest, tuple(steps), tuple(held.tensor for held in holdings))
+        owners = _owners(held, planners)
+        if len(owners) == 1:
+            planners[owners[0]].add(held)
+        elif owners:
+            common.twice.append((held.names[0], {name: planners[name].skip(held) for name in owners}))
+        else:
+            _lacks(common, held, held.names[0])
+            computed.append(held)
+    found = {name: planner.mismatches() for name, planner in planners.items()}
+    if common or any(found.values()):
+        wanted = [name for held in holdings for name in held.names]
+        stored = {name: planner.names() for name, planner in planners.items()}
+        raise describe(common, found, type(module).__name__, stored, wanted)
+    replaced = tuple(held.tensor for held in holdings)
+    plans = {name: planner.plan(module, replaced) for name, planner in planners.items()}
+    if device == CPU:
+        return plans
+    computed += [one for planner in planners.values() for one in planner.computed]
+    return {name: _for_device(plan, device, computed) for name, plan in plans.items()}
 
 
-def _unexpected(manifest: Manifest, used: set[str], ignore: Sequence[str]) -> list[str]:
-    patterns = [re.compile(pattern) for pattern in ignore]
-    names = (tensor.name for tensor in manifest.tensors if tensor.name not in used)
-    return [name for name in names if not any(pattern.search(name) for pattern in patterns)]
+def _for_device(plan: Plan, device: str, computed: Iterable[_Held]) -> Plan:
+    wanted = [Wanted(step.name, step.shard, step.place, step.tensor.dtype) for step in plan.steps]
+    layout = SlabLayout(plan.manifest, wanted)
+    moved = tuple((held.tensor, tuple(held.slots)) for held in computed)
+    return replace(plan, device=device, layout=layout, computed=moved)
+
+
+def _owners(held: _Held, planners: dict[str, _Planner]) -> list[str]:
+    """Return the names of the snapshots that have a tensor of the module: one, unless something does not fit.
+
+    A single snapshot must have them all.
+    """
+    if len(planners) == 1:
+        return list(planners)
+    owners = [name for name, planner in planners.items() if planner.has(held)]
+    if len(owners) < 2:
+        return owners
+    return [name for name in owners if not planners[name].gives_way(held)] or owners
+
+
+class _Planner:
+    """Collects the steps for the tensors that a module gets from one snapshot, and what does not fit."""
+
+    def __init__(self, supply: Supply, cast: bool) -> None:
+        self.prefix, self._cast = supply.prefix, cast
+        self._manifest, self._stored = supply.manifest, named_entries(supply.manifest)
+        slices = supply.slices
+        if slices is None and supply.manifest.part is not None:
+            slices = supply.manifest.part.slices
+        self._slices: dict[str, Slice] = chosen(slices or {}, self._stored)
+        self._ignore = [re.compile(pattern) for pattern in supply.ignore]
+        self._found = Mismatches()
+        self._used: set[str] = set()
+        self._steps: list[RestoreStep] = []
+        self._wholes: list[Whole] = []
+        self.computed: list[_Held] = []
+        """Tensors that were added and that the snapshot need not have, nor has."""
+
+    def names(self) -> Names:
+        """Return the names of all tensors of the snapshot."""
+        return Names(self._stored, self.prefix)
+
+    def has(self, held: _Held) -> bool:
+        """Return True if the snapshot has the tensor, or some of what it is made of."""
+        return bool(self._names_of(held))
+
+    def gives_way(self, held: _Held) -> bool:
+        """Return True if `ignore` covers the names of the tensor, so that another snapshot's is taken."""
+        names = self._names_of(held)
+        return all(any(pattern.search(name) for pattern in self._ignore) for name in names)
+
+    def skip(self, held: _Held) -> str:
+        """Note that the tensor is known to the module, although it is not taken from here. Return its name here."""
+        names = [self._stored[name].name for name in self._names_of(held)]
+        self._used.update(names)
+        return names[0]
+
+    def _names_of(self, held: _Held) -> list[str]:
+        inner = inner_tensors(held.tensor)
+        names = held.names
+        if inner is not None:
+            names = [one for path in inner for name in held.names for one in inner_names(name, path)]
+        return [name for name in (self.prefix + name for name in names) if name in self._stored]
+
+    def plan(self, module: nn.Module, replaced: tuple[torch.Tensor, ...]) -> Plan:
+        """Return the plan of the tensors that were added. `replaced` are all tensors of the module."""
+        steps = sorted(self._steps, key=lambda step: (step.shard, step.place.begin_bytes))
+        return Plan(module, self._manifest, tuple(steps), tuple(self._wholes), replaced)
+
+    def mismatches(self) -> Mismatches:
+        """Return what does not fit. Call it when all tensors of the module were added."""
+        self._found.unexpected = [
+            tensor.name
+            for tensor in self._manifest.tensors
+            if tensor.name not in self._used and not any(one.search(tensor.name) for one in self._ignore)
+        ]
+        return self._found
+
+    def add(self, held: _Held) -> None:
+        """Plan the tensor, which no other snapshot has."""
+        inner = inner_tensors(held.tensor)
+        if inner is not None:
+            self._add_whole(held, inner)
+        elif (name := self._stored_name(held.names)) is not None:
+            self._add_step(name, held.tensor, tuple(held.slots))
+        else:
+            self.computed.append(held)
+            _lacks(self._found, held, held.names[0], self.prefix)
+
+    def _add_whole(self, held: _Held, inner: dict[str, torch.Tensor]) -> None:
+        names = {path: [one for name in held.names for one in inner_names(name, path)] for path in inner}
+        stored = {path: self._stored_name(names[path]) for path in inner}
+        held.needed |= any(stored.values())
+        made = {}
+        for path, name in stored.items():
+            if name is None:
+                _lacks(self._found, held, names[path][0], self.prefix)
+            elif (step := self._add_step(name, inner[path], ())) is not None:
+                made[path] = step.tensor
+        if len(made) == len(inner):
+            self._wholes.append(Whole(held.tensor, made, tuple(held.slots)))
+
+    def _stored_name(self, names: Sequence[str]) -> str | None:
+        """Return the first of the names, with the prefix, that the snapshot has. Note which ones are used."""
+        found = [name for name in (self.prefix + name for name in names) if name in self._stored]
+        self._used.update(self._stored[name].name for name in found)
+        return found[0] if found else None
+
+    def _add_step(self, name: str, tensor: torch.Tensor, slots: tuple[Slot, ...]) -> RestoreStep | None:
+        entry, cut = self._stored[name], self._slices.get(name)
+        if nn.parameter.is_lazy(tensor):
+            self._found.lazy.append(name.removeprefix(self.prefix))
+        elif fault := type_fault(entry):
+            self._found.untyped.append(f"{entry.name} {fault}")
+        elif cut is not None and (fault := slice_fault(entry, cut)):
+            self._found.uncut.append(f"{entry.name}: {fault}")
+        elif outside(self._manifest, entry.shard, (where := place(entry, cut)).begin_bytes, where.end_bytes):
+            self._found.outside.append(entry.name)
+        elif self._fits(entry, where, tensor):
+            step = _step(entry, where, tensor, slots)
+            self._steps.append(step)
+            return step
+        return None
+
+    def _fits(self, entry: TensorEntry, where: Elements, tensor: torch.Tensor) -> bool:
+        fits, shape, dtype = True, tuple(tensor.shape), where.dtype
+        if shape != where.shape:
+            self._found.shapes.append((entry.name, str(list(where.shape)), str(list(shape))))
+            fits = False
+        # torch converts no elements that are smaller than a byte.
+        castable = self._cast and dtype.is_floating_point and DTYPES[entry.dtype].packed == 1
+        if dtype != tensor.dtype and not (castable and tensor.is_floating_point()):
+            self._found.dtypes.append((entry.name, str(dtype), str(tensor.dtype)))
+            fits = False
+        return fits
+
+
+def _lacks(found: Mismatches, held: _Held, name: str, prefix: str = "") -> None:
+    """Note that no snapshot has `name`: a tensor of the module, or one that it is made of."""
+    if held.needed:
+        found.missing.append(prefix + name)
+    elif held.tensor.is_meta:
+        found.unfilled.append(name)
 
 
 def _holdings(module: nn.Module) -> list[_Held]:
@@ -142,40 +331,21 @@ def _holdings(module: nn.Module) -> list[_Held]:
     return list(holdings.values())
 
 
-def _check_fit(held: _Held, entry: TensorEntry, found: Mismatches, *, cast: bool) -> None:
-    if nn.parameter.is_lazy(held.tensor):
-        found.lazy.append(held.names[0])
-        return
-    shape = tuple(held.tensor.shape)
-    if shape != entry.shape:
-        found.shapes.append((entry.name, str(list(entry.shape)), str(list(shape))))
-    dtype = _TORCH_DTYPES.get(entry.dtype)
-    castable = cast and dtype is not None and dtype.is_floating_point and held.tensor.is_floating_point()
-    if dtype != held.tensor.dtype and not castable:
-        found.dtypes.append((entry.name, str(dtype or entry.dtype), str(held.tensor.dtype)))
+def _step(entry: TensorEntry, where: Elements, tensor: torch.Tensor, slots: tuple[Slot, ...]) -> RestoreStep:
+    offset = where.offset_elements if where.dtype == tensor.dtype else None
+    return RestoreStep(
+        entry.name, entry.shard, where, -1 if offset is None else offset, _empty(tensor), slots
+    )
 
 
-def _step(held: _Held, entry: TensorEntry) -> RestoreStep:
-    dtype = _TORCH_DTYPES.get(entry.dtype, torch.uint8)
-    # An empty tensor may be at the end of the file, where no view can begin. So its view begins at 0.
-    offset_elements, rest = divmod(entry.offset_bytes if entry.size_bytes else 0, dtype.itemsize)
-    if rest or dtype != held.tensor.dtype:
-        offset_elements = -1
-    # The strides of a contiguous tensor of this shape. On the meta device, making one takes no memory.
-    stride = torch.empty(entry.shape, device="meta").stride()
-    slots = tuple(held.slots)
-    return RestoreStep(entry, entry.shard, entry.shape, stride, offset_elements, _empty(held), slots)
-
-
-def _empty(held: _Held) -> torch.Tensor:
-    """Return an empty tensor with the class, the dtype and the added attributes of `held.tensor`."""
-    tensor = torch.empty(0, dtype=held.tensor.dtype)
-    if type(held.tensor) is not torch.Tensor:
+def _empty(like: torch.Tensor) -> torch.Tensor:
+    """Return an empty tensor with the class, the dtype and the added attributes of `like`."""
+    tensor = torch.empty(0, dtype=like.dtype)
+    if type(like) is not torch.Tensor:
         # nn.Parameter makes the same call after some checks. A subclass may have a `__new__` with other
         # arguments, which this call does not need.
-        kind = type(held.tensor)
-        tensor = torch.Tensor._make_subclass(kind, tensor, held.tensor.requires_grad)  # noqa: SLF001
-    tensor.__dict__.update(held.tensor.__dict__)
+        tensor = torch.Tensor._make_subclass(type(like), tensor, like.requires_grad)  # noqa: SLF001
+    tensor.__dict__.update(like.__dict__)
     return tensor
 
 
@@ -184,51 +354,92 @@ def restore(plan: Plan, mapping: Mapping) -> None:
 
     Raises SnapshotMismatch if the plan was made for another manifest.
     """
-    if mapping.manifest is not plan.manifest and mapping.manifest.digest != plan.manifest.digest:
-        raise SnapshotMismatch("The plan has another manifest than the mapping.", remedy="Use one for both.")
+    _check_manifest(plan, mapping)
     shard, storage = -1, torch.empty(0).untyped_storage()
     with torch.no_grad():
         for step in plan.steps:
+            where = step.place
             if step.shard != shard:
                 storage, shard = mapping.flats[step.shard].untyped_storage(), step.shard
             if step.offset_elements >= 0:
                 # One operation. To make a view and a parameter of it takes three (infra/bench/local.py).
-                step.tensor.set_(storage, step.offset_elements, step.shape, step.stride)
+                step.tensor.set_(storage, step.offset_elements, where.shape, where.stride)
             else:
-                copied = _copied(step, mapping)
-                step.tensor.set_(copied.untyped_storage(), 0, step.shape, step.stride)
-            _place(step)
+                copy = copied(where, mapping, shard).to(step.tensor.dtype)
+                step.tensor.set_(copy.untyped_storage(), 0, where.shape, copy.stride())
+            _set(step.slots, step.tensor)
+        _rebuild(plan)
 
 
-def blank(plan: Plan) -> None:
-    """Give `plan.module` weights of zeros that take no memory, to run it in a rehearsal.
+def upload(plan: Plan, mapping: Mapping, device: Device, *, threads: int = 0) -> DeviceUpload:
+    """Give `plan.module` weights on `device`, to which the bytes of `mapping` are copied from now on.
 
-    All weights view one region of memory that is never written: the kernel maps its one page of zeros there.
+    Operations before the end of the copy need a `Gate`. Raises SnapshotMismatch if the plan was made for another
+    manifest or for the host, and SnapshotError if the device has no room.
     """
-    largest = max((step.tensor.itemsize * math.prod(step.shape) for step in plan.steps), default=0)
+    _check_manifest(plan, mapping)
+    if plan.layout is None:
+        raise SnapshotMismatch("The plan is for the host.", remedy="Make it with the name of a device.")
+    made = DeviceUpload(device, plan.layout, mapping, threads=threads)
+    _view_in(plan, made.slab, plan.layout.offsets)
+    return made
+
+
+def blank(plan: Plan, device: Device | None = None) -> None:
+    """Give `plan.module` weights of zeros, to run it in a rehearsal. On the host they take no memory.
+
+    All weights view one region that is never written: on the host, the kernel maps its one page of zeros there. On
+    a device, it is as large as the largest of the weights.
+    """
+    largest = max((step.tensor.itemsize * math.prod(step.place.shape) for step in plan.steps), default=0)
     if not largest:
+        return
+    if device is not None:
+        region = device.empty(-(-largest // ALIGN_BYTES) * ALIGN_BYTES).zero_()
+        _view_in(plan, region, [0] * len(plan.steps))
         return
     zeros = mmap.mmap(-1, largest, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     storage = torch.frombuffer(zeros, dtype=torch.uint8).untyped_storage()
     with torch.no_grad():
         for step in plan.steps:
-            step.tensor.set_(storage, 0, step.shape, step.stride)
-            _place(step)
+            step.tensor.set_(storage, 0, step.place.shape, contiguous_stride(step.place.shape))
+            _set(step.slots, step.tensor)
+        _rebuild(plan)
 
 
-def _place(step: RestoreStep) -> None:
-    for slot in step.slots:
+def _view_in(plan: Plan, region: torch.Tensor, offsets: Sequence[int]) -> None:
+    """Let the weights of `plan.module` be views of bytes on a device, each at its offset."""
+    storage, device = region.untyped_storage(), region.device
+    with torch.no_grad():
+        for step, offset in zip(plan.steps, offsets, strict=True):
+            tensor, shape = step.tensor, step.place.shape
+            if tensor.device != device:
+                # The object stays the same, as with nn.Module.to: `set_` alone cannot change the device.
+                tensor.data = torch.empty(0, dtype=tensor.dtype, device=device)
+            tensor.set_(storage, offset // tensor.itemsize, shape, contiguous_stride(shape))
+            _set(step.slots, tensor)
+        for tensor, slots in plan.computed:
+            if inner_tensors(tensor) is None:
+                tensor.data = tensor.data.to(device)
+            else:
+                _set(slots, tensor.to(device))
+        _rebuild(plan)
+
+
+def _check_manifest(plan: Plan, mapping: Mapping) -> None:
+    if mapping.manifest is not plan.manifest and mapping.manifest.digest != plan.manifest.digest:
+        raise SnapshotMismatch("The plan has another manifest than the mapping.", remedy="Use one for both.")
+
+
+def _rebuild(plan: Plan) -> None:
+    """Make the tensors that are made of others, which have their bytes by now."""
+    for whole in plan.wholes:
+        _set(whole.slots, rebuild(whole.tensor, whole.inner))
+
+
+def _set(slots: Sequence[Slot], tensor: torch.Tensor) -> None:
+    for slot in slots:
         if slot.watched:
-            setattr(slot.module, slot.attribute, step.tensor)
+            setattr(slot.module, slot.attribute, tensor)
         else:
-            slot.store[slot.attribute] = step.tensor
-
-
-def _copied(step: RestoreStep, mapping: Mapping) -> torch.Tensor:
-    # Either the module has another dtype, or the tensor's bytes are not aligned for its dtype, since the
-    # file's header has no padding. torch's kernels can read such a tensor on some processors only. If the
-    # file is saved again, its tensors are aligned.
-    begin_bytes, end_bytes = step.entry.offset_bytes, step.entry.offset_bytes + step.entry.size_bytes
-    mapping.wait(step.shard, begin_bytes, end_bytes)
-    piece = mapping.flats[step.shard][begin_bytes:end_bytes].clone()
-    return piece.view(_TORCH_DTYPES[step.entry.dtype]).reshape(step.shape).to(step.tensor.dtype)
+            slot.store[slot.attribute] = tensor

@@ -1,38 +1,48 @@
-"""Finds which bytes of a mapping an operation reads or writes, to wait for them or to record their order."""
+"""Finds which bytes of weights an operation reads or writes, to wait for them or to record their order."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..format.manifest import Manifest
+from .inner_tensors import PLAIN, tensors_with_bytes
 from .mapping import Mapping
 
+if TYPE_CHECKING:
+    from .device.upload import DeviceUpload
+
 Extent = tuple[int, int, int]
-"""The number of the shard, the first byte, and the byte after the last."""
+"""The number of the region, the first byte, and the byte after the last."""
+Placed = tuple[int, int, int, str]
+"""The extent of a tensor, and its name."""
 
 
 class Touched:
-    """Finds the bytes of one mapping that a tensor views, whatever code made the view."""
+    """Finds which bytes of some regions a tensor views, whatever code made the view.
 
-    def __init__(self, mapping: Mapping) -> None:
-        # A view has the same storage as its shard, which begins at the address where the shard is mapped.
-        flats = enumerate(mapping.flats)
-        self._shards = {flat.untyped_storage().data_ptr(): shard for shard, flat in flats if len(flat)}
+    A region is a tensor of bytes, such as a mapped shard, or the slab on a device.
+    """
+
+    def __init__(self, regions: Sequence[Tensor]) -> None:
+        # A view has the same storage as its region, which begins at the address where the region is.
+        self._regions = {
+            flat.untyped_storage().data_ptr(): number for number, flat in enumerate(regions) if len(flat)
+        }
+        self._device = regions[0].device if regions else torch.device("cpu")
 
     def extents(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Extent]:
-        """Yield the bytes of the mapping that operation `func` reads or writes."""
-        if _makes_view(func):
-            return
-        if func is torch.ops.aten.embedding.default:
-            # The indices may be in the mapping too. Yield them first: they must land before they are read.
+        """Yield the bytes of the regions that operation `func` reads or writes."""
+        makes_view = _makes_view(func)
+        if func is torch.ops.aten.embedding.default and type(args[0]) in PLAIN:
+            # The indices may be in a region too. Yield them first: they must land before they are read.
             yield from self._extent(args[1])
             if (rows := self._rows(args)) is not None:
                 yield from rows
@@ -40,23 +50,39 @@ class Touched:
         for value in (*args, *kwargs.values()):
             for item in value if isinstance(value, (list, tuple)) else (value,):
                 if isinstance(item, Tensor):
-                    yield from self._extent(item)
+                    yield from self._read_by(item, makes_view=makes_view)
+
+    def _read_by(self, tensor: Tensor, *, makes_view: bool) -> Iterator[Extent]:
+        if type(tensor) in PLAIN:
+            if not makes_view:
+                yield from self._extent(tensor)
+            return
+        # A subclass may do anything with the tensors of which it is made, also to make a view, and where no mode
+        # sees it. So wait for all of them.
+        for one in tensors_with_bytes(tensor):
+            if not (makes_view and one is tensor):
+                yield from self._extent(one)
 
     def _extent(self, tensor: Tensor) -> Iterator[Extent]:
-        if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+        if tensor.device != self._device or tensor.layout != torch.strided:
             return
-        shard = self._shards.get(tensor.untyped_storage().data_ptr())
-        if shard is None or tensor.numel() == 0:
+        try:
+            region = self._regions.get(tensor.untyped_storage().data_ptr())
+        except RuntimeError:
+            # A subclass without bytes of its own.
+            return
+        if region is None or tensor.numel() == 0:
             return
         begin = int(tensor.storage_offset())
         sizes = zip(tensor.shape, tensor.stride(), strict=True)
         reach = 1 + sum((size - 1) * stride for size, stride in sizes)
-        yield shard, begin * tensor.itemsize, (begin + reach) * tensor.itemsize
+        yield region, begin * tensor.itemsize, (begin + reach) * tensor.itemsize
 
     def _rows(self, args: tuple[Any, ...]) -> list[Extent] | None:
         """Return the rows of the table that an embedding looks up; None if they cannot be found.
 
-        The whole table is often the largest tensor of the snapshot, so waiting for it would take long.
+        The whole table is often the largest tensor of the snapshot, so waiting for it would take long. Indices on a
+        device are not read: that would wait for all that runs there.
         """
         table, indices = args[:2]
         if indices.device.type != "cpu" or table.dim() != 2 or not table.is_contiguous():
@@ -64,41 +90,44 @@ class Touched:
         whole = list(self._extent(table))
         if not whole:
             return []
-        shard, begin, _ = whole[0]
+        region, begin, _ = whole[0]
         row_bytes = table.shape[1] * table.itemsize
         rows = [row for row in indices.unique().tolist() if 0 <= row < table.shape[0]]
-        return [(shard, begin + row * row_bytes, begin + (row + 1) * row_bytes) for row in rows]
+        return [(region, begin + row * row_bytes, begin + (row + 1) * row_bytes) for row in rows]
 
 
-def record_first_touch(mapping: Mapping, run: Callable[[], Any]) -> Manifest:
-    """Call `run`, which uses modules restored from `mapping`. Return the manifest with the recorded order."""
-    with _Recorder(mapping) as recorder:
+def record_first_touch(
+    mapping: Mapping, run: Callable[[], Any], uploads: Sequence[DeviceUpload] = ()
+) -> Manifest:
+    """Call `run`, which uses modules restored from `mapping`, or from it by `uploads`. Return the manifest with the order."""
+    mapped = [
+        (tensor.shard, tensor.offset_bytes, tensor.offset_bytes + tensor.size_bytes, tensor.name)
+        for tensor in mapping.manifest.tensors
+        if tensor.size_bytes
+    ]
+    with _Recorder([(mapping.flats, mapped), *(([one.slab], one.placed()) for one in uploads)]) as recorder:
         run()
     return mapping.manifest.model_copy(update={"first_touch": tuple(recorder.order)})
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, mapping: Mapping) -> None:
+    def __init__(self, regions: Sequence[tuple[Sequence[Tensor], list[Placed]]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.order: dict[str, None] = {}
-        self._touched = Touched(mapping)
-        self._placed = sorted(
-            (tensor.shard, tensor.offset_bytes, tensor.offset_bytes + tensor.size_bytes, tensor.name)
-            for tensor in mapping.manifest.tensors
-            if tensor.size_bytes
-        )
+        self._regions = [(Touched(each), sorted(placed)) for each, placed in regions]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        for shard, begin, end in self._touched.extents(func, args, kwargs):
-            index = max(0, bisect_right(self._placed, (shard, begin, math.inf)) - 1)
-            for other, low, high, name in self._placed[index:]:
-                if (other, low) >= (shard, end):
-                    break
-                if other == shard and high > begin:
-                    self.order.setdefault(name)
+        for touched, placed in self._regions:
+            for region, begin, end in touched.extents(func, args, kwargs):
+                index = max(0, bisect_right(placed, (region, begin, math.inf)) - 1)
+                for other, low, high, name in placed[index:]:
+                    if (other, low) >= (region, end):
+                        break
+                    if other == region and high > begin:
+                        self.order.setdefault(name)
         return func(*args, **kwargs)
 
 

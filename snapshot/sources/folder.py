@@ -103,6 +103,8 @@ class FolderSource:
 class FolderConnection:
     """See Connection. Has at most one open file, and reads from it even if another file gets its name."""
 
+    used = False
+
     def __init__(self, source: FolderSource) -> None:
         self._source = source
         self._name = ""
@@ -147,6 +149,9 @@ class FolderConnection:
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
+
+    def release(self) -> None:
+        self.close()
 
 
 def object_info(descriptor: int) -> ObjectInfo:

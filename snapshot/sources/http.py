@@ -5,23 +5,44 @@ from __future__ import annotations
 import base64
 import math
 import ssl
+import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from contextlib import closing, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
-from functools import cached_property
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 
 import h11
 
 from ..._version import __version__
-from ...errors import PilotflameError, SnapshotChanged, SourceError, SourceMissing, SourceUnavailable
+from ...errors import (
+    PilotflameError,
+    SnapshotChanged,
+    SourceDenied,
+    SourceError,
+    SourceMissing,
+    SourceUnavailable,
+)
+from .dialer import Dialer
 from .exchange import Exchange, Head, StaleError
+from .idle import IdleConnections
 from .location import PATH, QUERY, Location, ServerAddress, redirected, shown
-from .response import OK, PARTIAL, REDIRECTS, RangeRequest, check, object_info, refusal, unavailable
+from .proxy import ProxyError
+from .response import (
+    MISPLACED,
+    OK,
+    PARTIAL,
+    REDIRECTS,
+    RangeRequest,
+    check,
+    object_info,
+    refusal,
+    unavailable,
+)
 from .retries import Retries
 from .source import ObjectInfo, name_fault
+from .tls import Trust, system_trust
 from .variables import HEADERS_VARIABLE, TOKEN_VARIABLE, WEB, own_variables
 from .web_listing import listed_names
 from .wire import Wire
@@ -31,6 +52,8 @@ MAX_REDIRECTS = 5
 _OUR_HEADERS = frozenset({"host", "range", "if-match", "accept-encoding", "connection", "content-length"})
 MAX_ERROR_BYTES = 64 << 10
 MAX_DOCUMENT_BYTES = 32 << 20
+# To make a location only.
+_ANY_NAME = "model.safetensors"
 
 
 class WebSource(ABC):
@@ -41,11 +64,23 @@ class WebSource(ABC):
 
     def __init__(self, url: str, ssl_context: ssl.SSLContext | None = None) -> None:
         self.url = url
-        self._ssl_context = ssl_context
+        self._dialer = Dialer()
+        self._own_trust = Trust(ssl_context) if ssl_context is not None else None
         # All connections use these dicts, on their threads, without a lock: single operations are atomic.
         self.infos: dict[str, ObjectInfo] = {}
         """The first info seen of each object. Removed when a read finds that the object has changed."""
         self._locations: dict[str, tuple[Location, float]] = {}
+        self.idle = IdleConnections()
+
+    def forget(self) -> None:
+        """See Kept."""
+        self.infos.clear()
+        self._locations.clear()
+
+    def prepare(self) -> None:
+        """See Kept."""
+        if self.resolve(_ANY_NAME).url.startswith("https:"):
+            self._trust()
 
     @abstractmethod
     def resolve(self, name: str) -> Location:
@@ -77,7 +112,7 @@ class WebSource(ABC):
         if (info := self.infos.get(name)) is not None:
             return info
         retries = Retries()
-        with closing(self.connect()) as connection:
+        with self._borrowed() as connection:
             while True:
                 try:
                     return connection.stat(name)
@@ -86,18 +121,25 @@ class WebSource(ABC):
 
     def read_into(self, name: str, offset: int, view: memoryview) -> int:
         """See Source. Retries temporary failures. Raises after ATTEMPTS of them in a row."""
-        info = self.stat(name)
-        end = min(info.size_bytes, offset + len(view))
+        info = self.infos.get(name)
+        end = min(info.size_bytes, offset + len(view)) if info is not None else offset + len(view)
         at, retries = offset, Retries()
-        with closing(self.connect()) as connection:
+        with self._borrowed() as connection:
             while at < end:
                 try:
-                    connection.begin(name, at, end, info.version)
+                    info = connection.begin(name, at, end, info.version if info is not None else "")
                     while at < end and (count := connection.read_into(view[at - offset : end - offset])):
                         at += count
                         retries = Retries()
-                except SourceUnavailable as error:
-                    retries.wait(error)
+                except (SourceUnavailable, SnapshotChanged) as error:
+                    if info is None:
+                        # The object may be shorter than what was asked for.
+                        info = self.stat(name)
+                        end = min(info.size_bytes, end)
+                    elif isinstance(error, SnapshotChanged):
+                        raise
+                    else:
+                        retries.wait(error)
         return max(0, at - offset)
 
     def document(self, location: Location) -> tuple[Head, bytes]:
@@ -106,7 +148,7 @@ class WebSource(ABC):
         Raises SourceError if it is larger than MAX_DOCUMENT_BYTES.
         """
         retries = Retries()
-        with closing(self.connect()) as connection:
+        with self._borrowed() as connection:
             while True:
                 try:
                     return connection.document(location)
@@ -114,11 +156,20 @@ class WebSource(ABC):
                     retries.wait(error)
 
     def connect(self) -> HttpConnection:
-        return HttpConnection(self, Wire(lambda: self._tls))
+        return HttpConnection(self, Wire(self._trust, self._dialer))
 
-    @cached_property
-    def _tls(self) -> ssl.SSLContext:
-        return self._ssl_context or ssl.create_default_context(cafile=self._ca_bundle())
+    @contextmanager
+    def _borrowed(self) -> Iterator[HttpConnection]:
+        # What is read here is not verified, and a kept connection may still bring the second answer to a request.
+        connection = HttpConnection(self, Wire(self._trust, self._dialer), reuse=False)
+        try:
+            yield connection
+            connection.release()
+        finally:
+            connection.close()
+
+    def _trust(self) -> Trust:
+        return self._own_trust or system_trust(self._ca_bundle())
 
     def _ca_bundle(self) -> str | None:
         return None
@@ -184,10 +235,16 @@ def _own_headers(secrets: Mapping[str, str]) -> dict[str, str]:
 class HttpConnection:
     """See Connection. It uses one kept-alive HTTP connection, and follows redirects."""
 
-    def __init__(self, source: WebSource, wire: Wire) -> None:
+    def __init__(self, source: WebSource, wire: Wire, *, reuse: bool = True) -> None:
+        """With `reuse`, a connection that the source keeps is used, if there is one."""
         self._source = source
         self._wire = wire
         self._exchange = Exchange(wire)
+        self._reuses = reuse
+        self.used = False
+        self._lock = threading.Lock()
+        """Guards `_closed`, and `_wire` against `close`."""
+        self._closed = False
         self._request = RangeRequest("", "", 0, 0)
         self._left = 0
         # True if the last request was the first one on its network connection.
@@ -199,8 +256,12 @@ class HttpConnection:
         try:
             head, request = self._get(name, begin, end, version)
             check(head, request, known.size_bytes if known else None)
-        except SnapshotChanged:
-            self._source.infos.pop(name, None)
+        except (SnapshotChanged, SourceUnavailable) as error:
+            if not self._fresh and (isinstance(error, SnapshotChanged) or MISPLACED in error.details):
+                # Perhaps the second answer to an earlier request. Kept connections may bring more of them.
+                self._source.idle.distrust()
+            if isinstance(error, SnapshotChanged):
+                self._source.infos.pop(name, None)
             raise
         info = object_info(head, request)
         # The second answer to an earlier request may pass for the answer to this one, but only on a used connection.
@@ -247,8 +308,31 @@ class HttpConnection:
         self._left -= count
         return count
 
+    def release(self) -> None:
+        with self._lock:
+            closed, self._closed = self._closed, True
+        if not closed:
+            self._source.idle.put(self._wire, self._exchange)
+
     def close(self) -> None:
-        self._wire.close()
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._wire.close()
+
+    def _reuse(self, origin: ServerAddress) -> bool:
+        """Continue with a kept connection to `origin`. Return False if there is none."""
+        kept = self._source.idle.take(origin) if self._reuses else None
+        if kept is None:
+            return False
+        with self._lock:
+            if self._closed:
+                kept[0].close()
+                return False
+            self._wire.drop()
+            self._wire, self._exchange = kept
+        self.used = True
+        return True
 
     def _get(
         self, name: str, begin: int, end: int, version: str = "", *, empty: bool = False
@@ -290,24 +374,32 @@ class HttpConnection:
         raise SourceError(fault, remedy="Check the URL.")
 
     def _get_once(self, location: Location, request: RangeRequest) -> Head:
-        parts, origin = urlsplit(location.url), ServerAddress.of(location.url)
-        target = urlunsplit(("", "", parts.path or "/", parts.query, ""))
-        headers = _headers(origin, location, request)
+        origin = ServerAddress.of(location.url)
         try:
-            if self._wire.origin == origin and self._exchange.clean and self._wire.quiet():
+            own = self._wire.origin == origin and self._exchange.clean and self._wire.quiet()
+            if own or self._reuse(origin):
                 # It is no failure if the server has closed the connection since the last request.
                 with suppress(StaleError):
                     self._fresh = False
-                    return self._exchange.get(target, headers)
-            self._fresh = True
+                    return self._send(origin, location, request)
+            self._fresh, self.used = True, False
             self._wire.connect(origin)
-            return self._exchange.get(target, headers)
+            return self._send(origin, location, request)
         except (OSError, h11.RemoteProtocolError) as error:
             raise self._failed(request, error) from error
         except h11.LocalProtocolError:
             # Do not show h11's message: it quotes the header, which may be a secret.
             fault = f"The URL or a header of the request for {request.url} holds what HTTP does not allow."
             raise SourceError(fault, remedy="Remove line ends and control characters.") from None
+
+    def _send(self, origin: ServerAddress, location: Location, request: RangeRequest) -> Head:
+        parts = urlsplit(location.url)
+        target = urlunsplit(("", "", parts.path or "/", parts.query, ""))
+        headers = _headers(origin, location, request)
+        if (proxy := self._wire.forwarder) is not None:
+            target = f"{origin}{target}"
+            headers += proxy.headers.items()
+        return self._exchange.get(target, headers)
 
     def _rest(self) -> bytes:
         rest, done = memoryview(bytearray(MAX_ERROR_BYTES)), 0
@@ -322,6 +414,9 @@ class HttpConnection:
         if isinstance(error, ssl.SSLCertVerificationError):
             fault = f"{request.url}: the server's certificate is not trusted: {error.verify_message}."
             return SourceError(fault, remedy="Name its authority in SSL_CERT_FILE.")
+        if isinstance(error, ProxyError) and error.status in {401, 403, 407}:
+            remedy = "Check the user and the password in HTTPS_PROXY, or name the server in NO_PROXY."
+            return SourceDenied(f"{request.url} may not be read: {error}.", remedy=remedy)
         if isinstance(error, TimeoutError):
             return unavailable(request, "timed out")
         return unavailable(request, str(getattr(error, "strerror", None) or error).rstrip("."))

@@ -73,6 +73,7 @@ class HubSource(WebSource):
 
     # The signed URLs are valid for an hour. They are asked for anew before that, and when they are refused.
     kept_for_s = 900.0
+    versioned_by_content = True
 
     def __init__(self, url: str, secrets: Mapping[str, str] | None = None) -> None:
         self._place = HubPlace.of(url)
@@ -83,7 +84,8 @@ class HubSource(WebSource):
             ServerAddress.of(self._endpoint)
         except ValueError as error:
             raise SourceError(f"HF_ENDPOINT is not a URL: {error}.", remedy="Write https://host.") from None
-        self._token = _token(variables, own=any(name.startswith(HUB) for name in secrets or ()))
+        self._variables, self._own = variables, any(name.startswith(HUB) for name in secrets or ())
+        self._token = _token(variables, own=self._own)
         self._asking = threading.Lock()
         self._commit = self._place.revision if _COMMIT.fullmatch(self._place.revision) else ""
         self._files: list[str] | None = None
@@ -109,6 +111,9 @@ class HubSource(WebSource):
     def explain(self, request: RangeRequest, head: Head, body: bytes) -> PilotflameError:
         """Return the error, with what the hub says of it: the body is for other servers, such as the network."""
         del body
+        if head.status == 401:
+            # The next request has the token that the file holds now.
+            self._token = _token(self._variables, own=self._own)
         repository, code = self._place.repository, head.headers.get("x-error-code", "")
         page = f"{self._endpoint}/{repository}"
         details = {"object": request.name, "status": head.status, "code": code}

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
 from .folder import FolderSource
-from .source import Source
+from .source import Kept, Source
 
 WEIGHTS_SUFFIX = ".safetensors"
 FILE_SUFFIXES = (WEIGHTS_SUFFIX, ".json")
 """A remote URL with one of these endings is that of a file, weights or a manifest, and not of a folder."""
+MOST_KEPT = 16
+"""How many sources a process keeps at most: those that it used last."""
 
 
 def is_remote(url: str) -> bool:
@@ -64,3 +67,33 @@ def open_source(url: str, secrets: Mapping[str, str] | None = None) -> Source:
 
         return HttpSource(url, secrets=secrets)
     return FolderSource(Path(url))
+
+
+class KeptSources:
+    """The remote sources that were used last, with their connections, clients and tokens. Thread-safe.
+
+    There is one for each URL and set of secrets, so no connection is used with the credentials of another one.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: dict[tuple[str, frozenset[tuple[str, str]]], Source] = {}
+
+    def open(self, url: str, secrets: Mapping[str, str]) -> Source:
+        """Return the source for `url` like `open_source`. It has forgotten what it saw of the objects."""
+        key = url, frozenset(secrets.items())
+        with self._lock:
+            source = self._kept.pop(key, None)
+        source = source or open_source(url, secrets)
+        if isinstance(source, Kept):
+            source.forget()
+            with self._lock:
+                self._kept[key] = source
+                while len(self._kept) > MOST_KEPT:
+                    del self._kept[next(iter(self._kept))]
+        return source
+
+    def drop(self, source: Source) -> None:
+        """Keep a source no longer: it was refused, and the next one may find other credentials."""
+        with self._lock:
+            self._kept = {key: kept for key, kept in self._kept.items() if kept is not source}

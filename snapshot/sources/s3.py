@@ -9,24 +9,28 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...errors import PilotflameError, SourceError
+from ...errors import PilotflameError, SourceDenied, SourceError
 from ..extras import needs
 from .exchange import Head
 from .http import WebSource
 from .location import Location
 from .response import RangeRequest, refusal, unavailable
-from .source import listed, name_fault, opened
+from .source import Piece, Source, listed, name_fault, opened
 from .variables import AWS, REQUESTER_PAYS_VARIABLE, own_variables, variables_of
 
 if TYPE_CHECKING:
     from .s3_client import S3Client
+    from .s3_parts import S3Part
 
 SIGNED_FOR_S = 3600
+# Credentials that were read this long ago are read again if they are refused.
+RENEWED_AFTER_S = 10.0
 _CODE = re.compile(rb"<Code>\s*([A-Za-z0-9._]{1,64})\s*</Code>")
 # A bucket, or the ARN of an access point, which has a slash (or a colon) before the name.
 _BUCKET = re.compile(r"arn:[^/]*:accesspoint[/:][^/]+|[^/]+")
@@ -42,6 +46,7 @@ class S3Source(WebSource):
 
     # URLs are signed again long before they expire (SIGNED_FOR_S), because signing takes only 0.2 ms.
     kept_for_s = 900.0
+    versioned_by_content = True
 
     def __init__(self, url: str, secrets: Mapping[str, str] | None = None) -> None:
         scheme, _, rest = url.partition("://")
@@ -55,6 +60,7 @@ class S3Source(WebSource):
         self._region: str | None = None
         self._opening = threading.Lock()
         self._opened: S3Client | None = None
+        self._opened_s = 0.0
         self._own = own_variables(secrets or {}, AWS)
         paid = variables_of(secrets or {}, AWS).get(REQUESTER_PAYS_VARIABLE) == "1"
         self._payment = {"RequestPayer": "requester"} if paid else {}
@@ -72,6 +78,8 @@ class S3Source(WebSource):
         if region:
             self._move(region)
         plain, client, key = refusal(head, request), self._client(), self._key(request.name)
+        if isinstance(plain, SourceDenied):
+            self._renew()
         # These details include Retry-After, which `refusal` reads only for some statuses.
         details = unavailable(request, "", head).details
         known = client.error(code or str(head.status), key, details, region)
@@ -98,6 +106,41 @@ class S3Source(WebSource):
             boto.upload_fileobj(stream, self._bucket, key, ExtraArgs=more, Callback=sent)
         self.infos.pop(name, None)
 
+    def copies_from(self, other: Source) -> bool:
+        """See Composing."""
+        return isinstance(other, S3Source) and other.account == self.account
+
+    def compose(
+        self, name: str, content: Path, pieces: Sequence[Piece], sent: Callable[[int], None] | None = None
+    ) -> int:
+        """See Composing. If the store copies no parts, all bytes are sent."""
+        from .s3_parts import can_copy, store_parts  # noqa: PLC0415  as in `_client`
+
+        count = sent or (lambda _count: None)
+        target = {"Bucket": self._bucket, "Key": self._key(name), **self._payment}
+        with self._boto(name) as boto:
+            try:
+                store_parts(boto, target, content, [_part(piece) for piece in pieces], count)
+            except boto.exceptions.ClientError as error:
+                if can_copy(error):
+                    raise
+                self.put(name, content, sent)
+                return 0
+        self.infos.pop(name, None)
+        return sum(piece.end - piece.begin for piece in pieces if piece.there is not None)
+
+    @property
+    def account(self) -> tuple[str, dict[str, str]]:
+        """The store's address, and the function's own credentials: empty if those of the environment are used."""
+        return self._client().boto.meta.endpoint_url, self._own
+
+    def copied(self, name: str, begin: int, end: int) -> dict[str, Any]:
+        """Return the parameters to copy a range of an object, if that is still the one that was looked at."""
+        version = self.stat(name).version
+        same = {"CopySourceIfMatch": version} if version.startswith('"') else {}
+        place = {"Bucket": self._bucket, "Key": self._key(name)}
+        return {"CopySource": place, "CopySourceRange": f"bytes={begin}-{end - 1}", **same}
+
     def _key(self, name: str) -> str:
         return f"{self._prefix}/{name}" if self._prefix and name else self._prefix or name
 
@@ -106,6 +149,12 @@ class S3Source(WebSource):
         with self._opening:
             if self._opened is not None and self._opened.amazon and self._region != region:
                 self._region, self._opened = region, None
+
+    def _renew(self) -> None:
+        """Sign the next URLs with the credentials that there are then, since these are refused."""
+        with self._opening:
+            if time.monotonic() > self._opened_s + RENEWED_AFTER_S:
+                self._opened = None
 
     def _boto(self, name: str) -> AbstractContextManager[Any]:
         return self._client().call(self._key(name))
@@ -121,7 +170,18 @@ class S3Source(WebSource):
         with self._opening:
             if self._opened is None:
                 self._opened = S3Client.open(self._bucket, self._region, self._own)
+                self._opened_s = time.monotonic()
             return self._opened
+
+
+def _part(piece: Piece) -> S3Part:
+    from .s3_parts import S3Part  # noqa: PLC0415  as in `_client`
+
+    copied: dict[str, Any] = {}
+    source, name = piece.there or (None, "")
+    if isinstance(source, S3Source):
+        copied = source.copied(name, piece.offset, piece.offset + piece.end - piece.begin)
+    return S3Part(piece.begin, piece.end, copied)
 
 
 def _found(pattern: re.Pattern[bytes], body: bytes) -> str:

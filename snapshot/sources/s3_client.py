@@ -94,7 +94,8 @@ class S3Client:
     def open(bucket: str, region: str | None = None, own: Mapping[str, str] | None = None) -> S3Client:
         """Create a client with the settings of environment and profile. `region` overrides their region.
 
-        `own` are the secrets of a function. If there are any, environment and profile do not count. Raises SourceDenied if the credentials cannot be loaded, SourceError if the settings are not valid.
+        `own` are the secrets of a function. If there are any, environment and profile do not count. Raises
+        SourceDenied if the credentials cannot be loaded, SourceError if the settings are not valid.
         """
         try:
             core = _own_session(own) if own else botocore.session.Session()

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import io
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from pathlib import Path
 from typing import IO, Protocol, runtime_checkable
 
@@ -35,6 +36,10 @@ class ObjectInfo:
 class Connection(Protocol):
     """Reads one range of bytes after another. Not thread-safe, except that any thread may call `close`."""
 
+    @property
+    def used(self) -> bool:
+        """True if the network connection had been used when this object got it, such as by an earlier fetch."""
+
     def begin(self, name: str, begin: int, end: int, version: str = "") -> ObjectInfo:
         """Request bytes [begin, end) of object `name`, 0 <= begin < end <= size, and wait for the response.
 
@@ -51,6 +56,12 @@ class Connection(Protocol):
 
     def close(self) -> None:
         """Close the connection, if it is open. A waiting `read_into` raises SourceUnavailable at once."""
+
+    def release(self) -> None:
+        """End the use of this object. The source may keep the network connection for its next requests.
+
+        Called by the thread that uses the connection, last. `close` does nothing after it.
+        """
 
 
 class Source(Protocol):
@@ -70,7 +81,7 @@ class Source(Protocol):
         """
 
     def connect(self) -> Connection:
-        """Return a new connection. The network connection may open as late as its first `begin`."""
+        """Return a connection. The network connection may open as late as its first `begin`, or be a kept one."""
 
 
 @runtime_checkable
@@ -79,6 +90,17 @@ class Listing(Protocol):
 
     def names(self) -> list[str]:
         """Return the names of all objects below the URL, sorted and relative to it."""
+
+
+@runtime_checkable
+class Kept(Protocol):
+    """A source that pays to keep for several fetches: it has connections, clients and tokens."""
+
+    def forget(self) -> None:
+        """Forget what was seen of the objects, which may have changed since."""
+
+    def prepare(self) -> None:
+        """Do ahead what the first request would wait for, such as imports. Raises SourceError or SourceDenied."""
 
 
 @runtime_checkable
@@ -98,6 +120,13 @@ class Served(Protocol):
 
 
 @runtime_checkable
+class VersionedByContent(Protocol):
+    """A source in which objects of the same version and size have the same bytes, whatever their names: S3, the hub."""
+
+    versioned_by_content: bool
+
+
+@runtime_checkable
 class Writable(Source, Listing, Protocol):
     """A source that can be written to: a folder, S3."""
 
@@ -105,6 +134,42 @@ class Writable(Source, Listing, Protocol):
         """Store `content` (bytes, or the path of a file) as object `name`, completely or not at all.
 
         `sent` is called with the number of bytes of each part that was written.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Bytes [begin, end) of an object to be stored.
+
+    With `there`, a source and a name, the same bytes are in that object from `offset` on.
+    """
+
+    begin: int
+    end: int
+    there: tuple[Source, str] | None = None
+    offset: int = 0
+
+    def joined(self, after: Piece, limit_bytes: int) -> Piece | None:
+        """Return one piece of this and the next, if both are copied as one range of at most `limit_bytes`."""
+        follows = self.there == after.there and self.offset + self.end - self.begin == after.offset
+        if self.there is None or not follows or after.end - self.begin > limit_bytes:
+            return None
+        return Piece(self.begin, after.end, self.there, self.offset)
+
+
+@runtime_checkable
+class Composing(Writable, Protocol):
+    """A source that makes objects of what its store has already: S3."""
+
+    def copies_from(self, other: Source) -> bool:
+        """Return True if the store of `other` is the same one, reached with the same credentials."""
+
+    def compose(
+        self, name: str, content: Path, pieces: Sequence[Piece], sent: Callable[[int], None] | None = None
+    ) -> int:
+        """Store the file `content` as object `name`, like `put`. Return how many of its bytes were not sent.
+
+        `pieces` are all of it, in order. Of those with `there`, the source `copies_from`, and the store copies them.
         """
 
 
@@ -141,6 +206,14 @@ def read_all(source: Source, name: str, most_bytes: int) -> bytes:
     """Return the bytes of object `name`, or its first `most_bytes` if it is larger."""
     text = bytearray(min(source.stat(name).size_bytes, most_bytes))
     return bytes(text[: source.read_into(name, 0, memoryview(text))])
+
+
+def new_buffer(size_bytes: int) -> memoryview:
+    """Return memory for received bytes, whose pages are allocated when they are first written to.
+
+    A bytearray writes zeros to all of it at once, with the interpreter's lock held, which takes a millisecond or two.
+    """
+    return memoryview(mmap(-1, size_bytes, flags=MAP_PRIVATE | MAP_ANONYMOUS))
 
 
 def changed(url: str, name: str, how: str) -> SnapshotChanged:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import select
 import socket
-import ssl
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 
+from .dialer import Address, Dialer
 from .location import ServerAddress
+from .proxy import Proxy, proxy_for
+from .tls import TlsStream, Trust
 
 TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 10.0
@@ -24,40 +26,59 @@ class Wire:
     file that is opened next could get its number, and the running method would use that file.
     """
 
-    def __init__(self, tls: Callable[[], ssl.SSLContext]) -> None:
+    def __init__(
+        self,
+        trust: Callable[[], Trust],
+        dialer: Dialer,
+        *,
+        connect_timeout_s: float | None = None,
+        timeout_s: float | None = None,
+        direct: bool = False,
+    ) -> None:
+        """A server may be silent for `timeout_s`, by default TIMEOUT_S, and connecting take `connect_timeout_s`.
+
+        With `direct`, no proxy is used.
+        """
         self.origin: ServerAddress | None = None
-        self._tls = tls
+        self.forwarder: Proxy | None = None
+        """The proxy that forwards requests, which for https are not requests to the proxy."""
+        self._trust = trust
+        self._dialer = dialer
+        self._connect_timeout_s = connect_timeout_s or CONNECT_TIMEOUT_S
+        self._timeout_s, self._direct = timeout_s or TIMEOUT_S, direct
         self._lock = threading.Lock()
-        self._socket: socket.socket | None = None
+        # While `connect` runs, all that are being tried.
+        self._sockets: list[socket.socket] = []
+        self._tls: TlsStream | None = None
         self._busy = False
         self._closed = False
 
     def connect(self, origin: ServerAddress) -> None:
-        """Close the current socket and connect a new one to `origin`, with TLS for https.
+        """Close the current socket and connect a new one to `origin`, with TLS for https, or through a proxy.
 
-        Tries all addresses of the host, together for at most CONNECT_TIMEOUT_S.
+        All of this together takes at most `connect_timeout_s`. Raises SourceError if the environment names a proxy
+        that cannot be used, ProxyError, another OSError, or h11.RemoteProtocolError if the proxy speaks no HTTP.
         """
         self.drop()
-        deadline_s = time.monotonic() + CONNECT_TIMEOUT_S
-        failure: OSError = OSError(f"{origin.host} has no address")
-        addresses = socket.getaddrinfo(origin.host, origin.port, type=socket.SOCK_STREAM)
-        for family, kind, protocol, _, address in addresses:
-            left_s = deadline_s - time.monotonic()
-            if left_s <= 0:
-                break
-            try:
-                return self._open(origin, socket.socket(family, kind, protocol), address, left_s)
-            except OSError as error:
-                self.drop()
-                failure = error
-                if self._closed or isinstance(error, ssl.SSLCertVerificationError):
-                    break
-        raise failure
+        deadline_s = time.monotonic() + self._connect_timeout_s
+        proxy = None if self._direct else proxy_for(origin)
+        self._begin_use()
+        try:
+            server = proxy.address if proxy is not None else origin
+            connected = self._dialer.connect(server.host, server.port, deadline_s, self)
+            self._greet(connected, origin, proxy, deadline_s)
+        finally:
+            self._end_use()
+        self.origin = origin
+        self.forwarder = proxy if origin.scheme == "http" else None
 
     def send(self, data: bytes) -> None:
-        connected = self._begin_use()
+        connected = self._begin_use(connected=True)
         try:
-            connected.sendall(data)
+            if self._tls is not None:
+                self._tls.send(data)
+            else:
+                connected[0].sendall(data)
         finally:
             self._end_use()
 
@@ -66,9 +87,11 @@ class Wire:
 
         At most `limit` bytes are received, or as many as fit into `view` if `limit` is 0.
         """
-        connected = self._begin_use()
+        connected = self._begin_use(connected=True)
         try:
-            return connected.recv_into(view, limit)
+            if self._tls is not None:
+                return self._tls.receive(view, limit or len(view))
+            return connected[0].recv_into(view, limit)
         finally:
             self._end_use()
 
@@ -76,61 +99,68 @@ class Wire:
         """Return True if the socket is open and idle: the server has sent no more bytes and not closed it."""
         poll = select.poll()
         with self._lock:
-            if self._socket is None:
+            if not self._sockets or (self._tls is not None and not self._tls.idle):
                 return False
-            poll.register(self._socket, select.POLLIN)
+            poll.register(self._sockets[0], select.POLLIN)
             return not poll.poll(0)
 
     def drop(self) -> None:
         """Close the current socket, if there is one. Afterwards, `connect` may open another."""
         with self._lock:
-            self.origin = None
-            self._discard()
+            self.origin = self.forwarder = None
+            self._discard_all()
 
     def close(self) -> None:
-        """Close the socket for good. A waiting `send` or `receive` raises ConnectionAbortedError at once."""
+        """Close the socket for good. A `connect`, `send` or `receive` that waits raises an OSError at once."""
         with self._lock:
             self._closed = True
-            if self._socket is None:
-                return
             if not self._busy:
-                self._discard()
+                self._discard_all()
                 return
-            # An OSError means that the socket is not connected yet.
-            with suppress(OSError):
-                # SSLSocket.shutdown would remove TLS first, and a reader could then receive ciphertext.
-                socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+            for one in self._sockets:
+                # An OSError means that the socket is not connected yet.
+                with suppress(OSError):
+                    one.shutdown(socket.SHUT_RDWR)
 
-    def _open(
-        self, origin: ServerAddress, raw: socket.socket, address: tuple[object, ...], left_s: float
-    ) -> None:
-        # Wrap the socket in TLS before it connects. Then `close` can interrupt the handshake too.
-        try:
-            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if origin.scheme == "https":
-                raw = self._tls().wrap_socket(raw, server_hostname=origin.host)
-            raw.settimeout(left_s)
-        except BaseException:
-            raw.close()
-            raise
+    def opened(self, one: socket.socket) -> None:
+        """See Sockets."""
         with self._lock:
-            self._socket = raw
-        connected = self._begin_use()
+            self._sockets.append(one)
+            self._check_open()
+
+    def discard(self, one: socket.socket) -> None:
+        """See Sockets."""
+        with self._lock:
+            if one in self._sockets:
+                self._sockets.remove(one)
+            one.close()
+
+    def _greet(
+        self, connected: socket.socket, origin: ServerAddress, proxy: Proxy | None, deadline_s: float
+    ) -> None:
+        """Make the socket, which is connected to the proxy or the origin, ready for requests to the origin."""
+        address = Address(connected.family, connected.getpeername())
         try:
-            connected.connect(address)
-            connected.settimeout(TIMEOUT_S)
-        finally:
-            self._end_use()
-        self.origin = origin
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if origin.scheme == "https":
+                if proxy is not None:
+                    proxy.tunnel(connected, origin, deadline_s)
+                self._tls = TlsStream(connected, origin, self._trust())
+                self._tls.handshake(deadline_s)
+            connected.settimeout(self._timeout_s)
+        except OSError:
+            # The server behind this address may be the one that is ill.
+            self._dialer.avoid(address)
+            raise
 
     # A context manager would be shorter, but `receive` is called often, and a generator takes a microsecond.
-    def _begin_use(self) -> socket.socket:
+    def _begin_use(self, *, connected: bool = False) -> list[socket.socket]:
         with self._lock:
             self._check_open()
-            if self._socket is None:
+            if connected and not self._sockets:
                 raise ConnectionError("not connected")
             self._busy = True
-            return self._socket
+            return self._sockets
 
     def _end_use(self) -> None:
         with self._lock:
@@ -139,10 +169,11 @@ class Wire:
 
     def _check_open(self) -> None:
         if self._closed:
-            self._discard()
+            self._discard_all()
             raise ConnectionAbortedError("closed")
 
-    def _discard(self) -> None:
-        if self._socket is not None:
-            self._socket.close()
-            self._socket = None
+    def _discard_all(self) -> None:
+        for one in self._sockets:
+            one.close()
+        self._sockets.clear()
+        self._tls = None

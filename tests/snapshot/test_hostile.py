@@ -13,7 +13,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pilotflame.errors import HeaderError, ManifestError, SnapshotError
-from pilotflame.snapshot.format.header import DTYPES, MAX_HEADER_BYTES, Header, parse_header, read_header
+from pilotflame.snapshot.format.dtypes import DTYPES
+from pilotflame.snapshot.format.header import MAX_HEADER_BYTES, Header, parse_header, read_header
 from pilotflame.snapshot.format.layout import read_index
 from pilotflame.snapshot.format.manifest import MANIFEST_NAME, MAX_ASSET_BYTES, Manifest
 from pilotflame.snapshot.sources.folder import FolderSource
@@ -172,7 +173,7 @@ def check_manifest(manifest: Manifest) -> None:
         count = 1
         for length in tensor.shape:
             count *= length
-        assert tensor.size_bytes == count * DTYPES[tensor.dtype].itemsize_bytes
+        assert 8 * tensor.size_bytes == count * DTYPES[tensor.dtype].bits
         shard = manifest.shards[tensor.shard]
         assert shard.data_offset_bytes <= tensor.offset_bytes
         assert tensor.offset_bytes + tensor.size_bytes <= shard.size_bytes
@@ -227,7 +228,7 @@ def check_header(header: Header) -> None:
         count = 1
         for length in tensor.shape:
             count *= length
-        assert tensor.size_bytes == count * DTYPES[tensor.dtype].itemsize_bytes
+        assert 8 * tensor.size_bytes == count * DTYPES[tensor.dtype].bits
         assert tensor.offset_bytes == end
         end += tensor.size_bytes
     assert end == header.file_bytes

@@ -60,3 +60,8 @@ export function clockOf(text) {
   const at = Date.parse(text);
   return Number.isNaN(at) ? NONE : clock(at / 1000);
 }
+
+// The weights of a function or a revision: one without a name, or several with names; "" if there are none.
+export function snapshotsOf(found) {
+  return found.snapshot ?? Object.entries(found.snapshots ?? {}).map(([name, where]) => `${name}: ${where}`).join(", ");
+}

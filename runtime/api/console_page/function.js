@@ -4,7 +4,7 @@ import { LineChart, PHASES, PHASE_TEXTS, PhaseBar, swatch, total } from "./chart
 import { decisionsPanel } from "./decisions.js";
 import { ask, explained, say } from "./dialog.js";
 import { element, reconcile, setAttribute, setText, table } from "./dom.js";
-import { clock, clockOf, count, duration, NONE, rate, share } from "./format.js";
+import { clock, clockOf, count, duration, NONE, rate, share, snapshotsOf } from "./format.js";
 import { get, post } from "./gateway.js";
 import { jobsPanel } from "./jobs.js";
 import { LogView } from "./logs.js";
@@ -177,7 +177,7 @@ class Activity {
     const { scale } = status.settings;
     const facts = {
       Kind: [status.kind, status.streaming ? "streams" : "", status.batch ? `batches of ${status.batch}` : ""].filter(Boolean).join(", "),
-      Dialect: status.dialect, Deployed: clockOf(status.created_at), Snapshot: status.snapshot ?? NONE,
+      Dialect: status.dialect, Deployed: clockOf(status.created_at), Snapshot: snapshotsOf(status) || NONE,
       Scale: `${scale.min} to ${scale.max} workers, ${scale.idle_timeout_s === null ? "kept as long as is learned to pay" : `idle after ${scale.idle_timeout_s} s`}`, Concurrency: status.settings.concurrency,
       Schedules: status.schedules.map((one) => `${one.cron} (${one.timezone}), next ${one.next_at ? clockOf(one.next_at) : "never"}`).join("; ") || NONE,
       "Memory at rest": status.rest_mb === null ? NONE : `${status.rest_mb} MiB`, Warnings: status.warnings.join(" ") || "None.",

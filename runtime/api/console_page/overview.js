@@ -6,14 +6,11 @@ import { count, duration, NONE, rate } from "./format.js";
 
 const SPARK_PARTS = 60;
 // From the warmest down, with the number of steps in the picture.
-const RUNGS = { ready: 4, parked: 3, zygote: 2, resident: 2, local: 1, remote: 0 };
+const RUNGS = { ready: 4, parked: 3, zygote: 2, local: 1 };
 const RUNG_TEXTS = {
   ready: "a worker waits with its weights",
-  parked: "a worker waits without device memory",
   zygote: "imports are done: workers are forked from it",
-  resident: "weights in memory, no process",
-  local: "files on this node only",
-  remote: "weights must be fetched",
+  local: "only files",
 };
 
 // How warm a function is, as a word and as a picture of a ladder.

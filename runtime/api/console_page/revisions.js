@@ -2,7 +2,7 @@
 
 import { ask } from "./dialog.js";
 import { element, table } from "./dom.js";
-import { bytes, clockOf, NONE } from "./format.js";
+import { bytes, clockOf, NONE, snapshotsOf } from "./format.js";
 import { post } from "./gateway.js";
 import { Panel, textRow } from "./panel.js";
 
@@ -26,7 +26,7 @@ export function revisionsPanel(name) {
     keyOf: (one) => one.revision,
     make: textRow(COLUMNS, (one) => ({
       Revision: one.revision, State: one.state, Deployed: clockOf(one.created_at), Code: one.code_digest.slice(0, 12),
-      Snapshot: one.snapshot ?? NONE, "Own size": bytes(one.size_bytes),
+      Snapshot: snapshotsOf(one) || NONE, "Own size": bytes(one.size_bytes),
     }), {
       nodes: (one) => ({
         Actions: element("button", { type: "button", "aria-label": `Roll back to ${one.revision}`, click: () => rollback(one.revision) }, "Roll back…"),

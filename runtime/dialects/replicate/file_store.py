@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import secrets
 import shutil
 import threading
@@ -22,7 +21,6 @@ from .upload import ABOUT, CONTENT, HIDDEN, MAX_FILE_BYTES, StoredFile, Upload, 
 MAX_OWNER_BYTES = 4 << 30
 MAX_OWNER_FILES = 10_000
 KEEP_S = 24 * 3600.0
-_ID = re.compile(r"[0-9a-f]{32}")
 
 
 class Share(NamedTuple):

@@ -197,7 +197,7 @@ class QueueApi:
                 "inQueue": counts.in_queue, "retried": counts.retried, "cancelled": counts.cancelled,
             },
             "workers": {
-                "idle": census.ready - running, "running": running, "initializing": census.starting,
+                "idle": census.ready - running + census.parked, "running": running, "initializing": census.starting,
                 "ready": census.ready, "throttled": 0, "unhealthy": 0, "draining": census.draining,
             },
         }  # fmt: skip

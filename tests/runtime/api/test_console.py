@@ -78,7 +78,7 @@ async def test_a_function_is_shown_with_its_rung_and_its_counts(deploy, gateway:
     found = await row(gateway.client, function.name)
     assert (found["rung"], found["workers"]) == (
         "zygote",
-        {"ready": 0, "starting": 0, "draining": 0, "max": 3},
+        {"ready": 0, "parked": 0, "starting": 0, "draining": 0, "max": 3},
     )
     assert (found["codes"], found["cold_starts"], sum(found["durations"])) == ({}, 0, 0)
     calls = [asyncio.create_task(function.call(n)) for n in range(2)]

@@ -120,7 +120,10 @@ async def test_figures_and_charts_follow_what_happens(deploy, visit: Visit):
     status = await function.status()
     shown = await cold.get_by_role("row", name="total").inner_text()
     total_ms = sum(status["last_cold_start_phases_ms"].values())
-    assert f"\t{total_ms:.{1 if total_ms < 9.95 else 0}f} ms" in shown
+    # The page adds up other roundings of the same phases.
+    figures = [float(text.removesuffix(" ms")) for text in shown.split("\t") if text.endswith(" ms")]
+    assert figures
+    assert figures == pytest.approx([total_ms] * len(figures), abs=0.11 if total_ms < 9.95 else 1.1)
 
 
 async def test_hostile_output_is_shown_as_text(deploy, visit: Visit):
@@ -187,9 +190,8 @@ async def test_usage_is_shown_of_all_functions_and_of_one(deploy, visit: Visit):
     page = await visit("#/usage")
     rows = page.get_by_role("region", name="Usage").get_by_role("row")
     row = rows.filter(has=page.get_by_role("rowheader", name=function.name, exact=True))
-    answered = 1 + [
-        await cell.inner_text() for cell in await rows.first.get_by_role("columnheader").all()
-    ].index("Invocations")
+    await expect(row).to_have_count(1)
+    answered = 1 + (await rows.first.get_by_role("columnheader").all_inner_texts()).index("Invocations")
     await expect(row.locator(f":nth-child({answered})")).to_have_text("3")
     await expect(rows.filter(has_text=other.name)).to_have_count(1)
     await expect(row.get_by_role("img")).to_have_attribute("aria-label", re.compile(r"busy|idle|zygote"))

@@ -187,6 +187,7 @@ async def test_callers_that_disconnect_leave_no_timers_in_the_http_layer(deploy,
     streams = header.startswith("Accept")
     source = "import gate\nasync def handler(event):\n    await gate.wait_async('runs')\n    {}"
     function = await deploy(source.format("yield 1" if streams else "return 1"), {"concurrency": 64, "scale.max": 1}, gate=gate)  # fmt: skip
+    gc.collect()
     before = len(http_timers())
     async with contextlib.AsyncExitStack() as stack:
         for _ in range(30):
@@ -197,12 +198,12 @@ async def test_callers_that_disconnect_leave_no_timers_in_the_http_layer(deploy,
         # A stream has a timer for its deadline.
         assert len(http_timers()) >= before + (30 if streams else 0)
     await function.settled(ready=1, in_flight=0)
+    gc.collect()
     assert len(http_timers()) <= before
 
 
 def http_timers() -> list[str]:
     """Return the pending timers that will call the HTTP layer or end a wait. uvloop itself lists no timers."""
-    gc.collect()
     timers: list[Any] = [found for found in gc.get_objects() if type(found).__name__ == "TimerHandle"]
     shown = [repr(timer) for timer in timers if not timer.cancelled()]
     return [

@@ -34,7 +34,7 @@ def status(name: str, annotation: Any = None, *, streaming: bool = False) -> Fun
         streaming=streaming,
         batch=None,
         snapshot=None,
-        workers=Workers(ready=0, starting=0, draining=0),
+        workers=Workers(ready=0, parked=0, starting=0, draining=0),
         standby=False,
         rung=RungName.LOCAL,
         zygote=False,

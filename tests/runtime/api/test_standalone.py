@@ -202,6 +202,11 @@ async def meets_the_contract_alone(instance: Instance, gate: Gate) -> None:
     for method, path in (("POST", "/v1/functions"), ("DELETE", "/v1/functions/echo"), ("GET", "/v1/keys")):
         refused = failure(await instance.client.request(method, path, json={"path": "/"}))
         assert (refused["status"], refused["type"]) == (403, "forbidden")
+    # Callers of the platform's address are no owners: what they may not see is what the owner's functions cost and do.
+    one = "/v1/functions/echo"
+    for path in ("/v1/usage", "/v1/console", "/v1/logs", "/v1/functions", one, f"{one}/decisions", f"{one}/load", f"{one}/arrivals"):  # fmt: skip
+        refused = failure(await instance.client.get(path))
+        assert (path, refused["status"], refused["type"]) == (path, 403, "forbidden")
     assert (await instance.client.get("/")).status_code == 200
     if instance.kind.contained:
         await instance.call("orphan")
@@ -319,7 +324,8 @@ async def test_a_kept_state_folder_serves_no_other_function(gate: Gate) -> None:
         assert (await instance.call(1)).status_code == 200
         refused = failure(await instance.client.post("/invoke/first", json=1))
         assert (refused["status"], refused["type"]) == (404, "unknown_function")
-        listed = (await instance.client.get("/v1/functions")).json()["functions"]
+        async with home_client(Path(kept["PILOTFLAME_STATE_DIR"])) as owner:
+            listed = (await owner.get("/v1/functions")).json()["functions"]
         assert [one["name"] for one in listed] == ["second"]
 
 
@@ -330,7 +336,7 @@ async def test_a_platform_warms_a_function_alone(gate: Gate) -> None:
         warming = asyncio.create_task(instance.client.post("/v2/echo/warmup", json=hook))
         await gate.next("setup")
         gate.open()
-        assert (await warming).json() == {"workers": {"ready": 2, "starting": 0, "draining": 0}}
+        assert (await warming).json() == {"workers": {"ready": 2, "parked": 0, "starting": 0, "draining": 0}}
 
 
 async def test_sigterm_during_the_start(gate: Gate, capfd: pytest.CaptureFixture[str]) -> None:

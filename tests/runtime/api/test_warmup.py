@@ -31,7 +31,7 @@ async def test_no_cold_start_in_a_burst_after_a_warm_up(deploy: Any):
     function = await deploy(ECHO, IDLE | {"scale.max": 3})
     await function.settled(ready=0)
     response = await warm(function, params={"workers": "2", "wait_s": "60"})
-    assert response.json() == {"workers": {"ready": 2, "starting": 0, "draining": 0}}
+    assert response.json() == {"workers": {"ready": 2, "parked": 0, "starting": 0, "draining": 0}}
     answers = await asyncio.gather(*(function.call(n) for n in range(100)))
     assert {answer.status_code for answer in answers} == {200}
     assert {answer.headers["x-cold-start"] for answer in answers} == {"false"}
@@ -71,7 +71,7 @@ async def test_the_body_of_a_hook(gateway: Any, deploy: Any):
     assert (await warm(function, json=sent)).json()["workers"]["ready"] == 2
     # The query goes before the body, and a body that is no object is ignored.
     assert (await warm(function, json={"workers": 1}, params={"workers": "3", "wait_s": "60"})).json() == {
-        "workers": {"ready": 3, "starting": 0, "draining": 0}
+        "workers": {"ready": 3, "parked": 0, "starting": 0, "draining": 0}
     }
     assert (await warm(function, json=["anything"])).status_code == 200
     assert (await warm(function, content=b"\xff", headers={"Content-Type": "text/plain"})).status_code == 200

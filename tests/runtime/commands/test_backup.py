@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from live import gateway_process, short_folder
 from pilotflame.runtime.cli import main
@@ -80,6 +81,33 @@ async def test_a_backup_under_load_has_all_that_was_acknowledged(state: Path, tm
         (folder / "empty").mkdir()
         assert await command("restore", file, "--state-dir", folder / "empty") == 0
         assert stat.S_IMODE((folder / "empty").stat().st_mode) == 0o700
+
+
+async def test_a_backup_has_what_was_decided_and_used(state: Path, tmp_path: Path):
+    file = tmp_path / "backup.tar.gz"
+    found: dict[str, Any] = {}
+
+    async def histories(client: httpx.AsyncClient) -> dict[str, Any]:
+        decisions = (await client.get("/v1/functions/kept/decisions")).json()["decisions"]
+        arrivals = (await client.get("/v1/functions/kept/arrivals")).json()["arrivals"]
+        samples = (await client.get("/v1/functions/kept/load")).json()["samples"]
+        return {"decisions": decisions, "arrivals": arrivals, "samples": len(samples)}
+
+    async with gateway_process(state) as gateway:
+        function = await gateway.deploy(ECHO, name="kept")
+        await function.answer(1)
+        found = await histories(gateway.client)
+        # Rows are written before they are read.
+        assert await command("backup", file, "--state-dir", state) == 0
+    with short_folder() as folder:
+        assert await command("restore", file, "--state-dir", folder / "state") == 0
+        async with gateway_process(folder / "state") as gateway:
+            restored = await histories(gateway.client)
+    assert len(found["arrivals"]) == 1
+    assert [one["action"] for one in found["decisions"]][:1] == ["start"]
+    assert restored["arrivals"] == found["arrivals"]
+    assert restored["decisions"][: len(found["decisions"])] == found["decisions"]
+    assert restored["samples"] >= found["samples"] > 0
 
 
 def test_what_is_not_a_backup_is_refused_and_leaves_nothing(run: Run, tmp_path: Path):

@@ -6,13 +6,14 @@ import json
 import random
 import signal
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import boto3
 import httpx
-from moto.server import ThreadedMotoServer
+import pytest
+from moto_server import moto_server
 
 HANDLER = """
 from pilotflame import batch
@@ -135,18 +136,22 @@ def test_a_batch_that_cannot_continue_says_why(
     assert read(output) == [{"got": 1}]
 
 
-def test_from_s3_to_s3(pilotflame: Any, deployed: Callable[..., str], tmp_path: Path) -> None:
+@pytest.fixture
+def moto() -> Iterator[str]:
+    """The endpoint of an S3."""
+    with moto_server() as endpoint:
+        yield endpoint
+
+
+def test_from_s3_to_s3(pilotflame: Any, deployed: Callable[..., str], moto: str, tmp_path: Path) -> None:
     name = deployed(HANDLER)
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
     aws = {
         "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_ENDPOINT_URL": f"http://{host}:{port}", "XDG_STATE_HOME": str(tmp_path),
+        "AWS_ENDPOINT_URL": moto, "XDG_STATE_HOME": str(tmp_path),
         "AWS_EC2_METADATA_DISABLED": "true", "AWS_CONFIG_FILE": "/nonexistent",
     }  # fmt: skip
     store = boto3.client(
-        "s3", endpoint_url=aws["AWS_ENDPOINT_URL"], region_name="us-east-1",
+        "s3", endpoint_url=moto, region_name="us-east-1",
         aws_access_key_id="a", aws_secret_access_key="b",
     )  # fmt: skip
     try:
@@ -161,4 +166,3 @@ def test_from_s3_to_s3(pilotflame: Any, deployed: Callable[..., str], tmp_path: 
         assert not list((tmp_path / "pilotflame" / "batches").iterdir())
     finally:
         store.close()
-        server.stop()

@@ -17,7 +17,7 @@ NAMES = list(templates())
 
 
 def test_the_templates():
-    assert NAMES == ["hello", "stream", "text-embedding", "torch-module"]
+    assert NAMES == ["hello", "stream", "text-embedding", "text-generation", "torch-module"]
     assert all(templates().values())
 
 

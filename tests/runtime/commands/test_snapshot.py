@@ -11,7 +11,7 @@ import boto3
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
-from moto.server import ThreadedMotoServer
+from moto_server import moto_server
 from pilotflame.errors import ManifestError, SnapshotError
 from pilotflame.runtime.commands.snapshot import snapshot
 from pilotflame.snapshot.format.manifest import MANIFEST_NAME, Manifest
@@ -34,11 +34,8 @@ def weights(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def endpoint() -> Iterator[str]:
-    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
+    with moto_server() as endpoint:
+        yield endpoint
 
 
 @pytest.fixture
@@ -77,6 +74,16 @@ def test_push_to_s3_and_look_at_it_there(weights: Path, bucket: str) -> None:
     facts = json.loads(run("inspect", f"{bucket}/{MANIFEST_NAME}", "--json").output)
     assert facts["assets"] == [{"name": "config.json", "bytes": 2}]
     assert facts["first_touch_recorded"] is False
+
+
+def test_a_push_names_what_the_store_has_copied(weights: Path, bucket: str) -> None:
+    run("create", weights)
+    run("push", weights, bucket)
+    said = run("push", weights, f"{bucket}-2", "--base", bucket).output
+    assert f"pushed to {bucket}-2: 2 B in 2 files, 2.4 KiB were copied at the store, " in said
+    assert (
+        json.loads(run("inspect", f"{bucket}-2", "--json").output)["digest"] == Manifest.read(weights).digest
+    )
 
 
 def test_create_on_a_prefix_uploads_the_manifest_alone(weights: Path, bucket: str) -> None:

@@ -131,6 +131,28 @@ def test_the_order_is_recorded_and_the_digest_stays(
     assert "called with" not in said.out
 
 
+def test_each_of_several_snapshots_gets_its_order(folder: Path) -> None:
+    for name, tensors in (("base", "abd"), ("style", "c"), ("spare", "e")):
+        (folder / name).mkdir()
+        save_file({f"{one}.weight": torch.rand(4, 4) for one in tensors}, folder / name / "model.safetensors")
+        create(folder / name).write(folder / name / MANIFEST_NAME)
+    (folder / "pilotflame.toml").write_text("[snapshots]\n" + "".join(f'{name} = "{name}"\n' for name in ("base", "style", "spare")))  # fmt: skip
+    several = HEAD.replace("context.snapshot.", "context.snapshots.").replace("(net)\n    return", '(net, ignore={"spare": ["."]})\n    return')  # fmt: skip
+    (folder / "handler.py").write_text(several + KINDS["plain"])
+    spare = (folder / "spare" / MANIFEST_NAME).read_bytes()
+    done = record(folder)
+    assert done.exit_code == 0, done.exception
+    assert "base: 2 of 3 tensors were touched, first b.weight, a.weight\n1 were not: d.weight" in done.stdout
+    assert "style: 1 of 1 tensors were touched, first c.weight\n0 were not\n" in done.stdout
+    assert "spare: 0 of 1 tensors were touched\n1 were not: e.weight" in done.stdout
+    assert Manifest.read(folder / "base").first_touch == ("b.weight", "a.weight")
+    assert Manifest.read(folder / "style").first_touch == ("c.weight",)
+    assert (folder / "spare" / MANIFEST_NAME).read_bytes() == spare
+    refused = refusal(record(folder, "--set", "snapshots.style=s3://bucket/style"), SnapshotError)
+    assert "The snapshot 'style' of" in refused
+    assert "set `snapshots.style` to weights/" in refused
+
+
 def test_another_input_and_json(folder: Path, tmp_path: Path) -> None:
     (folder / "handler.py").write_text(
         f"{HEAD}\ndef handler(event, context):\n    return getattr(context.state, event)(torch.zeros(1, 4)).sum().item()\n"
@@ -199,6 +221,6 @@ def test_a_failed_write_is_an_error(folder: Path, monkeypatch: pytest.MonkeyPatc
     def refuse(self: Manifest, path: Path) -> None:
         raise OSError(30, "Read-only file system", str(path))
 
-    monkeypatch.setattr(snapshot_record, "_order", lambda *given: ["a.weight"])
+    monkeypatch.setattr(snapshot_record, "_orders", lambda *given: {"": ["a.weight"]})
     monkeypatch.setattr(Manifest, "write", refuse)
     assert "Read-only file system" in refusal(record(folder), CacheError)

@@ -19,6 +19,7 @@ from pilotflame.snapshot.caching.download import MARK_NAME
 from pilotflame.snapshot.caching.node import node_tiers
 from pilotflame.snapshot.format.manifest import MANIFEST_NAME, Manifest
 from pilotflame.snapshot.format.verify import verify
+from pilotflame.snapshot.sources.realm import realm_of
 from pulling import CHUNK_BYTES, Stopping, check, make
 
 MIB = 1 << 20
@@ -202,9 +203,10 @@ def test_after_kill_9_the_same_command_goes_on(start, snapshot: Snapshot, server
 def test_the_cache_is_filled_listed_and_evicted(
     snapshot: Snapshot, server: FaultServer, origin: Path, cache: Path
 ) -> None:
-    digest = Manifest.read(origin).digest
     assert json.loads(snapshot("cache", "--json").stdout)["snapshots"] == []
     pulled = json.loads(snapshot("pull", server.url, "--into-cache", "--json").stdout)
+    digest = pulled["digest"]
+    assert digest == Manifest.read(origin).with_realm(realm_of(server.url)).digest
     check(Path(pulled["path"]), origin)
     assert "all of it was there" in snapshot("pull", server.url, "--into-cache").stdout
     listed = json.loads(snapshot("cache", "--json").stdout)

@@ -10,8 +10,8 @@ from typing import Any
 
 import boto3
 import pytest
-from moto.server import ThreadedMotoServer
 from moto.sqs.models import sqs_backends
+from moto_server import moto_server
 
 _numbers = itertools.count(1)
 
@@ -30,11 +30,8 @@ def moto() -> Iterator[str]:
         patch.setenv("AWS_CONFIG_FILE", "/nonexistent")
         patch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nonexistent")
         patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-        server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-        server.start()
-        host, port = server.get_host_and_port()
-        yield f"http://{host}:{port}"
-        server.stop()
+        with moto_server() as endpoint:
+            yield endpoint
 
 
 class Queue:

@@ -9,7 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from pilotflame.errors import CodeError, PilotflameError, RequirementsError, SettingsError, SnapshotError
+from pilotflame.errors import (
+    CodeError,
+    HeaderError,
+    PilotflameError,
+    RequirementsError,
+    SettingsError,
+    SnapshotError,
+)
 from pilotflame.runtime.functions.deploy import (
     MANIFEST_FILE,
     Deployment,
@@ -21,7 +28,8 @@ from pilotflame.runtime.functions.deploy import (
 )
 from pilotflame.runtime.functions.requirements import requirements_digest
 from pilotflame.runtime.functions.store import RevisionFields, RevisionRecord, Store
-from pilotflame.runtime.settings.function_settings import FunctionSettings, Resources, Scale
+from pilotflame.runtime.settings.function_settings import FunctionSettings, Scale
+from pilotflame.runtime.settings.resources import Resources
 from pilotflame.snapshot.format.manifest import MANIFEST_NAME, Manifest
 from safetensors.torch import save_file
 
@@ -77,7 +85,7 @@ def test_a_folder_is_copied_and_described(store: Store, folder: Path) -> None:
     record = published(store, made)
     spec = worker_spec(store, record, Path("cache"))
     assert (spec.function, spec.revision, spec.concurrency, spec.threads) == ("chime", record.revision, 3, 2)
-    assert (spec.env, spec.snapshot, spec.manifest, spec.preload) == ({"A": "1"}, None, None, ())
+    assert (spec.env, spec.weights, spec.preload) == ({"A": "1"}, (), ())
     assert (spec.code / spec.handler).read_text() == HANDLER
 
 
@@ -205,10 +213,10 @@ def test_weights_elsewhere_stay_there_and_get_a_manifest_of_the_revision(
     made = prepare(store, folder / "env", request, lines.append)
     record = published(store, made)
     spec = worker_spec(store, record, Path("cache"))
-    assert spec.snapshot == weights
-    assert spec.manifest is not None
-    assert spec.manifest.name == MANIFEST_FILE
-    assert [entry.name for entry in Manifest.read(spec.manifest).tensors] == ["w"]
+    (found,) = spec.weights
+    assert (found.name, found.root, found.source, found.cache) == ("", weights, "", None)
+    assert found.manifest == spec.code.parent / MANIFEST_FILE
+    assert [entry.name for entry in Manifest.read(found.manifest).tensors] == ["w"]
     # Nothing is written into the folder of the weights.
     assert not (weights / MANIFEST_NAME).exists()
     assert any(str(weights) in line for line in lines)
@@ -218,7 +226,33 @@ def test_weights_inside_the_folder_are_not_copied(store: Store, folder: Path, we
     weights.rename(folder / "weights")
     made = prepared(store, folder, overrides={"snapshot": "weights"})
     assert not (made[0] / "code/weights").exists()
-    assert worker_spec(store, published(store, made), Path("cache")).snapshot == folder / "weights"
+    (found,) = worker_spec(store, published(store, made), Path("cache")).weights
+    assert found.root == folder / "weights"
+
+
+def test_named_weights_have_a_manifest_each_and_are_not_copied(
+    store: Store, folder: Path, weights: Path, tmp_path: Path
+) -> None:
+    weights.rename(folder / "base")
+    (other := tmp_path / "other").mkdir()
+    save_file({"v": torch.arange(3.0)}, other / "adapter_model.safetensors")
+    toml = f'name = "chime"\n[snapshots]\nbase = "base"\nstyle = "{other}"\n'
+    (folder / "pilotflame.toml").write_text(toml)
+    made = prepared(store, folder)
+    assert not (made[0] / "code/base").exists()
+    spec = worker_spec(store, published(store, made), Path("cache"))
+    assert [(one.name, one.root) for one in spec.weights] == [("base", folder / "base"), ("style", other)]
+    names = [[entry.name for entry in Manifest.read(one.manifest).tensors] for one in spec.weights]
+    assert names == [["w"], ["v"]]
+    # A snapshot that cannot be used is named.
+    (other / "adapter_model.safetensors").write_bytes(b"nothing")
+    with pytest.raises(HeaderError, match=r"^snapshots\.style: "):
+        prepared(store, folder)
+    with pytest.raises(
+        SnapshotError, match=r"^snapshots\.style is '/nowhere': /nowhere does not exist"
+    ) as told:
+        prepared(store, folder, overrides={"snapshots.style": "/nowhere"})
+    assert "`snapshots.style`" in told.value.remedy
 
 
 def test_uploaded_weights_move_with_their_revision(store: Store, weights: Path) -> None:
@@ -229,8 +263,24 @@ def test_uploaded_weights_move_with_their_revision(store: Store, weights: Path) 
         "pilotflame.toml": 'name = "tone"\nsnapshot = "weights"\n',
     }
     spec = worker_spec(store, published(store, prepared(store, archive=archive(files))), Path("cache"))
-    assert spec.snapshot == spec.code / "weights"
-    assert (spec.snapshot / "model.safetensors").read_bytes() == data
+    (found,) = spec.weights
+    assert found.root == spec.code / "weights"
+    assert (found.root / "model.safetensors").read_bytes() == data
+
+
+def test_uploaded_named_weights_move_with_their_revision(store: Store, weights: Path) -> None:
+    data = (weights / "model.safetensors").read_bytes()
+    files: dict[str, str | bytes] = {
+        "handler.py": HANDLER,
+        "one/model.safetensors": data,
+        "two/model.safetensors": data,
+        "pilotflame.toml": 'name = "tone"\n[snapshots]\na = "one"\nb = "two/model.safetensors"\n',
+    }
+    spec = worker_spec(store, published(store, prepared(store, archive=archive(files))), Path("cache"))
+    assert {one.name: one.root.relative_to(spec.code).as_posix() for one in spec.weights} == {
+        "a": "one", "b": "two/model.safetensors",
+    }  # fmt: skip
+    assert all(one.root.exists() and one.manifest.exists() for one in spec.weights)
 
 
 def test_a_manifest_beside_the_weights_is_taken(store: Store, folder: Path, weights: Path) -> None:

@@ -1,13 +1,11 @@
 """Real virtual environments with real wheels, without a network."""
 
-import base64
 import hashlib
 import json
 import os
 import subprocess
 import sys
 import threading
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -15,35 +13,17 @@ from pilotflame.errors import RequirementsError
 from pilotflame.runtime.functions import environment
 from pilotflame.runtime.functions.environment import discard_unused, ensure_environment, shrink_cache
 from pilotflame.runtime.functions.requirements import check_requirements, installed_versions
-
-
-def wheel(folder: Path, name: str, version: str, code: str, needs: tuple[str, ...] = ()) -> None:
-    info = f"{name}-{version}.dist-info"
-    files = {
-        f"{name}.py": code,
-        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
-        + "".join(f"Requires-Dist: {need}\n" for need in needs),
-        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-        f"{info}/entry_points.txt": f"[console_scripts]\n{name}={name}:main\n",
-    }
-    record = "".join(
-        f"{path},sha256={base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b'=').decode()},{len(text)}\n"
-        for path, text in files.items()
-    )
-    files[f"{info}/RECORD"] = f"{record}{info}/RECORD,,\n"
-    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as archive:
-        for path, text in files.items():
-            archive.writestr(path, text)
+from wheels import write_wheel
 
 
 @pytest.fixture(autouse=True)
 def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "index"
     folder.mkdir()
-    wheel(folder, "tinything", "1.0", "def main():\n    print('tiny')\n")
-    wheel(folder, "needy", "1.0", "", ("packaging<1", "pydantic"))
+    write_wheel(folder, "tinything", "1.0", "def main():\n    print('tiny')\n")
+    write_wheel(folder, "needy", "1.0", "", ("packaging<1", "pydantic"))
     # Older than the current environment's, and yet first on the path of an environment that has it.
-    wheel(folder, "packaging", "0.1", "def main(): ...\n")
+    write_wheel(folder, "packaging", "0.1", "def main(): ...\n")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
     return folder
@@ -168,7 +148,7 @@ def test_the_cache_of_uv_is_limited_to_what_environments_use(
 ) -> None:
     monkeypatch.delenv("UV_CACHE_DIR", raising=False)
     monkeypatch.setattr(environment, "CACHE_BYTES", 500_000)
-    wheel(index, "large", "1.0", f"DATA = '{'x' * 1_000_000}'\n")
+    write_wheel(index, "large", "1.0", f"DATA = '{'x' * 1_000_000}'\n")
     environments = tmp_path / "envs"
 
     def kept() -> list[Path]:

@@ -180,6 +180,29 @@ async def test_a_restricted_key_sees_the_usage_of_its_functions_only(state):
         assert failure(response)["type"] == "unknown_function"
 
 
+async def test_a_deploy_with_another_key_leaves_the_last_owner_what_was_used(state):
+    owners = list[str]()
+    async with gateway_here(state) as gateway:
+        async with gateway.at_home() as home:
+            for name in ("old", "new"):
+                key = (
+                    await home.post("/v1/keys", json={"name": name, "scopes": ["deploy", "invoke"]})
+                ).json()
+                gateway.client.headers["Authorization"] = f"Bearer {key['key']}"
+                function = await gateway.deploy(ECHO, name="shared")
+                await function.answer(1)
+                owners.append(key["id"])
+        rows = {row["key"]: row["usage"] for row in (await usage(gateway, by="owner"))["rows"]}
+        assert [rows[owner]["invocations"] for owner in owners] == [1, 1]
+        assert rows[owners[0]]["cold_starts"] == 1
+        before = {owner: rows[owner]["busy_s"] for owner in owners}
+    async with gateway_here(state) as gateway, gateway.at_home() as home:
+        found = (await home.get("/v1/usage", params={"by": "owner"})).json()["rows"]
+        rows = {row["key"]: row["usage"] for row in found}
+        assert [rows[owner]["invocations"] for owner in owners] == [1, 1]
+        assert rows[owners[0]]["busy_s"] == pytest.approx(before[owners[0]])
+
+
 @pytest.mark.parametrize(
     "query", [{"by": "week"}, {"since": "now"}, {"since": "-1e11"}, {"until": "1e99"}, {"function": "../a"}]
 )
@@ -289,7 +312,7 @@ async def test_at_the_cap_the_running_call_ends_and_others_get_the_reason(gatewa
     await gate.next("runs")
     assert (await function.logged("of today's budget is used"))["level"] == "warning"
     workers = (await exhausted(function))["workers"]
-    assert workers == {"ready": 0, "starting": 0, "draining": 1}
+    assert workers == {"ready": 0, "parked": 0, "starting": 0, "draining": 1}
     assert (await waiting)["type"] == "budget_exhausted"
     response = await function.call("late")
     error = failure(response)

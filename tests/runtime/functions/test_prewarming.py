@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from live import gateway_here
+from live import failure, gateway_here
 from pilotflame.runtime.functions.prewarming import Alarms, Prewarming
 from pilotflame.runtime.settings.schedule import Schedule
 
@@ -182,6 +182,58 @@ class TestUpstream:
         history = gateway.server.functions.live("b").history
         assert {one.cause for one in history.decisions.since(0) if one.action == "prewarm"} == {"upstream"}
         assert {one.figures["used"] for one in history.decisions.since(0) if one.action == "prewarm"} == {1.0}
+
+    async def test_what_was_learned_of_an_upstream_function_outlives_the_gateway(self, state: Path):
+        idle = {"scale.idle_timeout_s": 0}
+        async with gateway_here(state) as gateway:
+            for name in ("a", "b"):
+                await gateway.deploy(ECHO, idle, name=name)
+            for _ in range(3):
+                await gateway.function("a").answer(1)
+                await gateway.function("b").answer(1)
+                await asyncio.sleep(1.0)
+        async with gateway_here(state) as gateway:
+            b = gateway.function("b")
+            await b.settled(ready=0)
+            await gateway.function("a").answer(1)
+            await b.settled(ready=1)
+            assert (await b.call(1)).headers["x-cold-start"] == "false"
+
+    async def test_calls_of_another_owners_function_start_no_worker_and_are_not_learned(self, state: Path):
+        """`mine` is called after `theirs` and after `own`."""
+        settings = {"scale.idle_timeout_s": 0}
+        async with gateway_here(state) as gateway, gateway.at_home() as home:
+            keys = {}
+            for owner, functions in (("me", ["mine", "own"]), ("they", ["theirs"])):
+                fields = {"name": owner, "scopes": ["deploy", "invoke"], "functions": functions}
+                keys[owner] = (await home.post("/v1/keys", json=fields)).json()["key"]
+            clients = {"mine": "me", "own": "me", "theirs": "they"}
+
+            def by(name: str) -> Any:
+                gateway.client.headers["Authorization"] = f"Bearer {keys[clients[name]]}"
+                return gateway
+
+            for name in clients:
+                await by(name).deploy(ECHO, settings, name=name)
+            refused = await by("mine").send(ECHO, settings | {"after": ["theirs"]}, name="mine")
+            assert failure(refused)["type"] == "forbidden"
+            for _ in range(4):
+                for name in ("theirs", "own", "mine"):
+                    await by(name).function(name).answer(1)
+                await asyncio.sleep(1.0)
+            mine = by("mine").function("mine")
+            await mine.settled(ready=0)
+            history = gateway.server.functions.live("mine").history
+            assert list(history.upstreams) == ["own"]
+            causes = {
+                one.cause.partition(" ")[2] for one in history.decisions.since(0) if one.action == "start"
+            }
+            assert causes == {""}
+            # The owner's own function starts one.
+            await by("own").function("own").answer(1)
+            await by("mine").function("mine").settled(ready=1)
+            theirs = gateway.server.functions.live("theirs").history
+            assert theirs.upstreams == {}
 
     async def test_prewarms_teach_nothing(self, gateway: Any, deploy: Any):
         """Workers of `d` are started after each call of `c`, but nobody calls `d`."""

@@ -4,21 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
-import os
-import shutil
-import signal
-import zipfile
-from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from live import LIMIT_S, Function, Gate, failure, gateway_here, gone, until
-from pilotflame.runtime.functions import environment
+from live import Function, Gate, failure, gateway_here, gone, until
 from pilotflame.runtime.functions.code import pack
-from pilotflame.runtime.functions.registry import DEPLOY_THREADS
-from pilotflame.runtime.functions.requirements import requirements_digest
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -132,112 +123,6 @@ async def test_a_restart_under_load_has_as_many_workers_as_before_or_as_can_star
     assert (await function.client.post("/v1/functions/scarce/restart")).status_code == 200
 
 
-async def test_a_rollback_makes_an_older_revision_live_also_after_a_restart(state):
-    def version(number: int) -> str:
-        return f"def handler(event):\n    return {number}"
-
-    async def roll(gateway, **order) -> str:
-        response = await gateway.client.post("/v1/functions/undone/rollback", json=order)
-        assert response.status_code == 200, response.text
-        return response.json()["revision"].partition("-")[0]
-
-    async def listed(gateway) -> dict[str, str]:
-        found = (await gateway.client.get("/v1/functions/undone/revisions")).json()["revisions"]
-        return {one["revision"].partition("-")[0]: one["state"] for one in found}
-
-    async with gateway_here(state) as gateway:
-        for number in (1, 2, 3):
-            function = await gateway.deploy(version(number), name="undone")
-        assert await roll(gateway) == "r2"
-        assert await function.answer() == 2
-        assert await roll(gateway) == "r1"
-        assert await roll(gateway, revision="r3") == "r3"
-        assert await roll(gateway, revision="1") == "r1"
-        assert await function.answer() == 1
-
-        async def drained() -> bool:
-            return await listed(gateway) == {"r3": "stored", "r2": "stored", "r1": "live"}
-
-        await until(drained, "the end of the old revisions")
-        refused = await gateway.client.post("/v1/functions/undone/rollback")
-        assert failure(refused)["type"] == "unknown_revision"
-    async with gateway_here(state) as gateway:
-        assert await gateway.function("undone").answer() == 1
-        assert (await gateway.send(version(4), name="undone")).json()["revision"].startswith("r4-")
-
-
-async def test_old_revisions_are_pruned_but_not_while_they_drain(state, gate: Gate):
-    async with gateway_here(state, keep_revisions=1) as gateway:
-        function = await gateway.deploy(WAITS, name="pruned", gate=gate)
-        running = asyncio.create_task(function.answer("runs"))
-        await gate.next("runs")
-        folder = gateway.state / "functions" / "pruned"
-
-        def stored() -> set[str]:
-            return {path.name.partition("-")[0] for path in folder.glob("r*")}
-
-        for number in (2, 3):
-            await gateway.deploy(f"def handler(event):\n    return {number}", name="pruned")
-
-        async def pruned() -> bool:
-            return stored() == {"r1", "r3"}
-
-        await until(pruned, "r2 pruned and r1 kept")
-        gate.open()
-        assert await running == "runs"
-
-        async def alone() -> bool:
-            return stored() == {"r3"}
-
-        await until(alone, "r1 pruned")
-
-
-async def test_a_revision_that_a_rollback_proves_is_not_pruned(state, gate: Gate, tmp_path: Path):
-    held = tmp_path / "held"
-    proof = "import os\ndef setup(context):\n    if os.path.exists(os.environ['HELD']):\n        gate.wait('proof')"
-    async with gateway_here(state, keep_revisions=1) as gateway:
-        source = f"{WAITS}\n{proof}"
-        function = await gateway.deploy(source, {"env.HELD": str(held)}, name="proved", gate=gate)
-        running = asyncio.create_task(function.answer("runs"))
-        call = await gate.next("runs")
-        await gateway.deploy("def handler(event):\n    return 'new'", name="proved")
-        held.touch()
-        rolling = asyncio.create_task(gateway.client.post("/v1/functions/proved/rollback"))
-        await gate.next("proof")
-        # When the last call of the first revision has ended, the gateway prunes old revisions.
-        call.go()
-        assert await running == "runs"
-
-        async def pruned() -> bool:
-            return not gateway.server.functions._retirements
-
-        await until(pruned, "the end of the retirement")
-        gate.open()
-        response = await rolling
-        assert response.status_code == 200, response.text
-        assert await function.answer("again") == "again"
-        assert len(list((state / "functions" / "proved").glob("r1-*/code/handler.py"))) == 1
-
-
-async def test_a_revision_that_cannot_be_stored_as_live_leaves_no_process(state, gate: Gate):
-    async with gateway_here(state) as gateway:
-        function = await gateway.deploy("def handler(event):\n    return 'old'", name="stuck")
-        current = state / "functions" / "stuck" / "current"
-        current.unlink()
-        (current / "in the way").mkdir(parents=True)
-        source = (
-            "import gate\ndef setup(context):\n    gate.wait('setup')\ndef handler(event):\n    return 'new'"
-        )
-        deploying = asyncio.create_task(gateway.send(source, name="stuck", gate=gate))
-        proof = await gate.next("setup")
-        proof.go()
-        assert "current cannot be written" in failure(await deploying)["message"]
-        assert "current cannot be written" in (await function.logged("was not deployed"))["text"]
-        await gone(proof.pid)
-        assert [path.name.partition("-")[0] for path in current.parent.glob("r*")] == ["r1"]
-        assert await function.answer() == "old"
-
-
 async def test_uploads_with_the_same_weights_share_them(gateway, deploy, tmp_path):
     (tmp_path / "model.bin").write_bytes(b"w" * (2 << 20))
     (tmp_path / "pilotflame.toml").write_text('name = "heavy"\n')
@@ -306,7 +191,9 @@ async def test_a_restart_brings_functions_back_at_zero(state):
     async with gateway_here(state) as gateway:
         listed = (await gateway.client.get("/v1/functions")).json()["functions"]
         assert [one["name"] for one in listed] == ["one", "two"]
-        assert [one["workers"] for one in listed] == [{"ready": 0, "starting": 0, "draining": 0}] * 2
+        assert [one["workers"] for one in listed] == [
+            {"ready": 0, "parked": 0, "starting": 0, "draining": 0}
+        ] * 2
         two = gateway.function("two")
         assert (await two.status())["settings"]["scale"]["max"] == 2
         response = await two.call()
@@ -400,142 +287,3 @@ async def test_a_deploy_whose_caller_disconnects_leaves_nothing(gateway, deploy,
     await gone(zygote)
     response = await gateway.client.get("/v1/functions/left")
     assert response.status_code == 404
-
-
-@pytest.fixture
-def small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A function's folder with a requirement that only an index in a folder has."""
-    (tmp_path / "index").mkdir()
-    with zipfile.ZipFile(tmp_path / "index" / "tinything-1.0-py3-none-any.whl", "w") as wheel:
-        wheel.writestr("tinything.py", "SIZE = 'tiny'\n")
-        info = "tinything-1.0.dist-info"
-        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: tinything\nVersion: 1.0\n")
-        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
-        wheel.writestr(
-            f"{info}/RECORD", f"tinything.py,,\n{info}/METADATA,,\n{info}/WHEEL,,\n{info}/RECORD,,\n"
-        )
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "index"))
-    folder = tmp_path / "small"
-    folder.mkdir()
-    source = "import sys, tinything, pydantic\ndef handler(event):\n    return [tinything.SIZE, sys.prefix]\n"
-    (folder / "handler.py").write_text(source)
-    (folder / "requirements.txt").write_text("tinything\npydantic\n")
-    return folder
-
-
-@contextlib.contextmanager
-def installing(state: Path, folder: Path) -> Iterator[None]:
-    """Within the block, deploys of the folder wait as if another deploy was building its environment."""
-    key = environment._key(requirements_digest((folder / "requirements.txt").read_text()))
-    (state / "environments").mkdir(exist_ok=True)
-    with (state / "environments" / f"{key}.lock").open("ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
-async def test_a_function_runs_in_the_environment_of_its_requirements(state, small: Path, monkeypatch):
-    monkeypatch.delenv("UV_CACHE_DIR", raising=False)
-    monkeypatch.setattr(environment, "CACHE_BYTES", 0)
-    async with gateway_here(state) as gateway:
-        body = {"path": str(small), "install": True}
-        response = await gateway.client.post("/v1/functions", json=body)
-        assert response.status_code == 201, response.text
-        size, prefix = await gateway.function("small").answer()
-        assert size == "tiny"
-        assert prefix.startswith(str(gateway.state / "environments"))
-        assert len(list((state / "environments").glob("py*/"))) == 1
-        # With the last function that needs it, the environment goes, and what uv has downloaded for it.
-        await gateway.client.delete("/v1/functions/small")
-        assert list((state / "environments").glob("py*/")) == []
-        assert list((state / "environments" / ".uv-cache").rglob("tinything.py")) == []
-
-
-async def test_environments_are_built_again_where_the_state_folder_was_moved_or_they_are_missing(
-    state, small: Path
-):
-    async with gateway_here(state) as gateway:
-        body = {"path": str(small), "install": True}
-        response = await gateway.client.post("/v1/functions", json=body)
-        assert response.status_code == 201, response.text
-    moved = state.with_name("moved")
-    state.rename(moved)
-    async with gateway_here(moved) as gateway:
-        size, prefix = await gateway.function("small").answer()
-        assert (size, prefix.startswith(f"{moved}/environments/py")) == ("tiny", True)
-    (scripts,) = moved.glob("environments/py*/bin/activate")
-    assert str(state) + "/" not in scripts.read_text()
-    shutil.rmtree(moved / "environments")
-    async with gateway_here(moved) as gateway:
-        size, prefix = await gateway.function("small").answer()
-        assert (size, prefix.startswith(f"{moved}/environments/py")) == ("tiny", True)
-
-
-async def test_a_function_starts_while_all_threads_of_the_deploys_wait(state, small: Path, tmp_path: Path):
-    other = shutil.copytree(small, tmp_path / "other")
-    (other / "requirements.txt").write_text("tinything==1.0\n")
-    async with gateway_here(state) as gateway:
-        body = {"path": str(small), "install": True}
-        assert (await gateway.client.post("/v1/functions", json=body)).status_code == 201
-        function = gateway.function("small")
-        with installing(state, other):
-            body = {"path": str(other), "install": True}
-            deploying = [
-                asyncio.create_task(gateway.client.post("/v1/functions", json=body))
-                for _ in range(DEPLOY_THREADS)
-            ]
-
-            async def waiting() -> bool:
-                return len(list((state / "staging").iterdir())) == DEPLOY_THREADS
-
-            await until(waiting, "deploys that wait")
-            for role in ("zygote", "worker"):
-                for pid in await function.pids(role):
-                    os.kill(pid, signal.SIGKILL)
-                    await gone(pid)
-            async with asyncio.timeout(LIMIT_S):
-                assert (await function.answer())[0] == "tiny"
-            for task in deploying:
-                task.cancel()
-            await asyncio.gather(*deploying, return_exceptions=True)
-
-
-async def test_a_deploy_whose_caller_leaves_while_files_are_prepared_leaves_nothing(state, small: Path):
-    async with gateway_here(state) as gateway:
-        staging = state / "staging"
-
-        async def staged() -> bool:
-            return any(staging.iterdir())
-
-        async def left() -> bool:
-            return not any(staging.iterdir())
-
-        with installing(state, small):
-            body = {"path": str(small), "install": True}
-            deploying = asyncio.create_task(gateway.client.post("/v1/functions", json=body))
-            await until(staged, "the staged folder")
-            deploying.cancel()
-            await asyncio.gather(deploying, return_exceptions=True)
-        await until(left, "the end of the staged folder")
-        assert (await gateway.client.get("/v1/functions/small")).status_code == 404
-
-
-async def test_deploys_that_wait_keep_nobody_from_a_compressed_answer(state, small: Path):
-    async with gateway_here(state) as gateway:
-        function = await gateway.deploy("def handler(event):\n    return 'x' * 100_000")
-        with installing(state, small):
-            body = {"path": str(small), "install": True}
-            deploying = [
-                asyncio.create_task(gateway.client.post("/v1/functions", json=body)) for _ in range(40)
-            ]
-
-            async def waiting() -> bool:
-                return any((state / "staging").iterdir())
-
-            await until(waiting, "a deploy that waits")
-            async with asyncio.timeout(LIMIT_S):
-                response = await function.call(Accept_Encoding="gzip")
-            assert response.headers["content-encoding"] == "gzip"
-            for task in deploying:
-                task.cancel()
-            await asyncio.gather(*deploying, return_exceptions=True)

@@ -14,8 +14,15 @@ from typing import Any
 
 import pytest
 from pilotflame.errors import BadInput, GatewayError, SettingsError, UnknownFunction, UnknownRevision
-from pilotflame.runtime.functions.store import Retention, RevisionFields, RevisionRecord, Store
-from pilotflame.runtime.settings.function_settings import FunctionSettings, Resources
+from pilotflame.runtime.functions.store import (
+    Retention,
+    RevisionFields,
+    RevisionRecord,
+    Store,
+    StoredSnapshot,
+)
+from pilotflame.runtime.settings.function_settings import FunctionSettings
+from pilotflame.runtime.settings.resources import Resources
 
 
 def fields(name: str = "tone", **more: Any) -> RevisionFields:
@@ -23,7 +30,7 @@ def fields(name: str = "tone", **more: Any) -> RevisionFields:
         **{
             "code_digest": "ab" * 32,
             "settings": FunctionSettings(name=name, env={"TOKEN": "secret"}),
-            "snapshot_root": Path("/weights"),
+            "snapshots": {"": StoredSnapshot(root=Path("/weights"))},
             "python": Path("/usr/bin/python"),
             "requirements_digest": "cd" * 32,
             "handler": {"kind": "function", "input": {"type": "object"}},
@@ -54,6 +61,25 @@ def revisions(store: Store, name: str) -> list[RevisionRecord]:
     return found
 
 
+@pytest.mark.parametrize(
+    ("earlier", "now"),
+    [
+        ({"snapshot_root": "/weights", "snapshot_url": None}, {"": StoredSnapshot(root=Path("/weights"))}),
+        ({"snapshot_root": None, "snapshot_url": "s3://b/net"}, {"": StoredSnapshot(url="s3://b/net")}),
+        ({"snapshot_root": None, "snapshot_url": None}, {}),
+    ],
+)
+def test_a_revision_of_an_earlier_release_keeps_its_snapshot(
+    store: Store, earlier: dict[str, Any], now: dict[str, StoredSnapshot]
+) -> None:
+    record = deploy(store)
+    file = store.code(record).parent / "revision.json"
+    stored = json.loads(file.read_text())
+    del stored["snapshots"]
+    file.write_text(json.dumps(stored | earlier))
+    assert store.functions()[record.function].snapshots == now
+
+
 class Reports(list[str]):
     def __call__(self, text: str) -> None:
         self.append(text)
@@ -73,6 +99,55 @@ def store(tmp_path: Path, reports: Reports) -> Store:
 
 def staged(root: Path) -> list[Path]:
     return list((root / "staging").iterdir())
+
+
+def test_compiled_code_goes_with_its_function(tmp_path: Path, reports: Reports) -> None:
+    store = Store(tmp_path, reports)
+    store.start()
+    folders = {}
+    for name in ("tone", "other", "failing"):
+        record = placed(store, fields(name))
+        place = store.compiled(record)
+        assert place is not None
+        folders[name] = place.folder
+        (place.folder / "key" / "inductor").mkdir(parents=True)
+        if name != "failing":
+            store.promote(record)
+    store.withdraw(record)
+    assert not folders["failing"].exists()
+    store.delete("tone")
+    assert set((tmp_path / "compiled").iterdir()) == {folders["other"]}
+    # A crash left some of a function that is gone.
+    folders["tone"].mkdir()
+    Store(tmp_path, reports).start()
+    assert set((tmp_path / "compiled").iterdir()) == {folders["other"]}
+    assert staged(tmp_path) == []
+    nothing = Store(tmp_path, reports, Retention(compiled_bytes=0))
+    nothing.start()
+    assert nothing.compiled(record) is None
+    assert not list((tmp_path / "compiled").iterdir())
+
+
+def test_a_withdrawn_revision_leaves_compiled_code_to_the_others(store: Store, tmp_path: Path) -> None:
+    place = store.compiled(deploy(store))
+    assert place is not None
+    place.folder.mkdir(parents=True)
+    store.withdraw(placed(store, fields()))
+    assert place.folder.exists()
+
+
+def test_the_key_of_compiled_code_is_of_what_runs(store: Store) -> None:
+    changes: list[dict[str, Any]] = [{}, {"code_digest": "cd" * 32}, {"requirements_digest": "ab" * 32}]
+    codes = [store.compiled(placed(store, fields(**change))) for change in changes]
+    assert len({place.code for place in codes if place is not None}) == 3
+    again = store.compiled(placed(store, fields()))
+    assert again == codes[0]
+
+
+@pytest.mark.parametrize("limited", [{"image": {"name": "other"}}, {"resources": {"files": "private"}}])
+def test_functions_whose_disk_is_limited_keep_no_compiled_code(store: Store, limited: dict[str, Any]) -> None:
+    settings = FunctionSettings.model_validate({"name": "tone", **limited})
+    assert store.compiled(placed(store, fields(settings=settings))) is None
 
 
 def test_a_promoted_revision_is_found_again(store: Store, tmp_path: Path, reports: Reports) -> None:
@@ -184,7 +259,7 @@ def test_prune_removes_by_size_and_counts_shared_weights_once(tmp_path: Path, re
         code = store.stage() / "code"
         code.mkdir()
         (code / "model.bin").write_bytes(weights)
-        store.weights.share(code, None)
+        store.weights.share(code, [])
         record = store.place(code.parent, fields())
         store.promote(record)
         return record

@@ -2,47 +2,19 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import shutil
 import threading
 import uuid
-import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
 import uv
 from containers import podman, require_podman
 from local_images import base_image
-
-
-def _write_wheel(folder: Path, name: str = "tinything", version: str = "1.0") -> Path:
-    """Write a wheel with one module, whose VERSION says the version."""
-    info = f"{name}-{version}.dist-info"
-    files = {
-        f"{name}.py": f"VERSION = {version!r}\n",
-        f"{info}/METADATA": f"Metadata-Version: 2.4\nName: {name}\nVersion: {version}\nLicense-Expression: MIT\n",
-        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-    }
-    rows = [
-        f"{path},sha256={base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b'=').decode()},{len(text)}"
-        for path, text in files.items()
-    ]
-    files[f"{info}/RECORD"] = "\n".join([*rows, f"{info}/RECORD,,", ""])
-    wheel = folder / f"{name}-{version}-py3-none-any.whl"
-    with zipfile.ZipFile(wheel, "w") as packed:
-        for path, text in files.items():
-            packed.writestr(path, text)
-    return wheel
-
-
-@pytest.fixture
-def write_wheel() -> Callable[..., Path]:
-    """Writes a wheel with one module into a folder."""
-    return _write_wheel
+from wheels import write_wheel
 
 
 @pytest.fixture(scope="session")
@@ -51,7 +23,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     require_podman()
     folder = tmp_path_factory.mktemp("base")
     (folder / "wheels").mkdir()
-    _write_wheel(folder / "wheels")
+    write_wheel(folder / "wheels", "tinything", "1.0", "VERSION = '1.0'\n")
     name = f"localhost/pilotflame-test-build-base:{folder.parent.name}"
     (folder / "Containerfile").write_text(f"FROM {base_image()}\nCOPY wheels /wheels\n")
     podman("build", "-q", "-t", name, str(folder))

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from pilotflame._version import __version__
 from pilotflame.errors import CodeError, RequirementsError, SettingsError
 from pilotflame.runtime.functions.requirements import parse_requirements
 from pilotflame.runtime.images.build_context import write_context
+from wheels import write_wheel
 
 HANDLER = "def handler(event):\n    return event\n"
 
@@ -99,6 +99,32 @@ def test_weights_are_left_out_with_a_notice_or_linked(function: Path, tmp_path: 
     assert having.recipe.weights
 
 
+def test_named_weights_are_put_into_the_image_at_their_paths(function: Path, tmp_path: Path) -> None:
+    for name in ("base", "adapters/style"):
+        (function / name).mkdir(parents=True)
+        (function / name / "model.safetensors").write_bytes(name.encode())
+    toml = '[snapshots]\nbase = "base"\nstyle = "./adapters/style"\n'
+    (function / "pilotflame.toml").write_text(toml)
+    having = write_context(function, tmp_path / "having", with_weights=True)
+    assert having.recipe.weights
+    for name in ("base", "adapters/style"):
+        assert (having.folder / "weights" / name / "model.safetensors").read_bytes() == name.encode()
+        assert not (having.folder / "function" / name).exists()
+    written = tomllib.loads((having.folder / "function" / "pilotflame.toml").read_text())
+    assert written["snapshots"] == {"base": "base", "style": "adapters/style"}
+    assert len(write_context(function, tmp_path / "without").notices) == 2
+    # Some may be inside others, or the same.
+    more = {"snapshots.all": "adapters", "snapshots.same": "base"}
+    having = write_context(function, tmp_path / "more", overrides=more, with_weights=True)
+    weights = sorted(
+        file.relative_to(having.folder).as_posix() for file in having.folder.rglob("*.safetensors")
+    )
+    assert weights == ["weights/adapters/style/model.safetensors", "weights/base/model.safetensors"]
+    remote = {"snapshots.style": "hf://org/style"}
+    with pytest.raises(SettingsError, match=r"snapshots\.style is hf://org/style, not a folder"):
+        write_context(function, tmp_path / "c", overrides=remote, with_weights=True)
+
+
 def test_weights_elsewhere_cannot_be_put_into_the_image(function: Path, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     overrides = {"snapshot": str(tmp_path / "elsewhere")}
@@ -149,10 +175,8 @@ def test_pilotflame_is_never_taken_from_an_index(function: Path, tmp_path: Path)
         write_context(function, tmp_path / "other")
 
 
-def test_a_lock_of_uv_is_used_where_there_is_no_requirements_file(
-    function: Path, tmp_path: Path, write_wheel: Callable[..., Path]
-) -> None:
-    write_wheel(tmp_path)
+def test_a_lock_of_uv_is_used_where_there_is_no_requirements_file(function: Path, tmp_path: Path) -> None:
+    write_wheel(tmp_path, "tinything", "1.0", "")
     (function / "pyproject.toml").write_text(
         '[project]\nname = "hello"\nversion = "1"\nrequires-python = ">=3.11"\ndependencies = ["tinything"]\n'
         f'[tool.uv]\nno-index = true\nfind-links = ["{tmp_path}"]\n'

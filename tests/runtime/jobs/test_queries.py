@@ -2,42 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from pathlib import Path
-from typing import Any
-
 import pytest
-import pytest_asyncio
-from jobs_model import Clock
+from jobs_model import KEEP_S, Clock, new_job
 from pilotflame.errors import JobExpired, UnknownJob
 from pilotflame.runtime.jobs import queries
-from pilotflame.runtime.jobs.database import Database
-from pilotflame.runtime.jobs.job import NewJob
-from pilotflame.runtime.jobs.schema import SCRIPTS
 from pilotflame.runtime.jobs.store import JobStore
 
 BOTH = ("tone", "echo")
 
 
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest_asyncio.fixture
-async def store(tmp_path: Path, clock: Clock) -> AsyncIterator[JobStore]:
-    database = Database(tmp_path / "jobs.db", SCRIPTS)
-    database.open()
-    yield JobStore(database, keep_s=10.0, clock=clock)
-    database.close()
-
-
-def new(**more: Any) -> NewJob:
-    return NewJob("tone", b"{}", execution_timeout_s=1.0, **{"ttl_s": 1000.0, **more})
-
-
 async def test_a_job_is_found_by_callers_of_its_function(store: JobStore) -> None:
-    job, _ = await store.submit(new(wanted_id="mine"))
+    job, _ = await store.submit(new_job(wanted_id="mine"))
     assert await store.find("mine", BOTH.__contains__, BOTH) == job
     # A job of a deleted function.
     assert await store.find("mine", BOTH.__contains__, ()) == job
@@ -49,10 +24,10 @@ async def test_a_job_is_found_by_callers_of_its_function(store: JobStore) -> Non
 async def test_an_expired_job_is_reported_to_callers_who_might_have_seen_it(
     store: JobStore, clock: Clock
 ) -> None:
-    await store.submit(new(wanted_id="mine", ttl_s=1.0))
+    await store.submit(new_job(wanted_id="mine", ttl_s=1.0))
     clock.now_s += 2.0
     await store.expire()
-    clock.now_s += 18.0
+    clock.now_s += 1.8 * KEEP_S
     await store.expire()
     with pytest.raises(JobExpired):
         await store.find("mine", BOTH.__contains__, BOTH)
@@ -62,7 +37,7 @@ async def test_an_expired_job_is_reported_to_callers_who_might_have_seen_it(
 
 async def test_pieces_are_read_by_their_size_too(store: JobStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queries, "PIECES_BYTES", 25)
-    job, _ = await store.submit(new())
+    job, _ = await store.submit(new_job())
     await store.take(job.id)
     pieces = [b"x" * 10, b"", b"x" * 10, b"x" * 10, b"x" * 100, b"y"]
     await store.add_pieces(job.id, 1, 1, pieces)
@@ -76,10 +51,10 @@ async def test_pieces_are_read_by_their_size_too(store: JobStore, monkeypatch: p
 
 async def test_extra_is_stored(store: JobStore, clock: Clock) -> None:
     extra = {"event": {"id": "1", "source": "straße", "n": 2, "yes": True}}
-    job, _ = await store.submit(new(extra=extra))
+    job, _ = await store.submit(new_job(extra=extra))
     assert job.extra == extra
     assert (await store.get("tone", job.id)).extra == extra
     (queued,) = await store.due("tone", 10, clock.now_s)
     assert queued.extra == extra
-    plain, _ = await store.submit(new(extra={}))
+    plain, _ = await store.submit(new_job(extra={}))
     assert (await store.get("tone", plain.id)).extra is None is plain.extra

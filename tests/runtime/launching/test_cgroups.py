@@ -8,7 +8,7 @@ import pytest
 from pilotflame.errors import LauncherError
 from pilotflame.runtime.launching import cgroups
 from pilotflame.runtime.launching.cgroups import Cgroup, Controller, find_controllers
-from pilotflame.runtime.settings.function_settings import Resources
+from pilotflame.runtime.settings.resources import Resources
 
 # Each is /proc/self/cgroup and the mounts of cgroups; PLACE is a folder of the test.
 SYSTEMD = ("0::/system.slice/pilotflame.service\n", "30 23 0:26 / PLACE/v2 rw - cgroup2 cgroup2 rw\n")

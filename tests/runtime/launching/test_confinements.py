@@ -24,7 +24,8 @@ from pilotflame.runtime.launching.listener import Listener
 from pilotflame.runtime.launching.process_launcher import ProcessLauncher
 from pilotflame.runtime.link.worker_spec import WorkerSpec
 from pilotflame.runtime.serving.zygote_supervisor import ZygoteSupervisor
-from pilotflame.runtime.settings.function_settings import Resources, Scale
+from pilotflame.runtime.settings.function_settings import Scale
+from pilotflame.runtime.settings.resources import Resources
 from pilotflame.runtime.telemetry.logs import LogBook
 from pilotflame.runtime.worker.confinement import landlock_version
 

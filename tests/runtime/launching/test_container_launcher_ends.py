@@ -10,13 +10,13 @@ from pathlib import Path
 import psutil
 import pytest
 from aiohttp import web
-from containers import Engine, made_image, podman, require_podman, running_engine
+from containers import Engine, made_image, podman, require_podman, running_engine, scripted_engine
 from live import short_folder
 from pilotflame.errors import LauncherError
 from pilotflame.runtime.launching import container_launcher
 from pilotflame.runtime.launching.container_launcher import ContainerLauncher
 from pilotflame.runtime.launching.listener import Listener
-from pilotflame.runtime.link.worker_spec import WorkerSpec
+from pilotflame.runtime.link.worker_spec import Weights, WorkerSpec
 from pilotflame.runtime.telemetry.background import BackgroundTasks
 from pilotflame.runtime.telemetry.logs import LogBook
 from pilotflame.snapshot.caching.flock import locked_file
@@ -55,24 +55,16 @@ async def hanging_engine(folder: Path) -> AsyncIterator[tuple[str, asyncio.Event
     """The URL of an engine that never creates a container, and an event that is set once it is asked to."""
     asked, ended = asyncio.Event(), asyncio.Event()
 
-    async def answer(request: web.Request) -> web.StreamResponse:
-        if request.path.endswith("/containers/create"):
-            asked.set()
-            await ended.wait()
-        if request.method == "DELETE":
-            return web.Response(status=204)
-        return web.json_response([] if request.path.endswith("/containers/json") else {"ApiVersion": "1.43"})
+    async def create(_request: web.Request) -> web.StreamResponse:
+        asked.set()
+        await ended.wait()
+        return web.json_response({"message": "it hung"}, status=500)
 
-    app = web.Application()
-    app.router.add_route("*", "/{path:.*}", answer)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    await web.UnixSite(runner, str(folder / "engine.sock")).start()
-    try:
-        yield f"unix://{folder / 'engine.sock'}", asked
-    finally:
-        ended.set()
-        await runner.cleanup()
+    async with scripted_engine(folder, create, {"ApiVersion": "1.43"}) as url:
+        try:
+            yield url, asked
+        finally:
+            ended.set()
 
 
 def code(state: Path) -> Path:
@@ -101,9 +93,9 @@ async def test_a_cancelled_launch_lets_the_cache_go(state: Path) -> None:
     manifest = make(state / "origin")
     cache = state / "cache"
     cache.mkdir()
-    spec = WorkerSpec(
-        function="f", revision="1-x", code=code(state), image="any", cache=cache, manifest=state / "origin"
-    )
+    origin = state / "origin"
+    weights = Weights(root=origin, manifest=origin, source="s3://bucket/net", cache=cache)
+    spec = WorkerSpec(function="f", revision="1-x", code=code(state), image="any", weights=(weights,))
     folder = cache / "snapshots" / manifest.digest
     async with hanging_engine(state) as (url, _), launching(url, state, []) as launcher:
         await launcher.prepare(spec)

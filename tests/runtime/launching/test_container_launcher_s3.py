@@ -9,7 +9,6 @@ import os
 import signal
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from urllib.request import Request, urlopen
 
 import boto3
 import psutil
@@ -19,7 +18,7 @@ import torch
 from containers import made_image, podman, require_podman, running_engine
 from fault_server import Faults, FaultServer
 from live import Function, Gateway, gateway_here, short_folder, until
-from moto.server import ThreadedMotoServer
+from moto_server import moto_server
 from pilotflame.errors import CacheError
 from pilotflame.runtime.telemetry.timeline import parse_server_timing
 from pilotflame.snapshot.caching.cache import Cache
@@ -27,7 +26,7 @@ from pilotflame.snapshot.caching.node import node_tiers
 from pilotflame.snapshot.caching.stored import is_mounted
 from pilotflame.snapshot.converting.push import push
 from pilotflame.snapshot.format.create import create
-from pilotflame.snapshot.format.manifest import MANIFEST_NAME
+from pilotflame.snapshot.format.manifest import MANIFEST_NAME, REALM_DIGITS
 from pilotflame.snapshot.sources.s3 import S3Source
 from safetensors.torch import save_file
 
@@ -81,13 +80,10 @@ class Weights:
 @pytest.fixture(scope="module")
 def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Weights]]:
     """The snapshots s3://weights/one and s3://weights/two. The credentials are in the gateway's environment."""
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    with pytest.MonkeyPatch.context() as patched:
+    with moto_server() as endpoint, pytest.MonkeyPatch.context() as patched:
         for name, value in {
             "AWS_ACCESS_KEY_ID": "AKIAHUSHHUSHHUSH0000", "AWS_SECRET_ACCESS_KEY": SECRET,
-            "AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_ENDPOINT_URL": endpoint, "AWS_DEFAULT_REGION": "us-east-1",
             "AWS_EC2_METADATA_DISABLED": "true", "AWS_CONFIG_FILE": "/nowhere",
             "AWS_SHARED_CREDENTIALS_FILE": "/nowhere",
         }.items():  # fmt: skip
@@ -100,8 +96,6 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Weights]]
             made[name] = Weights(tmp_path_factory.mktemp("weights") / name, seed)
             push(made[name].folder, made[name].manifest, S3Source(f"s3://{BUCKET}/{name}"))
         yield made
-    urlopen(Request(f"http://{host}:{port}/moto-api/reset", method="POST"), timeout=10).close()
-    server.stop()
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
@@ -175,23 +169,76 @@ async def test_containers_of_two_functions_map_the_same_file(
     assert container_of(gateway, one) != container_of(gateway, again)
 
 
+def in_cache(folder: Path, weights: Weights) -> str:
+    """The name of a snapshot in a folder of the cache. It ends with digits of the realm."""
+    (name,) = [
+        found.name
+        for found in folder.iterdir()
+        if found.name.startswith(weights.manifest.digest[:-REALM_DIGITS])
+    ]
+    return name
+
+
 async def test_a_container_sees_its_own_snapshot_only_and_cannot_write_to_it(
     one: Function, two: Function, s3: dict[str, Weights]
 ) -> None:
     assert (await two.answer())["answer"] == s3["two"].right
     ((path, _),) = (await one.answer())["mapped"]
     folder = Path(path).parents[1]
-    assert s3["two"].manifest.digest in {found.name for found in folder.parent.iterdir()}
+    assert in_cache(folder.parent, s3["two"]) != folder.name
     assert await one.answer({"list": str(folder.parent)}) == [folder.name]
     for target in (path, folder / "fetching", folder / "files" / "new"):
         assert "Read-only file system" in (await one.error({"write": str(target)}))["message"]
+
+
+SEVERAL = """
+import os
+import torch
+
+def build(context):
+    nets = {}
+    for name in context.snapshots:
+        with context.snapshots.skeleton():
+            nets[name] = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(8)])
+        context.snapshots[name].restore(nets[name])
+    return nets
+
+@torch.inference_mode()
+def handler(event, context):
+    if event:
+        return sorted(os.listdir(event))
+    lines = [line.split() for line in open("/proc/self/maps") if line.rstrip().endswith("model.safetensors")]
+    answers = {name: net(torch.ones(256)).tolist() for name, net in context.state.items()}
+    return {"answers": answers, "mapped": sorted({line[5] for line in lines})}
+"""
+
+
+async def test_a_container_with_several_snapshots_sees_these_and_no_others(
+    gateway: Gateway, image: str, two: Function, s3: dict[str, Weights], tmp_path: Path
+) -> None:
+    await two.answer()
+    extra = Weights(tmp_path / "extra", 9)
+    with FaultServer(extra.folder) as server:
+        urls = {"a": f"s3://{BUCKET}/one", "b": server.url, "same": server.url}
+        named = {f"snapshots.{name}": url for name, url in urls.items()}
+        function = await gateway.deploy(SEVERAL, {"image.name": image, "scale.idle_timeout_s": 0, **named})
+        found = await function.answer()
+        right = {"a": s3["one"].right, "b": extra.right, "same": extra.right}
+        assert {name: found["answers"][name] == right[name] for name in right} == dict.fromkeys(right, True)
+        folders = {Path(path).parents[1] for path in found["mapped"]}
+        (parent,) = {folder.parent for folder in folders}
+        own = {in_cache(parent, s3["one"]), in_cache(parent, extra)}
+        assert {folder.name for folder in folders} == set(await function.answer(str(parent))) == own
+        assert in_cache(parent, s3["two"]) not in own
 
 
 async def test_a_snapshot_that_was_evicted_is_fetched_again_for_the_same_container(
     gateway: Gateway, two: Function, s3: dict[str, Weights]
 ) -> None:
     await two.answer()
-    container, digest = container_of(gateway, two), s3["two"].manifest.digest
+    container = container_of(gateway, two)
+    (tier,) = [tier for tier in tiers(gateway).tiers if tier.kind == "disk"]
+    digest = in_cache(tier.root / "snapshots", s3["two"])
     await two.settled(ready=0)
 
     async def evicted() -> bool:

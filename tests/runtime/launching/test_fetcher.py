@@ -2,63 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 from fault_server import FaultServer
+from pilotflame.snapshot.format.create import create
 from pilotflame.snapshot.format.discover import find_manifest
 from pilotflame.snapshot.format.manifest import MANIFEST_NAME
 from pilotflame.snapshot.sources.http import HttpSource
-from pulling import LIMIT_S, make
+from pulling import LIMIT_S, fetching, make
 
 PROMPT_S = 5.0
 """Far below the ten seconds for which a connection may be tried."""
-
-
-class Fetching:
-    """A fetcher process and its two streams."""
-
-    def __init__(self, cache: Path) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "pilotflame.runtime.launching.fetcher", str(cache)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
-
-    def tell(self, **request: Any) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps(request) + "\n")
-        self.process.stdin.flush()
-
-    def hear(self, number: int, event: str) -> dict[str, Any]:
-        """Read events until `event` of hold `number` comes."""
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            heard: dict[str, Any] = json.loads(line)
-            if (heard.get("id"), heard["event"]) == (number, event):
-                return heard
-            assert heard["event"] != "failed" or heard.get("id") != number, heard
-        raise AssertionError("the fetcher ended")
-
-
-@contextmanager
-def fetching(cache: Path) -> Iterator[Fetching]:
-    found = Fetching(cache)
-    try:
-        yield found
-    finally:
-        found.process.kill()
-        found.process.wait(LIMIT_S)
-        for pipe in (found.process.stdin, found.process.stdout):
-            if pipe is not None:
-                pipe.close()
 
 
 @contextmanager
@@ -102,3 +61,55 @@ def test_weights_are_there_even_if_their_digests_cannot_be_kept(tmp_path: Path) 
             place = f"/proc/{os.getpid()}/fd/{opened.fileno()}"
             fetcher.tell(op="hold", id=1, manifest=place, url=server.url)
             assert fetcher.hear(1, "done")["bytes"] > 0
+
+
+def test_assets_that_the_deploy_has_are_not_asked_for_and_connections_stay(tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("one", "other")]
+    for number, folder in enumerate(folders):
+        make(folder, number)
+        (folder / "config.json").write_text("{}")
+        create(folder).write(folder / MANIFEST_NAME)
+    with FaultServer(tmp_path) as server, fetching(tmp_path / "cache") as fetcher:
+        for number, folder in enumerate(folders, 1):
+            order = {"manifest": str(folder / MANIFEST_NAME), "url": f"{server.url}/{folder.name}"}
+            fetcher.tell(op="prepare", **order)
+            fetcher.tell(op="hold", id=number, assets=str(folder), **order)
+            assert fetcher.hear(number, "done")["bytes"] > 0
+        assert {request.name for request in server.requests} == {
+            "one/model.safetensors",
+            "other/model.safetensors",
+        }
+
+
+def test_what_cannot_be_prepared_is_told_by_the_hold(tmp_path: Path) -> None:
+    manifest = make(tmp_path / "one")
+    with fetching(tmp_path / "cache") as fetcher:
+        fetcher.tell(op="prepare", manifest=str(tmp_path / "none"), url=str(tmp_path / "one"))
+        fetcher.tell(op="prepare", manifest=str(tmp_path / "one" / MANIFEST_NAME), url="hf://nothing")
+        fetcher.tell(op="hold", id=1, manifest=str(tmp_path / "one" / MANIFEST_NAME), url="hf://nothing")
+        assert fetcher.hear(1, "failed")["error"]["type"] == "source_error"
+        fetcher.tell(
+            op="hold", id=2, manifest=str(tmp_path / "one" / MANIFEST_NAME), url=str(tmp_path / "one")
+        )
+        assert fetcher.hear(2, "done")["bytes"] == manifest.total_bytes
+
+
+def test_spare_files_are_made_for_what_is_prepared_and_given_back(tmp_path: Path) -> None:
+    manifest = make(tmp_path / "one")
+    with fetching(tmp_path / "cache") as fetcher:
+
+        def spare_bytes(expected: int) -> int:
+            while (
+                found := sum(tier["spare_bytes"] for tier in fetcher.hear(0, "tiers")["tiers"])
+            ) != expected:
+                pass
+            return found
+
+        order = {"manifest": str(tmp_path / "one" / MANIFEST_NAME), "url": str(tmp_path / "one")}
+        fetcher.tell(op="prepare", **order)
+        assert spare_bytes(manifest.shards[0].size_bytes)
+        fetcher.tell(op="give_back")
+        assert spare_bytes(0) == 0
+        assert fetcher.process.stdin is not None
+        fetcher.process.stdin.close()
+        assert fetcher.process.wait(LIMIT_S) == 0

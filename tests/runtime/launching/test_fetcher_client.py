@@ -16,11 +16,13 @@ import pytest
 import torch
 from fault_server import Faults, FaultServer
 from live import Function, Gateway, failure, gateway_here, until
+from pilotflame.runtime.launching.fetcher_client import FetcherClient
 from pilotflame.runtime.telemetry.timeline import parse_server_timing
 from pilotflame.snapshot.caching.node import node_tiers
 from pilotflame.snapshot.format.create import create
-from pilotflame.snapshot.format.manifest import MANIFEST_NAME
-from safetensors.torch import save_file
+from pilotflame.snapshot.format.manifest import MANIFEST_NAME, Manifest
+from pilotflame.snapshot.format.slices import part_of
+from safetensors.torch import load_file, save_file
 
 LAYERS, WIDTH = 8, 256
 HANDLER = """
@@ -124,6 +126,46 @@ async def test_the_first_answer_comes_from_weights_that_are_still_arriving(
     assert phases == pytest.approx(timing["total"], rel=0.02)
 
 
+HALF = """
+import torch
+
+def build(context):
+    with context.snapshot.skeleton():
+        layer = torch.nn.Linear(256, 128)
+    # The slices are those of the settings.
+    context.snapshot.restore(layer, prefix="layers.5.", ignore=["."])
+    return layer
+
+@torch.inference_mode()
+def handler(event, context):
+    return context.state(torch.tensor(event)).tolist()
+"""
+
+
+async def test_a_function_that_needs_a_part_fetches_that_part(gateway: Gateway, weights: Weights) -> None:
+    settings = {"snapshot": weights.url, "scale.idle_timeout_s": 0, "name": "half"}
+    part = {"snapshot_part.tensors": ["layers.5.*"], "snapshot_part.slices": {"*": [0, 1, 2]}}
+    function = await gateway.deploy(HALF, {**settings, **part}, check=False)
+    stored = load_file(weights.folder / "model.safetensors")
+    wanted = torch.nn.functional.linear(
+        torch.ones(WIDTH), stored["layers.5.weight"][WIDTH // 2 :], stored["layers.5.bias"][WIDTH // 2 :]
+    )
+    assert await function.answer([1.0] * WIDTH) == pytest.approx(wanted.tolist(), rel=1e-4, abs=1e-5)
+    sent = sum(request.sent for request in weights.server.requests if request.name.endswith(".safetensors"))
+    needed = part_of(Manifest.read(weights.folder), ["layers.5.*"], {"*": (0, 1, 2)}).needed_bytes
+    assert sent == needed < sum(tensor.nbytes for tensor in stored.values()) // 8
+
+
+async def test_slices_of_nothing_fail_the_deploy(gateway: Gateway, weights: Weights) -> None:
+    settings = {"snapshot": weights.url, "name": "half", "snapshot_part.slices": {"layer.*": [0, 1, 2]}}
+    error = failure(await gateway.send(HALF, settings))
+    assert error["status"] == 422
+    assert "No tensor of the snapshot has a name that fits 'layer.*'" in error["message"]
+    # And so do other slices than those that the module has room for.
+    error = failure(await gateway.send(HALF, {**settings, "snapshot_part.slices": {"*weight": [0, 1, 2]}}))
+    assert "layers.5.bias [256], not [128]" in error["message"]
+
+
 async def test_what_was_fetched_is_fetched_once(gateway: Gateway, weights: Weights) -> None:
     first = await deployed(gateway, weights)
     asked = weights.fetched()
@@ -132,6 +174,36 @@ async def test_what_was_fetched_is_fetched_once(gateway: Gateway, weights: Weigh
     assert await first.answer([1.0] * WIDTH) == weights.right
     assert await second.answer([1.0] * WIDTH) == weights.right
     assert weights.fetched() == asked
+
+
+async def test_a_revision_fetches_what_the_node_does_not_have_unless_its_credentials_are_others(
+    gateway: Gateway, weights: Weights
+) -> None:
+    stored = load_file(weights.folder / "model.safetensors")
+    for version in ("v1", "v2", "v3"):
+        folder = weights.folder / "net" / version
+        folder.mkdir(parents=True)
+        stored["layers.3.bias"] = stored["layers.3.bias"] + (version != "v1")
+        save_file(stored, folder / "model.safetensors")
+        (folder / "config.json").write_bytes((weights.folder / "config.json").read_bytes())
+        create(folder, chunk_bytes=64 << 10).write(folder / MANIFEST_NAME)
+
+    async def sent(name: str, version: str) -> int:
+        """Deploy a function, call it, and return how many bytes of weights that took."""
+        before = len(weights.server.requests)
+        settings = {"snapshot": f"{weights.url}/net/{version}", "scale.idle_timeout_s": 0}
+        function = await gateway.deploy(HANDLER, settings, name=name, check=False)
+        answer = await function.answer([1.0] * WIDTH)
+        assert (answer == weights.right) == (version == "v1")
+        served = weights.server.requests[before:]
+        return sum(request.sent for request in served if request.name.endswith(".safetensors"))
+
+    whole_bytes = (weights.folder / "net" / "v1" / "model.safetensors").stat().st_size
+    assert await sent("net", "v1") == whole_bytes
+    assert await sent("net", "v2") == 64 << 10
+    secret = "/v1/functions/other/secrets/PILOTFLAME_SNAPSHOT_TOKEN"
+    assert (await gateway.client.put(secret, json={"value": "own"})).is_success
+    assert await sent("other", "v3") == whole_bytes
 
 
 async def test_a_prefetch_brings_the_weights_to_the_disk_and_once_only(
@@ -145,6 +217,7 @@ async def test_a_prefetch_brings_the_weights_to_the_disk_and_once_only(
         "function": function.name,
         "image": None,
         "snapshot": weights.url,
+        "snapshots": {},
         "fetched_bytes": size_bytes,
     }
     disk = next(tier for tier in node_tiers(tmp_path / "cache") if tier.kind == "disk")
@@ -155,6 +228,17 @@ async def test_a_prefetch_brings_the_weights_to_the_disk_and_once_only(
     assert weights.fetched() == asked
 
 
+async def test_the_fetcher_keeps_to_the_budgets_of_the_settings(
+    state: Path, weights: Weights, tmp_path: Path
+) -> None:
+    settings = {"cache_dir": tmp_path / "cache", "cache_memory_mb": 0, "cache_disk_mb": 1}
+    async with gateway_here(state, **settings) as gateway:
+        function = await deployed(gateway, weights, check=False)
+        error = failure(await gateway.client.post(f"/v1/functions/{function.name}/prefetch"))
+    assert error["type"] == "cache_error"
+    assert f"takes {1 << 20} bytes" in error["message"]
+
+
 async def test_a_prefetch_tells_what_could_not_be_fetched(gateway: Gateway, weights: Weights) -> None:
     function = await deployed(gateway, weights, check=False)
     weights.server.faults = lambda request: Faults(flip_share=float("model" in request.name))
@@ -162,6 +246,14 @@ async def test_a_prefetch_tells_what_could_not_be_fetched(gateway: Gateway, weig
     assert error["type"] == "snapshot_corrupt"
     assert "model.safetensors" in error["message"]
     assert failure(await gateway.client.post("/v1/functions/nobody/prefetch"))["status"] == 404
+
+
+async def test_workers_do_not_know_where_weights_come_from(gateway: Gateway, weights: Weights) -> None:
+    """The URL may hold credentials."""
+    code = "import gc\ndef handler(event):\n    gc.unfreeze()\n    found = gc.get_objects()\n"
+    code += "    return [one.source for one in found if type(one).__name__ == 'Weights']"
+    function = await gateway.deploy(code, {"snapshot": weights.url}, check=False)
+    assert await function.answer() == [""]
 
 
 async def test_many_workers_at_once_follow_one_fetch(gateway: Gateway, weights: Weights) -> None:
@@ -216,6 +308,15 @@ async def snapshot_metrics(gateway: Gateway) -> dict[str, float]:
     return {name.removeprefix("pilotflame_snapshot_"): float(number) for name, _, number in lines}
 
 
+async def test_without_a_fetcher_no_memory_is_given_back(tmp_path: Path) -> None:
+    async with asyncio.TaskGroup() as tasks:
+        client = FetcherClient(tmp_path / "cache", tasks)
+        client.metrics.on_tiers([{"spare_bytes": 1 << 20}])
+        # Otherwise those who are short of memory would wait for it.
+        assert client.give_back() == 0
+        assert client.metrics.take_spare_bytes() == 1 << 20
+
+
 async def test_fetches_and_tiers_are_in_the_metrics(gateway: Gateway, weights: Weights) -> None:
     size_bytes = (weights.folder / "model.safetensors").stat().st_size
     whole_bytes = size_bytes + (weights.folder / "config.json").stat().st_size
@@ -240,8 +341,14 @@ async def test_fetches_and_tiers_are_in_the_metrics(gateway: Gateway, weights: W
         return whole_bytes in [found.get(f'cache_bytes{{tier="{tier}"}}') for tier in ("memory", "disk")]
 
     await until(in_a_tier, "the size of the cache")
+
+    async def verified() -> bool:
+        found = await snapshot_metrics(gateway)
+        return sum(found[name] for name in found if name.startswith("verified_bytes_total")) >= size_bytes
+
+    # The fetcher tells what its tiers hold after it has told that a fetch is done.
+    await until(verified, "the count of the verified bytes")
     found = await snapshot_metrics(gateway)
-    assert sum(found[name] for name in found if name.startswith("verified_bytes_total")) >= size_bytes
     assert sum(found[name] for name in found if name.startswith("received_bytes_total")) >= size_bytes
     assert found['cache_budget_bytes{tier="disk"}'] > size_bytes
     assert found["fetches_under_way"] == 0

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
-from urllib.request import Request, urlopen
 
 import boto3
 import psutil
@@ -14,7 +13,7 @@ import pytest
 import pytest_asyncio
 import torch
 from live import Function, Gateway, failure, gateway_process, short_folder, until
-from moto.server import ThreadedMotoServer
+from moto_server import moto_server
 from pilotflame.runtime.telemetry.timeline import parse_server_timing
 from pilotflame.snapshot.converting.push import push
 from pilotflame.snapshot.format.create import create
@@ -60,12 +59,8 @@ def handler(event, context):
 @pytest.fixture(scope="module")
 def moto() -> Iterator[str]:
     """The endpoint of an S3 over HTTP."""
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    urlopen(Request(f"http://{host}:{port}/moto-api/reset", method="POST"), timeout=10).close()
-    server.stop()
+    with moto_server() as endpoint:
+        yield endpoint
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """The listener over a real unix socket: a valid token opens a link, other connections are closed."""
 
 import asyncio
+import gc
 import os
 import resource
 import socket
@@ -215,6 +216,8 @@ async def test_closing_disconnects_connections_without_a_hello(place: Place) -> 
 @contextmanager
 def no_free_descriptor() -> Iterator[None]:
     """Inside the block, this process can open no file and accept no connection."""
+    # Otherwise garbage of earlier tests may close some in the block.
+    gc.collect()
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     taken: list[int] = []
     # The limit is on the number of a descriptor, so all lower ones must be taken.

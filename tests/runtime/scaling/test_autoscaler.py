@@ -284,3 +284,72 @@ def test_who_works_with_others_is_looked_at_again(spec: ScaleSpec, stats: Stats)
     if not decision.start and stats.ready + stats.starting - decision.stop > max(1, spec.min):
         assert decision.wake_at_s is not None
         assert decision.wake_at_s > NOW_S
+
+
+# -- parked workers
+
+
+@st.composite
+def parked_states(draw: st.DrawFn) -> Stats:
+    parked = draw(st.lists(st.floats(0, NOW_S), max_size=10))
+    return replace(draw(states()), parked_since_s=tuple(sorted(parked)))
+
+
+def parking(spec: ScaleSpec, park_after_s: float) -> ScaleSpec:
+    return replace(spec, park_after_s=park_after_s)
+
+
+def carried_out(stats: Stats, decision: Decision) -> Stats:
+    """The state once the pool has carried the decision out. Those that wake get work."""
+    woken = min(decision.start, stats.parked)
+    stopping = max(0, decision.stop - stats.parked)
+    parked = stats.parked_since_s[decision.stop : stats.parked - woken]
+    idle = stats.idle_since_s[stopping:]
+    return replace(
+        stats,
+        starting=stats.starting + decision.start - woken,
+        ready=stats.ready + woken - stopping - decision.park,
+        idle_since_s=idle[decision.park :],
+        parked_since_s=tuple(sorted((*parked, *idle[: decision.park]))),
+    )
+
+
+@given(specs(), parked_states(), st.floats(0, 3600) | st.just(math.inf))
+def test_parked_workers_wake_before_others_start_and_stop_before_them(
+    spec: ScaleSpec, stats: Stats, park_after_s: float
+) -> None:
+    spec = parking(spec, park_after_s)
+    want = wanted(spec, stats)
+    decision = decide(spec, stats, NOW_S)
+    assert not (decision.start and (decision.stop or decision.park))
+    after = carried_out(stats, decision)
+    # Who is wanted is awake, and not only held.
+    assert after.awake >= want
+    assert after.ready >= 0
+    assert decision.stop <= stats.ready + stats.parked
+    assert decision.park <= len(stats.idle_since_s)
+    again = decide(spec, after, NOW_S)
+    assert again.start == 0
+    if not decision.start:
+        assert (again.stop, again.park) == (0, 0)
+    if decision.wake_at_s is not None:
+        assert decision.wake_at_s > NOW_S
+
+
+@given(specs(), parked_states(), st.floats(0, 3600))
+def test_who_is_not_needed_is_parked_in_time(spec: ScaleSpec, stats: Stats, park_after_s: float) -> None:
+    spec = parking(spec, park_after_s)
+    after = carried_out(stats, decision := decide(spec, stats, NOW_S))
+    if decision.start or stats.queued or after.awake <= wanted(spec, after) or not after.idle_since_s:
+        return
+    assert after.idle_since_s[0] + park_after_s > NOW_S
+    assert decision.wake_at_s is not None
+    assert decision.wake_at_s <= after.idle_since_s[0] + park_after_s
+
+
+@given(specs(), parked_states())
+def test_parked_workers_stay_as_long_as_idle_ones(spec: ScaleSpec, stats: Stats) -> None:
+    stats = replace(stats, queued=0, in_flight=0)
+    decision = decide(spec, stats, NOW_S)
+    if decision.stop and stats.held - decision.stop == 0:
+        assert max(stats.idle_since_s + stats.parked_since_s) + spec.scale_to_zero_s <= NOW_S

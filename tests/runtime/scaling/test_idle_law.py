@@ -5,7 +5,15 @@ import math
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pilotflame.runtime.scaling.idle_law import LONGEST_S, IdleLaw, Prior, cheapest, law_of
+from pilotflame.runtime.scaling.idle_law import (
+    LONGEST_S,
+    PRIOR_SAMPLES,
+    TAIL_SAMPLES,
+    IdleLaw,
+    Prior,
+    cheapest,
+    law_of,
+)
 from pilotflame.runtime.scaling.ladder import Costs, Plan, Step
 
 from .test_ladder import THREE, assert_orderly, ladders
@@ -41,6 +49,7 @@ def test_all_samples_are_in_the_law(samples: list[float], ladder: object) -> Non
     assert min(law.masses) >= 0
     within = sum(sample <= LONGEST_S for sample in samples)
     assert within <= sum(law.masses) + 0.3 + sum(sample == 0 for sample in samples)
+    assert sum(law.masses) <= within + (2 * TAIL_SAMPLES + PRIOR_SAMPLES) * (1 + 1e-9)
     assert law.longer[0] == sum(sample > 0 for sample in samples)
 
 
@@ -96,3 +105,20 @@ def test_no_single_timeout_is_cheaper_than_the_cheapest_plan(samples: list[float
             plan = (Step(0.0, 0), Step(edge, rung)) if edge else (Step(0.0, rung),)
             # The plan was chosen for arrivals anywhere in a bin, and is billed here for its middle: that is equal.
             assert best <= expected_bill(law, costs, plan) * (1 + 1e-6) + 1e-9
+
+
+def test_it_does_not_step_down_just_after_the_longest_gap_between_bursts() -> None:
+    costs = THREE.costs()
+    mean_s = 0.4 * costs.envelope[-1].offset_s
+    gaps = [-mean_s * math.log((number + 0.5) / 16) for number in range(16)]
+    plan = cheapest(law_of([0.1] * 200 + gaps, costs, NO_HABITS), costs, climbs=False).plan()
+    # After a silence of several times the longest gap no call is believed in any more.
+    assert max(gaps) * 1.2 < plan[-1].offset_s < max(gaps) * 4
+
+
+def test_it_leaves_for_good_where_the_long_gaps_are_longer_than_holding_is_worth() -> None:
+    costs = THREE.costs()
+    mean_s = 4 * costs.envelope[-1].offset_s
+    gaps = [-mean_s * math.log((number + 0.5) / 16) for number in range(16)]
+    plan = cheapest(law_of([0.1] * 200 + gaps, costs, NO_HABITS), costs, climbs=False).plan()
+    assert plan[-1].offset_s < costs.envelope[-1].offset_s / 2

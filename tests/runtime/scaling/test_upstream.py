@@ -153,3 +153,15 @@ def test_memory_is_bounded_whatever_is_called(calls: list[tuple[int, float]]):
     for number in range(61):
         upstreams.forget(f"f{number}")
     assert all(upstreams.delays(f"f{one}", f"f{other}") is None for one in range(61) for other in range(61))
+
+
+def test_what_is_adopted_goes_on_and_is_kept_up_to_date() -> None:
+    first, again, pairs = Upstreams(), Upstreams(), dict[str, Delays]()
+    first.adopt("b", pairs)
+    for number in range(4):
+        first.note("a", number * 1000.0)
+        first.note("b", number * 1000.0 + 5)
+    again.adopt("b", pairs)
+    assert window_of(again, "a", "b") == window_of(first, "a", "b") is not None
+    again.forget("a")
+    assert "a" not in pairs

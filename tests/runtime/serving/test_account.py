@@ -45,6 +45,29 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
+async def test_what_was_used_before_a_change_of_owner_is_the_last_owners(clock: Clock):
+    colds = [Usage(cold_starts=2)]
+    account = Account("f", Prices(), counted=lambda: colds.pop() if colds else Usage())
+    account.attach(Workers(clock, 1))
+    clock.at += 3
+    # The first deploy has run a worker before it was live.
+    account.open(BudgetSpec(), "old")
+    clock.at += 10
+    colds.append(Usage(cold_starts=1))
+    account.open(BudgetSpec(), "new")
+    clock.at += 4
+    account.settle()
+    owed = account.unwritten()
+    assert {owner: (used.busy_s, used.cold_starts) for owner, used in owed.items()} == {
+        "old": (13, 3),
+        "new": (4, 0),
+    }
+    for owner, used in owed.items():
+        account.written(owner, used)
+    account.not_written("old", owed["old"])
+    assert account.unwritten() == {"old": owed["old"], "new": Usage()}
+
+
 async def test_what_revisions_have_used_stays_when_they_end(clock: Clock):
     account = Account("f", Prices(), StoredUsage(Usage(busy_s=100)))
     old, new = Workers(clock, 2), Workers(clock, 1)
@@ -54,17 +77,15 @@ async def test_what_revisions_have_used_stays_when_they_end(clock: Clock):
     account.detach(old)
     clock.at += 5
     account.settle()
-    assert account.total.busy_s == account.unwritten.busy_s == 2 * 10 + 15
+    assert account.total.busy_s == account.unwritten()[""].busy_s == 2 * 10 + 15
     assert account.today.busy_s == 135
-    assert account.in_use
     account.detach(new)
     account.detach(new)
     clock.at += 100
     account.settle()
     assert account.total.busy_s == 35
-    assert not account.in_use
-    account.written(account.unwritten)
-    assert account.unwritten == Usage()
+    account.written("", account.unwritten()[""])
+    assert account.unwritten() == {}
 
 
 async def test_what_was_used_before_the_first_measurement_is_priced_then(clock: Clock):
@@ -117,7 +138,7 @@ async def test_the_last_minute_of_a_day_does_not_count_against_the_next(clock: C
     account.open(BudgetSpec(seconds_per_day=30), "key")
     clock.at = DAY + 86400.25
     account.settle()
-    assert account.total.busy_s == account.unwritten.busy_s == 50.25
+    assert account.total.busy_s == account.unwritten()["key"].busy_s == 50.25
     assert account.spent.seconds == 0
     clock.at += 20
     account.check()
@@ -133,3 +154,20 @@ async def test_a_budget_that_is_not_used_up_is_not_forgiven(clock: Clock):
     account.settle()
     assert account.spent.seconds == 50
     assert "50 of 60 (seconds_per_day)" in account.describe()
+
+
+async def test_a_function_of_the_same_name_uses_nothing_on_the_account_of_the_deleted_ones_owner(
+    clock: Clock,
+):
+    account = Account("f", Prices())
+    account.attach(before := Workers(clock, 1))
+    account.open(BudgetSpec(), "old")
+    clock.at += 20
+    account.detach(before)
+    account.note_removed()
+    # The start that proves the new one comes before it is live.
+    account.attach(after := Workers(clock, 1))
+    clock.at += 7
+    account.open(BudgetSpec(), "new")
+    assert {owner: used.busy_s for owner, used in account.unwritten().items()} == {"old": 20, "new": 7}
+    account.detach(after)

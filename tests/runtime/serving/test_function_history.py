@@ -11,6 +11,8 @@ import pytest
 from pilotflame.runtime.scaling.idle_law import Prior
 from pilotflame.runtime.scaling.keep_alive import History
 from pilotflame.runtime.scaling.rung_figures import RungFigures
+from pilotflame.runtime.scaling.slow_share import SlowShare
+from pilotflame.runtime.scaling.upstream import BOUNDS_S, Delays
 from pilotflame.runtime.serving.account import Account
 from pilotflame.runtime.serving.function_history import NODE_FILE, FunctionHistories
 from pilotflame.runtime.serving.idle_ladder import LadderSpec
@@ -20,7 +22,10 @@ from pilotflame.runtime.telemetry.usage import Prices, RungName
 pytestmark = pytest.mark.asyncio
 
 KNOWN = History((1.5, 2.5), (3.0, 4.0), (0.0, 0.1, 0.5), 2, (1.0, 2.0, 3.0, 4.0, 5.0))
-FIGURES = RungFigures({RungName.READY: 5e8}, {RungName.LOCAL: (0.5, 0.6)}, 0.4, on_device=True)
+FIGURES = RungFigures({RungName.READY: 5e8}, {RungName.LOCAL: (0.5, 0.6)}, 0.4, devices=0.5)
+
+SLOW = SlowShare(3.5, 2.0, 1.5, 80.0)
+PAIRS = {"before": Delays(3.5, [0.5] * len(BOUNDS_S))}
 
 
 def account(function: str) -> Account:
@@ -32,12 +37,15 @@ async def test_what_is_known_of_a_function_is_the_same_after_it_was_written(tmp_
         histories = await FunctionHistories.open(tmp_path / "habits", tasks, account)
         first = await histories.of("one")
         assert await histories.of("one") is first
-        first.ladder.remember(KNOWN, FIGURES)
+        first.ladder.remember(KNOWN, FIGURES, SLOW)
         first.ladder.resume(100.0, 7.0)
+        first.upstreams.update(PAIRS)
         await histories.close()
         again = await (await FunctionHistories.open(tmp_path / "habits", tasks, account)).of("one")
     assert again.ladder.history == KNOWN
     assert again.ladder.figures == FIGURES
+    assert again.upstreams == PAIRS
+    assert again.ladder.slow_share == SLOW
     # The idle period goes on, on the clock of the wall.
     idle = again.ladder.idle_for_s()
     assert idle is not None
@@ -60,7 +68,8 @@ async def test_a_forgotten_function_is_not_written_again(tmp_path: Path):
 
 @pytest.mark.parametrize(
     "damage", ["", "{", "[1]", '{"periods": -1}', '{"idles": [1e999]}', '{"idles": [-1]}', '{"bills": []}',
-               '{"waits": [1, 2, 3, 4, 5, 6, 7]}', '{"held_bytes": {"cellar": 1}}', '{"weights": [1]}'],
+               '{"waits": [1, 2, 3, 4, 5, 6, 7]}', '{"held_bytes": {"cellar": 1}}', '{"weights": [1]}',
+               '{"slow_share": {"doublings": 21}}', '{"slow_share": {"burst": 0}}', '{"upstreams": {"../a": {"calls": 1, "hits": []}}}', '{"upstreams": {"a": {"calls": 1, "hits": [1]}}}'],
 )  # fmt: skip
 async def test_a_damaged_file_counts_as_empty(tmp_path: Path, damage: str):
     (tmp_path / "functions").mkdir()
@@ -101,7 +110,7 @@ class _Nothing:
     """A revision that holds nothing and is never called."""
 
     rung = RungName.LOCAL
-    arrived = 0
+    arrived, slow = 0, (0, 0)
     held_until_s = None
 
     def descend(self, rung: RungName) -> None:

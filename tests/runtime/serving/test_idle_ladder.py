@@ -98,6 +98,46 @@ async def test_a_function_whose_callers_may_not_wait_stays_ready(gateway, deploy
     assert 0.5 < ladder.history.idles[0] < 20
 
 
+async def test_slow_requests_beyond_their_share_raise_the_price_of_waiting(gateway, deploy):
+    function = await deploy(PID, {"scale.slow_share": 0.01, "scale.rest": "local"})
+    ladder = history_of(gateway, function).ladder
+    await function.answer()
+    first = await decided(gateway, function, "step_down")
+    assert first.figures["slow_share"] == 1.0
+    once = ladder.slow_share.price(1.0)
+    assert 1.9 < once < 2.0
+    await function.settled(ready=0)
+    await function.answer()
+    assert (await decided(gateway, function, "step_down", 2)).figures["slow_share"] == 1.0
+    assert 3.8 < ladder.slow_share.price(1.0) < 4.0
+    # Both have waited, so a deploy goes on with the price that follows from that.
+    await gateway.deploy(PID, {"scale.slow_share": 0.5, "scale.rest": "local"}, name=function.name)
+    assert history_of(gateway, function).ladder.slow_share.recent_slow > 1.9
+    steady = await deploy(PID)
+    await steady.answer()
+    assert "slow_share" not in (await decided(gateway, steady, "step_down")).figures
+
+
+@pytest.mark.parametrize("limit", [{"hold_s": 0.2}, {"timeout_s": 0.2}])
+async def test_a_caller_whose_time_is_up_before_a_worker_starts_was_a_slow_one(gateway, deploy, gate, limit):
+    """Else the price would fall the more, the longer starts take."""
+    source = "import gate\ndef setup(context):\n    gate.wait('setup')\ndef handler(event):\n    return event"
+    settings = {"scale.slow_share": 0.01, "scale.rest": "local", **limit}
+    function = await deploy(source, settings, gate=gate, check=False)
+    assert (await function.error())["type"] in ("activation_timeout", "deadline_exceeded")
+    gate.open()
+    down = await decided(gateway, function, "step_down")
+    assert down.figures["slow_share"] == 1.0
+    assert history_of(gateway, function).ladder.slow_share.price(1.0) > 1.9
+
+
+@pytest.mark.parametrize("other", ["price_waiting_s", "idle_timeout_s"])
+async def test_a_share_and_what_says_the_same_in_another_way_exclude_each_other(gateway, other: str):
+    response = await gateway.send(PID, {"scale.slow_share": 0.01, f"scale.{other}": 1})
+    assert response.status_code == 422
+    assert f"scale.slow_share and scale.{other} exclude each other" in response.text
+
+
 async def test_a_fixed_timeout_and_a_minimum_are_kept(gateway, deploy):
     minimum = await deploy(PID, {"scale.min": 1})
     fixed = await deploy(PID, {"scale.idle_timeout_s": 0.2})
@@ -226,7 +266,7 @@ class Warm:
     """A revision with a worker that nobody calls."""
 
     rung = RungName.READY
-    arrived = 0
+    arrived, slow = 0, (0, 0)
     held_until_s = None
 
     def __init__(self) -> None:

@@ -22,24 +22,24 @@ finite = st.floats(0, 1e6, allow_nan=False)
 )
 def test_what_was_written_is_read(tmp_path_factory, known: dict[str, list[Point]]) -> None:
     folder = tmp_path_factory.mktemp("curves") / "deep"
-    written = LatencyCurveStore.open(folder, "code", None)
+    written = LatencyCurveStore.open(folder, "code")
     for device, points in known.items():
         written.write(device, points)
-    found = LatencyCurveStore.open(folder, "code", None)
+    found = LatencyCurveStore.open(folder, "code")
     assert found.known == bool(known)
     assert {device: list(found.of_device(device)) for device in known} == known
 
 
 @pytest.mark.parametrize("damage", [b"", b"{", b'{"cpu": [{"size": "x"}]}', b"[]", b"\xff"])
 def test_a_damaged_file_holds_nothing(tmp_path: Path, damage: bytes) -> None:
-    written = LatencyCurveStore.open(tmp_path, "code", None)
+    written = LatencyCurveStore.open(tmp_path, "code")
     written.write("cpu", [Point(1, 1, 1)])
     (file,) = tmp_path.glob("*.json")
     file.write_bytes(damage)
-    again = LatencyCurveStore.open(tmp_path, "code", None)
+    again = LatencyCurveStore.open(tmp_path, "code")
     assert not again.known
     again.write("cpu", [Point(2, 2, 2)])
-    assert LatencyCurveStore.open(tmp_path, "code", None).of_device("cpu") == [Point(2, 2, 2)]
+    assert LatencyCurveStore.open(tmp_path, "code").of_device("cpu") == [Point(2, 2, 2)]
 
 
 def test_other_code_or_weights_have_other_curves(tmp_path: Path) -> None:
@@ -48,7 +48,7 @@ def test_other_code_or_weights_have_other_curves(tmp_path: Path) -> None:
     LatencyCurveStore.open(tmp_path / "c", "code", manifest).write("cpu", [Point(1, 1, 1)])
     assert LatencyCurveStore.open(tmp_path / "c", "code", manifest).known
     assert not LatencyCurveStore.open(tmp_path / "c", "other", manifest).known
-    assert not LatencyCurveStore.open(tmp_path / "c", "code", None).known
+    assert not LatencyCurveStore.open(tmp_path / "c", "code").known
     manifest.write_text('{"other": 1}')
     assert not LatencyCurveStore.open(tmp_path / "c", "code", manifest).known
 
@@ -85,6 +85,6 @@ def test_a_disk_that_refuses_is_ignored(tmp_path: Path) -> None:
 def test_old_files_are_removed(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(latency_curve_store, "MAX_FILES", 2)
     for name in ("a", "b", "c"):
-        LatencyCurveStore.open(tmp_path, name, None).write("cpu", [Point(1, 1, 1)])
+        LatencyCurveStore.open(tmp_path, name).write("cpu", [Point(1, 1, 1)])
     assert len(list(tmp_path.glob("*.json"))) == 2
-    assert LatencyCurveStore.open(tmp_path, "c", None).known
+    assert LatencyCurveStore.open(tmp_path, "c").known

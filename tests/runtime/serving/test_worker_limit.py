@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from live import Gate, Gateway, gateway_here
-from pilotflame.runtime.scaling.node_limit import Claim
+from live import Gate, Gateway, failure, gateway_here
+from pilotflame.runtime.scaling.node_limit import Cap, Claim
 from pilotflame.runtime.serving.worker_limit import WorkerLimit
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -95,17 +95,108 @@ async def test_a_deploy_keeps_as_many_workers_as_there_is_room_for(small: Gatewa
     assert (await again.status())["activations"] == 1
 
 
+async def test_a_full_node_takes_nothing_from_scale_min(small: Gateway, gate: Gate):
+    kept = await small.deploy(WAITS, {"scale.min": 4, "scale.max": 4}, name="kept", gate=gate)
+    calls = [asyncio.create_task(kept.answer("kept")) for _ in range(4)]
+    arrived = [await gate.next("kept") for _ in range(4)]
+    await kept.settled(ready=4, in_flight=4)
+    late = await small.deploy(WAITS, {"timeout_s": 0.5}, name="late", gate=gate, check=False)
+    assert (await late.error("late"))["type"] == "deadline_exceeded"
+    assert (await kept.status())["workers"] == {"ready": 4, "parked": 0, "starting": 0, "draining": 0}
+    for arrival in arrived:
+        arrival.go()
+    await asyncio.gather(*calls)
+
+
+# -- the limits of owners
+
+
+async def deployer(gateway: Gateway, name: str, **fields: Any) -> dict[str, Any]:
+    """Make a key, and let the client deploy with it."""
+    async with gateway.at_home() as home:
+        response = await home.post("/v1/keys", json={"name": name, "scopes": ["deploy", "invoke"], **fields})
+    assert response.status_code == 201, response.text
+    key: dict[str, Any] = response.json()
+    gateway.client.headers["Authorization"] = f"Bearer {key['key']}"
+    return key
+
+
+async def test_the_functions_of_an_owner_share_what_their_key_allows(state: Path, gate: Gate):
+    async with gateway_here(state) as gateway:
+        key = await deployer(gateway, "small", max_workers=2)
+        assert key["max_workers"] == 2
+        rich = await gateway.deploy(WAITS, {"scale.max": 8, **STAYS}, name="rich", gate=gate, check=False)
+        many = [asyncio.create_task(rich.answer("many")) for _ in range(4)]
+        arrived = [await gate.next("many") for _ in range(2)]
+        await rich.settled(ready=2, in_flight=2, queued=2)
+        assert actions(gateway, rich, "owner_limit") == ["refuse"]
+        # Another owner's function has as many as it needs.
+        await deployer(gateway, "large")
+        other = await gateway.deploy(WAITS, {"scale.max": 8, **STAYS}, name="other", gate=gate, check=False)
+        others = [asyncio.create_task(other.answer("other")) for _ in range(3)]
+        for _ in range(3):
+            (await gate.next("other")).go()
+        await asyncio.gather(*others)
+        # One of the same owner gets a place of the first, whatever idle workers others have.
+        async with gateway.at_home() as home:
+            gateway.client.headers["Authorization"] = f"Bearer {key['key']}"
+            poor = await gateway.deploy(WAITS, {**STAYS}, name="poor", gate=gate, check=False)
+            one = asyncio.create_task(poor.answer("one"))
+            await rich.settled(ready=1, draining=1, in_flight=2)
+            assert actions(gateway, rich, "owner_limit") == ["refuse", "stop"]
+            assert actions(gateway, other, "owner_limit") == []
+            for arrival in arrived:
+                arrival.go()
+            (await gate.next("one")).go()
+            assert isinstance(await one, int)
+            gate.open()
+            assert len({*await asyncio.gather(*many)}) <= 3
+            answer = await home.get("/v1/functions/rich/decisions")
+            assert answer.status_code == 200, answer.text
+            told = answer.json()["decisions"]
+        assert any("the functions of its owner may have no more" in row["text"] for row in told)
+
+
+async def test_who_gets_none_because_of_the_owners_limit_is_told_so_and_it_outlives_the_gateway(
+    state: Path, gate: Gate
+):
+    async with gateway_here(state) as gateway:
+        key = await deployer(gateway, "one", max_workers=1)
+        await gateway.deploy(WAITS, {**STAYS}, name="busy", gate=gate, check=False)
+        await gateway.deploy(WAITS, {"timeout_s": 0.5, **STAYS}, name="late", gate=gate, check=False)
+    async with gateway_here(state) as gateway:
+        gateway.client.headers["Authorization"] = f"Bearer {key['key']}"
+        call = asyncio.create_task(gateway.function("busy").answer("busy"))
+        await gate.next("busy")
+        late = gateway.function("late")
+        error = await late.error("late")
+        assert (error["status"], error["type"]) == (504, "deadline_exceeded")
+        assert "functions of its owner may have 1 workers" in error["message"]
+        assert error["details"]["owner_limit"] == 1
+        assert actions(gateway, late, "owner_limit") == ["refuse"]
+        gate.open()
+        await call
+        assert isinstance(await late.answer("late"), int)
+
+
+async def test_a_key_that_deploys_nothing_has_no_limit_of_workers(gateway: Gateway):
+    async with gateway.at_home() as home:
+        response = await home.post("/v1/keys", json={"name": "caller", "max_workers": 3})
+    assert failure(response)["status"] == 400
+    assert "max_workers needs the scope deploy" in response.text
+
+
 class Poor:
     """A revision that wants a worker for callers who wait."""
 
-    def __init__(self, limit: WorkerLimit) -> None:
-        self.limit, self.asked, self.workers = limit, 0, 0
+    def __init__(self, limit: WorkerLimit, owner: str = "") -> None:
+        self.limit, self.asked, self.workers, self.owner = limit, 0, 0, owner
         limit.join(self)
 
     def claim(self) -> Claim:
-        return Claim(self.workers)
+        return Claim(self.workers, owner=self.owner)
 
-    def give(self) -> None:
+    def give(self, reached: Cap) -> None:
         raise AssertionError("it has none")
 
     def scale(self) -> None:
@@ -127,3 +218,20 @@ async def test_when_there_is_no_worker_for_one_the_others_are_not_asked():
     await asyncio.sleep(0)
     assert [one.workers for one in many[1:4]] == [1, 0, 0]
     assert sum(one.asked for one in many) == 53
+
+
+async def test_what_a_revision_missed_under_a_limit_that_has_ended_takes_no_place():
+    """Its next owner has no limit, and the one after that has."""
+    limit = WorkerLimit(None, {"key": 1}.get)
+    first, late, poor = Poor(limit, "key"), Poor(limit, "key"), Poor(limit, "key")
+    first.scale()
+    late.scale()
+    assert (late.workers, limit.reached(late)) == (0, Cap("owner_limit", 1))
+    late.owner = "other"
+    late.scale()
+    assert (late.workers, limit.reached(late)) == (1, None)
+    # It ends for want of calls, and wants none any more.
+    late.workers, late.owner = 0, "key"
+    limit.leave(first)
+    poor.scale()
+    assert poor.workers == 1

@@ -56,6 +56,8 @@ def told(action: str, cause: str, **figures: float) -> str:
             " an hour, 0.00123 less than before, the next call waits 30 ms, by habit it comes in 90.0 s, learned from 40"
             " idle periods",
         ),
+        (("park", "idle", {"freed_bytes": 4.2e6}), "a worker was parked: it gave 4.2 MB of device memory back"),
+        (("wake", "load", {"workers": 2, "queued": 1}), "woke 2 parked workers: 1 invocation waited"),
         (("step_up", "plan", {"rung": 99}), "went up to another rung, the keep-alive policy"),
         (
             ("prewarm", "upstream", {"used": 0.0, "ready_s": 30.0}),

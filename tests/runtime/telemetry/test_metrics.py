@@ -181,6 +181,7 @@ def snapshot_metrics() -> SnapshotMetrics:
         "received_bytes": 5,
         "verified_bytes": 4,
         "evicted_bytes": 3,
+        "spare_bytes": 4,
         "used_bytes": 2,
         "budget_bytes": 9,
     }
@@ -194,6 +195,7 @@ def test_fetches_and_the_tiers_of_the_cache_are_exported() -> None:
     assert value(metrics, "pilotflame_snapshot_fetches_total", outcome="failed") == 1
     assert value(metrics, "pilotflame_snapshot_received_bytes_total", tier="memory") == 5
     assert value(metrics, "pilotflame_snapshot_evicted_bytes_total", tier="disk") == 3
+    assert value(metrics, "pilotflame_snapshot_cache_spare_bytes", tier="memory") == 4
     assert value(metrics, "pilotflame_snapshot_cache_budget_bytes", tier="disk") == 9
 
 

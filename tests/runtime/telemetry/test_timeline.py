@@ -9,6 +9,7 @@ from pilotflame.runtime.telemetry.timeline import (
     PHASES,
     WARM_PHASES,
     Activation,
+    Fetch,
     Timeline,
     parse_server_timing,
 )
@@ -86,3 +87,19 @@ def test_a_header_of_any_phases_round_trips(phases: dict[str, float]) -> None:
 def test_parts_of_a_header_without_a_duration_are_left_out(text: str) -> None:
     assert parse_server_timing(f'cache;desc="{text.replace(";dur=", "")}", a;dur=1.5').get("a") in (1.5, None)
     assert parse_server_timing("miss, db;dur=53.2") == {"db": 53.2}
+
+
+def test_each_named_fetch_has_its_own_metric() -> None:
+    activation = Activation(1.0, 3.0, 6.0)
+    activation.mark_fetching(
+        [Fetch(1.0, 2.5, name="base"), Fetch(1.0, 0.0, name="style-2"), Fetch(20.0, 21.0, name="late")]
+    )
+    timeline = Timeline(1.0, sent_s=10.0, completed_s=15.0, wait_s=1.0, exec_s=3.0, activation=activation)
+    timeline.mark_responded(16.0)
+    found = parse_server_timing(timeline.server_timing())
+    # One that still runs, and one that began after the response, which is not told.
+    assert (found["fetch-base"], found["fetch-style-2"]) == (1500.0, found["total"])
+    assert "fetch-late" not in found
+    assert 'fetch-base;dur=1500.000;desc="beside fork 1500.000"' in timeline.server_timing()
+    activation.mark_fetching([Fetch(1.0, 2.5)])
+    assert parse_server_timing(timeline.server_timing())["fetch"] == 1500.0

@@ -37,17 +37,6 @@ ROOMY = 64 << 20
 
 
 @pytest.fixture
-def source(tmp_path: Path) -> Path:
-    make(tmp_path / "source")
-    return tmp_path / "source"
-
-
-@pytest.fixture
-def manifest(source: Path) -> Manifest:
-    return Manifest.read(source)
-
-
-@pytest.fixture
 def small(tmp_path: Path) -> Iterator[Path]:
     """A file system of 2 MiB."""
     folder = tmp_path / "small"
@@ -525,10 +514,18 @@ def test_a_tmpfs_that_fills_up_meanwhile_is_an_error_and_then_resumed(
 
 
 def fill(folder: Path, left_bytes: int) -> None:
-    """Leave `left_bytes` of the file system that holds `folder`."""
-    status = os.statvfs(folder)
+    """Leave at most `left_bytes` of the file system that holds `folder`, to which others may write meanwhile."""
     with (folder / "other").open("wb") as stream:
-        os.posix_fallocate(stream.fileno(), 0, status.f_bavail * status.f_frsize - left_bytes)
+        while (free := free_bytes(folder)) > left_bytes:
+            # Another process may have taken what was free.
+            with contextlib.suppress(OSError):
+                size = stream.seek(0, os.SEEK_END)
+                os.posix_fallocate(stream.fileno(), size, free - left_bytes)
+
+
+def free_bytes(folder: Path) -> int:
+    status = os.statvfs(folder)
+    return status.f_bavail * status.f_frsize
 
 
 @pytest.mark.parametrize("follows", [False, True])

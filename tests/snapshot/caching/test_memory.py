@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from pilotflame.errors import SourceMissing
+from pilotflame.errors import CacheError, SourceMissing
 from pilotflame.snapshot.caching import memory, node
 from pilotflame.snapshot.caching.memory import (
     enlarge_cached_pages,
@@ -19,7 +19,7 @@ from pilotflame.snapshot.caching.memory import (
     sweep,
     unmount,
 )
-from pilotflame.snapshot.caching.node import node_cache, node_tiers, release_memory
+from pilotflame.snapshot.caching.node import Budgets, node_cache, node_tiers, release_memory
 from pilotflame.snapshot.fetching.landing import ShardTarget
 from pilotflame.snapshot.restoring.mapping import Mapping
 from pilotflame.snapshot.sources.folder import FolderSource
@@ -160,6 +160,23 @@ def test_a_cache_is_prepared_to_fetch_and_leaves_nothing(tmp_path: Path) -> None
     release_memory(cache)
     assert not memory.root.exists()
     assert [tier.kind for tier in node_tiers(folder)] == ["disk"]
+
+
+def test_a_snapshot_beyond_the_budget_of_memory_goes_to_the_disk_and_beyond_that_it_is_refused(
+    tmp_path: Path,
+) -> None:
+    source, folder = tmp_path / "source", tmp_path / "cache"
+    manifest = make(source, tensors=2, tensor_bytes=MIB)
+    for memory_mb in (0, 1):
+        cache = node_cache(folder, Budgets(memory_mb, 3))
+        assert [tier.kind for tier in cache.tiers] == ["tmpfs", "disk"][memory_mb == 0 :]
+        with cache.open(manifest, FolderSource(source)) as lease:
+            lease.wait(30)
+            assert lease.root.is_relative_to(folder)
+        cache.evict(manifest.digest)
+        release_memory(cache)
+    with pytest.raises(CacheError, match=rf"{folder} takes {MIB} bytes"):
+        node_cache(folder, Budgets(0, 1)).open(manifest, FolderSource(source))
 
 
 def test_weights_are_cached_in_large_pages_and_stay_what_they_were(tmp_path: Path) -> None:

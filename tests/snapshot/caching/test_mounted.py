@@ -218,3 +218,20 @@ def test_what_a_container_can_have_open_is_never_written_over(
             lease.wait(LIMIT_S)
         assert opened.read() == (folder / "model.safetensors").read_bytes()
     kept.close()
+
+
+def test_followers_wait_for_no_lock_of_the_tier(tmp_path: Path, origin: tuple[Path, Manifest]) -> None:
+    folder, manifest = origin
+    tier, source = Tier(tmp_path / "cache", 1 << 30), Stopping(folder, 100_000)
+    with Cache([tier]).open(manifest, source, tee=False) as first, ThreadPoolExecutor(1) as others:
+        with tier.locked():
+            # As a worker does, and as a second activation does in the process that fetches.
+            opened = [others.submit(follow, tmp_path / "cache", manifest)]
+            opened.append(others.submit(Cache([tier]).open, manifest, source, tee=False))
+            leases = [opening.result(LIMIT_S) for opening in opened]
+            assert not any(lease.arrival.complete for lease in leases)
+        source.go()
+        for lease in (first, *leases):
+            lease.wait(LIMIT_S)
+            assert lease.root == first.root
+            lease.close()

@@ -103,9 +103,27 @@ def test_another_snapshot_is_overwritten_by_force_only(tmp_path: Path, there: No
     assert "--force" in caught.value.remedy
     assert there.given == []
     pushed = push(folder, manifest, there, force=True)
-    assert there.given == ["a.safetensors", MANIFEST_NAME]
+    assert there.given == [MANIFEST_NAME, "a.safetensors", MANIFEST_NAME]
     assert pushed.kept_files == 3
     verify(tmp_path / "there" / "deep", manifest)
+
+
+@pytest.mark.parametrize("again", ["old", "new"])
+def test_what_an_overwriting_push_left_when_it_broke_off_is_not_believed(
+    tmp_path: Path, there: Noting, again: str
+) -> None:
+    snapshots = {"old": weights(tmp_path / "old"), "new": weights(tmp_path / "new", value=2.0)}
+    push(*snapshots["old"], there)
+    there.fail_at = "1_Pooling/config.json"
+    (tmp_path / "new" / "1_Pooling" / "config.json").write_text("[]")
+    snapshots["new"] = tmp_path / "new", create(tmp_path / "new", chunk_bytes=4096)
+    with pytest.raises(CacheError):
+        push(*snapshots["new"], there, force=True)
+    there.fail_at = ""
+    with pytest.raises(SnapshotError, match="cannot be read"):
+        push(*snapshots[again], there)
+    push(*snapshots[again], there, force=True)
+    verify(tmp_path / "there" / "deep", snapshots[again][1])
 
 
 def test_the_same_digests_of_other_chunks_are_other_bytes(tmp_path: Path, there: Noting) -> None:
@@ -113,7 +131,7 @@ def test_the_same_digests_of_other_chunks_are_other_bytes(tmp_path: Path, there:
     push(folder, manifest, there)
     there.given.clear()
     push(folder, create(folder, chunk_bytes=1 << 20), there, force=True)
-    assert there.given == ["a.safetensors", "b.safetensors", MANIFEST_NAME]
+    assert there.given == [MANIFEST_NAME, "a.safetensors", "b.safetensors", MANIFEST_NAME]
 
 
 def test_a_manifest_that_cannot_be_read_is_another(tmp_path: Path, there: Noting) -> None:

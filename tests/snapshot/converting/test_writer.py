@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -11,36 +11,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pilotflame.errors import SnapshotError
-from pilotflame.snapshot.converting.origin import DTYPE_NAMES, TORCH_DTYPES, TensorSpec
+from pilotflame.snapshot.converting.origin import TORCH_DTYPES
 from pilotflame.snapshot.converting.writer import write_shards
 from pilotflame.snapshot.format.create import create
-from pilotflame.snapshot.format.header import DTYPES, parse_header
+from pilotflame.snapshot.format.header import parse_header
 from safetensors.torch import load_file
-
-
-class Given:
-    """An origin of tensors in memory."""
-
-    def __init__(self, tensors: dict[str, torch.Tensor], aliases: dict[str, str] | None = None) -> None:
-        self._tensors, self.aliases = tensors, aliases or {}
-        self.specs = [
-            TensorSpec(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
-            for name, tensor in tensors.items()
-        ]
-
-    def tensors(self, names: Sequence[str]) -> Iterator[torch.Tensor]:
-        return (self._tensors[name] for name in names)
+from tensor_origin import Given, bits
 
 
 def random(dtype: str, shape: Sequence[int]) -> torch.Tensor:
     """Return a tensor of random bits."""
-    count = torch.Size(shape).numel() * DTYPES[dtype].itemsize_bytes
+    count = torch.Size(shape).numel() * TORCH_DTYPES[dtype].itemsize
     bits = torch.randint(0, 2 if dtype == "BOOL" else 256, (count,), dtype=torch.uint8)
     return bits.view(TORCH_DTYPES[dtype]).reshape(tuple(shape))
-
-
-def bits(tensor: torch.Tensor) -> bytes:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
 def ignore(count: int) -> None:
@@ -52,7 +35,10 @@ layouts = st.dictionaries(
     st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=9).filter(
         lambda name: name != "__metadata__"
     ),
-    st.tuples(st.sampled_from(sorted(TORCH_DTYPES)), st.lists(st.integers(0, 4), max_size=3)),
+    st.tuples(st.sampled_from(sorted(TORCH_DTYPES)), st.lists(st.integers(0, 4), max_size=3)).filter(
+        # safetensors has no scalar of half a byte.
+        lambda kind: kind != ("F4", [])
+    ),
     min_size=1,
     max_size=6,
 )
@@ -84,7 +70,7 @@ def test_every_tensor_is_aligned_to_its_elements(tmp_path: Path) -> None:
     write_shards(tmp_path, Given(tensors), shard_bytes=1 << 30, wrote=ignore)
     manifest = create(tmp_path)
     assert len(manifest.tensors) == len(TORCH_DTYPES)
-    assert all(tensor.offset_bytes % DTYPES[tensor.dtype].itemsize_bytes == 0 for tensor in manifest.tensors)
+    assert all(tensor.offset_bytes % TORCH_DTYPES[tensor.dtype].itemsize == 0 for tensor in manifest.tensors)
 
 
 def test_more_than_a_shard_becomes_shards_and_their_index(tmp_path: Path) -> None:

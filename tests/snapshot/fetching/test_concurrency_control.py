@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from pilotflame.snapshot.fetching.concurrency_control import (
+    BUSY_RATE,
     FAR,
     FIRST_CONNECTIONS,
     MAX_CONNECTIONS,
@@ -60,8 +61,15 @@ def test_the_longer_nothing_comes_the_more_is_asked_for() -> None:
     assert (seen[0], seen[-1]) == (FIRST_CONNECTIONS, FAR[-1][1])
 
 
-def test_a_busy_machine_asks_for_no_more() -> None:
-    assert set(simulate(ConcurrencyControl(), each=1e6, shared=1e12, busy=0.95)) == {FIRST_CONNECTIONS}
+def test_a_machine_that_the_fetch_keeps_busy_asks_for_no_more() -> None:
+    fast = 1.1 * BUSY_RATE
+    assert set(simulate(ConcurrencyControl(), each=fast, shared=1e12, busy=0.95)) == {FIRST_CONNECTIONS}
+
+
+def test_a_machine_that_others_keep_busy_asks_for_as_many_as_pay() -> None:
+    assert max(simulate(ConcurrencyControl(), each=1e6, shared=1e12, busy=1.0)) == MAX_CONNECTIONS
+    few = simulate(ConcurrencyControl(), each=1e6, shared=2e6, busy=1.0)
+    assert few.count(FIRST_CONNECTIONS) > len(few) // 2
 
 
 def test_what_is_fixed_stays() -> None:

@@ -80,10 +80,10 @@ class FaultyConnection:
     source: FaultySource
     ask: Ask | None = None
     at: int = 0
+    used: bool = False
     closed: threading.Event = field(default_factory=threading.Event)
 
     def begin(self, name: str, begin: int, end: int, version: str = "") -> ObjectInfo:
-        self.closed = threading.Event()
         with self.source.lock:
             self.ask = Ask(len(self.source.asked), name, begin, end, self.source.stat(name))
             self.source.asked.append(self.ask)
@@ -114,6 +114,9 @@ class FaultyConnection:
 
     def close(self) -> None:
         self.closed.set()
+
+    def release(self) -> None:
+        self.close()
 
 
 def snapshot_of(*sizes: int, seed: int = 0) -> tuple[dict[str, bytes], Manifest]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import random
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import xxhash
-from pilotflame.snapshot.format.digests import chunk_digests, in_order
+from fault_server import FaultServer
+from pilotflame.snapshot.format.digests import RUN_BYTES, chunk_digests, in_order
 from pilotflame.snapshot.sources.folder import FolderSource
+from pilotflame.snapshot.sources.http import HttpSource
 
 
 @pytest.mark.parametrize("readers", [1, 3])
@@ -21,10 +24,20 @@ def test_chunks_cover_the_files_in_order(tmp_path: Path, readers: int) -> None:
     assert found == [(name, index, len(part), xxhash.xxh3_128_hexdigest(part)) for name, index, part in parts]
 
 
-def test_a_file_that_ends_early_has_a_short_chunk(tmp_path: Path) -> None:
+@pytest.mark.parametrize("readers", [1, 3])
+def test_a_file_that_ends_early_has_a_short_chunk(tmp_path: Path, readers: int) -> None:
     (tmp_path / "f").write_bytes(b"aaaabb")
-    found = list(chunk_digests(FolderSource(tmp_path), {"f": 12}, 4))
+    found = list(chunk_digests(FolderSource(tmp_path), {"f": 12}, 4, readers))
     assert [chunk.size_bytes for chunk in found] == [4, 2, 0]
+
+
+def test_many_chunks_of_a_remote_file_come_with_one_connection(tmp_path: Path) -> None:
+    (tmp_path / "f").write_bytes(random.Random(1).randbytes(RUN_BYTES + 5000))
+    sizes = {"f": RUN_BYTES + 5000}
+    with FaultServer(tmp_path) as server:
+        found = list(chunk_digests(HttpSource(server.url), sizes, 1 << 20, 4))
+        assert server.connections <= 3
+    assert found == list(chunk_digests(FolderSource(tmp_path), sizes, 1 << 20))
 
 
 @pytest.mark.parametrize("readers", [1, 3])

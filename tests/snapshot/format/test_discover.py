@@ -272,6 +272,15 @@ def test_one_file_is_enough(tmp_path: Path) -> None:
             find_manifest(open_source(server.url))
 
 
+def test_an_adapter_is_found_where_nothing_lists_its_files(tmp_path: Path) -> None:
+    save_file({"base_model.model.a.lora_A.weight": torch.rand(2, 4)}, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text('{"r": 2}')
+    with FaultServer(tmp_path) as server:
+        manifest = find_manifest(open_source(server.url))
+    assert [shard.name for shard in manifest.shards] == ["adapter_model.safetensors"]
+    assert [asset.name for asset in manifest.assets] == ["adapter_config.json"]
+
+
 def test_a_manifest_of_a_cache_is_refused_at_a_source(server: FaultServer, tmp_path: Path) -> None:
     find_manifest(HttpSource(server.url)).write(tmp_path / MANIFEST_NAME)
     with FaultServer(tmp_path) as there, pytest.raises(ManifestError, match="observed"):

@@ -11,8 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pilotflame.errors import HeaderError
-from pilotflame.snapshot.format.header import DTYPES, MAX_HEADER_BYTES, Header, parse_header, read_header
+from pilotflame.snapshot.format.dtypes import DTYPES
+from pilotflame.snapshot.format.header import MAX_HEADER_BYTES, Header, parse_header, read_header
 from pilotflame.snapshot.sources.folder import FolderSource
+from safetensors import SafetensorError, safe_open
 
 
 def parse(entries: dict[str, Any] | str, data_bytes: int) -> Header:
@@ -27,17 +29,16 @@ def entry(dtype: Any = "F32", shape: Any = (2,), offsets: Any = (0, 8)) -> dict[
 names = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=20).filter(
     lambda name: name != "__metadata__"
 )
-layouts = st.dictionaries(
-    names, st.tuples(st.sampled_from(sorted(DTYPES)), st.lists(st.integers(0, 5), max_size=4)), max_size=6
+kinds = st.tuples(st.sampled_from(sorted(DTYPES)), st.lists(st.integers(0, 5), max_size=4)).filter(
+    lambda kind: DTYPES[kind[0]].size_bytes(kind[1]) is not None
 )
+layouts = st.dictionaries(names, kinds, max_size=6)
 
 
 def lay_out(layout: dict[str, tuple[str, list[int]]]) -> tuple[dict[str, Any], int]:
     entries, end = {}, 0
     for name, (dtype, shape) in layout.items():
-        size = DTYPES[dtype].itemsize_bytes
-        for length in shape:
-            size *= length
+        size = DTYPES[dtype].size_bytes(shape) or 0
         entries[name] = entry(dtype, shape, [end, end + size])
         end += size
     return entries, end
@@ -81,6 +82,18 @@ def test_random_files_never_crash(tmp_path_factory: pytest.TempPathFactory, cont
         ({"t": entry(offsets=[0, 9])}, 9, "span 9 bytes, but F32"),
         ({"t": entry(dtype="F31")}, 8, "dtype 'F31' is unknown"),
         ({"t": entry(dtype=["F32"])}, 8, "is unknown"),
+        (
+            {"t": entry(dtype="F4", shape=[3], offsets=[0, 2])},
+            2,
+            "F4 of shape (3,) does not fill whole bytes",
+        ),
+        ({"t": entry(dtype="F4", shape=[], offsets=[0, 1])}, 1, "does not fill whole bytes"),
+        ({"t": entry(dtype="F6_E2M3", shape=[2], offsets=[0, 2])}, 2, "does not fill whole bytes"),
+        (
+            {"t": entry(dtype="F4", shape=[4], offsets=[0, 4])},
+            4,
+            "span 4 bytes, but F4 of shape (4,) takes 2",
+        ),
         ({"t": entry(shape=[-2])}, 8, "holds -2"),
         ({"t": entry(shape=[2.0])}, 8, "holds 2.0"),
         ({"t": entry(shape=[True, 2])}, 8, "holds True"),
@@ -154,3 +167,36 @@ def test_the_real_model_is_read(minilm: Path) -> None:
 
 def test_no_tensors_is_a_sound_file() -> None:
     assert parse({}, 0).tensors == ()
+
+
+@given(st.sampled_from(sorted(DTYPES)), st.lists(st.integers(0, 6), max_size=4), st.integers(-1, 1))
+def test_sizes_and_shapes_are_the_librarys(
+    tmp_path_factory: pytest.TempPathFactory, dtype: str, shape: list[int], more: int
+) -> None:
+    """The safetensors library takes the same files, and gives the same shapes in torch."""
+    data_bytes = max(0, (DTYPES[dtype].size_bytes(shape) or 1) + more)
+    text = json.dumps({"t": entry(dtype, shape, [0, data_bytes])}).encode()
+    path = tmp_path_factory.getbasetemp() / "types.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(data_bytes))
+    try:
+        with safe_open(path, "pt") as file:
+            theirs = None if DTYPES[dtype].torch_name is None else _torch_shape(file)
+        refused = False
+    except SafetensorError:
+        refused = True
+    if refused:
+        with pytest.raises(HeaderError):
+            parse_header(text, file="x", file_bytes=8 + len(text) + data_bytes)
+        return
+    [tensor] = parse_header(text, file="x", file_bytes=8 + len(text) + data_bytes).tensors
+    assert tensor.size_bytes == data_bytes
+    if theirs is not None or DTYPES[dtype].packed > 1:
+        assert DTYPES[dtype].torch_shape(tensor.shape) == theirs
+
+
+def _torch_shape(file: Any) -> tuple[int, ...] | None:
+    try:
+        return tuple(file.get_tensor("t").shape)
+    except SafetensorError:
+        # Rows that do not fill whole bytes.
+        return None

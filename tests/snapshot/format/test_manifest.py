@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pilotflame.errors import ManifestError
-from pilotflame.snapshot.format.header import DTYPES
+from pilotflame.snapshot.format.dtypes import DTYPES
 from pilotflame.snapshot.format.manifest import MANIFEST_NAME, Manifest, Provenance
 
 CHUNK = 4096
@@ -79,9 +79,8 @@ def manifests(draw: st.DrawFn) -> Manifest:
                 break
             dtype = draw(st.sampled_from(sorted(DTYPES)))
             shape = draw(st.lists(st.integers(0, 9), max_size=3))
-            size = DTYPES[dtype].itemsize_bytes
-            for length in shape:
-                size *= length
+            if (size := DTYPES[dtype].size_bytes(shape)) is None:
+                continue
             tensors.append(
                 {
                     "name": names.pop(),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -12,11 +14,14 @@ import pytest
 import torch
 from pilotflame.errors import FetchFailed, SourceUnavailable
 from pilotflame.snapshot.fetching.arrival import Arrival
+from pilotflame.snapshot.format.create import create
 from pilotflame.snapshot.format.manifest import Manifest
-from pilotflame.snapshot.restoring.gate import Gate
+from pilotflame.snapshot.restoring.gate import Gate, Unlanded
 from pilotflame.snapshot.restoring.mapping import Mapping
 from pilotflame.snapshot.restoring.plan import make_plan, restore
 from pilotflame.snapshot.restoring.touch import record_first_touch
+from pilotflame.snapshot.restoring.views import views
+from safetensors.torch import save_file
 from torch import nn
 
 Save = Callable[..., tuple[Path, Manifest]]
@@ -93,7 +98,7 @@ def test_each_operation_waits_for_its_own_bytes_and_no_others(save: Save) -> Non
         module = blank(Tied)
         restore(make_plan(module, found.mapping.manifest), found.mapping)
         found.arrival.on_demand(found.on_demand)
-        with torch.inference_mode(), Gate(found.mapping, found.arrival):
+        with torch.inference_mode(), Gate(Unlanded(found.mapping, found.arrival)):
             answer = module(tokens)
         assert torch.equal(answer, whole(tokens))
         names = {tensor.name: tensor for tensor in found.mapping.manifest.tensors}
@@ -109,6 +114,29 @@ def test_each_operation_waits_for_its_own_bytes_and_no_others(save: Save) -> Non
         for chunk in rest:
             found.land(chunk)
         assert found.arrival.complete
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_a_gate_of_several_snapshots_waits_for_what_is_read_of_each(
+    tmp_path: Path, order: tuple[int, int]
+) -> None:
+    """Also for rows whose indices are in another snapshot, which must land before they say what to wait for."""
+    indices, table, unused = torch.tensor([7, 200]), torch.randn(256, 64), torch.randn(64, 64)
+    both = []
+    for name, tensors in (("base", {"indices": indices, "unused": unused}), ("style", {"table": table})):
+        (folder := tmp_path / name / "arriving").mkdir(parents=True)
+        save_file(tensors, folder.parent / "model.safetensors")
+        both.append(Arriving(folder.parent, folder, create(folder.parent, chunk_bytes=CHUNK_BYTES)))
+        both[-1].arrival.on_demand(both[-1].on_demand)
+    base, style = both
+    found = views(base.mapping, ["*"]) | views(style.mapping, ["*"])
+    with Gate(*(Unlanded(both[number].mapping, both[number].arrival) for number in order)):
+        rows = torch.nn.functional.embedding(found["indices"], found["table"])
+    assert torch.equal(rows, table[indices])
+    assert not base.arrival.complete
+    assert not style.arrival.complete
+    for one in both:
+        one.close()
 
 
 def test_fused_layers_that_bypass_their_modules_wait_too(save: Save) -> None:
@@ -128,8 +156,22 @@ def test_fused_layers_that_bypass_their_modules_wait_too(save: Save) -> None:
         found.arrival.on_demand(found.on_demand)
         with torch.inference_mode():
             expected = whole(events)
-            with Gate(found.mapping, found.arrival):
+            with Gate(Unlanded(found.mapping, found.arrival)):
                 assert torch.equal(module(events), expected)
+
+
+def test_a_compiled_module_waits_too(save: Save) -> None:
+    whole = Tied().eval()
+    tokens = torch.tensor([[3, 200, 3]])
+    with arriving(save, whole) as found:
+        module = blank(Tied)
+        restore(make_plan(module, found.mapping.manifest), found.mapping)
+        compiled = torch.compile(module, backend="eager")
+        found.arrival.on_demand(found.on_demand)
+        with torch.inference_mode(), Gate(Unlanded(found.mapping, found.arrival)):
+            answer = compiled(tokens)
+    with torch.inference_mode():
+        assert torch.equal(answer, whole(tokens))
 
 
 def test_a_failed_fetch_fails_who_waits(save: Save) -> None:
@@ -137,7 +179,7 @@ def test_a_failed_fetch_fails_who_waits(save: Save) -> None:
         module = blank(Tied)
         restore(make_plan(module, found.mapping.manifest), found.mapping)
         found.arrival.fail(FetchFailed("The source burnt down."))
-        with Gate(found.mapping, found.arrival), pytest.raises(FetchFailed, match="burnt down"):
+        with Gate(Unlanded(found.mapping, found.arrival)), pytest.raises(FetchFailed, match="burnt down"):
             module(torch.tensor([[1]]))
 
 
@@ -145,7 +187,7 @@ def test_weights_that_do_not_come_are_an_error_in_time(save: Save) -> None:
     with arriving(save, Tied()) as found:
         module = blank(Tied)
         restore(make_plan(module, found.mapping.manifest), found.mapping)
-        with Gate(found.mapping, found.arrival, timeout_s=0.05), pytest.raises(SourceUnavailable):
+        with Gate(Unlanded(found.mapping, found.arrival), timeout_s=0.05), pytest.raises(SourceUnavailable):
             module(torch.tensor([[1]]))
 
 
@@ -160,6 +202,14 @@ def test_the_recorded_order_is_the_order_of_use(save: Save) -> None:
     assert Manifest.parse(recorded.to_json()) == recorded
 
 
+def saved(tensor: torch.Tensor) -> torch.Tensor:
+    stream = io.BytesIO()
+    torch.save(tensor, stream)
+    stream.seek(0)
+    found: torch.Tensor = torch.load(stream, weights_only=True)
+    return found
+
+
 @pytest.mark.parametrize(
     "read",
     [
@@ -167,6 +217,10 @@ def test_the_recorded_order_is_the_order_of_use(save: Save) -> None:
         lambda t: t.numpy().tolist(),
         lambda t: t[0].clone().tolist(),
         lambda t: [t[0].item()],
+        lambda t: [float(word) for word in repr(t).split("[")[1].split("]")[0].split(",")],
+        lambda t: saved(t).tolist(),
+        lambda t: t.share_memory_().tolist(),
+        lambda t: copy.deepcopy(t).tolist(),
     ],
 )
 def test_memory_read_without_an_operation_is_waited_for(
@@ -177,7 +231,7 @@ def test_memory_read_without_an_operation_is_waited_for(
         module = blank(Tied)
         restore(make_plan(module, found.mapping.manifest), found.mapping)
         found.arrival.on_demand(found.on_demand)
-        with Gate(found.mapping, found.arrival):
+        with Gate(Unlanded(found.mapping, found.arrival)):
             assert read(module.a.bias.detach()) == read(whole.a.bias.detach())
 
 
@@ -208,7 +262,7 @@ def test_casts_copies_and_looked_up_indices_wait(save: Save, mode: Callable[[], 
         found.arrival.on_demand(found.on_demand)
         with mode():  # type: ignore[attr-defined]
             expected = whole(torch.ones(2, 64))
-            with Gate(found.mapping, found.arrival):
+            with Gate(Unlanded(found.mapping, found.arrival)):
                 assert torch.equal(module(torch.ones(2, 64)), expected)
 
 
@@ -220,7 +274,7 @@ def test_a_thread_that_is_started_inside_waits_for_everything(save: Save) -> Non
         answers: list[torch.Tensor] = []
         tokens = torch.tensor([[3, 200]])
         lander = threading.Thread(target=lambda: [found.land(chunk) for chunk in range(found.arrival.count)])
-        with torch.no_grad(), Gate(found.mapping, found.arrival):
+        with torch.no_grad(), Gate(Unlanded(found.mapping, found.arrival)):
             found._threads.append(lander)
             # Chunks land only once they are waited for, and in another thread.
             found.arrival.on_demand(lambda *_: lander.is_alive() or plain_start(lander))

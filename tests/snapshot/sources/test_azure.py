@@ -29,6 +29,7 @@ from pilotflame.snapshot.format.verify import verify
 from pilotflame.snapshot.sources import cloud
 from pilotflame.snapshot.sources.azure import AzureSource
 from pilotflame.snapshot.sources.locate import open_source
+from reading import read
 from safetensors.torch import save
 
 pytestmark = pytest.mark.usefixtures("bare_environment")
@@ -105,11 +106,6 @@ def create_container(endpoint: str) -> None:
     response = connection.getresponse()
     assert response.status == 201, response.read()
     connection.close()
-
-
-def read(source: AzureSource, name: str, size: int, begin: int = 0) -> bytes:
-    buffer = bytearray(size)
-    return bytes(buffer[: source.read_into(name, begin, memoryview(buffer))])
 
 
 def test_a_prefix_of_a_container_is_a_snapshot(

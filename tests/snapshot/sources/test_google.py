@@ -25,6 +25,7 @@ from pilotflame.snapshot.format.discover import find_manifest
 from pilotflame.snapshot.format.verify import verify
 from pilotflame.snapshot.sources.google import GoogleSource
 from pilotflame.snapshot.sources.locate import open_source
+from reading import read
 from safetensors.torch import save
 
 pytestmark = pytest.mark.usefixtures("bare_environment")
@@ -66,11 +67,6 @@ def post(url: str, body: bytes) -> None:
 
 def store(emulator: str, name: str, data: bytes) -> None:
     post(f"{emulator}/upload/storage/v1/b/weights/o?uploadType=media&name={quote(name, safe='')}", data)
-
-
-def read(source: GoogleSource, name: str, size: int, begin: int = 0) -> bytes:
-    buffer = bytearray(size)
-    return bytes(buffer[: source.read_into(name, begin, memoryview(buffer))])
 
 
 class Google(BaseHTTPRequestHandler):

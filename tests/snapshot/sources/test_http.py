@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import socket
-import ssl
 import threading
 import tracemalloc
 from collections.abc import Callable, Iterator
@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import trustme
+from certificates import serving, trusting
 from fault_server import Faults, FaultServer
 from pilotflame.errors import (
     PilotflameError,
@@ -346,6 +347,8 @@ def test_close_ends_a_read_that_waits_in_another_thread(stall_at: int | None, tl
 
 
 def descriptors() -> int:
+    # Garbage of earlier tests may have some open.
+    gc.collect()
     return sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
@@ -420,18 +423,6 @@ def test_redirects_end(server: FaultServer) -> None:
 
 
 # -- TLS
-
-
-def serving(authority: trustme.CA) -> ssl.SSLContext:
-    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
-    authority.issue_cert("127.0.0.1").configure_cert(context)
-    return context
-
-
-def trusting(authority: trustme.CA) -> ssl.SSLContext:
-    context = ssl.create_default_context()
-    authority.configure_trust(context)
-    return context
 
 
 def test_tls_reads_the_same_and_checks_certificates(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import random
@@ -16,11 +17,15 @@ from hub_server import HubServer
 from hypothesis import given
 from hypothesis import strategies as st
 from pilotflame.errors import PilotflameError, SourceDenied, SourceError, SourceMissing
+from pilotflame.snapshot.caching.cache import Cache
 from pilotflame.snapshot.caching.download import download
+from pilotflame.snapshot.caching.tier import Tier
 from pilotflame.snapshot.format.discover import find_manifest
 from pilotflame.snapshot.format.verify import verify
 from pilotflame.snapshot.sources.hub import HubPlace, HubSource
 from pilotflame.snapshot.sources.locate import open_source, split_file
+from pilotflame.snapshot.sources.realm import realm_of
+from reading import read
 from safetensors.torch import save
 
 TOKEN = "hf_hush"
@@ -46,11 +51,6 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
         found.tokens.add(TOKEN)
         found.add("org/net", FILES)
         yield found
-
-
-def read(source: HubSource, name: str, size: int, begin: int = 0) -> bytes:
-    buffer = bytearray(size)
-    return bytes(buffer[: source.read_into(name, begin, memoryview(buffer))])
 
 
 def refused(url: str, secrets: dict[str, str] | None = None) -> PilotflameError:
@@ -129,6 +129,43 @@ def test_a_branch_that_moves_does_not_move_what_was_pinned(hub: HubServer) -> No
     asked = len(hub.asked)
     assert HubSource(f"hf://org/net@{before}").pinned() == f"hf://org/net@{before}"
     assert len(hub.asked) == asked
+
+
+def test_a_new_commit_fetches_only_the_shards_that_changed(hub: HubServer, tmp_path: Path) -> None:
+    shards = {name: save({name: torch.rand(300_000)}) for name in "abc"}
+    places = {name: f"{name}.safetensors" for name in shards}
+    files = {places[name]: data for name, data in shards.items()}
+    files["model.safetensors.index.json"] = json.dumps({"weight_map": places}).encode()
+    repository = hub.add("org/shards", {**files, "README.md": b"one"})
+    cache, realm = Cache([Tier(tmp_path / "tier", 64 << 20)]), realm_of("hf://org/shards")
+
+    def fetch() -> tuple[int, list[str]]:
+        """Return how many bytes were fetched, and the objects that the network was asked for."""
+        source = open_source("hf://org/shards")
+        manifest = find_manifest(source)
+        before = len(hub.asked)
+        with cache.open(manifest.with_realm(realm), source) as lease:
+            lease.wait(30)
+            verify(lease.root, lease.described())
+            for name, data in repository.commits[repository.branches["main"]].items():
+                assert (lease.root / name).read_bytes() == data
+            assert lease.stats is not None
+            fetched_bytes = lease.stats.fetched_bytes
+        return fetched_bytes, [asked.target for asked in hub.asked[before:] if asked.server == "cdn"]
+
+    assert fetch()[0] == sum(map(len, shards.values()))
+    repository.commit({**files, "README.md": b"two"})
+    assert fetch() == (0, [])
+    changed = save({"b": torch.rand(300_000)})
+    repository.commit({**files, places["b"]: changed})
+    fetched_bytes, targets = fetch()
+    assert fetched_bytes == len(changed)
+    assert all(hashlib.sha256(changed).hexdigest() in target for target in targets)
+    for stored in cache.list():
+        with (stored.folder / "files" / places["a"]).open("r+b") as stream:
+            stream.write(b"bad")
+    repository.commit({**files, "README.md": b"three"})
+    assert fetch()[0] == len(shards["a"])
 
 
 @pytest.mark.parametrize("branch", ["v1.0", "refs/pr/3", "feature/x"])

@@ -35,7 +35,7 @@ def test_it_goes_on_where_it_broke_off(server: FaultServer) -> None:
     buffer = bytearray(len(DATA))
     assert HttpSource(server.url).read_into("f", 0, memoryview(buffer)) == len(DATA)
     assert buffer == DATA
-    assert sum(request.sent for request in server.requests[1:]) == len(DATA), "a byte came twice"
+    assert sum(request.sent for request in server.requests) == len(DATA), "a byte came twice"
 
 
 def test_a_failed_start_is_retried(server: FaultServer) -> None:

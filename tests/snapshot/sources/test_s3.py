@@ -7,14 +7,13 @@ import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from urllib.request import Request, urlopen
 
 import boto3
 import pytest
 import torch
 from fault_server import Faults, FaultServer
 from moto.s3.models import s3_backends
-from moto.server import ThreadedMotoServer
+from moto_server import moto_server, reset
 from pilotflame.errors import (
     PilotflameError,
     SnapshotChanged,
@@ -26,6 +25,7 @@ from pilotflame.errors import (
 from pilotflame.snapshot.format.discover import find_manifest
 from pilotflame.snapshot.sources import source as source_module
 from pilotflame.snapshot.sources.s3 import S3Source
+from reading import read
 from safetensors.torch import save
 
 DATA = random.Random(5).randbytes(300_000)
@@ -48,11 +48,8 @@ def _no_settings_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 @pytest.fixture(scope="module")
 def moto() -> Iterator[str]:
     """The endpoint of moto's server."""
-    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-    server.start()
-    host, port = server.get_host_and_port()
-    yield f"http://{host}:{port}"
-    server.stop()
+    with moto_server() as endpoint:
+        yield endpoint
 
 
 @pytest.fixture
@@ -70,7 +67,7 @@ def store(moto: str, keys: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[An
     client = boto3.client("s3")
     client.create_bucket(Bucket="weights")
     yield client
-    urlopen(Request(f"{moto}/moto-api/reset", method="POST"), timeout=10).close()
+    reset(moto)
     client.close()
 
 
@@ -83,11 +80,6 @@ def open_at(monkeypatch: pytest.MonkeyPatch) -> Callable[..., S3Source]:
         return S3Source(url)
 
     return open_source
-
-
-def read(source: S3Source, name: str, size: int, begin: int = 0) -> bytes:
-    buffer = bytearray(size)
-    return bytes(buffer[: source.read_into(name, begin, memoryview(buffer))])
 
 
 def test_ranges_are_read_with_credentials_of_the_environment(store: Any) -> None:

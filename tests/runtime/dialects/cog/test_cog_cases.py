@@ -92,9 +92,7 @@ async def deployed(gateway: Gateway) -> AsyncIterator[Callable[..., Any]]:
 
     async def deploy(source: str, **how: Any) -> Caller:
         settings = {"env.PILOTFLAME_INPUT_NETWORKS": LOOPBACK, **how.pop("settings", {})}
-        response = await gateway.send(None, settings, files={"predict.py": source}, **how)
-        assert response.status_code == 201, response.text
-        functions.append(gateway.function(response.json()["name"], response.json()))
+        functions.append(await gateway.deploy(None, settings, files={"predict.py": source}, **how))
         return Caller(functions[-1])
 
     yield deploy

@@ -45,9 +45,8 @@ async def predictor(gateway: Gateway) -> AsyncIterator[Callable[..., Any]]:
     functions: list[Function] = []
 
     async def deployed(source: str = PREDICT, **how: Any) -> Function:
-        response = await gateway.send(None, how.pop("settings", None), files={"predict.py": source}, **how)
-        assert response.status_code == 201, response.text
-        functions.append(gateway.function(response.json()["name"], response.json()))
+        settings = how.pop("settings", None)
+        functions.append(await gateway.deploy(None, settings, files={"predict.py": source}, **how))
         return functions[-1]
 
     yield deployed

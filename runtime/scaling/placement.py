@@ -1,0 +1,110 @@
+"""Places workers on the GPUs of a node, within the memory of each. It does no I/O and reads no clock.
+
+A GPU may also be a part of one, such as a MIG slice: all that counts is its memory. Sizes are in MiB.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import NamedTuple, TypeAlias
+
+Holding: TypeAlias = Mapping[str, int]
+"""How much memory something holds of each GPU, by the GPU's id."""
+
+
+class Gpu(NamedTuple):
+    """A GPU of the node, or a slice of one."""
+
+    id: str
+    """As CUDA_VISIBLE_DEVICES names it: "0", "GPU-4e2b…" or "MIG-91fa…"."""
+    memory_mb: int
+
+
+class GpuNeed(NamedTuple):
+    """What each worker of a function needs."""
+
+    gpus: int
+    memory_mb: int | None
+    """Of each of them; None: the whole GPU."""
+
+    def of(self, gpu: Gpu) -> int:
+        return gpu.memory_mb if self.memory_mb is None else self.memory_mb
+
+
+class GpuHolder(NamedTuple):
+    """What one worker holds, and what it would still hold if it had to make room."""
+
+    holding: Holding
+    left: Holding = MappingProxyType({})
+    cost: float | None = None
+    """What its callers would lose if it had to; None if it must not be taken from."""
+    leaving: bool = False
+    """True if it makes room already."""
+
+
+def place(gpus: Sequence[Gpu], held: Iterable[Holding], need: GpuNeed) -> Holding | None:
+    """Return where one more worker goes; None if there is no room.
+
+    It is where the least memory stays free (best fit), so that room for large workers stays in one piece.
+    """
+    free = _free(gpus, held)
+    fitting = [gpu for gpu in gpus if free[gpu.id] >= need.of(gpu)]
+    if len(fitting) < need.gpus:
+        return None
+    fitting.sort(key=lambda gpu: free[gpu.id] - need.of(gpu))
+    return {gpu.id: need.of(gpu) for gpu in fitting[: need.gpus]}
+
+
+def fits(gpus: Sequence[Gpu], held: Iterable[Holding], wanted: Holding) -> bool:
+    """Return True if there is room for `wanted` on just these GPUs."""
+    free = _free(gpus, held)
+    return all(free[gpu] >= memory_mb for gpu, memory_mb in wanted.items())
+
+
+def _free(gpus: Sequence[Gpu], held: Iterable[Holding]) -> Counter[str]:
+    free = Counter({gpu.id: gpu.memory_mb for gpu in gpus})
+    for one in held:
+        free.subtract(one)
+    return free
+
+
+class Room(NamedTuple):
+    """How room for one worker is made."""
+
+    holding: Holding
+    takes: tuple[int, ...]
+    """Whose memory it takes, as places in the list of those that hold some. Nobody's if it is enough to wait."""
+
+
+def make_room(
+    gpus: Sequence[Gpu], held: Sequence[GpuHolder], need: GpuNeed, only: Holding | None = None
+) -> Room | None:
+    """Return who makes room for one more worker, or for one that needs `only`; None if that would not suffice.
+
+    Those go whose callers lose least, and none of whose room the worker needs nothing.
+    """
+    kept = [one.left if one.leaving else one.holding for one in held]
+
+    def found() -> Holding | None:
+        if only is None:
+            return place(gpus, kept, need)
+        return only if fits(gpus, kept, only) else None
+
+    takes = list[int]()
+    offered = [number for number, one in enumerate(held) if one.cost is not None and not one.leaving]
+    offered.sort(key=lambda number: held[number].cost or 0.0)
+    while (holding := found()) is None:
+        if len(takes) == len(offered):
+            return None
+        takes.append(offered[len(takes)])
+        kept[takes[-1]] = held[takes[-1]].left
+    for number in takes[::-1]:
+        kept[number] = held[number].holding
+        if (without := found()) is None:
+            kept[number] = held[number].left
+        else:
+            holding = without
+            takes.remove(number)
+    return Room(holding, tuple(takes))

@@ -1,0 +1,419 @@
+"""Gives the workers of all functions their places on the node's GPUs, within the memory of each.
+
+A worker has its place from before it is activated until its process has ended. A parked one keeps only what its context
+takes. If callers wait for a worker that has no place, idle workers of other functions make room: they are parked, or
+ended where that is not enough. The room that they make is reserved meanwhile for those who wait for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ...errors import ActivationTimeout, SettingsError
+from ..launching.gpus import GpuUse, gpu_uses
+from ..link.worker_spec import VISIBLE_GPUS
+from ..scaling.node_limit import Cap
+from ..scaling.placement import Gpu, GpuHolder, GpuNeed, Holding, fits, make_room, place
+from ..settings.resources import CONTEXT_MB, Resources
+from ..telemetry.metrics import Reading
+from .replica import Replica, ReplicaState
+from .worker_limit import ASK_AGAIN_S, GIVE_AFTER_S
+
+# Who has no worker, and has waited for so long, gets the room of one that has calls, once it has ended them.
+PATIENCE_S = 10.0
+
+
+class GpuClaimant(Protocol):
+    """A revision whose workers need GPUs, as the places see it."""
+
+    @property
+    def function(self) -> str: ...
+
+    @property
+    def gpu_need(self) -> GpuNeed | None:
+        """What each of its workers needs; None if that is nothing."""
+
+    @property
+    def gpu_parked(self) -> list[Replica]:
+        """Its parked workers."""
+
+    def gpu_spare(self, state: ReplicaState) -> int:
+        """Return how many of its workers in a state the owner does not keep (`scale.min`)."""
+
+    def gpu_cost(self, freed_bytes: float) -> float:
+        """Return what its callers lose for each byte if a worker frees so many."""
+
+    def give_gpu(self, replica: Replica, *, park: bool) -> None:
+        """Park an idle worker, or end one, in favour of another function. What it has begun, it finishes before."""
+
+    def scale(self) -> None:
+        """Ask again, if more workers are still wanted."""
+
+
+@dataclass(eq=False)
+class GpuPlace:
+    """What one worker holds of the node's GPUs."""
+
+    owner: GpuClaimant
+    full: Holding
+    """What it holds while it is not parked."""
+    holding: Holding
+    replica: Replica | None = None
+    """None until it is activated."""
+    left: Holding | None = None
+    """What it will hold in a moment, when it has made room; None if it does not make any."""
+    given: bool = False
+    """True if it makes, or has made, room for another function."""
+
+    @property
+    def parked(self) -> Holding:
+        return dict.fromkeys(self.full, CONTEXT_MB)
+
+    @property
+    def ending(self) -> bool:
+        """True if its worker ends, and has no calls that may take long."""
+        ends = (ReplicaState.DRAINING, ReplicaState.DEAD)
+        return self.replica is not None and self.replica.state in ends and not self.replica.outstanding.calls
+
+
+class GpuPlaces:
+    """Who holds memory of which GPU, and who waits for some. Without GPUs, nobody who needs one can be deployed."""
+
+    def __init__(self, gpus: Sequence[Gpu] = ()) -> None:
+        self.gpus = tuple(gpus)
+        self._places: list[GpuPlace] = []
+        # Those that want more workers than have a place, and since when. Who has waited longest is asked first.
+        self._short: dict[GpuClaimant, float] = {}
+        # The same for the first workers of revisions that are deployed. They come before all others.
+        self._first: dict[GpuClaimant, tuple[float, asyncio.Future[GpuPlace]]] = {}
+        # Where their next worker goes once others have made room.
+        self._reserved: dict[GpuClaimant, Holding] = {}
+        self._offering = False
+        self._timer: asyncio.TimerHandle | None = None
+
+    def check(self, function: str, resources: Resources) -> None:
+        """Raise SettingsError if no worker of a function could ever have a place here."""
+        if (need := need_of(resources)) is None or place(self.gpus, (), need) is not None:
+            return
+        memory = f" with {need.memory_mb} MiB of each" if need.memory_mb is not None else ""
+        there = ", ".join(f"{gpu.id} with {gpu.memory_mb} MiB" for gpu in self.gpus) or "none"
+        raise SettingsError(
+            f"{function!r} needs {need.gpus} GPU{'s' if need.gpus > 1 else ''}{memory} (resources.gpus); this node has: {there}.",
+            remedy="Lower resources.gpus or resources.gpu_memory_mb, leave them out to run without a GPU of its own, or"
+            " see `pilotflame doctor` and the gateway's setting `gpus`.",
+        )
+
+    # -- asking
+
+    def ask(self, one: GpuClaimant, workers: int, *, waiting: bool, lasting: bool = False) -> int:
+        """Return how many of `workers` of a revision have a place now. If callers are `waiting`, others make room for the next.
+
+        If `lasting`, only those do that have been idle for a while.
+        """
+        if (need := one.gpu_need) is None:
+            return workers
+        if one in self._first:
+            return 0
+        reserved = self._reserved.pop(one, None)
+        if (may := self.room(one, workers)) == workers:
+            self._short.pop(one, None)
+            if reserved is not None:
+                self.offer()
+            return may
+        since_s = self._short.setdefault(one, time.monotonic())
+        if waiting and not may:
+            self._make_room(one, need, since_s, lasting=lasting)
+        self._ask_again()
+        return may
+
+    def room(self, one: GpuClaimant, workers: int) -> int:
+        """Return for how many of `workers` of a revision there is room now, without asking for it."""
+        if one.gpu_need is None:
+            return workers
+        held, count = list(self._kept(one)), 0
+        while count < workers and (found := place(self.gpus, held, one.gpu_need)) is not None:
+            held.append(found)
+            count += 1
+        return count
+
+    async def first_place(self, one: GpuClaimant, timeout_s: float) -> GpuPlace | None:
+        """Wait for the place of a new revision's first worker. None if it needs none. Raise ActivationTimeout.
+
+        Workers of the revision that it replaces make room for it, those of `scale.min` and busy ones too.
+        """
+        if one.gpu_need is None:
+            return None
+        found: asyncio.Future[GpuPlace] = asyncio.get_running_loop().create_future()
+        self._first[one] = time.monotonic(), found
+        self._serve_first()
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await asyncio.shield(found)
+        except BaseException as error:
+            if found.done():
+                self.free(found.result())
+            if not isinstance(error, TimeoutError):
+                raise
+            message = f"No GPU had room for a worker within {timeout_s:.0f} s."
+            remedy = "Try again when other functions, and the old revision's callers, have less to do."
+            raise ActivationTimeout(message, remedy=remedy) from None
+        finally:
+            del self._first[one]
+            self.leave(one)
+
+    def _serve_first(self) -> None:
+        for one, (since_s, found) in self._first.items():
+            if found.done() or one.gpu_need is None:
+                continue
+            self._reserved.pop(one, None)
+            if (taken := self.take(one)) is not None:
+                found.set_result(taken)
+            else:
+                self._make_room(one, one.gpu_need, since_s, lasting=False)
+                self._ask_again()
+
+    def reached(self, one: GpuClaimant) -> Cap | None:
+        """Return why a revision has fewer workers than it wants; None if GPUs are not the reason."""
+        return Cap("gpus", len(self.gpus)) if one in self._short else None
+
+    def leave(self, one: GpuClaimant) -> None:
+        """Forget what a revision waits for."""
+        self._short.pop(one, None)
+        if self._reserved.pop(one, None) is not None:
+            self._offer()
+
+    def offer(self) -> None:
+        """Let those who wait ask again: a worker has nothing to do."""
+        if self._short or self._first:
+            self._offer()
+
+    # -- the places
+
+    def take(self, one: GpuClaimant) -> GpuPlace | None:
+        """Return a place for a worker that is about to start; None if there is no room."""
+        if (need := one.gpu_need) is None:
+            return None
+        found = place(self.gpus, self._kept(one), need)
+        if found is None:
+            return None
+        taken = GpuPlace(one, found, found)
+        self._places.append(taken)
+        return taken
+
+    def note_parking(self, replica: Replica) -> None:
+        """Learn that a worker begins to give the memory of its GPUs back."""
+        if (held := self._of(replica)) is not None:
+            held.left = held.parked
+
+    def share(self, replica: Replica) -> float | None:
+        """Return how many GPUs a worker holds, as shares of their memory summed; None if it has no place."""
+        if (held := self._of(replica)) is None:
+            return None
+        sizes = {gpu.id: gpu.memory_mb for gpu in self.gpus}
+        return sum(memory_mb / sizes[gpu] for gpu, memory_mb in held.holding.items())
+
+    def gives(self, replica: Replica) -> bool:
+        """Return True if a worker parks in favour of another function."""
+        held = self._of(replica)
+        return held is not None and held.given
+
+    def note_parked(self, replica: Replica, freed_bytes: int) -> None:
+        """Learn that it has. One that gave nothing back, because its weights are no snapshot's, has to end for others."""
+        held = self._of(replica)
+        if held is None or held.left is None:
+            return
+        if freed_bytes:
+            held.holding, held.left = held.left, None
+        elif held.given and replica.state is ReplicaState.PARKED:
+            held.left = {}
+            held.owner.give_gpu(replica, park=False)
+        else:
+            held.left = None
+        self._offer()
+
+    def resume(self, replica: Replica) -> bool:
+        """Return True if a parked worker may have its memory back, which it then holds."""
+        if (held := self._of(replica)) is None:
+            return True
+        self._reserved.pop(held.owner, None)
+        if not fits(self.gpus, self._kept(held.owner, but=held), held.full):
+            return False
+        held.holding, held.left, held.given = held.full, None, False
+        return True
+
+    def assign(self, held: GpuPlace, replica: Replica) -> None:
+        """Learn which worker has a place."""
+        held.replica = replica
+
+    def environment(self, resources: Resources, held: GpuPlace | None = None) -> dict[str, str]:
+        """Return the environment variables with which a worker sees its GPUs only.
+
+        Without a place: those of its zygote, with which it sees all. So a standby that sees as many as it needs knows
+        which ones it will have.
+        """
+        if resources.gpus is None:
+            return {}
+        seen = held.full if held is not None else [gpu.id for gpu in self.gpus if resources.gpus]
+        # Whether there are GPUs is to be found out without using them: a process that forks must not.
+        return {VISIBLE_GPUS: ",".join(seen), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+
+    def free(self, held: GpuPlace | None) -> None:
+        """Give a place back: the worker has ended, or could not start."""
+        if held is not None and held in self._places:
+            self._places.remove(held)
+            self._offer()
+
+    # -- metrics
+
+    async def readings(self) -> list[Reading]:
+        """Return what is held and used of each GPU, for the metrics."""
+        if not self.gpus:
+            return []
+        held = Counter[str]()
+        for one in self._places:
+            held.update(one.holding)
+        uses = await asyncio.to_thread(gpu_uses)
+        waiting = float(len(self._short) + len(self._first))
+        return [
+            Reading("gpu_waiting", "Functions, and deploys, that wait for room on GPUs.", {(): waiting}, ()),
+            _reading(
+                "memory_bytes",
+                "Memory of the node's GPUs.",
+                {gpu.id: gpu.memory_mb << 20 for gpu in self.gpus},
+            ),
+            _reading(
+                "held_bytes",
+                "Memory of GPUs that workers have their places in.",
+                {gpu.id: held[gpu.id] << 20 for gpu in self.gpus},
+            ),
+            _reading(
+                "used_bytes",
+                "Memory of GPUs that all processes of the machine use.",
+                {self._label(one): one.used_bytes for one in uses},
+            ),
+            _reading(
+                "busy_ratio",
+                "Share of the time in which a GPU ran something.",
+                {self._label(one): one.busy_share for one in uses if one.busy_share is not None},
+            ),
+        ]
+
+    def _label(self, use: GpuUse) -> str:
+        """Return the id by which the settings name a GPU."""
+        return next((gpu.id for gpu in self.gpus if use.is_named(gpu.id)), use.id)
+
+    # -- making room
+
+    def _make_room(self, one: GpuClaimant, need: GpuNeed, since_s: float, *, lasting: bool) -> None:
+        """Have others make room for one worker of a revision, and reserve it: for a parked one, or else for a new one.
+
+        They are parked, or ended if that is not enough. Who has no worker, and waits for long, gets one of a busy function.
+        """
+        patient = not lasting and time.monotonic() - since_s >= PATIENCE_S
+        parked = [place for place in map(self._of, one.gpu_parked) if place is not None]
+        for ways in (_Ways(lasting, park=True), _Ways(lasting), _Ways(lasting, busy=True)):
+            if ways.busy and not (patient or one in self._first):
+                return
+            held = self._holders(one, ways, patient=patient)
+            for only in (*map(_more, parked), None):
+                if (room := make_room(self.gpus, held, need, only)) is not None:
+                    self._reserved[one] = room.holding
+                    for giver in [self._places[number] for number in room.takes]:
+                        self._take_from(giver, park=ways.park)
+                    return
+
+    def _take_from(self, giver: GpuPlace, *, park: bool) -> None:
+        giver.left, giver.given = giver.parked if park else {}, True
+        if giver.replica is not None:
+            giver.owner.give_gpu(giver.replica, park=park)
+
+    def _holders(self, one: GpuClaimant, ways: _Ways, *, patient: bool) -> list[GpuHolder]:
+        """Return all places, and then what is reserved, as `make_room` sees them."""
+        held, offered = list[GpuHolder](), Counter[tuple[GpuClaimant, ReplicaState]]()
+        for each in self._places:
+            if each.left is not None or each.ending:
+                held.append(GpuHolder(each.holding, each.left or {}, leaving=True))
+                continue
+            left = each.parked if ways.park else {}
+            cost: float | None = None
+            old = one in self._first and each.owner.function == one.function
+            if (
+                (replica := each.replica) is not None
+                and each.owner is not one
+                and ways.allow(replica, old=old, patient=patient)
+            ):
+                offered[each.owner, replica.state] += 1
+                if old or offered[each.owner, replica.state] <= each.owner.gpu_spare(replica.state):
+                    freed_mb = sum(each.holding.values()) - sum(left.values())
+                    cost = 0.0 if old else each.owner.gpu_cost(float(freed_mb << 20))
+            held.append(GpuHolder(each.holding, left, cost))
+        return held + [GpuHolder(holding) for other, holding in self._reserved.items() if other is not one]
+
+    def _kept(self, one: GpuClaimant, but: GpuPlace | None = None) -> Iterable[Holding]:
+        """Yield what is held, or reserved for others than `one`."""
+        yield from (each.holding for each in self._places if each is not but)
+        yield from (holding for other, holding in self._reserved.items() if other is not one)
+
+    def _of(self, replica: Replica) -> GpuPlace | None:
+        return next((each for each in self._places if each.replica is replica), None)
+
+    def _offer(self) -> None:
+        if not self._offering:
+            self._offering = True
+            asyncio.get_running_loop().call_soon(self._ask_all)
+
+    def _ask_all(self) -> None:
+        self._offering = False
+        self._serve_first()
+        for one in list(self._short):
+            one.scale()
+
+    def _ask_again(self) -> None:
+        """Ask those who wait from time to time: no event tells that a worker is idle, or a caller waits, for long."""
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(ASK_AGAIN_S, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        self.offer()
+
+
+@dataclass(frozen=True, slots=True)
+class _Ways:
+    """From which workers room may be taken, and how."""
+
+    lasting: bool
+    """Only from those that have been idle for a while."""
+    park: bool = False
+    """By parking them; otherwise they end."""
+    busy: bool = False
+    """Also from those that have calls, which they finish before."""
+
+    def allow(self, replica: Replica, *, old: bool, patient: bool) -> bool:
+        """Return True if a worker may have to go. `old`: it is of a revision that is to be replaced."""
+        if replica.state is ReplicaState.PARKED:
+            return not self.park
+        if replica.state is not ReplicaState.READY:
+            return False
+        if replica.outstanding.calls:
+            return self.busy and (old or patient)
+        return not self.lasting or replica.idle_since_s + GIVE_AFTER_S <= time.monotonic()
+
+
+def _reading(name: str, text: str, by_gpu: Mapping[str, float]) -> Reading:
+    return Reading(f"gpu_{name}", text, {(gpu,): float(value) for gpu, value in by_gpu.items()}, ("gpu",))
+
+
+def _more(parked: GpuPlace) -> Holding:
+    """Return what a parked worker needs beside what it holds."""
+    return {gpu: memory_mb - parked.holding.get(gpu, 0) for gpu, memory_mb in parked.full.items()}
+
+
+def need_of(resources: Resources) -> GpuNeed | None:
+    """Return what each worker of a function needs; None if it has no GPU of its own."""
+    return GpuNeed(resources.gpus, resources.gpu_memory_mb) if resources.gpus else None

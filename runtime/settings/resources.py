@@ -1,0 +1,51 @@
+"""Defines the limits of what a function's workers use. Zygotes import this module at their start, and no other settings."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import BaseModel, Field, model_validator
+
+# What is set aside for the CUDA context of each worker, which stays when it is parked. An allowance: no GPU was measured.
+CONTEXT_MB = 512
+
+
+class Resources(BaseModel, frozen=True, extra="forbid", strict=True):
+    """What all workers of a function on one node may use together."""
+
+    memory_mb: int | None = Field(None, ge=16, le=16 << 20, description="Memory in MiB.")
+    cpus: float | None = Field(None, gt=0, le=1024, description="Processors, as 0.5 or 2.")
+    pids: int | None = Field(
+        None, ge=16, le=1 << 22, description="Processes and threads at most; 1024 in a container by default."
+    )
+    tmp_mb: int | None = Field(
+        None, ge=1, le=1 << 20, description="Temporary files in MiB; 1024 in a container by default."
+    )
+    gpus: int | None = Field(
+        None,
+        ge=0,
+        le=64,
+        description="GPUs of each worker, which the gateway chooses; by default all that there are.",
+    )
+    gpu_memory_mb: int | None = Field(
+        None,
+        ge=2 * CONTEXT_MB,
+        le=16 << 20,
+        description="MiB that a worker may use of each of its `gpus`, its CUDA context included; by default the whole GPU.",
+    )
+    network: Literal["none", "bridge", "host"] | None = Field(
+        None,
+        description="The network that a container may use; none, the default: it reaches only its gateway.",
+    )
+    files: Literal["shared", "private"] = Field(
+        "shared",
+        description="private: a process sees no files of the gateway, and writes to TMPDIR and its compiled code only.",
+    )
+
+    @model_validator(mode="after")
+    def _check_gpus(self) -> Self:
+        if self.gpu_memory_mb is not None and not self.gpus:
+            raise ValueError(
+                "gpu_memory_mb says how much of each GPU a worker uses, so gpus must be at least 1"
+            )
+        return self

@@ -1,0 +1,102 @@
+"""Parks a worker: its weights give the memory of their devices back, until an invocation needs them.
+
+Both ways take their time, so a thread goes them, and the event loop stays free. What arrives meanwhile is held in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections.abc import Callable
+
+from ...errors import PilotflameError
+from ...snapshot.named import Snapshots
+from ..link.connection import Link
+from ..link.frames import Frame, FrameKind
+
+
+class WorkerParking:
+    """Whether the weights of a worker are parked. The gateway sends PARK only while the worker has no invocations."""
+
+    def __init__(
+        self, snapshots: Snapshots | None, link: Link, tasks: asyncio.TaskGroup, deliver: Callable[[Frame], None],
+        follow: Callable[[Snapshots], None], drain: Callable[[], None],
+    ) -> None:  # fmt: skip
+        """`deliver` takes the frames that were held. `follow` is called, in a thread, once weights are on their way back.
+
+        `drain` is called if they cannot come back: another worker, or the error of its start, is what callers get then.
+        """
+        self.awake = True
+        """False from PARK until the worker can run invocations again: until then, call `hold`."""
+        self._snapshots, self._link, self._tasks = snapshots, link, tasks
+        self._deliver, self._follow, self._drain = deliver, follow, drain
+        self._asked = self._closed = self._parked = False
+        self._needed = asyncio.Event()
+        # As many as the gateway's window allows.
+        self._held: list[Frame] = []
+        # `teardown` has a thread of its own.
+        self._lock = threading.Lock()
+
+    def park(self) -> None:
+        """Give the memory back, and tell the gateway with PARKED how many bytes that were.
+
+        If an invocation comes at the same moment, nothing is given back.
+        """
+        self._asked = True
+        self._needed.clear()
+        if self.awake and not self._closed:
+            self.awake = False
+            self._tasks.create_task(self._run())
+
+    def wake(self) -> None:
+        """Begin to bring the weights back. The gateway may send invocations at once."""
+        self._asked = False
+        self._needed.set()
+
+    def hold(self, frame: Frame) -> None:
+        """Deliver a frame once the worker is awake, and wake it."""
+        self._held.append(frame)
+        self.wake()
+
+    def close(self) -> None:
+        """Bring no weights back any more, because the worker ends, and deliver what is held."""
+        self._closed = True
+        self.wake()
+
+    def restore(self) -> None:
+        """Bring the weights back, in this thread, if they are parked. Raises SnapshotError if a device has no room."""
+        with self._lock:
+            if self._parked and self._snapshots is not None:
+                self._snapshots.unpark()
+                self._parked = False
+                self._follow(self._snapshots)
+
+    async def _run(self) -> None:
+        while self._asked and not self._closed:
+            freed_bytes = await asyncio.to_thread(self._give_back)
+            self._link.send_json(FrameKind.PARKED, 0, {"freed_bytes": freed_bytes})
+            await self._needed.wait()
+            if not self._closed:
+                await self._bring_back()
+        self.awake = True
+        held, self._held = self._held, []
+        for frame in held:
+            self._deliver(frame)
+
+    def _give_back(self) -> int:
+        try:
+            with self._lock:
+                self._parked = True
+                return self._snapshots.park() if self._snapshots is not None else 0
+        except (PilotflameError, RuntimeError) as error:
+            # What is not parked stays where it is.
+            sys.stderr.write(f"the weights could not be parked: {error}\n")
+            return 0
+
+    async def _bring_back(self) -> None:
+        try:
+            await asyncio.to_thread(self.restore)
+        except (PilotflameError, RuntimeError) as error:
+            sys.stderr.write(f"the weights could not be brought back: {error}\n")
+            self._drain()

@@ -1,0 +1,198 @@
+"""Finds the chunks of a snapshot in other snapshots of the node, such as an earlier revision of the same weights.
+
+Only complete snapshots of the same realm are looked at (see `sources.realm`). A chunk is presumed where a manifest has
+its digest, or where the tensors are that it holds, and without digests in a shard of the same version. Whether it is
+there shows only when it is copied.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, nullcontext, suppress
+from dataclasses import dataclass, field
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from ...errors import SnapshotError
+from ..fetching.arrival import Arrival
+from ..fetching.borrowing import Place, Stretch, is_right
+from ..fetching.ranges import Chunks, Range, wanted_order
+from ..format.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, UNKNOWN_DIGEST, Manifest, realm_digits
+from ..sources.folder import FolderSource
+from .flock import hold
+from .shifted import TensorPlace, guesses
+from .stored import is_published
+from .tier import Tier
+
+MOST_SNAPSHOTS = 8
+"""How many snapshots are looked at, those used last. Reading the manifest of one with 25 000 chunks takes 5 ms."""
+SAMPLES = 4
+"""How many guessed chunks are read before the others are believed to be there too."""
+
+_HASH = re.compile(r'"(?!(.)\1*["-])[0-9a-f]{32,128}(-[0-9]+)?"')
+"""An ETag that is a hash of the bytes, or of those of its parts. Some stores give all files the same one, or a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Related:
+    """The snapshots in `tiers`. Without tiers, none is found."""
+
+    tiers: Sequence[Tier] = ()
+
+    def places(
+        self, manifest: Manifest, arrival: Arrival, opened: ExitStack, *, by_version: bool = False
+    ) -> dict[int, Place]:
+        """Return where those chunks of `manifest` are that have not landed, in the order in which they are wanted.
+
+        With `by_version`, shards of which no digests are known are presumed in those of the same version. The files
+        stay open, and their snapshots protected from eviction, until `opened` is closed.
+        """
+        folders = list(self._folders(manifest)) if manifest.realm else []
+        if not folders:
+            return {}
+        chunks = arrival.chunks
+        missing = [chunk for chunk in wanted_order(manifest) if not arrival.landed(chunk)]
+        known = [chunk for chunk in missing if chunks.digests[chunk] != UNKNOWN_DIGEST]
+        unknown = (
+            [chunk for chunk in missing if chunks.digests[chunk] == UNKNOWN_DIGEST] if by_version else []
+        )
+        found: dict[int, Place] = {}
+        lenders = [lender for folder in folders if (lender := _open(folder, opened)) is not None]
+        for how, wanted in ((_Lender.same, known), (_Lender.shifted, known), (_Lender.versioned, unknown)):
+            for lender in lenders:
+                rest = [chunk for chunk in wanted if chunk not in found]
+                # OSError, SnapshotError: a file is missing. The others: the manifest is damaged.
+                with suppress(OSError, SnapshotError, ValueError, LookupError, TypeError, AttributeError):
+                    found |= how(lender, manifest, chunks, rest) if rest else {}
+        return {chunk: found[chunk] for chunk in missing if chunk in found}
+
+    def _folders(self, manifest: Manifest) -> Iterator[Path]:
+        """Yield the folders of the realm's complete snapshots.
+
+        Those in the first tier come first, and of a tier those used last.
+        """
+        seen, ending = {manifest.digest}, realm_digits(manifest.realm)
+        for tier in self.tiers:
+            for folder in tier.folders(ending):
+                if len(seen) <= MOST_SNAPSHOTS and folder.name not in seen and is_published(folder):
+                    seen.add(folder.name)
+                    yield folder
+
+
+def _open(folder: Path, opened: ExitStack) -> _Lender | None:
+    """Return the snapshot in `folder`, protected from eviction; None if it has gone or its manifest is damaged."""
+    try:
+        held = hold(folder)
+        if held is None or not is_published(folder):
+            return None
+        # Referenced by `opened`, until that is closed.
+        opened.enter_context(nullcontext(held))
+        with (folder / "files" / MANIFEST_NAME).open("rb") as stream:
+            document = orjson.loads(stream.read(MAX_MANIFEST_BYTES))
+        return _Lender(FolderSource(folder / "files"), document["shards"], document, opened)
+    except (OSError, ValueError, LookupError, TypeError):
+        return None
+
+
+@dataclass(eq=False, slots=True)
+class _Lender:
+    """A complete snapshot. `document` is its manifest, not validated, since that would take ten times as long."""
+
+    source: FolderSource
+    shards: list[dict[str, Any]]
+    document: dict[str, Any]
+    opened: ExitStack
+    _descriptors: dict[int, int] = field(default_factory=dict)
+    _first: list[int] = field(default_factory=list)
+    """The number of each shard's first chunk, once it was asked for."""
+
+    def same(self, manifest: Manifest, chunks: Chunks, missing: Sequence[int]) -> dict[int, Place]:
+        """Return the places of chunks with the digest and the size of a chunk here."""
+        del manifest
+        wanted: dict[str, list[int]] = {}
+        for chunk in missing:
+            wanted.setdefault(chunks.digests[chunk], []).append(chunk)
+        found: dict[int, Place] = {}
+        chunk_bytes = self.document["chunk_bytes"]
+        for number, shard in enumerate(self.shards):
+            for position, digest in enumerate(shard["chunks"]):
+                begin = position * chunk_bytes
+                here = Range(number, begin, min(begin + chunk_bytes, shard["size_bytes"]))
+                for chunk in wanted.pop(digest, ()) if digest in wanted and self._has(here) else ():
+                    extent = chunks.extent(chunk)
+                    if extent.end - extent.begin == here.end - here.begin:
+                        found[chunk] = self._place([here], digest)
+        return found
+
+    def shifted(self, manifest: Manifest, chunks: Chunks, missing: Sequence[int]) -> dict[int, Place]:
+        """Return the places of chunks that are made of the same tensors, if some of them are as their digests say."""
+        tensors = {
+            entry["name"]: TensorPlace(
+                entry["dtype"], tuple(entry["shape"]), entry["shard"], entry["offset_bytes"]
+            )
+            for entry in self.document["tensors"]
+        }
+        made = {
+            chunk: self._place(ranges, chunks.digests[chunk])
+            for chunk, ranges in guesses(manifest, missing, tensors).items()
+            if not self._is_chunk(ranges, manifest.chunk_bytes) and all(map(self._has, ranges))
+        }
+        samples = sorted(made)[:: max(1, len(made) // SAMPLES)][:SAMPLES]
+        return made if any(is_right(made[chunk]) for chunk in samples) else {}
+
+    def versioned(self, manifest: Manifest, chunks: Chunks, missing: Sequence[int]) -> dict[int, Place]:
+        """Return the places of the chunks of shards that have the version and the size of a shard here."""
+        observed = self.document.get("observed")
+        if (
+            observed is None
+            or manifest.observed is None
+            or self.document["chunk_bytes"] != manifest.chunk_bytes
+        ):
+            return {}
+        pairs = zip(observed["versions"], self.shards, strict=True)
+        numbers = {(version, shard["size_bytes"]): number for number, (version, shard) in enumerate(pairs)}
+        found: dict[int, Place] = {}
+        for chunk in missing:
+            extent = chunks.extent(chunk)
+            version = manifest.observed.versions[extent.shard]
+            number = numbers.get((version, manifest.shards[extent.shard].size_bytes))
+            if number is None or not _HASH.fullmatch(version):
+                continue
+            here = Range(number, extent.begin, extent.end)
+            if self._has(here):
+                digest = self.shards[number]["chunks"][extent.begin // manifest.chunk_bytes]
+                found[chunk] = self._place([here], digest)
+        return found
+
+    def _has(self, extent: Range) -> bool:
+        """Return True if these bytes are here: all are, unless this is a part (see `Manifest.part`)."""
+        part = self.document.get("part")
+        if part is None or extent.begin == extent.end:
+            return True
+        if not self._first:
+            self._first = [0, *accumulate(len(shard["chunks"]) for shard in self.shards)]
+        before = self._first[extent.shard]
+        first, last = (before + at // self.document["chunk_bytes"] for at in (extent.begin, extent.end - 1))
+        index = bisect_right(part["chunks"], first, key=lambda ends: ends[0]) - 1
+        return index >= 0 and bool(last <= part["chunks"][index][1])
+
+    def _is_chunk(self, ranges: Sequence[Range], chunk_bytes: int) -> bool:
+        """Return True if the ranges are one chunk here. Its digest is known, and was not the wanted one."""
+        aligned = len(ranges) == 1 and ranges[0].begin % chunk_bytes == 0
+        return aligned and bool(self.document["chunk_bytes"] == chunk_bytes)
+
+    def _place(self, ranges: Sequence[Range], digest: str) -> Place:
+        stretches = [Stretch(self._file(each.shard), each.begin, each.end - each.begin) for each in ranges]
+        return Place(stretches, digest)
+
+    def _file(self, shard: int) -> int:
+        if shard not in self._descriptors:
+            self._descriptors[shard] = self.source.open(self.shards[shard]["name"])
+            self.opened.callback(os.close, self._descriptors[shard])
+        return self._descriptors[shard]

@@ -1,0 +1,169 @@
+"""Copies chunks from where they are too, so that they need not be fetched from the source. Each chunk is verified.
+
+They may be in other snapshots on this machine (see `caching.related`), or on other nodes (see `peering`).
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol, Self
+
+import xxhash
+
+from ...errors import CacheError
+from ..publish import cannot_write
+from .arrival import Arrival
+from .landing import BOUNCE_BYTES, ShardTarget
+
+COPIERS = 4
+"""The number of threads. Copying and hashing release the interpreter lock."""
+MOST_WRONG = 16
+"""Copying ends once so many chunks were wrong, if that is most of them: the rest waits for it to be fetched."""
+
+
+class Stretch(NamedTuple):
+    """Bytes of an open file: `size_bytes` from byte `offset` on."""
+
+    descriptor: int
+    offset: int
+    size_bytes: int
+
+    def read_into(self, view: memoryview, done: int) -> int:
+        """Return how many bytes were read after the first `done`: 0 at the end of the file, or if it cannot be read."""
+        try:
+            return os.preadv(self.descriptor, [view], self.offset + done)
+        except OSError:
+            return 0
+
+
+class Lender(Protocol):
+    """Where the bytes of one chunk may be."""
+
+    def copy(self, target: ShardTarget, begin: int, end: int, buffer: memoryview) -> str:
+        """Fill bytes [begin, end) of a shard. Return their digest, or "" if they are not to be had.
+
+        Raises OSError if they cannot be written.
+        """
+
+
+class Place(NamedTuple):
+    """Where the bytes of a chunk are: these stretches, one after the other, if together they have the digest."""
+
+    stretches: Sequence[Stretch]
+    digest: str
+
+    def copy(self, target: ShardTarget, begin: int, end: int, buffer: memoryview) -> str:
+        """See Lender."""
+        at, hasher = begin, xxhash.xxh3_128()
+        for stretch in self.stretches:
+            upto = min(at + stretch.size_bytes, end)
+            if not target.fill(at, upto, buffer, hasher, stretch.read_into):
+                return ""
+            at = upto
+        return self.digest if hasher.hexdigest() == self.digest else ""
+
+
+def is_right(place: Place) -> bool:
+    """Return True if the bytes at a place have its digest. Raises OSError."""
+    hasher, buffer = xxhash.xxh3_128(), memoryview(bytearray(BOUNCE_BYTES))
+    for descriptor, offset, size_bytes in place.stretches:
+        done = 0
+        while done < size_bytes and (
+            count := os.preadv(descriptor, [buffer[: size_bytes - done]], offset + done)
+        ):
+            hasher.update(buffer[:count])
+            done += count
+    return bool(hasher.hexdigest() == place.digest)
+
+
+class Borrowing:
+    """Copies the chunks in `places`, in their order, on threads of its own. Its block ends when they have.
+
+    `cancelled` ends the copying, without an error. A chunk that is not as its digest says, or cannot be read, is left
+    missing, and so is the rest if most are wrong. Chunks that somebody waits for are next.
+    """
+
+    def __init__(
+        self,
+        arrival: Arrival,
+        targets: Sequence[ShardTarget],
+        places: Mapping[int, Lender],
+        cancelled: threading.Event,
+        copiers: int | None = None,
+    ) -> None:
+        """`copiers` is the number of threads, by default one for each processor, but at most COPIERS."""
+        self._arrival, self._targets = arrival, targets
+        self._places = OrderedDict(places)
+        self._cancelled = cancelled
+        self._lock = threading.Lock()
+        self._error: CacheError | None = None
+        self._right = self._wrong = 0
+        arrival.on_demand(self._demand)
+        self._threads = [
+            threading.Thread(target=self._run, name="borrow", daemon=True)
+            for _ in range(min(len(places), copiers or min(COPIERS, os.cpu_count() or 1)))
+        ]
+
+    def __enter__(self) -> Self:
+        started = []
+        try:
+            for thread in self._threads:
+                thread.start()
+                started.append(thread)
+        except RuntimeError:
+            # There are too many threads. Those that have started suffice; without any, all chunks are fetched.
+            self._threads = started
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *failure: object) -> None:
+        """Wait for the threads, or end them after an error. Raises CacheError if the files cannot be written."""
+        if kind is not None:
+            self._end()
+        for thread in self._threads:
+            thread.join()
+        if kind is None and self._error is not None:
+            raise self._error
+
+    def _end(self) -> None:
+        with self._lock:
+            self._places.clear()
+
+    def _demand(self, first: int, last: int) -> None:
+        with self._lock:
+            if self._places:
+                for chunk in range(last, first - 1, -1):
+                    if chunk in self._places:
+                        self._places.move_to_end(chunk, last=False)
+
+    def _next(self) -> tuple[int, Lender] | None:
+        with self._lock:
+            ended = not self._places or self._cancelled.is_set()
+            return None if ended else self._places.popitem(last=False)
+
+    def _run(self) -> None:
+        buffer = memoryview(bytearray(BOUNCE_BYTES))
+        while (item := self._next()) is not None:
+            chunk, place = item
+            extent = self._arrival.chunks.extent(chunk)
+            target = self._targets[extent.shard]
+            try:
+                digest = place.copy(target, extent.begin, extent.end, buffer)
+            except OSError as error:
+                self._end()
+                self._error = cannot_write(Path(target.name), error)
+                return
+            right = bool(digest) and self._arrival.chunks.accept(chunk, digest)
+            if right:
+                self._arrival.land(chunk)
+            self._count(right=right)
+
+    def _count(self, *, right: bool) -> None:
+        with self._lock:
+            self._right += right
+            self._wrong += not right
+            if self._wrong >= MOST_WRONG and self._wrong > self._right:
+                self._places.clear()

@@ -1,0 +1,176 @@
+"""Defines the object that a handler receives as `context.snapshots`: the snapshots of a function by their names.
+
+A worker opens, awaits and gates all of them together. A function with the setting `snapshot` has one, whose name
+is "", and its handler receives that as `context.snapshot`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from queue import SimpleQueue
+from threading import Thread
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
+
+from ..errors import SnapshotError
+from .extras import needs
+from .handle import Snapshot
+
+if TYPE_CHECKING:
+    import torch
+
+    from .format.manifest import Manifest
+
+_NO_NAMES: Mapping[str, Any] = MappingProxyType({})
+
+
+class Snapshots:
+    """The snapshots of one function, on this node: `context.snapshots["style"]`. Iteration yields their names."""
+
+    def __init__(self, snapshots: Iterable[Snapshot]) -> None:
+        self._named = {one.name: one for one in snapshots}
+        # Those of which bytes are not fetched yet. The gate of each invocation looks here, so it gets shorter.
+        self._arriving: list[Snapshot] = []
+
+    def __getitem__(self, name: str) -> Snapshot:
+        """Return the snapshot with this name. Raises SnapshotError if there is none."""
+        if (found := self._named.get(name)) is not None:
+            return found
+        fault = f"There is no snapshot {name!r} (there: {', '.join(self._named)})."
+        raise SnapshotError(fault, remedy="Name it in [snapshots] of pilotflame.toml.")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._named)
+
+    def __len__(self) -> int:
+        return len(self._named)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._named
+
+    @property
+    def only(self) -> Snapshot | None:
+        """The snapshot of the setting `snapshot`. None if the function has named ones."""
+        return self._named.get("")
+
+    def skeleton(self) -> AbstractContextManager[None]:
+        """Return a context in which new modules have parameters without memory, as `Snapshot.skeleton`."""
+        return next(iter(self._named.values())).skeleton()
+
+    def restore(
+        self,
+        module: torch.nn.Module,
+        *,
+        prefixes: Mapping[str, str] = _NO_NAMES,
+        ignore: Mapping[str, Sequence[str]] = _NO_NAMES,
+        cast: bool = False,
+        device: str = "cpu",
+    ) -> None:
+        """Set the module's weights, each from the one snapshot that has it, such as a base and an adapter.
+
+        See `Snapshot.restore`. `prefixes` and `ignore` have, by the names of snapshots, what `prefix` and
+        `ignore` are there. If several snapshots have a tensor, one whose `ignore` fits its name gives way to another.
+        Raises SnapshotMismatch if a tensor of the module is in no snapshot or in several, or does not fit, or
+        if a snapshot has a tensor that the module does not have. The error names the tensors and the snapshots.
+        """
+        with needs("context.snapshots", "torch"):
+            from .restoring.plan import Supply, make_plans  # noqa: PLC0415  only restoring loads torch
+
+        for name in (*prefixes, *ignore):
+            # It raises if there is none.
+            _ = self[name]
+        supplies = {
+            name: Supply(one.manifest, prefixes.get(name, ""), ignore.get(name, ()))
+            for name, one in self._named.items()
+        }
+        for name, plan in make_plans(module, supplies, cast=cast, device=device).items():
+            self._named[name].apply(plan)
+
+    # -- for workers
+
+    def blank(self) -> None:
+        """Give the modules that `build` has restored weights of zeros, as `Snapshot.blank`."""
+        for one in self._named.values():
+            one.blank()
+
+    def open(self) -> None:
+        """Map the files of all snapshots and apply the plans that `build` made. Raises as `Snapshot.open`."""
+        for one in self._named.values():
+            one.open()
+        self._arriving = [one for one in self._named.values() if one.arriving]
+
+    def park(self) -> int:
+        """Give back the memory that the weights have on devices, and return how many bytes that were.
+
+        On the host, weights are pages of files, which the kernel takes back itself when it needs memory. What the
+        handler has changed, and other tensors of the modules on the device, are kept on the host. Nothing may use the
+        modules until `unpark`. Raises SnapshotError if the copy to the device has not ended in time.
+        """
+        slabs = [slab for one in self._named.values() for slab in one.slabs]
+        return sum(one.park(slabs) for one in self._named.values())
+
+    def unpark(self) -> None:
+        """Copy the weights to their devices again. The objects of the modules are the same, their addresses are not.
+
+        Until the weights are there, operations need a `gate` that is entered afterwards, or `wait`. Raises
+        SnapshotError if a device has no room. Then what is still parked can be tried again.
+        """
+        for one in self._named.values():
+            one.unpark()
+        self._arriving = [one for one in self._named.values() if one.arriving]
+
+    @property
+    def arriving(self) -> bool:
+        """True while some bytes are not fetched or copied yet. Then operations outside a `gate` may read other bytes."""
+        return any(one.arriving for one in self._named.values())
+
+    def gate(self) -> AbstractContextManager[Any]:
+        """Return a context in which each operation of this thread waits for the bytes of its tensors."""
+        if not self._arriving:
+            return nullcontext()
+        self._arriving = [one for one in self._arriving if one.arriving]
+        awaited = [found for one in self._arriving for found in one.awaited()]
+        if not awaited:
+            return nullcontext()
+        from .restoring.gate import Gate  # noqa: PLC0415
+
+        return Gate(*awaited)
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for all bytes. Raises the error of the first fetch that fails, or SourceUnavailable after `timeout_s`."""
+        if len(self._named) == 1:
+            next(iter(self._named.values())).wait(timeout_s)
+            return
+        # A thread for each: the last one may fail at once while the first one still arrives for an hour.
+        ended: SimpleQueue[Exception | None] = SimpleQueue()
+        for one in self._named.values():
+            Thread(target=_wait_for, args=(one, timeout_s, ended), name="snapshot-wait", daemon=True).start()
+        for _ in self._named:
+            if (error := ended.get()) is not None:
+                raise error
+
+    def record(self, run: Callable[[], Any]) -> dict[str, Manifest]:
+        """Call `run`. Return for each snapshot its manifest with the order of first touch, as `Snapshot.record`."""
+        recorded: dict[str, Manifest] = {}
+
+        def record_one(name: str, one: Snapshot, inner: Callable[[], Any]) -> None:
+            recorded[name] = one.record(inner)
+
+        for name, one in self._named.items():
+            run = partial(record_one, name, one, run)
+        run()
+        return recorded
+
+    def __repr__(self) -> str:
+        return f"Snapshots({list(self._named.values())!r})"
+
+
+def _wait_for(one: Snapshot, timeout_s: float, ended: SimpleQueue[Exception | None]) -> None:
+    try:
+        one.wait(timeout_s)
+    except Exception as error:  # noqa: BLE001  raised by `Snapshots.wait`
+        ended.put(error)
+    else:
+        ended.put(None)

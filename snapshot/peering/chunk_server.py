@@ -1,0 +1,275 @@
+"""Serves the chunks of a Shelf to other nodes, over HTTP/1.1, and over TLS if there is a certificate.
+
+    GET /v1/line/KEY               where this node stands for a snapshot, as JSON; with ?settled=1, once it has chosen
+    GET /v1/chunks/KEY/TICKET/N    chunk N; 503 if it has not landed after a second, 404 if it is not to be had here
+
+Every request needs the token of the cluster. Without it, the answer is 401, whatever is asked.
+"""
+
+from __future__ import annotations
+
+import hmac
+import mmap
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler
+from io import BufferedIOBase, BufferedReader
+from pathlib import Path
+from socketserver import BaseServer
+from types import MappingProxyType
+from typing import Any, cast
+
+import orjson
+
+from ...errors import PilotflameError, SourceUnavailable
+from .peer import LANDED_HEADER
+from .shelf import LANDED, Lent, Shelf
+
+MOST_CONNECTIONS = 512
+IDLE_TIMEOUT_S = 30.0
+HEAD_TIMEOUT_S = 5.0
+"""How long a stranger may take until a request of theirs has the token."""
+MAX_HEAD_BYTES = 8 << 10
+_BACKLOG = 128
+_TLS_PIECE_BYTES = 1 << 20
+_RETRY_S = 1.0
+_MAX_DIGITS = 10
+
+
+class ChunkServer:
+    """Serves on `sock`, with a thread for each connection. `certificate` is the chain and the key, in PEM files.
+
+    `on_end` is called when a connection ends, if chunks have been served.
+    """
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        shelf: Shelf,
+        token: str,
+        certificate: tuple[Path, Path] | None = None,
+        on_end: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.shelf = shelf
+        self._on_end = on_end
+        self._token, self._sock, self._certificate = f"Bearer {token}".encode(), sock, certificate
+        self._slots = threading.BoundedSemaphore(MOST_CONNECTIONS)
+        self._lock = threading.Lock()
+        self._served_bytes = 0
+        self._open: set[socket.socket] = set()
+        self._closed = threading.Event()
+
+    @property
+    def served_bytes(self) -> int:
+        return self._served_bytes
+
+    def start(self) -> None:
+        threading.Thread(target=self._accept, name="chunk-server", daemon=True).start()
+
+    def close(self) -> None:
+        """Refuse further connections, and end those that are open."""
+        self._closed.set()
+        with self._lock:
+            # What is opened from now on ends after IDLE_TIMEOUT_S.
+            for one in (self._sock, *self._open):
+                # It wakes the thread that waits for it, which closes the connection.
+                _shut(one)
+
+    def admits(self, authorization: str) -> bool:
+        """Return True if a request has the token. This takes as long for every wrong one."""
+        return hmac.compare_digest(authorization.encode("utf-8", "replace"), self._token)
+
+    def count(self, served_bytes: int) -> None:
+        with self._lock:
+            self._served_bytes += served_bytes
+
+    def _accept(self) -> None:
+        with self._sock:
+            while not self._closed.is_set():
+                try:
+                    connection, _ = self._sock.accept()
+                except OSError:
+                    # It was closed, or this process has too many open files for now.
+                    self._closed.wait(_RETRY_S)
+                    continue
+                if not self._slots.acquire(blocking=False):
+                    connection.close()
+                    continue
+                try:
+                    threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+                except RuntimeError:
+                    # There are no more threads to be had.
+                    self._slots.release()
+                    connection.close()
+
+    def _serve(self, connection: socket.socket) -> None:
+        before_bytes = self._served_bytes
+        try:
+            # OSError: the peer has gone, or is silent, or speaks no TLS.
+            with suppress(OSError), connection:
+                # It is also the limit of the whole TLS handshake.
+                connection.settimeout(HEAD_TIMEOUT_S)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                with self._secured(connection) as secured, self._listed(secured):
+                    _Handler(secured, (), cast("BaseServer", self))
+        finally:
+            self._slots.release()
+            if self._served_bytes != before_bytes:
+                self._on_end()
+
+    @contextmanager
+    def _listed(self, connection: socket.socket) -> Iterator[None]:
+        """Let `close` end a connection while the block runs."""
+        with self._lock:
+            self._open.add(connection)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._open.discard(connection)
+
+    def _secured(self, connection: socket.socket) -> socket.socket:
+        if self._certificate is None:
+            return connection
+        # The files are read for each connection, of which there are few: they are renewed now and then.
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(*self._certificate, password="")
+        return context.wrap_socket(connection, server_side=True)
+
+
+class _Heads:
+    """The lines of requests. Their heads have a limit: the standard library reads megabytes before it looks at one."""
+
+    def __init__(self, stream: BufferedIOBase) -> None:
+        self._stream = stream
+        self.left_bytes = MAX_HEAD_BYTES
+
+    def readline(self, limit: int) -> bytes:
+        line = self._stream.readline(min(limit, self.left_bytes + 1))
+        self.left_bytes -= len(line)
+        if self.left_bytes < 0:
+            raise ConnectionAbortedError("the head of the request is too long")
+        return line
+
+    def close(self) -> None:
+        self._stream.close()
+
+
+def _shut(connection: socket.socket) -> None:
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def listening(host: str, port: int) -> socket.socket:
+    """Return a socket that is bound to an address of this machine. Raises OSError."""
+    family, _, _, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    return socket.create_server(address[:2], family=family, backlog=_BACKLOG)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Serves the requests of one connection."""
+
+    protocol_version = "HTTP/1.1"
+    server_version = "pilotflame"
+    sys_version = ""
+    connection: socket.socket
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile = cast("BufferedReader", _Heads(self.rfile))
+        self._stranger = threading.Timer(HEAD_TIMEOUT_S, _shut, (self.connection,))
+        self._stranger.daemon = True
+        self._stranger.start()
+
+    def finish(self) -> None:
+        self._stranger.cancel()
+        super().finish()
+
+    def handle_one_request(self) -> None:
+        cast("_Heads", self.rfile).left_bytes = MAX_HEAD_BYTES
+        super().handle_one_request()
+
+    def do_GET(self) -> None:
+        served = cast("ChunkServer", self.server)
+        if not served.admits(self.headers.get("Authorization", "")):
+            self.close_connection = True
+            self._say(401, {})
+            return
+        self._stranger.cancel()
+        self.connection.settimeout(IDLE_TIMEOUT_S)
+        path, _, query = self.path.partition("?")
+        match path.split("/"):
+            case ["", "v1", "line", key]:
+                self._tell_standing(served.shelf, key, settled=query == "settled=1")
+            case ["", "v1", "chunks", key, ticket, chunk] if chunk.isdecimal() and len(chunk) < _MAX_DIGITS:
+                self._send_chunk(served, key, ticket, int(chunk))
+            case _:
+                self._say(404, {})
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  the base class names it so
+        """Log nothing: what is wrong with a request, its sender says."""
+
+    def _tell_standing(self, shelf: Shelf, key: str, *, settled: bool) -> None:
+        standing = shelf.standing(key, settled=settled)
+        position = standing.position
+        self._say(
+            200,
+            {
+                "node": standing.node,
+                "number": position and position.number,
+                "ticket": position and position.ticket,
+                "choosing": standing.choosing,
+            },
+        )
+
+    def _send_chunk(self, served: ChunkServer, key: str, ticket: str, chunk: int) -> None:
+        try:
+            with served.shelf.lent(key, ticket, chunk) as lent:
+                self._begin(200, lent.size_bytes)
+                self._send(lent)
+                served.count(lent.size_bytes)
+        except SourceUnavailable as error:
+            landed = error.details.get(LANDED)
+            self._say(
+                404 if landed is None else 503, {}, {} if landed is None else {LANDED_HEADER: str(landed)}
+            )
+        except PilotflameError:
+            self._say(404, {})
+
+    def _send(self, lent: Lent) -> None:
+        if isinstance(self.connection, ssl.SSLSocket):
+            sent_bytes = self._send_secured(lent)
+        else:
+            with open(lent.descriptor, "rb", buffering=0, closefd=False) as stream:
+                sent_bytes = self.connection.sendfile(stream, lent.offset, lent.size_bytes)
+        # Otherwise the peer would take the next answer for the rest.
+        self.close_connection = self.close_connection or sent_bytes < lent.size_bytes
+
+    def _send_secured(self, lent: Lent) -> int:
+        at, end = lent.offset, lent.offset + lent.size_bytes
+        with mmap.mmap(lent.descriptor, 0, prot=mmap.PROT_READ) as mapped, memoryview(mapped) as view:
+            while at < min(end, len(view)):
+                with view[at : min(at + _TLS_PIECE_BYTES, end)] as piece:
+                    self.connection.sendall(piece)
+                    at += len(piece)
+        return at - lent.offset
+
+    def _begin(self, status: int, size_bytes: int, headers: Mapping[str, str] = MappingProxyType({})) -> None:
+        self.send_response_only(status)
+        for name, value in {"Content-Length": str(size_bytes), **headers}.items():
+            self.send_header(name, value)
+        if self.close_connection:
+            self.send_header("Connection", "close")
+        self.end_headers()
+
+    def _say(
+        self, status: int, document: dict[str, Any], headers: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
+        text = orjson.dumps(document)
+        self._begin(status, len(text), headers)
+        self.wfile.write(text)

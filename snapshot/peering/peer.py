@@ -1,0 +1,232 @@
+"""Asks other nodes over HTTP/1.1: where they stand for a snapshot, and for its chunks."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import NamedTuple
+
+import h11
+import orjson
+
+from ..._version import __version__
+from ...errors import SourceDenied, SourceMissing, SourceUnavailable
+from ..sources.dialer import Address, Dialer
+from ..sources.exchange import Exchange, Head, StaleError
+from ..sources.idle import IdleConnections
+from ..sources.location import ServerAddress
+from ..sources.tls import system_trust
+from ..sources.wire import Wire
+from .line import LineAnswer, Position
+
+LANDED_HEADER = "pilotflame-landed-bytes"
+CONNECT_TIMEOUT_S = 0.5
+SILENT_TIMEOUT_S = 3.0
+"""For how long a peer may send nothing. It answers within a second, if only that a chunk has not landed."""
+RESOLVE_TIMEOUT_S = 0.25
+ANSWER_TIMEOUT_S = 4.0
+"""How long a node may take for the head of an answer, or for a small answer."""
+AVOIDED_FOR_S = 30.0
+_MAX_ANSWER_BYTES = 4096
+_MAX_NAME_CHARS = 64
+_MAX_DIGITS = 20
+
+
+class Node(NamedTuple):
+    """Where another node listens: the address of its gateway in the settings, and one that its name resolves to."""
+
+    server: ServerAddress
+    address: Address
+
+
+class Roster:
+    """The nodes at the addresses to which the hosts of `urls` resolve. Thread-safe."""
+
+    def __init__(self, urls: Iterable[str]) -> None:
+        self._servers = [ServerAddress.of(url) for url in urls]
+        self._dialer = Dialer()
+        self._lock = threading.Lock()
+        self._last: dict[ServerAddress, list[Address]] = {}
+        self._own: set[Node] = set()
+        self._avoided: dict[Node, float] = {}
+
+    def nodes(self) -> list[Node]:
+        """Return the nodes, without this one and those that did not answer a moment ago."""
+        deadline_s = time.monotonic() + RESOLVE_TIMEOUT_S
+        found = [
+            Node(server, each) for server in self._servers for each in self._addresses(server, deadline_s)
+        ]
+        now_s = time.monotonic()
+        with self._lock:
+            self._avoided = {node: until_s for node, until_s in self._avoided.items() if until_s > now_s}
+            return [node for node in found if node not in self._own and node not in self._avoided]
+
+    def avoid(self, node: Node) -> None:
+        """Do not return a node for a while: it did not answer."""
+        with self._lock:
+            self._avoided[node] = time.monotonic() + AVOIDED_FOR_S
+
+    def is_own(self, node: Node) -> None:
+        """Do not return a node any more: it is this one."""
+        with self._lock:
+            self._own.add(node)
+
+    def _addresses(self, server: ServerAddress, deadline_s: float) -> list[Address]:
+        """Return the addresses of a host. If they are not to be had in time, return those that it had last."""
+        # OSError: also if no node has this name now, such as before the first one is ready.
+        with suppress(OSError):
+            self._last[server] = self._dialer.addresses(server.host, server.port, deadline_s)
+        return self._last.get(server, [])
+
+
+class _OneAddress(Dialer):
+    """Connects to one of the addresses that the name of a host has."""
+
+    def __init__(self, address: Address) -> None:
+        super().__init__()
+        self._address = address
+
+    def addresses(self, host: str, port: int, deadline_s: float) -> list[Address]:
+        del host, port, deadline_s
+        return [self._address]
+
+
+class Answer:
+    """The response of a peer. End it."""
+
+    def __init__(self, peer: Peer, wire: Wire, exchange: Exchange, head: Head) -> None:
+        self.head = head
+        self._peer, self._wire, self._exchange = peer, wire, exchange
+
+    @property
+    def size_bytes(self) -> int:
+        """How long the body is. -1 if it is not told."""
+        text = self.head.headers.get("content-length", "")
+        return int(text) if text.isdecimal() and len(text) < _MAX_DIGITS else -1
+
+    @property
+    def landed_bytes(self) -> int:
+        """How many bytes have landed at the peer. 0 if it does not tell."""
+        text = self.head.headers.get(LANDED_HEADER, "")
+        return int(text) if text.isdecimal() and len(text) < _MAX_DIGITS else 0
+
+    def read_into(self, view: memoryview) -> int:
+        """Read the next bytes of the body. Return their number: 0 at its end. Raises SourceUnavailable."""
+        try:
+            return self._exchange.read_into(view, len(view))
+        except (OSError, h11.ProtocolError) as error:
+            raise self._peer.failed(error) from error
+
+    def text(self) -> bytes:
+        """Return the body, or its beginning if it is long. Raises SourceUnavailable."""
+        view, done = memoryview(bytearray(_MAX_ANSWER_BYTES)), 0
+        with _within(ANSWER_TIMEOUT_S, self._wire):
+            while done < len(view) and (count := self.read_into(view[done:])):
+                done += count
+        return bytes(view[:done])
+
+    def end(self) -> None:
+        """Keep the connection for the next request, or close it if the body was not read to its end."""
+        self._peer.idle.put(self._wire, self._exchange)
+
+
+class Peer:
+    """Another node. Thread-safe: each request has a connection of its own, which is kept for the next one."""
+
+    def __init__(self, node: Node, token: str) -> None:
+        self.node = node
+        self.idle = IdleConnections()
+        self._headers = [
+            ("Host", node.server.authority),
+            ("User-Agent", f"pilotflame/{__version__}"),
+            ("Authorization", f"Bearer {token}"),
+        ]
+
+    def standing(self, key: str, *, settled: bool) -> LineAnswer:
+        """Return where the node stands for snapshot `key`. If `settled`, it waits until it has chosen a position.
+
+        Raises SourceUnavailable, or SourceDenied if it refuses the token.
+        """
+        answer = self.ask(f"/v1/line/{key}{'?settled=1' if settled else ''}")
+        try:
+            text = answer.text()
+        finally:
+            answer.end()
+        try:
+            said = orjson.loads(text)
+            number, ticket, node = said["number"], said["ticket"], str(said["node"])[:_MAX_NAME_CHARS]
+            position = None if number is None else Position(int(number), str(ticket))
+            choosing = bool(said["choosing"])
+        except (ValueError, LookupError, TypeError):
+            raise SourceUnavailable(f"{self.node.server} does not say where it stands.") from None
+        if position is not None and not position.valid:
+            raise SourceUnavailable(f"{self.node.server} has no place in line that there can be.")
+        return LineAnswer(node, position, choosing=choosing)
+
+    def ask(self, target: str) -> Answer:
+        """Return the response to a request: one with status 200, or 503 if a chunk has not landed.
+
+        Raises SourceMissing for 404, SourceDenied for 401, and SourceUnavailable if there is no response, or another.
+        """
+        wire, exchange, head = self._get(target)
+        answer = Answer(self, wire, exchange, head)
+        if head.status == 200 or (head.status == 503 and LANDED_HEADER in head.headers):
+            return answer
+        try:
+            answer.text()
+        finally:
+            answer.end()
+        if head.status == 401:
+            remedy = "Set PILOTFLAME_PEERS_TOKEN to the same token on all nodes."
+            raise SourceDenied(f"{self.node.server} refuses the token of this node.", remedy=remedy)
+        kind = SourceMissing if head.status == 404 else SourceUnavailable
+        raise kind(f"{self.node.server} responds with HTTP {head.status}.")
+
+    def failed(self, error: Exception) -> SourceUnavailable:
+        """Return the error for a connection that broke."""
+        # h11's message about a header of ours quotes it, and the token is one.
+        why = "the request is not valid HTTP" if isinstance(error, h11.LocalProtocolError) else error
+        return SourceUnavailable(f"{self.node.server} at {self.node.address.name[0]}: {why}.")
+
+    def close(self) -> None:
+        """Close the connections that are not used now, and keep none from now on."""
+        self.idle.distrust()
+
+    def _get(self, target: str) -> tuple[Wire, Exchange, Head]:
+        kept = self.idle.take(self.node.server)
+        if kept is not None:
+            try:
+                with _within(ANSWER_TIMEOUT_S, kept[0]):
+                    return *kept, kept[1].get(target, self._headers)
+            except StaleError:
+                # The node has closed it in this moment.
+                kept[0].close()
+            except (OSError, h11.ProtocolError) as error:
+                kept[0].close()
+                raise self.failed(error) from error
+        wire = Wire(
+            system_trust, _OneAddress(self.node.address),
+            connect_timeout_s=CONNECT_TIMEOUT_S, timeout_s=SILENT_TIMEOUT_S, direct=True,
+        )  # fmt: skip
+        try:
+            wire.connect(self.node.server)
+            exchange = Exchange(wire)
+            with _within(ANSWER_TIMEOUT_S, wire):
+                return wire, exchange, exchange.get(target, self._headers)
+        except (OSError, h11.ProtocolError) as error:
+            wire.close()
+            raise self.failed(error) from error
+
+
+@contextmanager
+def _within(limit_s: float, wire: Wire) -> Iterator[None]:
+    """Close `wire` if the block takes longer: a peer may send a byte now and then, and each ends a wait."""
+    timer = threading.Timer(limit_s, wire.close)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

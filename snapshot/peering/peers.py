@@ -1,0 +1,237 @@
+"""Brings the chunks of a snapshot from other nodes, as far as they have them before this one.
+
+    peers = Peers(Shelf(tiers), Roster(["http://pilotflame-peers:8601"]), token)
+    with peers.joined(manifest, arrival, files) as joined:
+        joined.take(targets, left_out, cancelled)
+
+What `take` has not brought is to be fetched from the source. Other nodes take what lands meanwhile.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import xxhash
+
+from ...errors import SourceDenied, SourceError, SourceUnavailable
+from ..fetching.arrival import Arrival
+from ..fetching.borrowing import Borrowing
+from ..fetching.landing import ShardTarget
+from ..fetching.ranges import wanted_order
+from ..format.manifest import Manifest
+from .line import LineAnswer, ahead, next_number, ranked, to_ask_again
+from .peer import Answer, Node, Peer, Roster
+from .shelf import FetchTicket, Shelf
+
+LEAST_BYTES = 16 << 20
+"""A smaller snapshot comes from the source sooner than all nodes are asked."""
+ASK_TIMEOUT_S = 0.6
+TAKERS = 8
+"""The number of threads. Each waits for one chunk."""
+PATIENCE_S = 10.0
+"""A peer is left alone if less than SLOWEST_BYTES_S has landed there for so long."""
+LEAST_WAIT_S = 0.5
+"""A peer is asked again for the same chunk only after so long."""
+SLOW_S = 2.0
+SLOWEST_BYTES_S = 2e6
+"""A chunk that has landed at a peer may take SLOW_S, and as long as it takes at this rate."""
+_MOST_THREADS = 32
+
+
+class Peers:
+    """The other nodes. `on_refused` is called with a message if one refuses the token. Thread-safe."""
+
+    def __init__(
+        self,
+        shelf: Shelf,
+        roster: Roster,
+        token: str,
+        *,
+        on_refused: Callable[[str], None] = lambda _: None,
+        least_bytes: int = LEAST_BYTES,
+    ) -> None:
+        self._shelf, self._roster, self._token = shelf, roster, token
+        self._on_refused, self._least_bytes = on_refused, least_bytes
+        self._lock = threading.Lock()
+        self._taken_bytes = 0
+
+    @property
+    def taken_bytes(self) -> int:
+        """The bytes of all chunks that other nodes have given."""
+        return self._taken_bytes
+
+    def count(self, taken_bytes: int) -> None:
+        with self._lock:
+            self._taken_bytes += taken_bytes
+
+    @contextmanager
+    def joined(self, manifest: Manifest, arrival: Arrival, files: Path) -> Iterator[Joined]:
+        """Stand in line for a snapshot that is fetched to folder `files`, and give others what lands, in the block."""
+        ticket = FetchTicket(manifest, arrival, files)
+        # The digest of a manifest with a realm is known to those alone who may read the weights.
+        known = bool(manifest.realm) and manifest.has_digests
+        if not known or manifest.needed_bytes < self._least_bytes:
+            yield Joined(self, ticket, {})
+            return
+        peers = {node: Peer(node, self._token) for node in self._roster.nodes()}
+        try:
+            with self._shelf.offered(ticket):
+                yield Joined(self, ticket, self._choose(ticket, peers))
+        finally:
+            for peer in peers.values():
+                peer.close()
+
+    def _choose(self, ticket: FetchTicket, peers: Mapping[Node, Peer]) -> dict[str, Ahead]:
+        """Choose a position in line. Return the nodes before it, by their names."""
+        key = ticket.key
+        found = self._ask(key, peers, settled=False)
+        own = ticket.choose(next_number(found.values()))
+        found |= self._ask(key, {node: peers[node] for node in to_ask_again(found)}, settled=True)
+        # A node that is reached at several addresses is taken once.
+        return {found[node].node: Ahead(peers[node], at.ticket) for node, at in ahead(own, found).items()}
+
+    def _ask(self, key: str, peers: Mapping[Node, Peer], *, settled: bool) -> dict[Node, LineAnswer]:
+        """Ask nodes where they stand. Those that do not answer soon are not asked again for a while."""
+        if not peers:
+            return {}
+        pool = ThreadPoolExecutor(min(_MOST_THREADS, len(peers)), "ask-peers")
+        try:
+            asked = {node: pool.submit(peer.standing, key, settled=settled) for node, peer in peers.items()}
+        except RuntimeError:
+            # There are too many threads. Then all chunks are fetched.
+            return {}
+        finally:
+            pool.shutdown(wait=False)
+        wait(asked.values(), ASK_TIMEOUT_S)
+        found = {}
+        for node, answer in asked.items():
+            if answer.cancel():
+                # There are more nodes than threads, and this one was not asked.
+                continue
+            try:
+                standing = answer.result(0)
+            except (SourceError, TimeoutError) as error:
+                if isinstance(error, SourceDenied):
+                    self._on_refused(str(error))
+                self._roster.avoid(node)
+                continue
+            if standing.node == self._shelf.node:
+                self._roster.is_own(node)
+            else:
+                found[node] = standing
+        return found
+
+
+class Ahead(NamedTuple):
+    """A node that stands before this one, and the ticket of its fetch."""
+
+    peer: Peer
+    ticket: str
+
+
+class Joined:
+    """A fetch that stands in line, behind the nodes `before`."""
+
+    def __init__(self, peers: Peers, ticket: FetchTicket, before: Mapping[str, Ahead]) -> None:
+        self._peers, self._ticket, self._ahead = peers, ticket, before
+        self._lock = threading.Lock()
+        self._left: set[str] = set()
+        """The nodes that are left alone."""
+        self._taken_bytes = 0
+
+    def take(
+        self, targets: Sequence[ShardTarget], left_out: Container[int], cancelled: threading.Event
+    ) -> int:
+        """Take every chunk that has not landed and is not in `left_out` from the nodes before this one.
+
+        Block until all of them have landed, or are not to be had from these nodes, or `cancelled` is set. Return how
+        many bytes have been taken. Raises CacheError if they cannot be written.
+        """
+        arrival = self._ticket.arrival
+        if self._ahead:
+            wanted = [chunk for chunk in wanted_order(self._ticket.manifest) if chunk not in left_out]
+            missing = {
+                chunk: _Remote(self, chunk, cancelled) for chunk in wanted if not arrival.landed(chunk)
+            }
+            try:
+                with Borrowing(arrival, targets, missing, cancelled, TAKERS):
+                    pass
+            finally:
+                self._peers.count(self._taken_bytes)
+        return self._taken_bytes
+
+    def copy(self, chunk: int, cancelled: threading.Event, receive: Callable[[Answer], str]) -> str:
+        """Ask one node after another for a chunk. Return its digest if `receive` has got the right bytes, else "".
+
+        A node that fails, is too slow or sends wrong bytes is left alone from then on.
+        """
+        key, wanted = self._ticket.key, self._ticket.arrival.chunks.digests[chunk]
+        for node in ranked(self._ahead, key, chunk):
+            if node in self._left or cancelled.is_set():
+                continue
+            peer, ticket = self._ahead[node]
+            try:
+                digest = _asked(peer, f"/v1/chunks/{key}/{ticket}/{chunk}", cancelled, receive)
+            except SourceError:
+                digest = ""
+            with self._lock:
+                if digest == wanted:
+                    extent = self._ticket.arrival.chunks.extent(chunk)
+                    self._taken_bytes += extent.end - extent.begin
+                    return digest
+                self._left.add(node)
+        return ""
+
+
+class _Remote(NamedTuple):
+    """A chunk that nodes before this one may have. See Lender."""
+
+    joined: Joined
+    chunk: int
+    cancelled: threading.Event
+
+    def copy(self, target: ShardTarget, begin: int, end: int, buffer: memoryview) -> str:
+        def receive(answer: Answer) -> str:
+            hasher = xxhash.xxh3_128()
+            until_s = time.monotonic() + SLOW_S + (end - begin) / SLOWEST_BYTES_S
+
+            def read(view: memoryview, _done: int) -> int:
+                if time.monotonic() > until_s:
+                    raise SourceUnavailable("The peer is slow.")
+                return answer.read_into(view)
+
+            whole = answer.size_bytes == end - begin and target.fill(begin, end, buffer, hasher, read)
+            return hasher.hexdigest() if whole else ""
+
+        return self.joined.copy(self.chunk, self.cancelled, receive)
+
+
+def _asked(peer: Peer, target: str, cancelled: threading.Event, receive: Callable[[Answer], str]) -> str:
+    """Ask a node for a chunk again and again, as long as others land there. Return what `receive` makes of it.
+
+    Raises SourceError if it is not to be had there. Returns "" if `cancelled` is set.
+    """
+    landed_bytes, since_s = 0, time.monotonic()
+    while not cancelled.is_set():
+        asked_s = time.monotonic()
+        answer = peer.ask(target)
+        try:
+            if answer.head.status == 200:
+                return receive(answer)
+            answer.text()
+        finally:
+            answer.end()
+        now_s = time.monotonic()
+        if now_s - since_s > PATIENCE_S:
+            if answer.landed_bytes - landed_bytes < SLOWEST_BYTES_S * PATIENCE_S:
+                raise SourceUnavailable("Too little lands at the peer.")
+            landed_bytes, since_s = answer.landed_bytes, now_s
+        # A peer waits itself. This is for one that does not.
+        cancelled.wait(asked_s + LEAST_WAIT_S - now_s)
+    return ""

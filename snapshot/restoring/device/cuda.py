@@ -1,0 +1,122 @@
+"""A CUDA device. In the snapshot engine, this is the only module that knows torch.cuda."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from ....errors import SnapshotError
+
+if TYPE_CHECKING:
+    from .device import Event
+
+
+def available() -> bool:
+    return torch.cuda.is_available()
+
+
+def described() -> list[str]:
+    """Return the name and the memory of each device that torch finds, such as "NVIDIA H200, 139 GiB"."""
+    found = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
+    return [f"{one.name}, {one.total_memory / (1 << 30):.0f} GiB" for one in found]
+
+
+class CudaEvent:
+    """The end of a copy on the stream of copies."""
+
+    def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
+        self._device = device
+        # Blocking: threads that wait leave the processor to others.
+        self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        self._event.record(stream)
+
+    def done(self) -> bool:
+        return bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+    def precede(self) -> None:
+        self.precede_on(torch.cuda.current_stream(self._device))
+
+    def precede_on(self, stream: torch.cuda.Stream) -> None:
+        stream.wait_event(self._event)
+
+
+class CudaDevice:
+    """The CUDA device of a number. Making it makes the CUDA context of this process there, if it has none yet."""
+
+    def __init__(self, number: int) -> None:
+        self.name = f"cuda:{number}"
+        if not torch.cuda.is_available():
+            remedy = 'Pass device="auto" to use the host where there is none, and see `pilotflame doctor`.'
+            raise SnapshotError(f"torch finds no CUDA device for {self.name!r}.", remedy=remedy)
+        if number >= torch.cuda.device_count():
+            fault = f"There is no {self.name}: torch finds {torch.cuda.device_count()} CUDA devices."
+            raise SnapshotError(fault, remedy="Pass the number of one that there is, from 0.")
+        self.device = torch.device("cuda", number)
+        self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        # For what follows a copy, so that the next copy need not wait for it.
+        self._following = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+
+    def empty(self, size_bytes: int) -> Tensor:
+        with self._room(size_bytes), self._on(self._stream):
+            found = torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
+        # It is freed when operations that the default stream still has to run may use it.
+        found.record_stream(torch.cuda.default_stream(self.device))
+        return found
+
+    def resize(self, storage: UntypedStorage, size_bytes: int, *, copied_to: bool) -> None:
+        # What is copied to is allocated as in `empty`.
+        stream = self._stream if copied_to else torch.cuda.current_stream(self.device)
+        with self._room(size_bytes), self._on(stream):
+            storage.resize_(size_bytes)
+
+    def release(self) -> None:
+        torch.cuda.empty_cache()
+        torch.accelerator.empty_host_cache()
+
+    def finish(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def buffer(self, size_bytes: int) -> Tensor:
+        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def copy(
+        self,
+        source: Tensor,
+        target: Tensor,
+        after: Sequence[Event] = (),
+        then: Callable[[], None] | None = None,
+    ) -> Event:
+        # `after` come before on the stream of copies, or, with what followed them, on the other one.
+        with self._on(self._stream):
+            target.copy_(source, non_blocking=True)
+            event = CudaEvent(self.device, self._stream)
+        if then is not None:
+            # The allocator must not give the memory to the stream of copies before `then` has ended.
+            target.record_stream(self._following)
+            with self._on(self._following):
+                event.precede_on(self._following)
+                then()
+                event = CudaEvent(self.device, self._following)
+        return event
+
+    @contextmanager
+    def _on(self, stream: torch.cuda.Stream) -> Iterator[None]:
+        # With the device first: leaving a stream's context alone would make a context on the first device.
+        with torch.cuda.device(self.device), torch.cuda.stream(stream):
+            yield
+
+    @contextmanager
+    def _room(self, size_bytes: int) -> Iterator[None]:
+        try:
+            yield
+        except torch.cuda.OutOfMemoryError as error:
+            free, total = torch.cuda.mem_get_info(self.device)
+            fault = f"The weights need {size_bytes} bytes on {self.name}, which has {free} of {total} free."
+            raise SnapshotError(fault, remedy="Free memory there, or use a smaller model.") from error

@@ -1,0 +1,103 @@
+"""Defines what the restore needs of a device, and finds the device of a name.
+
+Only `cuda.py` knows torch.cuda, which also stands for AMD's devices in torch's builds for ROCm.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Protocol
+
+import torch
+from torch import Tensor, UntypedStorage
+
+from ....errors import SnapshotError
+from . import cuda
+from .simulated import SimulatedDevice
+
+AUTO, CPU, SIMULATED = "auto", "cpu", "simulated"
+_CUDA = re.compile(r"cuda(?::(0|[1-9][0-9]{0,2}))?", re.ASCII)
+
+
+class Event(Protocol):
+    """The end of one copy to the device."""
+
+    def done(self) -> bool: ...
+
+    def wait(self) -> None:
+        """Block this thread until the copy has ended."""
+
+    def precede(self) -> None:
+        """Let what this thread submits to the device from now on run after the copy. It may return at once."""
+
+
+class Device(Protocol):
+    """One device, and a stream of copies to it. Its methods may be called by several threads."""
+
+    name: str
+    device: torch.device
+
+    def empty(self, size_bytes: int) -> Tensor:
+        """Return uninitialised bytes on the device. Raises SnapshotError if it has no room for them."""
+
+    def buffer(self, size_bytes: int) -> Tensor:
+        """Return uninitialised bytes of the host, from which copies are fast."""
+
+    def copy(
+        self,
+        source: Tensor,
+        target: Tensor,
+        after: Sequence[Event] = (),
+        then: Callable[[], None] | None = None,
+    ) -> Event:
+        """Begin to copy `source`, which is on the host, to `target`, of `empty`.
+
+        `then` submits operations that follow the copy and `after`, which are earlier copies. The event is the end of
+        all of it. It is fast if `source` is of `buffer`, which may be filled again after the event.
+        """
+
+    def finish(self) -> None:
+        """Block until all that was submitted to the device has ended."""
+
+    def resize(self, storage: UntypedStorage, size_bytes: int, *, copied_to: bool) -> None:
+        """Give memory of the device back, or allocate it again. Raises SnapshotError if there is no room.
+
+        What is there then is uninitialised. Nothing may use the storage meanwhile. `copied_to`: by `copy`.
+        """
+
+    def release(self) -> None:
+        """Give memory that was freed back to the driver and the host, where torch would keep it for later."""
+
+
+def find_device(name: str) -> Device | None:
+    """Return the device `name`, always the same object; None if that is the host itself, where weights are mapped.
+
+    "auto" is the first CUDA device if there is one, and otherwise the host. Raises SnapshotError if there is no such
+    device. Call it in a worker: the zygote must not use a device, because it forks.
+    """
+    check_name(name)
+    if name == CPU or (name == AUTO and not cuda.available()):
+        return None
+    if name == SIMULATED:
+        return _simulated()
+    found = _CUDA.fullmatch(name)
+    return _cuda(int(found[1] or 0) if found else 0)
+
+
+@cache
+def _cuda(number: int) -> Device:
+    return cuda.CudaDevice(number)
+
+
+@cache
+def _simulated() -> Device:
+    return SimulatedDevice()
+
+
+def check_name(name: str) -> None:
+    """Raise SnapshotError if no device can have this name."""
+    if name not in {AUTO, CPU, SIMULATED} and not _CUDA.fullmatch(name):
+        fault = f"There is no device {name[:80]!r}."
+        raise SnapshotError(fault, remedy='Pass "auto", "cpu", "cuda", or "cuda:N" with a number.')

@@ -1,0 +1,115 @@
+"""Takes the memory of a module's weights on a device back, and gives it back: the objects of the module stay the same.
+
+What the snapshot still has is dropped and copied from there again. What the handler has changed is copied to the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, UntypedStorage, nn
+
+from .device import Device
+from .upload import DeviceUpload
+
+
+@dataclass(frozen=True, slots=True)
+class ParkedWeights:
+    """A module whose memory on the device is given back. See `unpark`."""
+
+    upload: DeviceUpload
+    kept: dict[int, Tensor]
+    """The changed spans of the slab, by number, on the host."""
+    others: list[tuple[UntypedStorage, Tensor]]
+    """What else the module has on the device, with its content."""
+    freed_bytes: int
+
+
+def park(
+    module: nn.Module | None, upload: DeviceUpload, slabs: Sequence[Tensor], timeout_s: float
+) -> ParkedWeights:
+    """Give back the memory of `module` on the device of `upload`. Nothing may use the module until `unpark`.
+
+    `slabs` are those of all uploads: the weights of a module may come from several. Waits for the copy to end first.
+    If that has failed, `unpark` tries it again. Only tensors of the module are found.
+    """
+    device, spans = upload.device, upload.layout.spans
+    if upload.end(timeout_s):
+        device.finish()
+        kept = {one: _on_host(upload.slab[spans[one].begin : spans[one].end]) for one in _changed(upload)}
+    else:
+        # Nobody could use what was copied.
+        device.finish()
+        kept = upload.kept
+    storage = upload.slab.untyped_storage()
+    found = [(one, _on_host(_bytes_of(one))) for one in _others(module, upload.slab.device, slabs)]
+    freed_bytes = storage.nbytes() + sum(one.nbytes() for one, _ in found)
+    device.resize(storage, 0, copied_to=True)
+    for one, _ in found:
+        device.resize(one, 0, copied_to=False)
+    device.release()
+    return ParkedWeights(upload, kept, found, freed_bytes)
+
+
+def unpark(parked: ParkedWeights) -> DeviceUpload:
+    """Allocate the memory again, and begin to copy the weights. Operations before the end of the copy need a `Gate`.
+
+    Raises SnapshotError if the device has no room; then the module stays parked.
+    """
+    upload = parked.upload
+    device, storage = upload.device, upload.slab.untyped_storage()
+    device.resize(storage, upload.layout.size_bytes, copied_to=True)
+    try:
+        _put_back(device, parked.others)
+    except BaseException:
+        device.resize(storage, 0, copied_to=True)
+        raise
+    return DeviceUpload(device, upload.layout, upload.mapping, slab=upload.slab, kept=parked.kept)
+
+
+def _put_back(device: Device, others: list[tuple[UntypedStorage, Tensor]]) -> None:
+    try:
+        for storage, content in others:
+            device.resize(storage, content.numel(), copied_to=False)
+            _bytes_of(storage).copy_(content)
+    except BaseException:
+        for storage, _ in others:
+            device.resize(storage, 0, copied_to=False)
+        raise
+    # Threads with other streams use them too.
+    device.finish()
+
+
+def _changed(upload: DeviceUpload) -> list[int]:
+    """Return the numbers of the spans whose bytes are not those that the snapshot has."""
+    spans = upload.layout.spans
+    # The others were put back from the host: they had changed before.
+    copied = sorted(upload.sums)
+    changed = set(range(len(spans))).difference(copied)
+    if copied:
+        before = torch.stack([upload.sums[number] for number in copied])
+        now = torch.stack([upload.sum_of(spans[one]) for one in copied])
+        changed.update(copied[at] for at in (before != now).nonzero().flatten().tolist())
+    return sorted(changed)
+
+
+def _on_host(content: Tensor) -> Tensor:
+    return content.to("cpu", copy=True)
+
+
+def _others(module: nn.Module | None, device: torch.device, slabs: Sequence[Tensor]) -> list[UntypedStorage]:
+    """Return the storages of other tensors of the module that are on the device, and can be resized."""
+    found: dict[int, UntypedStorage] = {}
+    for tensor in (*module.parameters(), *module.buffers()) if module is not None else ():
+        storage = tensor.untyped_storage()
+        if storage.device == device and storage.nbytes() and storage.resizable():
+            found[storage.data_ptr()] = storage
+    for slab in slabs:
+        found.pop(slab.untyped_storage().data_ptr(), None)
+    return list(found.values())
+
+
+def _bytes_of(storage: UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)

@@ -1,0 +1,204 @@
+"""Lays the weights of a plan out in one slab of device memory, and cuts the copies to it into pieces.
+
+Every tensor begins at a multiple of ALIGN_BYTES, as torch's allocator would place it and as fast kernels want it. In a
+file, tensors are only aligned for their elements. So a piece is put together in a buffer of the host, from segments of
+the files, and copied to the device in one go, however many tensors it has.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+import torch
+
+from ...format.manifest import Manifest
+from ...format.slices import contiguous_stride
+from ..place import Elements
+
+ALIGN_BYTES = 256
+PIECE_BYTES = 16 << 20
+SLAB = -1
+
+
+class Wanted(NamedTuple):
+    """A tensor that is wanted on the device, with elements of `dtype`, from the elements at `place` in shard `shard`."""
+
+    name: str
+    shard: int
+    place: Elements
+    dtype: torch.dtype
+
+    @property
+    def size_bytes(self) -> int:
+        """The size on the device, where the tensor is contiguous."""
+        return prod(self.place.shape) * self.dtype.itemsize
+
+    @property
+    def file_bytes(self) -> int:
+        """The size of what has to be read: with the bytes between its elements, if it is a slice."""
+        return self.place.end_bytes - self.place.begin_bytes
+
+    @property
+    def plain(self) -> bool:
+        """True if the bytes on the device are those of the file. Otherwise the device converts or gathers them."""
+        where = self.place
+        return where.dtype == self.dtype and where.stride == contiguous_stride(where.shape)
+
+
+class Segment(NamedTuple):
+    """Bytes [begin, end) of a shard, and their offset in the piece."""
+
+    shard: int
+    begin: int
+    end: int
+    at: int
+
+
+@dataclass(frozen=True, slots=True)
+class SlabPiece:
+    """One copy: of at most PIECE_BYTES, to `begin` in the slab.
+
+    If `raw` is not SLAB, it is the number of a group in `SlabLayout.raws`, and `begin` is in its raw bytes.
+    """
+
+    raw: int
+    begin: int
+    size_bytes: int
+    segments: tuple[Segment, ...]
+
+
+class RawGroup(NamedTuple):
+    """Tensors that are not plain. Their bytes of the files come to the device together, and are converted there."""
+
+    tensors: tuple[int, ...]
+    offsets: tuple[int, ...]
+    """Of each in the raw bytes."""
+    size_bytes: int
+    """At most a piece, unless it is one tensor that is larger."""
+
+
+class Span(NamedTuple):
+    """Bytes [begin, end) of the slab, and the numbers of the pieces that fill them: one piece, or those of a group."""
+
+    begin: int
+    end: int
+    pieces: tuple[int, ...]
+
+
+class SlabLayout:
+    """Where each tensor is in the slab, and the pieces, in the order in which a forward pass wants them."""
+
+    def __init__(self, manifest: Manifest, tensors: Sequence[Wanted], piece_bytes: int = PIECE_BYTES) -> None:
+        self.tensors = tuple(tensors)
+        self.offsets = [0] * len(tensors)
+        """The offset of each tensor in the slab. 0 if the tensor is empty."""
+        self.size_bytes = 0
+        rank = {name: number for number, name in enumerate(manifest.first_touch)}
+        order = sorted(
+            (number for number, one in enumerate(tensors) if one.size_bytes),
+            key=lambda number: (
+                rank.get(tensors[number].name, len(rank)),
+                tensors[number].shard,
+                tensors[number].place.begin_bytes,
+            ),
+        )
+        # Those that are not plain are behind the others: no copied piece may cover their place.
+        plain = [number for number in order if tensors[number].plain]
+        other = [number for number in order if not tensors[number].plain]
+        for number in (*plain, *other):
+            self.offsets[number] = self.size_bytes = -(-self.size_bytes // ALIGN_BYTES) * ALIGN_BYTES
+            self.size_bytes += tensors[number].size_bytes
+        # So that the whole slab can be viewed as elements of any type.
+        self.size_bytes = -(-self.size_bytes // ALIGN_BYTES) * ALIGN_BYTES
+        self.raws = tuple(self._raw_groups(other, piece_bytes))
+        ranked = [*self._plain_pieces(plain, piece_bytes), *self._raw_pieces(piece_bytes)]
+        position = {number: index for index, number in enumerate(order)}
+        ranked.sort(key=lambda one: position[one[0]])
+        self.pieces = tuple(piece for _, piece in ranked)
+        self.spans = tuple(sorted(self._covered()))
+        self._begins = [span.begin for span in self.spans]
+
+    def _plain_pieces(self, numbers: Sequence[int], piece_bytes: int) -> Iterator[tuple[int, SlabPiece]]:
+        """Yield the pieces of the slab, each with the number of its first tensor."""
+        first, begin, end, segments = -1, 0, 0, list[Segment]()
+        for number in numbers:
+            tensor, offset = self.tensors[number], self.offsets[number]
+            at, last = tensor.place.begin_bytes, tensor.place.end_bytes
+            while at < last:
+                if segments and offset - begin >= piece_bytes:
+                    yield first, SlabPiece(SLAB, begin, end - begin, tuple(segments))
+                    segments = []
+                if not segments:
+                    first, begin = number, offset
+                taken = min(last - at, begin + piece_bytes - offset)
+                _append(segments, Segment(tensor.shard, at, at + taken, offset - begin))
+                at, offset = at + taken, offset + taken
+                end = offset
+        if segments:
+            yield first, SlabPiece(SLAB, begin, end - begin, tuple(segments))
+
+    def _raw_groups(self, numbers: Sequence[int], piece_bytes: int) -> Iterator[RawGroup]:
+        tensors, offsets, size_bytes = list[int](), list[int](), 0
+        for number in numbers:
+            at, length = -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES, self.tensors[number].file_bytes
+            if tensors and at + length > piece_bytes:
+                yield RawGroup(tuple(tensors), tuple(offsets), size_bytes)
+                tensors, offsets, at = [], [], 0
+            tensors.append(number)
+            offsets.append(at)
+            size_bytes = at + length
+        if tensors:
+            yield RawGroup(tuple(tensors), tuple(offsets), size_bytes)
+
+    def _raw_pieces(self, piece_bytes: int) -> Iterator[tuple[int, SlabPiece]]:
+        for number, group in enumerate(self.raws):
+            segments = list[Segment]()
+            for one, at in zip(group.tensors, group.offsets, strict=True):
+                tensor = self.tensors[one]
+                _append(segments, Segment(tensor.shard, tensor.place.begin_bytes, tensor.place.end_bytes, at))
+            if group.size_bytes <= piece_bytes:
+                yield group.tensors[0], SlabPiece(number, 0, group.size_bytes, tuple(segments))
+                continue
+            (whole,) = segments
+            for begin in range(0, group.size_bytes, piece_bytes):
+                end = min(begin + piece_bytes, group.size_bytes)
+                part = Segment(whole.shard, whole.begin + begin, whole.begin + end, 0)
+                yield group.tensors[0], SlabPiece(number, begin, end - begin, (part,))
+
+    def _covered(self) -> Iterator[Span]:
+        raws: dict[int, list[int]] = {}
+        for number, piece in enumerate(self.pieces):
+            if piece.raw == SLAB:
+                yield Span(piece.begin, piece.begin + piece.size_bytes, (number,))
+            else:
+                raws.setdefault(piece.raw, []).append(number)
+        for raw, numbers in raws.items():
+            # They follow each other in the slab, too.
+            first, last = self.raws[raw].tensors[0], self.raws[raw].tensors[-1]
+            end = self.offsets[last] + self.tensors[last].size_bytes
+            yield Span(self.offsets[first], end, tuple(numbers))
+
+    def covering(self, begin: int, end: int) -> list[int]:
+        """Return the numbers of the pieces that fill bytes [begin, end) of the slab."""
+        found: list[int] = []
+        at = max(0, bisect_right(self._begins, begin) - 1)
+        for low, high, numbers in self.spans[at:]:
+            if low >= end:
+                break
+            if high > begin:
+                found += numbers
+        return found
+
+
+def _append(segments: list[Segment], new: Segment) -> None:
+    """Append a segment. If it goes on where the last one ends, in the file and in the piece, lengthen that one."""
+    if segments:
+        last = segments[-1]
+        if (last.shard, last.end, last.at + last.end - last.begin) == (new.shard, new.begin, new.at):
+            segments[-1] = last._replace(end=new.end)
+            return
+    segments.append(new)

@@ -1,0 +1,418 @@
+"""Copies the weights of a plan to a device as they land, by threads, while operations already run there.
+
+Each thread takes the first piece whose bytes have landed, reads its segments into a buffer, and submits one copy. An
+operation waits for the copies of its own tensors only: this thread until they are submitted, and the device until they
+have ended. The files are read, not mapped: nothing of them stays in this process.
+"""
+
+from __future__ import annotations
+
+import heapq
+import os
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ....errors import PilotflameError, SnapshotChanged, SnapshotError, SourceUnavailable
+from ....machine import processors
+from ...fetching.arrival import Arrival
+from ...fetching.ranges import Chunks
+from ...format.manifest import Manifest
+from ...sources.folder import FolderSource, object_info
+from ...sources.source import ObjectInfo
+from ..mapping import Mapping
+from .device import Device, Event
+from .slab import PIECE_BYTES, SLAB, RawGroup, Segment, SlabLayout, SlabPiece, Span
+
+MOST_THREADS = 8
+
+
+class DeviceUpload:
+    """The copy of one layout to a device. `slab` has the bytes on the device; see `SlabLayout` for what is where."""
+
+    def __init__(
+        self, device: Device, layout: SlabLayout, mapping: Mapping, *,
+        threads: int = 0, slab: Tensor | None = None, kept: dict[int, Tensor] | None = None,
+    ) -> None:  # fmt: skip
+        """Begin to copy the shards of `mapping` in `threads` threads, to `slab`, or else to a new one.
+
+        The spans whose numbers are in `kept` are copied from there instead. Raises SnapshotError if the device has
+        no room for a new slab.
+        """
+        self.device, self.layout, self.mapping = device, layout, mapping
+        # Other threads write to it, which they may not if it is a tensor of the inference mode.
+        with torch.inference_mode(mode=False):
+            self.slab = device.empty(layout.size_bytes) if slab is None else slab
+        self.sums: dict[int, Tensor] = {}
+        """For each span that is copied from the files, a checksum of its bytes as they came, on the device."""
+        self._span_of = {piece: number for number, span in enumerate(layout.spans) for piece in span.pieces}
+        self._raw: dict[int, Tensor] = {}
+        self._events: list[Event | None] = [None] * len(layout.pieces)
+        self._taken = bytearray(len(layout.pieces))
+        self._running = 0
+        self._seen = 0
+        """The first pieces, as many as that, are known to be on the device."""
+        self._arrival: Arrival | None = None
+        self._error: PilotflameError | None = None
+        self._changed = threading.Condition()
+        self._ready: list[tuple[int, int]] = []
+        """A heap of pieces whose bytes have landed: those that an operation waits for first, then by number."""
+        self._demanded: set[int] = set()
+        self._submitting = threading.Lock()
+        self._buffers: list[tuple[Tensor, Event | None]] = []
+        self.kept = dict(kept or {})
+        for number, content in self.kept.items():
+            self._put_back(number, content)
+        self._left = self._taken.count(0)
+        if self._left:
+            self._start(threads or max(1, min(MOST_THREADS, int(processors()))))
+
+    def _start(self, threads: int) -> None:
+        manifest, self._arrival = self.mapping.manifest, self.mapping.arrival
+        # The files of a cache are its own, and a lease protects them.
+        expected = self.mapping.infos if self._arrival is None else None
+        self._files, self._chunks = _Files(manifest, self.mapping.root, expected), Chunks(manifest)
+        self._wait_for_chunks(self._arrival)
+        self._running = min(threads, self._left)
+        for number in range(self._running):
+            threading.Thread(target=self._run, name=f"snapshot-upload-{number}", daemon=True).start()
+
+    def _put_back(self, number: int, content: Tensor) -> None:
+        span = self.layout.spans[number]
+        event = self.device.copy(content, self.slab[span.begin : span.end])
+        for piece in span.pieces:
+            self._taken[piece], self._events[piece] = 1, event
+
+    # -- for those that wait
+
+    @property
+    def complete(self) -> bool:
+        """True once all bytes are on the device."""
+        # The gate asks at each operation, so what was seen is not asked for again.
+        seen, events = self._seen, self._events
+        while seen < len(events) and (event := events[seen]) is not None and event.done():
+            seen += 1
+        self._seen = seen
+        return seen == len(events)
+
+    def fail(self, error: PilotflameError) -> None:
+        """Raise the first error given here in threads that wait, now or later, for what is not copied yet."""
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    def has(self, begin: int, end: int) -> bool:
+        """Return True if bytes [begin, end) of the slab are on the device."""
+        events = [self._events[number] for number in self.layout.covering(begin, end)]
+        return all(event is not None and event.done() for event in events)
+
+    def placed(self) -> list[tuple[int, int, int, str]]:
+        """Return where each tensor is in the slab: 0, its first byte, the byte after its last, and its name."""
+        pairs = zip(self.layout.tensors, self.layout.offsets, strict=True)
+        return [(0, at, at + one.size_bytes, one.name) for one, at in pairs if one.size_bytes]
+
+    def precede(self, begin: int, end: int, timeout_s: float) -> None:
+        """Let what this thread submits from now on run after bytes [begin, end) of the slab are there.
+
+        Raises the error of the fetch, or SourceUnavailable if the copies are not submitted within `timeout_s`.
+        """
+        for event in self._submitted(self.layout.covering(begin, end), timeout_s):
+            if not event.done():
+                event.precede()
+
+    def end(self, timeout_s: float) -> bool:
+        """Wait until nothing is submitted any more. Return False if the fetch or a copy has failed.
+
+        Raises SourceUnavailable after `timeout_s`.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self._running, timeout_s):
+                raise self._late(timeout_s)
+        return all(event is not None for event in self._events)
+
+    def _late(self, timeout_s: float | None) -> SourceUnavailable:
+        return SourceUnavailable(
+            f"The weights were not copied to {self.device.name} within {timeout_s:.0f} s."
+        )
+
+    def wait(self, timeout_s: float | None) -> None:
+        """Block until all bytes are on the device. Raises as `precede`."""
+        for event in self._submitted(range(len(self._events)), timeout_s):
+            event.wait()
+
+    def _submitted(self, pieces: Sequence[int], timeout_s: float | None) -> list[Event]:
+        missing = [number for number in pieces if self._events[number] is None]
+        # Not if all are waited for: the order stays as it is.
+        if missing and len(missing) < len(self._events):
+            self._demand(missing)
+        at = 0
+
+        def over() -> bool:
+            # Look on from the first one that was missing, not from the start at every copy.
+            nonlocal at
+            while at < len(missing) and self._events[missing[at]] is not None:
+                at += 1
+            return at == len(missing) or self._error is not None
+
+        with self._changed:
+            self._changed.wait_for(over, timeout_s)
+            found = [event for number in pieces if (event := self._events[number]) is not None]
+            if len(found) < len(pieces):
+                raise self._error or self._late(timeout_s)
+        return found
+
+    def _demand(self, pieces: Sequence[int]) -> None:
+        """Let these pieces be fetched and copied next."""
+        with self._changed:
+            new = set(pieces) - self._demanded
+            self._demanded |= new
+            for number in new:
+                if not self._awaited[number]:
+                    # It is there twice now. What is taken for the second time is skipped.
+                    heapq.heappush(self._ready, (0, number))
+        # Without the lock: whoever fetches may be waiting for it, in `_land`.
+        if self._arrival is not None:
+            for number in new:
+                for segment in self.layout.pieces[number].segments:
+                    self._arrival.demand(*self._chunks.covering(segment.shard, segment.begin, segment.end))
+
+    # -- what has landed
+
+    def _wait_for_chunks(self, arrival: Arrival | None) -> None:
+        """Note for each piece how many chunks it waits for, and learn of each that lands."""
+        self._awaited = [0] * len(self.layout.pieces)
+        if arrival is None:
+            self._ready = [(1, number) for number in range(len(self.layout.pieces))]
+            return
+        self._waiting: dict[int, list[int]] = {}
+        for number, piece in enumerate(self.layout.pieces):
+            chunks = {
+                chunk
+                for one in piece.segments
+                for chunk in _between(*self._chunks.covering(one.shard, one.begin, one.end))
+            }
+            self._awaited[number] = len(chunks)
+            for chunk in chunks:
+                self._waiting.setdefault(chunk, []).append(number)
+        arrival.attach(self._files)
+        # Once all has landed, it keeps no listeners.
+        arrival.on_land(self._land)
+        arrival.on_fail(self.fail)
+
+    def _land(self, chunk: int) -> None:
+        with self._changed:
+            for number in self._waiting.pop(chunk, ()):
+                self._awaited[number] -= 1
+                if not self._awaited[number]:
+                    heapq.heappush(self._ready, (number not in self._demanded, number))
+                    self._changed.notify_all()
+
+    # -- the threads
+
+    def _run(self) -> None:
+        try:
+            while (number := self._next()) is not None:
+                self._copy(number, self.layout.pieces[number])
+        except PilotflameError as error:
+            self.fail(error)
+        except Exception as error:  # noqa: BLE001  those that wait get it
+            self.fail(SnapshotError(f"The copy of the weights to {self.device.name} broke off: {error!r}."))
+        with self._changed:
+            last = self._running == 1
+            self._running -= not last
+        if last:
+            self._end()
+
+    def _next(self) -> int | None:
+        """Wait for a piece whose bytes have landed. Return None if there will be none."""
+        with self._changed:
+            while self._left:
+                while self._ready:
+                    number = heapq.heappop(self._ready)[1]
+                    if not self._taken[number]:
+                        self._taken[number] = True
+                        self._left -= 1
+                        return number
+                # What has landed before the fetch failed is copied all the same.
+                if self._error is not None:
+                    break
+                self._changed.wait()
+            self._changed.notify_all()
+            return None
+
+    def _copy(self, number: int, piece: SlabPiece) -> None:
+        buffer, before = self._buffer()
+        if before is not None:
+            before.wait()
+        self._files.read(piece.segments, buffer.numpy().data)
+        source = buffer[: piece.size_bytes]
+        # The event is noted before the next piece of the same tensor is submitted: the last one converts.
+        with self._submitting:
+            event = self._submit(number, piece, source)
+            with self._changed:
+                self._events[number] = event
+                self._buffers.append((buffer, event))
+                self._changed.notify_all()
+
+    def _buffer(self) -> tuple[Tensor, Event | None]:
+        """Return a buffer, and the copy from it that may still run. Each thread has two, to fill one while one is sent."""
+        with self._changed:
+            if self._buffers:
+                _, before = self._buffers[0]
+                if len(self._buffers) > self._running or before is None or before.done():
+                    return self._buffers.pop(0)
+        largest = max(piece.size_bytes for piece in self.layout.pieces)
+        return self.device.buffer(largest), None
+
+    def _submit(self, number: int, piece: SlabPiece, source: Tensor) -> Event:
+        if piece.raw == SLAB:
+            target = self.slab[piece.begin : piece.begin + piece.size_bytes]
+            return self.device.copy(source, target, then=self._sum(self._span_of[number]))
+        raw = self._raw.get(piece.raw)
+        if raw is None:
+            raw = self._raw[piece.raw] = self.device.empty(self.layout.raws[piece.raw].size_bytes)
+        target = raw[piece.begin : piece.begin + piece.size_bytes]
+        others = [one for one in self.layout.spans[self._span_of[number]].pieces if one != number]
+        with self._changed:
+            after = [event for one in others if (event := self._events[one]) is not None]
+        if len(after) < len(others):
+            return self.device.copy(source, target)
+        self._raw.pop(piece.raw)
+        add_up = self._sum(self._span_of[number])
+
+        def then() -> None:
+            self._convert(self.layout.raws[piece.raw], raw)
+            add_up()
+
+        return self.device.copy(source, target, after, then)
+
+    def _convert(self, group: RawGroup, raw: Tensor) -> None:
+        """Submit the conversion of all tensors of a group, whose bytes `raw` has."""
+        for number, at in zip(group.tensors, group.offsets, strict=True):
+            tensor = self.layout.tensors[number]
+            where, offset = tensor.place, self.layout.offsets[number]
+            target = self.slab[offset : offset + tensor.size_bytes].view(tensor.dtype).view(where.shape)
+            source = raw[at : at + tensor.file_bytes].view(where.dtype)
+            target.copy_(source.as_strided(where.shape, where.stride))
+
+    def _sum(self, number: int) -> Callable[[], None]:
+        span = self.layout.spans[number]
+
+        def add_up() -> None:
+            self.sums[number] = self.sum_of(span)
+
+        return add_up
+
+    def sum_of(self, span: Span) -> Tensor:
+        """Return the checksum of what is on the device now."""
+        # The bytes up to the next multiple of 8 belong to no tensor, and nobody writes them.
+        return checksum(self.slab[span.begin : -(-span.end // 8) * 8], random_factors(self.slab.device))
+
+    def _end(self) -> None:
+        """Give back what only the copies need, once they have ended."""
+        with self._changed:
+            buffers, self._buffers = self._buffers, []
+        for _, event in buffers:
+            if event is not None:
+                with suppress(RuntimeError):
+                    event.wait()
+        del buffers
+        self._files.close()
+        self.device.release()
+        with self._changed:
+            self._running = 0
+            self._changed.notify_all()
+
+
+def checksum(content: Tensor, factors: Tensor) -> Tensor:
+    """Return a number on the same device that changes if bytes change or change places, unless somebody hides it.
+
+    It is the sum of the 8-byte words modulo 2^64, each multiplied by the odd random number of its position in
+    `factors`. Before that, their upper half is mixed into the lower one: otherwise, two flips of the highest bit, which
+    is the sign of a number, would cancel out. `content` has a multiple of 8 bytes, and begins at one.
+    """
+    words = content.view(torch.int64)
+    total = torch.zeros((), dtype=torch.int64, device=content.device)
+    # In blocks, because the products take as much memory as a block.
+    for begin in range(0, words.numel(), factors.numel()):
+        block = words[begin : begin + factors.numel()]
+        mixed = (block >> 31).bitwise_xor_(block).mul_(factors[: block.numel()])
+        total = total * factors[0] + mixed.sum()
+    return total
+
+
+@cache
+def random_factors(device: torch.device) -> Tensor:
+    """Return odd random numbers for `checksum`, always the same ones."""
+    return torch.randint(-(1 << 63), (1 << 63) - 1, (PIECE_BYTES // 8,), device=device).bitwise_or_(1)
+
+
+class _Files:
+    """The open shards. It is a view of the arrival, which says in which folder each chunk is."""
+
+    def __init__(self, manifest: Manifest, root: Path, expected: Sequence[ObjectInfo] | None) -> None:
+        """`expected` is what the files have to be, if they are nobody's own."""
+        self._shards, self._chunks, self._expected = manifest.shards, Chunks(manifest), expected
+        self._roots = [root]
+        self._moved: dict[int, int] = {}
+        """The number of the folder of each chunk that is not in the first one."""
+        self._open: dict[tuple[int, int], int] = {}
+        self._lock = threading.Lock()
+
+    def move(self, root: Path) -> None:
+        self._roots.append(root)
+
+    def show(self, chunk: int) -> None:
+        if len(self._roots) > 1:
+            self._moved[chunk] = len(self._roots) - 1
+
+    def read(self, segments: Sequence[Segment], into: memoryview) -> None:
+        """Read segments of files to their places in a piece. Raises SnapshotChanged if a file is shorter now."""
+        for segment in segments:
+            for root, begin, end in self._parts(segment):
+                at = segment.at + begin - segment.begin
+                self._read(root, segment.shard, begin, into[at : at + end - begin])
+
+    def _parts(self, segment: Segment) -> list[tuple[int, int, int]]:
+        if not self._moved:
+            return [(0, segment.begin, segment.end)]
+        parts = []
+        for chunk in _between(*self._chunks.covering(segment.shard, segment.begin, segment.end)):
+            extent = self._chunks.extent(chunk)
+            begin, end = max(extent.begin, segment.begin), min(extent.end, segment.end)
+            parts.append((self._moved.get(chunk, 0), begin, end))
+        return parts
+
+    def _read(self, root: int, shard: int, offset: int, view: memoryview) -> None:
+        descriptor, done = self._descriptor(root, shard), 0
+        while done < len(view):
+            count = os.preadv(descriptor, [view[done:]], offset + done)
+            if not count:
+                fault = f"Shard {self._shards[shard].name} ends at byte {offset + done}."
+                raise SnapshotChanged(fault, remedy="Fetch it again, or make the manifest anew.")
+            done += count
+
+    def _descriptor(self, root: int, shard: int) -> int:
+        with self._lock:
+            found = self._open.get((root, shard))
+            if found is None:
+                name = self._shards[shard].name
+                found = self._open[root, shard] = FolderSource(self._roots[root]).open(name)
+                if self._expected is not None and object_info(found) != self._expected[shard]:
+                    remedy = "Deploy again: publish new weights under a new name."
+                    raise SnapshotChanged(f"Shard {name} was replaced or written to.", remedy=remedy)
+            return found
+
+    def close(self) -> None:
+        with self._lock:
+            while self._open:
+                os.close(self._open.popitem()[1])
+
+
+def _between(first: int, last: int) -> range:
+    return range(first, last + 1)

@@ -1,0 +1,79 @@
+"""Takes apart tensors that are made of others, such as torchao's quantised weights, and puts them together again.
+
+Such a tensor is an object of a subclass with `__tensor_flatten__` and `__tensor_unflatten__`, torch's protocol for
+them: it has no bytes of its own, but attributes with tensors (the packed integers, the scales) that have. In a
+file, each of these is a tensor with a name of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+PLAIN = (Tensor, nn.Parameter)
+"""The types of tensors that have bytes of their own and nothing else."""
+
+
+def inner_tensors(tensor: Tensor) -> dict[str, Tensor] | None:
+    """Return the tensors of which `tensor` is made, by the path of their attribute. None if it is made of none.
+
+    These may be made of others too, whose attributes follow after a dot.
+    """
+    kind: Any = type(tensor)
+    if kind in PLAIN or not hasattr(kind, "__tensor_flatten__"):
+        return None
+    found: dict[str, Tensor] = {}
+    for attribute in kind.__tensor_flatten__(tensor)[0]:
+        held: Tensor = getattr(tensor, attribute)
+        inner = inner_tensors(held)
+        found |= (
+            {attribute: held}
+            if inner is None
+            else {f"{attribute}.{path}": one for path, one in inner.items()}
+        )
+    return found
+
+
+def inner_names(name: str, path: str) -> tuple[str, str]:
+    """Return the names that a file may have for an inner tensor of `name`: `0.weight.scale` or `0._weight_scale`.
+
+    The second is torchao's. transformers and vLLM read it too.
+    """
+    owner, _, attribute = name.rpartition(".")
+    return f"{name}.{path}", f"{owner}._{attribute}_{path}".removeprefix(".")
+
+
+def rebuild(tensor: Tensor, inner: Mapping[str, Tensor]) -> Tensor:
+    """Return a tensor like `tensor`, made of `inner`, with the attributes that were added to `tensor`."""
+    made = _made(tensor, inner, "")
+    if isinstance(tensor, nn.Parameter) and not isinstance(made, nn.Parameter):
+        made = nn.Parameter(made, tensor.requires_grad)
+    for attribute, value in vars(tensor).items():
+        vars(made).setdefault(attribute, value)
+    return made
+
+
+def _made(tensor: Tensor, inner: Mapping[str, Tensor], path: str) -> Tensor:
+    if inner_tensors(tensor) is None:
+        return inner[path.removesuffix(".")]
+    kind: Any = type(tensor)
+    attributes, context = kind.__tensor_flatten__(tensor)
+    held = {one: _made(getattr(tensor, one), inner, f"{path}{one}.") for one in attributes}
+    made: Tensor = kind.__tensor_unflatten__(held, context, tensor.size(), tensor.stride())
+    return made
+
+
+def tensors_with_bytes(tensor: Tensor) -> Iterator[Tensor]:
+    """Yield the tensors whose bytes an operation on `tensor` may read: itself, or those of which it is made."""
+    if type(tensor) in PLAIN:
+        yield tensor
+        return
+    inner = inner_tensors(tensor)
+    if inner is not None:
+        yield from inner.values()
+        return
+    # Also the attributes, since an older subclass without that protocol may have them there.
+    yield tensor
+    yield from (value for value in vars(tensor).values() if type(value) in PLAIN)

@@ -1,0 +1,123 @@
+"""Reads weights that lie on a disk into the page cache, in the order in which a forward pass touches them.
+
+Operations run meanwhile. One that touches a page which is not there waits for it in a page fault, with or without this
+module. But faults alone read only while an operation waits, and in the order of its accesses, which is not that of the
+file. docs/snapshot-choices.md has what was measured.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from torch import Tensor
+
+from ...errors import SnapshotError
+from ...machine import memory_bytes
+from ..fetching.ranges import Chunks, Range, wanted_order
+from ..format.manifest import Manifest
+from ..sources.folder import FolderSource
+
+SAMPLES = 8
+"""How many pages are looked at to tell whether the weights are in memory: every cold start waits for that."""
+THREADS = 2
+MEMORY_SHARE = 0.5
+"""How much of the memory is filled. What is read beyond that would evict bytes that were not used yet."""
+
+# Without MAP_NORESERVE, a writable private mapping larger than the memory is refused. Nothing is written to it.
+_FLAGS, _PROTECTION = mmap.MAP_PRIVATE | 0x4000, mmap.PROT_READ | mmap.PROT_WRITE
+_MADV_POPULATE_READ = 22
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
+
+
+def in_memory(manifest: Manifest, flats: Sequence[Tensor]) -> bool:
+    """Return True if no page of those that are looked at, in all mapped shards `flats`, is missing in memory."""
+    present = ctypes.create_string_buffer(1)
+    step = max(mmap.PAGESIZE, manifest.needed_bytes // SAMPLES)
+    for shard, flat in enumerate(flats):
+        address = flat.data_ptr()
+        for offset in _samples(manifest.needed_extents(shard), step):
+            failed = _libc.mincore((address + offset) & -mmap.PAGESIZE, 1, present)
+            if not failed and present.raw == b"\0":
+                return False
+    return True
+
+
+def _samples(extents: Sequence[tuple[int, int]], step: int) -> Iterator[int]:
+    """Yield the first offset in these ranges of bytes, and further ones with `step` bytes of them in between."""
+    before = 0
+    for begin, end in extents:
+        yield from range(begin + before, end, step)
+        before = (before - (end - begin)) % step
+
+
+class ReadAhead:
+    """Threads that read until all shards, or as much of them as fits into the memory, are in the page cache.
+
+    Errors end them and are not reported: an operation that reads the same bytes meets the same error. `keep` is
+    referenced until then.
+    """
+
+    def __init__(self, root: Path, manifest: Manifest, *, keep: object = None) -> None:
+        self._source, self._shards, self._keep = FolderSource(root), manifest.shards, keep
+        self._pieces = pieces(manifest)
+        self._lock = threading.Lock()
+        self._threads = [
+            threading.Thread(target=self._run, name="snapshot-read-ahead", daemon=True)
+            for _ in range(THREADS)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until the threads have ended, each for at most `timeout_s`. Return True if they have."""
+        for thread in self._threads:
+            thread.join(timeout_s)
+        return not any(thread.is_alive() for thread in self._threads)
+
+    def _run(self) -> None:
+        mapped: dict[int, mmap.mmap] = {}
+        # ValueError: a file has become empty.
+        with suppress(SnapshotError, OSError, ValueError):
+            while (piece := self._next()) is not None:
+                memory = mapped.get(piece.shard)
+                if memory is None:
+                    memory = mapped[piece.shard] = self._map(self._shards[piece.shard].name)
+                _advise(memory, piece.begin, min(piece.end, len(memory)), _MADV_POPULATE_READ)
+
+    def _next(self) -> Range | None:
+        with self._lock:
+            return next(self._pieces, None)
+
+    def _map(self, name: str) -> mmap.mmap:
+        """Map a shard apart from the mapping that tensors view, whose page tables stay small."""
+        descriptor = self._source.open(name)
+        try:
+            memory = mmap.mmap(descriptor, 0, flags=_FLAGS, prot=_PROTECTION)
+        finally:
+            os.close(descriptor)
+        return memory
+
+
+def pieces(manifest: Manifest, limit_bytes: int | None = None) -> Iterator[Range]:
+    """Yield chunks in the order in which they are wanted, until they have `limit_bytes`, by default a share of memory."""
+    chunks = Chunks(manifest)
+    left_bytes = int(MEMORY_SHARE * memory_bytes()) if limit_bytes is None else limit_bytes
+    for extent in map(chunks.extent, wanted_order(manifest)):
+        left_bytes -= extent.end - extent.begin
+        if left_bytes < 0:
+            return
+        yield extent
+
+
+def _advise(memory: mmap.mmap, begin: int, end: int, advice: int) -> None:
+    # Not memory.madvise, which blocks all threads of the interpreter while the disk is read.
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    _libc.madvise(address + begin, max(0, end - begin), advice)

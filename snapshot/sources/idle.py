@@ -1,0 +1,91 @@
+"""Keeps the network connections of one source that nobody uses, for its next requests.
+
+A source has one server's credentials, so a connection is never used with those of another source.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from .exchange import Exchange
+from .location import ServerAddress
+from .wire import Wire
+
+MOST_IDLE = 8
+"""How many connections are kept for one source."""
+IDLE_S = 20.0
+"""How long a connection is kept. Amazon's servers close one a little later."""
+DISTRUSTED_FOR_S = 600.0
+"""How long none is kept after a server has answered a request twice. It may be mended or replaced by then."""
+
+
+class IdleConnections:
+    """Connections between two uses. Thread-safe."""
+
+    def __init__(
+        self,
+        most: int = MOST_IDLE,
+        kept_for_s: float = IDLE_S,
+        distrusted_for_s: float = DISTRUSTED_FOR_S,
+    ) -> None:
+        self._most, self._kept_for_s, self._distrusted_for_s = most, kept_for_s, distrusted_for_s
+        self._lock = threading.Lock()
+        self._kept: list[tuple[float, Wire, Exchange]] = []
+        self._timer: threading.Timer | None = None
+        self._trusted_from_s = 0.0
+
+    def put(self, wire: Wire, exchange: Exchange) -> None:
+        """Keep a connection, or close it: if it cannot be used again, or if enough others are kept."""
+        with self._lock:
+            now_s = time.monotonic()
+            room = now_s >= self._trusted_from_s and len(self._kept) < self._most
+            if room and exchange.clean and wire.quiet():
+                self._kept.append((now_s + self._kept_for_s, wire, exchange))
+                self._wake_later()
+                return
+        wire.close()
+
+    def take(self, server: ServerAddress) -> tuple[Wire, Exchange] | None:
+        """Return the connection to `server` that was used last; None if there is none.
+
+        It is open and silent. The server may close it in this moment, so a request may still find it closed.
+        """
+        with self._lock:
+            for kept in reversed(self._kept):
+                _, wire, exchange = kept
+                if wire.origin != server:
+                    continue
+                self._kept.remove(kept)
+                if wire.quiet():
+                    return wire, exchange
+                wire.close()
+        return None
+
+    def distrust(self) -> None:
+        """Close all, and keep none for a while: a server or a proxy has answered a request twice."""
+        with self._lock:
+            self._trusted_from_s = time.monotonic() + self._distrusted_for_s
+            self._close_until(float("inf"))
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+    def _wake_later(self) -> None:
+        """Close those that nobody takes. The lock is held."""
+        if self._timer is None and self._kept:
+            wait_s = max(0.0, self._kept[0][0] - time.monotonic())
+            self._timer = threading.Timer(wait_s, self._close_old)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _close_old(self) -> None:
+        with self._lock:
+            self._timer = None
+            self._close_until(time.monotonic())
+            self._wake_later()
+
+    def _close_until(self, now_s: float) -> None:
+        for _, wire, _ in (kept for kept in self._kept if kept[0] <= now_s):
+            wire.close()
+        self._kept = [kept for kept in self._kept if kept[0] > now_s]

@@ -1,0 +1,45 @@
+"""Decides which functions of a node share snapshots, and may have them made of each other's bytes: those of one realm.
+
+A manifest is untrusted, and whoever knows the digests of weights need not be allowed to read the weights. Also, digests
+are no protection against bytes that are made to have the same ones. So a function gets bytes that are on the node only
+if it could have fetched them: from the same place, with the same credentials.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from urllib.parse import urlsplit
+
+from .locate import is_remote, split_file
+from .variables import AWS, AZURE, GOOGLE, HUB, WEB, own_variables
+
+_FAMILIES = {"s3": AWS, "gs": GOOGLE, "az": AZURE, "hf": HUB}
+
+
+def realm_of(url: str, secrets: Mapping[str, str] | None = None) -> str:
+    """Return the realm of `url` for a function with these secrets. A folder of this machine has none: "".
+
+    The place is the bucket, the owner of the repository on the hub, or on a web server the folder that holds that of
+    `url`. Folders at the root of a web server are a place each: they may belong to different people, such as the
+    buckets of a store. A function's credentials and endpoints, which are its secrets, are a part of its realm. Those of
+    this process are not: its operator may change them and keep the cache. The realm is a hash, which shows no
+    credentials.
+    """
+    if not is_remote(url):
+        return ""
+    folder, _ = split_file(url)
+    scheme, _, rest = folder.partition("://")
+    family = _FAMILIES.get(scheme)
+    if family is None:
+        parts = urlsplit(folder)
+        path = parts.path.rstrip("/")
+        path = path.rpartition("/")[0] or path
+        place, family = f"{scheme}://{parts.netloc}{path}?{parts.query}", WEB
+    else:
+        # The ARN of an access point has a slash before its name.
+        names = rest.split("/")[: 2 if rest.startswith("arn:") else 1]
+        place = f"{scheme}://{'/'.join(names)}"
+    given = own_variables(secrets or {}, family)
+    return hashlib.sha256(json.dumps([place, sorted(given.items())]).encode()).hexdigest()

@@ -1,0 +1,97 @@
+"""How the engine is asked for GPUs. No machine here has any, so what engines with GPUs get is read off the request."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiohttp import web
+from containers import made_image, podman, require_podman, running_engine, scripted_engine
+from live import short_folder
+from packaging.version import Version
+from pilotflame.errors import LauncherError
+from pilotflame.runtime.launching.container_engine import PODMAN_WITH_GPUS
+from pilotflame.runtime.launching.container_launcher import ContainerLauncher
+from pilotflame.runtime.launching.listener import Listener
+from pilotflame.runtime.link.worker_spec import WorkerSpec
+from pilotflame.runtime.settings.resources import Resources
+from pilotflame.runtime.telemetry.background import BackgroundTasks
+from pilotflame.runtime.telemetry.logs import LogBook
+
+DOCKER = {"Components": [{"Name": "Engine", "Version": "28.3.1"}]}
+
+
+def podman_version(version: str) -> dict[str, Any]:
+    return {
+        "Components": [{"Name": "Podman Engine", "Version": version}, {"Name": "Conmon", "Version": "2.1"}]
+    }
+
+
+@asynccontextmanager
+async def recording_engine(folder: Path, version: dict[str, Any]) -> AsyncIterator[tuple[str, list[Any]]]:
+    """The URL of an engine that creates no container, and what it was asked to create."""
+    asked: list[Any] = []
+
+    async def create(request: web.Request) -> web.StreamResponse:
+        asked.append(await request.json())
+        return web.json_response({"message": "not here"}, status=500)
+
+    async with scripted_engine(folder, create, {"ApiVersion": "1.43", **version}) as url:
+        yield url, asked
+
+
+async def refusal(url: str, state: Path, resources: Resources, image: str = "any") -> LauncherError:
+    """Launch a function whose start must fail. Return the error."""
+    (state / "code").mkdir(parents=True)
+    (state / "code" / "handler.py").write_text("def handler(event):\n    return event\n")
+    spec = WorkerSpec(function="f", revision="1-x", code=state / "code", image=image, resources=resources)
+    listener = Listener(state / "run" / "link.sock")
+    listener.open()
+    try:
+        async with BackgroundTasks() as tasks:
+            launcher = ContainerLauncher(url, listener, tasks, str(state), print)
+            try:
+                with pytest.raises(LauncherError) as caught:
+                    await launcher.launch(spec, LogBook(), lambda: None)
+            finally:
+                await launcher.close()
+    finally:
+        listener.close()
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("version", "wanted"),
+    [
+        (DOCKER, [{"Driver": "", "Count": -1, "Capabilities": [["gpu"]]}]),
+        (podman_version("5.4.0"), [{"Driver": "cdi", "DeviceIDs": ["nvidia.com/gpu=all"]}]),
+        (podman_version("5.6-dev-x"), [{"Driver": "cdi", "DeviceIDs": ["nvidia.com/gpu=all"]}]),
+    ],
+)
+async def test_gpus_are_asked_for_as_the_engine_understands(
+    state: Path, version: dict[str, Any], wanted: list[Any]
+):
+    async with recording_engine(state, version) as (url, asked):
+        await refusal(url, state, Resources(gpus=1))
+    assert [one["HostConfig"]["DeviceRequests"] for one in asked] == [wanted]
+
+
+@pytest.mark.parametrize("gpus", [None, 0])
+async def test_without_need_none_are_asked_for(state: Path, gpus: int | None):
+    async with recording_engine(state, DOCKER) as (url, asked):
+        await refusal(url, state, Resources(gpus=gpus))
+    assert ["DeviceRequests" in one["HostConfig"] for one in asked] == [False]
+
+
+async def test_a_podman_that_would_leave_them_out_is_refused(state: Path):
+    require_podman()
+    version = podman("version", "--format={{.Server.Version}}").strip()
+    if Version(version) >= PODMAN_WITH_GPUS:
+        pytest.skip(f"podman {version} gives containers GPUs")
+    with short_folder() as folder, running_engine(folder) as engine:
+        error = await refusal(engine.url, state, Resources(gpus=1), made_image())
+    assert error.message == f"podman {version} gives containers no GPUs through its API."
+    assert "docker" in error.remedy

@@ -1,0 +1,356 @@
+"""Places on the node's GPUs, in a real gateway. Its GPUs are named in its settings: no worker uses one.
+
+The weights lie on a simulated device, so workers park as they would with a GPU.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from live import Gate, Gateway, failure, gateway_here, until
+from pilotflame.runtime.serving import gpu_places, replica
+from pilotflame.runtime.settings.resources import CONTEXT_MB
+from serving_handlers import ON_DEVICE, device_weights
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+MEMORY_MB = 16384
+PLAIN = "import gate, os\ndef handler(event):\n    gate.wait(event)\n    return os.getpid(), os.environ.get('CUDA_VISIBLE_DEVICES')"
+STAYS = {"scale.idle_timeout_s": 1000}
+
+
+def needs(memory_mb: int | None = 10240, gpus: int = 1) -> dict[str, Any]:
+    memory = {} if memory_mb is None else {"resources.gpu_memory_mb": memory_mb}
+    return {"resources.gpus": gpus, "scale.max": 1, **memory, **STAYS}
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def one_gpu(state: Path) -> AsyncIterator[Gateway]:
+    async with gateway_here(state, gpus=(f"0:{MEMORY_MB}",)) as gateway:
+        yield gateway
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def two_gpus(state: Path) -> AsyncIterator[Gateway]:
+    async with gateway_here(state, gpus=("GPU-a:16384", "MIG-b:8192")) as gateway:
+        yield gateway
+
+
+async def held_mb(gateway: Gateway) -> dict[str, float]:
+    readings = await gateway.server.functions.gpus.readings()
+    held = next(one for one in readings if one.name == "gpu_held_bytes")
+    return {gpu: size / (1 << 20) for (gpu,), size in held.values.items()}
+
+
+def actions(gateway: Gateway, function: Any, cause: str = "gpus") -> list[str]:
+    history = gateway.server.functions.live(function.name).history
+    return [one.action for one in history.decisions.since(0) if one.cause == cause]
+
+
+async def test_two_that_do_not_fit_together_take_turns(one_gpu: Gateway, tmp_path: Path):
+    functions, rights = [], []
+    for number in range(2):
+        rights.append(device_weights(tmp_path / str(number), number))
+        overrides = {"snapshot": str(tmp_path / str(number)), **needs()}
+        functions.append(await one_gpu.deploy(ON_DEVICE, overrides))
+    workers = [set[int](), set[int]()]
+    for turn in range(100):
+        number = turn % 2
+        worker, found = await functions[number].answer(turn)
+        assert found == rights[number](turn)
+        workers[number].add(worker)
+        assert (await held_mb(one_gpu))["0"] <= MEMORY_MB
+    # They were parked and woken, and not started anew.
+    assert [len(pids) for pids in workers] == [1, 1]
+    assert await held_mb(one_gpu) == {"0": 10240 + CONTEXT_MB}
+    assert actions(one_gpu, functions[0]).count("park") >= 49
+    assert (await functions[0].settled(parked=1))["rung"] == "parked"
+
+
+async def test_callers_of_both_at_once_are_all_answered(one_gpu: Gateway, tmp_path: Path):
+    functions, rights = [], []
+    for number in range(3):
+        rights.append(device_weights(tmp_path / str(number), number))
+        overrides = {"snapshot": str(tmp_path / str(number)), **needs()}
+        functions.append(await one_gpu.deploy(ON_DEVICE, overrides))
+
+    async def call(turn: int) -> None:
+        _, found = await functions[turn % 3].answer(turn)
+        assert found == rights[turn % 3](turn)
+
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        for turn in range(60):
+            tasks.create_task(call(turn))
+    assert (await held_mb(one_gpu))["0"] <= MEMORY_MB
+
+
+async def test_a_worker_whose_weights_do_not_park_is_ended(one_gpu: Gateway, gate: Gate):
+    gate.open()
+    first = await one_gpu.deploy(PLAIN, needs(), gate=gate)
+    second = await one_gpu.deploy(PLAIN, needs(), gate=gate)
+    before, _ = await first.answer(1)
+    await second.answer(2)
+    assert "stop" in actions(one_gpu, first)
+    after, _ = await first.answer(3)
+    assert after != before
+    assert await held_mb(one_gpu) == {"0": 10240}
+
+
+async def test_two_that_fit_share_the_gpu(one_gpu: Gateway, gate: Gate):
+    gate.open()
+    functions = [await one_gpu.deploy(PLAIN, needs(8192), gate=gate) for name in ("a", "b")]
+    pids = [(await one.answer(1))[0] for one in functions]
+    assert [(await one.answer(2))[0] for one in functions] == pids
+    assert await held_mb(one_gpu) == {"0": MEMORY_MB}
+    # Each is billed for its half of the GPU.
+    lives = [one_gpu.server.functions.get(one.name) for one in functions]
+    assert [live.devices for live in lives] == [0.5, 0.5]
+    assert [live.revision.history.ladder.figures.devices for live in lives] == [0.5, 0.5]
+
+
+async def test_a_busy_worker_is_left_alone_and_the_caller_is_told(one_gpu: Gateway, gate: Gate):
+    busy = await one_gpu.deploy(PLAIN, needs(), gate=gate, check=False)
+    running = asyncio.create_task(busy.answer("busy"))
+    arrived = await gate.next("busy")
+    late = await one_gpu.deploy(PLAIN, {"timeout_s": 0.5, **needs()}, gate=gate, check=False)
+    error = await late.error("late")
+    assert (error["status"], error["type"]) == (504, "deadline_exceeded")
+    assert "The node's GPUs (1) have no room" in error["message"]
+    assert actions(one_gpu, late) == ["refuse"]
+    waiting = asyncio.create_task(late.call("again"))
+    await late.settled(queued=1)
+    arrived.go()
+    await running
+    (await gate.next("again")).go()
+    assert (await waiting).status_code == 200
+
+
+async def test_a_killed_worker_gives_its_place_back(one_gpu: Gateway, gate: Gate):
+    gate.open()
+    function = await one_gpu.deploy(PLAIN, needs(), gate=gate)
+    pid, _ = await function.answer(1)
+    os.kill(pid, 9)
+
+    async def free() -> bool:
+        return await held_mb(one_gpu) == {"0": 0}
+
+    await until(free, "the place of a killed worker")
+
+
+async def test_what_never_fits_is_refused_at_the_deploy(one_gpu: Gateway):
+    for overrides in ({"resources.gpus": 2}, {"resources.gpus": 1, "resources.gpu_memory_mb": 20000}):
+        error = failure(await one_gpu.send(PLAIN, overrides))
+        assert (error["status"], error["type"]) == (422, "settings_invalid")
+        assert "resources.gpus" in error["message"]
+        assert "0 with 16384 MiB" in error["message"]
+
+
+async def test_workers_are_told_which_gpus_are_theirs(two_gpus: Gateway, gate: Gate):
+    gate.open()
+    seen = {}
+    for name, overrides in {
+        "small": needs(4096), "large": needs(9000), "slice": needs(None), "both": needs(1024, gpus=2),
+        "none": {"resources.gpus": 0},
+    }.items():  # fmt: skip
+        function = await two_gpus.deploy(PLAIN, overrides, gate=gate)
+        seen[name] = (await function.answer(1))[1]
+    # The small one goes where the least stays free. One that wants a whole one gets that of one that ends for it.
+    assert (seen["small"], seen["large"], seen["none"]) == ("MIG-b", "GPU-a", "")
+    assert seen["slice"] in {"MIG-b", "GPU-a"}
+    assert sorted(seen["both"].split(",")) == ["GPU-a", "MIG-b"]
+
+
+async def test_several_workers_of_a_function_are_on_several_gpus(two_gpus: Gateway, gate: Gate):
+    overrides = {**needs(6000), "scale.max": 3}
+    function = await two_gpus.deploy(PLAIN, overrides, gate=gate, check=False)
+    calls = [asyncio.create_task(function.answer("now")) for _ in range(3)]
+    for arrival in [await gate.next("now") for _ in range(3)]:
+        arrival.go()
+    assert sorted({seen for _, seen in await asyncio.gather(*calls)}) == ["GPU-a", "MIG-b"]
+    assert await held_mb(two_gpus) == {"GPU-a": 12000, "MIG-b": 6000}
+
+
+async def test_a_function_is_deployed_again_although_its_worker_holds_the_gpu(one_gpu: Gateway, gate: Gate):
+    gate.open()
+    kept = needs() | {"scale.min": 1}
+    function = await one_gpu.deploy(PLAIN, kept, gate=gate)
+    before, _ = await function.answer(1)
+    again = await one_gpu.send(PLAIN, kept, name=function.name, gate=gate)
+    assert again.status_code == 201, again.text
+    after, _ = await function.answer(2)
+    assert after != before
+    await function.settled(ready=1)
+
+
+async def test_a_busy_function_is_deployed_again(one_gpu: Gateway, gate: Gate):
+    function = await one_gpu.deploy(PLAIN, needs(), gate=gate, check=False)
+    calls = [asyncio.create_task(function.answer("now")) for _ in range(2)]
+    first = await gate.next("now")
+    deploying = asyncio.create_task(one_gpu.send(PLAIN, needs(), name=function.name, gate=gate))
+    await function.settled(draining=1)
+    first.go()
+    response = await deploying
+    assert response.status_code == 201, response.text
+    # The other one waited in the queue of the old revision, which gets room for it.
+    (await gate.next("now")).go()
+    assert len(await asyncio.gather(*calls)) == 2
+
+
+async def test_a_deploy_comes_before_those_who_wait(one_gpu: Gateway, gate: Gate):
+    busy = await one_gpu.deploy(PLAIN, needs(), gate=gate, check=False)
+    calls = [asyncio.create_task(busy.answer("busy")) for _ in range(2)]
+    first = await gate.next("busy")
+    new = one_gpu.send(PLAIN, needs() | {"scale.min": 1}, gate=gate)
+    deploying = asyncio.create_task(new)
+
+    async def waits() -> bool:
+        readings = await one_gpu.server.functions.gpus.readings()
+        return next(one for one in readings if one.name == "gpu_waiting").values == {(): 1.0}
+
+    await until(waits, "a deploy that waits for room")
+    other = await one_gpu.deploy(PLAIN, needs(), gate=gate, check=False)
+    waiting = asyncio.create_task(other.call("other"))
+    await other.settled(queued=1)
+    first.go()
+    (await gate.next("busy")).go()
+    await asyncio.gather(*calls)
+    assert (await deploying).status_code == 201
+    waiting.cancel()
+
+
+async def test_who_becomes_idle_for_long_makes_room_for_more(two_gpus: Gateway, gate: Gate):
+    wide = await two_gpus.deploy(PLAIN, {**needs(6000), "scale.max": 3}, gate=gate, check=False)
+    other = await two_gpus.deploy(PLAIN, needs(8000), gate=gate, check=False)
+    calls = [asyncio.create_task(wide.answer("wide")) for _ in range(2)]
+    arrived = [await gate.next("wide") for _ in range(2)]
+    once = asyncio.create_task(other.answer("other"))
+    (await gate.next("other")).go()
+    await once
+    # The calls of its two workers do not end, and no event tells when the other function's is idle for a second.
+    calls.append(asyncio.create_task(wide.answer("third")))
+    (await gate.next("third")).go()
+    for one in arrived:
+        one.go()
+    await asyncio.gather(*calls)
+    assert "stop" in actions(two_gpus, other)
+
+
+async def test_workers_that_the_owner_keeps_stay(one_gpu: Gateway, gate: Gate):
+    kept = await one_gpu.deploy(PLAIN, needs(8192) | {"scale.max": 2, "scale.min": 1}, gate=gate, check=False)
+    calls = [asyncio.create_task(kept.answer("now")) for _ in range(2)]
+    for arrival in [await gate.next("now") for _ in range(2)]:
+        arrival.go()
+    await asyncio.gather(*calls)
+    large = await one_gpu.deploy(PLAIN, needs(16000) | {"timeout_s": 1.5}, gate=gate, check=False)
+    error = await large.error("large")
+    assert "no room" in error["message"]
+    assert (await kept.status())["workers"]["ready"] >= 1
+    assert "stop" not in actions(one_gpu, kept)
+
+
+async def test_who_waits_for_long_gets_the_gpu_of_a_busy_function(
+    one_gpu: Gateway, gate: Gate, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(gpu_places, "PATIENCE_S", 0.1)
+    busy = await one_gpu.deploy(PLAIN, needs(), gate=gate, check=False)
+    calls = [asyncio.create_task(busy.answer("busy")) for _ in range(3)]
+    first = await gate.next("busy")
+    late = await one_gpu.deploy(PLAIN, needs(), gate=gate, check=False)
+    waiting = asyncio.create_task(late.answer("late"))
+    await busy.settled(draining=1, queued=2)
+    first.go()
+    (await gate.next("late")).go()
+    await waiting
+    gate.open()
+    assert len(await asyncio.gather(*calls)) == 3
+
+
+async def test_a_worker_that_does_not_park_in_time_is_killed(
+    one_gpu: Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(replica, "EXIT_TIMEOUT_S", 0.2)
+    functions = []
+    for number in range(2):
+        device_weights(tmp_path / str(number), number)
+        overrides = {"snapshot": str(tmp_path / str(number)), **needs()}
+        functions.append(await one_gpu.deploy(ON_DEVICE, overrides))
+    stuck, _ = await functions[0].answer(1)
+    os.kill(stuck, signal.SIGSTOP)
+    await functions[1].answer(1)
+    pid, _ = await functions[0].answer(2)
+    assert pid != stuck
+
+
+async def test_a_warm_up_makes_others_make_room(one_gpu: Gateway, gate: Gate):
+    gate.open()
+    first = await one_gpu.deploy(PLAIN, needs(), gate=gate, check=False)
+    second = await one_gpu.deploy(PLAIN, needs(), gate=gate, check=False)
+    await first.answer(1)
+    await one_gpu.server.functions.live(second.name).pool.zygote.open()
+    one_gpu.server.functions.live(second.name).warm(1)
+    await second.settled(ready=1)
+    assert (await first.status())["workers"]["ready"] == 0
+
+
+async def test_one_that_parks_by_itself_is_not_ended_for_others(two_gpus: Gateway, gate: Gate):
+    busy = await two_gpus.deploy(PLAIN, needs(16384), gate=gate, check=False)
+    running = asyncio.create_task(busy.answer("busy"))
+    arrived = await gate.next("busy")
+    # It fits only where the busy one is, and nobody waits for it.
+    other = await two_gpus.deploy(PLAIN, needs(16000), gate=gate, check=False)
+    two_gpus.server.functions.live(other.name).warm(1, "schedule")
+    parks = await two_gpus.deploy(PLAIN, needs(8000) | {"scale.park_after_s": 0}, gate=gate, check=False)
+    once = asyncio.create_task(parks.answer("parks"))
+    (await gate.next("parks")).go()
+    before, _ = await once
+    await parks.settled(parked=1)
+    gate.open()
+    after, _ = await parks.answer("again")
+    assert after == before
+    arrived.go()
+    await running
+
+
+async def test_a_worker_that_ends_anyway_is_waited_for(one_gpu: Gateway, gate: Gate):
+    gate.open()
+    functions = [await one_gpu.deploy(PLAIN, needs(8000), gate=gate, check=False) for _ in range(3)]
+    await functions[0].answer(1)
+    before, _ = await functions[1].answer(1)
+    os.kill((await functions[0].pids("worker"))[0], signal.SIGSTOP)
+    one_gpu.server.functions.live(functions[0].name).pool.stop(1)
+    waiting = asyncio.create_task(functions[2].answer(1))
+    await functions[2].settled(queued=1)
+    os.kill((await functions[0].pids("worker"))[0], signal.SIGCONT)
+    await waiting
+    after, _ = await functions[1].answer(1)
+    assert after == before
+
+
+REHEARSES = """
+import os
+SEEN = []
+def rehearse(context):
+    SEEN.append(os.environ.get("CUDA_VISIBLE_DEVICES"))
+def handler(event):
+    return SEEN, os.environ.get("CUDA_VISIBLE_DEVICES")
+"""
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+async def test_a_standby_rehearses_only_on_gpus_that_it_will_have(
+    state: Path, monkeypatch: pytest.MonkeyPatch, gpus: int
+):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    async with gateway_here(state, gpus=("0:16384", "1:16384")) as gateway:
+        function = await gateway.deploy(REHEARSES, needs(gpus=gpus))
+        await function.settled(standby=True)
+        rehearsed, seen = await function.answer(1)
+    assert rehearsed == ([] if gpus == 1 else [seen])
+    assert len(seen.split(",")) == gpus

@@ -1,0 +1,261 @@
+"""Parking gives the memory of a device back, and unparking restores what was there, also what the handler has changed."""
+
+from __future__ import annotations
+
+import gc
+import os
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from pilotflame.errors import SnapshotChanged, SnapshotError
+from pilotflame.snapshot.format.create import create
+from pilotflame.snapshot.format.manifest import Manifest
+from pilotflame.snapshot.handle import Snapshot
+from pilotflame.snapshot.named import Snapshots
+from pilotflame.snapshot.restoring.device import slab, upload
+from pilotflame.snapshot.restoring.device.upload import checksum, random_factors
+from safetensors.torch import save_file
+from torch import nn
+
+WIDTH, LAYERS = 64, 12
+X = torch.ones(2, WIDTH)
+
+
+class Net(nn.Module):
+    """Layers, one of which is converted, and a buffer that no snapshot has."""
+
+    scale: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+        self.last = nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.float64)
+        self.register_buffer("scale", torch.zeros(WIDTH), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x)) + self.scale
+        return self.last(x.double())
+
+
+@pytest.fixture(autouse=True)
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(upload, "MOST_THREADS", 3)
+    monkeypatch.setattr(slab.SlabLayout.__init__, "__defaults__", (24_000,))
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> tuple[Path, Manifest]:
+    torch.manual_seed(0)
+    tensors = {name: tensor.float() for name, tensor in Net().state_dict().items()}
+    save_file(tensors, tmp_path / "model.safetensors")
+    return tmp_path, create(tmp_path)
+
+
+def restored(stored: tuple[Path, Manifest]) -> tuple[Net, Snapshots]:
+    with torch.device("meta"):
+        net = Net()
+    net.scale = torch.full((WIDTH,), 0.25)
+    snapshot = Snapshot(*stored)
+    snapshot.restore(net.eval(), device="simulated", cast=True)
+    snapshot.open()
+    snapshot.wait(20)
+    return net, Snapshots([snapshot])
+
+
+def answer(net: Net, snapshots: Snapshots) -> torch.Tensor:
+    with torch.inference_mode(), snapshots.gate():
+        return net(X)
+
+
+def held_bytes(net: Net) -> int:
+    return sum({one.untyped_storage().data_ptr(): one.untyped_storage().nbytes()
+                for one in (*net.parameters(), *net.buffers())}.values())  # fmt: skip
+
+
+def test_the_memory_is_given_back_and_the_answers_stay(stored: tuple[Path, Manifest]) -> None:
+    net, snapshots = restored(stored)
+    wanted, before, objects = answer(net, snapshots), held_bytes(net), list(net.parameters())
+    for _ in range(20):
+        assert snapshots.park() == before
+        assert held_bytes(net) == 0
+        # A second time does nothing.
+        assert snapshots.park() == 0
+        snapshots.unpark()
+        assert torch.equal(answer(net, snapshots), wanted)
+        snapshots.unpark()
+        snapshots.wait(20)
+    assert held_bytes(net) == before
+    assert all(one is other for one, other in zip(objects, net.parameters(), strict=True))
+
+
+def test_what_the_handler_has_changed_is_kept_also_for_the_second_time(stored: tuple[Path, Manifest]) -> None:
+    net, snapshots = restored(stored)
+    with torch.no_grad():
+        # Without a version counter, in place, by a permutation, in a converted tensor, and of a buffer.
+        net.layers[3].weight.data.mul_(2)
+        net.layers[7].weight.copy_(net.layers[7].weight.flip(0))
+        net.last.weight[0, 0] += 1
+        net.scale.add_(1)
+    wanted = answer(net, snapshots)
+    for _ in range(3):
+        snapshots.park()
+        snapshots.unpark()
+        assert torch.equal(answer(net, snapshots), wanted)
+    with torch.no_grad():
+        net.layers[0].bias.zero_()
+    wanted = answer(net, snapshots)
+    snapshots.park()
+    snapshots.unpark()
+    assert torch.equal(answer(net, snapshots), wanted)
+
+
+def test_only_what_has_changed_is_kept_on_the_host(stored: tuple[Path, Manifest]) -> None:
+    net, snapshots = restored(stored)
+    snapshots.park()
+    assert [len(one.kept) for _, one in snapshots[""]._parked] == [0]
+    snapshots.unpark()
+    snapshots.wait(20)
+    with torch.no_grad():
+        net.layers[5].bias[0] += 1
+    snapshots.park()
+    assert [len(one.kept) for _, one in snapshots[""]._parked] == [1]
+
+
+def test_weights_that_are_gone_when_they_are_needed_again_are_an_error(stored: tuple[Path, Manifest]) -> None:
+    net, snapshots = restored(stored)
+    snapshots.park()
+    os.truncate(stored[0] / "model.safetensors", 100)
+    snapshots.unpark()
+    with pytest.raises(SnapshotChanged, match="was replaced or written to"):
+        answer(net, snapshots)
+
+
+def test_an_unpark_that_fails_can_be_tried_again(stored: tuple[Path, Manifest]) -> None:
+    net, snapshots = restored(stored)
+    with torch.no_grad():
+        net.layers[2].bias.add_(1)
+    right = answer(net, snapshots)
+    snapshots.park()
+    file = stored[0] / "model.safetensors"
+    file.rename(stored[0] / "away")
+    snapshots.unpark()
+    with pytest.raises(SnapshotError):
+        snapshots.wait(20)
+    assert snapshots.park() > 0
+    (stored[0] / "away").rename(file)
+    snapshots.unpark()
+    assert torch.equal(answer(net, snapshots), right)
+
+
+def test_a_file_that_was_replaced_meanwhile_is_refused(stored: tuple[Path, Manifest]) -> None:
+    net, snapshots = restored(stored)
+    snapshots.park()
+    file = stored[0] / "model.safetensors"
+    (stored[0] / "other").write_bytes(file.read_bytes())
+    (stored[0] / "other").rename(file)
+    snapshots.unpark()
+    with pytest.raises(SnapshotChanged, match="was replaced"):
+        answer(net, snapshots)
+
+
+def test_a_module_of_which_everything_has_changed(tmp_path: Path) -> None:
+    save_file({"weight": torch.ones(8, 8)}, tmp_path / "model.safetensors")
+    module, snapshot = nn.Linear(8, 8, bias=False, device="meta"), Snapshot(tmp_path, create(tmp_path))
+    snapshot.restore(module, device="simulated")
+    snapshot.open()
+    snapshots = Snapshots([snapshot])
+    snapshots.wait(20)
+    with torch.no_grad():
+        module.weight.neg_()
+    snapshots.park()
+    snapshots.unpark()
+    snapshots.wait(20)
+    assert torch.equal(module.weight, -torch.ones(8, 8))
+
+
+def test_a_module_of_two_snapshots_is_parked_and_comes_back(tmp_path: Path) -> None:
+    named = []
+    for name, tensors in (
+        ("base", {"0.weight": torch.randn(8, 8)}),
+        ("style", {"1.weight": torch.randn(8, 8)}),
+    ):
+        (tmp_path / name).mkdir()
+        save_file(tensors, tmp_path / name / "model.safetensors")
+        named.append(Snapshot(tmp_path / name, create(tmp_path / name), name=name))
+    snapshots = Snapshots(named)
+    module = nn.Sequential(*(nn.Linear(8, 8, bias=False, device="meta") for _ in range(2)))
+    snapshots.restore(module, device="simulated")
+    snapshots.open()
+    snapshots.wait(20)
+    right = module(torch.ones(8))
+    for _ in range(3):
+        assert snapshots.park() == 2 * 256
+        snapshots.unpark()
+        snapshots.wait(20)
+        assert torch.equal(module(torch.ones(8)), right)
+
+
+def test_what_is_restored_in_inference_mode_can_be_parked(stored: tuple[Path, Manifest]) -> None:
+    net, snapshots = restored(stored)
+    with torch.device("meta"):
+        late = Net()
+    late.scale = net.scale.clone()
+    with torch.inference_mode():
+        snapshots[""].restore(late.eval(), device="simulated", cast=True)
+        right = answer(net, snapshots)
+        assert torch.equal(late(X), right)
+        snapshots.park()
+        snapshots.unpark()
+        assert torch.equal(answer(late, snapshots), right)
+
+
+def test_the_memory_of_a_module_that_is_gone_is_freed(stored: tuple[Path, Manifest]) -> None:
+    net, snapshots = restored(stored)
+    slabs = []
+    for _ in range(3):
+        with torch.device("meta"):
+            late = Net()
+        late.scale = net.scale.clone()
+        snapshots[""].restore(late, device="simulated", cast=True)
+        slabs.append(weakref.ref(snapshots[""].slabs[-1]))
+    del late
+    gc.collect()
+    assert [slab() is None for slab in slabs] == [True, True, False]
+
+
+SIGNS = {
+    "a column of bf16": (torch.bfloat16, lambda w: w[:, 3].neg_()),
+    "every second of fp32": (torch.float32, lambda w: w[:, 1::2].neg_()),
+    "all of fp64": (torch.float64, lambda w: w.neg_()),
+    "two rows change places": (torch.float32, lambda w: w.copy_(w.flip(0))),
+    "two words change places": (torch.float64, lambda w: w[0].copy_(w[0].flip(0))),
+}
+
+
+@pytest.mark.parametrize("what", SIGNS)
+def test_a_checksum_changes_with_signs_and_places(what: str) -> None:
+    torch.manual_seed(0)
+    dtype, change = SIGNS[what]
+    weight = torch.randn(64, 64).to(dtype)
+    factors = random_factors(weight.device)
+    before = int(checksum(weight.view(-1).view(torch.uint8), factors))
+    change(weight)
+    assert int(checksum(weight.view(-1).view(torch.uint8), factors)) != before
+
+
+def test_a_checksum_changes_with_each_bit_also_in_later_blocks() -> None:
+    content = torch.randint(0, 256, (1000,), dtype=torch.uint8)
+    factors = random_factors(content.device)[:16]
+    before = int(checksum(content, factors))
+    assert int(checksum(content.clone(), factors)) == before
+    for at in (0, 7, 8, 127, 128, 500, 999):
+        for bit in (1, 128):
+            other = content.clone()
+            other[at] ^= bit
+            assert int(checksum(other, factors)) != before
+    blocks = content[:256].view(2, 128)
+    assert int(checksum(blocks.flip(0).reshape(-1), factors)) != int(checksum(content[:256], factors))
+    assert int(checksum(content[:0], factors)) == 0

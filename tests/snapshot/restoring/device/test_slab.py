@@ -1,0 +1,129 @@
+"""The layout of a slab: every byte is copied once, to a place that is aligned and that no other tensor has."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from pilotflame.snapshot.format.manifest import Manifest
+from pilotflame.snapshot.restoring.device.slab import ALIGN_BYTES, SLAB, SlabLayout, Wanted
+from pilotflame.snapshot.restoring.place import Elements
+
+
+def contiguous(begin: int, count: int, dtype: torch.dtype = torch.float32) -> Elements:
+    return Elements(dtype, (count,), (1,), begin, begin + count * dtype.itemsize)
+
+
+@st.composite
+def wanted(draw: st.DrawFn) -> tuple[list[Wanted], list[str]]:
+    """Tensors in up to three shards, one behind the other, with gaps; some are converted. And an order of first touch."""
+    tensors = []
+    ends = [0, 0, 0]
+    for number in range(draw(st.integers(0, 12))):
+        shard, gap = draw(st.integers(0, 2)), draw(st.sampled_from([0, 0, 4, 12]))
+        count = draw(st.one_of(st.integers(0, 40), st.integers(0, 2000)))
+        begin = ends[shard] + gap
+        ends[shard] = begin + 4 * count
+        dtype = draw(st.sampled_from([torch.float32, torch.float32, torch.float64, torch.float16]))
+        tensors.append(Wanted(f"t{number}", shard, contiguous(begin, count), dtype))
+    names = [one.name for one in tensors]
+    return tensors, draw(st.permutations(names))[: draw(st.integers(0, len(names)))] if names else []
+
+
+def manifest_of(first_touch: list[str]) -> Manifest:
+    """All that a layout reads of a manifest."""
+    return Manifest.model_construct(first_touch=tuple(first_touch))
+
+
+@given(wanted(), st.integers(4, 3000))
+def test_every_byte_is_copied_once_to_an_aligned_place_of_its_own(
+    case: tuple[list[Wanted], list[str]], piece_bytes: int
+) -> None:
+    tensors, first_touch = case
+    layout = SlabLayout(manifest_of(first_touch), tensors, piece_bytes)
+    files = [torch.randint(0, 256, (100_000,), dtype=torch.uint8) for _ in range(3)]
+    slab = torch.zeros(layout.size_bytes, dtype=torch.uint8)
+    raws = [torch.zeros(one.size_bytes, dtype=torch.uint8) for one in layout.raws]
+    groups = {
+        number: (group, at)
+        for group, one in enumerate(layout.raws)
+        for number, at in zip(one.tensors, one.offsets, strict=True)
+    }
+    assert all(len(one.tensors) == 1 for one in layout.raws if one.size_bytes > piece_bytes)
+    copied = torch.zeros(layout.size_bytes, dtype=torch.int32)
+    for piece in layout.pieces:
+        assert 0 < piece.size_bytes <= piece_bytes
+        buffer = torch.zeros(piece.size_bytes, dtype=torch.uint8)
+        for shard, begin, end, at in piece.segments:
+            buffer[at : at + end - begin] = files[shard][begin:end]
+            if piece.raw == SLAB:
+                copied[piece.begin + at : piece.begin + at + end - begin] += 1
+        target = slab if piece.raw == SLAB else raws[piece.raw]
+        target[piece.begin : piece.begin + piece.size_bytes] = buffer
+    taken = torch.zeros(layout.size_bytes, dtype=torch.int32)
+    for number, tensor in enumerate(tensors):
+        offset, where = layout.offsets[number], tensor.place
+        assert offset % ALIGN_BYTES == 0
+        taken[offset : offset + tensor.size_bytes] += 1
+        stored = files[tensor.shard][where.begin_bytes : where.end_bytes]
+        if tensor.plain:
+            assert torch.equal(slab[offset : offset + tensor.size_bytes], stored)
+            assert (copied[offset : offset + tensor.size_bytes] == 1).all()
+        elif tensor.size_bytes:
+            group, at = groups[number]
+            assert at % ALIGN_BYTES == 0
+            assert torch.equal(raws[group][at : at + len(stored)], stored)
+            # A piece may not write where the device puts what it has converted.
+            assert not copied[offset : offset + tensor.size_bytes].any()
+    assert taken.numel() == 0 or taken.max() <= 1
+
+
+@given(wanted(), st.integers(4, 3000))
+def test_the_pieces_of_a_tensor_are_found_and_come_in_the_order_of_first_touch(
+    case: tuple[list[Wanted], list[str]], piece_bytes: int
+) -> None:
+    tensors, first_touch = case
+    layout = SlabLayout(manifest_of(first_touch), tensors, piece_bytes)
+    first: dict[str, int] = {}
+    for number, tensor in enumerate(tensors):
+        begin = layout.offsets[number]
+        found = layout.covering(begin, begin + tensor.size_bytes)
+        pieces = [layout.pieces[one] for one in found]
+        if not tensor.size_bytes:
+            continue
+        first[tensor.name] = min(found)
+        if tensor.plain:
+            ranges = sorted((max(one.begin, begin), one.begin + one.size_bytes) for one in pieces)
+            assert {one.raw for one in pieces} == {SLAB}
+            assert ranges[0][0] == begin
+            assert ranges[-1][1] >= begin + tensor.size_bytes
+        else:
+            (raw,) = {one.raw for one in pieces}
+            assert number in layout.raws[raw].tensors
+            assert sum(one.size_bytes for one in pieces) == layout.raws[raw].size_bytes
+    for plain in (True, False):
+        kind = {one.name for one in tensors if one.plain == plain}
+        touched = [first[name] for name in first_touch if name in first and name in kind]
+        assert touched == sorted(touched)
+
+
+def test_many_small_tensors_are_one_copy_and_neighbours_one_segment() -> None:
+    tensors = [Wanted(f"t{n}", 0, contiguous(256 * n, 64), torch.float32) for n in range(100)]
+    (piece,) = SlabLayout(manifest_of([]), tensors).pieces
+    assert piece.size_bytes == 25_600
+    assert len(piece.segments) == 1
+    # 252 bytes each: the file has them unaligned, the slab does not.
+    tensors = [Wanted(f"t{n}", 0, contiguous(252 * n, 63), torch.float32) for n in range(100)]
+    (piece,) = SlabLayout(manifest_of([]), tensors).pieces
+    assert len(piece.segments) == 100
+
+
+def test_many_small_tensors_that_are_converted_are_one_copy() -> None:
+    tensors = [Wanted(f"t{n}", 0, contiguous(252 * n, 63), torch.bfloat16) for n in range(100)]
+    layout = SlabLayout(manifest_of([]), tensors)
+    (piece,) = layout.pieces
+    assert (len(layout.raws), len(layout.spans), len(piece.segments)) == (1, 1, 100)
+    # They are as large as a piece together. The next one is in the next group.
+    layout = SlabLayout(manifest_of([]), tensors, 99 * 256 + 252)
+    assert len(layout.pieces) == 1
+    assert len(SlabLayout(manifest_of([]), tensors, 99 * 256 + 251).pieces) == 2
