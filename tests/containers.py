@@ -16,6 +16,7 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -49,9 +50,31 @@ def require_podman() -> None:
         pytest.skip(f"{' and '.join(missing)} is not installed")
 
 
+_changes_images: ContextVar[bool] = ContextVar("changes_images", default=False)
+
+
+@contextlib.contextmanager
+def image_changes() -> Iterator[None]:
+    """Keep other test processes from building and removing images meanwhile. It may be nested.
+
+    A build that looks for layers in its cache fails if another process just then removes an image.
+    """
+    if _changes_images.get():
+        yield
+        return
+    with Path(tempfile.gettempdir(), f"pilotflame-images-{os.getuid()}.lock").open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        token = _changes_images.set(True)
+        try:
+            yield
+        finally:
+            _changes_images.reset(token)
+
+
 def podman(*arguments: str) -> str:
     """Run a podman command, and return its output."""
-    done = subprocess.run([*PODMAN, *arguments], capture_output=True, text=True, timeout=240, check=False)
+    with image_changes() if arguments[0] in ("build", "rmi") else contextlib.nullcontext():
+        done = subprocess.run([*PODMAN, *arguments], capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 
@@ -169,8 +192,7 @@ def _built(tag: str, parent: str, fill: Callable[[Path], None]) -> str:
 @contextlib.contextmanager
 def missing_image(tag: str) -> Iterator[bool]:
     """Say whether the block has to build the image `tag`. One process at a time is in it: others take what it built."""
-    with Path(tempfile.gettempdir(), f"pilotflame-images-{os.getuid()}.lock").open("wb") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with image_changes():
         yield subprocess.run([*PODMAN, "image", "exists", tag], check=False, timeout=60).returncode != 0
 
 

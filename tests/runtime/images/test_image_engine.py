@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import httpx
 import pytest
-from containers import PODMAN, podman, require_podman, running_engine
+from containers import PODMAN, image_changes, podman, require_podman, running_engine
 from live import gateway_here, short_folder, until
 from pilotflame.errors import BuildFailed
 from pilotflame.runtime.cli import main
@@ -59,7 +59,7 @@ class Builder:
             *options,
         ]
         out, errors = io.StringIO(), io.StringIO()
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
+        with image_changes(), contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors):
             code = main([*map(str, words), "--tag", self.tag, "--", *self.options])
         return Done(code, out.getvalue(), errors.getvalue())
 
