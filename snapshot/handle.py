@@ -230,6 +230,17 @@ class Snapshot:
             for _, upload in self._uploads:
                 upload.wait(timeout_s)
 
+    @property
+    def copied(self) -> tuple[float, float] | None:
+        """When the copies to devices began, and when they ended, by the monotonic clock. None if there were none.
+
+        The end is 0 while they run.
+        """
+        if not (found := [one for _, one in self._uploads]):
+            return None
+        running = not all(one.ended_s for one in found)
+        return min(one.started_s for one in found), 0.0 if running else max(one.ended_s for one in found)
+
     # -- for `Snapshots.park`
 
     @property

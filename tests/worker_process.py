@@ -48,7 +48,7 @@ class WorkerProcess:
         self.sock.sendall(encode_json(kind, channel, head or {}, payload))
 
     def frame(self) -> Frame | None:
-        """The next frame that is neither WINDOW nor PRIMED; None at the end."""
+        """The next frame that is neither WINDOW nor PRIMED nor COPIED, which come at any time; None at the end."""
         while True:
             while not self._frames:
                 data = self.sock.recv(1 << 16)
@@ -56,7 +56,7 @@ class WorkerProcess:
                     return None
                 self._frames = self._reader.feed(data)
             frame = self._frames.pop(0)
-            if frame.kind not in (FrameKind.WINDOW, FrameKind.PRIMED):
+            if frame.kind not in (FrameKind.WINDOW, FrameKind.PRIMED, FrameKind.COPIED):
                 return frame
 
     def expect(self, kind: FrameKind) -> Frame:

@@ -3,7 +3,7 @@
 A frame is `length u32 | head length u32 | kind u8 | channel u32` (little endian), then the head (a few bytes
 of JSON or a packed struct), then the payload. The link does not interpret the payload. `length` is the length
 of head and payload together. The channel is the number of an invocation on this link. Frames that do not
-belong to an invocation have channel 0.
+belong to an invocation have channel 0, but for PARK and PARKED.
 """
 
 from __future__ import annotations
@@ -71,11 +71,13 @@ class FrameKind(enum.IntEnum):
     # Up: the metrics of an invocation, as JSON in the payload. They replace earlier ones.
     METRICS = 24
     # Down, to a worker without invocations. PARK: give the memory of devices back, and report it with PARKED. UNPARK:
-    # bring the weights back; an INVOKE does so, too.
+    # bring the weights back; an INVOKE does so, too. The channel of a PARK is its number.
     PARK = 25
     UNPARK = 26
-    # Up: the head has how many bytes were given back.
+    # Up: the head has how many bytes were given back. The channel is the number of the PARK that it answers.
     PARKED = 27
+    # Up: the weights of a snapshot are on a device now. The head is as an element of "copies" in that of READY.
+    COPIED = 28
 
 
 class Frame(NamedTuple):

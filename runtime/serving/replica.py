@@ -14,7 +14,7 @@ from ..batching.latency_curve import Point
 from ..batching.outstanding import BatchEnd, Outstanding
 from ..launching.launcher import Child
 from ..link.frames import TIMING, Frame, FrameKind, Timing
-from ..telemetry.timeline import Activation, WorkerTiming
+from ..telemetry.timeline import Activation, Transfer, WorkerTiming
 from .invocation import Invocation, Output
 
 # A worker is killed if it is not READY this long after ACTIVATE.
@@ -85,6 +85,7 @@ class Replica:
         self.left = False
         """True if its end was to be expected: it drained."""
         self._parked_since_s = self._past_parked_s = 0.0
+        self._parks = 0
         self._park_timer: asyncio.TimerHandle | None = None
         self._events = events
         # The channels of invocations whose handler call does not end.
@@ -198,7 +199,8 @@ class Replica:
     def park(self, now_s: float) -> None:
         """Have a ready worker without invocations give the memory of its devices back."""
         self.state, self._parked_since_s = ReplicaState.PARKED, now_s
-        self.child.link.send(FrameKind.PARK)
+        self._parks += 1
+        self.child.link.send(FrameKind.PARK, self._parks)
         late = f"it was not parked after {EXIT_TIMEOUT_S:.0f} s"
         self._park_timer = asyncio.get_running_loop().call_later(EXIT_TIMEOUT_S, self.child.kill_stuck, late)
 
@@ -251,6 +253,8 @@ class Replica:
             self._on_piece(frame)
         elif kind == FrameKind.RETURNED:
             self._on_end(frame.channel, None, UNKNOWN)
+        elif kind == FrameKind.PARKED:
+            self._on_parked(frame)
         else:
             self._on_control(kind, frame.json())
 
@@ -303,9 +307,8 @@ class Replica:
                 # Otherwise it may run until its last invocation has ended, which deadlines limit.
                 if not self.outstanding.calls:
                     self.child.kill_after(EXIT_TIMEOUT_S)
-        elif kind == FrameKind.PARKED:
-            self._drop_park_timer()
-            self._events.on_parked(self, int(head["freed_bytes"]))
+        elif kind == FrameKind.COPIED:
+            self._on_copied(head)
         elif kind == FrameKind.FAILED:
             self.reported_failure = True
             self._start_timer.cancel()
@@ -315,6 +318,17 @@ class Replica:
         # PRIMED arrives here if a standby became a worker before it was primed.
         elif kind != FrameKind.PRIMED:
             raise LinkError(f"A worker sent a frame of kind {kind}, which workers do not send.")
+
+    def _on_copied(self, head: dict[str, Any]) -> None:
+        started_s, took_s = time.monotonic() - head["ago_s"], head["took_s"]
+        ended_s = 0.0 if took_s is None else started_s + took_s
+        self.activation.mark_copied(Transfer(started_s, ended_s, head["name"]))
+
+    def _on_parked(self, frame: Frame) -> None:
+        # If it was woken and parked again meanwhile, only the answer to the last PARK tells that the memory is free.
+        if self.state is not ReplicaState.PARKED or frame.channel == self._parks:
+            self._drop_park_timer()
+            self._events.on_parked(self, int(frame.json()["freed_bytes"]))
 
     def _on_window(self, head: dict[str, Any]) -> None:
         self.window = int(head["window"])
@@ -337,6 +351,8 @@ class Replica:
         self.outstanding = Outstanding(int(head["slots"]), batching=bool(head["batching"]))
         self.batch_limit = int(head["limit"]) if "limit" in head else None
         self.device = f"{head.get('device', '')} {head.get('dtype', '')}".strip()
+        for copy in head.get("copies") or ():
+            self._on_copied(copy)
         self.measured = [Point(*point) for point in head.get("curve") or ()]
         if self.state is ReplicaState.RESTORING:
             self.state = ReplicaState.READY

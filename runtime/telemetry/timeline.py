@@ -13,8 +13,9 @@ wait      from its arrival in the worker until its batch starts
 exec      while the handler runs
 respond   from the arrival of the worker's result in the gateway until the response
 
-Fetching weights is not a phase, because it runs at the same time as some of the phases. It is reported
-separately as "fetch", or "fetch-NAME" for each named snapshot, with the time for which it ran during each phase.
+Fetching weights and copying them to a device are no phases, because they run at the same time as some of the phases.
+They are reported separately as "fetch" and "copy", or "fetch-NAME" and "copy-NAME" for each named snapshot, with the
+time for which they ran during each phase.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-FETCH = "fetch"
+FETCH, COPY = "fetch", "copy"
 # Matches the value of the `traceparent` header, as W3C Trace Context defines it.
 TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-[\x21-\x7e]{0,256})?")
 PHASES = ("queue", "fork", "restore", "dispatch", "link", "wait", "exec", "respond")
@@ -37,14 +38,20 @@ WorkerTiming = tuple[float, float, int, float]
 
 
 @dataclass(slots=True)
-class Fetch:
-    """A fetch of a snapshot to this node. Its times are of the monotonic clock. `ended_s` is 0 while it runs."""
+class Transfer:
+    """A move of a snapshot's weights. Its times are of the monotonic clock. `ended_s` is 0 while it runs."""
 
     started_s: float
     ended_s: float = 0.0
-    fetched_bytes: int = 0
     name: str = ""
     """The name of the snapshot, "" if the function has only one."""
+
+
+@dataclass(slots=True)
+class Fetch(Transfer):
+    """A fetch of a snapshot to this node."""
+
+    fetched_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -55,6 +62,8 @@ class Activation:
     forked_s: float = 0.0
     ready_s: float = 0.0
     fetches: tuple[Fetch, ...] = ()
+    copies: tuple[Transfer, ...] = ()
+    """Those of the worker's snapshots to its device."""
     signal: str = ""
     """What asked for the worker ahead of need; "" if it is for invocations that wait."""
 
@@ -63,6 +72,12 @@ class Activation:
 
     def mark_fetching(self, fetches: Iterable[Fetch]) -> None:
         self.fetches = tuple(fetches)
+
+    def mark_copied(self, copy: Transfer) -> None:
+        """Learn of a copy, or of its end. What is known to have ended stays: later ones are not of the start."""
+        known = next((one for one in self.copies if one.name == copy.name), None)
+        if known is None or not known.ended_s:
+            self.copies = (*(one for one in self.copies if one is not known), copy)
 
     def mark_ready(self, now_s: float) -> None:
         self.ready_s = now_s
@@ -138,12 +153,12 @@ class Timeline:
             start = max(start, end)
         return cold | phases
 
-    def fetch_overlap(self, fetch: Fetch) -> dict[str, float]:
-        """Return for how many seconds a fetch ran during each phase. Phases with 0 are left out."""
+    def overlap(self, transfer: Transfer) -> dict[str, float]:
+        """Return for how many seconds a transfer ran during each phase. Phases with 0 are left out."""
         start, beside = self.received_s, dict[str, float]()
-        end_s = min(fetch.ended_s or start + self.total_s, start + self.total_s)
+        end_s = min(transfer.ended_s or start + self.total_s, start + self.total_s)
         for name, seconds in self.phases().items():
-            common_s = min(start + seconds, end_s) - max(start, fetch.started_s)
+            common_s = min(start + seconds, end_s) - max(start, transfer.started_s)
             if common_s > 0:
                 beside[name] = common_s
             start += seconds
@@ -159,11 +174,12 @@ class Timeline:
                 self.total_s * 1000,
             )  # fmt: skip
         parts = [f"{name};dur={seconds * 1000:.3f}" for name, seconds in self.phases().items()]
-        for fetch in self.activation.fetches:
-            if beside := self.fetch_overlap(fetch):
-                listed = " ".join(f"{name} {seconds * 1000:.3f}" for name, seconds in beside.items())
-                name = f"{FETCH}-{fetch.name}" if fetch.name else FETCH
-                parts.append(f'{name};dur={sum(beside.values()) * 1000:.3f};desc="beside {listed}"')
+        for kind, transfers in ((FETCH, self.activation.fetches), (COPY, self.activation.copies)):
+            for one in transfers:
+                if beside := self.overlap(one):
+                    listed = " ".join(f"{name} {seconds * 1000:.3f}" for name, seconds in beside.items())
+                    name = f"{kind}-{one.name}" if one.name else kind
+                    parts.append(f'{name};dur={sum(beside.values()) * 1000:.3f};desc="beside {listed}"')
         return ", ".join(parts) + f", total;dur={self.total_s * 1000:.3f}"
 
 

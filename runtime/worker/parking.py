@@ -32,18 +32,19 @@ class WorkerParking:
         self._snapshots, self._link, self._tasks = snapshots, link, tasks
         self._deliver, self._follow, self._drain = deliver, follow, drain
         self._asked = self._closed = self._parked = False
+        self._number = 0
         self._needed = asyncio.Event()
         # As many as the gateway's window allows.
         self._held: list[Frame] = []
         # `teardown` has a thread of its own.
         self._lock = threading.Lock()
 
-    def park(self) -> None:
-        """Give the memory back, and tell the gateway with PARKED how many bytes that were.
+    def park(self, number: int) -> None:
+        """Give the memory back, and tell the gateway with PARKED, and the number, how many bytes that were.
 
         If an invocation comes at the same moment, nothing is given back.
         """
-        self._asked = True
+        self._asked, self._number = True, number
         self._needed.clear()
         if self.awake and not self._closed:
             self.awake = False
@@ -75,7 +76,7 @@ class WorkerParking:
     async def _run(self) -> None:
         while self._asked and not self._closed:
             freed_bytes = await asyncio.to_thread(self._give_back)
-            self._link.send_json(FrameKind.PARKED, 0, {"freed_bytes": freed_bytes})
+            self._link.send_json(FrameKind.PARKED, self._number, {"freed_bytes": freed_bytes})
             await self._needed.wait()
             if not self._closed:
                 await self._bring_back()

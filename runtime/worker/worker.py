@@ -201,6 +201,9 @@ class Worker:
         except PilotflameError as error:
             sys.stderr.write(f"the weights did not arrive: {error}\n")
             self._loop.call_soon_threadsafe(self._drain)
+        else:
+            for copy in _copies(snapshots):
+                self._link.send_json(FrameKind.COPIED, 0, copy)
 
     async def _become_ready(self) -> None:
         curve: list[Point] = []
@@ -216,6 +219,8 @@ class Worker:
             "batching": self._handler.batch is not None,
             "device": device_name(), "dtype": self._dtype,
         }  # fmt: skip
+        if self._snapshots is not None and (copies := _copies(self._snapshots)):
+            head["copies"] = copies
         if self._measuring:
             # orjson cannot encode named tuples.
             head["curve"] = [list(point) for point in curve]
@@ -248,7 +253,7 @@ class Worker:
             self._released.set()
             self._drain()
         elif frame.kind == FrameKind.PARK:
-            self._parking.park()
+            self._parking.park(frame.channel)
         elif frame.kind == FrameKind.UNPARK:
             self._parking.wake()
 
@@ -324,6 +329,22 @@ class Worker:
     def _on_lost(self) -> None:
         """Exit at once: the gateway has ended or closed the link, so no result can be sent any more."""
         os._exit(1)
+
+
+def _copies(snapshots: Snapshots) -> list[dict[str, Any]]:
+    """Return for each snapshot with weights on a device how long ago its copy began, and how long it took.
+
+    That is None while it runs.
+    """
+    found, now_s = [], time.monotonic()
+    for name in snapshots:
+        if (copied := snapshots[name].copied) is not None:
+            started_s, ended_s = copied
+            if not (ended_s or snapshots[name].arriving):
+                ended_s = now_s
+            took_s = ended_s - started_s if ended_s else None
+            found.append({"name": name, "ago_s": now_s - started_s, "took_s": took_s})
+    return found
 
 
 def limit_gpu_memory(size_bytes: int) -> None:

@@ -46,7 +46,9 @@ export class LineChart {
     this.grid = [0, 0.5, 1].map(() => [svg("line", { class: "grid" }), svg("text", { class: "tick", "text-anchor": "end", x: LEFT - 6 })]);
     this.times = [0, 0.5, 1].map((at) => svg("text", { class: "tick", y: HEIGHT - 3, "text-anchor": ["start", "middle", "end"][at * 2] }));
     this.cursor = svg("line", { class: "cursor", y1: TOP, y2: HEIGHT - BOTTOM });
-    this.svg = svg("svg", { role: "img", height: HEIGHT }, ...this.grid.flat(), ...this.times, this.cursor, ...this.paths.flat());
+    // Until there are points.
+    const label = { "aria-label": `${title}: none yet` };
+    this.svg = svg("svg", { role: "img", height: HEIGHT, ...label }, ...this.grid.flat(), ...this.times, this.cursor, ...this.paths.flat());
     this.values = lines.map(() => element("b"));
     this.when = element("span", { class: "when" });
     const legend = lines.map(([, label], index) => element("span", {}, swatch(`s${index + 1}`), ` ${label} `, this.values[index]));
@@ -128,7 +130,7 @@ export class LineChart {
 // A band that shows how warm a function was: a segment for the time on each rung.
 export class RungBand {
   constructor() {
-    this.svg = svg("svg", { class: "band", height: 14, role: "img" });
+    this.svg = svg("svg", { class: "band", height: 14, role: "img", "aria-label": "Rungs: none yet" });
     this.legend = element("span");
     this.node = element("figure", { class: "chart" }, element("figcaption", {}, element("h3", {}, "Rung"), this.legend), this.svg);
   }
@@ -188,7 +190,7 @@ export const PHASE_TEXTS = {
 export class PhaseBar {
   constructor(height = 10) {
     this.parts = PHASES.map((phase) => svg("rect", { class: `phase ${phase}`, height, y: 0 }));
-    this.node = svg("svg", { class: "phases", height, role: "img" }, this.parts);
+    this.node = svg("svg", { class: "phases", height, role: "img", "aria-label": "Phases: none yet" }, this.parts);
   }
 
   update(phases_ms, most, label) {

@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
@@ -45,6 +46,8 @@ class DeviceUpload:
         no room for a new slab.
         """
         self.device, self.layout, self.mapping = device, layout, mapping
+        self.started_s, self.ended_s = time.monotonic(), 0.0
+        """When the copy began and ended, by the monotonic clock. The end is 0 while it runs."""
         # Other threads write to it, which they may not if it is a tensor of the inference mode.
         with torch.inference_mode(mode=False):
             self.slab = device.empty(layout.size_bytes) if slab is None else slab
@@ -71,6 +74,8 @@ class DeviceUpload:
         self._left = self._taken.count(0)
         if self._left:
             self._start(threads or max(1, min(MOST_THREADS, int(processors()))))
+        else:
+            self.ended_s = self.started_s
 
     def _start(self, threads: int) -> None:
         manifest, self._arrival = self.mapping.manifest, self.mapping.arrival
@@ -322,6 +327,7 @@ class DeviceUpload:
                 with suppress(RuntimeError):
                     event.wait()
         del buffers
+        self.ended_s = time.monotonic()
         self._files.close()
         self.device.release()
         with self._changed:

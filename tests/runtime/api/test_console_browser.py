@@ -423,3 +423,14 @@ async def test_axe_finds_nothing(deploy, gateway: Gateway, visit: Visit, width: 
     await page.get_by_role("button", name="Restart…").click()
     found = await Axe().run(page)
     assert found.violations_count == 0, found.generate_report()
+
+
+async def test_charts_have_names_before_they_have_figures(deploy, gateway: Gateway, visit: Visit):
+    function = await deploy(ECHO)
+    page = await visit()
+    # No answer: the charts stay as they were made.
+    await page.route("**/load?*", lambda _route: None)
+    await page.goto(f"{gateway.url}/console#/functions/{function.name}/decisions")
+    await expect(page.locator("svg[role=img]").first).to_be_visible()
+    found = await Axe().run(page)
+    assert found.violations_count == 0, found.generate_report()

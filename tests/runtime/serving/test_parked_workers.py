@@ -11,7 +11,9 @@ from typing import Any
 import psutil
 import pytest
 from live import Gate, Gateway, failure, gateway_here, gone, short_folder, until
+from pilotflame.runtime.link.frames import Frame, FrameKind
 from pilotflame.runtime.serving import replica
+from pilotflame.runtime.telemetry.timeline import parse_server_timing
 from serving_handlers import DEVICE_WIDTH, ON_DEVICE, WAITS, device_weights, kill
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -55,6 +57,18 @@ async def test_weights_leave_the_device_and_come_back(gateway, deploy, weights, 
     freed = [one["figures"]["freed_bytes"] for one in await decisions(gateway, function, "park")]
     assert min(freed) >= SLAB_BYTES
     assert len(await decisions(gateway, function, "wake")) >= 3
+
+
+@pytest.mark.parametrize("where", ["build", "setup"])
+async def test_a_cold_start_tells_how_long_the_copy_ran(deploy, weights, where: str):
+    folder, right = weights
+    source = ON_DEVICE.replace("def build", f"def {where}")
+    function = await deploy(source, STAYS | {"snapshot": str(folder)}, check=False)
+    cold, warm = await function.call(1), await function.call(2)
+    assert warm.json()[1] == right(2)
+    timing = parse_server_timing(cold.headers["server-timing"])
+    assert 0 < timing["copy"] <= timing["total"]
+    assert "copy" not in parse_server_timing(warm.headers["server-timing"])
 
 
 async def test_twenty_turns_do_not_grow_the_worker(deploy, weights):
@@ -229,3 +243,29 @@ async def test_a_worker_that_is_woken_before_it_began_to_park_is_not_taken_for_s
     assert pool.wake(1) == 1
     # Longer than one may take to park, and then to write its stacks before it is killed.
     assert await function.answer(1.5) == before
+
+
+async def test_a_late_answer_to_an_earlier_park_is_not_taken_for_that_to_the_last(gateway, deploy, weights):
+    folder, _ = weights
+    function = await deploy(ON_DEVICE, STAYS | {"snapshot": str(folder)})
+    before, _ = await function.answer(1)
+    pool = gateway.server.functions.live(function.name).pool
+    link = pool.ready[0].child.link
+    deliver, frames = link._on_frame, asyncio.Queue[Frame]()
+    link.bind(frames.put_nowait, link._on_close)
+
+    async def parked() -> Frame:
+        while (frame := await frames.get()).kind != FrameKind.PARKED:
+            deliver(frame)
+        return frame
+
+    pool.park(1)
+    late = await parked()
+    assert pool.wake(1) == 1
+    pool.park(1)
+    deliver(late)
+    assert await decisions(gateway, function, "park") == []
+    deliver(await parked())
+    assert len(await decisions(gateway, function, "park")) == 1
+    link.bind(deliver, link._on_close)
+    assert (await function.answer(1))[0] == before

@@ -11,6 +11,7 @@ from pilotflame.runtime.telemetry.timeline import (
     Activation,
     Fetch,
     Timeline,
+    Transfer,
     parse_server_timing,
 )
 
@@ -103,3 +104,22 @@ def test_each_named_fetch_has_its_own_metric() -> None:
     assert 'fetch-base;dur=1500.000;desc="beside fork 1500.000"' in timeline.server_timing()
     activation.mark_fetching([Fetch(1.0, 2.5)])
     assert parse_server_timing(timeline.server_timing())["fetch"] == 1500.0
+
+
+def test_the_copy_of_a_start_stays_that_of_the_start() -> None:
+    activation = Activation(1.0, 3.0, 6.0)
+    timeline = Timeline(1.0, sent_s=10.0, completed_s=15.0, wait_s=1.0, exec_s=3.0, activation=activation)
+    timeline.mark_responded(16.0)
+
+    def copied() -> list[float]:
+        found = parse_server_timing(timeline.server_timing())
+        return [found.get(name, 0.0) for name in ("copy-base", "copy-style")]
+
+    activation.mark_copied(Transfer(4.0, name="base"))
+    activation.mark_copied(Transfer(5.0, 6.0, "style"))
+    assert copied() == [12_000.0, 1000.0]
+    activation.mark_copied(Transfer(4.0, 12.0, "base"))
+    assert copied() == [8000.0, 1000.0]
+    # That of a worker that was parked and woken.
+    activation.mark_copied(Transfer(30.0, 31.0, "base"))
+    assert copied() == [8000.0, 1000.0]
