@@ -138,10 +138,10 @@ class Gate:
         for arrival in self.arrived:
             arrival.close()
 
-    async def next(self, word: str | None = None) -> Arrival:
+    async def next(self, word: str | None = None, limit_s: float = LIMIT_S) -> Arrival:
         """Return the next arrival, or the next that says `word`; others are skipped."""
         try:
-            async with asyncio.timeout(LIMIT_S):
+            async with asyncio.timeout(limit_s):
                 while True:
                     arrival = await self._waiting.get()
                     if word in (None, arrival.word):

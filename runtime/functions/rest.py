@@ -78,6 +78,14 @@ class Descent(NamedTuple):
     step: StepDown
 
 
+class _Processes(NamedTuple):
+    """The processes of a function at the time of a measurement."""
+
+    zygote: tuple[int, ...]
+    idle: tuple[int, ...]
+    workers: int
+
+
 class Rest:
     """Measures what the functions hold at rest when that may have changed, and keeps it below the limit."""
 
@@ -96,7 +104,7 @@ class Rest:
         self._pressure = MemoryPressure(self._start_relief)
         self._relieving, self._reported = asyncio.Lock(), False
         # By function: its processes when they were measured, and the MiB that they held.
-        self._measured: dict[str, tuple[list[int], float]] = {}
+        self._measured: dict[str, tuple[_Processes, float]] = {}
 
     def note_change(self, *_: str) -> None:
         """Check soon: a worker started, or a function was deployed or deleted. Arguments are ignored."""
@@ -151,15 +159,19 @@ class Rest:
         if held_mb > self._limit_mb:
             self._launcher.end_unused()
             return RECHECK_S
-        return next_check_s([one for one in stats if one.name not in unused], now_s)
+        next_s = next_check_s([one for one in stats if one.name not in unused], now_s)
+        if any(_unmeasured(live.revision) for live in self._functions()):
+            return RECHECK_S if next_s is None else min(next_s, RECHECK_S)
+        return next_s
 
     async def _measure(self, live: Live) -> RestStats:
         """Measure the zygote and the standby, and the idle worker if there is one, unless that was done before."""
         name, pool, ladder = live.record.function, live.revision.pool, live.revision.history.ladder
         pids, workers = pool.zygote.pids, [replica.child.pid for replica in pool.idle()[:1]]
-        if self._measured.get(name, ((), 0.0))[0] != [*pids, *workers]:
+        present = _Processes(tuple(pids), tuple(workers), len(pool.replicas))
+        if name not in self._measured or self._measured[name][0] != present:
             held_mb = await asyncio.to_thread(_held_mb, pids)
-            self._measured[name] = [*pids, *workers], held_mb
+            self._measured[name] = present, held_mb
             if workers:
                 worker_mb, own_mb = await asyncio.to_thread(_worker_mb, workers)
                 ladder.note_held(RungName.READY, (held_mb + worker_mb) * _MIB)
@@ -285,6 +297,13 @@ def _anonymous(pid: int | None) -> int:
 def _note_rested(live: Live) -> None:
     live.note_rest(0.0)
     live.logs.write("gateway", "the zygote ended to save memory; the next call launches it again")
+
+
+def _unmeasured(revision: Revision) -> bool:
+    """Return True if it holds a rung whose memory is not known yet, because its workers were busy whenever it was checked."""
+    known = revision.history.ladder.figures.held_bytes
+    held = {RungName.READY: revision.pool.ready, RungName.ZYGOTE: revision.pool.zygote.pids}
+    return any(processes and rung not in known for rung, processes in held.items())
 
 
 def _idle(revision: Revision) -> bool:

@@ -24,6 +24,8 @@ from ..telemetry.metrics import Reading
 from .replica import Replica, ReplicaState
 from .worker_limit import ASK_AGAIN_S, GIVE_AFTER_S
 
+# With NVIDIA's MPS, the driver lets a process allocate no more than that.
+MPS_MEMORY = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
 # Who has no worker, and has waited for so long, gets the room of one that has calls, once it has ended them.
 PATIENCE_S = 10.0
 
@@ -251,7 +253,7 @@ class GpuPlaces:
         held.replica = replica
 
     def environment(self, resources: Resources, held: GpuPlace | None = None) -> dict[str, str]:
-        """Return the environment variables with which a worker sees its GPUs only.
+        """Return the environment variables with which a worker sees its GPUs only, and has its part of their memory.
 
         Without a place: those of its zygote, with which it sees all. So a standby that sees as many as it needs knows
         which ones it will have.
@@ -260,7 +262,11 @@ class GpuPlaces:
             return {}
         seen = held.full if held is not None else [gpu.id for gpu in self.gpus if resources.gpus]
         # Whether there are GPUs is to be found out without using them: a process that forks must not.
-        return {VISIBLE_GPUS: ",".join(seen), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+        found = {VISIBLE_GPUS: ",".join(seen), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+        if resources.gpus and (memory_mb := resources.gpu_memory_mb) is not None:
+            # By the number of the GPU among those that the worker sees. Without MPS, the driver ignores it.
+            found[MPS_MEMORY] = ",".join(f"{number}={memory_mb}M" for number in range(resources.gpus))
+        return found
 
     def free(self, held: GpuPlace | None) -> None:
         """Give a place back: the worker has ended, or could not start."""

@@ -140,6 +140,8 @@ class Revision(RevisionEvents):
             self.scale()
         else:
             self._demand.note_running(load)
+            if not sent:
+                self.history.load.note_queued(arrived_s, len(self.dispatcher.queue))
 
     def cancel(self, invocation: Invocation) -> None:
         """Cancel an invocation whose caller has disconnected."""

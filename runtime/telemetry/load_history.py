@@ -70,6 +70,13 @@ class LoadSeries:
             self._most = LoadState(queued, in_flight, *workers, state.rung)
             self._last, self._dirty = state, True
 
+    def note_queued(self, now_s: float, queued: int) -> None:
+        """Note how many invocations wait, where nothing else has changed."""
+        if queued > self._most.queued or now_s >= self._ends_s:
+            self._turn(now_s)
+            self._most = self._most._replace(queued=max(self._most.queued, queued))
+            self._dirty = True
+
     def note_cold(self, now_s: float, waited_s: float) -> None:
         """Note the answer to an invocation that waited for an activation."""
         self._turn(now_s)

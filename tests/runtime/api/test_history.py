@@ -23,8 +23,9 @@ async def test_a_burst_is_explained_with_its_queue_and_its_cold_starts(
     begun_at = time.time()
     calls = [asyncio.create_task(function.answer(number)) for number in range(5)]
     await gate.next()
-    status = await function.status()
-    assert (status["queued"], status["in_flight"]) == (4, 1)
+    # They change nothing: there are as many workers as there may be. All the same, they are seen.
+    calls += [asyncio.create_task(function.answer(number)) for number in range(5, 8)]
+    await function.settled(ready=1, queued=7, in_flight=1)
     gate.open()
     await asyncio.gather(*calls)
     path = f"/v1/functions/{function.name}"
@@ -35,14 +36,14 @@ async def test_a_burst_is_explained_with_its_queue_and_its_cold_starts(
     assert start["text"].startswith("started 1 worker: 1 invocation waited, 0 workers ready")
     load = (await gateway.client.get(f"{path}/load", params={"since": begun_at})).json()
     samples = load["samples"]
-    assert max(one["queued"] for one in samples) >= 4
+    assert max(one["queued"] for one in samples) >= 7
     assert max(one["ready"] for one in samples) == 1
     assert 1 <= sum(one["cold"] for one in samples) <= 5
     assert max(one["slowest_cold_s"] for one in samples) > 0
     assert samples[-1]["rung"] == "ready"
     assert samples[-1]["at"] <= load["now"]
     arrivals = (await gateway.client.get(f"{path}/arrivals")).json()
-    assert len(arrivals["arrivals"]) == 5
+    assert len(arrivals["arrivals"]) == 8
     assert [one["rung"] for one in arrivals["rungs"]] == ["ready", "zygote", "local"]
     assert arrivals["rungs"][0]["held_bytes"] > arrivals["rungs"][2]["held_bytes"]
     assert arrivals["rungs"][0]["wake_s"] == 0 < arrivals["rungs"][1]["wake_s"]

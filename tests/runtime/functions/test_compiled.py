@@ -89,7 +89,7 @@ async def test_a_compiler_that_was_killed_leaves_nothing_that_fails(
     settings = {"env.CXX": str(compiler), "scale.min": 1}
     async with gateway_process(state) as gateway:
         function = await patient(gateway).deploy(COMPILES, settings, name="f", gate=gate, check=False)
-        arrival = await gate.next("half")
+        arrival = await gate.next("half", limit_s=300)
         (library,) = (state / "compiled" / "f").rglob("*.main.so")
         assert gateway.process is not None
         # All at once, as when a container ends. The worker first, which would see the end of its compiler.

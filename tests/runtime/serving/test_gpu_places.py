@@ -354,3 +354,11 @@ async def test_a_standby_rehearses_only_on_gpus_that_it_will_have(
         rehearsed, seen = await function.answer(1)
     assert rehearsed == ([] if gpus == 1 else [seen])
     assert len(seen.split(",")) == gpus
+
+
+@pytest.mark.parametrize(("gpus", "limit"), [(1, "0=4096M"), (2, "0=4096M,1=4096M")])
+async def test_mps_is_told_how_much_memory_a_worker_has(state: Path, gpus: int, limit: str):
+    source = "import os\ndef handler(event):\n    return os.environ['CUDA_MPS_PINNED_DEVICE_MEM_LIMIT']"
+    async with gateway_here(state, gpus=("a:16384", "b:16384")) as gateway:
+        function = await gateway.deploy(source, needs(gpus=gpus, memory_mb=4096))
+        assert await function.answer() == limit
