@@ -101,6 +101,8 @@ class Revision(RevisionEvents):
         self._scale_timer: asyncio.TimerHandle | None = None
         self._scale_at_s = 0.0
         self._unexplained_deaths = self._deaths = self._slow = self._refused = 0
+        # Starts that have failed, and the fetcher is yet to say why.
+        self._unexplained_failures = 0
         # The outcome of the first start of workers: the error if it failed. `_unproven` have not reported yet.
         self._first_start: asyncio.Future[PilotflameError | None] = self._loop.create_future()
         self._unproven, self._proven = 1, False
@@ -398,9 +400,9 @@ class Revision(RevisionEvents):
     def _allowed(self, start: int, now_s: float) -> int:
         """Return how many of `start` workers may be started: after a failed start, one at a time.
 
-        When the budget of the day is used up, it is none.
+        It is none when the budget of the day is used up, and until those who wait for a failed start have its error.
         """
-        if self.history.account.exhausted:
+        if self.history.account.exhausted or (self._unexplained_failures and not self.pool.ready):
             return 0
         if not self.breaker.failures or self.pool.ready:
             return start
@@ -639,6 +641,7 @@ class Revision(RevisionEvents):
     def on_start_failed(self, error: PilotflameError) -> None:
         """Fail the waiting invocations, unless a worker is ready: the next start would probably fail too."""
         if self.pool.unheard(error):
+            self._unexplained_failures += 1
             self._tasks.create_task(self._fail_start_later(error))
         else:
             self._fail_start(error)
@@ -650,6 +653,7 @@ class Revision(RevisionEvents):
                 while fetching := self.pool.unheard(error):
                     ended = [one.ended for one in fetching]
                     await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)
+        self._unexplained_failures -= 1
         self._fail_start(error)
 
     def _fail_start(self, error: PilotflameError) -> None:

@@ -16,7 +16,7 @@ import pytest
 import torch
 from fault_server import Faults, FaultServer
 from live import Function, Gateway, failure, gateway_here, until
-from pilotflame.runtime.launching.fetcher_client import FetcherClient
+from pilotflame.runtime.launching.fetcher_client import FetcherClient, FetchProgress
 from pilotflame.runtime.telemetry.timeline import parse_server_timing
 from pilotflame.snapshot.caching.node import node_tiers
 from pilotflame.snapshot.format.create import create
@@ -352,6 +352,24 @@ async def test_fetches_and_tiers_are_in_the_metrics(gateway: Gateway, weights: W
     assert sum(found[name] for name in found if name.startswith("received_bytes_total")) >= size_bytes
     assert found['cache_budget_bytes{tier="disk"}'] > size_bytes
     assert found["fetches_under_way"] == 0
+
+
+async def test_no_other_worker_starts_before_a_failed_start_is_explained(
+    gateway: Gateway, weights: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function = await deployed(gateway, weights, check=False)
+    weights.server.faults = lambda request: Faults(flip_share=float("model" in request.name))
+    on_event = FetcherClient._on_event
+
+    def late(self: FetcherClient, held: dict[int, FetchProgress], event: dict[str, Any]) -> None:
+        # The worker has failed and ended by then.
+        delay_s = 0.5 if event["event"] == "failed" else 0.0
+        asyncio.get_running_loop().call_later(delay_s, on_event, self, held, event)
+
+    monkeypatch.setattr(FetcherClient, "_on_event", late)
+    assert "layers.3.weight, differs" in (await function.error([1.0] * WIDTH))["message"]
+    response = await gateway.client.get(f"/v1/functions/{function.name}/decisions")
+    assert [one["action"] for one in response.json()["decisions"]].count("start") == 1
 
 
 async def test_a_missing_snapshot_fails_the_deploy(gateway: Gateway, weights: Weights) -> None:
