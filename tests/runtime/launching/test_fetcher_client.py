@@ -357,7 +357,10 @@ async def test_fetches_and_tiers_are_in_the_metrics(gateway: Gateway, weights: W
 async def test_no_other_worker_starts_before_a_failed_start_is_explained(
     gateway: Gateway, weights: Weights, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    function = await deployed(gateway, weights, check=False)
+    # Without the wait, the worker may be ready before the fetch fails. Then it returns the call, for another one.
+    source = f"{HANDLER}\ndef setup(context):\n    context.snapshot.wait(60)\n"
+    settings = {"snapshot": weights.url, "scale.idle_timeout_s": 0}
+    function = await gateway.deploy(source, settings, check=False)
     weights.server.faults = lambda request: Faults(flip_share=float("model" in request.name))
     on_event = FetcherClient._on_event
 
