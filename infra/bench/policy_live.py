@@ -32,7 +32,6 @@ from pilotflame.runtime.scaling.idle_period import QUIET_S
 from pilotflame.runtime.scaling.ladder import Ladder, Rung
 from pilotflame.runtime.scaling.ladder_simulator import Habits, LadderRun, Learned, Replay, run_together
 from pilotflame.runtime.scaling.rung_figures import HoldingPrices, RungFigures
-from pilotflame.runtime.serving.idle_ladder import PLANNED
 from pilotflame.runtime.telemetry.usage import RungName
 from policy_replays import SERVICE_S
 from policy_traces import short_fleet
@@ -43,6 +42,7 @@ SEED, SECONDS = 20261122, 600.0
 # At these prices the envelope steps down after some ten seconds, and again after about a minute.
 PRICE_GB_HOUR, PRICE_WAITING_S = 10.0, 0.001
 CALIBRATIONS = 3
+RUNGS = (RungName.READY, RungName.ZYGOTE, RungName.LOCAL)
 FIGURE, TARGET = "live_vs_simulated_share", "<= 0.1"
 _GB = 1e9
 RECORD = Path(__file__).parents[2] / "build" / "bench" / "policy-live-run.json"
@@ -206,7 +206,7 @@ def replay_simulated(fleet: Sequence[Caller], figures: dict[str, RungFigures]) -
     habits, replays = Habits(), []
     for caller in fleet:
         found = figures[caller.name]
-        planned = found.ladder(PLANNED, prices)
+        planned = found.ladder(RUNGS, prices)
         arrivals = sorted(call.sent_s for call in caller.calls)
         service_s = caller.usual_s
         policy = Learned(planned, habits)
@@ -215,7 +215,7 @@ def replay_simulated(fleet: Sequence[Caller], figures: dict[str, RungFigures]) -
 
 
 def _paid(planned: Ladder, found: RungFigures) -> Ladder:
-    means = [0.0, *(statistics.fmean(found.wakes_s[rung]) for rung in PLANNED[1:])]
+    means = [0.0, *(statistics.fmean(found.wakes_s[rung]) for rung in RUNGS[1:])]
     wakes = accumulate(means, max)
     rungs = (Rung(rung.hold_per_s, wake_s) for rung, wake_s in zip(planned.rungs, wakes, strict=True))
     return Ladder(tuple(rungs), planned.wait_per_s)

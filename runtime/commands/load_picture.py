@@ -13,7 +13,7 @@ from .svg import Drawing, Scale
 WIDTH, LEFT, RIGHT = 960, 64, 936
 TOP, PANEL, GAP, STRIP = 52, 110, 34, 26
 BINS = 120
-RUNGS = {"ready": "orange", "parked": "blue", "zygote": "amber", "local": "pale"}
+RUNGS = {"ready": "orange", "parked": "blue", "zygote": "amber", "resident": "grey", "local": "pale"}
 
 
 class _Row(NamedTuple):

@@ -358,7 +358,8 @@ def ladder_spec_of(record: RevisionRecord, prices: HoldingPrices) -> LadderSpec:
     scale = record.settings.scale
     if scale.price_waiting_s is not None:
         prices = prices._replace(waiting_s=scale.price_waiting_s)
-    rungs = tuple(rung for rung in PLANNED if rung is not RungName.ZYGOTE or scale.rest == "zygote")
+    held = {RungName.ZYGOTE: scale.rest == "zygote", RungName.RESIDENT: bool(record.settings.snapshot_urls)}
+    rungs = tuple(rung for rung in PLANNED if held.get(rung, True))
     planned = scale.idle_timeout_s is None and not scale.min
     return LadderSpec(rungs, prices, planned=planned, slow_share=scale.slow_share)
 

@@ -5,7 +5,8 @@ A function that is not in use is moved down its ladder, and its next cold start 
 - if it is light, which means that its zygote was ready within LIGHT_S, and was not called for UNUSED_S after
   its deploy, it loses its zygote. After a start of the gateway, a light function has none until it is called.
 - if all zygotes together hold more than the limit, those go whose callers lose least for the bytes they free.
-- if the machine or the gateway's cgroup is short of memory, idle workers go in the same order (scaling/eviction.py).
+- if the machine or the gateway's cgroup is short of memory, idle workers and fetched weights go in the same order
+  (scaling/eviction.py), after spare files and weights of no function.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ def next_check_s(stats: Iterable[RestStats], now_s: float) -> float | None:
 class Descent(NamedTuple):
     """A step down that a function could take to free memory."""
 
-    rung: RungName
+    upper: RungName
+    lower: RungName
     step: StepDown
 
 
@@ -170,16 +172,18 @@ class Rest:
         pids, workers = pool.zygote.pids, [replica.child.pid for replica in pool.idle()[:1]]
         present = _Processes(tuple(pids), tuple(workers), len(pool.replicas))
         if name not in self._measured or self._measured[name][0] != present:
-            held_mb = await asyncio.to_thread(_held_mb, pids)
+            held_mb, resident_bytes = await asyncio.to_thread(_held_mb, pids), pool.resident_bytes
             self._measured[name] = present, held_mb
             if workers:
+                ladder.note_held(RungName.RESIDENT, resident_bytes)
                 worker_mb, own_mb = await asyncio.to_thread(_worker_mb, workers)
                 ladder.note_held(RungName.READY, (held_mb + worker_mb) * _MIB)
                 if pids and len(pool.replicas) == 1:
-                    # When the worker ends, what it shares is held by the others alone.
-                    ladder.note_held(RungName.ZYGOTE, (held_mb + worker_mb - own_mb) * _MIB)
+                    # When the worker ends, what it shares is held by the others alone, and the weights stay.
+                    rest_bytes = (held_mb + worker_mb - own_mb) * _MIB
+                    ladder.note_held(RungName.ZYGOTE, rest_bytes + resident_bytes)
             elif pids and not pool.replicas:
-                ladder.note_held(RungName.ZYGOTE, held_mb * _MIB)
+                ladder.note_held(RungName.ZYGOTE, held_mb * _MIB + resident_bytes)
         held_mb = self._measured[name][1]
         live.note_rest(held_mb)
         return RestStats(
@@ -234,33 +238,46 @@ class Rest:
         `private` has the functions whose idle workers may end, and the bytes that these hold for themselves.
         """
         lives = {live.record.function: live for live in self._functions()}
-        descents = {name: list(_descents(live, private.get(name))) for name, live in lives.items()}
+        # Processes alone count against `rest_mb`.
+        weights = cause == "pressure"
+        descents = {
+            name: list(_descents(live, private.get(name), weights=weights)) for name, live in lives.items()
+        }
         chosen = steps_down([[one.step for one in of] for of in descents.values()], needed_bytes)
         for step in chosen:
-            live, rung = lives[step.name], descents[step.name].pop(0).rung
-            live.revision.history.ladder.evict(rung, cause, step)
-            if rung is RungName.LOCAL:
+            live, descent = lives[step.name], descents[step.name].pop(0)
+            live.revision.history.ladder.evict(descent.lower, cause, step)
+            if descent.upper is RungName.ZYGOTE:
                 _note_rested(live)
             else:
-                live.logs.write("gateway", "idle workers end because memory is short")
+                what = (
+                    "idle workers end"
+                    if descent.upper is RungName.READY
+                    else "fetched weights leave the memory"
+                )
+                live.logs.write("gateway", f"{what} because memory is short")
         return bool(chosen)
 
 
-def _descents(live: Live, private_bytes: float | None) -> Iterator[Descent]:
+def _descents(live: Live, private_bytes: float | None, *, weights: bool) -> Iterator[Descent]:
     """Yield the steps down that a function can take now, from its present rung on.
 
-    `private_bytes` are those of its workers, None if these must stay.
+    `private_bytes` are those of its workers, None if these must stay. With `weights`, fetched weights may leave the
+    memory, too.
     """
     revision, upper = live.revision, live.revision.rung
     if revision.held_until_s is not None:
         # `descend` would do nothing.
         return
     spare = private_bytes is not None and _spare(revision)
-    if not (spare or (_idle(revision) and upper is RungName.ZYGOTE)):
+    if not (spare or (_idle(revision) and upper in (RungName.ZYGOTE, RungName.RESIDENT))):
         return
     for lower in revision.history.ladder.below(upper):
-        freed = private_bytes if upper is RungName.READY else None
-        yield Descent(lower, revision.history.ladder.step_down(live.record.function, upper, lower, freed))
+        known = {RungName.READY: private_bytes, RungName.RESIDENT: float(revision.pool.resident_bytes)}
+        if upper is RungName.RESIDENT and not (weights and known[upper]):
+            return
+        step = revision.history.ladder.step_down(live.record.function, upper, lower, known.get(upper))
+        yield Descent(upper, lower, step)
         upper = lower
 
 

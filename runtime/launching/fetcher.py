@@ -12,12 +12,14 @@ of JSON on standard input. Events are lines of JSON on standard output:
                                                 are not made of spare files
     {"op": "share", "host": ..., "port": n, "urls": [...], "token": ..., "certificate": [path, path]}     once, first:
                                                 exchange chunks with the nodes at these URLs; null: no TLS
-    {"op": "give_back"}                         memory is short: delete the spare files
+    {"op": "drop", "digests": [...]}            remove these snapshots from memory: those that are on the disk too, and unused
+    {"op": "give_back", "keep": [...]}          memory is short: drop all but these digests, and delete the spare files
     {"op": "release", "id": 1}                  stop fetching; the snapshot may be evicted
-    {"id": 1, "event": "held"}                  the files can be mapped; their bytes may still be arriving
+    {"id": 1, "event": "held", "digest": ...}   the files can be mapped; their bytes may still be arriving
     {"id": 1, "event": "done", "bytes": n}      all bytes are here and verified; this hold fetched n of them
     {"id": 1, "event": "failed", "error": {...}}
-    {"id": 0, "event": "tiers", "tiers": [{"kind": "tmpfs", "used_bytes": n, ...}]}   after each of the above
+    {"id": 0, "event": "tiers", "tiers": [{"kind": "tmpfs", "used_bytes": n, ...}], "in_memory": {digest: n}}
+                                                after each of the above; the snapshots whose bytes are in memory
     {"id": 0, "event": "sharing", "port": n}    this node serves chunks there; or "error": {...}
     {"id": 0, "event": "shared", "taken_bytes": n, "served_bytes": n}    in all, after each fetch and each connection
     {"id": 0, "event": "refused", "message": ...}    another node does not accept the token
@@ -34,6 +36,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +46,7 @@ from setproctitle import setproctitle
 from ...errors import LauncherError, PilotflameError, SnapshotError, SourceDenied
 from ...snapshot.caching.ahead import TouchedAhead
 from ...snapshot.caching.cache import Cache, Lease
-from ...snapshot.caching.node import Budgets, node_cache, release_memory
+from ...snapshot.caching.node import Budgets, drop_from_memory, node_cache, release_memory
 from ...snapshot.caching.stored import is_published
 from ...snapshot.format.manifest import Manifest
 from ...snapshot.sources.locate import KeptSources
@@ -84,7 +87,10 @@ class Fetcher:
         if request["op"] == "hold":
             with self._lock:
                 self._leases[int(request["id"])] = None
-        run = {"hold": self._hold, "prepare": self._prepare, "give_back": self._give_back}[request["op"]]
+        operations = {
+            "hold": self._hold, "prepare": self._prepare, "drop": self._drop, "give_back": self._give_back,
+        }  # fmt: skip
+        run = operations[request["op"]]
         threading.Thread(target=run, args=(request,), daemon=True).start()
 
     def close(self) -> None:
@@ -96,11 +102,7 @@ class Fetcher:
             numbers = list(self._leases)
         for number in numbers:
             self._release(number)
-        deadline_s = time.monotonic() + CLOSE_TIMEOUT_S
-        with self._lock:
-            closing = list(self._closing)
-        for thread in closing:
-            thread.join(max(0.0, deadline_s - time.monotonic()))
+        self._wait_for_releases()
         self._ahead.close()
         release_memory(self._cache)
 
@@ -145,9 +147,28 @@ class Fetcher:
             if isinstance(source, Kept):
                 source.prepare()
 
-    def _give_back(self, _request: dict[str, Any]) -> None:
+    def _wait_for_releases(self) -> None:
+        deadline_s = time.monotonic() + CLOSE_TIMEOUT_S
+        with self._lock:
+            closing = list(self._closing)
+        for thread in closing:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+
+    def _drop(self, request: dict[str, Any]) -> None:
+        digests = set(request["digests"])
+        self._drop_from_memory(lambda digest: digest in digests)
+        self.report_tiers()
+
+    def _give_back(self, request: dict[str, Any]) -> None:
+        keep = set(request["keep"])
+        self._drop_from_memory(lambda digest: digest not in keep)
         self._ahead.give_back()
         self.report_tiers()
+
+    def _drop_from_memory(self, chosen: Callable[[str], bool]) -> None:
+        # The last users may just be leaving.
+        self._wait_for_releases()
+        drop_from_memory(self._cache, chosen)
 
     def _hold(self, request: dict[str, Any]) -> None:
         number, url = int(request["id"]), request["url"]
@@ -184,7 +205,7 @@ class Fetcher:
         if not wanted:
             lease.close()
             return None
-        self._emit(number, "held")
+        self._emit(number, "held", digest=described.digest)
         lease.wait(WAIT_TIMEOUT_S, copied=bool(request.get("copied")))
         if not described.has_digests:
             # The next fetch verifies what it gets, and does not depend on the versions of the objects. Workers can
@@ -225,7 +246,10 @@ class Fetcher:
                 }
                 for tier in self._cache.tiers
             ]  # fmt: skip
-            self._emit(0, "tiers", tiers=tiers)
+            memory = (tier for tier in self._cache.tiers if tier.kind == "tmpfs")
+            stored = [one for tier in memory for one in tier.list() if one.ready]
+            in_memory = {one.digest: one.allocated_bytes for one in stored}
+            self._emit(0, "tiers", tiers=tiers, in_memory=in_memory)
 
     def _emit(self, number: int, event: str, **facts: Any) -> None:
         line = orjson.dumps({"id": number, "event": event, **facts}) + b"\n"

@@ -49,8 +49,8 @@ class Sharing:
 class FetchProgress:
     """One hold of a snapshot. `held` is done once the snapshot's files can be mapped."""
 
-    def __init__(self, number: int, weights: Weights) -> None:
-        self.number, self.weights = number, weights
+    def __init__(self, number: int, weights: Weights, user: object) -> None:
+        self.number, self.weights, self.user = number, weights, user
         self.fetch = Fetch(time.monotonic(), name=weights.name)
         self.error: PilotflameError | None = None
         self.held: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -94,6 +94,12 @@ class FetcherClient:
         self._tasks = tasks
         self._numbers = itertools.count(1)
         self._held: dict[int, FetchProgress] = {}
+        self._used: dict[object, dict[str, str]] = {}
+        """The digests of the snapshots that users have held, by name of the snapshot."""
+        self._in_memory: dict[str, int] = {}
+        """The snapshots in memory, by digest, and their bytes."""
+        self._given_back: set[str] = set()
+        """Those of them that were to leave, and were not held since. What is in use, or not on the disk, stays."""
         self._process: Process | None = None
         self._requests: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -151,15 +157,16 @@ class FetcherClient:
         return progress.fetch.fetched_bytes
 
     async def hold(
-        self, weights: Weights, secrets: Mapping[str, str], *, copied: bool = False
+        self, weights: Weights, secrets: Mapping[str, str], *, copied: bool = False, user: object = None
     ) -> FetchProgress:
         """Hold a snapshot. Return once its files can be mapped; bytes may still be arriving.
 
         `secrets` are those of the function. The fetcher gets the ones that sources use. With `copied`, it has only
-        ended when it is on the disk too. Raise SourceError, CacheError, SnapshotError or LauncherError.
+        ended when it is on the disk too. `user` is whoever wants it in memory until `drop`. Raise SourceError,
+        CacheError, SnapshotError or LauncherError.
         """
         await self._ensure_started()
-        progress = FetchProgress(next(self._numbers), weights)
+        progress = FetchProgress(next(self._numbers), weights, user)
         self._held[progress.number] = progress
         self.metrics.began()
         self._send(op="hold", id=progress.number, copied=copied, **_order(weights, secrets))
@@ -181,17 +188,39 @@ class FetcherClient:
                 self.metrics.ended("released")
             self._send(op="release", id=progress.number)
 
-    def give_back(self) -> int:
-        """Let the fetcher delete the spare files, because memory is short. Return how many bytes they have.
+    # -- weights in memory that nobody holds
 
-        Until the fetcher has reported more, that is 0 from then on.
+    def resident_bytes(self, user: object) -> int:
+        """Return how many bytes of what `user` has held, and not dropped, are in memory."""
+        return sum(self._in_memory.get(digest, 0) for digest in set(self._used.get(user, {}).values()))
+
+    def drop(self, user: object) -> None:
+        """Let the weights of `user` leave the memory, but for those that others use, or that are not on the disk."""
+        dropped = set(self._used.pop(user, {}).values()) - self._wanted()
+        self._send(op="drop", digests=sorted(dropped))
+
+    def forget(self, user: object) -> None:
+        """`user` has ended. Its weights stay in memory until the room is needed."""
+        self._used.pop(user, None)
+
+    def give_back(self) -> int:
+        """Let the fetcher delete from memory what nobody uses, because it is short. Return how many bytes that is.
+
+        It is the spare files, and weights that no user has held and not dropped. It is 0 from then on, until there
+        is more.
         """
         if self._requests is None or self._requests.is_closing():
             return 0
-        spare_bytes = self.metrics.take_spare_bytes()
-        if spare_bytes:
-            self._send(op="give_back")
-        return spare_bytes
+        wanted = self._wanted()
+        unused = self._in_memory.keys() - wanted - self._given_back
+        self._given_back |= unused
+        freed_bytes = sum(self._in_memory[digest] for digest in unused) + self.metrics.take_spare_bytes()
+        if freed_bytes:
+            self._send(op="give_back", keep=sorted(wanted))
+        return freed_bytes
+
+    def _wanted(self) -> set[str]:
+        return {digest for used in self._used.values() for digest in used.values()}
 
     async def close(self) -> None:
         """End the fetcher and wait until it has ended."""
@@ -267,14 +296,23 @@ class FetcherClient:
     def _on_event(self, held: dict[int, FetchProgress], event: dict[str, Any]) -> None:
         if event["event"] == "tiers":
             self.metrics.on_tiers(event["tiers"])
+            self._in_memory = event["in_memory"]
+            self._given_back &= self._in_memory.keys()
         elif event["event"] == "shared":
             self.metrics.on_shared(event["taken_bytes"], event["served_bytes"])
         elif event["event"] in {"sharing", "refused"}:
             self._on_peers(event)
         elif (progress := held.get(event["id"])) is not None:
             progress.on_event(event)
-            if event["event"] != "held":
+            if event["event"] == "held":
+                self._note_held(progress, event["digest"])
+            else:
                 self.metrics.ended(event["event"])
+
+    def _note_held(self, progress: FetchProgress, digest: str) -> None:
+        self._given_back.discard(digest)
+        if progress.user is not None:
+            self._used.setdefault(progress.user, {})[progress.weights.name] = digest
 
     def _on_peers(self, event: dict[str, Any]) -> None:
         if event["event"] == "refused":

@@ -228,4 +228,6 @@ def _without_load(spec: ScaleSpec, stats: Stats, want: int, now_s: float) -> Dec
 def _spare(spec: ScaleSpec, stats: Stats, want: int) -> int:
     """Return how many ready and parked workers neither the present nor the recent load needs."""
     needed = max(want, min(stats.recent, spec.max))
-    return max(0, min(stats.held - needed, stats.ready + stats.parked))
+    # Those that are stuck are why as many are wanted: without them, the next decision would stop another one.
+    stuck = math.ceil(min(stats.load.stuck, stats.ready)) if stats.load is not None and stats.queued else 0
+    return max(0, min(stats.held - needed, stats.ready - stuck + stats.parked))

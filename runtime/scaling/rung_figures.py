@@ -15,7 +15,7 @@ WAKES_KEPT = 16
 # What is assumed until it was measured.
 _MIB = float(1 << 20)
 GUESSED_BYTES = {RungName.READY: 64 * _MIB, RungName.ZYGOTE: 24 * _MIB, RungName.LOCAL: 0.0}
-GUESSED_WAKE_S = {RungName.ZYGOTE: 0.03, RungName.LOCAL: 0.3}
+GUESSED_WAKE_S = {RungName.ZYGOTE: 0.03, RungName.RESIDENT: 0.3, RungName.LOCAL: 0.3}
 LEAST_WAKE_S = 0.001
 
 
@@ -32,7 +32,7 @@ class RungFigures:
     """What was measured of one revision."""
 
     held_bytes: Mapping[RungName, float] = field(default_factory=lambda: MappingProxyType({}))
-    """The memory of all its processes on each rung."""
+    """The memory of all its processes on each rung, and of its fetched weights."""
     wakes_s: Mapping[RungName, tuple[float, ...]] = field(default_factory=lambda: MappingProxyType({}))
     """The last seconds from each rung to READY, the newest last."""
     build_s: float = 0.0

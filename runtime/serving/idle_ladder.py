@@ -23,13 +23,13 @@ from ..scaling.ladder import Ladder, Plan
 from ..scaling.rung_figures import HoldingPrices, RungFigures, differs
 from ..scaling.slow_share import SlowShare
 from ..scaling.upstream import ClimbCost
-from ..telemetry.decisions import Decisions
+from ..telemetry.decisions import NUMBERED_RUNGS, Decisions
 from ..telemetry.usage import RungName
 
 # Periods whose followers are still being counted. Of more, the oldest is learned with what was counted.
 MOST_LESSONS = 64
 NOTHING_KNOWN = SlowShare()
-PLANNED = (RungName.READY, RungName.ZYGOTE, RungName.LOCAL)
+PLANNED = (RungName.READY, RungName.ZYGOTE, RungName.RESIDENT, RungName.LOCAL)
 
 
 class LadderTarget(Protocol):
@@ -282,7 +282,7 @@ class IdleLadder:
         """Step down to `rung` at once, because memory is short, whatever the plan says."""
         figures = {"freed_bytes": step.freed_bytes, "extra_wake_s": step.extra_wake_s}
         rate = step.gaps.rate(step.idle_s)
-        self._decisions.note("evict", cause, rung=float(PLANNED.index(rung)), idle_s=step.idle_s, calls_per_s=rate, **figures)  # fmt: skip
+        self._decisions.note("evict", cause, rung=float(NUMBERED_RUNGS.index(rung)), idle_s=step.idle_s, calls_per_s=rate, **figures)  # fmt: skip
         self._evicted = True
         if self._target is not None:
             self._target.descend(rung)
@@ -415,7 +415,7 @@ class IdleLadder:
         self._decisions.note(
             "step_down" if wanted > before else "step_up", "plan",
             idle_s=now_s - period.begun_s,
-            rung=float(PLANNED.index(self._spec.rungs[wanted])),
+            rung=float(NUMBERED_RUNGS.index(self._spec.rungs[wanted])),
             hold_per_hour=ladder.rungs[wanted].hold_per_s * 3600,
             saved_per_hour=(ladder.rungs[before].hold_per_s - ladder.rungs[wanted].hold_per_s) * 3600,
             wake_s=ladder.rungs[wanted].wake_s,

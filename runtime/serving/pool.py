@@ -54,6 +54,8 @@ class Pool:
         self._weights = weights if spec.remote else None
         self._fetching: dict[str, FetchProgress] = {}
         self._holding = asyncio.Lock()
+        self._drops_weights = False
+        """True if the weights are to leave the memory once there is no worker."""
 
     # -- state
 
@@ -224,6 +226,7 @@ class Pool:
     async def _fetch(self, weights: FetcherClient, activation: Activation) -> None:
         """Hold the weights that are not held yet, or whose fetch failed."""
         async with self._holding:
+            self._drops_weights = False
             for progress in [one for one in self._fetching.values() if one.error is not None]:
                 self._release_hold(weights, progress)
             missing = [one for one in self._spec.remote if one.name not in self._fetching]
@@ -231,7 +234,7 @@ class Pool:
             activation.mark_fetching(progress.fetch for progress in self._fetching.values())
 
     async def _hold(self, weights: FetcherClient, one: Weights) -> None:
-        self._fetching[one.name] = await weights.hold(one, self._secrets())
+        self._fetching[one.name] = await weights.hold(one, self._secrets(), user=self)
 
     def _release_hold(self, weights: FetcherClient, progress: FetchProgress) -> None:
         del self._fetching[progress.weights.name]
@@ -241,6 +244,23 @@ class Pool:
         for progress in list(self._fetching.values()):
             if self._weights is not None:
                 self._release_hold(self._weights, progress)
+
+    @property
+    def resident_bytes(self) -> int:
+        """How many bytes of its fetched weights are in memory."""
+        return self._weights.resident_bytes(self) if self._weights is not None else 0
+
+    def drop_weights(self) -> None:
+        """Let the fetched weights leave the memory once there is no worker. What is not on the disk stays."""
+        self._drops_weights = True
+        self.drop_unused_weights()
+
+    def drop_unused_weights(self) -> None:
+        """Do what `drop_weights` has asked for, if there is no worker now. Call it when a worker's process has ended."""
+        if self._drops_weights and self._weights is not None and not self.replicas and not self.starting:
+            self._drops_weights = False
+            self._release_weights()
+            self._weights.drop(self)
 
     def explain(self, error: PilotflameError) -> PilotflameError:
         """Return `error`, or the fetcher's error if `error` only says that a worker's weights are missing."""
@@ -343,6 +363,8 @@ class Pool:
         for child in children:
             await child.wait_gone(gone_by_s - time.monotonic())
         self._release_weights()
+        if self._weights is not None:
+            self._weights.forget(self)
         await self.zygote.wait_closed()
 
 

@@ -38,7 +38,7 @@ from .function_history import FunctionHistory
 from .gpu_places import GpuPlaces, need_of
 from .invocation import Invocation, Output
 from .latency_curve_store import LatencyCurveStore
-from .pool import Pool
+from .pool import STOP_TIMEOUT_S, Pool
 from .prewarms import HOLD_S, LOAD, Readiness, WarmHold, signal_of
 from .replica import Replica, ReplicaState, RevisionEvents
 from .worker_limit import GIVE_AFTER_S, WorkerLimit
@@ -173,7 +173,9 @@ class Revision(RevisionEvents):
         """The highest rung that is held now, of those that the ladder plans: a parked worker is a worker."""
         if self.pool.ready or self.pool.parked:
             return RungName.READY
-        return RungName.ZYGOTE if self.pool.zygote.source is not None else RungName.LOCAL
+        if self.pool.zygote.source is not None:
+            return RungName.ZYGOTE
+        return RungName.RESIDENT if self.pool.resident_bytes else RungName.LOCAL
 
     @property
     def stands_on(self) -> RungName:
@@ -206,6 +208,8 @@ class Revision(RevisionEvents):
         self.pool.stop(max(0, held - self.policy.scale.min))
         if rung not in (RungName.READY, RungName.ZYGOTE):
             self.pool.zygote.rest()
+        if rung is RungName.LOCAL:
+            self.pool.drop_weights()
 
     def ascend(self, rung: RungName) -> None:
         """Make what `rung` holds, ahead of the next invocation."""
@@ -686,6 +690,9 @@ class Revision(RevisionEvents):
             self.pool.release()
             self._tasks.create_task(self.dispatcher.store_curve())
         self._log_end(replica, cause.text or (await replica.child.cause()).text)
+        # Until its process ends, a worker protects its weights.
+        await replica.child.wait_gone(STOP_TIMEOUT_S)
+        self.pool.drop_unused_weights()
 
     def _log_end(self, replica: Replica, cause: str) -> None:
         """Log why a worker has ended, and what it printed last."""

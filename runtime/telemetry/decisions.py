@@ -77,7 +77,10 @@ _SIGNALS = {
 }  # fmt: skip
 _RUNGS = {
     RungName.READY: "a ready worker", RungName.ZYGOTE: "a zygote alone", RungName.LOCAL: "files alone",
+    RungName.RESIDENT: "weights in memory alone",
 }  # fmt: skip
+NUMBERED_RUNGS = tuple(_RUNGS)
+"""The rungs by the numbers that decisions have. Decisions are stored, so the numbers stay as they are."""
 
 
 def seconds(value: float) -> str:
@@ -171,8 +174,7 @@ def _state(left: dict[str, float]) -> list[str]:
 
 def _moved(decision: DecisionRecord, left: dict[str, float]) -> str:
     """Tell a step on the ladder. `rung` is the number of the one that is held from now on."""
-    # The rungs that are planned, in their order.
-    rungs, verbs = list(_RUNGS), {"step_up": "went up to", "evict": "was evicted to"}
+    rungs, verbs = NUMBERED_RUNGS, {"step_up": "went up to", "evict": "was evicted to"}
     number = left.pop("rung", None)
     known = number is not None and 0 <= number < len(rungs)
     rung = _RUNGS[rungs[int(number or 0)]] if known else "another rung"

@@ -23,8 +23,10 @@ class RungName(enum.StrEnum):
     """A worker whose weights have given the memory of their devices back."""
     ZYGOTE = "zygote"
     """A zygote: imports and skeleton, from which workers are forked."""
+    RESIDENT = "resident"
+    """No process, but fetched weights in memory. In `Usage`, this is part of `local_s`."""
     LOCAL = "local"
-    """Only files: the code and, unless the node's cache has given them up, the weights."""
+    """Only files: the code and, unless the node's cache has given them up, the weights on the disk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,7 @@ class Usage:
     zygote_s: float = 0.0
     """Seconds in which there was no worker, but a zygote."""
     local_s: float = 0.0
-    """Seconds in which there were only files."""
+    """Seconds in which there were only files. They may have been in memory."""
     device_s: float = 0.0
     """Seconds in which workers held a GPU, summed over the workers, by their shares of it."""
     activations: float = 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -90,17 +90,24 @@ def _memory_root(folder: Path) -> Path:
     return SHARED_MEMORY / f"{_MEMORY_PREFIX}{os.getuid()}-{name}"
 
 
-def release_memory(cache: Cache) -> None:
-    """Remove from memory the unused snapshots that are also on the disk. Unmount an empty memory tier."""
+def drop_from_memory(cache: Cache, chosen: Callable[[str], bool] = lambda _digest: True) -> None:
+    """Remove from memory the unused snapshots of `chosen` digests that are also on the disk."""
     disks = [tier for tier in cache.tiers if tier.kind == "disk"]
     on_disk = {stored.digest for tier in disks for stored in tier.list() if stored.ready}
     for tier in (tier for tier in cache.tiers if tier.kind == "tmpfs"):
-        for digest in on_disk:
+        for digest in filter(chosen, on_disk):
             # CacheError means that the snapshot is in use.
             with suppress(CacheError):
                 tier.evict(digest)
-        tier.release()
-    for tier in disks:
+
+
+def release_memory(cache: Cache) -> None:
+    """Remove from memory the unused snapshots that are also on the disk. Unmount an empty memory tier."""
+    drop_from_memory(cache)
+    for tier in cache.tiers:
+        if tier.kind == "tmpfs":
+            tier.release()
+    for tier in (tier for tier in cache.tiers if tier.kind == "disk"):
         # While this process holds the lock, no other one calls `prepare` on the root.
         with suppress(OSError, CacheError), tier.locked():
             give_back(_memory_root(tier.root))

@@ -6,19 +6,21 @@ import { count, duration, NONE, rate } from "./format.js";
 
 const SPARK_PARTS = 60;
 // From the warmest down, with the number of steps in the picture.
-const RUNGS = { ready: 4, parked: 3, zygote: 2, local: 1 };
+const RUNGS = { ready: 5, parked: 4, zygote: 3, resident: 2, local: 1 };
 const RUNG_TEXTS = {
   ready: "a worker waits with its weights",
+  parked: "a worker waits, without memory of its devices",
   zygote: "imports are done: workers are forked from it",
+  resident: "no process, but the weights are in memory",
   local: "only files",
 };
 
 // How warm a function is, as a word and as a picture of a ladder.
 export class Rung {
   constructor() {
-    this.steps = [0, 1, 2, 3].map((step) => svg("rect", { x: step * 4, y: 9 - step * 3, width: 3, height: 3 + step * 3 }));
+    this.steps = [0, 1, 2, 3, 4].map((step) => svg("rect", { x: step * 4, y: 10 - step * 2.5, width: 3, height: 2 + step * 2.5 }));
     this.word = element("span");
-    this.node = element("span", { class: "rung" }, svg("svg", { width: 15, height: 12, "aria-hidden": "true" }, this.steps), this.word);
+    this.node = element("span", { class: "rung" }, svg("svg", { width: 19, height: 12, "aria-hidden": "true" }, this.steps), this.word);
   }
 
   update(rung) {

@@ -66,20 +66,7 @@ def patient(gateway: Gateway) -> Gateway:
     return gateway
 
 
-async def test_a_worker_after_a_restart_compiles_nothing(state: Path) -> None:
-    async with gateway_here(state, drain_s=1.0) as gateway:
-        function = await patient(gateway).deploy(COMPILES, {"scale.min": 1}, name="f")
-        misses, hits, folder = await function.answer()
-        assert (misses, hits) == (1, 0)
-        assert Path(folder).parents[1] == state / "compiled" / "f"
-    async with gateway_here(state, drain_s=1.0) as gateway:
-        function = patient(gateway).function("f")
-        assert await function.answer() == [0, 1, folder]
-        assert (await gateway.client.delete("/v1/functions/f")).is_success
-        assert not list((state / "compiled").iterdir())
-
-
-async def test_a_compiler_that_was_killed_leaves_nothing_that_fails(
+async def test_what_was_compiled_is_there_after_a_restart_and_nothing_of_a_killed_compiler(
     state: Path, gate: Gate, tmp_path: Path
 ) -> None:
     compiler = tmp_path / "g++"
@@ -104,6 +91,12 @@ async def test_a_compiler_that_was_killed_leaves_nothing_that_fails(
         misses, hits, folder = await patient(gateway).function("f").answer()
         assert (misses, hits) == (1, 0)
         assert library.is_relative_to(folder)
+        assert Path(folder).parents[1] == state / "compiled" / "f"
+    async with gateway_here(state, drain_s=1.0) as gateway:
+        function = patient(gateway).function("f")
+        assert await function.answer() == [0, 1, folder]
+        assert (await gateway.client.delete("/v1/functions/f")).is_success
+        assert not list((state / "compiled").iterdir())
 
 
 async def test_another_code_starts_empty_and_the_same_code_does_not(gateway: Gateway) -> None:

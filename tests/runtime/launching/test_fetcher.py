@@ -108,7 +108,7 @@ def test_spare_files_are_made_for_what_is_prepared_and_given_back(tmp_path: Path
         order = {"manifest": str(tmp_path / "one" / MANIFEST_NAME), "url": str(tmp_path / "one")}
         fetcher.tell(op="prepare", **order)
         assert spare_bytes(manifest.shards[0].size_bytes)
-        fetcher.tell(op="give_back")
+        fetcher.tell(op="give_back", keep=[])
         assert spare_bytes(0) == 0
         assert fetcher.process.stdin is not None
         fetcher.process.stdin.close()

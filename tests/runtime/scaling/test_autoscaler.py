@@ -4,7 +4,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from pilotflame.runtime.scaling.autoscaler import (
     TARGET_S,
@@ -50,6 +50,10 @@ def loads() -> st.SearchStrategy[Load | None]:
 def states(draw: st.DrawFn) -> Stats:
     ready = draw(st.integers(0, 20))
     idle = draw(st.lists(st.floats(0, NOW_S), max_size=ready))
+    load = draw(loads())
+    if load is not None:
+        # Only ready workers with work are stuck.
+        load = replace(load, stuck=min(load.stuck, ready - len(idle)))
     return Stats(
         queued=draw(st.integers(0, 500)),
         in_flight=draw(st.integers(0, 500)),
@@ -57,7 +61,7 @@ def states(draw: st.DrawFn) -> Stats:
         ready=ready,
         idle_since_s=tuple(sorted(idle)),
         prewarm=draw(st.integers(0, 30)),
-        load=draw(loads()),
+        load=load,
         recent=draw(st.integers(0, 30)),
         recent_until_s=draw(st.floats(NOW_S + 0.001, NOW_S + 3600)),
     )
@@ -314,7 +318,15 @@ def carried_out(stats: Stats, decision: Decision) -> Stats:
     )
 
 
+# Both ready workers are stuck. That is why as many are wanted, so they do not stop although more are there.
+ALL_STUCK = Stats(
+    queued=1, in_flight=2, starting=3, ready=2, recent_until_s=NOW_S + 1,
+    load=Load(work_s=2.0, wake_s=1.0, started_s=1.0, stuck=2.0, lasting=0.0),
+)  # fmt: skip
+
+
 @given(specs(), parked_states(), st.floats(0, 3600) | st.just(math.inf))
+@example(ScaleSpec(max=4, buffer=1, scale_to_zero_s=math.inf, scale_down_s=0.0), ALL_STUCK, math.inf)
 def test_parked_workers_wake_before_others_start_and_stop_before_them(
     spec: ScaleSpec, stats: Stats, park_after_s: float
 ) -> None:

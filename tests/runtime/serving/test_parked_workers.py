@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,18 +43,20 @@ async def test_weights_leave_the_device_and_come_back(gateway, deploy, weights, 
     function = await deploy(source, PARKS | {"snapshot": str(folder)})
     worker, found = await function.answer(1)
     assert found == right(1)
+
+    async def told(parks: int) -> bool:
+        return len(await decisions(gateway, function, "park")) >= parks
+
     for turn in range(2, 5):
         status = await function.settled(parked=1)
         assert status["rung"] == "parked"
+        # A worker that is woken before it has answered does not count as parked.
+        await until(partial(told, turn - 1), "what parking has freed")
         response = await function.call(turn)
         assert response.json() == [worker, right(turn)]
         assert response.headers["x-cold-start"] == "false"
     await function.settled(parked=1)
-
-    async def told() -> bool:
-        return len(await decisions(gateway, function, "park")) >= 4
-
-    await until(told, "what parking has freed")
+    await until(partial(told, 4), "what parking has freed")
     freed = [one["figures"]["freed_bytes"] for one in await decisions(gateway, function, "park")]
     assert min(freed) >= SLAB_BYTES
     assert len(await decisions(gateway, function, "wake")) >= 3
