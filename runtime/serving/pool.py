@@ -56,6 +56,8 @@ class Pool:
         self._holding = asyncio.Lock()
         self._drops_weights = False
         """True if the weights are to leave the memory once there is no worker."""
+        self._ending = 0
+        """Workers that were removed and whose processes have not ended: until then, these protect their weights."""
 
     # -- state
 
@@ -253,11 +255,16 @@ class Pool:
     def drop_weights(self) -> None:
         """Let the fetched weights leave the memory once there is no worker. What is not on the disk stays."""
         self._drops_weights = True
-        self.drop_unused_weights()
+        self._drop_unused_weights()
 
-    def drop_unused_weights(self) -> None:
-        """Do what `drop_weights` has asked for, if there is no worker now. Call it when a worker's process has ended."""
-        if self._drops_weights and self._weights is not None and not self.replicas and not self.starting:
+    def note_gone(self) -> None:
+        """Learn that the process of a worker that was removed has ended."""
+        self._ending -= 1
+        self._drop_unused_weights()
+
+    def _drop_unused_weights(self) -> None:
+        used = self.replicas or self.starting or self._ending
+        if self._drops_weights and self._weights is not None and not used:
             self._drops_weights = False
             self._release_weights()
             self._weights.drop(self)
@@ -332,6 +339,7 @@ class Pool:
     def remove(self, replica: Replica) -> None:
         """Remove a dead worker from the replicas, and add its seconds to the sums."""
         self.replicas.remove(replica)
+        self._ending += 1
         self._last = None
         self._past_busy_s += replica.outstanding.busy_s
         self._past_load_s += replica.outstanding.load_s(time.monotonic())

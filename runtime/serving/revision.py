@@ -690,9 +690,8 @@ class Revision(RevisionEvents):
             self.pool.release()
             self._tasks.create_task(self.dispatcher.store_curve())
         self._log_end(replica, cause.text or (await replica.child.cause()).text)
-        # Until its process ends, a worker protects its weights.
         await replica.child.wait_gone(STOP_TIMEOUT_S)
-        self.pool.drop_unused_weights()
+        self.pool.note_gone()
 
     def _log_end(self, replica: Replica, cause: str) -> None:
         """Log why a worker has ended, and what it printed last."""
