@@ -25,8 +25,8 @@ demo: .venv/installed-demo ## A real model from zero to its first answer and bac
 	@$(MAKE) --no-print-directory EXTRAS=demo .venv/wheel
 	$(BIN)/python infra/demo.py
 
-test: .venv/wheel ## All tests, on two processes
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+test: .venv/wheel ## All tests, on three processes: they wait for a third of their time
+	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 coverage: .venv/wheel ## All tests, and what of the code they run: takes a third longer
 	$(BIN)/python -m pytest --cov --cov-report=term $(PYTEST_ARGS)

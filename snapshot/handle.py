@@ -241,6 +241,11 @@ class Snapshot:
         running = not all(one.ended_s for one in found)
         return min(one.started_s for one in found), 0.0 if running else max(one.ended_s for one in found)
 
+    @property
+    def device_made(self) -> tuple[float, float] | None:
+        """When making the device began and ended, with the context of this process there. None without one."""
+        return self._uploads[0][1].device.made_s if self._uploads else None
+
     # -- for `Snapshots.park`
 
     @property

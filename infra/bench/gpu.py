@@ -11,11 +11,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import mmap
 import resource
 import shutil
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -114,6 +117,12 @@ def chain(folder: Path, total_bytes: int, tensors: int, width: int = 1024) -> It
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def _register(begin: int, size: int) -> int:
+    """Register memory of the host, which is only read. Return the driver's error, 0 if there is none."""
+    portable, read_only = 0x01, 0x08
+    return int(torch.cuda.cudart().cudaHostRegister(begin, size, portable | read_only))  # type: ignore[no-untyped-call]
+
+
 class Bench:
     """One run: the device, and where the files are."""
 
@@ -144,7 +153,51 @@ class Bench:
         started_s = time.perf_counter()
         self.device.buffer(512 << 20)
         self.report.row(part="pin 512 MiB", seconds=time.perf_counter() - started_s)
+        if self.cuda:
+            self._streams(target, total)
+            self._registration()
         self.report.add("ceiling_gb_s", 1 / self.ceiling_s_per_byte / GB, "GB/s")
+
+    def _streams(self, target: torch.Tensor, total: int) -> None:
+        """The same copies on two streams: more than one helps only if a device has several engines for them."""
+        buffers, size = [self.device.buffer(16 << 20) for _ in range(4)], 16 << 20
+        streams = [torch.cuda.Stream() for _ in range(2)]  # type: ignore[no-untyped-call]
+        started_s = time.perf_counter()
+        for number in range(total // size):
+            with torch.cuda.stream(streams[number % 2]):
+                target[:size].copy_(buffers[number % 4], non_blocking=True)
+        torch.cuda.synchronize()
+        took_s = time.perf_counter() - started_s
+        self.report.row(part="pinned, two streams", copy_mib=16, gb_s=total / took_s / GB)
+
+    def _registration(self) -> None:
+        """What it costs to register mapped files with the driver, which could take the place of pinned buffers."""
+        window, count, path = 64 << 20, 32, self.folder / "registered"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for _ in range(count):
+            with path.open("ab") as file:
+                file.write(bytes(window))
+        for threads in (1, 2, 4):
+            with path.open("rb") as file:
+                mapped = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+            with warnings.catch_warnings(action="ignore"):
+                begin = torch.frombuffer(mapped, dtype=torch.uint8).data_ptr()
+            with ThreadPoolExecutor(threads) as pool:
+                started_s = time.perf_counter()
+                refused = [
+                    code
+                    for code in pool.map(
+                        _register, [begin + at * window for at in range(count)], [window] * count
+                    )
+                    if code
+                ]
+                took_s = time.perf_counter() - started_s
+            if refused:
+                self.report.note(f"the driver does not register mapped files (error {refused[0]})")
+            for at in range(count if not refused else 0):
+                torch.cuda.cudart().cudaHostUnregister(begin + at * window)  # type: ignore[no-untyped-call]
+            self.report.row(part=f"register, {threads} threads", gb_s=window * count / took_s / GB)
+        path.unlink()
 
     def _copies(self, buffers: list[torch.Tensor], target: torch.Tensor, total: int) -> float:
         size = buffers[0].numel()

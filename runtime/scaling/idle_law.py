@@ -175,7 +175,11 @@ class _Route:
             stays.append(_Stay(offset_s, rung, at_s))
 
     def plan(self) -> Plan:
-        return tuple(Step(stay.offset_s, stay.rung) for stay in self._stays)
+        stays = list(self._stays)
+        # After the last bin no call is expected, so nothing would end a stay that begins with a climb there.
+        while len(stays) > 1 and stays[-1].rung < stays[-2].rung:
+            stays.pop()
+        return tuple(Step(stay.offset_s, stay.rung) for stay in stays)
 
     def _climb_s(self, rung: int) -> float:
         return max(0.0, self._wakes[self._stays[-1].rung] - self._wakes[rung])

@@ -320,9 +320,12 @@ class Replica:
             raise LinkError(f"A worker sent a frame of kind {kind}, which workers do not send.")
 
     def _on_copied(self, head: dict[str, Any]) -> None:
-        started_s, took_s = time.monotonic() - head["ago_s"], head["took_s"]
+        now_s, context = time.monotonic(), head["context"]
+        started_s, took_s = now_s - head["ago_s"], head["took_s"]
         ended_s = 0.0 if took_s is None else started_s + took_s
         self.activation.mark_copied(Transfer(started_s, ended_s, head["name"]))
+        made_s = now_s - context["ago_s"]
+        self.activation.mark_context(Transfer(made_s, made_s + context["took_s"]))
 
     def _on_parked(self, frame: Frame) -> None:
         # If it was woken and parked again meanwhile, only the answer to the last PARK tells that the memory is free.

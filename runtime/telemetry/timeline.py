@@ -24,7 +24,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-FETCH, COPY = "fetch", "copy"
+FETCH, CONTEXT, COPY = "fetch", "context", "copy"
 # Matches the value of the `traceparent` header, as W3C Trace Context defines it.
 TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-[\x21-\x7e]{0,256})?")
 PHASES = ("queue", "fork", "restore", "dispatch", "link", "wait", "exec", "respond")
@@ -39,7 +39,7 @@ WorkerTiming = tuple[float, float, int, float]
 
 @dataclass(slots=True)
 class Transfer:
-    """A move of a snapshot's weights. Its times are of the monotonic clock. `ended_s` is 0 while it runs."""
+    """A move of a snapshot's weights, or what prepares one. Its times are of the monotonic clock. `ended_s` is 0 while it runs."""
 
     started_s: float
     ended_s: float = 0.0
@@ -64,6 +64,8 @@ class Activation:
     fetches: tuple[Fetch, ...] = ()
     copies: tuple[Transfer, ...] = ()
     """Those of the worker's snapshots to its device."""
+    contexts: tuple[Transfer, ...] = ()
+    """When the worker made its context on the device. A standby may have done that before the start."""
     signal: str = ""
     """What asked for the worker ahead of need; "" if it is for invocations that wait."""
 
@@ -78,6 +80,9 @@ class Activation:
         known = next((one for one in self.copies if one.name == copy.name), None)
         if known is None or not known.ended_s:
             self.copies = (*(one for one in self.copies if one is not known), copy)
+
+    def mark_context(self, context: Transfer) -> None:
+        self.contexts = self.contexts or (context,)
 
     def mark_ready(self, now_s: float) -> None:
         self.ready_s = now_s
@@ -174,7 +179,10 @@ class Timeline:
                 self.total_s * 1000,
             )  # fmt: skip
         parts = [f"{name};dur={seconds * 1000:.3f}" for name, seconds in self.phases().items()]
-        for kind, transfers in ((FETCH, self.activation.fetches), (COPY, self.activation.copies)):
+        told = {
+            FETCH: self.activation.fetches, CONTEXT: self.activation.contexts, COPY: self.activation.copies,
+        }  # fmt: skip
+        for kind, transfers in told.items():
             for one in transfers:
                 if beside := self.overlap(one):
                     listed = " ".join(f"{name} {seconds * 1000:.3f}" for name, seconds in beside.items())

@@ -334,7 +334,7 @@ class Worker:
 def _copies(snapshots: Snapshots) -> list[dict[str, Any]]:
     """Return for each snapshot with weights on a device how long ago its copy began, and how long it took.
 
-    That is None while it runs.
+    That is None while it runs. "context" is the same of the context on the device.
     """
     found, now_s = [], time.monotonic()
     for name in snapshots:
@@ -343,7 +343,9 @@ def _copies(snapshots: Snapshots) -> list[dict[str, Any]]:
             if not (ended_s or snapshots[name].arriving):
                 ended_s = now_s
             took_s = ended_s - started_s if ended_s else None
-            found.append({"name": name, "ago_s": now_s - started_s, "took_s": took_s})
+            begun_s, made_s = snapshots[name].device_made or (now_s, now_s)
+            context = {"ago_s": now_s - begun_s, "took_s": made_s - begun_s}
+            found.append({"name": name, "ago_s": now_s - started_s, "took_s": took_s, "context": context})
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -51,7 +52,7 @@ class CudaDevice:
     """The CUDA device of a number. Making it makes the CUDA context of this process there, if it has none yet."""
 
     def __init__(self, number: int) -> None:
-        self.name = f"cuda:{number}"
+        self.name, begun_s = f"cuda:{number}", time.monotonic()
         if not torch.cuda.is_available():
             remedy = 'Pass device="auto" to use the host where there is none, and see `pilotflame doctor`.'
             raise SnapshotError(f"torch finds no CUDA device for {self.name!r}.", remedy=remedy)
@@ -62,6 +63,7 @@ class CudaDevice:
         self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         # For what follows a copy, so that the next copy need not wait for it.
         self._following = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self.made_s = begun_s, time.monotonic()
 
     def empty(self, size_bytes: int) -> Tensor:
         with self._room(size_bytes), self._on(self._stream):

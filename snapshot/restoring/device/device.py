@@ -38,6 +38,8 @@ class Device(Protocol):
 
     name: str
     device: torch.device
+    made_s: tuple[float, float]
+    """When making it began and ended, by the monotonic clock. It includes the context that the process needs there."""
 
     def empty(self, size_bytes: int) -> Tensor:
         """Return uninitialised bytes on the device. Raises SnapshotError if it has no room for them."""

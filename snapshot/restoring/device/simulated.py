@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
@@ -54,12 +55,16 @@ class SimulatedDevice:
     device = torch.device("cpu")
 
     def __init__(self, seed: int = 0, delay_s: float = DELAY_S) -> None:
+        begun_s = time.monotonic()
         self._random, self._delay_s = random.Random(seed), delay_s  # noqa: S311  not a secret
         self._never = threading.Event()
         self._running, self._changed = 0, threading.Condition()
         self._queue: SimpleQueue[Callable[[], None]] = SimpleQueue()
         for number in range(STREAMS):
             threading.Thread(target=self._run, name=f"simulated-stream-{number}", daemon=True).start()
+        # As long as the context of a device, in small.
+        self._never.wait(delay_s)
+        self.made_s = begun_s, time.monotonic()
 
     def empty(self, size_bytes: int) -> Tensor:
         # Not zeros: what is read too early is to be wrong.

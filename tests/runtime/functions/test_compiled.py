@@ -24,6 +24,7 @@ import os, torch
 def setup(context):
     import torch._inductor.config as config
     config.cpp.simdlen = 1
+    config.cpp_cache_precompile_headers = False
     compiled = torch.compile(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()).eval())
     with torch.inference_mode():
         compiled(torch.zeros(2, 8))

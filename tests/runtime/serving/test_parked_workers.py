@@ -66,12 +66,35 @@ async def test_weights_leave_the_device_and_come_back(gateway, deploy, weights, 
 async def test_a_cold_start_tells_how_long_the_copy_ran(deploy, weights, where: str):
     folder, right = weights
     source = ON_DEVICE.replace("def build", f"def {where}")
-    function = await deploy(source, STAYS | {"snapshot": str(folder)}, check=False)
+    function = await deploy(source, STAYS | {"snapshot": str(folder), "scale.standby": False}, check=False)
     cold, warm = await function.call(1), await function.call(2)
     assert warm.json()[1] == right(2)
     timing = parse_server_timing(cold.headers["server-timing"])
     assert 0 < timing["copy"] <= timing["total"]
-    assert "copy" not in parse_server_timing(warm.headers["server-timing"])
+    assert 0 < timing["context"] <= timing["total"]
+    told = parse_server_timing(warm.headers["server-timing"])
+    assert "copy" not in told
+    assert "context" not in told
+
+
+async def test_a_standby_that_rehearses_makes_the_context_before_the_start(deploy, weights, tmp_path):
+    folder, right = weights
+    mark = tmp_path / "rehearsed"
+    mark.touch()
+    rehearse = f"handler(1, context)\n    open('{mark}', 'a').write(f'{{os.getpid()}}\\n')"
+    source = f"{ON_DEVICE}\ndef rehearse(context):\n    {rehearse}\n"
+    function = await deploy(source, {"snapshot": str(folder), "scale.idle_timeout_s": 0})
+
+    async def rehearsed() -> bool:
+        standbys = await function.pids("standby")
+        return bool(standbys) and str(standbys[0]) in mark.read_text().split()
+
+    await until(rehearsed, "the standby's rehearsal")
+    cold = await function.call(1)
+    assert cold.json()[1] == right(1)
+    timing = parse_server_timing(cold.headers["server-timing"])
+    assert timing["copy"] > 0
+    assert "context" not in timing
 
 
 async def test_twenty_turns_do_not_grow_the_worker(deploy, weights):

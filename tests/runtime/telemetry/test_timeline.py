@@ -120,6 +120,10 @@ def test_the_copy_of_a_start_stays_that_of_the_start() -> None:
     assert copied() == [12_000.0, 1000.0]
     activation.mark_copied(Transfer(4.0, 12.0, "base"))
     assert copied() == [8000.0, 1000.0]
+    activation.mark_context(Transfer(3.5, 4.0))
+    # Another snapshot tells of the same one.
+    activation.mark_context(Transfer(3.6, 4.0))
+    assert parse_server_timing(timeline.server_timing())["context"] == 500.0
     # That of a worker that was parked and woken.
     activation.mark_copied(Transfer(30.0, 31.0, "base"))
     assert copied() == [8000.0, 1000.0]
