@@ -33,6 +33,11 @@ class _Experts:
     steady: tuple[Plan, Plan, Plan]
     climbing: tuple[Strategy, Strategy]
 
+    @property
+    def rungs(self) -> int:
+        """How many rungs the ladder has for which they have planned."""
+        return len(self.climbing[0].costs.holds)
+
     def plan(self, expert: int, since_s: float) -> Plan:
         """Return the plan of an expert. Only those that prewarm look at `since_s`."""
         count = len(self.steady)
@@ -85,7 +90,7 @@ def choose(history: History, ladder: Ladder, since_s: float, prior: Prior = NO_P
     An expert that prewarms risks no more than it would have saved so far: after few periods without a call at some time
     of theirs, such a call is still likely.
     """
-    experts = history.experts or _consult(history, ladder, prior)
+    experts = _experts(history, ladder, prior)
     best = _steadiest(history)
     steady = Choice(best, experts.steady[best])
     climber = min(3, 4, key=lambda expert: history.bills[expert])
@@ -122,7 +127,7 @@ def learn(
     since the last call, this one included, would have waited for a wake from it. Each arrival that ends an idle period
     begins such a wake, whatever the rung was. Later arrivals within it count when they have come.
     """
-    experts = history.experts or _consult(history, ladder, prior)
+    experts = _experts(history, ladder, prior)
     costs = history.costs(ladder)
     due = [costs.bill(experts.plan(expert, since_s), idle_s) for expert in range(EXPERTS)]
     waits = history.waits if len(history.waits) == len(burst_waits) else (0.0,) * len(burst_waits)
@@ -147,6 +152,14 @@ def _added(bills: Sequence[float], due: Sequence[float], decay: float) -> tuple[
 def _to_consult(periods: int) -> bool:
     """Return True if the experts are to plan anew: each period changes a long history less."""
     return periods % (1 if periods <= 32 else 4 if periods <= 128 else 16) == 0
+
+
+def _experts(history: History, ladder: Ladder, prior: Prior) -> _Experts:
+    """Return the experts of a history. A deploy may have changed how many rungs there are: then they plan anew."""
+    known = history.experts
+    return (
+        known if known is not None and known.rungs == len(ladder.rungs) else _consult(history, ladder, prior)
+    )
 
 
 def _consult(history: History, ladder: Ladder, prior: Prior) -> _Experts:

@@ -69,6 +69,17 @@ def test_every_plan_is_orderly_and_equal_inputs_give_equal_plans(
     assert len(plan) == 1 or plan[-1].rung > plan[-2].rung or plan[-1].rung == len(ladder.rungs) - 1
 
 
+@settings(max_examples=20)
+@given(ladders(), ladders(), idle_periods, st.floats(0, 1e7))
+def test_what_was_planned_for_another_ladder_is_not_looked_at(
+    before: Ladder, after: Ladder, periods: list[tuple[float, float]], idle_s: float
+) -> None:
+    if len(before.rungs) != len(after.rungs):
+        history, waits = taught(before, periods), [0.0] * len(after.rungs)
+        assert learn(history, after, idle_s, 0.0, waits).periods == len(periods) + 1
+        assert_orderly(decide(history, after, 0.0), len(after.rungs))
+
+
 def test_the_history_is_bounded() -> None:
     history = taught(SLICE, [(60.0, 1.0)] * (IDLES + 50))
     assert (len(history.idles), len(history.intervals)) == (IDLES, INTERVALS)
