@@ -109,8 +109,14 @@ class Place:
         return found
 
     def workers(self, name: str) -> list[psutil.Process]:
-        """The workers among them."""
-        return [one for one in self.processes(name) if " ".join(one.cmdline()).startswith(WORKER)]
+        """The workers among them. Without any, a figure of their memory would say nothing: raises RuntimeError."""
+        titles = {one: " ".join(one.cmdline()).strip() for one in self.processes(name)}
+        found = [one for one, title in titles.items() if title.startswith(WORKER)]
+        if not found:
+            raise RuntimeError(
+                f"no process of {name} is a worker: {', '.join(titles.values()) or 'none at all'}"
+            )
+        return found
 
     def wait_no_container(self, name: str) -> None:
         deadline_s = time.monotonic() + WAIT_S
