@@ -101,6 +101,8 @@ class Engine:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             env=self._environment,
+            # conmon, which it starts, leaves an empty file `oom` here when a container is out of memory.
+            cwd=self._socket.parent,
         )
         deadline_s = time.monotonic() + 30
         while not self._socket.exists():

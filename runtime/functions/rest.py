@@ -41,7 +41,15 @@ RECHECK_S = 30.0
 RELIEF_S = 1.0
 # Without a limit in the settings, functions at rest may hold this share of the machine's memory.
 SHARE = 1 / 8
+# Why memory is freed, as decisions tell it: the machine or the control group is short of it, or zygotes hold too much.
+PRESSURE, REST_MB = "pressure", "rest_mb"
 _MIB = 1 << 20
+# What the log says of a step down, by the rung that is left.
+_GIVEN_UP = {
+    RungName.READY: "idle workers end because memory is short",
+    RungName.ZYGOTE: "the zygote ended to save memory; the next call launches it again",
+    RungName.RESIDENT: "fetched weights leave the memory because memory is short",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,12 +160,13 @@ class Rest:
             # It may have been called during the measurement.
             if live.record.function in unused and _idle(live.revision):
                 live.revision.pool.zygote.rest()
-                _note_rested(live)
+                live.note_rest(0.0)
+                live.logs.write("gateway", _GIVEN_UP[RungName.ZYGOTE])
         await self._relieve()
         held_mb = shared_mb + sum(one.held_mb for one in stats)
         over_mb = held_mb - self._limit_mb - sum(one.held_mb for one in stats if one.name in unused)
         if over_mb > 0:
-            self._free(over_mb * _MIB, "rest_mb", {})
+            self._free(over_mb * _MIB, REST_MB, {})
         if held_mb > self._limit_mb:
             self._launcher.end_unused()
             return RECHECK_S
@@ -216,7 +225,7 @@ class Rest:
                 spare = [live for live in self._functions() if _spare(live.revision)]
                 families = {live.record.function: _Family.of(live.revision) for live in spare}
                 private = await asyncio.to_thread(_private, families)
-                if not self._free(short, "pressure", private):
+                if not self._free(short, PRESSURE, private):
                     return
                 self._launcher.end_unused()
                 if not (ending := list(self._ending())):
@@ -238,8 +247,8 @@ class Rest:
         `private` has the functions whose idle workers may end, and the bytes that these hold for themselves.
         """
         lives = {live.record.function: live for live in self._functions()}
-        # Processes alone count against `rest_mb`.
-        weights = cause == "pressure"
+        # Against `rest_mb`, only processes count.
+        weights = cause == PRESSURE
         descents = {
             name: list(_descents(live, private.get(name), weights=weights)) for name, live in lives.items()
         }
@@ -248,14 +257,8 @@ class Rest:
             live, descent = lives[step.name], descents[step.name].pop(0)
             live.revision.history.ladder.evict(descent.lower, cause, step)
             if descent.upper is RungName.ZYGOTE:
-                _note_rested(live)
-            else:
-                what = (
-                    "idle workers end"
-                    if descent.upper is RungName.READY
-                    else "fetched weights leave the memory"
-                )
-                live.logs.write("gateway", f"{what} because memory is short")
+                live.note_rest(0.0)
+            live.logs.write("gateway", _GIVEN_UP[descent.upper])
         return bool(chosen)
 
 
@@ -272,11 +275,12 @@ def _descents(live: Live, private_bytes: float | None, *, weights: bool) -> Iter
     spare = private_bytes is not None and _spare(revision)
     if not (spare or (_idle(revision) and upper in (RungName.ZYGOTE, RungName.RESIDENT))):
         return
+    resident_bytes = float(revision.pool.resident_bytes)
+    freed = {RungName.READY: private_bytes, RungName.RESIDENT: resident_bytes}
     for lower in revision.history.ladder.below(upper):
-        known = {RungName.READY: private_bytes, RungName.RESIDENT: float(revision.pool.resident_bytes)}
-        if upper is RungName.RESIDENT and not (weights and known[upper]):
+        if upper is RungName.RESIDENT and not (weights and resident_bytes):
             return
-        step = revision.history.ladder.step_down(live.record.function, upper, lower, known.get(upper))
+        step = revision.history.ladder.step_down(live.record.function, upper, lower, freed.get(upper))
         yield Descent(upper, lower, step)
         upper = lower
 
@@ -309,11 +313,6 @@ def _anonymous(pid: int | None) -> int:
             memory = psutil.Process(pid).memory_info()
             return int(memory.rss - memory.shared)
     return 0
-
-
-def _note_rested(live: Live) -> None:
-    live.note_rest(0.0)
-    live.logs.write("gateway", "the zygote ended to save memory; the next call launches it again")
 
 
 def _unmeasured(revision: Revision) -> bool:

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ...errors import (
-    ActivationFailed,
     ActivationTimeout,
     HandlerFailed,
     OutputInvalid,
@@ -30,7 +29,6 @@ from ..telemetry.logs import RevisionLog
 from ..telemetry.metrics import Census
 from ..telemetry.timeline import WorkerTiming
 from ..telemetry.usage import RungName, Usage
-from .breaker import Breaker
 from .deadlines import activation_timeout
 from .demand import Demand
 from .dispatcher import Dispatcher, Policy
@@ -39,17 +37,14 @@ from .gpu_places import GpuPlaces, need_of
 from .invocation import Invocation, Output
 from .latency_curve_store import LatencyCurveStore
 from .pool import STOP_TIMEOUT_S, Pool
-from .prewarms import HOLD_S, LOAD, Readiness, WarmHold, signal_of
+from .prewarms import HOLD_S, LOAD, WarmHold, signal_of
 from .replica import Replica, ReplicaState, RevisionEvents
+from .start_outcomes import FIRST_START_TIMEOUT_S, StartOutcomes
 from .worker_limit import GIVE_AFTER_S, WorkerLimit
 
 FAILURES = (HandlerFailed, OutputInvalid)
 # How many of the lines that a worker printed last are repeated when it dies.
 LAST_WORDS = 5
-# If this many workers in a row died while they started, without a report, the waiting invocations fail.
-MAX_UNEXPLAINED_DEATHS = 3
-# `try_start` fails if the worker is not ready after this time.
-FIRST_START_TIMEOUT_S = 900.0
 # Workers have at least this long for their `teardown` (or the whole timeout of `retire`, if that is shorter),
 # even if all the time was used to end invocations.
 MIN_TEARDOWN_S = 2.0
@@ -88,8 +83,8 @@ class Revision(RevisionEvents):
         limit.join(self)
         self.gpu_need = need_of(spec.resources)
         """What each worker needs of the node's GPUs."""
-        self.breaker = Breaker()
-        self._readiness = Readiness()
+        self._starts = StartOutcomes()
+        self.breaker, self._readiness = self._starts.breaker, self._starts.readiness
         self.retiring = False
         """True from the start of `retire`."""
         self._tasks, self._logs, self._on_activation = tasks, logs, on_activation
@@ -100,12 +95,9 @@ class Revision(RevisionEvents):
         self._sufficient_load = 0.0
         self._scale_timer: asyncio.TimerHandle | None = None
         self._scale_at_s = 0.0
-        self._unexplained_deaths = self._deaths = self._slow = self._refused = 0
+        self._deaths = self._slow = self._refused = 0
         # Starts that have failed, and the fetcher is yet to say why.
         self._unexplained_failures = 0
-        # The outcome of the first start of workers: the error if it failed. `_unproven` have not reported yet.
-        self._first_start: asyncio.Future[PilotflameError | None] = self._loop.create_future()
-        self._unproven, self._proven = 1, False
         self._empty = asyncio.Event()
         history.account.attach(self)
         self.on_budget(changed=False)
@@ -501,29 +493,15 @@ class Revision(RevisionEvents):
         Once they are ready, stop those that neither `keep` nor `min` asks for.
         """
         place = await self._gpus.first_place(self, FIRST_START_TIMEOUT_S)
-        self._unproven = 1 + self._gpus.room(self, max(0, self._limit.room(self, keep) - 1))
+        workers = 1 + self._gpus.room(self, max(0, self._limit.room(self, keep) - 1))
+        self._starts.expect_first(workers)
         self._demand.note_need(keep, time.monotonic())
-        self.pool.start(self._unproven, place=place)
+        self.pool.start(workers, place=place)
         self.history.account.check()
-        await asyncio.wait([self._first_start], timeout=FIRST_START_TIMEOUT_S)
-        if not self._first_start.done():
-            message = f"The first worker was not ready within {FIRST_START_TIMEOUT_S:.0f} s."
-            raise ActivationFailed(message, remedy="Make `setup` faster.")
-        if (error := self._first_start.result()) is not None:
-            raise error
+        await self._starts.wait_first()
         self._demand.note_need(keep, time.monotonic())
         self.pool.stop(max(0, len(self.pool.ready) - max(keep, self.policy.scale.min)))
         self.pool.zygote.replenish()
-
-    def _settle_first_start(self, error: PilotflameError | None) -> None:
-        """Learn for `try_start` that one worker is ready, or why it is not.
-
-        Once one is ready, those that fail, for example for lack of memory, are not the revision's fault.
-        """
-        self._unproven -= 1
-        self._proven = self._proven or error is None
-        if not self._first_start.done() and (not self._proven or self._unproven <= 0):
-            self._first_start.set_result(None if self._proven else error)
 
     def reset(self) -> None:
         """Try to start workers again at once, although the last starts failed, or the budget was used up."""
@@ -579,15 +557,12 @@ class Revision(RevisionEvents):
     # -- events
 
     def on_ready(self, replica: Replica) -> None:
-        self._unexplained_deaths = 0
-        self.breaker.reset()
         self.history.prewarms.watch(replica)
         self.dispatcher.adopt(replica)
         # Callers wait no longer: what is learned of the start comes after their invocations are sent.
-        self._settle_first_start(None)
         self.pool.note_ready(replica)
+        self._starts.note_ready(len(self.pool.ready))
         self.history.ladder.note_ready(self, usual=not replica.measured, devices=self.devices(replica))
-        self._readiness.note_ready(len(self.pool.ready))
         self._on_activation("ready")
         if self.history.account.exhausted:
             self.pool.stop_all()
@@ -663,7 +638,8 @@ class Revision(RevisionEvents):
     def _fail_start(self, error: PilotflameError) -> None:
         error = self.pool.explain(error)
         self._logs.write("gateway", f"activation failed: {error}\n{error.trace}".rstrip(), "error")
-        self._count_failure(error)
+        self._on_activation("failed")
+        self._starts.note_failure(error)
         if not self.pool.ready:
             self.dispatcher.fail_queued(error)
         self._limit.offer()
@@ -684,7 +660,10 @@ class Revision(RevisionEvents):
         cause = await replica.child.cause() if started or not was_ready else EndCause()
         self.dispatcher.recover(unstarted, started, cause)
         if not was_ready and not replica.reported_failure:
-            self._count_unexplained_death(cause.text)
+            self._on_activation("failed")
+            error = self._starts.note_death(cause.text)
+            if not self.pool.ready and self._starts.give_up():
+                self.dispatcher.fail_queued(error)
         self.scale()
         if not self.pool.replicas and not len(self.dispatcher.queue):
             self.pool.release()
@@ -706,20 +685,3 @@ class Revision(RevisionEvents):
         self._deaths += not (expected or replica.left)
         level = "info" if expected else "error"
         self._logs.write("gateway", f"worker {replica.name} ended with {cause}{said}", level)
-
-    def _count_failure(self, error: PilotflameError) -> None:
-        self._on_activation("failed")
-        self.breaker.fail(error, time.monotonic())
-        self._readiness.note_failure(error)
-        self._settle_first_start(error)
-
-    def _count_unexplained_death(self, cause: str) -> None:
-        self._unexplained_deaths += 1
-        message = f"A worker died while starting, of {cause}; that is {self._unexplained_deaths} in a row."
-        error = ActivationFailed(message, remedy="See `pilotflame logs` (out of memory?).")
-        self._count_failure(error)
-        # While the breaker is open, nobody would start a worker for those that wait.
-        hopeless = self._unexplained_deaths >= MAX_UNEXPLAINED_DEATHS or self.breaker.open(time.monotonic())
-        if hopeless and not self.pool.ready:
-            self._unexplained_deaths = 0
-            self.dispatcher.fail_queued(error)

@@ -6,105 +6,35 @@ import asyncio
 import itertools
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
-from fault_server import Faults, FaultServer
-from live import Function, Gateway, failure, gateway_here, until
-from pilotflame.runtime.functions import rest
+from fault_server import Faults
+from live import Gateway, failure, gateway_here, until
 from pilotflame.runtime.launching.fetcher_client import FetcherClient, FetchProgress
-from pilotflame.runtime.serving.revision import Revision
-from pilotflame.runtime.telemetry.decisions import describe
 from pilotflame.runtime.telemetry.timeline import parse_server_timing
-from pilotflame.runtime.telemetry.usage import RungName
 from pilotflame.snapshot.caching.node import node_tiers
-from pilotflame.snapshot.caching.tier import Tier
 from pilotflame.snapshot.format.create import create
 from pilotflame.snapshot.format.manifest import MANIFEST_NAME, Manifest
 from pilotflame.snapshot.format.slices import part_of
+from remote_weights import HANDLER, WIDTH, Weights, deployed, served_weights
 from safetensors.torch import load_file, save_file
-
-LAYERS, WIDTH = 8, 256
-HANDLER = """
-import json
-import torch
-
-class Net(torch.nn.Module):
-    def __init__(self, layers, width):
-        super().__init__()
-        self.layers = torch.nn.ModuleList(torch.nn.Linear(width, width) for _ in range(layers))
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = torch.tanh(layer(x))
-        return x
-
-def build(context):
-    config = json.loads((context.snapshot.path / "config.json").read_text())
-    with context.snapshot.skeleton():
-        net = Net(config["layers"], config["width"]).eval()
-    context.snapshot.restore(net)
-    return net
-
-@torch.inference_mode()
-def handler(event, context):
-    return context.state(torch.tensor(event)).tolist()
-"""
-
-
-@dataclass
-class Weights:
-    """A snapshot behind a server, and what its network makes of ones."""
-
-    server: FaultServer
-    folder: Path
-    right: Any
-    """Up to the last bits, which depend on how many threads multiply."""
-
-    @property
-    def url(self) -> str:
-        return self.server.url
-
-    def fetched(self) -> int:
-        """Return how many ranges of the weights were requested."""
-        return sum(request.name.endswith(".safetensors") for request in self.server.requests)
 
 
 @pytest.fixture
 def weights(tmp_path: Path) -> Iterator[Weights]:
-    generator = torch.Generator().manual_seed(1)
-    made = {}
-    for layer in range(LAYERS):
-        made[f"layers.{layer}.weight"] = torch.randn(WIDTH, WIDTH, generator=generator) / WIDTH**0.5
-        made[f"layers.{layer}.bias"] = torch.randn(WIDTH, generator=generator)
-    folder = tmp_path / "weights"
-    folder.mkdir()
-    save_file(made, folder / "model.safetensors")
-    (folder / "config.json").write_text(f'{{"layers": {LAYERS}, "width": {WIDTH}}}')
-    create(folder, chunk_bytes=64 << 10).write(folder / MANIFEST_NAME)
-    answer = torch.ones(WIDTH)
-    for layer in range(LAYERS):
-        answer = torch.tanh(
-            torch.nn.functional.linear(answer, made[f"layers.{layer}.weight"], made[f"layers.{layer}.bias"])
-        )
-    with FaultServer(folder) as server:
-        yield Weights(server, folder, pytest.approx(answer.tolist(), rel=1e-4, abs=1e-5))
+    with served_weights(tmp_path / "weights") as served:
+        yield served
 
 
 @pytest.fixture
 async def gateway(state: Path, tmp_path: Path) -> AsyncIterator[Gateway]:
     async with gateway_here(state, cache_dir=tmp_path / "cache") as found:
         yield found
-
-
-async def deployed(gateway: Gateway, weights: Weights, name: str = "net", **how: Any) -> Function:
-    settings = {"snapshot": weights.url, "scale.idle_timeout_s": 0, "name": name}
-    return await gateway.deploy(HANDLER, settings, **how)
 
 
 def fetcher() -> psutil.Process:
@@ -242,116 +172,6 @@ async def test_the_fetcher_keeps_to_the_budgets_of_the_settings(
         error = failure(await gateway.client.post(f"/v1/functions/{function.name}/prefetch"))
     assert error["type"] == "cache_error"
     assert f"takes {1 << 20} bytes" in error["message"]
-
-
-async def test_weights_leave_the_memory_when_their_last_function_gives_them_up(
-    gateway: Gateway, weights: Weights, tmp_path: Path
-) -> None:
-    first, second = await deployed(gateway, weights), await deployed(gateway, weights, "second")
-    found = await gateway.client.get(f"/v1/functions/{first.name}/arrivals")
-    assert [one["rung"] for one in found.json()["rungs"]] == ["ready", "zygote", "resident", "local"]
-    memory, disk = node_tiers(tmp_path / "cache")
-    await until(lambda: in_tier(disk), "a copy on the disk")
-    revisions = []
-    for function in (first, second):
-        assert await function.answer([1.0] * WIDTH) == weights.right
-        await function.settled()
-        revisions.append(live_revision(gateway, function))
-    revisions[0].descend(RungName.RESIDENT)
-    await first.settled(zygote=False)
-    assert revisions[0].rung is RungName.RESIDENT
-    assert (await first.status())["rung"] == "resident"
-    # The second function wants them still.
-    revisions[0].descend(RungName.LOCAL)
-    assert revisions[0].rung is RungName.LOCAL
-    assert revisions[1].pool.resident_bytes == disk.list()[0].allocated_bytes
-    assert await in_tier(memory)
-    revisions[1].descend(RungName.LOCAL)
-    await until(lambda: in_tier(memory, 0), "weights that have left the memory")
-    asked = weights.fetched()
-    assert await first.answer([1.0] * WIDTH) == weights.right
-    assert weights.fetched() == asked
-
-
-async def test_a_worker_that_still_ends_does_not_keep_its_weights_in_memory(
-    gateway: Gateway, weights: Weights, tmp_path: Path
-) -> None:
-    function = await gateway.deploy(
-        HANDLER, {"snapshot": weights.url, "scale.idle_timeout_s": 600}, name="net"
-    )
-    assert await function.answer([1.0] * WIDTH) == weights.right
-    memory, disk = node_tiers(tmp_path / "cache")
-    await until(lambda: in_tier(disk), "a copy on the disk")
-    revision = live_revision(gateway, function)
-    assert revision.rung is RungName.READY
-    revision.descend(RungName.LOCAL)
-    await until(lambda: in_tier(memory, 0), "weights that have left the memory")
-    assert revision.rung is RungName.LOCAL
-
-
-async def test_when_memory_is_short_weights_of_idle_functions_leave_it(
-    state: Path, weights: Weights, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    told: list[Callable[[], None]] = []
-
-    class Pressure:
-        """Memory is short for as long as weights are in it."""
-
-        def __init__(self, on_pressure: Callable[[], None]) -> None:
-            told.append(on_pressure)
-
-        def short_bytes(self) -> float:
-            return 1e12 * len(node_tiers(tmp_path / "cache")[0].list())
-
-        def close(self) -> None:
-            pass
-
-    monkeypatch.setattr(rest, "MemoryPressure", Pressure)
-    async with gateway_here(state, cache_dir=tmp_path / "cache") as gateway:
-        function = await deployed(gateway, weights)
-        assert await function.answer([1.0] * WIDTH) == weights.right
-        memory, disk = node_tiers(tmp_path / "cache")
-        await until(lambda: in_tier(disk), "a copy on the disk")
-        await function.settled()
-        told[0]()
-        await function.logged("fetched weights leave the memory because memory is short")
-        await until(lambda: in_tier(memory, 0), "weights that have left the memory")
-        decisions = live_revision(gateway, function).history.decisions.since(0)
-        steps = [describe(one) for one in decisions if one.action == "evict"]
-        assert any("was evicted to files alone" in step for step in steps), steps
-        assert await function.answer([1.0] * WIDTH) == weights.right
-
-
-async def test_weights_that_no_function_has_used_are_given_back(
-    gateway: Gateway, weights: Weights, tmp_path: Path
-) -> None:
-    function = await deployed(gateway, weights, check=False)
-    assert (await gateway.client.post(f"/v1/functions/{function.name}/prefetch")).is_success
-    memory, disk = node_tiers(tmp_path / "cache")
-    assert await in_tier(memory)
-    assert await in_tier(disk)
-    assert gateway.server is not None
-    client = gateway.server.functions.weights
-
-    async def given_back() -> bool:
-        return client.give_back() > 0
-
-    # It may be asked for before the fetcher has said that there is more than spare files.
-    await until(given_back, "what the fetcher reports")
-    await until(lambda: in_tier(memory, 0), "weights that have left the memory")
-    asked = weights.fetched()
-    assert await function.answer([1.0] * WIDTH) == weights.right
-    assert weights.fetched() == asked
-
-
-async def in_tier(tier: Tier, count: int = 1) -> bool:
-    """Return True if so many complete snapshots, and no others, are in a tier."""
-    return [stored.ready for stored in tier.list()] == [True] * count
-
-
-def live_revision(gateway: Gateway, function: Function) -> Revision:
-    assert gateway.server is not None
-    return gateway.server.functions.live(function.name)
 
 
 async def test_a_prefetch_tells_what_could_not_be_fetched(gateway: Gateway, weights: Weights) -> None:
