@@ -386,10 +386,13 @@ class _Answer:
                 piece[flip_at - at] ^= 1
             for throttle in self._throttles:
                 await throttle.take(len(piece))
-            self._request.sent += len(piece)
             self._writer.write(
                 b"%x\r\n%b\r\n" % (len(piece), bytes(piece)) if self._faults.chunked else piece
             )
+            if self._writer.transport.is_closing():
+                # The peer has closed the connection, so nothing was sent.
+                raise _HangUp
+            self._request.sent += len(piece)
             await self._writer.drain()
 
     async def _hang_up(self, reset: bool) -> None:

@@ -290,6 +290,7 @@ TOGETHER = {
     "hostile_http",
     "install",
     "parked_workers",
+    "resident_weights",
     "large",
     "npm_client",
     "pypi_client",

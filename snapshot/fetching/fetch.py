@@ -232,10 +232,11 @@ class _Fetch:
             connection, fresh = self.source.connect(), True
             while (part := self._next(number)) is not None:
                 believed = self._fetch_part(connection, part, buffer, fresh=fresh)
-                fresh = part.broken_off or not believed
+                fresh = part.broken_off or not believed or part.at < part.asked_end
                 if fresh:
                     # The supervisor closed this connection, so it cannot be used again. Or it has brought an
-                    # answer that belongs to another request.
+                    # answer that belongs to another request. Or the source goes on sending what another connection
+                    # has taken over.
                     connection.close()
                     connection = self.source.connect()
             connection.release()
@@ -306,7 +307,8 @@ class _Fetch:
 
     def _begin(self, connection: Connection, name: str, part: Part, version: str) -> ObjectInfo:
         try:
-            return connection.begin(name, part.at, part.end, version)
+            part.asked_end = part.end
+            return connection.begin(name, part.at, part.asked_end, version)
         except SnapshotChanged as error:
             if self.manifest.observed is None:
                 raise

@@ -43,6 +43,8 @@ class Part:
     attempts: int = 0
     asked_s: float = 0.0
     """When the part was requested. Once the answer has begun: when bytes were last received."""
+    asked_end: int = 0
+    """The `end` that was requested."""
     # True once the source has answered the request.
     started: bool = False
     # True if the supervisor closed the connection, because nothing was received for too long.

@@ -87,7 +87,7 @@ class Exchange:
             return held
         if self._left == 0:
             return 0
-        count = self._wire.receive(view, min(limit, self._left))
+        count = self._wire.receive(view, min(limit, self._left), gather=True)
         if count == 0:
             raise ConnectionError("the connection was closed")
         self._left -= count

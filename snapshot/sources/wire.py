@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import select
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -16,6 +17,8 @@ from .tls import TlsStream, Trust
 
 TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 10.0
+GATHER_S = 0.01
+"""How long `receive` waits for a view to be full. It is much shorter than the windows in which a fetch measures rates."""
 
 
 class Wire:
@@ -50,6 +53,7 @@ class Wire:
         # While `connect` runs, all that are being tried.
         self._sockets: list[socket.socket] = []
         self._tls: TlsStream | None = None
+        self._readable = select.poll()
         self._busy = False
         self._closed = False
 
@@ -82,16 +86,20 @@ class Wire:
         finally:
             self._end_use()
 
-    def receive(self, view: memoryview, limit: int = 0) -> int:
+    def receive(self, view: memoryview, limit: int = 0, *, gather: bool = False) -> int:
         """Wait for bytes and receive them into `view`. Return their number: 0 at the end of the stream.
 
-        At most `limit` bytes are received, or as many as fit into `view` if `limit` is 0.
+        At most `limit` bytes are received, or as many as fit into `view` if `limit` is 0. With `gather`, once there are
+        any, the kernel waits up to GATHER_S for as many. Bytes come in pieces of about 64 KiB otherwise, and each takes
+        as long in the interpreter as a large one.
         """
         connected = self._begin_use(connected=True)
         try:
             if self._tls is not None:
                 return self._tls.receive(view, limit or len(view))
-            return connected[0].recv_into(view, limit)
+            if not self._readable.poll(self._timeout_s * 1e3):
+                raise TimeoutError("timed out")
+            return connected[0].recv_into(view, limit, socket.MSG_WAITALL if gather else 0)
         finally:
             self._end_use()
 
@@ -147,11 +155,23 @@ class Wire:
                     proxy.tunnel(connected, origin, deadline_s)
                 self._tls = TlsStream(connected, origin, self._trust())
                 self._tls.handshake(deadline_s)
-            connected.settimeout(self._timeout_s)
+                connected.settimeout(self._timeout_s)
+            else:
+                self._let_kernel_wait(connected)
         except OSError:
             # The server behind this address may be the one that is ill.
             self._dialer.avoid(address)
             raise
+
+    def _let_kernel_wait(self, connected: socket.socket) -> None:
+        """Have calls of the socket block, for a limited time. With a timeout of Python's, they return with what is there."""
+        connected.settimeout(None)
+        for option, seconds in ((socket.SO_RCVTIMEO, GATHER_S), (socket.SO_SNDTIMEO, self._timeout_s)):
+            connected.setsockopt(
+                socket.SOL_SOCKET, option, struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+            )
+        self._readable = select.poll()
+        self._readable.register(connected, select.POLLIN)
 
     # A context manager would be shorter, but `receive` is called often, and a generator takes a microsecond.
     def _begin_use(self, *, connected: bool = False) -> list[socket.socket]:

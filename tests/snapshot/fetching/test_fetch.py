@@ -270,6 +270,36 @@ def test_silent_connections_are_given_up_and_their_ranges_fetched_by_others(tmp_
     assert stats.received_bytes == manifest.total_bytes
 
 
+class TwoTurns(FaultySource):
+    """The first answer waits until another connection has asked, and that one until the first connection is closed."""
+
+    def __init__(self, objects: dict[str, bytes]) -> None:
+        super().__init__(objects, self._turn)
+        self.connections: list[FaultyConnection] = []
+        self._both = threading.Event()
+
+    def connect(self) -> FaultyConnection:
+        self.connections.append(FaultyConnection(self))
+        return self.connections[-1]
+
+    def _turn(self, ask: Ask) -> None:
+        if ask.number == 0:
+            assert self._both.wait(20), "no second connection took over a part"
+            return
+        self._both.set()
+        if ask.number == 1:
+            first = next(each for each in self.connections if each.ask is self.asked[0])
+            assert first.closed.wait(20), "the first connection was left open"
+
+
+def test_a_connection_is_closed_once_others_fetch_what_it_would_bring(tmp_path: Path) -> None:
+    objects, manifest = snapshot_of(8 << 20)
+    source = TwoTurns(objects)
+    fetched(tmp_path, source, manifest, connections=2)
+    assert source.asked[0].end == 8 << 20
+    assert source.asked[1].begin < 8 << 20
+
+
 def test_a_chunk_that_differs_twice_is_named(tmp_path: Path) -> None:
     objects, manifest = snapshot_of(10 * CHUNK, 10 * CHUNK)
 
