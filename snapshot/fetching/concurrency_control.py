@@ -53,6 +53,8 @@ class ConcurrencyControl:
         """Bytes per second in the last window, summed over all connections."""
         self._before = (0, 0.0)
         """The number of connections and the rate before a raise that is not judged yet; else (0, 0)."""
+        self._doubted = False
+        """True if the raise did not pay in one window. New connections take a while to reach their rate: two count."""
         self._settled_s: float | None = None
         self._began_s: float | None = None
         self._window: tuple[float, int, float] | None = None
@@ -134,10 +136,14 @@ class ConcurrencyControl:
             self.connections = max(self.connections, *wanted, 1)
 
     def _decide(self, now_s: float, busy: float) -> None:
-        (before, rate_before), self._before = self._before, (0, 0.0)
+        before, rate_before = self._before
         if before and self.rate < rate_before * (1 + PAYS * (self.connections / before - 1)):
-            self.connections, self._settled_s = before, now_s
+            if self._doubted:
+                self.connections, self._settled_s = before, now_s
+                self._before = (0, 0.0)
+            self._doubted = not self._doubted
             return
+        self._before, self._doubted = (0, 0.0), False
         settled = self._settled_s is not None and now_s - self._settled_s < AGAIN_S
         if settled or busy > BUSY or self.connections >= MAX_CONNECTIONS:
             return

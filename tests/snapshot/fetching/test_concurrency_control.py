@@ -24,13 +24,19 @@ def simulate(
     latency_s: float = 0.001,
     seconds: float = 2.0,
     busy: float = 0.4,
+    opening_s: float = 0.0,
 ) -> list[int]:
-    """Run `control` on a source of `each` bytes/s a connection, `shared` in all; the connections at every update."""
-    now_s, received, seen = latency_s, 1.0, []
+    """Run `control` on a source of `each` bytes/s a connection, `shared` in all; the connections at every update.
+
+    New connections bring nothing for `opening_s`.
+    """
+    now_s, received, seen, opened = latency_s, 1.0, [], [(-opening_s, control.connections)]
     control.add_latency(latency_s)
     while now_s < seconds:
         step_s = control.next_update_s(now_s)
-        received += step_s * min(shared, each * control.connections)
+        opened.append((now_s, control.connections))
+        bringing = [count for at_s, count in opened if at_s + opening_s <= now_s]
+        received += step_s * min(shared, each * min(control.connections, bringing[-1]))
         now_s += step_s
         control.update(now_s, int(received), now_s * 2 * (1 - busy), processors=2)
         seen.append(control.connections)
@@ -39,6 +45,11 @@ def simulate(
 
 def test_connections_grow_while_it_pays() -> None:
     assert simulate(ConcurrencyControl(), each=60e6, shared=1e9, seconds=1.0)[-1] in (16, 32)
+
+
+def test_connections_that_take_a_while_to_open_are_judged_once_they_have() -> None:
+    seen = simulate(ConcurrencyControl(), each=60e6, shared=2e9, seconds=1.0, opening_s=0.05)
+    assert seen[-1] == MAX_CONNECTIONS
 
 
 def test_connections_stay_few_where_few_carry_everything() -> None:
