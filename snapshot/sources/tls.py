@@ -6,7 +6,6 @@ at once and decrypts them from memory, which takes a fifth less processor time (
 
 from __future__ import annotations
 
-import socket
 import ssl
 import time
 from contextlib import suppress
@@ -15,9 +14,12 @@ from pathlib import Path
 from typing import cast
 
 from .location import ServerAddress
+from .socket_stream import SocketStream
 from .source import new_buffer
 
-RECEIVED_AT_ONCE = 512 << 10
+RECEIVED_AT_ONCE = 1 << 20
+GATHERED = 64 << 10
+"""Less is not gathered: the rest of a record would come in many small pieces."""
 MAX_SESSIONS = 64
 
 
@@ -69,12 +71,12 @@ def _stamp(path: str | None) -> tuple[object, ...]:
 
 
 class TlsStream:
-    """TLS over a connected socket. One thread uses it. Any thread may shut the socket down.
+    """TLS over a connected socket. One thread uses it, and not the SocketStream beneath. Any thread may shut the socket down.
 
     Methods raise OSError, of which ssl.SSLError is one.
     """
 
-    def __init__(self, raw: socket.socket, server: ServerAddress, trust: Trust) -> None:
+    def __init__(self, raw: SocketStream, server: ServerAddress, trust: Trust) -> None:
         self._raw = raw
         self._server = server
         self._trust = trust
@@ -99,9 +101,8 @@ class TlsStream:
         """Agree on keys, and verify the server's certificate, before the monotonic time `deadline_s`."""
         try:
             while not self._shake_hands():
-                self._raw.settimeout(max(1e-3, deadline_s - time.monotonic()))
                 self._flush()
-                if not self._fill():
+                if not self._fill(timeout_s=max(1e-3, deadline_s - time.monotonic())):
                     raise ConnectionError("the connection was closed during the TLS handshake")
         except ssl.SSLError:
             # Tell the server why, if it still listens.
@@ -114,8 +115,11 @@ class TlsStream:
         self._tls.write(data)
         self._flush()
 
-    def receive(self, view: memoryview, limit: int) -> int:
-        """Wait for bytes, and decrypt at most `limit` into `view`. Return their number: 0 at the end of the stream."""
+    def receive(self, view: memoryview, limit: int, *, gather: bool = False) -> int:
+        """Wait for bytes, and decrypt at most `limit` into `view`. Return their number: 0 at the end of the stream.
+
+        For `gather` see SocketStream.
+        """
         done = 0
         while done < limit:
             try:
@@ -125,7 +129,7 @@ class TlsStream:
                 if done:
                     break
                 self._flush()
-                if not self._fill():
+                if not self._fill(limit if gather else 0):
                     break
                 continue
             if count == 0:
@@ -146,10 +150,13 @@ class TlsStream:
 
     def _flush(self) -> None:
         if self._outgoing.pending:
-            self._raw.sendall(self._outgoing.read())
+            self._raw.send(self._outgoing.read())
 
-    def _fill(self) -> bool:
-        """Wait for encrypted bytes. Return False at the end of the stream."""
-        count = self._raw.recv_into(self._buffer)
+    def _fill(self, gathered: int = 0, timeout_s: float | None = None) -> bool:
+        """Wait for encrypted bytes, for `gathered` of them if there may be several records. False: the stream has ended."""
+        # Encrypted, bytes are more than they were, so at least as many come as are wanted.
+        gather = gathered >= GATHERED
+        wanted = min(gathered, RECEIVED_AT_ONCE) if gather else RECEIVED_AT_ONCE
+        count = self._raw.receive(self._buffer, wanted, gather=gather, timeout_s=timeout_s)
         self._incoming.write(self._buffer[:count])
         return count > 0

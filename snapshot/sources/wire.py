@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import select
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable
@@ -13,12 +12,11 @@ from contextlib import suppress
 from .dialer import Address, Dialer
 from .location import ServerAddress
 from .proxy import Proxy, proxy_for
+from .socket_stream import SocketStream
 from .tls import TlsStream, Trust
 
 TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 10.0
-GATHER_S = 0.01
-"""How long `receive` waits for a view to be full. It is much shorter than the windows in which a fetch measures rates."""
 
 
 class Wire:
@@ -52,8 +50,7 @@ class Wire:
         self._lock = threading.Lock()
         # While `connect` runs, all that are being tried.
         self._sockets: list[socket.socket] = []
-        self._tls: TlsStream | None = None
-        self._readable = select.poll()
+        self._stream: SocketStream | TlsStream | None = None
         self._busy = False
         self._closed = False
 
@@ -66,7 +63,9 @@ class Wire:
         self.drop()
         deadline_s = time.monotonic() + self._connect_timeout_s
         proxy = None if self._direct else proxy_for(origin)
-        self._begin_use()
+        with self._lock:
+            self._check_open()
+            self._busy = True
         try:
             server = proxy.address if proxy is not None else origin
             connected = self._dialer.connect(server.host, server.port, deadline_s, self)
@@ -77,29 +76,21 @@ class Wire:
         self.forwarder = proxy if origin.scheme == "http" else None
 
     def send(self, data: bytes) -> None:
-        connected = self._begin_use(connected=True)
+        stream = self._connected()
         try:
-            if self._tls is not None:
-                self._tls.send(data)
-            else:
-                connected[0].sendall(data)
+            stream.send(data)
         finally:
             self._end_use()
 
     def receive(self, view: memoryview, limit: int = 0, *, gather: bool = False) -> int:
         """Wait for bytes and receive them into `view`. Return their number: 0 at the end of the stream.
 
-        At most `limit` bytes are received, or as many as fit into `view` if `limit` is 0. With `gather`, once there are
-        any, the kernel waits up to GATHER_S for as many. Bytes come in pieces of about 64 KiB otherwise, and each takes
-        as long in the interpreter as a large one.
+        At most `limit` bytes are received, or as many as fit into `view` if `limit` is 0. With `gather`, as many of them
+        as come within a few milliseconds: see SocketStream. The peer must be about to send so many.
         """
-        connected = self._begin_use(connected=True)
+        stream = self._connected()
         try:
-            if self._tls is not None:
-                return self._tls.receive(view, limit or len(view))
-            if not self._readable.poll(self._timeout_s * 1e3):
-                raise TimeoutError("timed out")
-            return connected[0].recv_into(view, limit, socket.MSG_WAITALL if gather else 0)
+            return stream.receive(view, limit or len(view), gather=gather)
         finally:
             self._end_use()
 
@@ -107,7 +98,7 @@ class Wire:
         """Return True if the socket is open and idle: the server has sent no more bytes and not closed it."""
         poll = select.poll()
         with self._lock:
-            if not self._sockets or (self._tls is not None and not self._tls.idle):
+            if self._stream is None or not self._stream.idle:
                 return False
             poll.register(self._sockets[0], select.POLLIN)
             return not poll.poll(0)
@@ -153,34 +144,24 @@ class Wire:
             if origin.scheme == "https":
                 if proxy is not None:
                     proxy.tunnel(connected, origin, deadline_s)
-                self._tls = TlsStream(connected, origin, self._trust())
-                self._tls.handshake(deadline_s)
-                connected.settimeout(self._timeout_s)
+                tls = TlsStream(SocketStream(connected, self._timeout_s), origin, self._trust())
+                tls.handshake(deadline_s)
+                self._stream = tls
             else:
-                self._let_kernel_wait(connected)
+                self._stream = SocketStream(connected, self._timeout_s)
         except OSError:
             # The server behind this address may be the one that is ill.
             self._dialer.avoid(address)
             raise
 
-    def _let_kernel_wait(self, connected: socket.socket) -> None:
-        """Have calls of the socket block, for a limited time. With a timeout of Python's, they return with what is there."""
-        connected.settimeout(None)
-        for option, seconds in ((socket.SO_RCVTIMEO, GATHER_S), (socket.SO_SNDTIMEO, self._timeout_s)):
-            connected.setsockopt(
-                socket.SOL_SOCKET, option, struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
-            )
-        self._readable = select.poll()
-        self._readable.register(connected, select.POLLIN)
-
     # A context manager would be shorter, but `receive` is called often, and a generator takes a microsecond.
-    def _begin_use(self, *, connected: bool = False) -> list[socket.socket]:
+    def _connected(self) -> SocketStream | TlsStream:
         with self._lock:
             self._check_open()
-            if connected and not self._sockets:
+            if self._stream is None:
                 raise ConnectionError("not connected")
             self._busy = True
-            return self._sockets
+            return self._stream
 
     def _end_use(self) -> None:
         with self._lock:
@@ -196,4 +177,4 @@ class Wire:
         for one in self._sockets:
             one.close()
         self._sockets.clear()
-        self._tls = None
+        self._stream = None

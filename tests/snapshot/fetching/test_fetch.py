@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 import threading
@@ -271,25 +272,28 @@ def test_silent_connections_are_given_up_and_their_ranges_fetched_by_others(tmp_
 
 
 class TwoTurns(FaultySource):
-    """The first answer waits until another connection has asked, and that one until the first connection is closed."""
+    """The first connection asks for everything; its answer waits until the second one has asked for a part of it. The
+    answer to that waits until the first connection is closed."""
 
     def __init__(self, objects: dict[str, bytes]) -> None:
         super().__init__(objects, self._turn)
-        self.connections: list[FaultyConnection] = []
-        self._both = threading.Event()
+        self._first = FaultyConnection(self)
+        self._opened = itertools.count()
+        self._asked = [threading.Event(), threading.Event()]
 
     def connect(self) -> FaultyConnection:
-        self.connections.append(FaultyConnection(self))
-        return self.connections[-1]
+        if next(self._opened) == 0:
+            return self._first
+        assert self._asked[0].wait(20)
+        return FaultyConnection(self)
 
     def _turn(self, ask: Ask) -> None:
+        if ask.number < 2:
+            self._asked[ask.number].set()
         if ask.number == 0:
-            assert self._both.wait(20), "no second connection took over a part"
-            return
-        self._both.set()
-        if ask.number == 1:
-            first = next(each for each in self.connections if each.ask is self.asked[0])
-            assert first.closed.wait(20), "the first connection was left open"
+            assert self._asked[1].wait(20), "no second connection took over a part"
+        elif ask.number == 1:
+            assert self._first.closed.wait(20), "the first connection was left open"
 
 
 def test_a_connection_is_closed_once_others_fetch_what_it_would_bring(tmp_path: Path) -> None:

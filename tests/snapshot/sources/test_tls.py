@@ -21,6 +21,7 @@ from pilotflame.errors import SourceError, SourceUnavailable
 from pilotflame.snapshot.sources import wire
 from pilotflame.snapshot.sources.http import HttpConnection, HttpSource
 from pilotflame.snapshot.sources.location import ServerAddress
+from pilotflame.snapshot.sources.socket_stream import SocketStream
 from pilotflame.snapshot.sources.tls import MAX_SESSIONS, RECEIVED_AT_ONCE, TlsStream, Trust, system_trust
 
 DATA = random.Random(5).randbytes(700_001)
@@ -77,9 +78,8 @@ def tls_server(
 @contextmanager
 def stream_to(address: ServerAddress, trust: Trust) -> Iterator[TlsStream]:
     with socket.create_connection((address.host, address.port), 10) as raw:
-        stream = TlsStream(raw, address, trust)
+        stream = TlsStream(SocketStream(raw, 10.0), address, trust)
         stream.handshake(time.monotonic() + 10)
-        raw.settimeout(10)
         yield stream
 
 
@@ -106,8 +106,9 @@ def test_one_receive_takes_all_records_that_wait() -> None:
 @given(
     writes=st.lists(st.integers(1, 70_000), min_size=1, max_size=8),
     limits=st.lists(st.integers(1, 300_000), min_size=1, max_size=8),
+    gather=st.booleans(),
 )
-def test_bytes_come_in_order_however_they_are_cut(writes: list[int], limits: list[int]) -> None:
+def test_bytes_come_in_order_however_they_are_cut(writes: list[int], limits: list[int], gather: bool) -> None:
     total = sum(writes)
 
     def send(peer: ssl.SSLSocket) -> None:
@@ -122,7 +123,7 @@ def test_bytes_come_in_order_however_they_are_cut(writes: list[int], limits: lis
     with tls_server(send) as address, stream_to(address, TRUST) as stream:
         while True:
             limit = limits[turn % len(limits)]
-            count = stream.receive(memoryview(memory)[:limit], limit)
+            count = stream.receive(memoryview(memory)[:limit], limit, gather=gather)
             if count == 0:
                 break
             assert count <= limit
