@@ -24,8 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import gpu_peers
+import psutil
 import torch
 from checkpoint import Shape
+from gpu_functions import TOKEN, GpuFunctions, Model
 from llama import skeleton
 from memory_folder import memory_folder, mounted
 from percentiles import median
@@ -316,45 +318,30 @@ class Bench:
     def _allocated(self) -> int:
         return torch.cuda.memory_reserved() if self.cuda else 0
 
-    def alternate(self) -> None:
-        """Two functions take turns on the device, each parked while the other one runs."""
-        # Two that do not fit together.
-        size = int(0.6 * torch.cuda.mem_get_info()[0]) if self.cuda else 50 * MB
-        with chain(self.folder / "a", size, 32) as a, chain(self.folder / "b", size, 32) as b:
-            parked = []
-            for case in (a, b):
-                made = case.begin(self.device)
-                made.wait(TIMEOUT_S)
-                right = self._answer(case.module)
-                parked.append((case, right, park(case.module, made, [made.slab], TIMEOUT_S)))
-            for number in range(100):
-                case, right, held = parked[number % 2]
-                made = unpark(held)
-                if not torch.equal(self._answer(case.module, made), right):
-                    raise RuntimeError("the answer of a turn is another")
-                parked[number % 2] = case, right, park(case.module, made, [made.slab], TIMEOUT_S)
-            self.report.add("alternations", 100, "turns without an error")
-
-    def cold(self) -> None:
-        """Zero to the first answer of a language model of random weights, the device's context made."""
+    def functions(self) -> None:
+        """A language model of random weights in a real gateway, which has to answer as it does here."""
         shape = LLAMA_8B if self.cuda else LLAMA_SMALL
         folder = self.folder / "llama"
         try:
             case = Case(folder, skeleton(shape), dict(shape.tensors()))
-            tokens = torch.arange(16, device=self.where)[None]
-            extra_ms = list[float]()
-            for _ in range(self.rounds + 1):
-                alone_s = case.seconds(self.device)
-                started_s = time.perf_counter()
-                made = case.begin(self.device)
-                with torch.inference_mode(), Gate(Uncopied(made)):
-                    case.module(tokens).cpu()
-                extra_ms.append((time.perf_counter() - started_s - alone_s) * 1e3)
-                made.wait(TIMEOUT_S)
-            self._speed("cold_8b_extra_ms", median(extra_ms[1:]), "ms beyond the copy", "<= 150")
-            self.report.row(part="llama", gb=case.bytes / GB, copy_s=alone_s)
+            made = case.begin(self.device)
+            made.wait(TIMEOUT_S)
+            with torch.inference_mode():
+                right = int(case.module(torch.tensor([[TOKEN]], device=self.where))[0, -1].argmax())
+            made.slab.untyped_storage().resize_(0)
+            self.device.release()
+            model = Model(folder, shape, case.bytes, right, case.bytes * self.ceiling_s_per_byte * 1e3)
+            functions = GpuFunctions(self.report, model, self.rounds, cuda=self.cuda)
+            for measure in (functions.from_zero, functions.parked, functions.in_turns):
+                with self.report.part(measure.__name__):
+                    measure()
         finally:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def fitting(sizes: list[int]) -> list[int]:
+    """Return those of `sizes` for which this machine has memory: for the file, and for tensorizer's copy of it."""
+    return [size for size in sizes if 2.2 * size < psutil.virtual_memory().available]
 
 
 def main() -> int:
@@ -371,15 +358,22 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", help="parts, such as dense overlap")
     arguments = parser.parse_args()
     report = Report("bench-gpu", packages=("torch", "safetensors", "fastsafetensors", "tensorizer"))
-    sizes = [int(gb * GB) for gb in arguments.gb or ([16, 48] if arguments.device == "cuda" else [0.3])]
-    with mounted():
+    asked = [int(gb * GB) for gb in arguments.gb or ([16, 48] if arguments.device == "cuda" else [0.3])]
+    sizes = fitting(asked)
+    if len(sizes) < len(asked):
+        report.note(
+            f"this machine has no memory for dense models of more than {max(sizes, default=0) / GB} GB"
+        )
+    with mounted(int(2.2 * max([*sizes, 10 * GB]))):
         bench = Bench(report, arguments.device, arguments.rounds)
         if not bench.cuda:
             report.note("SIMULATED device: these are copies in the host's memory, and no speed of any GPU.")
         parts: dict[str, Callable[[], None]] = {
             "dense": lambda: bench.dense(sizes), "many": bench.many, "overlap": bench.overlap,
-            "parking": bench.parking, "alternate": bench.alternate, "cold": bench.cold,
+            "parking": bench.parking, "functions": bench.functions,
         }  # fmt: skip
+        if not sizes:
+            del parts["dense"]
         # The others are told as shares of it.
         with report.part("ceilings"):
             bench.ceilings()

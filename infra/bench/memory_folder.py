@@ -14,10 +14,10 @@ _SIZE_BYTES = 10 << 30
 
 
 @contextmanager
-def mounted() -> Iterator[None]:
-    """For the time of a benchmark there is one with huge pages, for its lanes too."""
+def mounted(size_bytes: int = _SIZE_BYTES) -> Iterator[None]:
+    """For the time of a benchmark there is one with huge pages, for its lanes too. It holds at most `size_bytes`."""
     _MOUNTED.mkdir(parents=True, exist_ok=True)
-    made = not _MOUNTED.is_mount() and mount(_MOUNTED, _SIZE_BYTES)
+    made = not _MOUNTED.is_mount() and mount(_MOUNTED, size_bytes)
     try:
         yield
     finally:

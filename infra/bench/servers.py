@@ -194,12 +194,12 @@ def start_litserve(settings: LitServeSettings | None = None) -> Iterator[Server]
 
 
 @contextmanager
-def start_pilotflame() -> Iterator[Server]:
+def start_pilotflame(env: dict[str, str] | None = None) -> Iterator[Server]:
     """Ours. The one place that knows how it is started. `POST /invoke/hello`."""
     with tempfile.TemporaryDirectory(prefix="pilotflame-bench-") as state:
         command = [sys.executable, "-m", "pilotflame.runtime.cli", "serve"]
         command += ["--port", "0", "--state-dir", state, "--json"]
-        with running("pilotflame", command) as server:
+        with running("pilotflame", command, env) as server:
             server.wait_line()
             server.state = state
             yield server

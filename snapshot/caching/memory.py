@@ -33,11 +33,15 @@ SLACK_BYTES = 16 << 20
 CACHED_SHARE = 0.25
 """Larger snapshots are not read anew: that would push other files out of the page cache."""
 
+PIECE_BYTES = 2 << 20
+"""The largest page of the page cache. A file is read anew only where its pages are small, in pieces of this size."""
+MOST_FAULTS = 8
+"""A piece takes one fault in a large page, and 32 in pages of 4 KiB, of which the kernel maps 16 at a time."""
+
 # Flags from <sys/mount.h>. No file on this file system is a program or a device.
 _NOSUID, _NODEV, _NOEXEC = 2, 4, 8
 _UMOUNT_NOFOLLOW = 8
 _MADV_HUGEPAGE, _MADV_POPULATE_READ = 14, 22
-_SMALL_BYTES = 256 << 10
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
@@ -120,29 +124,39 @@ def enlarge_cached_pages(root: Path, manifest: Manifest) -> int:
 def _enlarge(source: FolderSource, name: str) -> int:
     descriptor = source.open(name)
     try:
-        if not (size_bytes := os.fstat(descriptor).st_size):
-            return 0
-        faults = _map_whole(descriptor, size_bytes)
-        if faults * _SMALL_BYTES > size_bytes:
+        size_bytes = os.fstat(descriptor).st_size
+        faults = _map(descriptor, size_bytes, range(0, size_bytes, PIECE_BYTES))
+        small = [begin for begin, count in faults.items() if count > MOST_FAULTS]
+        if small:
             # Only clean pages can be dropped.
             os.fsync(descriptor)
-            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            faults = _map_whole(descriptor, size_bytes)
-        return faults
+            for begin in small:
+                os.posix_fadvise(descriptor, begin, PIECE_BYTES, os.POSIX_FADV_DONTNEED)
+            faults |= _map(descriptor, size_bytes, small)
+        return sum(faults.values())
     finally:
         os.close(descriptor)
 
 
-def _map_whole(descriptor: int, size_bytes: int) -> int:
-    """Map an open file and all its pages. Return how many faults that took: the larger the pages, the fewer."""
+def _map(descriptor: int, size_bytes: int, pieces: Iterable[int]) -> dict[int, int]:
+    """Map the pieces of an open file that begin at `pieces`. Return how many faults each of them took."""
+    if not size_bytes:
+        return {}
     with mmap.mmap(
         descriptor, size_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
     ) as memory:
         address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        before = resource.getrusage(resource.RUSAGE_THREAD)
-        # A kernel that knows neither of these leaves the pages as they are. Not by reading from `memory`, since
+        # A kernel that does not know an advice leaves the pages as they are. Not by reading from `memory`, since
         # other threads can run during these calls.
         _libc.madvise(address, size_bytes, _MADV_HUGEPAGE)
-        _libc.madvise(address, size_bytes, _MADV_POPULATE_READ)
-        after = resource.getrusage(resource.RUSAGE_THREAD)
-        return after.ru_minflt - before.ru_minflt + after.ru_majflt - before.ru_majflt
+        found = {}
+        for begin in pieces:
+            before = _faults()
+            _libc.madvise(address + begin, min(PIECE_BYTES, size_bytes - begin), _MADV_POPULATE_READ)
+            found[begin] = _faults() - before
+        return found
+
+
+def _faults() -> int:
+    used = resource.getrusage(resource.RUSAGE_THREAD)
+    return used.ru_minflt + used.ru_majflt

@@ -200,6 +200,25 @@ def test_weights_are_cached_in_large_pages_and_stay_what_they_were(tmp_path: Pat
     assert bytes(mapping.flats[0].numpy()) == written
 
 
+def test_a_file_is_read_anew_only_where_its_pages_are_small(tmp_path: Path) -> None:
+    """Most of the file is in large pages already, so on average a fault maps many."""
+    manifest = make(tmp_path / "source", tensors=8, tensor_bytes=4 << 20)
+    file = tmp_path / "source" / "model.safetensors"
+    large = enlarge_cached_pages(tmp_path / "source", manifest)
+    if large > file.stat().st_size // (256 << 10):
+        pytest.skip("this file system has no large pages in its cache")
+    written = file.read_bytes()
+    with file.open("rb+", buffering=0) as stream:
+        # Only clean pages can be dropped.
+        os.fsync(stream.fileno())
+        os.posix_fadvise(stream.fileno(), 8 << 20, 2 << 20, os.POSIX_FADV_DONTNEED)
+        for begin in range(8 << 20, 10 << 20, 4096):
+            os.pwrite(stream.fileno(), written[begin : begin + 4096], begin)
+    # A piece in pages of 4 KiB takes 32 faults.
+    assert enlarge_cached_pages(tmp_path / "source", manifest) <= large + memory.MOST_FAULTS
+    assert file.read_bytes() == written
+
+
 def test_a_snapshot_that_cannot_be_read_or_is_too_large_is_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
