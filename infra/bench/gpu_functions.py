@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -111,7 +111,7 @@ class GpuFunctions:
         return int(1.1 * self._model.size_bytes / (1 << 20)) + _CONTEXT_MB
 
     @contextmanager
-    def _deployed(self, memory_mb: dict[str, int], settings: dict[str, float]) -> Iterator[Control]:
+    def _deployed(self, memory_mb: dict[str, int], settings: Mapping[str, float]) -> Iterator[Control]:
         """A gateway with a function for each name, which may use so much of the device."""
         gpus = None if self._cuda else {"PILOTFLAME_GPUS": f"0:{self._total_mb}"}
         with tempfile.TemporaryDirectory(prefix="pilotflame-gpu-") as name, start_pilotflame(gpus) as server:

@@ -106,11 +106,11 @@ def ceiling(report: Report, where: Field) -> None:
             Entry(small_recycled, SMALL_RECYCLED),
         ]
         table = _play("ceiling", report, where, entries, 2 * where.rounds)
-    report.add("ceiling_share", table.ratio(FRESH, CEILING), "", ">= 0.85")
+    report.add("ceiling_share", table.ratio(FRESH, CEILING), "", ">= 0.95")
     # Without a ballast, memory is untouched only as far as the machine has never used it.
     report.add("ceiling_share_untouched", table.ratio(FRESH, CEILING))
     fresh_touched, ceiling_touched = f"{FRESH}{TOUCHED}", f"{CEILING}{TOUCHED}"
-    report.add("ceiling_share_touched", table.ratio(fresh_touched, ceiling_touched), "", ">= 0.85")
+    report.add("ceiling_share_touched", table.ratio(fresh_touched, ceiling_touched), "", ">= 0.95")
     report.add("ceiling_share_touched_small", table.ratio(FRESH_AFTER_SMALL, ceiling_touched))
     report.add("file_ceiling_share_untouched", table.ratio(FRESH, FILE_CEILING), "", ">= 0.95")
     report.add(
@@ -120,7 +120,7 @@ def ceiling(report: Report, where: Field) -> None:
     report.add("ceiling_share_of_best", _share_of_best(table, FRESH, CEILING))
     report.add("ceiling_share_small_pages", table.ratio(SMALL, CEILING))
     report.add("reused_ceiling_share_small_pages", table.ratio(SMALL_RECYCLED, KEPT_CEILING))
-    report.add("reused_ceiling_share", table.ratio(RECYCLED, KEPT_CEILING), "", ">= 0.8")
+    report.add("reused_ceiling_share", table.ratio(RECYCLED, KEPT_CEILING), "", ">= 0.85")
     report.add("reused_ceiling_share_of_best", _share_of_best(table, RECYCLED, KEPT_CEILING))
     for name, figure in {
         "ceiling": CEILING,
@@ -170,7 +170,7 @@ def libraries(report: Report, where: Field) -> None:
     touched = [f"{name}{TOUCHED}" for name in fresh]
     _enter_best(report, table, "best_client_ratio", FRESH, fresh, ">= 1.0")
     _enter_best(report, table, "best_client_ratio_touched", f"{FRESH}{TOUCHED}", touched, ">= 1.0")
-    _enter_best(report, table, "best_client_ratio_reused", RECYCLED, kept, ">= 1.2")
+    _enter_best(report, table, "best_client_ratio_reused", RECYCLED, kept, ">= 1.0")
 
 
 def tls(report: Report, where: Field) -> None:
