@@ -331,7 +331,7 @@ class Bench:
             made.slab.untyped_storage().resize_(0)
             self.device.release()
             model = Model(folder, shape, case.bytes, right, case.bytes * self.ceiling_s_per_byte * 1e3)
-            functions = GpuFunctions(self.report, model, self.rounds, cuda=self.cuda)
+            functions = GpuFunctions(self.report, self._speed, model, self.rounds, cuda=self.cuda)
             for measure in (functions.from_zero, functions.parked, functions.in_turns):
                 with self.report.part(measure.__name__):
                     measure()
@@ -360,10 +360,9 @@ def main() -> int:
     report = Report("bench-gpu", packages=("torch", "safetensors", "fastsafetensors", "tensorizer"))
     asked = [int(gb * GB) for gb in arguments.gb or ([16, 48] if arguments.device == "cuda" else [0.3])]
     sizes = fitting(asked)
-    if len(sizes) < len(asked):
-        report.note(
-            f"this machine has no memory for dense models of more than {max(sizes, default=0) / GB} GB"
-        )
+    if left_out := sorted(set(asked) - set(sizes)):
+        told = ", ".join(f"{size / GB:g}" for size in left_out)
+        report.note(f"this machine has too little memory for dense models of {told} GB")
     with mounted(int(2.2 * max([*sizes, 10 * GB]))):
         bench = Bench(report, arguments.device, arguments.rounds)
         if not bench.cuda:

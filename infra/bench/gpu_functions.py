@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,7 @@ _SIMULATED_MB = 81_920
 _CONTEXT_MB = 2048
 """For the context and for what the forward pass needs."""
 TOKEN = 7
+Speed = Callable[[str, float, str, str], None]
 _HANDLER = """
 import checkpoint
 import torch
@@ -63,8 +64,9 @@ class Model:
 class GpuFunctions:
     """Measures functions of one model on one device."""
 
-    def __init__(self, report: Report, model: Model, rounds: int, *, cuda: bool) -> None:
-        self._report, self._model, self._rounds, self._cuda = report, model, rounds, cuda
+    def __init__(self, report: Report, speed: Speed, model: Model, rounds: int, *, cuda: bool) -> None:
+        """`speed` enters a figure that says nothing where the device is simulated."""
+        self._report, self._speed, self._model, self._rounds, self._cuda = report, speed, model, rounds, cuda
         total = torch.cuda.get_device_properties(0).total_memory if cuda else _SIMULATED_MB << 20
         self._total_mb = total >> 20
 
@@ -150,7 +152,3 @@ class GpuFunctions:
         if cold is not None and reply.cold != cold:
             raise RuntimeError(f"{name}: the request was to be {'cold' if cold else 'warm'}")
         return reply
-
-    def _speed(self, name: str, value: float, unit: str, target: str) -> None:
-        # On a simulated device it says nothing, and is held to nothing.
-        self._report.add(name, value, unit, target if self._cuda else "")

@@ -22,6 +22,7 @@ from pathlib import Path
 import checkpoint
 from cold import first_answer
 from control import Control
+from disk import drop
 from percentiles import median
 from report import Report
 from servers import start_pilotflame
@@ -78,11 +79,14 @@ print((seconds[0] - seconds[1]) * 1e3)
 def measure(report: Report, data: checkpoint.Checkpoint, size: str, rounds: int) -> None:
     """Enters cold_minus_warm_<size>_ms and what stands beside it."""
     told: dict[str, list[float]] = {name: [] for name in ("cold", "warm", "fresh", "load_file", "touch")}
+    drop(data.path)
     answers = set()
     with (
         tempfile.TemporaryDirectory(prefix="pilotflame-resident-") as name,
         _deployed(Path(name), data) as control,
     ):
+        # The deploy has read the weights from the disk, and no process has touched them.
+        report.add(f"resident_{size}_first_touch_ms", float(_output(_TOUCHED, str(data.folder))), "ms")
         for _ in range(rounds):
             control.wait_for(_NAME, workers=0, standby=True)
             replies = [control.invoke(_NAME, _EVENT) for _ in range(1 + _WARM)]

@@ -124,38 +124,41 @@ def enlarge_cached_pages(root: Path, manifest: Manifest) -> int:
 def _enlarge(source: FolderSource, name: str) -> int:
     descriptor = source.open(name)
     try:
-        size_bytes = os.fstat(descriptor).st_size
-        faults = _map(descriptor, size_bytes, range(0, size_bytes, PIECE_BYTES))
+        faults = _map(descriptor, range(0, os.fstat(descriptor).st_size, PIECE_BYTES))
         small = [begin for begin, count in faults.items() if count > MOST_FAULTS]
         if small:
             # Only clean pages can be dropped.
             os.fsync(descriptor)
             for begin in small:
                 os.posix_fadvise(descriptor, begin, PIECE_BYTES, os.POSIX_FADV_DONTNEED)
-            faults |= _map(descriptor, size_bytes, small)
+            faults |= _map(descriptor, small)
         return sum(faults.values())
     finally:
         os.close(descriptor)
 
 
-def _map(descriptor: int, size_bytes: int, pieces: Iterable[int]) -> dict[int, int]:
+def _map(descriptor: int, pieces: Iterable[int]) -> dict[int, int]:
     """Map the pieces of an open file that begin at `pieces`. Return how many faults each of them took."""
-    if not size_bytes:
+    try:
+        # All of it: it may have another size by now.
+        whole = mmap.mmap(descriptor, 0, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    except ValueError:
+        # It is empty.
         return {}
-    with mmap.mmap(
-        descriptor, size_bytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE
-    ) as memory:
-        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    with whole as memory:
+        address, size_bytes = ctypes.addressof(ctypes.c_char.from_buffer(memory)), len(memory)
+        read = bytearray(PIECE_BYTES)
         # A kernel that does not know an advice leaves the pages as they are.
         _libc.madvise(address, size_bytes, _MADV_HUGEPAGE)
         found = {}
-        for begin in pieces:
+        for begin in (piece for piece in pieces if piece < size_bytes):
             before = _faults()
             _libc.madvise(address + begin, min(PIECE_BYTES, size_bytes - begin), _MADV_POPULATE_READ)
             found[begin] = _faults() - before
-            # On a virtual machine, what the disk wrote to memory is not mapped for its processors yet. The first read
-            # of each page does that, which takes up to 4 us. A worker would wait for it at its first request.
-            _ = memory[begin : begin + PIECE_BYTES : mmap.PAGESIZE]
+            # On a virtual machine, what the disk wrote to memory is not mapped for its processors yet. Reading it does
+            # that, for which a worker would wait at its first request. Not from `memory`: if somebody cuts the file
+            # meanwhile, that would end this process.
+            os.preadv(descriptor, [read], begin)
         return found
 
 

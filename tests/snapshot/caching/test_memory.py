@@ -2,6 +2,8 @@
 
 import os
 import resource
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +28,21 @@ from pilotflame.snapshot.sources.folder import FolderSource
 from pulling import make
 
 MIB = 1 << 20
+CUT_MEANWHILE = """
+import os, resource, sys
+from pathlib import Path
+from pilotflame.snapshot.caching.memory import enlarge_cached_pages
+from pilotflame.snapshot.format.manifest import Manifest
+root, told, calls = Path(sys.argv[1]), resource.getrusage, []
+def getrusage(who):
+    calls.append(who)
+    if len(calls) == 3:
+        os.truncate(root / "model.safetensors", 3 << 20)
+        print("cut")
+    return told(who)
+resource.getrusage = getrusage
+enlarge_cached_pages(root, Manifest.read(root))
+"""
 
 
 @pytest.fixture
@@ -217,6 +234,16 @@ def test_a_file_is_read_anew_only_where_its_pages_are_small(tmp_path: Path) -> N
     # A piece in pages of 4 KiB takes 32 faults.
     assert enlarge_cached_pages(tmp_path / "source", manifest) <= large + memory.MOST_FAULTS
     assert file.read_bytes() == written
+
+
+def test_a_file_that_is_cut_meanwhile_does_not_end_the_process(tmp_path: Path) -> None:
+    """Reading mapped bytes behind the end of a file raises SIGBUS, which would end the gateway."""
+    make(tmp_path / "source", tensors=8, tensor_bytes=4 << 20)
+    done = subprocess.run(
+        [sys.executable, "-c", CUT_MEANWHILE, str(tmp_path / "source")],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (0, "cut\n"), done.stderr
 
 
 def test_a_snapshot_that_cannot_be_read_or_is_too_large_is_left_alone(
