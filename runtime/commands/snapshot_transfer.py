@@ -19,8 +19,9 @@ from ...snapshot.caching.node import Budgets, node_cache, node_tiers
 from ...snapshot.caching.stored import Stored
 from ...snapshot.converting.push import push as push_files
 from ...snapshot.fetching.fetch import FetchStats
+from ...snapshot.format.create import create as make_manifest
 from ...snapshot.format.discover import find_manifest
-from ...snapshot.format.manifest import Manifest, read_manifest
+from ...snapshot.format.manifest import MANIFEST_NAME, Manifest, read_manifest
 from ...snapshot.format.verify import verify as verify_files
 from ...snapshot.sources.locate import is_remote, open_source, weights_file
 from ...snapshot.sources.realm import realm_of
@@ -42,17 +43,15 @@ SHOWN_DIGEST_CHARS = 16
 def push(folder: Path, destination: str, force: bool, base: str | None, as_json: bool) -> None:
     """Copy the snapshot in FOLDER to DESTINATION, S3 or another folder.
 
-    Verifies the files, sends those that are missing there, and the manifest last: a prefix with a manifest is
-    complete. With --force and with --base, S3 itself copies the parts that an existing snapshot has.
+    Makes the manifest if FOLDER has none, else verifies the files. Sends the files that DESTINATION lacks, and the
+    manifest last: a prefix with a manifest is complete. With --force and with --base, S3 itself copies the parts that an existing snapshot has.
 
     \b
     Examples:
       pilotflame snapshot push weights/ s3://bucket/models/llama
       pilotflame snapshot push tuned/ s3://bucket/models/llama-2 --base s3://bucket/models/llama
     """
-    manifest, root = read_manifest_of(folder), folder_of(folder)
-    with display.progress(f"verifying {folder}") as progress:
-        verify_files(root, manifest, progress)
+    manifest, root = _verified_manifest(folder), folder_of(folder)
     started_s = time.monotonic()
     with display.progress(f"pushing to {destination}") as progress:
         target = open_source(destination)
@@ -67,6 +66,19 @@ def push(folder: Path, destination: str, force: bool, base: str | None, as_json:
     sent = f"{display.size(pushed.sent_bytes)} in {display.counted(pushed.sent_files, 'file')}"
     text = f"pushed to {destination}: {sent}{kept}"
     print_rate(facts, text, pushed.sent_bytes, started_s, as_json=as_json)
+
+
+def _verified_manifest(folder: Path) -> Manifest:
+    """Return the manifest of the snapshot in `folder`, whose files fit it. Make it if there is none."""
+    if folder.is_dir() and not (file := folder / MANIFEST_NAME).exists():
+        with display.progress(f"reading {folder}") as progress:
+            manifest = make_manifest(folder, progress=progress)
+        manifest.write(file)
+        return manifest
+    manifest = read_manifest_of(folder)
+    with display.progress(f"verifying {folder}") as progress:
+        verify_files(folder_of(folder), manifest, progress)
+    return manifest
 
 
 @click.command()
