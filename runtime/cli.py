@@ -82,6 +82,11 @@ def cli() -> None:
     """
 
 
+_url_as_json = click.option(
+    "--json", "as_json", is_flag=True, help='Print {"url": ...} on stdout once it listens.'
+)
+
+
 def _gateway_options(command: Any) -> Any:
     port = click.option("--port", type=click.IntRange(0, 65535), help="0 takes a free one.  [default: 8600]")
     host = click.option("--host", help="Address to listen on.  [default: 127.0.0.1]")
@@ -95,7 +100,7 @@ def _gateway_options(command: Any) -> Any:
 @click.option("--tls-cert", type=_FILE, help="Serve HTTPS, with the certificate chain in this PEM file.")
 @click.option("--tls-key", type=_FILE, help="The PEM file with the key of --tls-cert.")
 @click.option("--auth", type=click.Choice(["auto", "always"]), help="When to ask for keys.  [default: auto]")
-@click.option("--json", "as_json", is_flag=True, help='Print {"url": ...} on stdout once it listens.')
+@_url_as_json
 def serve(
     *, source: options.FunctionSource | None, as_json: bool, state_dir: Path | None, **settings: Any
 ) -> None:
@@ -137,7 +142,8 @@ def serve(
 @cli.command()
 @options.function_source
 @_gateway_options
-def dev(*, source: options.FunctionSource, state_dir: Path | None, **settings: Any) -> None:
+@_url_as_json
+def dev(*, source: options.FunctionSource, as_json: bool, state_dir: Path | None, **settings: Any) -> None:
     """Run a gateway with the function in FOLDER, and deploy it again after each change.
 
     Like `serve`, with the function's log on this terminal. If a change cannot be deployed, the error is
@@ -150,6 +156,8 @@ def dev(*, source: options.FunctionSource, state_dir: Path | None, **settings: A
     folder = source.folder.resolve()
 
     def listening(url: str) -> None:
+        if as_json:
+            display.print_json({"url": url})
         display.say(f"pilotflame: {url} serves {folder} and deploys its changes")
         display.warn(options.withheld(folder))
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 import click
 from click.shell_completion import get_completion_class
 
+from . import display, options
+
 # The variable in which the script passes the words to complete; click makes it from the program's name.
 VARIABLE = "_PILOTFLAME_COMPLETE"
 
 
 @click.command()
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+@options.as_json
 @click.pass_context
-def completion(context: click.Context, *, shell: str) -> None:
+def completion(context: click.Context, *, shell: str, as_json: bool) -> None:
     """Print the script that completes commands, functions and templates in SHELL.
 
     \b
@@ -23,4 +26,5 @@ def completion(context: click.Context, *, shell: str) -> None:
     root = context.find_root()
     found = get_completion_class(shell)
     if found is not None:
-        click.echo(found(root.command, {}, root.info_name or "", VARIABLE).source())
+        script = found(root.command, {}, root.info_name or "", VARIABLE).source()
+        display.print_result({"shell": shell, "script": script}, script, as_json=as_json)

@@ -80,6 +80,7 @@ def test_every_command_teaches_with_an_example(words: tuple[str, ...]):
     assert shown.exit_code == 0
     assert "Example" in shown.output
     assert f"pilotflame {' '.join(words)}" in shown.output
+    assert "--json" in shown.output or "\nCommands:\n" in shown.output
 
 
 @pytest.mark.parametrize("group", [cli, snapshot])
