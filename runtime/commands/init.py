@@ -15,6 +15,8 @@ from . import display, options
 
 TEMPLATES = Path(__file__).resolve().parents[2] / "templates"
 README_FILE = "README.md"
+# Tells coding assistants how to work on a function. It is the same for all templates.
+AGENTS_FILE = "AGENTS.md"
 _NOT_COPIED = shutil.ignore_patterns("__pycache__", "*.pyc")
 
 
@@ -33,7 +35,7 @@ def init(*, folder: Path | None, template: str, listing: bool, as_json: bool) ->
     """Make a new function's folder from a template.
 
     The last part of FOLDER becomes the function's name, so it must be one: a-z, 0-9 and -. Without FOLDER it
-    is the template's name.
+    is the template's name. AGENTS.md in the folder tells coding assistants how to test and deploy the function.
 
     Example: pilotflame init my-embeddings --template text-embedding
     """
@@ -71,6 +73,8 @@ def copy_template(template: str, folder: Path) -> str:
             raise CodeError(f"{folder} already exists and is not empty.", remedy=remedy)
         shutil.copytree(TEMPLATES / template, folder, ignore=_NOT_COPIED, dirs_exist_ok=True)
         _rename(folder, template, name)
+        guide = (TEMPLATES / AGENTS_FILE).read_text(encoding="utf-8")
+        (folder / AGENTS_FILE).write_text(guide.replace("{name}", name), encoding="utf-8")
     except OSError as error:
         failed = f"{folder} cannot be made: {error.strerror or error}."
         raise CodeError(failed, remedy="Choose another place.") from None

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from pathlib import Path
 
+import click
 import pytest
 from pilotflame.errors import CodeError, SettingsError
+from pilotflame.runtime.cli import cli
 from pilotflame.runtime.commands.init import copy_template, templates
 from pilotflame.runtime.functions.requirements import check_requirements
 from pilotflame.runtime.settings.function_settings import read_settings
@@ -36,6 +39,16 @@ def test_a_template_becomes_a_function_of_the_folders_name(template: str, tmp_pa
     assert "pilotflame invoke my-function " in readme
     assert f"invoke {template} " not in readme
     assert 15 <= readme.count("\n") <= 40
+
+
+def test_agents_md_names_the_function_and_commands_that_exist(tmp_path: Path):
+    copy_template("stream", tmp_path / "mine")
+    guide = (tmp_path / "mine" / "AGENTS.md").read_text()
+    assert "pilotflame invoke mine @test_input.json" in guide
+    named = re.findall(r"`pilotflame (\w+)", guide)
+    assert len(named) > 6
+    assert set(named) <= set(cli.list_commands(click.Context(cli)))
+    assert "{name}" not in guide
 
 
 def test_an_empty_folder_is_taken_and_a_full_one_is_not(tmp_path: Path):
