@@ -38,6 +38,8 @@ ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 LIMIT_S = 60
 ADDRESS = re.compile(r"(127\.0\.0\.1|localhost):8600")
+# The commands that a shell runs: ours, also after variables or behind a pipe.
+RUN = re.compile(r"(export \w+=|echo [^;&]*\|\s*pilotflame\b|(\w+=\S+ )*pilotflame\b)")
 SKIP = re.compile(r"<!--\s*not run\s*:?\s*(.*?)\s*-->", re.DOTALL)
 
 
@@ -134,7 +136,7 @@ class Terminal:
             self._stack.enter_context(
                 Background(self, command.rstrip("& "), self._addressed(command).rstrip("& "))
             )
-        elif words[0] == "pilotflame" or (words[0] == "curl" and shutil.which("curl")):
+        elif RUN.match(command) or (words[0] == "curl" and shutil.which("curl")):
             told = self._addressed(command)
             told = told.replace("curl ", "curl --fail-with-body ", 1) if words[0] == "curl" else told
             done = self._run(["sh", "-c", told])

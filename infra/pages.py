@@ -1,0 +1,82 @@
+"""Write the pages that are made from other files: docs/errors.md from errors.py, docs/llms.txt from docs/index.md.
+
+    python infra/pages.py
+
+`tests/infra/test_pages.py` holds both to their sources.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pilotflame.errors
+from pilotflame.errors import PilotflameError
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+INDEX = DOCS / "index.md"
+# Statuses after which the same request may succeed later.
+RETRIED = (429, 502, 503, 504)
+_DRAWN = re.compile(r"^[\s│├└─]*(\w+) {2,}(\S.*)$", re.MULTILINE)
+_LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)(.*)")
+
+_ERRORS = """# Errors
+
+This page is made from `errors.py` by `python infra/pages.py`.
+
+Every error is JSON: `{"error": {"type", "message", "remedy", "details"}}`. `type` never changes and is for programs. `message` names
+what failed, and `remedy` says what to do. The commands print both, and with `--json` the same object. Jobs that fail carry it as their
+`error`.
+
+A response with 429 or 503 has `Retry-After`, the seconds after which the same request may succeed. 504 means that the time of the
+caller or of the function ran out. All other requests fail again unless something changes.
+
+| `type` | status | raised when | retry |
+|---|---|---|---|
+"""
+
+
+def errors_page() -> str:
+    """Return the text of docs/errors.md."""
+    texts = dict(_DRAWN.findall(pilotflame.errors.__doc__ or ""))
+    rows = (
+        f"| `{kind.code}` | {kind.status} | {texts[kind.__name__]} | {'later' if kind.status in RETRIED else 'no'} |\n"
+        for kind in _kinds(PilotflameError)
+    )
+    return _ERRORS + "".join(rows)
+
+
+def llms_text() -> str:
+    """Return the text of docs/llms.txt: the links of docs/index.md, in the form of llmstxt.org."""
+    title, summary, *sections = INDEX.read_text().split("\n\n")
+    lines = [title.replace("The pages", "pilotflame"), f"> {summary.partition(' Pick ')[0]}"]
+    for block in sections:
+        if block.startswith("## "):
+            lines.append(block)
+        elif links := [_listed(match) for line in block.splitlines() if (match := _LINK.search(line))]:
+            lines.append("\n".join(links))
+    return "\n\n".join(lines) + "\n"
+
+
+def _listed(link: re.Match[str]) -> str:
+    name, target, rest = link.groups()
+    return f"- [{name}]({target}): {rest.strip(' |:')}"
+
+
+def _kinds(kind: type[PilotflameError]) -> Iterator[type[PilotflameError]]:
+    """Yield the classes below `kind` of errors.py, each before its own children."""
+    for child in kind.__subclasses__():
+        if child.__module__ == pilotflame.errors.__name__:
+            yield child
+            yield from _kinds(child)
+
+
+def main() -> None:
+    (DOCS / "errors.md").write_text(errors_page())
+    (DOCS / "llms.txt").write_text(llms_text())
+
+
+if __name__ == "__main__":
+    main()
