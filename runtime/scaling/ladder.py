@@ -6,6 +6,7 @@ measured figures describe it, what it costs to hold and how long it takes to wak
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,8 +32,38 @@ Plan: TypeAlias = tuple[Step, ...]
 """The rungs of one idle period, in the order of their offsets. The first offset is 0.
 
 A step down is instant. A step up is a prewarm: it takes the difference of the wake times, at the upper rung's price, and
-the next step up begins when it has ended.
+the next step up begins when it has ended. A step to the rung on which the function stands changes nothing.
 """
+
+
+class Stay(NamedTuple):
+    """A part of an idle period: the seconds for which the price of `rung` is paid."""
+
+    rung: int
+    seconds: float
+
+
+class Course(NamedTuple):
+    """An idle period under a plan."""
+
+    stays: list[Stay]
+    rung: int
+    """The rung of the last step before the end."""
+    to_ready_s: float
+    """The seconds to READY at the end: the wake time of the rung, or more if a prewarm is under way."""
+
+
+def course(plan: Plan, wakes: Sequence[float], idle_s: float) -> Course:
+    """Return the course of an idle period of `idle_s` seconds. A step at its very end is not taken."""
+    rung, begun_s, to_ready_s, stays = plan[0].rung, 0.0, wakes[plan[0].rung], list[Stay]()
+    for offset_s, following in plan[1:]:
+        if offset_s >= idle_s:
+            break
+        stays.append(Stay(rung, offset_s - begun_s))
+        to_ready_s = max(wakes[following], wakes[rung], to_ready_s - (offset_s - begun_s))
+        rung, begun_s = following, offset_s
+    stays.append(Stay(rung, idle_s - begun_s))
+    return Course(stays, rung, max(wakes[rung], to_ready_s - (idle_s - begun_s)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,20 +122,18 @@ class Costs:
 
     def bill(self, plan: Plan, idle_s: float) -> float:
         """Return what an idle period of `idle_s` seconds costs under `plan`, its end included."""
-        held, now_s = 0.0, 0.0
-        rung, price, climb_s, below = plan[0].rung, self.holds[plan[0].rung], 0.0, plan[0].rung
-        for offset_s, following in plan[1:]:
-            if offset_s >= idle_s:
-                break
-            held += price * (offset_s - now_s)
-            now_s, below = offset_s, rung
-            climb_s = max(0.0, self.wakes[rung] - self.wakes[following])
-            rung, price = following, self.holds[following]
-        held += price * (idle_s - now_s)
-        penalty = self.penalties[rung]
-        if climb_s > (climbed_s := idle_s - now_s):
-            penalty += (1 - climbed_s / climb_s) * (self.penalties[below] - penalty)
-        return held + penalty
+        stays, rung, to_ready_s = course(plan, self.wakes, idle_s)
+        held = sum(self.holds[stay.rung] * stay.seconds for stay in stays)
+        return held + (self._penalty(to_ready_s) if to_ready_s > self.wakes[rung] else self.penalties[rung])
+
+    def _penalty(self, to_ready_s: float) -> float:
+        """Return what an arrival costs in the middle of a prewarm, between the penalties of two rungs."""
+        lower = bisect.bisect_left(self.wakes, to_ready_s)
+        (fast_s, slow_s), (less, more) = (
+            self.wakes[lower - 1 : lower + 1],
+            self.penalties[lower - 1 : lower + 1],
+        )
+        return less + (more - less) * (to_ready_s - fast_s) / (slow_s - fast_s)
 
     def _first(self) -> int:
         least = min(self.penalties)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import bisect
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Protocol
@@ -16,7 +16,7 @@ from typing import Protocol
 from . import keep_alive
 from .idle_law import Prior
 from .keep_alive import History
-from .ladder import Ladder, Plan, Step
+from .ladder import Ladder, Plan, Step, course
 
 # A caller notices a wait that is longer.
 FELT_S = 0.1
@@ -175,18 +175,10 @@ class Replay:
 
     def _hold(self, plan: Plan, idle_s: float) -> float:
         """Pay for the idle period. Return the seconds that the wake at its end takes."""
-        rungs = self._ladder.rungs
-        now_s, climb_until_s = 0.0, 0.0
-        rung = 0 if self._quiet_s else plan[0].rung
-        for offset_s, following in _after(plan, self._quiet_s):
-            if offset_s >= idle_s:
-                break
-            self._pay(rung, offset_s - now_s)
-            climb_s = max(0.0, rungs[rung].wake_s - rungs[following].wake_s)
-            begun_s = max(offset_s, climb_until_s) if climb_s else offset_s
-            now_s, rung, climb_until_s = offset_s, following, begun_s + climb_s
-        self._pay(rung, idle_s - now_s)
-        wake_s = rungs[rung].wake_s + max(0.0, climb_until_s - idle_s)
+        wakes = [rung.wake_s for rung in self._ladder.rungs]
+        stays, _, wake_s = course(_after(plan, self._quiet_s), wakes, idle_s)
+        for rung, seconds in stays:
+            self._pay(rung, seconds)
         self._pay(0, wake_s)
         self.result.woken += wake_s > 0
         return wake_s
@@ -220,10 +212,13 @@ class Replay:
         self._idle_from_s = busy_until_s
 
 
-def _after(plan: Plan, quiet_s: float) -> Iterator[Step]:
-    """Yield the steps after the first one, none of them before `quiet_s`."""
-    for offset_s, rung in plan if quiet_s else plan[1:]:
-        yield Step(max(offset_s, quiet_s), rung)
+def _after(plan: Plan, quiet_s: float) -> Plan:
+    """Return `plan` for a worker that stays for `quiet_s` first."""
+    if not quiet_s:
+        return plan
+    passed = [step.rung for step in plan if step.offset_s <= quiet_s]
+    later = (step for step in plan if step.offset_s > quiet_s)
+    return (Step(0.0, 0), Step(quiet_s, passed[-1]), *later)
 
 
 def run(replay: Replay) -> LadderRun:

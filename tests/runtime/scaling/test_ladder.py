@@ -1,6 +1,7 @@
 """The ladder: its envelope, and what a plan costs."""
 
 import math
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
@@ -84,6 +85,30 @@ def test_an_arrival_during_a_prewarm_pays_for_what_is_left_of_it() -> None:
     assert costs.bill(plan, 110.0) == 10
     assert costs.bill(plan, 150.0) == 50
     assert costs.bill(plan, math.nextafter(200, 300)) == pytest.approx(100 + 110)
+
+
+def test_a_step_to_the_same_rung_does_not_complete_a_prewarm() -> None:
+    costs = THREE.costs()
+    plan = (Step(0.0, 2), Step(100.0, 0), Step(101.0, 0), Step(102.0, 1))
+    assert costs.bill(plan, 102.0) == pytest.approx(2 + 22 + 88 * 6 / 8)
+    # A step down to a rung that the prewarm has not reached does not complete it either.
+    assert costs.bill(plan, 103.0) == pytest.approx(2 + 0.5 + 22 + 88 * 5 / 8)
+    assert costs.bill(plan, 200.0) == pytest.approx(2 + 49 + 22)
+
+
+@given(
+    ladders(), st.lists(st.tuples(st.floats(0.1, 100.0), st.integers(0, 1)), max_size=6), st.floats(0, 700.0)
+)
+def test_a_repeated_step_changes_no_bill(
+    ladder: Ladder, steps: list[tuple[float, int]], idle_s: float
+) -> None:
+    costs, offset_s, plan = ladder.costs(), 0.0, [Step(0.0, len(ladder.rungs) - 1)]
+    for later_s, rung in steps:
+        offset_s += later_s
+        plan.append(Step(offset_s, rung))
+    between = [Step((before.offset_s + after.offset_s) / 2, before.rung) for before, after in pairwise(plan)]
+    repeated = sorted([*plan, *between], key=lambda step: step.offset_s)
+    assert costs.bill(tuple(repeated), idle_s) == pytest.approx(costs.bill(tuple(plan), idle_s))
 
 
 def test_costs_are_equal_if_their_figures_are() -> None:
