@@ -7,9 +7,9 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import NamedTuple
 
 from .ladder import Costs, Plan, Step
+from .route import Route
 
 # Times beyond these are not told apart.
 SHORTEST_S, LONGEST_S = 0.05, 30 * 86400.0
@@ -23,6 +23,10 @@ TAIL_SAMPLES, PRIOR_SAMPLES = 4.0, 0.2
 # as long as one of them to the second. These multiples of the longest one are told apart.
 LONG_SAMPLES, LONG_SHARE = 16, 4
 BEYOND_LONGEST = (1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
+# For plans that climb, the same guess for short samples. The next one may be shorter than the shortest by these multiples of
+# the spread of the SHORT_SAMPLES shortest, and in any case by LEAST_LEAD of itself.
+HEAD_SAMPLES, SHORT_SAMPLES = 2.0, 8
+BELOW_SHORTEST, LEAST_LEAD = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0), 0.001
 # Fewer samples than this beyond a time say nothing of what comes then.
 ENOUGH_LONGER = 3
 PRIOR_BINS, PRIOR_BINS_PER_DECADE = 31, 4
@@ -72,17 +76,26 @@ class IdleLaw:
     """For each edge: how many samples were longer."""
 
 
-def law_of(samples: Sequence[float], costs: Costs, habits: Callable[[float], float]) -> IdleLaw:
+def law_of(
+    samples: Sequence[float], costs: Costs, habits: Callable[[float], float], *, climbs: bool = False
+) -> IdleLaw:
     """Return the law of `samples`, with guesses of what is longer than most and of what was never seen.
 
-    `habits` is the `cdf` of the node's prior.
+    `habits` is the `cdf` of the node's prior. If `climbs`, guess also what is shorter than most: a plan that climbs must
+    be ready before the shortest sample.
     """
     ascending = sorted(samples)
-    edges = _edges(ascending, costs)
+    edges = _edges(ascending, costs, climbs=climbs)
     at_most = [bisect.bisect_right(ascending, edge) for edge in edges]
     tail = _pareto(ascending[len(ascending) // 2]) if ascending else lambda _time_s: 0.0
     following = _following(ascending)
-    guessed = [TAIL_SAMPLES * (tail(edge) + following(edge)) + PRIOR_SAMPLES * habits(edge) for edge in edges]
+    preceding = _preceding(ascending) if climbs else lambda _time_s: 0.0
+    guessed = [
+        TAIL_SAMPLES * (tail(edge) + following(edge))
+        + HEAD_SAMPLES * preceding(edge)
+        + PRIOR_SAMPLES * habits(edge)
+        for edge in edges
+    ]
     masses = tuple(
         at_most[index + 1] - at_most[index] + guessed[index + 1] - guessed[index]
         for index in range(len(edges) - 1)
@@ -90,12 +103,17 @@ def law_of(samples: Sequence[float], costs: Costs, habits: Callable[[float], flo
     return IdleLaw(tuple(edges), masses, tuple(len(ascending) - count for count in at_most))
 
 
-def _edges(ascending: list[float], costs: Costs) -> list[float]:
+def _edges(ascending: list[float], costs: Costs, *, climbs: bool) -> list[float]:
     count = len(ascending)
     found = {0.0, LONGEST_S, *DECADES_S, *(step.offset_s for step in costs.envelope)}
     found |= {ascending[count * part // QUANTILES] for part in range(QUANTILES)} if count else set()
     found |= set(ascending[-LONGEST_SAMPLES:])
     found |= {ascending[-1] * factor for factor in BEYOND_LONGEST} if count else set()
+    if climbs and count > SHORT_SAMPLES:
+        spread_s = ascending[SHORT_SAMPLES] - ascending[0]
+        found |= {ascending[0] - spread_s * factor for factor in BELOW_SHORTEST}
+        # A bin with one sample at its end would count as a bin with an arrival anywhere in it.
+        found.add(ascending[0] * (1 - LEAST_LEAD))
     return sorted(edge for edge in found if 0 <= edge <= LONGEST_S)
 
 
@@ -122,6 +140,22 @@ def _following(ascending: list[float]) -> Callable[[float], float]:
     return share
 
 
+def _preceding(ascending: list[float]) -> Callable[[float], float]:
+    """Return the cdf of the next short sample: the mirror of `_following`."""
+    known = min(LONG_SAMPLES, (len(ascending) - 1) // LONG_SHARE)
+    if known < 2:
+        return lambda _time_s: 0.0
+    after_s = ascending[known]
+    before_s = sum(after_s - sample for sample in ascending[:known])
+
+    def share(time_s: float) -> float:
+        if time_s >= after_s:
+            return 1.0
+        return (before_s / (before_s + after_s - time_s)) ** known if before_s else 0.0
+
+    return share
+
+
 @dataclass(frozen=True, slots=True)
 class Strategy:
     """The cheapest way through a law: for each bin and the rung held before it, the rung to hold in it."""
@@ -135,54 +169,13 @@ class Strategy:
         law, wakes = self.law, self.costs.wakes
         first = min(len(law.masses) - 1, max(0, bisect.bisect_right(law.edges, since_s) - 1))
         rung = self.choices[first][0]
-        route = _Route(rung, wakes)
+        route = Route(rung, wakes)
         for index in range(first + 1, len(law.masses)):
             following = self.choices[index][rung]
             if following != rung:
                 rung = following
                 route.reach(rung, law.edges[index] - since_s)
         return route.plan()
-
-
-class _Stay(NamedTuple):
-    """The function leaves for `rung` at an offset, and is there at `reached_s`."""
-
-    offset_s: float
-    rung: int
-    reached_s: float
-
-
-class _Route:
-    """Makes a plan of the rungs that are to be reached one after the other, none of which is reached at once."""
-
-    def __init__(self, rung: int, wakes: Sequence[float]) -> None:
-        self._wakes = wakes
-        self._stays = [_Stay(0.0, rung, 0.0)]
-
-    def reach(self, rung: int, at_s: float) -> None:
-        """Be on `rung` at `at_s`. A step up begins so much earlier, from where one was then.
-
-        A stay that would not have been reached before that is left out.
-        """
-        stays = self._stays
-        while len(stays) > 1 and at_s - self._climb_s(rung) <= stays[-1].reached_s:
-            left = stays.pop()
-            if rung >= stays[-1].rung:
-                at_s = min(at_s, left.offset_s)
-        if (offset_s := at_s - self._climb_s(rung)) <= 0:
-            self._stays = [_Stay(0.0, rung, 0.0)]
-        elif stays[-1].rung != rung:
-            stays.append(_Stay(offset_s, rung, at_s))
-
-    def plan(self) -> Plan:
-        stays = list(self._stays)
-        # After the last bin no call is expected, so nothing would end a stay that begins with a climb there.
-        while len(stays) > 1 and stays[-1].rung < stays[-2].rung:
-            stays.pop()
-        return tuple(Step(stay.offset_s, stay.rung) for stay in stays)
-
-    def _climb_s(self, rung: int) -> float:
-        return max(0.0, self._wakes[self._stays[-1].rung] - self._wakes[rung])
 
 
 def cheapest(law: IdleLaw, costs: Costs, *, climbs: bool, guarded: bool = True) -> Strategy:
@@ -194,6 +187,7 @@ def cheapest(law: IdleLaw, costs: Costs, *, climbs: bool, guarded: bool = True) 
     rungs = range(len(holds))
     earliest_s = _earliest(costs) if guarded else [0.0] * len(holds)
     values = [min(penalties[rung:]) for rung in rungs]
+    climb_costs = _climb_costs(costs)
     left = 0.0
     choices = list[list[int]]()
     for index in reversed(range(len(law.masses))):
@@ -207,7 +201,7 @@ def cheapest(law: IdleLaw, costs: Costs, *, climbs: bool, guarded: bool = True) 
         known = law.longer[index] >= ENOUGH_LONGER
         chosen, values = _descend(held, [known or start_s >= earliest_s[rung] for rung in rungs])
         if climbs:
-            _climb(held, costs, chosen, values)
+            _climb(held, climb_costs, chosen, values)
         choices.append(chosen)
     return Strategy(law, costs, tuple(reversed(choices)))
 
@@ -224,14 +218,26 @@ def _descend(held: list[float], allowed: list[bool]) -> tuple[list[int], list[fl
     return chosen, values
 
 
-def _climb(held: list[float], costs: Costs, chosen: list[int], values: list[float]) -> None:
-    """Replace the choices of those for whom a step up is cheaper."""
-    holds, wakes = costs.holds, costs.wakes
+def _climb(
+    held: list[float], climbs: Sequence[Sequence[float]], chosen: list[int], values: list[float]
+) -> None:
+    """Choose a step up from each rung where that is cheaper. `climbs` has the cost of each step up."""
     for rung in range(1, len(held)):
-        for upper in range(rung):
-            value = held[upper] + (holds[upper] - holds[rung]) * (wakes[rung] - wakes[upper])
-            if value < values[rung]:
+        for upper, cost in enumerate(climbs[rung]):
+            if (value := held[upper] + cost) < values[rung]:
                 chosen[rung], values[rung] = upper, value
+
+
+def _climb_costs(costs: Costs) -> list[list[float]]:
+    """Return for each rung what a climb to each rung above costs, beyond staying. `Route` takes it rung by rung."""
+    holds, wakes = costs.holds, costs.wakes
+    return [
+        [
+            sum((holds[each] - holds[rung]) * (wakes[each + 1] - wakes[each]) for each in range(upper, rung))
+            for upper in range(rung)
+        ]
+        for rung in range(len(holds))
+    ]
 
 
 def _earliest(costs: Costs) -> list[float]:

@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 from .idle_law import Prior, Strategy, cheapest, law_of
 from .ladder import Costs, Ladder, Plan
+from .route import clamped
 
-IDLES, INTERVALS, RECENT = 256, 128, 32
+IDLES, INTERVALS, RECENT = 1024, 128, 32
 # The bills decay by this share with each idle period, so that habits that have changed are forgotten. By the lasting
 # bills it is judged what an expert has saved so far.
 DECAY, LASTING_DECAY = 1 / 128, 1 / 1024
@@ -87,8 +88,8 @@ def decide(history: History, ladder: Ladder, since_s: float, prior: Prior = NO_P
 def choose(history: History, ladder: Ladder, since_s: float, prior: Prior = NO_PRIOR) -> Choice:
     """Return what `decide` does, and who made the plan.
 
-    An expert that prewarms risks no more than it would have saved so far: after few periods without a call at some time
-    of theirs, such a call is still likely.
+    The plan of a candidate policy that prewarms risks no more than the policy would have saved so far: few idle times say
+    little of calls at other times. A plan that risks more rests on a higher rung.
     """
     experts = _experts(history, ladder, prior)
     best = _steadiest(history)
@@ -96,9 +97,18 @@ def choose(history: History, ladder: Ladder, since_s: float, prior: Prior = NO_P
     climber = min(3, 4, key=lambda expert: history.bills[expert])
     if history.bills[climber] >= CLIMB_MARGIN * history.bills[best]:
         return steady
-    bold = Choice(climber, experts.plan(climber, since_s))
     saved = history.lasting_bills[best] - history.lasting_bills[climber]
-    return bold if _risk(bold.plan, steady.plan, history.costs(ladder)) <= saved else steady
+    plan = _affordable(experts.plan(climber, since_s), steady.plan, history.costs(ladder), saved)
+    return steady if plan is None else Choice(climber, plan)
+
+
+def _affordable(bold: Plan, steady: Plan, costs: Costs, saved: float) -> Plan | None:
+    """Return `bold`, kept at the lowest rung with which it risks no more than `saved`; None if no rung suffices."""
+    for lowest in reversed(range(max(step.rung for step in bold) + 1)):
+        plan = clamped(bold, steady, lowest, costs.wakes)
+        if _risk(plan, steady, costs) <= saved:
+            return plan
+    return None
 
 
 def _steadiest(history: History) -> int:
@@ -166,7 +176,7 @@ def _consult(history: History, ladder: Ladder, prior: Prior) -> _Experts:
     costs, habits = history.costs(ladder), prior.cdf()
 
     def strategy(samples: Sequence[float], *, climbs: bool) -> Strategy:
-        return cheapest(law_of(samples, costs, habits), costs, climbs=climbs)
+        return cheapest(law_of(samples, costs, habits, climbs=climbs), costs, climbs=climbs)
 
     idles, intervals = history.idles, history.intervals
     lasting, climbing = strategy(idles, climbs=False).plan(), strategy(intervals, climbs=True)

@@ -58,7 +58,7 @@ class Decisions:
 
 # The experts of the keep-alive policy, by number.
 _EXPERTS = {
-    0: "no habit is known", 1: "by its last 256 idle times", 2: "by its last 32 idle times",
+    0: "no habit is known", 1: "by its last 1024 idle times", 2: "by its last 32 idle times",
     3: "by its last 128 intervals", 4: "by its last 32 intervals",
 }  # fmt: skip
 

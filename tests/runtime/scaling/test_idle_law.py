@@ -1,6 +1,7 @@
 """Laws of idle times, and the cheapest plans for them."""
 
 import math
+import random
 
 import pytest
 from hypothesis import given
@@ -14,7 +15,7 @@ from pilotflame.runtime.scaling.idle_law import (
     cheapest,
     law_of,
 )
-from pilotflame.runtime.scaling.ladder import Costs, Plan, Step
+from pilotflame.runtime.scaling.ladder import Costs, Ladder, Plan, Rung, Step
 
 from .test_ladder import THREE, assert_orderly, ladders
 
@@ -56,15 +57,30 @@ def test_all_samples_are_in_the_law(samples: list[float], ladder: object) -> Non
 def test_the_cheapest_plan_for_one_certain_time_rests_and_climbs_just_before_it() -> None:
     law = IdleLaw((0.0, 1000.0, 1001.0, 2000.0), (0.0, 1.0, 0.0), (1, 1, 0, 0))
     strategy = cheapest(law, THREE.costs(), climbs=True, guarded=False)
-    assert strategy.plan() == (Step(0.0, 2), Step(990.0, 0), Step(1001.0, 2))
+    # Rung by rung: READY is paid only once PARKED is reached.
+    assert strategy.plan() == (Step(0.0, 2), Step(990.0, 1), Step(998.0, 0), Step(1001.0, 2))
     # Without steps up, waiting for it costs less on REMOTE than holding anything.
     assert cheapest(law, THREE.costs(), climbs=False, guarded=False).plan() == (Step(0.0, 2),)
+
+
+def test_a_plan_for_a_timer_rests_low_and_is_ready_a_little_before_the_earliest_call_so_far() -> None:
+    costs = Ladder((Rung(1.35e-6, 0), Rung(3e-7, 0.03), Rung(3e-9, 5.8)), wait_per_s=0.01).costs()
+    rnd = random.Random(1)
+    samples = [1800 * rnd.gauss(1, 0.01) for _ in range(128)]
+    plan = cheapest(law_of(samples, costs, NO_HABITS, climbs=True), costs, climbs=True).plan()
+
+    def rung_at(at_s: float) -> int:
+        return [step.rung for step in plan if step.offset_s <= at_s][-1]
+
+    earliest_s = min(samples)
+    assert [rung_at(at_s) for at_s in (300, 900, 1500)] == [2, 2, 2]
+    assert rung_at(earliest_s - 2.0) <= 1
 
 
 def test_a_plan_that_begins_later_is_the_rest_of_the_same_way() -> None:
     law = IdleLaw((0.0, 1000.0, 1001.0, 2000.0), (0.0, 1.0, 0.0), (1, 1, 0, 0))
     strategy = cheapest(law, THREE.costs(), climbs=True, guarded=False)
-    assert strategy.plan(400.0) == (Step(0.0, 2), Step(590.0, 0), Step(601.0, 2))
+    assert strategy.plan(400.0) == (Step(0.0, 2), Step(590.0, 1), Step(598.0, 0), Step(601.0, 2))
     # There is no time left to climb: it stays up.
     assert strategy.plan(995.0) == (Step(0.0, 0), Step(6.0, 2))
     assert strategy.plan(5000.0)[-1].rung == 2

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pilotflame.runtime.scaling.idle_law import Prior, cheapest, law_of
 from pilotflame.runtime.scaling.keep_alive import IDLES, INTERVALS, History, choose, decide, learn
-from pilotflame.runtime.scaling.ladder import Ladder, Plan, Rung, Step
+from pilotflame.runtime.scaling.ladder import Costs, Ladder, Plan, Rung, Step
 from pilotflame.runtime.scaling.ladder_simulator import BurstWaits, Fixed, Learned, Replay, run
+from pilotflame.runtime.scaling.route import clamped
 
 from .test_ladder import assert_orderly, ladders
 
@@ -86,6 +87,11 @@ def test_the_history_is_bounded() -> None:
     assert history.periods == IDLES + 50
 
 
+def test_the_gaps_between_forty_bursts_are_known() -> None:
+    history = taught(SLICE, ([(0.6, 0.3)] * 24 + [(900.0, 5.0)]) * 40)
+    assert sum(idle_s > 10 for idle_s in history.idles) == 40
+
+
 def test_a_timer_is_prewarmed_just_before_it_fires() -> None:
     rnd = random.Random(1)
     history = taught(SLICE, [(600 + rnd.gauss(0, 2), 0.5) for _ in range(64)])
@@ -107,12 +113,28 @@ def test_a_prewarm_never_risks_more_than_it_has_saved(period_s: float, saved: fl
     assert history.experts is not None
     steady, bold = history.experts.steady[1], history.experts.plan(3, 0.5)
     costs = history.costs(SLICE)
-    lost = max(
-        costs.bill(bold, moment) - costs.bill(steady, moment)
-        for step in (*bold, *steady)
+    plans = [clamped(bold, steady, lowest, costs.wakes) for lowest in range(5)]
+    affordable = [plan for plan in plans if risk_of(plan, steady, costs) <= 1 - (1 - saved)]
+    assert choose(history, SLICE, 0.5) == ((3, affordable[-1]) if affordable else (1, steady))
+
+
+def risk_of(plan: Plan, steady: Plan, costs: Costs) -> float:
+    return max(
+        costs.bill(plan, moment) - costs.bill(steady, moment)
+        for step in (*plan, *steady)
         for moment in (step.offset_s, step.offset_s * (1 + 1e-9) + 1e-9)
     )
-    assert choose(history, SLICE, 0.5) == ((3, bold) if lost <= 1 - (1 - saved) else (1, steady))
+
+
+def test_a_prewarm_that_risks_too_much_rests_on_a_higher_rung() -> None:
+    """A timer of 60 s on a CPU: a call out of turn that waits for LOCAL costs more than a hundred rounds save."""
+    ladder = Ladder((Rung(0.45 * GB, 0), Rung(0.1 * GB, 0.03), Rung(3e-9, 5.8)), wait_per_s=0.001)
+    rnd = random.Random(1)
+    history = taught(ladder, [(60 * rnd.gauss(1, 0.005), 0.2) for _ in range(40)])
+    choice = choose(history, ladder, 0.2)
+    assert choice.expert >= 3
+    assert [step.rung for step in choice.plan][:2] == [1, 0]
+    assert 50 < choice.plan[1].offset_s < 61
 
 
 def test_the_law_of_all_idle_times_is_followed_unless_another_is_clearly_better() -> None:
@@ -239,6 +261,12 @@ def test_a_step_up_in_the_middle_of_another_begins_when_that_has_ended() -> None
     # PARKED is reached after 58 s, READY after 60 s.
     for idle_s, waited_s in ((52.0, 8.0), (57.0, 3.0), (60.0, 0.0)):
         assert run(Replay([0.0, 1.0 + idle_s], 1.0, ladder, Fixed(plan))).waited_s == waited_s
+
+
+def test_a_replay_completes_no_prewarm_by_a_repeated_step() -> None:
+    ladder = Ladder((Rung(1.0, 0.0), Rung(0.5, 2.0), Rung(0.0, 10.0)), 1.0)
+    plan = (Step(0.0, 2), Step(50.0, 0), Step(51.0, 0))
+    assert run(Replay([0.0, 1.0 + 53.0], 1.0, ladder, Fixed(plan))).waited_s == 7.0
 
 
 def test_the_policy_is_never_much_dearer_than_the_envelope_and_much_cheaper_for_a_timer() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import time
 from pathlib import Path
 
@@ -51,6 +52,21 @@ async def test_what_is_known_of_a_function_is_the_same_after_it_was_written(tmp_
     assert idle is not None
     assert 100.0 <= idle[0] < 160.0
     assert idle[1] == pytest.approx(7.0)
+
+
+async def test_a_file_of_a_thousand_idle_times_is_small_and_one_with_fewer_is_still_read(tmp_path: Path):
+    rnd = random.Random(1)
+    times_s = tuple(rnd.expovariate(1 / 300) for _ in range(1024))
+    for known in (1024, 256):
+        file = tmp_path / str(known) / "functions" / "one.json"
+        async with BackgroundTasks() as tasks:
+            histories = await FunctionHistories.open(tmp_path / str(known), tasks, account)
+            kept = History(times_s[:known], times_s[:128], (0.0, 0.1, 0.5), known)
+            (await histories.of("one")).ladder.remember(kept, FIGURES)
+            await histories.close()
+            again = await (await FunctionHistories.open(tmp_path / str(known), tasks, account)).of("one")
+        assert again.ladder.history.idles == pytest.approx(times_s[:known], abs=0.001)
+        assert file.stat().st_size < 16_000
 
 
 async def test_a_forgotten_function_is_not_written_again(tmp_path: Path):
