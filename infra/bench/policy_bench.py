@@ -42,8 +42,8 @@ PRICES = (0.001, 0.01)
 # The mixed fleet is compared at equal cost, at more prices.
 EQUAL_COST_LADDERS, EQUAL_COST_PRICES = ("slice", "gpu2"), (0.0003, 0.001, 0.003, 0.01, 0.03)
 WITHOUT_RUNGS = "gpu2"
-# No constant of the policy was chosen with the traces of these.
-SEEDS = (20261122, 271828)
+# Drawn at random after the last change of a constant of the policy. Draw new ones after the next change: docs/scaling.md.
+SEEDS = (42599668, 31725464, 57301729)
 # So many gaps must be known before the policy is held to a function's own best ladder.
 KNOWN_GAPS = 1000
 
@@ -202,9 +202,9 @@ TARGETS = {
     "mixed_waiting_at_equal_cost": "<= 0.4",
     "mixed_cold_at_equal_cost_two_rungs": "<= 0.7",
     "mixed_woken_at_equal_cost_two_rungs": "",
-    "timer_bill_vs_best_fixed": "<= 0.4",
+    "timer_bill_vs_best_fixed": "<= 0.3",
     "timer_bill_vs_best_fixed_two_rungs": "",
-    "worst_vs_own_best_ladder": "<= 1.10",
+    "worst_vs_own_best_ladder": "<= 1.15",
     "bursts_two_rungs_vs_own_best_ladder": "<= 1.25",
     "worst_vs_own_best_ladder_few_gaps": "",
     "worst_vs_envelope": "<= 1.15",
