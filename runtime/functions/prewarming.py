@@ -202,7 +202,8 @@ class Prewarming:
         declared = self._declared.get(name, ())
         for follower, delays in upstreams.followers(name) if self._learned else ():
             if follower not in declared and (live := self._find(follower)) is not None:
-                window = delays.best_window(live.revision.history.ladder.climb_cost())
+                ladder = live.revision.history.ladder
+                window = delays.best_window(ladder.climb_cost(), ladder.ready_shares())
                 if window is not None:
                     self._expect(follower, name, "upstream", called_s, window)
         for follower in declared:

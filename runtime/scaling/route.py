@@ -66,7 +66,7 @@ def clamped(plan: Plan, steady: Plan, lowest: int, wakes: Sequence[float]) -> Pl
 
     `steady` has no steps up. A step up of the result is reached when that of `plan` is.
     """
-    bold, usual = list(_reached(plan, wakes)), list(_reached(steady, wakes))
+    bold, usual = list(reached(plan, wakes)), list(reached(steady, wakes))
     route, rung = None, -1
     for at_s in sorted({step.offset_s for step in (*bold, *usual)}):
         following = min(_rung(bold, at_s), max(lowest, _rung(usual, at_s)))
@@ -78,7 +78,7 @@ def clamped(plan: Plan, steady: Plan, lowest: int, wakes: Sequence[float]) -> Pl
     return route.plan() if route is not None else plan
 
 
-def _reached(plan: Plan, wakes: Sequence[float]) -> Iterator[Step]:
+def reached(plan: Plan, wakes: Sequence[float]) -> Iterator[Step]:
     """Yield the rungs of a plan, each with the time at which it is reached as its offset."""
     yield plan[0]
     for (_, before), (offset_s, rung) in pairwise(plan):

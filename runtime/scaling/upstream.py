@@ -8,13 +8,19 @@ from __future__ import annotations
 
 import bisect
 import itertools
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import NamedTuple
+
+from .ladder import Plan, Step
+from .route import reached
 
 # Delays are told apart by these bounds, in seconds: four a decade. Longer ones are no delays.
 BOUNDS_S = tuple(0.1 * 10 ** (power / 4) for power in range(15))
 HORIZON_S = BOUNDS_S[-1]
+NEVER_READY = (0.0,) * len(BOUNDS_S)
 # A call of the upstream function counts this much less than the next one: habits change.
 DECAY = 1 - 1 / 32
 # Nothing is learned from fewer calls.
@@ -78,10 +84,11 @@ class Delays:
         longest_s = max(bound_s for bound_s, hit in zip(BOUNDS_S, self.hits, strict=True) if hit)
         return max(longest_s * (1 + MARGIN), LEAST_UNTIL_S)
 
-    def best_window(self, cost: ClimbCost) -> Window | None:
+    def best_window(self, cost: ClimbCost, ready_shares: Sequence[float] = NEVER_READY) -> Window | None:
         """Return the window with the largest gain; None if no window gains anything.
 
-        Found backwards: a worker that waits goes on waiting as long as what may still come is worth it.
+        Found backwards: a worker that waits goes on waiting as long as what may still come is worth it. `ready_shares` is
+        what `ready_shares` returns: a call that finds a worker without a window is no gain, and the worker no cost.
         """
         if not self.known:
             return None
@@ -92,7 +99,8 @@ class Delays:
         for index in reversed(range(len(BOUNDS_S))):
             met = self.hits[index] * share
             length_s = BOUNDS_S[index] - (begin_s := BOUNDS_S[index - 1] if index else 0.0)
-            gain += met * cost.saved - hold * length_s * (left + met / 2)
+            needed = 1 - ready_shares[index]
+            gain += needed * (met * cost.saved - hold * length_s * (left + met / 2))
             left += met
             if gain <= 0:
                 gain, stop = 0.0, index - 1
@@ -103,6 +111,21 @@ class Delays:
         from_s = max(0.0, (BOUNDS_S[first - 1] if first else 0.0) - cost.wake_s)
         until_s = max(BOUNDS_S[last] * (1 + MARGIN), LEAST_UNTIL_S)
         return Window(from_s, until_s, sum(self.hits[first : last + 1]) * share)
+
+
+def ready_shares(plan: Plan, wakes: Sequence[float], elapsed_s: float) -> tuple[float, ...]:
+    """Return for each bin of delays the share in which `plan`, which began `elapsed_s` ago, holds READY."""
+    steps = [*reached(plan, wakes), Step(math.inf, 0)]
+    held = [
+        (step.offset_s - elapsed_s, following.offset_s - elapsed_s)
+        for step, following in pairwise(steps)
+        if step.rung == 0
+    ]
+    return tuple(
+        sum(max(0.0, min(until_s, end_s) - max(from_s, begin_s)) for from_s, until_s in held)
+        / (end_s - begin_s)
+        for begin_s, end_s in pairwise((0.0, *BOUNDS_S))
+    )
 
 
 class Upstreams:

@@ -19,10 +19,10 @@ from ..scaling.eviction import Gaps, StepDown
 from ..scaling.idle_law import Prior
 from ..scaling.idle_period import Followers, IdlePeriod, IdleWatch
 from ..scaling.keep_alive import Choice, History
-from ..scaling.ladder import Ladder, Plan
+from ..scaling.ladder import Ladder, Plan, Step
 from ..scaling.rung_figures import HoldingPrices, RungFigures, differs
 from ..scaling.slow_share import SlowShare
-from ..scaling.upstream import ClimbCost
+from ..scaling.upstream import NEVER_READY, ClimbCost, ready_shares
 from ..telemetry.decisions import NUMBERED_RUNGS, Decisions
 from ..telemetry.usage import RungName
 
@@ -259,6 +259,18 @@ class IdleLadder:
         lower = max(held, 1) if held >= 0 and len(rungs) > 1 else len(rungs) - 1
         saved = costs.penalties[lower] - costs.penalties[0]
         return ClimbCost(costs.holds[0] - costs.holds[lower], saved, costs.wakes[lower])
+
+    def ready_shares(self) -> tuple[float, ...]:
+        """Return for each delay from now on how much of it the present plan holds a worker. See `upstream.ready_shares`."""
+        period, plan = self._watch.period, self._plan
+        if period is None or plan is None or self._target is None or self._evicted:
+            return NEVER_READY
+        elapsed_s = time.monotonic() - period.planned_from_s
+        if self._target.rung is not RungName.READY:
+            # Only a step up that is still to come makes it READY.
+            lowest = Step(0.0, len(self._spec.rungs) - 1)
+            plan = (lowest, *(step for step in plan if step.offset_s > elapsed_s))
+        return ready_shares(plan, [rung.wake_s for rung in self._ladder.rungs], elapsed_s)
 
     def below(self, rung: RungName) -> tuple[RungName, ...]:
         """Return the rungs below `rung`, from the highest down. A zygote that is no rung goes with its worker."""

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from itertools import pairwise
+from operator import mul
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pilotflame.runtime.scaling.ladder import Step
 from pilotflame.runtime.scaling.upstream import (
+    BOUNDS_S,
     HORIZON_S,
     MOST_FOLLOWERS,
     MOST_UPSTREAMS,
@@ -15,6 +20,7 @@ from pilotflame.runtime.scaling.upstream import (
     Delays,
     Upstreams,
     Window,
+    ready_shares,
 )
 
 # A worker of 0.45 GB that takes 2 s to start, at the prices of reference/policy.md.
@@ -88,6 +94,33 @@ def test_a_window_is_worth_what_it_costs(delays_s: list[float], hold: float, sav
         assert delays.best_window(ClimbCost(hold, saved * 2, wake_s)) is not None
     elif delays.known:
         assert delays.best_window(ClimbCost(hold * 2 + 1e-9, saved, wake_s)) is None
+
+
+def test_no_window_is_opened_for_calls_that_the_plan_meets_ready_anyway():
+    """The head of a chain of functions follows the chain's end, and its own timer prewarms it."""
+    delays = Delays()
+    for _ in range(20):
+        delays.note_hit(20.0)
+        delays.note_call()
+    wakes = (0.0, 2.0)
+    ready = (Step(0.0, 1), Step(12.0, 0), Step(45.0, 1))
+    assert delays.best_window(COST, ready_shares(ready, wakes, 0.0)) is None
+    # The prewarm has passed, or it comes too late.
+    assert delays.best_window(COST, ready_shares(ready, wakes, 40.0)) is not None
+    assert delays.best_window(COST, ready_shares((Step(0.0, 1), Step(60.0, 0)), wakes, 0.0)) is not None
+
+
+@given(st.floats(0, 400), st.floats(0, 400), st.floats(0, 100))
+def test_the_shares_of_delays_with_a_worker_add_up_to_the_time_that_the_plan_holds_one(
+    climb_s: float, hold_s: float, elapsed_s: float
+):
+    plan = (Step(0.0, 1), Step(climb_s, 0), Step(climb_s + 2.0 + hold_s, 1))
+    shares = ready_shares(plan, (0.0, 2.0), elapsed_s)
+    lengths_s = [end_s - begin_s for begin_s, end_s in pairwise((0.0, *BOUNDS_S))]
+    from_s, until_s = climb_s + 2.0 - elapsed_s, climb_s + 2.0 + hold_s - elapsed_s
+    held_s = max(0.0, min(until_s, HORIZON_S) - max(0.0, min(from_s, HORIZON_S)))
+    assert sum(map(mul, shares, lengths_s)) == pytest.approx(held_s, abs=1e-6)
+    assert all(0 <= share <= 1 + 1e-9 for share in shares)
 
 
 def test_three_rounds_are_enough_and_two_are_not():

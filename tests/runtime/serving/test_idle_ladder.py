@@ -291,3 +291,15 @@ async def test_a_deploy_after_a_restart_begins_its_plan_anew():
         assert deployed.descents == []
         assert ladder.keeps_worker
         ladder.release(deployed)
+
+
+async def test_the_delays_at_which_a_plan_holds_a_worker_are_told_only_while_it_does():
+    async with BackgroundTasks() as tasks:
+        ladder, target = IdleLadder(Decisions()), Warm()
+        assert set(ladder.ready_shares()) == {0.0}
+        await ladder.adopt(target, LadderSpec(), 0.1, tasks)
+        # READY costs so little that it is held beyond all delays.
+        assert ladder.ready_shares()[:10] == pytest.approx([1.0] * 10)
+        target.rung = RungName.LOCAL
+        assert set(ladder.ready_shares()) == {0.0}
+        ladder.release(target)
