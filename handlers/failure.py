@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
 from pathlib import Path
+from types import FrameType
 from typing import Any, TypeVar
 
 from ..errors import PilotflameError
@@ -48,6 +50,20 @@ def locate(error: BaseException, root: Path) -> tuple[str, int]:
     return found
 
 
+def locate_frame(frame: FrameType | None, root: Path) -> dict[str, Any]:
+    """Return where the stack of `frame` is: `file` and `line` in the user's folder `root`, and what is called there.
+
+    `file` is the outermost one in `root`, usually the handler's. `inside` is the innermost function of the stack.
+    """
+    stack = list(traceback.walk_stack(frame))
+    own = [(name, line) for one, line in stack if (name := _relative(one.f_code.co_filename, root))]
+    file, line = next((place for place in own if place[0] == own[-1][0]), ("", 0))
+    inner, inner_line = stack[0]
+    name = _relative(inner.f_code.co_filename, root) or _importable(inner.f_code.co_filename)
+    inside = f"{name}, line {inner_line}, in {inner.f_code.co_name}"
+    return {"file": file, "line": line, "inside": "" if (name, inner_line) == (file, line) else inside}
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Return True if `error` says that the memory of the host or of a device ran out.
 
@@ -77,6 +93,13 @@ def _relative(filename: str, root: Path) -> str:
         return str(Path(filename).resolve().relative_to(root.resolve()))
     except (ValueError, OSError):
         return ""
+
+
+def _importable(filename: str) -> str:
+    """Return the path of a file below the folder that it was imported from, such as "torch/hub.py"."""
+    folders = sorted((folder for folder in sys.path if folder), key=len, reverse=True)
+    folder = next((folder for folder in folders if filename.startswith(f"{folder}/")), "")
+    return filename.removeprefix(f"{folder}/") if folder else filename
 
 
 def _user_traceback(error: BaseException, root: Path) -> str:

@@ -183,6 +183,7 @@ def worker_spec(store: Store, record: RevisionRecord, cache: Path) -> WorkerSpec
         weights=tuple(weights),
         concurrency=settings.concurrency, threads=settings.threads or fair_threads(settings),
         image=settings.image.name or "", resources=settings.resources, env=settings.env,
+        build_timeout_s=settings.build_timeout_s,
         preload=heavy_imports(folder / recognise(folder, settings.handler).file),
         compiled=store.compiled(record),
     )  # fmt: skip

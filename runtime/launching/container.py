@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import signal
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ...errors import LauncherError
 from ...snapshot.caching.mounted import KeptFolders
 from ..link.connection import Link
-from ..link.worker_spec import STACKS_SIGNAL, Confinement, WorkerSpec
+from ..link.worker_spec import Confinement, WorkerSpec
 from ..telemetry.log_stream import LogStream
 from ..telemetry.logs import Log
 from .launcher import Child
@@ -36,11 +35,8 @@ class ContainerChild(Child):
         self._send_signal, self._container = send_signal, container
         container.hold(self)
 
-    def kill(self) -> None:
-        self._send_signal(signal.SIGKILL)
-
-    def dump_stacks(self) -> None:
-        self._send_signal(STACKS_SIGNAL)
+    def send_signal(self, number: int) -> None:
+        self._send_signal(number)
 
     def report_exit(self, code: int | None, *, out_of_memory: bool = False, certain: bool = True) -> None:
         super().report_exit(code, out_of_memory=out_of_memory, certain=certain)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 from ..link.connection import Link
-from ..link.worker_spec import WorkerSpec
+from ..link.worker_spec import STACKS_SIGNAL, WorkerSpec
 from ..telemetry.log_stream import LogStream
 from ..telemetry.logs import Log
 
@@ -48,13 +48,17 @@ class Child(ABC):
         self._memory_text = ""
         self._out_of_memory = False
 
-    @abstractmethod
     def kill(self) -> None:
         """Kill the process."""
+        self.send_signal(signal.SIGKILL)
 
     @abstractmethod
+    def send_signal(self, number: int) -> None:
+        """Send the process a signal, unless it has ended."""
+
     def dump_stacks(self) -> None:
-        """Let a worker write to its log what each of its threads is doing, even if they are stuck."""
+        """Let the process write to its log what each of its threads is doing, even if they are stuck."""
+        self.send_signal(STACKS_SIGNAL)
 
     def kill_stuck(self, reason: str) -> None:
         """Let the worker write its stacks, and kill it a moment later. `reason` is for its log."""

@@ -12,14 +12,14 @@ from typing import Any
 from ...errors import LauncherError, PilotflameError
 from ..link.connection import Link
 from ..link.frames import Frame, FrameKind
-from ..link.worker_spec import STACKS_SIGNAL, Confinement, WorkerSpec
+from ..link.worker_spec import Confinement, WorkerSpec
 from ..telemetry.log_stream import LogStream
 from ..telemetry.logs import Log
 from .launcher import KILLED_S, Child
 from .listener import Listener
+from .slow_build import SlowBuild
 
 FORK_TIMEOUT_S = 60.0
-BUILD_TIMEOUT_S = 600.0
 
 
 class ChildProcess(Child):
@@ -40,14 +40,10 @@ class ChildProcess(Child):
         else:
             self._loop.add_reader(self._pidfd, self._on_exit)
 
-    def kill(self) -> None:
-        """Kill this process. Another process that was given the same pid later is never killed."""
+    def send_signal(self, number: int) -> None:
+        """Send a signal to this process, and never to another one that was given the same pid later."""
         with contextlib.suppress(ProcessLookupError, OSError):
-            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-
-    def dump_stacks(self) -> None:
-        with contextlib.suppress(ProcessLookupError, OSError):
-            signal.pidfd_send_signal(self._pidfd, STACKS_SIGNAL)
+            signal.pidfd_send_signal(self._pidfd, number)
 
     def _on_exit(self) -> None:
         self._loop.remove_reader(self._pidfd)
@@ -66,6 +62,7 @@ class ZygoteProcess:
     def __init__(self, child: Child, listener: Listener, on_death: Callable[[], None] | None = None) -> None:
         self.child, self._listener, self._on_death = child, listener, on_death
         self._built: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self.building = SlowBuild(child, self._built)
         self.reported_failure = False
         self._forking: dict[str, asyncio.Future[Child]] = {}
         # The pids are those that the zygote sees: in a container they differ from the machine's.
@@ -140,7 +137,7 @@ class ZygoteProcess:
         child = await self.fork("zygote", "zygote", logs, spec, confinement)
         zygote = self._make_zygote(child, on_death)
         try:
-            head = await zygote.wait_built(BUILD_TIMEOUT_S)
+            head = await zygote.building.wait(spec, logs)
         except BaseException as error:
             # A failure is told by the zygote, a death by the base.
             told = zygote.reported_failure or not isinstance(error, LauncherError)
@@ -172,16 +169,13 @@ class ZygoteProcess:
         return ZygoteSource(zygote, self, spec, facts, reason, confinement)
 
     async def wait_built(self, timeout_s: float) -> dict[str, Any]:
-        """Return the head of the BUILT frame. Raise the build's HandlerError, or LauncherError."""
+        """Return the head of a base's BUILT frame. Raise LauncherError."""
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._built
         except TimeoutError:
             self.child.kill()
-            raise LauncherError(
-                f"{self.child.name} was not ready within {timeout_s:.0f} s.",
-                remedy="Move slow work from import and `build` to `setup`.",
-            ) from None
+            raise LauncherError(f"{self.child.name} was not ready within {timeout_s:.0f} s.") from None
 
     def close(self) -> None:
         """End the zygote by closing its link. Its children get SIGTERM when it ends, and workers drain."""
@@ -199,6 +193,8 @@ class ZygoteProcess:
             self._child_ended(**head)
         elif frame.kind == FrameKind.BUILT and not self._built.done():
             self._built.set_result(head)
+        elif frame.kind == FrameKind.POSITION:
+            self.building.answer(head)
         elif frame.kind == FrameKind.FAILED and not self._built.done():
             self.reported_failure = True
             self._built.set_exception(PilotflameError.from_wire(head))

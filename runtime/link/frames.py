@@ -78,6 +78,8 @@ class FrameKind(enum.IntEnum):
     PARKED = 27
     # Up: the weights of a snapshot are on a device now. The head is as an element of "copies" in that of READY.
     COPIED = 28
+    # Up, from a zygote that imports or builds: the lines that it is at, as `handlers/failure.py` locates them.
+    POSITION = 29
 
 
 class Frame(NamedTuple):

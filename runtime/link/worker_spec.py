@@ -17,8 +17,10 @@ VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 WEIGHTS_TIMEOUT_S = 3600.0
 """How long a worker waits until all of its weights have arrived."""
 
-# Workers answer this signal with the stacks of their threads, also if they are stuck. Handlers do not use it.
+# Zygotes and workers write the stacks of their threads to the log on this signal, also if they are stuck in native code.
 STACKS_SIGNAL = signal.SIGRTMIN + 5
+# A zygote that imports or builds a handler answers this signal with a POSITION frame.
+POSITION_SIGNAL = signal.SIGRTMIN + 6
 
 
 class Confinement(BaseModel):
@@ -89,6 +91,7 @@ class WorkerSpec(BaseModel):
     concurrency: int = 1
     threads: int | None = None
     env: dict[str, str] = {}
+    build_timeout_s: float = 600.0
     preload: tuple[str, ...] = ()
     image: str = ""
     """The container image that the function runs in; empty if it runs in processes of the gateway's machine."""

@@ -294,6 +294,9 @@ class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
         None, description="Seconds one call of the handler may take; then its worker is replaced."
     )
     hold_s: Seconds = Field(60.0, description="Seconds a request waits for a worker to be ready.")
+    build_timeout_s: PositiveSeconds = Field(
+        600.0, description="Seconds the import of the handler and its `build` may take together."
+    )
     ttl_s: PositiveSeconds = Field(86_400.0, description="Seconds a job may wait in the queue.")
     attempts: int = Field(3, ge=1, le=100, description="Attempts of a job whose workers die or cannot start.")
     max_queue: int = Field(1000, ge=1, le=1_000_000, description="Most waiting invocations.")

@@ -9,6 +9,7 @@ role) is returned up to `main`, which calls it, so that the child starts on an a
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import functools
 import gc
 import importlib
@@ -19,7 +20,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,9 +28,10 @@ from typing import Any
 from setproctitle import setproctitle
 
 from ...errors import LauncherError, PilotflameError
+from ...handlers.failure import locate_frame
 from ..link.connection import BlockingLink, dial
 from ..link.frames import FrameKind
-from ..link.worker_spec import REQUEST_VARIABLE, Confinement, WorkerSpec
+from ..link.worker_spec import POSITION_SIGNAL, REQUEST_VARIABLE, STACKS_SIGNAL, Confinement, WorkerSpec
 from . import compiled_code, fork_safety, output
 from .confinement import confine
 from .function_setup import Built, build, weights_hint
@@ -237,6 +239,8 @@ class RevisionZygote(Zygote):
     def run(self) -> Role | None:
         setproctitle(f"pilotflame: zygote {self._spec.label}")
         redirect_output(self._ticket)
+        faulthandler.register(STACKS_SIGNAL, file=2)
+        signal.signal(POSITION_SIGNAL, signal.SIG_IGN)
         role = super().run()
         if role is None and self._spec.compiled is not None and "torch" in sys.modules:
             compiled_code.note_end(self._spec.compiled)
@@ -244,12 +248,12 @@ class RevisionZygote(Zygote):
 
     def prepare(self, link: BlockingLink) -> bool:
         began_s = time.monotonic()
-        with fork_safety.watch_threads() as started:
-            try:
+        try:
+            with fork_safety.watch_threads() as started, self._telling_positions(link):
                 self._built = build(self._spec)
-            except PilotflameError as error:
-                link.send(FrameKind.FAILED, error.to_wire(private=True))
-                return False
+        except PilotflameError as error:
+            link.send(FrameKind.FAILED, error.to_wire(private=True))
+            return False
         fork_safety.make_torch_single_threaded()
         facts = {**self._built.handler.facts(), "build_s": round(time.monotonic() - began_s, 3)}
         threads = fork_safety.lasting_thread_count()
@@ -260,6 +264,21 @@ class RevisionZygote(Zygote):
         if not self._spec.weights and (hint := weights_hint(self._spec.code)):
             sys.stderr.write(hint)
         return True
+
+    @contextlib.contextmanager
+    def _telling_positions(self, link: BlockingLink) -> Iterator[None]:
+        """In the block, answer each POSITION_SIGNAL with the lines that are being run.
+
+        Signal handlers of Python run between two of its instructions, so native code answers after its return.
+        """
+        code = self._spec.code
+        signal.signal(
+            POSITION_SIGNAL, lambda _, frame: link.send(FrameKind.POSITION, locate_frame(frame, code))
+        )
+        try:
+            yield
+        finally:
+            signal.signal(POSITION_SIGNAL, signal.SIG_IGN)
 
     def child_role(self, ticket: Ticket, request: dict[str, Any]) -> Role:
         return partial(run_worker, ticket, self._spec, self._built)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from pathlib import Path
 
 import psutil
@@ -90,11 +91,9 @@ async def test_of_several_kill_deadlines_the_earliest_counts():
     killed = asyncio.Event()
 
     class Victim(Child):
-        def kill(self) -> None:
-            killed.set()
-
-        def dump_stacks(self) -> None:
-            pass
+        def send_signal(self, number: int) -> None:
+            if number == signal.SIGKILL:
+                killed.set()
 
     victim = Victim(None, 1, "victim")  # type: ignore[arg-type]
     victim.kill_after(60.0)
@@ -108,10 +107,9 @@ async def test_a_deadline_to_end_does_not_save_a_stuck_process() -> None:
     killed = asyncio.Event()
 
     class Victim(Child):
-        def kill(self) -> None:
-            killed.set()
-
-        def dump_stacks(self) -> None: ...
+        def send_signal(self, number: int) -> None:
+            if number == signal.SIGKILL:
+                killed.set()
 
     victim = Victim(None, 1, "victim")  # type: ignore[arg-type]
     victim.kill_stuck("it does not answer")
@@ -122,8 +120,7 @@ async def test_a_deadline_to_end_does_not_save_a_stuck_process() -> None:
 
 async def test_the_cause_names_the_kernel_if_memory_ran_out():
     class Victim(Child):
-        def kill(self) -> None: ...
-        def dump_stacks(self) -> None: ...
+        def send_signal(self, number: int) -> None: ...
 
     victim = Victim(None, 1, "victim")  # type: ignore[arg-type]
     victim.report_exit(-9, out_of_memory=True)
