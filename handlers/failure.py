@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any, TypeVar
 
 from ..errors import PilotflameError
 
+# What `os.environ[name]` runs.
+_OS_ENVIRON_CODE = type(os.environ).__getitem__.__code__
 E = TypeVar("E", bound=PilotflameError)
 
 MAX_TRACEBACK_CHARS = 12_000
@@ -28,6 +31,7 @@ def explain(kind: type[E], what: str, error: BaseException, root: Path, *, remed
     where = f" at {file}, line {line}" if file else ""
     details: dict[str, Any] = {"exception": type(error).__name__}
     text = f"{type(error).__name__}: {_text(error)}"
+    remedy = remedy or _variable_remedy(error)
     if isinstance(error, PilotflameError):
         text, remedy, details = error.message, error.remedy, {**error.details, "exception": error.code}
     if file:
@@ -76,6 +80,18 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     text = _text(error).lower() if isinstance(error, RuntimeError) else ""
     return "out of memory" in text or "can't allocate memory" in text
+
+
+def _variable_remedy(error: BaseException) -> str:
+    """Return what to do if `error` says that an environment variable does not exist, else ""."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if not isinstance(error, KeyError) or not frames or frames[-1].f_code is not _OS_ENVIRON_CODE:
+        return ""
+    name = error.args[0]
+    return (
+        f"The function's environment has no {name}. Run `pilotflame secrets set FUNCTION {name}`, or add it to [env]"
+        " in pilotflame.toml if it is not secret."
+    )
 
 
 def _text(error: BaseException) -> str:

@@ -4,8 +4,8 @@ The files have mode 0600 and are not encrypted: the encryption key would be on t
 all functions run as the same system user, who can read these files. So functions that do not trust each other
 must run in separate containers, each with its own gateway.
 
-A worker gets the secrets of its function when it is activated, over its link to the gateway. Zygotes and
-standbys hold no secrets. A changed secret reaches only workers that are activated afterwards.
+The zygote of a function gets its secrets over its link to the gateway, before it imports the handler, and its
+workers inherit them. A changed secret replaces these processes (`Functions.renew`). Bases hold no secrets.
 """
 
 from __future__ import annotations

@@ -66,7 +66,15 @@ class AccessControl:
             row("GET", keys, self.list_keys, admin, "List the API keys.", {"keys": list[ShownKey]}),
             row("DELETE", "/v1/keys/{id}", self.revoke_key, admin, "Revoke an API key.", revoked),
             row("GET", secrets, self.list_secrets, deploy, "List the names of a function's secrets.", names),
-            row("PUT", one, self.set_secret, deploy, "Set a secret for new workers.", put, body=SecretValue),
+            row(
+                "PUT",
+                one,
+                self.set_secret,
+                deploy,
+                "Set a secret; the function's processes are replaced.",
+                put,
+                body=SecretValue,
+            ),
             row("DELETE", one, self.unset_secret, deploy, "Unset a secret.", {"function": str, "unset": str}),
         ]
 
@@ -93,6 +101,7 @@ class AccessControl:
         body = await read_body(request, MAX_BODY_BYTES, BODY_TIMEOUT_S, remedy="")
         sent = validate(SecretValue, load_json(body), 'Send {"value": "…"}, UTF-8.')
         replaced = await asyncio.to_thread(self.secrets.set, function, key, sent.value)
+        self.functions.renew(function)
         deployed = any(live.record.function == function for live in self.functions.all())
         result = {"function": function, "secret": key, "replaced": replaced, "deployed": deployed}
         return json_response(result, no_store=True)
@@ -100,4 +109,5 @@ class AccessControl:
     async def unset_secret(self, request: web.Request) -> web.StreamResponse:
         function, key = request.match_info["function"], request.match_info["key"]
         await asyncio.to_thread(self.secrets.unset, function, key)
+        self.functions.renew(function)
         return json_response({"function": function, "unset": key})

@@ -25,11 +25,10 @@ def secrets() -> None:
 @click.option("--from-file", type=click.File("rb"), help="A file that holds the value.")
 @options.gateway
 def set_secret(*, name: str, key: str, from_file: BinaryIO | None, client: Client, as_json: bool) -> None:
-    """Give function NAME's workers the secret KEY, as an environment variable.
+    """Give function NAME the secret KEY, as an environment variable that all of its code can read.
 
-    The value comes from --from-file, standard input or a prompt; one newline at its end is removed. Workers
-    that start from now on have it in `setup` and in the handler, but not in `build`. Workers that run do not
-    change.
+    The value comes from --from-file, standard input or a prompt; one newline at its end is removed. Processes of
+    the function that run are replaced by new ones with the secret, and finish their calls.
 
     \b
     Examples:
@@ -37,7 +36,8 @@ def set_secret(*, name: str, key: str, from_file: BinaryIO | None, client: Clien
       pass show api-token | pilotflame secrets set greeter API_TOKEN
     """
     result = client.put("v1", "functions", name, "secrets", key, body={"value": _value(key, from_file)})
-    display.print_result(result, f"{name} has {key}; workers that start from now on get it", as_json=as_json)
+    outcome = f"{name} has {key}" + ("; its processes are replaced" if result["deployed"] else "")
+    display.print_result(result, outcome, as_json=as_json)
     if not (as_json or result["deployed"]):
         display.say(f"no function {name} is deployed yet; it will get the secret when it is deployed")
 
@@ -61,7 +61,7 @@ def list_secrets(*, name: str, client: Client, as_json: bool) -> None:
 @click.argument("key")
 @options.gateway
 def unset_secret(*, name: str, key: str, client: Client, as_json: bool) -> None:
-    """Remove the secret KEY from function NAME. Workers that run keep it until they end.
+    """Remove the secret KEY from function NAME, and replace its processes.
 
     Example: pilotflame secrets unset greeter API_TOKEN
     """

@@ -36,7 +36,7 @@ from packaging.version import InvalidVersion, Version
 
 from ...errors import RequirementsError
 from ...snapshot.publish import publish
-from ..launching.launcher import Launcher, WorkerSource
+from ..launching.launcher import NO_SECRETS, Launcher, WorkerSource
 from ..link.worker_spec import WorkerSpec
 from ..telemetry.logs import Log as ProcessLog
 from .requirements import check_requirements, installed_versions, parse_requirements, requirements_digest
@@ -115,13 +115,16 @@ class EnvironmentLauncher(Launcher):
         self._requirements_of, self._in_thread = requirements_of, in_thread
         self._present: WorkerSpec | None = None
 
-    async def launch(self, spec: WorkerSpec, logs: ProcessLog, on_death: Callable[[], None]) -> WorkerSource:
+    async def launch(
+        self, spec: WorkerSpec, logs: ProcessLog, on_death: Callable[[], None],
+        secrets: Mapping[str, str] = NO_SECRETS,
+    ) -> WorkerSource:  # fmt: skip
         loop = asyncio.get_running_loop()
 
         def log(text: str) -> None:
             loop.call_soon_threadsafe(logs.write, "gateway", text)
 
-        return await self._launcher.launch(await self._resolved(spec, log), logs, on_death)
+        return await self._launcher.launch(await self._resolved(spec, log), logs, on_death, secrets)
 
     async def prepare(self, spec: WorkerSpec) -> None:
         await self._launcher.prepare(await self._resolved(spec, lambda _text: None))

@@ -81,6 +81,8 @@ class Functions:
     _locks: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary, init=False)
     # Pairs of a function and its revision that may become live. Their files must stay.
     _proving: list[tuple[str, str]] = field(default_factory=list, init=False)
+    # Functions whose secrets have changed since their processes were started last.
+    _renewing: set[str] = field(default_factory=set, init=False)
     _closing: bool = field(default=False, init=False)
     _retirements: dict[asyncio.Task[None], Live | None] = field(default_factory=dict, init=False)
     _threads: ThreadPoolExecutor = field(
@@ -169,6 +171,30 @@ class Functions:
         drain. If they do not, the error is raised and the old ones stay. Raise what `get` raises.
         """
         return await self._revive(name, lambda live: live)
+
+    def renew(self, name: str) -> None:
+        """Replace a function's processes in the background, as its secrets have changed. If it has none, do nothing.
+
+        If the new zygote or the new workers fail, the log says why, and the old ones stay.
+        """
+        known = name in self._live or any(function == name for function, _ in self._proving)
+        if known and name not in self._renewing:
+            self._renewing.add(name)
+            self.tasks.create_task(self._renew(name))
+
+    async def _renew(self, name: str) -> None:
+        async with self._lock(name):
+            # From here on the present secrets are read, so a later change needs another replacement.
+            self._renewing.discard(name)
+            live = self._live.get(name)
+            if live is None or self._closing or not live.revision.pool.holds_processes:
+                return
+            try:
+                # Without a ready worker, none is started to check the secrets.
+                await self._replace(live.record, live.logs, check=bool(live.revision.pool.ready))
+            except PilotflameError as error:
+                text = f"{name} does not have its changed secrets: {error.message}"
+                live.logs.write("gateway", text, "error")
 
     async def rollback(self, name: str, revision: str | None = None) -> Live:
         """Make an old revision live, as `Store.find` finds it, and return the function.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ...errors import LauncherError
 from ...snapshot.caching.mounted import KeptFolders
@@ -13,7 +13,7 @@ from ..link.connection import Link
 from ..link.worker_spec import Confinement, WorkerSpec
 from ..telemetry.log_stream import LogStream
 from ..telemetry.logs import Log
-from .launcher import Child
+from .launcher import NO_SECRETS, Child
 from .listener import Listener
 from .zygote_process import ZygoteProcess, ZygoteSource
 
@@ -105,7 +105,7 @@ class ContainerBase(ContainerZygote):
         self._remove()
 
     async def launch(
-        self, spec: WorkerSpec, logs: Log, on_death: Callable[[], None],
+        self, spec: WorkerSpec, logs: Log, on_death: Callable[[], None], secrets: Mapping[str, str] = NO_SECRETS,
         confinement: Confinement | None = None,
     ) -> ZygoteSource:  # fmt: skip
         if kept := self._container.weights:
@@ -114,7 +114,7 @@ class ContainerBase(ContainerZygote):
                 for one in spec.weights
             ]
             spec = spec.model_copy(update={"weights": tuple(weights)})
-        return await super().launch(spec, logs, on_death, confinement)
+        return await super().launch(spec, logs, on_death, secrets, confinement)
 
     def _make_zygote(self, child: Child, on_death: Callable[[], None]) -> ZygoteProcess:
         def on_zygote_death() -> None:
@@ -132,11 +132,9 @@ class ContainerBase(ContainerZygote):
         if self._orphaned:
             self.close()
 
-    def _make_source(
-        self, zygote: ZygoteProcess, spec: WorkerSpec, facts: dict[str, Any], reason: str,
-        _confinement: Confinement | None,
-    ) -> ZygoteSource:  # fmt: skip
-        return ContainerSource(zygote, self, spec, facts, reason)
+    @property
+    def _source(self) -> type[ZygoteSource]:
+        return ContainerSource
 
 
 class ContainerSource(ZygoteSource):

@@ -11,7 +11,7 @@ import contextlib
 import json
 import resource
 import secrets
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from ..link.worker_spec import REQUEST_VARIABLE, Weights, WorkerSpec
 from ..telemetry.logs import Log, LogBook
 from .container import Container, ContainerBase, ContainerChild
 from .container_engine import EXIT_TIMEOUT_S, GATEWAY_LABEL, REMOVE_TIMEOUT_S, SHUTTING_DOWN, ContainerEngine
+from .launcher import NO_SECRETS
 from .listener import Listener
 from .process_launcher import SINGLE_THREADED
 from .zygote_process import ZygoteSource
@@ -60,11 +61,17 @@ class ContainerLauncher:
         self._containers: set[Container] = set()
         self._removing: set[asyncio.Task[None]] = set()
 
-    async def launch(self, spec: WorkerSpec, logs: Log, on_death: Callable[[], None]) -> ZygoteSource:
+    async def launch(
+        self,
+        spec: WorkerSpec,
+        logs: Log,
+        on_death: Callable[[], None],
+        secrets: Mapping[str, str] = NO_SECRETS,
+    ) -> ZygoteSource:
         """Launch the zygote of `spec` in a container of its own. Raise HandlerError or LauncherError."""
         base = await self._start_base(spec, logs)
         try:
-            return await base.launch(spec, logs, on_death)
+            return await base.launch(spec, logs, on_death, secrets)
         except BaseException:
             base.close()
             raise

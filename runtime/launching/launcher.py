@@ -8,7 +8,8 @@ import functools
 import math
 import signal
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 from ..link.connection import Link
@@ -22,6 +23,7 @@ UNKNOWN_CAUSE = "an unknown cause"
 STACKS_TIMEOUT_S = 0.5
 # How long a killed process may take to end, before the gateway goes on without it.
 KILLED_S = 10.0
+NO_SECRETS: Mapping[str, str] = MappingProxyType({})
 
 
 class EndCause(NamedTuple):
@@ -157,9 +159,16 @@ class WorkerSource(Protocol):
 class Launcher(Protocol):
     """Launches revisions, for example as processes of this machine."""
 
-    async def launch(self, spec: WorkerSpec, logs: Log, on_death: Callable[[], None]) -> WorkerSource:
+    async def launch(
+        self,
+        spec: WorkerSpec,
+        logs: Log,
+        on_death: Callable[[], None],
+        secrets: Mapping[str, str] = NO_SECRETS,
+    ) -> WorkerSource:
         """Launch the zygote of `spec`. Its death calls `on_death`. Raise HandlerError or LauncherError.
 
+        `secrets` are environment variables that only this zygote and its workers get, over their links.
         Call `forget` with the same `spec` when its revision has ended.
         """
 
@@ -191,8 +200,14 @@ class LauncherByImage:
     def __init__(self, processes: Launcher, containers: Launcher) -> None:
         self._processes, self._containers = processes, containers
 
-    async def launch(self, spec: WorkerSpec, logs: Log, on_death: Callable[[], None]) -> WorkerSource:
-        return await self._of(spec).launch(spec, logs, on_death)
+    async def launch(
+        self,
+        spec: WorkerSpec,
+        logs: Log,
+        on_death: Callable[[], None],
+        secrets: Mapping[str, str] = NO_SECRETS,
+    ) -> WorkerSource:
+        return await self._of(spec).launch(spec, logs, on_death, secrets)
 
     async def prepare(self, spec: WorkerSpec) -> None:
         await self._of(spec).prepare(spec)

@@ -7,7 +7,7 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from ...errors import LauncherError
 from ..link.worker_spec import Confinement, WorkerSpec
 from ..telemetry.logs import Log, LogBook
 from .confinements import Confinements
-from .launcher import KILLED_S
+from .launcher import KILLED_S, NO_SECRETS
 from .listener import Listener
 from .zygote_process import ChildProcess, ZygoteProcess, ZygoteSource
 
@@ -55,9 +55,15 @@ class ProcessLauncher:
         self._reaping: set[asyncio.Task[None]] = set()
         self._closed = False
 
-    async def launch(self, spec: WorkerSpec, logs: Log, on_death: Callable[[], None]) -> ZygoteSource:
+    async def launch(
+        self,
+        spec: WorkerSpec,
+        logs: Log,
+        on_death: Callable[[], None],
+        secrets: Mapping[str, str] = NO_SECRETS,
+    ) -> ZygoteSource:
         base = await self._base(spec)
-        return await base.launch(spec, logs, on_death, await self._confine(spec))
+        return await base.launch(spec, logs, on_death, secrets, await self._confine(spec))
 
     async def _confine(self, spec: WorkerSpec) -> Confinement:
         if (known := self._confined.get(id(spec))) is None:

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ...errors import LauncherError, PilotflameError
@@ -15,7 +15,7 @@ from ..link.frames import Frame, FrameKind
 from ..link.worker_spec import Confinement, WorkerSpec
 from ..telemetry.log_stream import LogStream
 from ..telemetry.logs import Log
-from .launcher import KILLED_S, Child
+from .launcher import KILLED_S, NO_SECRETS, Child
 from .listener import Listener
 from .slow_build import SlowBuild
 
@@ -127,15 +127,13 @@ class ZygoteProcess:
         return ChildProcess(link, pid, name, output)
 
     async def launch(
-        self,
-        spec: WorkerSpec,
-        logs: Log,
-        on_death: Callable[[], None],
+        self, spec: WorkerSpec, logs: Log, on_death: Callable[[], None], secrets: Mapping[str, str] = NO_SECRETS,
         confinement: Confinement | None = None,
-    ) -> ZygoteSource:
+    ) -> ZygoteSource:  # fmt: skip
         """Fork the zygote of a revision from this base, as `Launcher.launch` describes."""
         child = await self.fork("zygote", "zygote", logs, spec, confinement)
         zygote = self._make_zygote(child, on_death)
+        send_secrets(child, secrets)
         try:
             head = await zygote.building.wait(spec, logs)
         except BaseException as error:
@@ -157,16 +155,14 @@ class ZygoteProcess:
             )
             text = f"workers are spawned, not forked, and each imports for itself: {reason}"
             logs.write("zygote", text, "warning")
-        return self._make_source(zygote, spec, head["facts"], reason, confinement)
+        return self._source(zygote, self, spec, head["facts"], reason, secrets, confinement)
+
+    @property
+    def _source(self) -> type[ZygoteSource]:
+        return ZygoteSource
 
     def _make_zygote(self, child: Child, on_death: Callable[[], None]) -> ZygoteProcess:
         return ZygoteProcess(child, self._listener, on_death)
-
-    def _make_source(
-        self, zygote: ZygoteProcess, spec: WorkerSpec, facts: dict[str, Any], reason: str,
-        confinement: Confinement | None,
-    ) -> ZygoteSource:  # fmt: skip
-        return ZygoteSource(zygote, self, spec, facts, reason, confinement)
 
     async def wait_built(self, timeout_s: float) -> dict[str, Any]:
         """Return the head of a base's BUILT frame. Raise LauncherError."""
@@ -242,14 +238,20 @@ async def _death(child: Child, spec: WorkerSpec) -> LauncherError:
     return LauncherError(message, remedy="See `pilotflame logs` for its last output.")
 
 
+def send_secrets(child: Child, secrets: Mapping[str, str]) -> None:
+    """Let a zygote, or a spawned worker, import and build the handler with these environment variables."""
+    child.link.send_json(FrameKind.BUILD, 0, {"env": dict(secrets)})
+
+
 class ZygoteSource:
     """Forks a revision's workers from its zygote. If the zygote has threads, the base spawns them instead."""
 
     def __init__(
         self, zygote: ZygoteProcess, base: ZygoteProcess, spec: WorkerSpec, facts: dict[str, Any],
-        spawn_reason: str, confinement: Confinement | None = None,
+        spawn_reason: str, secrets: Mapping[str, str], confinement: Confinement | None = None,
     ) -> None:  # fmt: skip
         self.facts, self.spawn_reason = facts, spawn_reason
+        self._secrets = secrets
         self._zygote, self._base, self._spec, self._confinement = zygote, base, spec, confinement
 
     @property
@@ -262,7 +264,9 @@ class ZygoteSource:
 
     async def fork(self, name: str, logs: Log) -> Child:
         if self.spawn_reason:
-            return await self._base.fork("solo", name, logs, self._spec, self._confinement)
+            child = await self._base.fork("solo", name, logs, self._spec, self._confinement)
+            send_secrets(child, self._secrets)
+            return child
         return await self._zygote.fork("worker", name, logs)
 
     def close(self) -> None:

@@ -48,6 +48,14 @@ class BlockingLink:
     def send(self, kind: FrameKind, head: dict[str, Any] | None = None) -> None:
         self.sock.sendall(encode_json(kind, 0, head or {}))
 
+    def receive_one(self) -> Frame | None:
+        """Read one frame, and no bytes after it. None: the gateway closed the link."""
+        with contextlib.suppress(ConnectionError):
+            while data := self.sock.recv(self._reader.missing):
+                if frames := self._reader.feed(data):
+                    return frames[0]
+        return None
+
     def receive(self) -> list[Frame] | None:
         """Read once and return the frames that are complete, if any. None: the gateway closed the link."""
         try:

@@ -80,6 +80,9 @@ class FrameKind(enum.IntEnum):
     COPIED = 28
     # Up, from a zygote that imports or builds: the lines that it is at, as `handlers/failure.py` locates them.
     POSITION = 29
+    # Down: import and build the handler. The head has the function's secrets. A zygote gets it first, and so does a
+    # worker that was spawned.
+    BUILD = 30
 
 
 class Frame(NamedTuple):

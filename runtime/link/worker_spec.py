@@ -78,7 +78,7 @@ class CompiledCode(BaseModel):
 
 
 class WorkerSpec(BaseModel):
-    """One revision as its workers see it. It has no secrets: the ACTIVATE frame of each worker has them."""
+    """What processes of a revision need to know of it. It has no secrets: the BUILD frame has them."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

@@ -32,7 +32,7 @@ class Pool:
     ) -> None:  # fmt: skip
         """If `measure`, new workers measure their latency curve, until one worker has measured it.
 
-        `secrets` returns the environment variables that only workers get, by name.
+        `secrets` returns the environment variables that only the zygote and its workers get, by name.
         """
         self.replicas: list[Replica] = []
         self.activations = 0
@@ -40,7 +40,14 @@ class Pool:
         """When a worker that had run invocations ended last; 0 if none has."""
         self._rung = RungClock(time.monotonic())
         self.zygote = ZygoteSupervisor(
-            spec, scale, launcher, logs, tasks, lambda: self.in_flight > 0, self._note_rung
+            spec,
+            scale,
+            launcher,
+            logs,
+            tasks,
+            lambda: self.in_flight > 0,
+            self._note_rung,
+            secrets,
         )
         self._spec, self._tasks, self._events, self._secrets = spec, tasks, events, secrets
         self._measure = measure
@@ -101,6 +108,11 @@ class Pool:
     def held_workers(self) -> int:
         """The number of workers, also of those that are being forked."""
         return len(self.replicas) + len(self._asked)
+
+    @property
+    def holds_processes(self) -> bool:
+        """True if there is a zygote or a worker, or one is being started."""
+        return self.zygote.exists or self.held_workers > 0
 
     def usage(self, now_s: float) -> Usage:
         """Return what all workers, dead ones included, and the zygote have used so far."""
@@ -203,9 +215,7 @@ class Pool:
         activation.mark_forked(time.monotonic())
         # `setup` may have to wait for weights that are still being fetched.
         timeout_s = START_TIMEOUT_S + (WEIGHTS_TIMEOUT_S if self._weights is not None else 0.0)
-        env = self._secrets()
-        if place is not None:
-            env |= self._gpus.environment(self._spec.resources, place)
+        env = self._gpus.environment(self._spec.resources, place) if place is not None else {}
         replica = Replica(child, activation, self._events, env, timeout_s, measure=self._measure)
         self.replicas.append(replica)
         if place is not None:

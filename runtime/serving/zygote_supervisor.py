@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 
 from ...errors import LauncherError, PilotflameError
 from ..launching.launcher import Child, Launcher, WorkerSource
@@ -38,12 +38,13 @@ class ZygoteSupervisor:
     def __init__(
         self, spec: WorkerSpec, scale: Scale, launcher: Launcher, logs: Log, tasks: asyncio.TaskGroup,
         busy: Callable[[], bool], on_change: Callable[[], None] = lambda: None,
+        secrets: Callable[[], Mapping[str, str]] = dict,
     ) -> None:  # fmt: skip
-        """`busy` returns True while invocations run. `on_change` is called when the zygote has come or gone."""
+        """`secrets` returns the environment variables that each new zygote gets over its link. `busy` returns True while invocations run. `on_change` is called when the zygote has come or gone."""
         self.standby: Child | None = None
         self.standby_primed = False
         self._spec, self._launcher, self._logs, self._tasks, self._busy = spec, launcher, logs, tasks, busy
-        self._on_change = on_change
+        self._on_change, self._secrets = on_change, secrets
         # If it is not kept, the zygote is ended after the last worker.
         self._keep = scale.rest == "zygote"
         self._with_standby = self._keep and scale.standby
@@ -62,6 +63,11 @@ class ZygoteSupervisor:
         """The zygote; None if there is none, or if it died."""
         return self._source if self._source is not None and self._source.alive else None
 
+    @property
+    def exists(self) -> bool:
+        """True if there is a zygote, or one is being launched."""
+        return self.source is not None or self._launching.locked()
+
     # -- the zygote
 
     async def open(self) -> WorkerSource:
@@ -72,7 +78,7 @@ class ZygoteSupervisor:
             self.check_open()
             self._launched_s = time.monotonic()
             async with self._forgotten_if_closed():
-                source = await self._launcher.launch(self._spec, self._logs, self._on_death)
+                source = await self._launcher.launch(self._spec, self._logs, self._on_death, self._secrets())
             if self._closed:
                 source.close()
             self.check_open()

@@ -7,7 +7,7 @@ import inspect
 import logging
 import os
 import sys
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -56,8 +56,12 @@ class Built:
     threads: int
 
 
-def build(spec: WorkerSpec) -> Built:
-    """Import the handler and call its `build`. Raise HandlerError if either fails."""
+def build(spec: WorkerSpec, secrets: Mapping[str, str] | None = None) -> Built:
+    """Import the handler and call its `build`. Raise HandlerError if either fails.
+
+    `secrets` are environment variables of the function and take precedence over its settings.
+    """
+    spec = spec.model_copy(update={"env": {**spec.env, **(secrets or {})}})
     os.environ.update(spec.env)
     keeps = _keep_compiled(spec)
     inherited = int(os.environ.get("PILOTFLAME_TORCH_THREADS", "0"))

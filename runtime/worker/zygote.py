@@ -247,10 +247,12 @@ class RevisionZygote(Zygote):
         return role
 
     def prepare(self, link: BlockingLink) -> bool:
+        if (secrets := _receive_secrets(link)) is None:
+            return False
         began_s = time.monotonic()
         try:
             with fork_safety.watch_threads() as started, self._telling_positions(link):
-                self._built = build(self._spec)
+                self._built = build(self._spec, secrets)
         except PilotflameError as error:
             link.send(FrameKind.FAILED, error.to_wire(private=True))
             return False
@@ -316,12 +318,25 @@ def run_worker(ticket: Ticket, spec: WorkerSpec, built: Built | None) -> None:
     setproctitle(f"pilotflame: standby {spec.label}")
     redirect_output(ticket)
     sock = ticket.dial("worker")
-    try:
-        built = built or build(spec)
-    except PilotflameError as error:
-        BlockingLink(sock).send(FrameKind.FAILED, error.to_wire(private=True))
-        return
+    if built is None:
+        link = BlockingLink(sock)
+        if (secrets := _receive_secrets(link)) is None:
+            return
+        try:
+            built = build(spec, secrets)
+        except PilotflameError as error:
+            link.send(FrameKind.FAILED, error.to_wire(private=True))
+            return
     Worker(sock, spec, built).run()
+
+
+def _receive_secrets(link: BlockingLink) -> dict[str, str] | None:
+    """Wait for the BUILD frame and return the secrets in it. None: the gateway closed the link.
+
+    Secrets come over the function's own link, so that no base ever has them in its memory.
+    """
+    frame = link.receive_one()
+    return None if frame is None else dict(frame.json()["env"])
 
 
 def redirect_output(ticket: Ticket) -> None:

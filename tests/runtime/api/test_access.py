@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from live import Gateway, failure, gateway_here, gateway_process
+from live import Gate, Gateway, failure, gateway_here, gateway_process, gone, until
+from pilotflame.runtime.images.build_context import write_context
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 TELLS = """
 import os
+imported = os.environ.get("TOKEN")
 def build(context):
-    return os.environ.get("TOKEN")
+    return [imported, os.environ.get("TOKEN")]
 def setup(context):
-    return [context.state, os.environ.get("TOKEN")]
+    return [*context.state, os.environ.get("TOKEN")]
 def handler(event, context):
     return [*context.state, os.environ.get("TOKEN"), os.environ.get("OTHER")]
 """
@@ -33,7 +36,7 @@ async def put(gateway: Gateway, function: str, key: str, value: str) -> dict[str
 
 
 @pytest.mark.parametrize("source", [TELLS, SPAWNED], ids=["forked", "spawned"])
-async def test_a_secret_reaches_setup_and_handler_of_its_function_alone(gateway: Gateway, source: str):
+async def test_a_secret_reaches_all_code_of_its_function_and_no_other_function(gateway: Gateway, source: str):
     kind = "forked" if source is TELLS else "spawned"
     mine, other = f"mine-{kind}", f"other-{kind}"
     told = await put(gateway, mine, "TOKEN", "s3cr3t-1")
@@ -41,24 +44,80 @@ async def test_a_secret_reaches_setup_and_handler_of_its_function_alone(gateway:
     function = await gateway.deploy(source, name=mine)
     stranger = await gateway.deploy(source, name=other)
     assert bool(function.described["warnings"]) is (kind == "spawned")
-    assert await function.answer() == [None, "s3cr3t-1", "s3cr3t-1", None]
-    assert await stranger.answer() == [None, None, None, None]
+    assert await function.answer() == [*["s3cr3t-1"] * 4, None]
+    assert await stranger.answer() == [None] * 5
 
 
-async def test_a_change_reaches_workers_that_start_later(gateway: Gateway):
-    function = await gateway.deploy(TELLS, {"env.OTHER": "plain"}, name="changes")
-    assert await function.answer() == [None, None, None, "plain"]
+async def test_a_changed_secret_replaces_zygote_and_workers_and_loses_no_call(gateway: Gateway, gate: Gate):
+    source = TELLS.replace(
+        "def handler(event, context):", "def handler(event, context):\n    event and gate.wait()"
+    )
+    function = await gateway.deploy(
+        "import gate\n" + source, {"env.OTHER": "plain", "concurrency": 2}, name="changes", gate=gate
+    )
+    assert await function.answer() == [*[None] * 4, "plain"]
+    [zygote] = await function.pids("zygote")
+    waiting = asyncio.create_task(function.answer(1))
+    arrival = await gate.next()
     assert (await put(gateway, "changes", "TOKEN", "first"))["deployed"]
     assert (await put(gateway, "changes", "OTHER", "over the settings'"))["replaced"] is False
-    # This worker runs already.
-    assert await function.answer() == [None, None, None, "plain"]
-    again = await gateway.deploy(TELLS, {"env.OTHER": "plain"}, name="changes")
-    assert await again.answer() == [None, "first", "first", "over the settings'"]
+
+    async def changed() -> bool:
+        return await function.answer() == [*["first"] * 4, "over the settings'"]
+
+    await until(changed, "an answer with the new secrets")
+    # The old worker still has its call, and with it its old environment.
+    arrival.go()
+    assert await waiting == [*[None] * 4, "plain"]
+    await gone(zygote)
     listed = await gateway.client.get("/v1/functions/changes/secrets")
     assert listed.json() == {"function": "changes", "secrets": ["OTHER", "TOKEN"]}
     assert (await gateway.client.delete("/v1/functions/changes/secrets/OTHER")).status_code == 200
     error = failure(await gateway.client.delete("/v1/functions/changes/secrets/OTHER"))
     assert (error["status"], error["type"]) == (404, "unknown_secret")
+
+
+async def test_a_change_starts_nothing_of_a_function_that_rests(gateway: Gateway):
+    settings = {"scale.idle_timeout_s": 0, "scale.rest": "local"}
+    function = await gateway.deploy(TELLS, settings, name="rests")
+    await function.settled(zygote=False)
+    await put(gateway, "rests", "TOKEN", "new")
+    status = await function.settled(zygote=False)
+    assert await function.answer() == [*["new"] * 4, None]
+    assert (await function.status())["activations"] == status["activations"] + 1
+
+
+async def test_a_change_that_cannot_be_built_leaves_the_old_processes(gateway: Gateway):
+    await put(gateway, "keeps", "TOKEN", "1")
+    source = "import os\nnumber = int(os.environ['TOKEN'])\ndef handler(event):\n    return number"
+    function = await gateway.deploy(source, name="keeps")
+    await put(gateway, "keeps", "TOKEN", "one")
+    told = await function.logged("does not have its changed secrets")
+    assert told["level"] == "error"
+    assert await function.answer() == 1
+
+
+MISSING = """
+import os
+def need():
+    return os.environ["TOKEN"]
+{}
+def handler(event):
+    return need()
+"""
+
+
+async def test_a_missing_variable_is_told_with_the_command_that_sets_it(gateway: Gateway):
+    for source in (MISSING.format("need()"), MISSING.format("def build():\n    need()")):
+        error = failure(await gateway.send(source))
+        assert "KeyError: 'TOKEN'" in error["message"]
+        assert "`pilotflame secrets set FUNCTION TOKEN`" in error["remedy"]
+    function = await gateway.deploy(MISSING.format(""))
+    error = await function.error()
+    assert "`pilotflame secrets set FUNCTION TOKEN`" in error["remedy"]
+    # The key of another dict is no variable.
+    function = await gateway.deploy("def handler(event):\n    return event['TOKEN']")
+    assert "secrets set" not in str(await function.error({}))
 
 
 async def test_a_later_function_of_the_same_name_does_not_get_them(gateway: Gateway):
@@ -67,39 +126,41 @@ async def test_a_later_function_of_the_same_name_does_not_get_them(gateway: Gate
     assert (await gateway.client.delete("/v1/functions/again")).status_code == 200
     assert not (gateway.state / "access" / "secrets" / "again.json").exists()
     function = await gateway.deploy(TELLS, name="again")
-    assert await function.answer() == [None, None, None, None]
+    assert await function.answer() == [None] * 5
 
 
-async def test_no_other_process_holds_a_secret(state: Path):
-    """Checked in /proc: environments and memory of zygote, base, standby and the other function's worker."""
+async def test_its_own_processes_alone_hold_a_secret_and_only_in_memory(state: Path):
+    """Checked in /proc: the environments, arguments and memory of all processes; and files, logs and an image's context."""
     # In two parts, so that the text of this file is not found.
     secret = "n0b0dy-" + "w1ll-f1nd"
     async with gateway_process(state) as gateway:
-        function = await gateway.deploy(TELLS, name="mine")
         await put(gateway, "mine", "TOKEN", secret)
         function = await gateway.deploy(TELLS, name="mine")
         stranger = await gateway.deploy(TELLS, name="other")
-        assert (await function.answer())[1] == secret
-        assert await stranger.answer() == [None, None, None, None]
+        assert await function.answer() == [*[secret] * 4, None]
+        assert await stranger.answer() == [None] * 5
         await function.settled(ready=1, standby=True)
         assert gateway.process is not None
         tree = psutil.Process(gateway.process.pid)
         processes = [tree, *tree.children(recursive=True)]
         for process in processes:
+            assert secret not in " ".join(process.cmdline())
             assert secret.encode() not in Path(f"/proc/{process.pid}/environ").read_bytes()
-        [worker] = await function.pids("worker")
+        own = [pid for role in ("worker", "zygote", "standby") for pid in await function.pids(role)]
         holders = {process.pid for process in processes if _holds(process.pid, secret.encode())}
         # Otherwise the search found nothing at all.
-        assert worker in holders
-        assert holders <= {worker, gateway.process.pid}
+        assert len(own) == 3
+        assert set(own) <= holders
+        assert holders <= {*own, gateway.process.pid}
         said = [await gateway.client.get(path) for path in ("/v1/functions", "/openapi.json", "/metrics")]
         said += [await gateway.client.get(f"/v1/functions/mine{path}") for path in ("", "/secrets", "/logs")]
         assert all(secret not in response.text for response in said)
+        [code] = (state / "functions" / "mine").rglob("handler.py")
+        write_context(code.parent, state.parent / "context")
     assert secret not in (state.parent / "gateway.log").read_text()
-    files = [
-        path for path in state.rglob("*") if path.is_file() and secret in path.read_text(errors="replace")
-    ]
-    assert [path.name for path in files] == ["mine.json"]
+    found = [path for path in state.parent.rglob("*") if path.is_file()]
+    assert any("context" in path.parts for path in found)
+    assert [path.name for path in found if secret.encode() in path.read_bytes()] == ["mine.json"]
 
 
 def _holds(pid: int, what: bytes) -> bool:
