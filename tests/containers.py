@@ -167,7 +167,7 @@ def made_image(*, torch: bool = False) -> str:
 def python_image(*, torch: bool = False) -> str:
     """Return an image with this Python and what pilotflame requires, but not pilotflame."""
     digest = hashlib.sha256(f"{sys.version}{Path(__file__).read_text()}".encode())
-    for name in sorted(_required("pilotflame", set()) - {"pilotflame"}):
+    for name in sorted(required_by("pilotflame")):
         digest.update(f"{name}=={importlib.metadata.version(name)}".encode())
     parent = _torch_image() if torch else "scratch"
     return _built(f"{IMAGE}:{digest.hexdigest()[:16]}{'-torch' if torch else ''}", parent, _fill_python)
@@ -234,6 +234,11 @@ def _install(library: Path, names: set[str]) -> None:
                 # each start would compile it, since the container is read-only.
                 whole_s = int(source.stat().st_mtime)
                 os.utime(library / "site-packages" / file, (whole_s, whole_s))
+
+
+def required_by(name: str) -> set[str]:
+    """Return the names of all installed packages that a package requires, without its extras."""
+    return _required(name, set()) - {name}
 
 
 def _mounts(name: str) -> list[str]:

@@ -5,8 +5,11 @@ from __future__ import annotations
 import base64
 import hashlib
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from importlib import metadata
 from pathlib import Path
+
+INSTALLERS_OWN = ("RECORD", "INSTALLER", "REQUESTED", "direct_url.json")
 
 
 def write_wheel(folder: Path, name: str, version: str, code: str, needs: Sequence[str] = ()) -> Path:
@@ -29,5 +32,33 @@ def write_wheel(folder: Path, name: str, version: str, code: str, needs: Sequenc
     return wheel
 
 
-def _digest(text: str) -> str:
-    return base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=").decode()
+def write_installed_wheel(folder: Path, name: str, scripts: Mapping[str, str]) -> None:
+    """Write the wheel of an installed package. `scripts` are programs that it puts beside Python, by name."""
+    found = metadata.distribution(name)
+    stem = f"{found.metadata['Name'].replace('-', '_')}-{found.version}"
+    info = next(file.parts[0] for file in found.files or () if file.name == "METADATA")
+    # The last one is for the newest Python.
+    *_, tag = [line for line in (found.read_text("WHEEL") or "").splitlines() if line.startswith("Tag: ")]
+    files = {
+        file.as_posix(): Path(str(found.locate_file(file))).read_bytes()
+        for file in found.files or ()
+        if ".." not in file.parts and file.suffix != ".pyc" and file.name not in INSTALLERS_OWN
+    }
+    files |= {
+        f"{info.removesuffix('.dist-info')}.data/scripts/{name}": text.encode()
+        for name, text in scripts.items()
+    }
+    rows = [f"{_field(path)},sha256={_digest(data)},{len(data)}" for path, data in files.items()]
+    files[f"{info}/RECORD"] = "\n".join([*rows, f"{info}/RECORD,,", ""]).encode()
+    with zipfile.ZipFile(folder / f"{stem}-{tag.removeprefix('Tag: ')}.whl", "w") as packed:
+        for path, data in files.items():
+            packed.writestr(path, data)
+
+
+def _field(path: str) -> str:
+    return f'"{path}"' if "," in path else path
+
+
+def _digest(content: str | bytes) -> str:
+    data = content.encode() if isinstance(content, str) else content
+    return base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()

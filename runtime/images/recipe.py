@@ -36,11 +36,12 @@ _APT = """\
 RUN apt-get update \\
  && DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends {packages} \\
  && rm -rf /var/lib/apt/lists/*"""
+# Not in /usr/local/bin: pilotflame requires the package uv, which puts its program there.
 _INSTALL = """\
-RUN --mount=type=bind,from=uv,source=/uv,target=/usr/local/bin/uv \\
+RUN --mount=type=bind,from=uv,source=/uv,target=/run/pilotflame/uv \\
     --mount=type=cache,target=/var/cache/uv \\
     --mount=type=secret,id=uv,target=/etc/uv/uv.toml \\
-    uv pip install {arguments}"""
+    /run/pilotflame/uv pip install {arguments}"""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import shutil
 import threading
 import uuid
@@ -12,21 +13,38 @@ from urllib.parse import unquote
 
 import pytest
 import uv
-from containers import podman, require_podman
-from local_images import base_image
-from wheels import write_wheel
+from containers import podman, require_podman, required_by
+from local_images import LIMITS, base_image
+from wheels import write_installed_wheel, write_wheel
+
+
+# Remove all packages but pip: what a stock image of Python has in /usr/local.
+STRIP = """
+import pathlib, shutil, sysconfig
+for entry in pathlib.Path(sysconfig.get_path("purelib")).iterdir():
+    if not entry.name.startswith("pip"):
+        shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+"""
 
 
 @pytest.fixture(scope="session")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The name of a base image. It is removed after the tests."""
+    """The name of a base image: Python in /usr/local without packages, as python:*-slim, and wheels of what is required.
+
+    It is removed after the tests.
+    """
     require_podman()
     folder = tmp_path_factory.mktemp("base")
     (folder / "wheels").mkdir()
     write_wheel(folder / "wheels", "tinything", "1.0", "VERSION = '1.0'\n")
+    for name in sorted(required_by("pilotflame")):
+        # uv's own program is large, and nothing calls it.
+        scripts = {"uv": "#!/bin/sh\n", "uvx": "#!/bin/sh\n"} if name == "uv" else {}
+        write_installed_wheel(folder / "wheels", name, scripts)
     name = f"localhost/pilotflame-test-build-base:{folder.parent.name}"
-    (folder / "Containerfile").write_text(f"FROM {base_image()}\nCOPY wheels /wheels\n")
-    podman("build", "-q", "-t", name, str(folder))
+    run = json.dumps(["/usr/local/bin/python", "-c", STRIP])
+    (folder / "Containerfile").write_text(f"FROM {base_image()}\nCOPY wheels /wheels\nRUN {run}\n")
+    podman("build", "-q", *LIMITS, "-t", name, str(folder))
     yield name
     podman("rmi", "--force", name)
 

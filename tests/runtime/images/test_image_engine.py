@@ -33,6 +33,16 @@ def handler(event):
 LIMITS = ("--ulimit", "nofile=1024:1024", "--ulimit", "nproc=1024:1024", "--network", "host")
 
 
+# The program of uv's package, whether Python's packages work, and what the build has left elsewhere.
+LOOK = """
+import json, os, pathlib, subprocess
+done = subprocess.run(["pilotflame", "--version"], capture_output=True)
+left = [str(path) for folder in ("/run", "/var/cache/uv") if os.path.isdir(folder)
+        for path in pathlib.Path(folder).rglob("*uv*")]
+print(json.dumps([pathlib.Path("/usr/local/bin/uv").read_text(), done.returncode == 0, left]))
+"""
+
+
 class Done(NamedTuple):
     code: int
     out: str
@@ -199,6 +209,12 @@ def test_the_printed_context_builds_without_us_also_with_weights(builder: Builde
         assert 'snapshot = "weights"' in found
     finally:
         podman("rmi", "--force", "--ignore", tag)
+
+
+def test_all_packages_are_installed_and_nothing_of_the_build_is_left(built: dict[str, Any]) -> None:
+    """uv is a package that is required, and puts its program into /usr/local/bin beside Python."""
+    found = podman("run", "--rm", *LIMITS, "--entrypoint", "python", built["id"], "-c", LOOK)
+    assert json.loads(found) == ["#!/bin/sh\n", True, []]
 
 
 def test_failures_say_what_to_do(
