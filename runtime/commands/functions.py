@@ -18,6 +18,7 @@ PLATFORMS = {"runpod": "RunPod", "cog": "Cog", "lambda": "Lambda"}
 
 @click.command()
 @options.function_source
+@options.model
 @click.option("--install", is_flag=True, help="Install requirements.txt into a shared environment.")
 @click.option("--no-check", is_flag=True, help="Start no worker now: errors in setup appear later.")
 @click.option("--upload", is_flag=True, help="Send the folder's files even to a gateway on this machine.")
@@ -30,7 +31,12 @@ def deploy(
     The handler is imported and built before the new revision takes calls. If that fails, the old one stays.
     A gateway on this machine reads the folder itself; any other is sent its files.
 
-    Example: pilotflame deploy hello --set scale.max=8 --name greeter
+    With --model, a new folder gets the template for the model's task, and that is deployed.
+
+    \b
+    Examples:
+      pilotflame deploy hello --set scale.max=8 --name greeter
+      pilotflame deploy --model hf://sentence-transformers/all-MiniLM-L6-v2
     """
     local = client.on_loopback and not upload
     overrides = source.overrides(local=local)

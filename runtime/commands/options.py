@@ -164,6 +164,33 @@ def function_source(command: Callable[..., Any], *, default: str | None = ".") -
     return folder(_settings(_name(_snapshot(run))))
 
 
+def model(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add --model and --output. If --model is given, `source` becomes the folder that is written for that model."""
+
+    @functools.wraps(command)
+    def run(*, source: FunctionSource, model: str | None, output: Path | None, **values: Any) -> Any:
+        if model is not None:
+            # The import takes time, and other deploys do not need it.
+            from .model_template import write_function  # noqa: PLC0415
+
+            if source.folder != Path():
+                raise click.UsageError("--model makes its own FOLDER; name that with --output.")
+            source = source._replace(folder=write_function(model, output))
+        elif output is not None:
+            raise click.UsageError("--output needs --model.")
+        return command(source=source, **values)
+
+    of = click.option(
+        "--model",
+        metavar="MODEL",
+        help="Deploy a model without code: its folder, hf://ORG/NAME or s3://BUCKET/PREFIX.",
+    )
+    to = click.option(
+        "--output", type=_FOLDER, help="With --model: the new folder; by default named for the model."
+    )
+    return of(to(run))
+
+
 optional_source = functools.partial(function_source, default=None)
 
 

@@ -78,7 +78,7 @@ class CompiledCode(BaseModel):
 
 
 class WorkerSpec(BaseModel):
-    """What processes of a revision need to know of it. It has no secrets: the BUILD frame has them."""
+    """The facts of a revision for its zygote and workers. It has no secrets: the BUILD frame has them."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 

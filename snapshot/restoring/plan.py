@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import mmap
 import re
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -27,6 +27,7 @@ from .inner_tensors import inner_names, inner_tensors, rebuild
 from .mapping import Mapping
 from .mismatch import Mismatches, Names, describe
 from .place import Elements, place, type_fault
+from .renames import renaming_of
 from .views import copied
 
 
@@ -138,7 +139,8 @@ def make_plans(
     way to another snapshot's. Raises as `make_plan`; the error names the snapshots.
     """
     check_name(device)
-    planners = {name: _Planner(supply, cast) for name, supply in supplies.items()}
+    rename = renaming_of(module)
+    planners = {name: _Planner(supply, cast, rename) for name, supply in supplies.items()}
     holdings = _holdings(module)
     common, computed = Mismatches(), list[_Held]()
     for held in holdings:
@@ -186,13 +188,15 @@ def _owners(held: _Held, planners: dict[str, _Planner]) -> list[str]:
 class _Planner:
     """Collects the steps for the tensors that a module gets from one snapshot, and what does not fit."""
 
-    def __init__(self, supply: Supply, cast: bool) -> None:
+    def __init__(self, supply: Supply, cast: bool, rename: Callable[[str], str] | None) -> None:
         self.prefix, self._cast = supply.prefix, cast
         self._manifest, self._stored = supply.manifest, named_entries(supply.manifest)
         slices = supply.slices
         if slices is None and supply.manifest.part is not None:
             slices = supply.manifest.part.slices
         self._slices: dict[str, Slice] = chosen(slices or {}, self._stored)
+        if rename is not None:
+            self._add_names(rename)
         self._ignore = [re.compile(pattern) for pattern in supply.ignore]
         self._found = Mismatches()
         self._used: set[str] = set()
@@ -201,9 +205,17 @@ class _Planner:
         self.computed: list[_Held] = []
         """Tensors that were added and that the snapshot need not have, nor has."""
 
+    def _add_names(self, rename: Callable[[str], str]) -> None:
+        """Let the module find the tensors by their new names, too."""
+        for old, entry in list(self._stored.items()):
+            if (new := rename(old)) not in self._stored:
+                self._stored[new] = entry
+                if old in self._slices:
+                    self._slices[new] = self._slices[old]
+
     def names(self) -> Names:
         """Return the names of all tensors of the snapshot."""
-        return Names(self._stored, self.prefix)
+        return Names(named_entries(self._manifest), self.prefix)
 
     def has(self, held: _Held) -> bool:
         """Return True if the snapshot has the tensor, or some of what it is made of."""

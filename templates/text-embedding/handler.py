@@ -1,4 +1,4 @@
-"""Sentence embeddings of any Hugging Face encoder: the mean of the token vectors, scaled to length 1.
+"""Sentence embeddings of any Hugging Face encoder: the mean of the token vectors (or the first), scaled to length 1.
 
 The snapshot is the encoder's folder: config.json, tokenizer files, safetensors. This is what sentence-transformers does
 with such a folder (all-MiniLM-L6-v2, e5, gte, ...), written out so that you can change it.
@@ -41,6 +41,7 @@ class Encoder:
             self.tokenizer.model_max_length,
             getattr(config, "max_position_embeddings", 512),
         )
+        self.first_token = _pools_first_token(folder)
         self.model = AutoModel.from_config(config).eval()
         # The mean of the token vectors does not use this head.
         self.model.pooler = None
@@ -55,6 +56,8 @@ class Encoder:
     def embed(self, texts: list[str]) -> list[list[float]]:
         tokens = self.tokenize(texts)
         vectors = self.model(**tokens).last_hidden_state
+        if self.first_token:
+            return normalize(vectors[:, 0], dim=1).tolist()
         mask = tokens["attention_mask"].unsqueeze(-1).to(vectors.dtype)
         means = (vectors * mask).sum(1) / mask.sum(1).clamp(min=1e-9)
         return normalize(means, dim=1).tolist()
@@ -100,6 +103,13 @@ def handler(events: list[Event], context: pilotflame.Context) -> list[dict[str, 
 
 def _texts(event: Event) -> list[str]:
     return [event.text] if isinstance(event.text, str) else event.text
+
+
+def _pools_first_token(folder: Path) -> bool:
+    """Return whether sentence-transformers takes the first token's vector as that of the text, and not the mean."""
+    file = folder / "1_Pooling" / "config.json"
+    pooling = json.loads(file.read_text()) if file.is_file() else {}
+    return bool(pooling.get("pooling_mode_cls_token")) or pooling.get("pooling_mode") == "cls"
 
 
 def _max_seq_length(folder: Path) -> int:

@@ -648,7 +648,10 @@ def test_init_lists_and_refuses(pilotflame, tmp_path: Path):
         template["name"]
         for template in json.loads(pilotflame("init", "--list", "--json").stdout)["templates"]
     ]
-    assert names == ["hello", "stream", "text-embedding", "text-generation", "torch-module"]
+    assert names == [
+        "hello", "image-classification", "reranking", "speech-recognition", "stream", "text-classification",
+        "text-embedding", "text-generation", "torch-module",
+    ]  # fmt: skip
     assert "hello" in pilotflame("init", "--list").stdout
     (tmp_path / "file").write_text("mine")
     one_paragraph(pilotflame("init", tmp_path), str(tmp_path), "not empty")

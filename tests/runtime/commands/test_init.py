@@ -20,7 +20,10 @@ NAMES = list(templates())
 
 
 def test_the_templates():
-    assert NAMES == ["hello", "stream", "text-embedding", "text-generation", "torch-module"]
+    assert NAMES == [
+        "hello", "image-classification", "reranking", "speech-recognition", "stream", "text-classification",
+        "text-embedding", "text-generation", "torch-module",
+    ]  # fmt: skip
     assert all(templates().values())
 
 
@@ -62,7 +65,7 @@ def test_an_empty_folder_is_taken_and_a_full_one_is_not(tmp_path: Path):
 
 
 def test_an_unknown_template_is_named_with_those_there_are(tmp_path: Path):
-    with pytest.raises(CodeError, match=r"'nothing'.*hello, stream"):
+    with pytest.raises(CodeError, match=r"'nothing'.*hello, image-classification"):
         copy_template("nothing", tmp_path / "f")
     assert not (tmp_path / "f").exists()
 

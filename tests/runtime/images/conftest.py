@@ -17,7 +17,6 @@ from containers import podman, require_podman, required_by
 from local_images import LIMITS, base_image
 from wheels import write_installed_wheel, write_wheel
 
-
 # Remove all packages but pip: what a stock image of Python has in /usr/local.
 STRIP = """
 import pathlib, shutil, sysconfig

@@ -1,0 +1,153 @@
+"""Makes a function's folder for a model without code, for `pilotflame deploy --model`: the template for its task."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from ...errors import SnapshotError, SourceMissing
+from ...snapshot.format.layout import SUFFIX
+from ...snapshot.sources.locate import is_remote, open_source
+from ...snapshot.sources.location import shown
+from ...snapshot.sources.source import Listing, Source
+from ..settings.function_settings import SETTINGS_FILE, slug
+from .init import copy_template
+
+# What the class in config.json ends with, and the template for it.
+TEMPLATES = {
+    "ForCausalLM": "text-generation",
+    "LMHeadModel": "text-generation",
+    "ForSequenceClassification": "text-classification",
+    "ForImageClassification": "image-classification",
+    "ForCTC": "speech-recognition",
+    "WhisperForConditionalGeneration": "speech-recognition",
+    "ForSpeechSeq2Seq": "speech-recognition",
+    "Model": "text-embedding",
+}
+# The modules of sentence-transformers that the template text-embedding computes.
+_MODULES = ("Transformer", "Pooling", "Normalize")
+_MAX_CONFIG_BYTES = 4 << 20
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+_SNAPSHOT_LINE = re.compile(r"^(# )?snapshot = .*$", re.MULTILINE)
+
+
+def write_function(model: str, folder: Path | None) -> Path:
+    """Write the template for the task of `model` into a new folder, and return the folder.
+
+    `model` is a folder or the URL of one. Without `folder`, a folder in the working directory is named for it. Raise
+    SnapshotError if no template fits, CodeError if the folder is not empty, and the errors of the model's source.
+    """
+    where = model if is_remote(model) else str(Path(model).expanduser().resolve())
+    template = find_template(where)
+    made = folder or Path(slug(_last_part(where)) or template)
+    copy_template(template, made)
+    # It makes the template's own model.
+    (made / "make_weights.py").unlink(missing_ok=True)
+    settings = made / SETTINGS_FILE
+    # A basic string of TOML is written as a string of JSON is.
+    line = f"snapshot = {json.dumps(where, ensure_ascii=False)}"
+    text = _SNAPSHOT_LINE.sub(lambda _: line, settings.read_text(encoding="utf-8"), count=1)
+    settings.write_text(text, encoding="utf-8")
+    return made
+
+
+def find_template(where: str) -> str:
+    """Return the template for the task of the model at `where`, a URL or a path. Raise what `write_function` raises."""
+    if not is_remote(where) and not Path(where).is_dir():
+        remedy = "Give a folder with config.json and safetensors, or a URL: hf://ORGANISATION/NAME, s3://BUCKET/PREFIX."
+        raise SnapshotError(f"{where} is not a folder.", remedy=remedy)
+    source = open_source(where)
+    # First, because listing tells a missing repository from a missing file.
+    _check_format(source, where)
+    config = _read_object(source, "config.json")
+    if config is None:
+        remedy = "Give the folder of a Hugging Face model, or write a handler: pilotflame init NAME."
+        raise SnapshotError(f"{shown(where)} has no config.json, so its task is not known.", remedy=remedy)
+    modules = _read_json(source, "modules.json")
+    if isinstance(modules, list):
+        _check_modules(source, modules, where)
+        return "text-embedding"
+    return _template_of(config, where)
+
+
+def _template_of(config: Mapping[str, Any], where: str) -> str:
+    named = config.get("architectures")
+    architecture = named[0] if isinstance(named, list) and named and isinstance(named[0], str) else ""
+    found = next((template for end, template in TEMPLATES.items() if architecture.endswith(end)), None)
+    labels = config.get("id2label")
+    if found == "text-classification" and isinstance(labels, dict) and len(labels) == 1:
+        return "reranking"
+    if found == "text-embedding" and "vocab_size" not in config:
+        # A model of images or sound without a head.
+        found = None
+    if found is None:
+        what = f"is a {architecture}" if architecture else "names no architecture in config.json"
+        tasks = ", ".join(sorted({*TEMPLATES.values(), "reranking"}))
+        remedy = f"There are templates for {tasks}. For another task write a handler: pilotflame init NAME -t torch-module."
+        raise SnapshotError(f"{shown(where)} {what}, for which there is no template.", remedy=remedy)
+    return found
+
+
+def _check_format(source: Source, where: str) -> None:
+    """Raise SnapshotError if the weights are pickles only: unpickling can run any code, so no worker does it."""
+    names = source.names() if isinstance(source, Listing) else []
+    if any(name.endswith(SUFFIX) for name in names) or not any(name.endswith(_PICKLES) for name in names):
+        return
+    here = where if not is_remote(where) else "FOLDER"
+    fetch = "" if not is_remote(where) else "Fetch it into FOLDER. Then: "
+    remedy = f"{fetch}pilotflame snapshot convert {here} converted && pilotflame deploy --model converted"
+    raise SnapshotError(
+        f"{shown(where)} has weights as pickles (.bin, .pt) and no safetensors.", remedy=remedy
+    )
+
+
+def _check_modules(source: Source, modules: list[Any], where: str) -> None:
+    """Raise SnapshotError if the template text-embedding does not compute these modules of sentence-transformers."""
+    kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules if isinstance(module, dict)]
+    strange = [kind for kind in kinds if kind not in _MODULES]
+    pooling = _read_object(source, "1_Pooling/config.json") or {}
+    modes = [key for key, value in pooling.items() if key.startswith("pooling_mode_") and value is True]
+    modes += [f"pooling_mode = {pooling['pooling_mode']}"] if "pooling_mode" in pooling else []
+    strange += [mode for mode in modes if not mode.endswith(("mean_tokens", "cls_token", "= mean", "= cls"))]
+    if strange:
+        remedy = "Write a handler from the template: pilotflame init NAME -t text-embedding, and change its Encoder."
+        fault = (
+            f"{shown(where)} has {', '.join(strange)}, which the template text-embedding does not compute."
+        )
+        raise SnapshotError(fault, remedy=remedy)
+
+
+def _read_object(source: Source, name: str) -> dict[str, Any] | None:
+    found = _read_json(source, name)
+    if found is not None and not isinstance(found, dict):
+        raise SnapshotError(f"{name} in {source.url} is not a JSON object.", remedy="Fetch it again.")
+    return found
+
+
+def _read_json(source: Source, name: str) -> Any:
+    """Return the JSON in an object of a source, or None if there is none. Raise SnapshotError if it is not JSON."""
+    try:
+        size_bytes = source.stat(name).size_bytes
+    except SourceMissing:
+        return None
+    if size_bytes > _MAX_CONFIG_BYTES:
+        fault = f"{name} in {source.url} has {size_bytes} bytes, more than a configuration has."
+        raise SnapshotError(fault, remedy="Check that it is the folder of a model.")
+    content = bytearray(size_bytes)
+    source.read_into(name, 0, memoryview(content))
+    try:
+        return orjson.loads(content)
+    except orjson.JSONDecodeError as error:
+        raise SnapshotError(
+            f"{name} in {source.url} is not JSON: {error}.", remedy="Fetch it again."
+        ) from None
+
+
+def _last_part(where: str) -> str:
+    """Return the name of a model: of `hf://org/name@revision` it is `name`."""
+    return where.partition("?")[0].rstrip("/").rpartition("/")[2].partition("@")[0]

@@ -1,0 +1,21 @@
+"""Follows the renaming of tensors by transformers: release 5 gave modules new names, and checkpoints keep the old ones."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+
+def renaming_of(module: object) -> Callable[[str], str] | None:
+    """Return what makes the names in a checkpoint those of `module`. None if `module` is no model of transformers.
+
+    Some models of transformers also merge stored tensors into one. No view of a file gives that, so it stays missing.
+    """
+    mappings: Any = sys.modules.get("transformers.conversion_mapping")
+    loading: Any = sys.modules.get("transformers.core_model_loading")
+    if mappings is None or loading is None or not hasattr(module, "base_model_prefix"):
+        return None
+    found = mappings.get_model_conversion_mapping(module)
+    renamings = [one for one in found if isinstance(one, loading.WeightRenaming)]
+    return lambda name: str(loading.rename_source_key(name, renamings, [])[0])
