@@ -4,7 +4,7 @@ BIN := .venv/bin
 SOURCES := $(shell find runtime snapshot handlers templates -type f -not -name '*.pyc') $(wildcard *.py) pyproject.toml
 EXTRAS := test
 
-.PHONY: help demo test coverage lint bench bench-snapshot bench-gpu bench-cgroup bench-jobs bench-batch bench-clairvoyant bench-path bench-policy bench-policy-live bench-warm bench-containers check-api check-infra soak soak-gateway soak-jobs soak-containers soak-rolling bench-burst bench-prewarm clean
+.PHONY: help demo test test-slow coverage lint bench bench-snapshot bench-gpu bench-cgroup bench-jobs bench-batch bench-clairvoyant bench-path bench-policy bench-policy-live bench-warm bench-containers check-api check-infra soak soak-gateway soak-jobs soak-containers soak-rolling bench-burst bench-prewarm clean
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
 
@@ -27,6 +27,9 @@ demo: .venv/installed-demo ## A real model from zero to its first answer and bac
 
 test: .venv/wheel ## All tests, on three processes: they wait for a third of their time
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+test-slow: .venv/wheel ## The tests that take more than 30 s each, which `make test` leaves out
+	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)
 
 coverage: .venv/wheel ## All tests, and what of the code they run: takes a third longer
 	$(BIN)/python -m pytest --cov --cov-report=term $(PYTEST_ARGS)

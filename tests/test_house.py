@@ -285,6 +285,7 @@ TOGETHER = {
     "faults",
     "unstored",
     "tenants",
+    "time_limits",
     "format",
     "hostile",
     "hostile_http",

@@ -34,11 +34,14 @@ class _SentBatch:
     size: int
     started_s: float
     """0 while all slots of the worker are busy with earlier batches."""
+    called_s: float
+    """When its present handler call started. A batch is split into several calls if one fails or is too large."""
     _cost: float = 0.0
     _known: int = 0
 
     def start(self, now_s: float) -> None:
         self.started_s = self.started_s or now_s
+        self.called_s = self.called_s or now_s
 
     def remove(self, channel: int, cost: float) -> None:
         """Remove an item that has ended. `cost` is 0 if it failed: then its cost is unknown."""
@@ -66,17 +69,31 @@ class Outstanding(Generic[T]):
         self._batches: list[_SentBatch] = []
         self._batch_of: dict[int, _SentBatch] = {}
         self._last_channel = 0
-        self._removed_s = 0.0
+        # Items without a batch that wait at the worker for a slot, oldest first, and the start times of the items
+        # that have waited. All other items started when they were sent.
+        self._waiting: dict[int, None] = {}
+        self._started_late: dict[int, float] = {}
 
     @property
     def batches(self) -> int:
         return len(self._batches)
 
-    def resize(self, slots: int) -> None:
+    def resize(self, slots: int, now_s: float) -> None:
+        """Set the number of slots. The oldest waiting items or batches start in slots that are new."""
         self.slots = slots
+        for batch in self._batches[:slots]:
+            batch.start(now_s)
+        while self._waiting and len(self.calls) - len(self._waiting) < slots:
+            self._start_next(now_s)
 
     def add(self, item: T, now_s: float) -> int:
         """Add an item that is in no batch, and return its channel."""
+        channel = self._add(item, now_s)
+        if len(self.calls) > self.slots:
+            self._waiting[channel] = None
+        return channel
+
+    def _add(self, item: T, now_s: float) -> int:
         if not self.calls:
             self._busy_since_s = now_s
         self._added_s += now_s
@@ -86,8 +103,9 @@ class Outstanding(Generic[T]):
 
     def add_batch(self, items: list[T], now_s: float) -> list[int]:
         """Add items that run together in one batch, and return their channels in the same order."""
-        channels = [self.add(item, now_s) for item in items]
-        batch = _SentBatch(set(channels), len(channels), now_s if self.batches < self.slots else 0.0)
+        channels = [self._add(item, now_s) for item in items]
+        started_s = now_s if self.batches < self.slots else 0.0
+        batch = _SentBatch(set(channels), len(channels), started_s, started_s)
         self._batches.append(batch)
         self._batch_of.update(dict.fromkeys(channels, batch))
         return channels
@@ -98,7 +116,10 @@ class Outstanding(Generic[T]):
         Also return a BatchEnd if it was the last item of its batch to end.
         """
         item = self.calls.pop(channel, None)
-        self._removed_s = now_s
+        if self._waiting:
+            self._free_slot(channel, now_s)
+        if self._started_late:
+            self._started_late.pop(channel, None)
         if item is not None:
             self._added_s -= now_s
             if not self.calls:
@@ -114,20 +135,36 @@ class Outstanding(Generic[T]):
             self._batches[self.slots - 1].start(now_s)
         return item, batch.end(now_s)
 
+    def _free_slot(self, channel: int, now_s: float) -> None:
+        """Let the oldest waiting item start, unless the item that was removed had been waiting itself."""
+        if channel in self._waiting:
+            del self._waiting[channel]
+        elif len(self.calls) - len(self._waiting) < self.slots:
+            self._start_next(now_s)
+
+    def _start_next(self, now_s: float) -> None:
+        channel = next(iter(self._waiting))
+        del self._waiting[channel]
+        self._started_late[channel] = now_s
+
+    def note_call(self, channel: int, now_s: float) -> None:
+        """The worker starts another handler call for the batch of `channel`."""
+        if (batch := self._batch_of.get(channel)) is not None:
+            batch.called_s = now_s
+
     def running(self) -> set[int]:
         """Return the channels that the worker may have started: those of the oldest items or batches."""
         if not self.batching:
-            return set(islice(self.calls, self.slots))
+            return self.calls.keys() - self._waiting.keys()
         return {channel for batch in self._batches[: self.slots] for channel in batch.channels}
 
     def started_s(self, channel: int) -> float | None:
-        """Return the earliest time at which an item can have started; None while it waits for a slot."""
-        if channel not in self.running():
-            return None
+        """Return when the present handler call for an item started; None while the item waits for a slot."""
         if (batch := self._batch_of.get(channel)) is not None:
-            return batch.started_s
-        sent_s = self.calls[channel].sent_s
-        return max(sent_s, self._removed_s) if self.slots == 1 else sent_s
+            return batch.called_s or None
+        if channel in self._waiting or channel not in self.calls:
+            return None
+        return self._started_late.get(channel, self.calls[channel].sent_s)
 
     def batch_of(self, channel: int) -> set[int]:
         """Return the channels of the batch of `channel` that have not ended, `channel` included."""
@@ -144,6 +181,8 @@ class Outstanding(Generic[T]):
         self.calls.clear()
         self._batches.clear()
         self._batch_of.clear()
+        self._waiting.clear()
+        self._started_late.clear()
 
     def total_busy_s(self, now_s: float) -> float:
         """Return for how many seconds in total the worker had at least one item."""
@@ -158,7 +197,8 @@ class Outstanding(Generic[T]):
         if self.batching:
             started = [batch.started_s for batch in self._batches[: self.slots]]
         else:
-            started = [item.sent_s for item in islice(self.calls.values(), self.slots)]
+            oldest = islice(self.calls.items(), self.slots)
+            started = [self._started_late.get(channel, item.sent_s) for channel, item in oldest]
         return sum(started_s < before_s for started_s in started) / self.slots
 
     def expected_at(self, now_s: float, curve: LatencyCurve) -> float:

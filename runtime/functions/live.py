@@ -346,7 +346,6 @@ def policy_of(record: RevisionRecord) -> Policy:
             math.inf if scale.park_after_s is None else scale.park_after_s,
         ),
         max_batch=batch,
-        interruptible=record.handler.get("kind") in ("async", "async_generator"),
         streaming=bool(record.handler.get("streaming")),
         aggregates=bool(record.handler.get("aggregate", True)),
         owner=record.deployed_by,

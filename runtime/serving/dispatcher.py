@@ -28,10 +28,6 @@ from .replica import Replica
 
 # How many attempts an idempotent invocation has if its workers die.
 MAX_ATTEMPTS = 3
-# A worker is replaced if it has not ended a cancelled invocation this long after the invocation's deadline.
-CANCEL_GRACE_S = 5.0
-# A worker is replaced if its async handler has not ended this long after it was interrupted.
-INTERRUPT_S = 1.0
 # The weight of the latest activation in the mean time of an activation.
 SMOOTHING = 0.3
 # Without batches, the latency curve learns from one in this many invocations of a worker: their durations are
@@ -49,8 +45,6 @@ class Policy:
     scale: ScaleSpec
     max_batch: int = 1
     """The largest number of invocations in one batch; 1 if the handler takes no batches."""
-    interruptible: bool = False
-    """True for async handlers, whose handler calls can be cancelled."""
     streaming: bool = False
     aggregates: bool = True
     """True if the output of a job is the list of all pieces of a streamed output."""
@@ -178,6 +172,7 @@ class Dispatcher:
     def requeue(self, invocation: Invocation) -> None:
         """Queue an invocation again that its worker gave back or did not end."""
         if invocation.ended:
+            self._deadlines.cancel(invocation)
             return
         invocation.mark_requeued()
         if self._closed:
@@ -211,9 +206,9 @@ class Dispatcher:
         for invocation in batch:
             invocation.mark_sent(replica.name, len(batch), now_s, replica.activation)
             if limit_s is not None:
-                self._limit_execution(invocation, now_s, now_s + limit_s)
-            elif invocation.patient:
-                self._deadlines.set(invocation, invocation.deadline_s, now_s)
+                invocation.limit_execution(now_s, limit_s)
+            if limit_s is not None or invocation.patient:
+                self._deadlines.set(invocation, deadlines.limit_s(invocation, now_s), now_s)
         replica.send(batch, now_s)
         for invocation in batch:
             if invocation.on_sent is not None:
@@ -226,11 +221,11 @@ class Dispatcher:
         self._remove(invocation)
 
     def _remove(self, invocation: Invocation) -> None:
-        if not self.queue.remove(invocation) and (replica := self._replica_of(invocation)) is not None:
-            # A plain handler cannot be interrupted. It may run until the invocation's deadline and
-            # CANCEL_GRACE_S longer, then its worker is replaced.
-            left_s = max(0.0, invocation.deadline_s - time.monotonic())
-            replica.cancel(invocation, left_s + CANCEL_GRACE_S)
+        """Remove an ended invocation from the queue, or cancel it at its worker, where it may go on for a while."""
+        queued = self.queue.remove(invocation)
+        replica = None if queued else self._replica_of(invocation)
+        if replica is not None and replica.cancel(invocation):
+            self._check_stuck(invocation, replica, time.monotonic())
         self._on_left()
 
     def _replica_of(self, invocation: Invocation) -> Replica | None:
@@ -252,21 +247,16 @@ class Dispatcher:
 
     # -- time limits
 
-    def _limit_execution(self, invocation: Invocation, now_s: float, until_s: float) -> None:
-        invocation.limit_execution(until_s)
-        self._deadlines.set(invocation, min(invocation.deadline_s, until_s), now_s)
-
     def _on_due(self, invocation: Invocation) -> None:
         now_s = time.monotonic()
         waited_s = now_s - invocation.timeline.received_s
         cold = not (invocation.worker or self._pool.ready)
-        if now_s >= invocation.deadline_s - EARLY_S:
+        if (replica := self._replica_of(invocation)) is not None:
+            self._on_due_at_worker(invocation, replica, now_s)
+        elif now_s >= invocation.deadline_s - EARLY_S:
             self.given_up += cold
-            reached = None if invocation.worker else self._limit
-            self._fail(invocation, deadlines.deadline_exceeded(waited_s, reached))
+            self._fail(invocation, deadlines.deadline_exceeded(waited_s, self._limit))
             self._remove(invocation)
-        elif now_s >= invocation.execution_deadline_s - EARLY_S:
-            self._on_overrun(invocation, now_s)
         elif cold and now_s >= invocation.hold_until_s - EARLY_S:
             self.given_up += 1
             self._fail(invocation, deadlines.activation_timeout(self._spec.function, waited_s, self._limit))
@@ -274,36 +264,46 @@ class Dispatcher:
         else:
             self._deadlines.set(invocation, deadlines.limit_s(invocation, now_s), now_s)
 
-    def _on_overrun(self, invocation: Invocation, now_s: float) -> None:
-        """Handle an invocation that was sent, or whose batch had a new handler call, execution_timeout_s ago.
-
-        If its handler call took too long, it fails or, if it runs in a batch, the whole batch is repeated.
-        """
-        replica, limit_s = self._replica_of(invocation), self._policy.settings.execution_timeout_s
-        if replica is None or limit_s is None:
-            return
-        started_s = replica.started_s(invocation)
-        # If it started later, because it waited for other invocations at the worker, it gets more time.
-        if started_s is None or now_s < started_s + limit_s - EARLY_S:
-            self._limit_execution(invocation, now_s, (now_s if started_s is None else started_s) + limit_s)
-        # It is not known which invocation of the batch is the cause. Replace the worker: then each of them
-        # runs again, not in a batch.
+    def _on_due_at_worker(self, invocation: Invocation, replica: Replica, now_s: float) -> None:
+        limit_s, started_s = self._policy.settings.execution_timeout_s, replica.started_s(invocation)
+        invocation.limit_execution(now_s if started_s is None else started_s, limit_s)
+        if invocation.ended:
+            self._check_stuck(invocation, replica, now_s)
+        elif now_s >= invocation.deadline_s - EARLY_S:
+            waited_s = now_s - invocation.timeline.received_s
+            self._fail(invocation, deadlines.deadline_exceeded(waited_s))
+            self._remove(invocation)
+        elif limit_s is None or now_s < invocation.execution_deadline_s - EARLY_S:
+            self._deadlines.set(invocation, deadlines.limit_s(invocation, now_s), now_s)
         elif invocation.batch_size > 1:
+            # It is not known which invocation of the batch is the cause. Replace the worker: then each of them
+            # runs again, not in a batch. Until the other calls of the worker have ended, only its deadline limits it.
             replica.replace(invocation)
+            self._deadlines.set(invocation, invocation.deadline_s, now_s)
+            self._on_left()
         else:
             self._fail(invocation, deadlines.execution_timeout(limit_s))
-            if self._policy.interruptible:
-                replica.cancel(invocation, INTERRUPT_S)
-            else:
-                replica.replace(invocation)
-        self._on_left()
+            self._remove(invocation)
+
+    def _check_stuck(self, invocation: Invocation, replica: Replica, now_s: float) -> None:
+        """Replace the worker if the handler call of an ended invocation is stuck. Otherwise check again when it may be.
+
+        A caller who has gone, or whose deadline has passed, does not limit the call. It is stuck if it has taken longer
+        than the function allows, and `cancel_grace_s` more. In a batch, the callers who still wait limit it first.
+        """
+        settings, started_s = self._policy.settings, replica.started_s(invocation)
+        limit_s = settings.execution_timeout_s or max(settings.timeout_s, invocation.execution_s or 0.0)
+        stuck_s = (now_s if started_s is None else started_s) + limit_s + settings.cancel_grace_s
+        if now_s < stuck_s - EARLY_S:
+            self._deadlines.set(invocation, stuck_s, now_s)
+        elif not replica.awaited(invocation):
+            replica.replace(invocation)
+            self._on_left()
 
     def restart_execution(self, invocations: list[Invocation]) -> None:
-        """Give the rest of a batch the full execution_timeout_s again: the limit is for each handler call."""
-        now_s, limit_s = time.monotonic(), self._policy.settings.execution_timeout_s
+        """Give the rest of a batch the whole time limits again, which are for each handler call."""
         for invocation in invocations:
-            if limit_s is not None and not invocation.ended:
-                self._limit_execution(invocation, now_s, now_s + limit_s)
+            self._on_due(invocation)
 
     # -- from the workers
 

@@ -167,8 +167,11 @@ class Invocation:
         if self.execution_s is not None:
             self.deadline_s = now_s + self.execution_s
 
-    def limit_execution(self, deadline_s: float) -> None:
-        self.execution_deadline_s = deadline_s
+    def limit_execution(self, started_s: float, limit_s: float | None) -> None:
+        """Its present handler call started at `started_s`, and may take `limit_s`. A job's own limit counts from then too."""
+        self.execution_deadline_s = math.inf if limit_s is None else started_s + limit_s
+        if self.execution_s is not None:
+            self.deadline_s = started_s + self.execution_s
 
     def mark_requeued(self) -> None:
         """The invocation waits again, because its worker gave it back or died."""

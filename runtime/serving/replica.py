@@ -19,8 +19,8 @@ from .invocation import Invocation, Output
 
 # A worker is killed if it is not READY this long after ACTIVATE.
 START_TIMEOUT_S = 900.0
-# A worker is killed if it has not exited this long after it reported a failed start, after it had to be
-# replaced, or after it ended its last invocation while it drains: so long its `teardown` may take.
+# A worker is killed if it has not exited this long after it reported a failed start, or after it ended its last
+# invocation while it drains. `teardown` runs in this time.
 EXIT_TIMEOUT_S = 30.0
 # The timing of an invocation that failed or was given back, which the worker does not measure: a cost of 0.
 UNKNOWN = Timing(0.0, 0.0, 1, 0.0)
@@ -92,8 +92,6 @@ class Replica:
         self._stuck: set[int] = set()
         # The channels of invocations whose printed lines are captured.
         self._recorded: set[int] = set()
-        # By channel, the timers that replace the worker if cancelled invocations do not end.
-        self._cancelled: dict[int, asyncio.TimerHandle] = {}
         # Otherwise a worker that hangs while it starts would count as starting for ever.
         late = f"it was not ready after {start_timeout_s:.0f} s"
         self._start_timer = asyncio.get_running_loop().call_later(start_timeout_s, child.kill_stuck, late)
@@ -162,34 +160,38 @@ class Replica:
         if channel in self.outstanding.calls:
             self.child.link.send_json(FrameKind.MORE, channel, {"count": count})
 
-    def cancel(self, invocation: Invocation, kill_after_s: float) -> None:
-        """Cancel an invocation. Replace the worker if the invocation has not ended after `kill_after_s`."""
-        if (channel := self.outstanding.channel_of(invocation)) is not None:
-            self.child.link.send(FrameKind.CANCEL, channel)
-            self._drop_timer(channel)
-            loop = asyncio.get_running_loop()
-            self._cancelled[channel] = loop.call_later(kill_after_s, self._replace, channel)
+    def cancel(self, invocation: Invocation) -> bool:
+        """Tell the worker that the caller of an invocation has left. Return False if the worker has ended it.
 
-    def _drop_timer(self, channel: int) -> None:
-        if (timer := self._cancelled.pop(channel, None)) is not None:
-            timer.cancel()
+        Otherwise its handler call may go on.
+        """
+        if (channel := self.outstanding.channel_of(invocation)) is None:
+            return False
+        self.child.link.send(FrameKind.CANCEL, channel)
+        return True
 
     def started_s(self, invocation: Invocation) -> float | None:
-        """Return the earliest time at which the worker can have started an invocation; None if it has not."""
+        """Return when the present handler call for an invocation started; None while it waits at the worker."""
         channel = self.outstanding.channel_of(invocation)
         return self.outstanding.started_s(channel) if channel is not None else None
 
-    def replace(self, invocation: Invocation) -> None:
-        """Drain the worker, because a handler call does not end. Kill it once it runs nothing else."""
-        if (channel := self.outstanding.channel_of(invocation)) is not None:
-            self._replace(channel)
+    def awaited(self, invocation: Invocation) -> bool:
+        """Return True if a caller waits for an invocation, or for another of its batch."""
+        if (channel := self.outstanding.channel_of(invocation)) is None:
+            return False
+        calls = self.outstanding.calls
+        return any(not calls[peer].ended for peer in self.outstanding.batch_of(channel))
 
-    def _replace(self, channel: int) -> None:
-        if channel not in self.outstanding.calls or self.state is ReplicaState.DEAD:
+    def replace(self, invocation: Invocation) -> None:
+        """Drain the worker, because a handler call does not end. Kill it once it runs only such calls.
+
+        Its other calls may go on: each of them ends, or does not end within its own limit and is reported here too.
+        """
+        if (channel := self.outstanding.channel_of(invocation)) is None:
             return
         self._stuck |= self.outstanding.batch_of(channel)
         if self.state is ReplicaState.READY:
-            self.drain(EXIT_TIMEOUT_S)
+            self.drain(None)
         self._kill_if_only_stuck()
 
     def _kill_if_only_stuck(self) -> None:
@@ -270,8 +272,6 @@ class Replica:
             self.idle_since_s = now_s
             if self.state is ReplicaState.DRAINING:
                 self.child.kill_after(EXIT_TIMEOUT_S)
-        if self._cancelled:
-            self._drop_timer(channel)
         if self._stuck:
             self._stuck.discard(channel)
             self._kill_if_only_stuck()
@@ -336,14 +336,15 @@ class Replica:
     def _on_window(self, head: dict[str, Any]) -> None:
         self.window = int(head["window"])
         if "slots" in head:
-            self.outstanding.resize(int(head["slots"]))
+            self.outstanding.resize(int(head["slots"]), time.monotonic())
         if "limit" in head:
             self.batch_limit = int(head["limit"])
         if "slots" in head or "limit" in head:
             self._events.on_resized(self)
         if "call" in head:
-            calls = self.outstanding.calls
-            channels = self.outstanding.batch_of(int(head["call"]))
+            calls, call = self.outstanding.calls, int(head["call"])
+            self.outstanding.note_call(call, time.monotonic())
+            channels = self.outstanding.batch_of(call)
             self._events.on_split([calls[channel] for channel in channels if channel in calls])
 
     def _on_ready(self, head: dict[str, Any]) -> None:
@@ -369,8 +370,6 @@ class Replica:
         if self.child.output is not None:
             # Its last words came before the end of its link.
             self.child.output.drain()
-        for channel in list(self._cancelled):
-            self._drop_timer(channel)
         # A worker without a link is useless, even if its process still runs. A draining one exits by itself.
         self.left = self.state is ReplicaState.DRAINING and not self.reported_failure
         if self.state is not ReplicaState.DRAINING:

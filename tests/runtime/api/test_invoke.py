@@ -316,12 +316,12 @@ async def test_cold_then_warm_and_the_phases_sum(deploy):
 # -- time
 
 
-async def test_a_deadline_passes_and_the_stuck_worker_is_replaced(deploy, gate: Gate, monkeypatch):
-    monkeypatch.setattr("pilotflame.runtime.serving.dispatcher.CANCEL_GRACE_S", 0.0)
+async def test_a_deadline_passes_and_the_stuck_worker_is_replaced(deploy, gate: Gate):
     source = (
         "import gate, os\ndef handler(event):\n    if event:\n        gate.wait()\n    return os.getpid()"
     )
-    function = await deploy(source, {"scale.max": 1}, gate=gate)
+    limits = {"timeout_s": 0.5, "cancel_grace_s": 0.0}
+    function = await deploy(source, {"scale.max": 1, **limits}, gate=gate)
     before = await function.answer(0)
     error = await function.error(1, X_Request_Timeout="0.05")
     assert (error["status"], error["type"]) == (504, "deadline_exceeded")

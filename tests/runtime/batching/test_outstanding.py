@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
@@ -75,6 +77,46 @@ def test_when_each_started() -> None:
     assert (outstanding.started_s(first), outstanding.started_s(second)) == (10.0, None)
     outstanding.remove(first, 14.0)
     assert (outstanding.started_s(first), outstanding.started_s(second)) == (None, 14.0)
+
+
+@dataclass
+class SentAt:
+    sent_s: float
+
+
+@given(st.integers(1, 3), st.lists(st.integers(0, 9), max_size=40))
+def test_a_single_item_starts_when_it_has_a_slot(slots: int, steps: list[int]) -> None:
+    """Each step adds an item (9), adds a slot (8), or removes the item at an index; a naive account runs beside."""
+    outstanding, now_s = Outstanding[SentAt](slots), 0.0
+    started: dict[int, float | None] = {}
+    for step in steps:
+        now_s += 1.0
+        if step == 9:
+            started[outstanding.add(SentAt(now_s), now_s)] = None
+        elif step == 8:
+            slots += 1
+            outstanding.resize(slots, now_s)
+        elif step < len(started):
+            channel = list(started)[step]
+            outstanding.remove(channel, now_s)
+            del started[channel]
+        waiting = [channel for channel, start_s in started.items() if start_s is None]
+        for channel in waiting[: slots - (len(started) - len(waiting))]:
+            started[channel] = now_s
+        assert {channel: outstanding.started_s(channel) for channel in started} == started
+        assert outstanding.running() == {
+            channel for channel, start_s in started.items() if start_s is not None
+        }
+
+
+def test_a_batch_starts_in_a_slot_that_is_new_and_starts_anew_with_each_call() -> None:
+    outstanding = Outstanding[Call](batching=True)
+    outstanding.add_batch([Call()], 1.0)
+    second, _ = outstanding.add_batch([Call(), Call()], 2.0)
+    outstanding.resize(2, 3.0)
+    assert outstanding.started_s(second) == 3.0
+    outstanding.note_call(second, 4.0)
+    assert outstanding.started_s(second) == 4.0
 
 
 def test_when_a_slot_will_be_free() -> None:

@@ -7,6 +7,7 @@ import time
 
 import pytest
 from live import Gate, failure, gone, until
+from pilotflame.runtime.serving import replica
 from pilotflame.runtime.serving.invocation import Invocation
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -84,7 +85,8 @@ def handler(event):
         gate.wait("neighbour")
     return os.getpid()
 """
-    function = await deploy(source, {**ONE, "concurrency": 2, "execution_timeout_s": 2.0}, gate=gate)
+    limits = {"execution_timeout_s": 2.0, "cancel_grace_s": 0.1}
+    function = await deploy(source, {**ONE, "concurrency": 2, **limits}, gate=gate)
     pid = await function.answer("before")
     stuck = asyncio.create_task(function.call("stuck"))
     await gate.next("stuck")
@@ -292,3 +294,33 @@ def handler(events):
     assert [answer.json()[0] for answer in answers] == [1, 2, 3, 4, 5, 6, 7]
     assert len({answer.json()[1] for answer in answers}) == 1
     assert failure(bad)["type"] == "handler_failed"
+
+
+async def _beside_a_short_deadline(deploy, call_s: float, deadline_s: float) -> None:
+    """Send a call with a deadline beside 50 longer calls to one worker, which must answer all 50."""
+    source = """
+import os, time
+def handler(event):
+    time.sleep(event)
+    return os.getpid()
+"""
+    function = await deploy(source, {**ONE, "concurrency": 64, "cancel_grace_s": 0.2})
+    pid = await function.answer(0)
+    calls = [asyncio.create_task(function.answer(call_s)) for _ in range(50)]
+    await function.settled(ready=1, in_flight=50)
+    late = await function.error(call_s, X_Request_Timeout=str(deadline_s))
+    assert (late["status"], late["type"]) == (504, "deadline_exceeded")
+    assert await asyncio.gather(*calls) == [pid] * 50
+    await function.settled(ready=1, in_flight=0)
+    assert await function.answer(0) == pid
+
+
+async def test_a_callers_deadline_ends_no_other_call(deploy, monkeypatch):
+    monkeypatch.setattr(replica, "EXIT_TIMEOUT_S", 0.2)
+    await _beside_a_short_deadline(deploy, 3.0, 1.0)
+
+
+@pytest.mark.slow
+async def test_a_callers_deadline_ends_no_call_of_40_seconds(deploy):
+    """Longer than the grace and the time for an exit, as they are by default, together."""
+    await _beside_a_short_deadline(deploy, 40.0, 1.0)

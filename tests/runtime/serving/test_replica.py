@@ -104,14 +104,14 @@ async def test_no_timer_is_left_of_a_caller_who_disconnected(gateway, deploy, ga
     kept = asyncio.create_task(function.answer("kept"))
     await gate.next("kept")
     assert gateway.server is not None
-    (worker,) = gateway.server.functions.live(function.name).pool.replicas
+    timers = gateway.server.functions.live(function.name).dispatcher._deadlines._timers
     calls = [asyncio.create_task(function.call(f"leaves {n}")) for n in range(3)]
     for _ in calls:
         await gate.next()
     for call in calls:
         call.cancel()
     await function.settled(ready=1, in_flight=1)
-    assert not worker._cancelled
+    assert [invocation.ended for invocation in timers] == [False]
     gate.open()
     assert await kept == "kept"
 

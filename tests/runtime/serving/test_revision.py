@@ -399,7 +399,7 @@ async def test_a_crash_is_logged_with_its_stack_which_no_job_gets(deploy):
 @pytest.mark.parametrize("kind", ["def", "async def"])
 async def test_a_stuck_worker_leaves_the_stack_of_its_thread(deploy, gate: Gate, kind: str):
     source = f"import gate\n{kind} handler(event):\n    gate.wait('stuck')\n"
-    settings = {"execution_timeout_s": 0.2, "env.GATE": str(gate.path)}
+    settings = {"execution_timeout_s": 0.2, "cancel_grace_s": 0.2, "env.GATE": str(gate.path)}
     function = await deploy(source, settings)
     job = (await function.client.post(f"/v2/{function.name}/runsync", json={"input": 1})).json()
     assert job["status"] == "TIMED_OUT"
