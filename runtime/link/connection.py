@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+import struct
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -23,19 +24,31 @@ RECEIVE_BYTES = 256 << 10
 # Up to this size, the parts of a message are copied into one buffer and sent in one system call. Larger parts
 # are sent in separate system calls, because a copy would then take longer than a second system call.
 JOIN_BYTES = 64 << 10
+# The seconds and microseconds of a `struct timeval`.
+_TIMEVAL = struct.Struct("ll")
 
 
 def dial(path: str, timeout_s: float) -> socket.socket:
-    """Return a blocking socket that is connected to the gateway at `path`. Raise LinkError."""
+    """Return a blocking socket that is connected to the gateway at `path`. Raise LinkError.
+
+    While the gateway's backlog is full, wait for room, up to `timeout_s`. Only the kernel can wait for that: with a
+    timeout of Python's own, the socket does not block, and `connect` fails at once with EAGAIN.
+    """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    sock.settimeout(timeout_s)
     try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(*_timeval(timeout_s)))
         sock.connect(path)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _TIMEVAL.pack(0, 0))
     except OSError as error:
         sock.close()
-        raise LinkError(f"Cannot reach the gateway at {path}: {error}.") from error
-    sock.settimeout(None)
+        late = f"it accepted no connection within {timeout_s:g} s"
+        reason = late if isinstance(error, BlockingIOError) else error
+        raise LinkError(f"Cannot reach the gateway at {path}: {reason}.") from error
     return sock
+
+
+def _timeval(seconds: float) -> tuple[int, int]:
+    return divmod(max(1, round(seconds * 1e6)), 1_000_000)
 
 
 class BlockingLink:

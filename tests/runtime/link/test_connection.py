@@ -1,9 +1,11 @@
 """Connections: order across threads, back-pressure, and the end of the other side."""
 
 import asyncio
+import contextlib
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,37 @@ def test_dialling_gives_a_blocking_socket(tmp_path: Path) -> None:
                 frames = BlockingLink(accepted).receive()
                 assert frames is not None
                 assert [frame.json() for frame in frames] == [{"token": "t"}]
+
+
+@pytest.fixture
+def full(tmp_path: Path) -> Iterator[tuple[str, socket.socket]]:
+    """A socket that listens, and whose backlog is full."""
+    with socket.socket(socket.AF_UNIX) as server, contextlib.ExitStack() as waiting:
+        server.bind(str(tmp_path / "s"))
+        server.listen(0)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                sock = waiting.enter_context(socket.socket(socket.AF_UNIX))
+                sock.setblocking(False)
+                sock.connect(str(tmp_path / "s"))
+        yield str(tmp_path / "s"), server
+
+
+def test_dialling_waits_until_the_backlog_has_room(full: tuple[str, socket.socket]) -> None:
+    address, server = full
+    with ThreadPoolExecutor() as threads:
+        dialling = threads.submit(dial, address, LIMIT_S)
+        with pytest.raises(TimeoutError):
+            dialling.result(0.1)
+        server.accept()[0].close()
+        with dialling.result(LIMIT_S) as sock:
+            assert sock.gettimeout() is None
+            assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, 16) == bytes(16)
+
+
+def test_dialling_gives_up_at_its_deadline(full: tuple[str, socket.socket]) -> None:
+    with pytest.raises(LinkError, match=r"accepted no connection within 0\.1 s"):
+        dial(full[0], 0.1)
 
 
 def test_a_blocking_link_sees_the_end() -> None:
