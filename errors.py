@@ -32,6 +32,7 @@ The text beside a class says what has happened when it is raised.
     │   ├── InputTooLarge               the body exceeds the limit
     │   ├── InputTimeout                the body arrived too slowly
     │   ├── OutputInvalid               the output does not fit its annotation, or is not JSON
+    │   │   └── OutputTooLarge              the output exceeds what a worker can send to the gateway at once
     │   ├── HandlerFailed               the handler raised
     │   ├── WorkerDied                  the worker died while it ran this invocation
     │   │   └── OutOfMemory                 the kernel killed it because the function's memory ran out
@@ -243,6 +244,9 @@ class InputTimeout(InvocationError, code="input_timeout", status=408): ...
 
 
 class OutputInvalid(InvocationError, code="output_invalid"): ...
+
+
+class OutputTooLarge(OutputInvalid, code="output_too_large"): ...
 
 
 class HandlerFailed(InvocationError, code="handler_failed"): ...

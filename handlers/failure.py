@@ -34,6 +34,7 @@ def explain(kind: type[E], what: str, error: BaseException, root: Path, *, remed
     remedy = remedy or _variable_remedy(error)
     if isinstance(error, PilotflameError):
         text, remedy, details = error.message, error.remedy, {**error.details, "exception": error.code}
+    text = cut(text)
     if file:
         details |= {"file": file, "line": line}
     details["traceback"] = _user_traceback(error, root)
@@ -135,6 +136,11 @@ def _user_traceback(error: BaseException, root: Path) -> str:
     if own and own != trace.stack[: len(own)]:
         frames = "".join(traceback.format_list(own))
         text = f"In the function's own code:\n{frames}In all:\n{text}"
+    return cut(text)
+
+
+def cut(text: str) -> str:
+    """Return a text without its middle if it is too long to be read."""
     if len(text) <= MAX_TRACEBACK_CHARS:
         return text
     half = (MAX_TRACEBACK_CHARS - len(CUT)) // 2

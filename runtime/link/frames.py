@@ -14,11 +14,13 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from ...errors import LinkError
+from ...errors import LinkError, OutputTooLarge
 
 HEADER = struct.Struct("<IIBI")
 TIMING = struct.Struct("<ddHd")
 MAX_FRAME_BYTES = 256 << 20
+# The largest payload: the rest of a frame is for its head.
+MAX_PAYLOAD_BYTES = 255 << 20
 
 
 class FrameKind(enum.IntEnum):
@@ -117,6 +119,14 @@ class Timing(NamedTuple):
     @classmethod
     def unpack(cls, head: bytes) -> Timing:
         return cls(*TIMING.unpack(head)) if len(head) == TIMING.size else cls(0.0, 0.0)
+
+
+def check_output(payload: bytes) -> None:
+    """Raise OutputTooLarge if one frame cannot hold the payload. The gateway would end a link with a longer frame."""
+    if len(payload) > MAX_PAYLOAD_BYTES:
+        sizes = f"{-(-len(payload) >> 20)} MiB, and a worker can send {MAX_PAYLOAD_BYTES >> 20} MiB at once"
+        remedy = "Stream it in smaller pieces from a generator, or store it and return its address."
+        raise OutputTooLarge(f"The output has {sizes}.", remedy=remedy)
 
 
 def encode(kind: int, channel: int = 0, head: bytes = b"", payload: bytes = b"") -> bytes:

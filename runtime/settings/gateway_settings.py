@@ -175,7 +175,10 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
         True,
         description="Whether workers start ahead of calls that were learned to follow another function's.",
     )
-    max_body_bytes: int = Field(20 * _MIB, ge=1, description="Largest request body of any function.")
+    # A worker is sent no more at once (MAX_PAYLOAD_BYTES in link/frames.py).
+    max_body_bytes: int = Field(
+        20 * _MIB, ge=1, le=255 * _MIB, description="Largest request body of any function."
+    )
     body_timeout_s: PositiveSeconds = Field(30.0, description="Seconds a request's body may take.")
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="The least important messages that the gateway prints and stores."

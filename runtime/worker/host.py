@@ -12,7 +12,7 @@ from typing import Any
 from ...errors import OutputInvalid
 from ...handlers.codec import JSON_TYPE, OutputCodec
 from ..link.connection import Link
-from ..link.frames import FrameKind
+from ..link.frames import FrameKind, check_output
 from .runner import Runner
 
 # A handler may report progress very often, so at most one report of an invocation is sent per interval.
@@ -37,7 +37,7 @@ class WorkerHost:
         self._waiting = False
 
     def progress(self, channel: int, value: Any) -> None:
-        """Report the progress of the invocation on `channel`. Raise OutputInvalid if `value` is not JSON."""
+        """Report the progress of the invocation on `channel`. Raise OutputInvalid if `value` is not JSON, or too large."""
         payload = self._encoded(value)
         with self._lock:
             if self._link.closed:
@@ -50,7 +50,7 @@ class WorkerHost:
         self._loop.call_soon_threadsafe(self._loop.call_later, PROGRESS_INTERVAL_S, self._flush)
 
     def metrics(self, channel: int, values: Mapping[str, Any]) -> None:
-        """Report metrics of the invocation on `channel`. Raise OutputInvalid if they are not JSON."""
+        """Report metrics of the invocation on `channel`. Raise OutputInvalid if they are not JSON, or too large."""
         payload = self._encoded(values)
         with self._lock:
             if not self._link.closed:
@@ -60,6 +60,7 @@ class WorkerHost:
         payload, kind = self._codec.encode(value)
         if kind != JSON_TYPE:
             raise OutputInvalid("A report must be JSON, this is bytes.", remedy="Decode the bytes.")
+        check_output(payload)
         return payload
 
     def retire(self) -> None:

@@ -9,6 +9,7 @@ unfinished groups, as many as the worker has slots, can have started.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -29,11 +30,11 @@ from ...errors import (
 )
 from ...handlers.codec import JSON_TYPE
 from ...handlers.contract import Cancellation, Context
-from ...handlers.failure import OUT_OF_MEMORY_REMEDY, explain, is_out_of_memory
+from ...handlers.failure import OUT_OF_MEMORY_REMEDY, cut, explain, is_out_of_memory
 from ...handlers.handler import Handler
 from ..batching.prefetch import window
 from ..link.connection import JOIN_BYTES, Link
-from ..link.frames import HEADER, FrameKind, Timing, encode, encode_json
+from ..link.frames import HEADER, MAX_PAYLOAD_BYTES, FrameKind, Timing, check_output, encode, encode_json
 from ..link.stream_credit import Credit
 
 # The weight of the newest duration in the moving average of durations.
@@ -206,16 +207,18 @@ class Runner(ABC):
             return self.error_frame(call, self.describe(item))
         try:
             payload, content_type = self.handler.output.encode(item, call.accept)
+            check_output(payload)
         except Exception as error:  # noqa: BLE001  the user's serializers run here
             return self.error_frame(call, self.describe(error))
         head = timing.pack() if content_type == JSON_TYPE else timing.pack() + content_type.encode()
         return encode(FrameKind.RESULT, call.channel, head, payload)
 
     def chunk_frame(self, call: Call, value: Any) -> tuple[bytes, int]:
-        """Return the frame of a chunk and its size for the credit. Raise OutputInvalid if it is not JSON."""
+        """Return the frame of a chunk and its size for the credit. Raise OutputInvalid if it is not JSON, or too large."""
         payload, content_type = self.handler.output.encode(value)
         if content_type != JSON_TYPE:
             raise OutputInvalid("A chunk of a stream must be JSON, not bytes.", remedy="Decode the bytes.")
+        check_output(payload)
         frame = encode(FrameKind.CHUNK, call.channel, b"", payload)
         return frame, len(frame) - HEADER.size
 
@@ -228,13 +231,14 @@ class Runner(ABC):
         return [self.error_frame(call, described) for call in calls]
 
     def error_frame(self, call: Call, error: PilotflameError) -> bytes:
-        try:
-            return encode_json(FrameKind.ERROR, call.channel, error.to_wire(private=True))
-        except TypeError:
-            # A text has half a surrogate pair, or the details are not JSON. Repair texts and omit details.
-            texts = {"type": error.code, "message": error.message, "remedy": error.remedy}
-            plain = {name: str(text).encode("utf-8", "replace").decode() for name, text in texts.items()}
-            return encode_json(FrameKind.ERROR, call.channel, plain)
+        with contextlib.suppress(TypeError):
+            frame = encode_json(FrameKind.ERROR, call.channel, error.to_wire(private=True))
+            if len(frame) <= MAX_PAYLOAD_BYTES:
+                return frame
+        # It is too large, a text has half a surrogate pair, or the details are not JSON. Repair texts and omit details.
+        texts = {"type": error.code, "message": error.message, "remedy": error.remedy}
+        plain = {name: cut(str(text)).encode("utf-8", "replace").decode() for name, text in texts.items()}
+        return encode_json(FrameKind.ERROR, call.channel, plain)
 
     def describe(self, error: BaseException, what: str = "The handler") -> PilotflameError:
         """Return the error that the caller gets for an exception of user code. `what` names that code."""

@@ -123,6 +123,37 @@ async def test_a_result_of_many_megabytes(deploy):
     assert await function.call(1)
 
 
+@pytest.mark.parametrize(
+    ("kind", "statement", "error_type"),
+    [
+        ("def", "return b'x' * size", "output_too_large"),
+        ("async def", "return b'x' * size", "output_too_large"),
+        ("def", "context.progress('x' * size)", "output_too_large"),
+        ("def", "raise ValueError('x' * size)", "handler_failed"),
+    ],
+)
+async def test_an_answer_above_the_limit_of_the_link_fails_alone(
+    deploy, kind: str, statement: str, error_type: str
+):
+    source = f"import os\n{kind} handler(size, context):\n    if size:\n        {statement}\n    return os.getpid()"
+    function = await deploy(source)
+    before = await function.answer(0)
+    error = await function.error(257 << 20)
+    assert (error["status"], error["type"]) == (500, error_type)
+    if error_type == "output_too_large":
+        assert "255 MiB" in error["message"]
+        assert "Stream" in error["remedy"]
+    assert await function.answer(0) == before
+
+
+async def test_a_piece_of_a_stream_above_the_limit_of_the_link_ends_that_stream(deploy):
+    source = "import os\ndef handler(size):\n    yield os.getpid()\n    if size:\n        yield 'x' * size"
+    function = await deploy(source)
+    before = (await function.call(0)).text
+    assert "output_too_large" in (await function.call(257 << 20)).text
+    assert (await function.call(0)).text == before
+
+
 async def test_a_large_body_arrives(deploy):
     function = await deploy("def handler(event):\n    return len(event)")
     assert await function.answer("x" * 15_000_000) == 15_000_000

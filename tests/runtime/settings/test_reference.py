@@ -41,7 +41,7 @@ def test_types_ranges_and_defaults():
     assert facts("threads") == ("whole number", "1 to 1024", "none")
     assert facts("scale.rest") == ('"zygote" or "local"', "", '"zygote"')
     assert facts("PILOTFLAME_STATE_DIR") == ("path", "", "~/.local/state/pilotflame")
-    assert facts("PILOTFLAME_MAX_BODY_BYTES") == ("whole number", "1 or more", "20971520 (20 MiB)")
+    assert facts("PILOTFLAME_MAX_BODY_BYTES") == ("whole number", "1 to 267386880", "20971520 (20 MiB)")
     assert facts("source") == ("list of tables", "at most 100", "[]")
 
 
