@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import shutil
 import threading
 import time
@@ -14,6 +15,7 @@ from typing import IO, Any
 from pydantic import BaseModel
 
 from ....errors import InputTooLarge, StorageFull
+from ....snapshot.publish import publish, sync
 
 MAX_FILE_BYTES = 100 << 20
 MAX_SUFFIX_CHARS = 20
@@ -66,15 +68,19 @@ class Upload:
             target.write(block)
 
     def publish(self, content_type: str, metadata: dict[str, Any]) -> StoredFile:
-        """Complete the file, and return what is stored of it. Raises StorageFull."""
+        """Complete the file, sync it to the disk, and return what is stored of it. Raises StorageFull."""
         about = StoredFile(
             id=self.file_id, owner=self._owner, name=self._name, content_type=content_type, size=self._size,
             sha256=self._sha256.hexdigest(), md5=self._md5.hexdigest(), metadata=metadata, created_s=time.time(),
         )  # fmt: skip
         with self._lock, reported():
-            self._opened().close()
-            (self._folder / ABOUT).write_bytes(about.model_dump_json().encode())
+            with self._opened() as target:
+                target.flush()
+                os.fsync(target.fileno())
+            with publish(self._folder / ABOUT, 0o600) as stream:
+                stream.write(about.model_dump_json().encode())
             self._folder.rename(self._root / self.file_id)
+            sync(self._root)
         return about
 
     def close(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,26 @@ def test_a_file_is_its_owners(store: FileStore, root: Path) -> None:
     assert list(root.iterdir()) == []
     with pytest.raises(UnknownFile):
         store.delete(first, "me")
+
+
+def test_a_stored_file_is_on_the_disk(store: FileStore, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its content, what is stored beside it, and their names, before it has its place; then its place."""
+    synced: list[str] = []
+    fsync = os.fsync
+
+    def noted(descriptor: int) -> None:
+        fsync(descriptor)
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        synced.append(path.name)
+
+    monkeypatch.setattr("os.fsync", noted)
+    upload = store.begin("ada", "hello.txt")
+    upload.write(b"hello")
+    about = store.finish(upload, "text/plain", {})
+    hidden = f".{about.id}"
+    assert synced[0] == "content.txt"
+    assert synced[1].startswith(".about.json.")
+    assert synced[2:] == [hidden, root.name]
 
 
 def test_an_upload_has_a_limit(store: FileStore, root: Path) -> None:
