@@ -78,11 +78,12 @@ class S3Source(WebSource):
         if region:
             self._move(region)
         plain, client, key = refusal(head, request), self._client(), self._key(request.name)
-        if isinstance(plain, SourceDenied):
-            self._renew()
         # These details include Retry-After, which `refusal` reads only for some statuses.
         details = unavailable(request, "", head).details
         known = client.error(code or str(head.status), key, details, region)
+        # The status alone does not tell: an expired token is refused with 400.
+        if isinstance(known or plain, SourceDenied):
+            self._renew()
         if known is not None:
             return known
         fault = f"s3://{self._bucket}/{key}: {plain.message.rstrip('.')}{f' ({code})' if code else ''}"

@@ -284,6 +284,27 @@ def test_rotated_credentials_are_taken_up_by_signing_anew(
         assert [("AKIAROTATED" in request.target) for request in server.requests] == [False, False, True]
 
 
+@pytest.mark.parametrize(("status", "code"), [(400, "ExpiredToken"), (403, "InvalidAccessKeyId")])
+def test_credentials_that_were_replaced_outside_are_read_again(
+    open_at: Callable[..., S3Source], monkeypatch: pytest.MonkeyPatch, status: int, code: str
+) -> None:
+    monkeypatch.setattr("pilotflame.snapshot.sources.s3.RENEWED_AFTER_S", 0.0)
+    credentials = Path(os.environ["AWS_SHARED_CREDENTIALS_FILE"])
+
+    def write(key: str) -> None:
+        credentials.write_text(f"[default]\naws_access_key_id = {key}\naws_secret_access_key = {SECRET}\n")
+
+    def faults(request: Any) -> Faults:
+        return Faults() if "AKIANEW" in request.target else refusing(status, code)
+
+    write("AKIAOLD")
+    with FaultServer({"weights/f": DATA}, faults) as server:
+        source = open_at(server.url)
+        source.locate("f", fresh=True)
+        write("AKIANEW")
+        assert read(source, "f", 100) == DATA[:100]
+
+
 def test_a_bucket_elsewhere_is_asked_in_its_region_or_named(
     keys: None, open_at: Callable[..., S3Source], monkeypatch: pytest.MonkeyPatch
 ) -> None:
