@@ -145,4 +145,4 @@ class ContainerSource(ZygoteSource):
         self._base.close()
 
     async def wait_closed(self, timeout_s: float) -> None:
-        await self._base.child.wait_gone(timeout_s)
+        await self._base.child.wait_killed(timeout_s)

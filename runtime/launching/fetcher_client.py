@@ -23,6 +23,7 @@ from ...snapshot.sources.variables import of_sources
 from ..link.worker_spec import WEIGHTS_TIMEOUT_S, Weights, WorkerSpec
 from ..telemetry.snapshot_metrics import SnapshotMetrics
 from ..telemetry.timeline import Fetch
+from .launcher import KILLED_S
 
 LOG = logging.getLogger(__name__)
 HOLD_TIMEOUT_S = 300.0
@@ -232,7 +233,9 @@ class FetcherClient:
         await asyncio.wait([self._reading], timeout=STOP_TIMEOUT_S)
         with contextlib.suppress(ProcessLookupError):
             self._process.kill()
-        await self._reading
+        await asyncio.wait([self._reading], timeout=KILLED_S)
+        if not self._reading.done():
+            LOG.error("the fetcher (pid %d) has not ended, although it was killed", self._process.pid)
         with contextlib.suppress(OSError):
             await self._requests.wait_closed()
 

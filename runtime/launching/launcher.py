@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import logging
 import math
 import signal
 from abc import ABC, abstractmethod
@@ -17,6 +18,7 @@ from ..link.worker_spec import STACKS_SIGNAL, WorkerSpec
 from ..telemetry.log_stream import LogStream
 from ..telemetry.logs import Log
 
+LOG = logging.getLogger(__name__)
 EXIT_REPORT_TIMEOUT_S = 2.0
 UNKNOWN_CAUSE = "an unknown cause"
 # How long a stuck worker has to write its stacks before it is killed.
@@ -94,6 +96,15 @@ class Child(ABC):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self.gone.wait()
+
+    async def wait_killed(self, timeout_s: float) -> None:
+        """Wait, at most `timeout_s`, for the end of a process that has been killed by then. Log it if it remains."""
+        await self.wait_gone(timeout_s)
+        if not self.gone.is_set():
+            fault = (
+                "%s (pid %d) was killed, and remains. The kernel cannot end a process that waits in a driver."
+            )
+            LOG.error(fault, self.name, self.pid)
 
     async def cause(self) -> EndCause:
         """Wait for the report of the process's end, for a moment, and return how it ended."""

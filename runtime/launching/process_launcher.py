@@ -106,7 +106,7 @@ class ProcessLauncher:
         if (base := self._bases.pop(key, None)) is not None:
             base.close()
             base.child.kill_after(BASE_EXIT_S)
-            await base.child.wait_gone(BASE_EXIT_S + KILLED_S)
+            await base.child.wait_killed(BASE_EXIT_S + KILLED_S)
 
     def shared_pids(self) -> list[int]:
         return [base.child.pid for base in self._bases.values() if base.alive]

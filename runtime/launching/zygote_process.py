@@ -274,4 +274,4 @@ class ZygoteSource:
 
     async def wait_closed(self, timeout_s: float) -> None:
         self._zygote.child.kill_after(timeout_s)
-        await self._zygote.child.wait_gone(timeout_s + KILLED_S)
+        await self._zygote.child.wait_killed(timeout_s + KILLED_S)

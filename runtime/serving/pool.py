@@ -379,7 +379,9 @@ class Pool:
             replica.drain(timeout_s)
         gone_by_s = time.monotonic() + timeout_s + KILLED_S
         for child in children:
-            await child.wait_gone(gone_by_s - time.monotonic())
+            await child.wait_killed(gone_by_s - time.monotonic())
+            # One that has not ended tells nothing any more.
+            child.link.close()
         self._release_weights()
         if self._weights is not None:
             self._weights.forget(self)

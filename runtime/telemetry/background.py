@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from contextvars import Context
+from types import TracebackType
 from typing import Any, TypeVar
 
 _log = logging.getLogger(__name__)
@@ -19,16 +20,20 @@ T = TypeVar("T")
 FIRST_RESTART_S = 0.5
 LAST_RESTART_S = 60.0
 STABLE_S = 60.0
+# How long the tasks that still run may take to end, once the parts of the gateway that they serve are closed.
+END_S = 10.0
 
 
 class BackgroundTasks(asyncio.TaskGroup):
     """A task group whose tasks may fail: each failure is logged with its traceback, and counted.
 
-    A failed task ends with the result None. Code that needs the outcome must let its coroutine return it.
+    A failed task ends with the result None. Code that needs the outcome must let its coroutine return it. At the end
+    of the group, tasks have END_S to end. Then they are cancelled: they may wait for a process that the kernel cannot end.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self._running: set[asyncio.Task[Any]] = set()
         self.failures: Counter[str] = Counter()
         """The number of failures by task: the first word of the task's name, or the name of its function."""
 
@@ -42,7 +47,31 @@ class BackgroundTasks(asyncio.TaskGroup):
         task = super().create_task(run, name=name, context=context)
         # A task that is cancelled before its first step never runs its coroutine, which must be closed then.
         task.add_done_callback(lambda _: coro.close())
+        self._running.add(task)
+        task.add_done_callback(self._running.discard)
         return task
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            try:
+                await self._end()
+            except asyncio.CancelledError as cancelled:
+                kind, error, trace = type(cancelled), cancelled, cancelled.__traceback__
+        await super().__aexit__(kind, error, trace)
+
+    async def _end(self) -> None:
+        """Wait for the end of all tasks. Cancel those that have not ended after END_S."""
+        until_s = time.monotonic() + END_S
+        # A task may start another one.
+        while self._running and (left_s := until_s - time.monotonic()) > 0:
+            await asyncio.wait(self._running, timeout=left_s)
+        for task in self._running:
+            _log.error(
+                "background task %s is cancelled: it had not ended after %.0f s", task.get_name(), END_S
+            )
+            task.cancel()
 
     def keep(self, run: Callable[[], Coroutine[Any, Any, None]], *, name: str) -> asyncio.Task[None]:
         """Run `run()` until it returns. If it fails, run it again after a delay."""

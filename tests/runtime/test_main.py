@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import socket
 import time
@@ -15,6 +16,7 @@ from blockbuster import blockbuster_ctx
 from live import LIMIT_S, Gate, Gateway, failure, gateway_here, gateway_process, gone, until
 from pilotflame.errors import GatewayError
 from pilotflame.runtime.functions.registry import Functions
+from pilotflame.runtime.launching.zygote_process import ChildProcess
 from pilotflame.runtime.main import run
 from pilotflame.runtime.settings.gateway_settings import GatewaySettings
 
@@ -139,6 +141,27 @@ async def test_a_drain_ends_in_time(state, gate: Gate):
             assert failure(response)["type"] in ("worker_died", "revision_retired")
         async with asyncio.timeout(LIMIT_S):
             assert await gateway.process.wait() == 0
+
+
+async def test_a_process_that_the_kernel_cannot_end_holds_up_no_shutdown(
+    state, gate: Gate, monkeypatch, caplog
+):
+    """As a worker in a call of a driver, it does not end when it is killed. It also holds a place on a GPU."""
+    monkeypatch.setattr("pilotflame.runtime.serving.pool.KILLED_S", 0.3)
+    monkeypatch.setattr("pilotflame.runtime.telemetry.background.END_S", 0.3)
+    kill = ChildProcess.kill
+    monkeypatch.setattr(ChildProcess, "kill", lambda child: None if child.pid == stuck else kill(child))
+    source = "import gate\nasync def handler(event):\n    gate.wait()"
+    async with asyncio.timeout(LIMIT_S):
+        async with gateway_here(state, drain_s=0.2, keep_bases=False, gpus="0:1000") as gateway:
+            function = await gateway.deploy(source, {"resources.gpus": 1}, gate=gate, check=False)
+            call = asyncio.create_task(function.call())
+            stuck = (await gate.next()).pid
+            call.cancel()
+    left = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert any(f"pid {stuck}" in message for message in left)
+    os.kill(stuck, signal.SIGKILL)
+    await gone(stuck)
 
 
 async def test_a_second_signal_ends_at_once(state, gate: Gate):

@@ -43,6 +43,31 @@ async def test_other_tasks_go_on_and_the_label_is_the_first_word_of_the_name():
     assert tasks.failures == {"webhook": 2}
 
 
+async def test_a_task_that_does_not_end_is_cancelled_at_the_end(monkeypatch, caplog):
+    monkeypatch.setattr(background, "END_S", 0.05)
+    async with asyncio.timeout(LIMIT_S), BackgroundTasks() as tasks:
+        waits = tasks.create_task(asyncio.Event().wait(), name="reap 7")
+        ends = tasks.create_task(asyncio.sleep(0.01))
+    assert (waits.cancelled(), ends.cancelled()) == (True, False)
+    (record,) = [record for record in caplog.records if record.name.endswith("background")]
+    assert record.getMessage() == "background task reap 7 is cancelled: it had not ended after 0 s"
+
+
+async def test_a_group_that_is_cancelled_cancels_its_tasks():
+    async def group() -> None:
+        async with BackgroundTasks() as tasks:
+            waiting.append(tasks.create_task(asyncio.Event().wait()))
+
+    waiting: list[asyncio.Task[bool]] = []
+    run = asyncio.create_task(group())
+    while not waiting:
+        await asyncio.sleep(0)
+    run.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await run
+    assert waiting[0].cancelled()
+
+
 async def test_a_kept_task_is_started_again_until_it_returns(monkeypatch):
     monkeypatch.setattr(background, "FIRST_RESTART_S", 0.001)
     runs = 0
