@@ -28,6 +28,7 @@ from ..telemetry.background import BackgroundTasks
 from ..telemetry.logs import LogBook, Logs
 from ..telemetry.metrics import Census
 from ..telemetry.timeline import Timeline
+from ..telemetry.usage import RungName
 from .deploy import Deployment, prepare, requirements_of, worker_spec
 from .environment import EnvironmentLauncher, discard_unused, shrink_cache
 from .live import Live, Prefetched, RevisionFacts, ladder_spec_of, policy_of
@@ -38,6 +39,8 @@ LOG = logging.getLogger(__name__)
 # How many deploys may work on files at a time. They have threads of their own: they can wait for minutes, for
 # example for a package index, and the threads of the event loop compress answers.
 DEPLOY_THREADS = 4
+# After a start of the gateway, the next zygote is launched when the one before is ready, or after this time.
+WARM_TURN_S = 30.0
 
 T = TypeVar("T")
 
@@ -370,15 +373,28 @@ class Functions:
 
     async def restore(self) -> None:
         """Make the stored functions live. Their zygotes and workers (`scale.min`) start in the background."""
+        warming = list[Live]()
         for name, record in (await asyncio.to_thread(self.store.functions)).items():
             self._live[name] = live = await self._create(record, self.logs.of_function(name))
             planning = self._adopt(live)
             # The plan of an idle period goes on with its age: it may have no zygote any more.
             await asyncio.wait([planning])
             if record.settings.scale.rest == "zygote" and live.revision.history.ladder.plans_zygote:
-                light = live.builds_within(LIGHT_S)
-                self.tasks.create_task(live.revision.pool.zygote.warm(shared_only=light))
+                warming.append(live)
             live.revision.scale()
+        warming.sort(key=_expected_waiting, reverse=True)
+        self.tasks.create_task(self._warm(warming), name="warm")
+
+    async def _warm(self, functions: list[Live]) -> None:
+        """Launch zygotes one after the other. A slow one delays the next by at most WARM_TURN_S.
+
+        A function that is called before its turn launches its zygote at once.
+        """
+        for live in functions:
+            if self._live.get(live.record.function) is live and not self._closing:
+                zygote, light = live.revision.pool.zygote, live.builds_within(LIGHT_S)
+                warm = self.tasks.create_task(zygote.warm(shared_only=light))
+                await asyncio.wait([warm], timeout=WARM_TURN_S)
 
     def _adopt(self, live: Live) -> asyncio.Task[None]:
         """Let the function's ladder move this revision from now on, within its budget. Return the task that plans its idle period."""
@@ -465,3 +481,9 @@ def _log_failure(logs: LogBook, record: RevisionRecord, error: BaseException) ->
 
 def _remove(folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def _expected_waiting(live: Live) -> float:
+    """Return how long the callers of a function are expected to wait in each second while it has no zygote."""
+    ladder = live.revision.history.ladder
+    return ladder.step_down(live.record.function, RungName.ZYGOTE, RungName.LOCAL).waiting

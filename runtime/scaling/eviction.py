@@ -20,6 +20,11 @@ class StepDown:
     freed_bytes: float
     gaps: Gaps
 
+    @property
+    def waiting(self) -> float:
+        """How many seconds the callers will wait longer in each second, by the expected rate of calls."""
+        return self.gaps.rate(self.idle_s) * self.extra_wake_s
+
 
 class Gaps:
     """A function's last idle times, prepared for many questions."""
@@ -47,7 +52,7 @@ def cheapest_step(idle: Iterable[StepDown]) -> StepDown | None:
 
 def waiting_per_byte(step: StepDown) -> float:
     """Return how many seconds a second the callers will wait longer, for each byte that a step frees."""
-    return step.gaps.rate(step.idle_s) * step.extra_wake_s / step.freed_bytes
+    return step.waiting / step.freed_bytes
 
 
 def steps_down(ladders: Iterable[Sequence[StepDown]], needed_bytes: float) -> list[StepDown]:

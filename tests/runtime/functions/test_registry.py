@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -287,3 +289,33 @@ async def test_a_deploy_whose_caller_disconnects_leaves_nothing(gateway, deploy,
     await gone(zygote)
     response = await gateway.client.get("/v1/functions/left")
     assert response.status_code == 404
+
+
+async def test_after_a_start_zygotes_warm_one_after_the_other_by_expected_need(state, gate: Gate):
+    source = "import gate, time\ntime.sleep(0.3)\ngate.wait({!r})\ndef handler(event):\n    return event"
+    idle_s = {"hourly": 600.0, "busy": 1.0, "never": None, "daily": 6000.0, "often": 60.0}
+    async with gateway_here(state) as gateway:
+        for name in idle_s:
+            deploying = asyncio.create_task(gateway.deploy(source.format(name), name=name, gate=gate))
+            (await gate.next(name)).go()
+            await deploying
+    for name, seconds in idle_s.items():
+        file = state / "habits" / "functions" / f"{name}.json"
+        idles = {"idles": [seconds] * 20 if seconds else []}
+        idling = {"idling": {"since_at": time.time() - (seconds or 24 * 3600), "since_wake_s": 0.0}}
+        file.write_text(json.dumps(json.loads(file.read_text()) | idles | idling))
+    async with gateway_here(state) as gateway:
+        for name in ("busy", "often", "hourly"):
+            arrival = await gate.next()
+            assert arrival.word == name
+            # The others wait for it. They would need 0.3 s.
+            await asyncio.sleep(0.4)
+            assert gate.arrived[-1] is arrival
+            arrival.go()
+        # A caller does not wait for the turn of the function.
+        call = asyncio.create_task(gateway.function("never").answer(1))
+        first, second = await gate.next(), await gate.next()
+        assert {first.word, second.word} == {"daily", "never"}
+        for arrival in (first, second):
+            arrival.go()
+        assert await call == 1
