@@ -51,6 +51,8 @@ class Caller:
     scopes: frozenset[Scope] = frozenset(Scope)
     functions: frozenset[str] | None = None
     """The names of the only functions that the caller may use. None means all."""
+    name: str = ""
+    """The name of the caller's API key; "" for a caller who needed no key."""
 
     @property
     def administers(self) -> bool:

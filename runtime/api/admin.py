@@ -15,7 +15,8 @@ from ...errors import CodeError, Forbidden, SettingsError, UnsupportedMedia
 from ...handlers.codec import JSON_TYPE
 from ..access.keys import Caller, Scope
 from ..functions.deploy import Deployment
-from ..functions.live import FunctionStatus, Prefetched, SourceStatus
+from ..functions.live import Deployed, FunctionStatus, Live, Prefetched, SourceStatus
+from ..functions.progress import Progress
 from ..functions.registry import Functions
 from ..telemetry.logs import Logs
 from ..telemetry.metrics import Metrics
@@ -31,6 +32,9 @@ ARCHIVE_REMEDY = "Put weights in a snapshot folder, which is not uploaded."
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 ARCHIVE_TYPES = ("application/gzip", "application/x-gzip", "application/octet-stream")
 SET = Parameter("set", "Of an upload: settings, as scale.max=8.", type="array", items={"type": "string"})
+FOLDER = Parameter(
+    "folder", "Of an upload: the folder's name, which is the function's if no setting names it."
+)
 INSTALL = Flag("install", "Of an upload: install its requirements.")
 CHECK = Flag("check", "Of an upload: start a worker before the function goes live.", default=True)
 MEMORY = Flag("memory", "Include the function's processes and their memory.")
@@ -82,8 +86,8 @@ class Admin:
         probe: Any = {"public": True, "errors": ()}
         return [
             Route(
-                "POST", functions, self.deploy, deploy, "Deploy a folder or a tar.gz.", FunctionStatus, 201,
-                parameters=(SET, INSTALL, CHECK), body={JSON_TYPE: DeployRequest, "application/gzip": bytes},
+                "POST", functions, self.deploy, deploy, "Deploy a folder or a tar.gz.", Deployed, 201,
+                parameters=(SET, FOLDER, INSTALL, CHECK), body={JSON_TYPE: DeployRequest, "application/gzip": bytes},
                 errors=(400, 408, 413, 415, 422, 500, 502, 503, 507),
             ),
             Route("GET", functions, self.list, read, "List the functions.", listing),
@@ -100,12 +104,14 @@ class Admin:
         ]  # fmt: skip
 
     async def deploy(self, request: web.Request) -> web.StreamResponse:
-        deployment, caller = await self._deployment(request), caller_of(request)
-        live = await self._functions.deploy(
-            replace(deployment, authorize=caller.check_deploy, owner=caller.owner)
+        progress, caller = Progress(), caller_of(request)
+        deployment = await self._deployment(request, progress)
+        deployment = replace(
+            deployment, authorize=caller.check_deploy, owner=caller.owner, deployer=caller.name
         )
+        live = await self._functions.deploy(deployment, progress)
         note(request, function=live.record.function, revision=live.record.revision)
-        return json_response(live.status().model_dump(mode="json"), status=201)
+        return json_response(_deployed(live, progress).model_dump(mode="json"), status=201)
 
     async def list(self, request: web.Request) -> web.StreamResponse:
         return json_response({"functions": [one.model_dump(mode="json") for one in self.statuses(request)]})
@@ -153,15 +159,19 @@ class Admin:
         found = (live.status() for live in self._functions.all() if caller.allows(live.record.function))
         return (_visible(status, caller) for status in found)
 
-    async def _deployment(self, request: web.Request) -> Deployment:
+    async def _deployment(self, request: web.Request, progress: Progress) -> Deployment:
         # Not `request.content_type`: for a request without this header, which any web page can send, aiohttp
         # returns application/octet-stream, and the body would be accepted as an archive.
         kind = media_type_of(request.headers)
         if kind in ARCHIVE_TYPES:
             overrides = dict(_pair(text) for text in request.query.getall("set", []))
             install, check = INSTALL.read(request), CHECK.read(request)
-            body = await read_body(request, MAX_ARCHIVE_BYTES, UPLOAD_TIMEOUT_S, remedy=ARCHIVE_REMEDY)
-            return Deployment(archive=body, overrides=overrides, install=install, check=check)
+            with progress.step("upload"):
+                body = await read_body(request, MAX_ARCHIVE_BYTES, UPLOAD_TIMEOUT_S, remedy=ARCHIVE_REMEDY)
+            folder_name = request.query.get(FOLDER.name, "")
+            return Deployment(
+                archive=body, folder_name=folder_name, overrides=overrides, install=install, check=check
+            )
         if kind != JSON_TYPE:
             raise UnsupportedMedia(f"A deploy cannot be of type {kind[:64]!r}.", remedy=DEPLOY_REMEDY)
         body = await read_body(request, MAX_ARCHIVE_BYTES, UPLOAD_TIMEOUT_S)
@@ -171,6 +181,11 @@ class Admin:
             message = "This gateway takes no folders by path: it listens beyond its machine."
             raise CodeError(message, remedy=remedy)
         return Deployment(**dict(wanted))
+
+
+def _deployed(live: Live, progress: Progress) -> Deployed:
+    replaces = progress.target.replaces if progress.target is not None else None
+    return Deployed(**dict(live.status()), replaces=replaces, steps=progress.steps)
 
 
 def _visible(status: FunctionStatus, caller: Caller) -> FunctionStatus:

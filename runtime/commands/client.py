@@ -141,7 +141,8 @@ class Client:
             from ..functions.code import pack  # noqa: PLC0415
 
             settings = [f"{key}={value}" for key, value in overrides.items()]
-            params = {name: int(flag) for name, flag in flags.items()} | {"set": settings}
+            params: dict[str, Any] = {"folder": folder.resolve().name, "set": settings}
+            params |= {name: int(flag) for name, flag in flags.items()}
             headers = {"Content-Type": "application/gzip"}
             request = {"content": pack(folder), "headers": headers, "params": params}
         return _json_of(self._request("POST", "/v1/functions", timeout=DEPLOY_TIMEOUT, **request))

@@ -39,6 +39,15 @@ def warn(texts: Sequence[str]) -> None:
         say(f"warning: {text}")
 
 
+def deploy_target(name: str, replaced: dict[str, Any] | None) -> str:
+    """Return a line that says which function a deploy creates or updates. `replaced` is its live revision."""
+    if replaced is None:
+        return f"creates {name}"
+    key = replaced["deployed_by"]
+    by = "deployed locally" if key == "local" else f"deployed by {key}"
+    return f"updates {name} (revision {replaced['number']}, {by})"
+
+
 def print_json(value: Any) -> None:
     """Print one line of JSON on stdout."""
     click.echo(json.dumps(value, ensure_ascii=False))

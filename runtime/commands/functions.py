@@ -46,6 +46,7 @@ def deploy(
         found = client.deploy(source.folder, overrides, install=install, check=not no_check, upload=not local)
     if as_json:
         return display.print_json(found)
+    display.say(display.deploy_target(found["name"], found["replaces"]))
     display.warn(found["warnings"])
     if (platform := PLATFORMS.get(found.get("dialect", ""))) is not None:
         display.say(f"recognised a {platform} handler: {found['entry']}")

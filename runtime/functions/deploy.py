@@ -33,6 +33,7 @@ from . import code, requirements
 from .archive import unpack
 from .cog_yaml import COG_YAML, CogYaml
 from .environment import Log, ensure_environment
+from .progress import Progress
 from .store import CODE_FOLDER, RevisionFields, RevisionRecord, Store, StoredSnapshot
 
 if TYPE_CHECKING:
@@ -60,12 +61,16 @@ class Deployment:
 
     path: Path | None = None
     archive: bytes | None = None
+    folder_name: str = ""
+    """The name of the folder that was packed into `archive`."""
     overrides: Mapping[str, Any] = field(default_factory=dict)
     install: bool = False
     check: bool = True
     standalone: bool = False
     owner: str = ""
     """The id of the API key that deploys it; "" without a key."""
+    deployer: str = ""
+    """The name of that key."""
     authorize: Callable[[str], None] | None = None
     """Called with the function's name. It raises Forbidden if the caller may not deploy that function."""
 
@@ -76,41 +81,59 @@ def prepare(
     request: Deployment,
     log: Log,
     secrets_of: Callable[[str], Mapping[str, str]] = lambda _function: {},
+    progress: Progress | None = None,
+    on_name: Callable[[str], None] = lambda _name: None,
 ) -> tuple[Path, RevisionFields]:
     """Copy and check what is needed for a revision. Return its staged folder and the fields of its record.
 
-    `environments` holds the Python environments. `secrets_of` returns the secrets of a function. If an error
-    is raised, the staged folder has been removed.
+    `environments` holds the Python environments. `secrets_of` returns the secrets of a function. `on_name` is
+    called with the function's name once the caller is known to have the right to deploy it. If an error is
+    raised, the staged folder has been removed.
     """
-    staged = store.stage()
+    progress, staged = progress or Progress(), store.stage()
     staged_code = staged / CODE_FOLDER
     with contextlib.ExitStack() as undo:
         undo.callback(shutil.rmtree, staged, ignore_errors=True)
-        folder = _source_folder(request, staged_code)
-        place = "the uploaded folder" if request.archive is not None else ""
-        settings = read_settings(
-            folder, overrides=request.overrides, place=place, standalone=request.standalone
-        )
-        cog = cog_yaml(folder, settings.handler)
-        settings = settings.model_copy(update={"env": cog.env() | dict(settings.env)})
-        if request.authorize is not None:
-            # Whoever names an upstream function learns when that is called.
-            for name in (settings.name, *settings.after):
-                request.authorize(name)
-        if settings.image.unbuilt:
-            raise _unbuilt(settings)
-        if settings.source and not is_installed("boto3"):
-            raise missing("A [[source]] table", "boto3")
-        local = _local_snapshots(settings, folder)
-        if request.path is not None:
-            code.copy_folder(folder, staged_code, exclude=local.values())
-        store.weights.share(staged_code, local.values())
-        environment = _environment(staged_code, environments, settings, request, cog, log)
-        fields = _fields(staged, settings, local, environment, log, secrets_of(settings.name))
+        with progress.step("code"):
+            folder = _source_folder(request, staged_code)
+            settings, cog = _settings(folder, request)
+            on_name(settings.name)
+            local = _local_snapshots(settings, folder)
+            if request.path is not None:
+                code.copy_folder(folder, staged_code, exclude=local.values())
+            store.weights.share(staged_code, local.values())
+        with progress.step("packages"):
+            environment = _environment(staged_code, environments, settings, request, cog, log)
+        with progress.step("weights") if settings.all_snapshots else contextlib.nullcontext():
+            fields = _fields(staged, settings, local, environment, log, secrets_of(settings.name))
         origins = {f"env.{variable}": COG_YAML for variable in cog.env()}
         origins |= setting_origins(folder, overrides=request.overrides)
         undo.pop_all()
-    return staged, fields.model_copy(update={"setting_origins": origins, "deployed_by": request.owner})
+    deployed = {"setting_origins": origins, "deployed_by": request.owner, "deployer": request.deployer}
+    return staged, fields.model_copy(update=deployed)
+
+
+def _settings(folder: Path, request: Deployment) -> tuple[FunctionSettings, CogYaml]:
+    """Return the settings of the function in `folder`, and those in its cog.yaml.
+
+    Raise Forbidden if the caller may not deploy it, and SettingsError if it cannot be deployed with them.
+    """
+    uploaded = request.archive is not None
+    settings = read_settings(
+        folder, overrides=request.overrides, place="the uploaded folder" if uploaded else "",
+        standalone=request.standalone, folder_name=request.folder_name if uploaded else None,
+    )  # fmt: skip
+    cog = cog_yaml(folder, settings.handler)
+    settings = settings.model_copy(update={"env": cog.env() | dict(settings.env)})
+    if request.authorize is not None:
+        # `after` tells the caller when an upstream function is called.
+        for name in (settings.name, *settings.after):
+            request.authorize(name)
+    if settings.image.unbuilt:
+        raise _unbuilt(settings)
+    if settings.source and not is_installed("boto3"):
+        raise missing("A [[source]] table", "boto3")
+    return settings, cog
 
 
 def _local_snapshots(settings: FunctionSettings, folder: Path) -> dict[str, Path]:

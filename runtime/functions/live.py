@@ -26,6 +26,7 @@ from ..telemetry.log_files import LogQuery, function_file
 from ..telemetry.logs import LogBook, Logs
 from ..telemetry.timeline import Timeline
 from ..telemetry.usage import RungName
+from .progress import DeployStep, Progress, Replaced
 from .store import RevisionRecord
 
 # How many of the latest errors the status shows, and how much of each.
@@ -143,6 +144,14 @@ class FunctionStatus(BaseModel, frozen=True):
     processes: list[Process] = []
 
 
+class Deployed(FunctionStatus, frozen=True):
+    """The status of a function after a deploy, and what the deploy did."""
+
+    replaces: Replaced | None
+    """The revision that was live before. None if the deploy has created the function."""
+    steps: list[DeployStep]
+
+
 class Prefetched(BaseModel, frozen=True):
     """What a prefetch has brought to this node. `image` and `snapshot` are None if the function has none.
 
@@ -231,13 +240,18 @@ class Live:
         """Remember how much memory the zygote and the standby hold, which `status` shows."""
         self._rest_mb = held_mb
 
-    async def prove(self, *, check: bool, ready: int = 0) -> None:
+    async def prove(self, *, check: bool, progress: Progress, ready: int = 0) -> None:
         """Start the zygote and, with `check`, a worker. Raise the error if one of them fails to start.
 
         With `check`, also start as many workers as `ready` (at most `scale.max`), which remain. The zygote
         also tells the facts of the handler. They are put into the record and the policy.
         """
+        began_s = time.monotonic()
+        progress.begin("import")
         source = await self.revision.pool.zygote.open()
+        build_s = float(source.facts.get("build_s", 0.0)) - float(source.facts.get("import_s", 0.0))
+        progress.add("import", time.monotonic() - began_s - build_s)
+        progress.add("build", build_s)
         if source.spawn_reason:
             self.warnings.append(f"Workers are spawned, not forked: {source.spawn_reason}.")
         # The record is stored when the revision goes live, so the warnings survive a restart.
@@ -245,7 +259,8 @@ class Live:
         self.record = self.record.model_copy(update=found)
         self.revision.configure(policy_of(self.record))
         if check:
-            await self.revision.try_start(min(ready, self.record.settings.scale.max))
+            with progress.step("proof start"):
+                await self.revision.try_start(min(ready, self.record.settings.scale.max))
 
     def note_cold(self, timeline: Timeline) -> None:
         """Remember the timeline of the latest cold start, which `status` shows."""

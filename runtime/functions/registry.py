@@ -32,6 +32,7 @@ from ..telemetry.usage import RungName
 from .deploy import Deployment, prepare, requirements_of, worker_spec
 from .environment import EnvironmentLauncher, discard_unused, shrink_cache
 from .live import Live, Prefetched, RevisionFacts, ladder_spec_of, policy_of
+from .progress import Progress
 from .rest import LIGHT_S
 from .store import RevisionRecord, Store
 
@@ -137,15 +138,20 @@ class Functions:
         if (live := self._live.get(name)) is not None:
             live.logs.write("gateway", text)
 
-    async def deploy(self, request: Deployment) -> Live:
+    async def deploy(self, request: Deployment, progress: Progress | None = None) -> Live:
         """Create a revision, check that it starts, make it live, and return its function.
 
         The old revision finishes its invocations in the background. If the deploy fails, its error is raised
         and the old revision stays live.
         """
-        said: list[str] = []
+        said, progress = list[str](), progress or Progress()
+
+        def named(function: str) -> None:
+            live = self._live.get(function)
+            progress.note_target(function, live.record if live is not None else None)
+
         prepared = functools.partial(
-            prepare, self.store, self.environments, request, said.append, self.secrets.of
+            prepare, self.store, self.environments, request, said.append, self.secrets.of, progress, named
         )
         try:
             staged, fields = await self._thread(prepared, undo=lambda made: _remove(made[0]))
@@ -161,11 +167,15 @@ class Functions:
             self.gpus.check(name, fields.settings.resources)
             async with self._lock(name):
                 self._check_open()
+                # Another deploy may have made a revision live while this one waited.
+                named(name)
                 failing.pop_all()
                 place = functools.partial(self.store.place, staged, fields)
                 record = await self._thread(place, undo=self.store.withdraw)
                 withdraw = functools.partial(self.store.withdraw, record)
-                return await self._replace(record, logs, check=request.check, withdraw=withdraw)
+                return await self._replace(
+                    record, logs, check=request.check, withdraw=withdraw, progress=progress
+                )
 
     async def restart(self, name: str) -> Live:
         """Replace a function's processes by new ones of the same revision, and return the function.
@@ -255,6 +265,7 @@ class Functions:
         *,
         check: bool,
         withdraw: Callable[[], None] = lambda: None,
+        progress: Progress | None = None,
     ) -> Live:
         """Check that a placed revision starts, make it live, and return its function.
 
@@ -265,7 +276,8 @@ class Functions:
         self._proving.append((record.function, record.revision))
         try:
             live = await self._create(record, old.logs if old is not None else logs)
-            await live.prove(check=check, ready=len(old.revision.pool.ready) if old is not None else 0)
+            ready = len(old.revision.pool.ready) if old is not None else 0
+            await live.prove(check=check, ready=ready, progress=progress or Progress())
             self._check_open()
         except BaseException as error:
             _log_failure(logs, record, error)

@@ -65,6 +65,7 @@ class RevisionFields(BaseModel, frozen=True, extra="forbid"):
     handler: dict[str, Any] = Field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     deployed_by: str = Field("", description="The id of the API key that deployed it.")
+    deployer: str = Field("", description="The name of that key; the key may be revoked later.")
 
     @model_validator(mode="before")
     @classmethod

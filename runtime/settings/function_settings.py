@@ -404,11 +404,13 @@ class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
 
 
 def read_settings(
-    folder: Path, *, overrides: Mapping[str, Any] | None = None, place: str = "", standalone: bool = False
-) -> FunctionSettings:
+    folder: Path, *, overrides: Mapping[str, Any] | None = None, place: str = "", standalone: bool = False,
+    folder_name: str | None = None,
+) -> FunctionSettings:  # fmt: skip
     """Return the settings of the function in `folder`. Raise SettingsError, which names all problems.
 
-    Errors call the folder `place`, if that is given. A `standalone` function is in a container that a platform has
+    Errors call the folder `place`, if that is given. Without the setting `name` the function is named after the
+    folder; `folder_name` is the folder's name if `folder` is an unpacked copy. A `standalone` function is in a container that a platform has
     started and scales: [image] and [resources] do not count, and at least one worker is always there.
 
     `overrides` have dotted keys, as in `{"scale.max": "8", "env.MODE": "x"}`, and take precedence over the
@@ -419,7 +421,9 @@ def read_settings(
         raise SettingsError(f"{folder} is not a folder.", remedy="Give the folder that holds handler.py.")
     raw = read_toml(folder / SETTINGS_FILE, missing_ok=True)
     problems = list(_apply(raw, overrides or {}))
-    raw.setdefault("name", slug(folder.resolve().name))
+    named_after = folder.resolve().name if folder_name is None else folder_name
+    if not raw.setdefault("name", slug(named_after)) and folder_name is not None:
+        raise _unnamed(place or str(folder))
     if standalone:
         raw.pop("image", None)
         raw.pop("resources", None)
@@ -434,6 +438,12 @@ def read_settings(
         scale = settings.scale.model_copy(update={"min": 1})
         settings = settings.model_copy(update={"scale": scale})
     return settings
+
+
+def _unnamed(place: str) -> SettingsError:
+    remedy = f"Set `name` in {SETTINGS_FILE}, or send set=name=NAME or folder=NAME with the upload."
+    message = f"{place[:1].upper()}{place[1:]} has no name."
+    return SettingsError(message, remedy=remedy, details={"problems": ["name is missing"]})
 
 
 def setting_origins(folder: Path, *, overrides: Mapping[str, Any] | None = None) -> dict[str, str]:

@@ -7,6 +7,7 @@ import inspect
 import logging
 import os
 import sys
+import time
 from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,13 +48,14 @@ class Built:
     """A function after `build`, without its weights. Forked workers inherit it from their zygote.
 
     `state` is what `build` returned. `snapshots` have planned which weights they will set. `threads` is the
-    number of threads that torch and BLAS use in a worker.
+    number of threads that torch and BLAS use in a worker. `import_s` is how long the import took.
     """
 
     handler: Handler
     state: Any
     snapshots: Snapshots | None
     threads: int
+    import_s: float = 0.0
 
 
 def build(spec: WorkerSpec, secrets: Mapping[str, str] | None = None) -> Built:
@@ -61,6 +63,7 @@ def build(spec: WorkerSpec, secrets: Mapping[str, str] | None = None) -> Built:
 
     `secrets` are environment variables of the function and take precedence over its settings.
     """
+    began_s = time.monotonic()
     spec = spec.model_copy(update={"env": {**spec.env, **(secrets or {})}})
     os.environ.update(spec.env)
     keeps = _keep_compiled(spec)
@@ -70,6 +73,7 @@ def build(spec: WorkerSpec, secrets: Mapping[str, str] | None = None) -> Built:
     if not keeps:
         _keep_compiled(spec)
     fork_safety.make_torch_single_threaded()
+    import_s = time.monotonic() - began_s
     snapshots = _snapshots(spec)
     state = None
     if handler.build is not None:
@@ -77,7 +81,7 @@ def build(spec: WorkerSpec, secrets: Mapping[str, str] | None = None) -> Built:
             state = handler.build(Context(spec.function, spec.revision, snapshots=snapshots))
         except (Exception, SystemExit) as error:
             raise explain(HandlerBuildError, "build(context)", error, spec.code) from error
-    return Built(handler, state, snapshots, threads)
+    return Built(handler, state, snapshots, threads, import_s)
 
 
 def _keep_compiled(spec: WorkerSpec) -> bool:

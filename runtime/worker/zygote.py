@@ -257,7 +257,8 @@ class RevisionZygote(Zygote):
             link.send(FrameKind.FAILED, error.to_wire(private=True))
             return False
         fork_safety.make_torch_single_threaded()
-        facts = {**self._built.handler.facts(), "build_s": round(time.monotonic() - began_s, 3)}
+        times = {"import_s": round(self._built.import_s, 3), "build_s": round(time.monotonic() - began_s, 3)}
+        facts = {**self._built.handler.facts(), **times}
         threads = fork_safety.lasting_thread_count()
         source = fork_safety.describe_threads(started) if threads > 1 else ""
         remedy = fork_safety.describe_remedy(started)

@@ -229,6 +229,23 @@ def test_upload_sends_the_files(pilotflame, deployed):
     assert pilotflame("invoke", name, "[1, null]").stdout == "[1, null]\n"
 
 
+def test_an_upload_has_its_folders_name_and_says_what_it_replaces(pilotflame, tmp_path: Path):
+    for name in ("Alpha Two", "beta"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "handler.py").write_text(ECHO)
+    created = pilotflame("deploy", tmp_path / "Alpha Two", "--upload")
+    assert created.stdout.startswith("alpha-two r1-")
+    assert "creates alpha-two\n" in created.stderr
+    updated = pilotflame("deploy", tmp_path / "Alpha Two")
+    assert "updates alpha-two (revision 1, deployed locally)\n" in updated.stderr
+    other = json.loads(pilotflame("deploy", tmp_path / "beta", "--upload", "--json").stdout)
+    assert (other["name"], other["replaces"]) == ("beta", None)
+    again = json.loads(pilotflame("deploy", tmp_path / "beta", "--upload", "--json").stdout)["replaces"]
+    assert (again["revision"], again["number"], again["deployed_by"]) == (other["revision"], 1, "local")
+    for name in ("alpha-two", "beta"):
+        pilotflame("delete", name, "--yes")
+
+
 def test_no_check_defers_errors_to_the_first_call(pilotflame, deployed, tmp_path: Path):
     source = "def setup(context):\n    raise ValueError('no device')\n\n" + ECHO
     name = deployed(source, "--no-check")

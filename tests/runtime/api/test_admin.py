@@ -190,6 +190,33 @@ async def test_an_archive_is_deployed(client, tmp_path: Path):
     assert failure(await client.delete("/v1/functions/packed"))["type"] == "unknown_function"
 
 
+async def test_an_archive_without_a_name_is_refused(client, tmp_path: Path):
+    (tmp_path / "handler.py").write_text(ECHO)
+    headers = {"Content-Type": "application/gzip"}
+    error = failure(await client.post("/v1/functions", content=pack(tmp_path), headers=headers))
+    assert (error["status"], error["type"]) == (422, "settings_invalid")
+    assert "has no name" in error["message"]
+    assert "set=name=NAME" in error["remedy"]
+    response = await client.post(
+        "/v1/functions", content=pack(tmp_path), headers=headers, params={"folder": "Named So"}
+    )
+    assert response.json()["name"] == "named-so"
+    assert (await client.delete("/v1/functions/named-so")).status_code == 200
+
+
+async def test_a_deploy_names_the_key_that_deployed_what_it_replaces(state):
+    async with gateway_here(state) as gateway, gateway.at_home() as owner:
+        function = await gateway.deploy(ECHO, name="mine", check=False)
+        new = {"name": "ci of shop", "scopes": ["deploy"]}
+        key = (await owner.post("/v1/keys", json=new)).json()["key"]
+        gateway.client.headers["Authorization"] = f"Bearer {key}"
+        second = (await gateway.send(ECHO, name="mine", check=False)).json()
+        assert second["replaces"]["revision"] == function.described["revision"]
+        assert second["replaces"]["deployed_by"] == "local"
+        third = (await gateway.send(ECHO, name="mine", check=False)).json()
+        assert (third["replaces"]["number"], third["replaces"]["deployed_by"]) == (2, "key ci of shop")
+
+
 async def test_a_deploy_leaves_no_worker_running(deploy):
     function = await deploy(ECHO)
     status = await function.settled(ready=0, standby=True, zygote=True)

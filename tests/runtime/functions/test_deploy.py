@@ -96,12 +96,24 @@ def test_an_archive_is_the_same_as_its_folder(store: Store, folder: Path) -> Non
     assert uploaded[1].settings.name == "tone"
 
 
+def test_an_archive_has_the_name_of_the_folder_that_it_was_packed_from(store: Store, tmp_path: Path) -> None:
+    packed = archive({"handler.py": HANDLER})
+    fields = prepared(store, archive=packed, folder_name="My Tone")[1]
+    assert (fields.settings.name, fields.setting_origins["name"]) == ("my-tone", "the folder's name")
+    named = prepared(store, archive=packed, folder_name="tone", overrides={"name": "chime"})[1]
+    assert named.settings.name == "chime"
+    unnamed = len(staged(tmp_path))
+    for folder_name in ("", "…"):
+        with pytest.raises(SettingsError, match=r"The uploaded folder has no name.*set=name=NAME"):
+            prepared(store, archive=packed, folder_name=folder_name)
+    assert len(staged(tmp_path)) == unnamed
+
+
 def test_an_archive_of_another_program_brings_no_credentials(store: Store) -> None:
-    staged_folder, fields = prepared(
-        store, archive=archive({"handler.py": HANDLER, ".env": "TOKEN=1", "a.pem": "x"})
-    )
+    packed = archive({"handler.py": HANDLER, ".env": "TOKEN=1", "a.pem": "x"})
+    staged_folder, fields = prepared(store, archive=packed, folder_name="tone")
     assert [path.name for path in (staged_folder / "code").iterdir()] == ["handler.py"]
-    again = prepared(store, archive=archive({"handler.py": HANDLER}))
+    again = prepared(store, archive=archive({"handler.py": HANDLER}), folder_name="tone")
     assert fields.code_digest == again[1].code_digest
 
 

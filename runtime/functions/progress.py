@@ -1,0 +1,85 @@
+"""Tells how a deploy proceeds: which function it creates or updates, and how long each of its steps takes."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from datetime import datetime
+
+from pydantic import BaseModel, Field
+
+from .store import RevisionRecord
+
+LOCAL = "local"
+
+
+class Replaced(BaseModel, frozen=True):
+    """The live revision that a deploy replaces."""
+
+    revision: str
+    number: int
+    created_at: datetime
+    deployed_by: str = Field(
+        description='"key NAME", or "local": a caller on the gateway\'s machine without a key.'
+    )
+
+    @classmethod
+    def of(cls, record: RevisionRecord) -> Replaced:
+        key = record.deployer or record.deployed_by
+        return cls(
+            revision=record.revision, number=record.number, created_at=record.created_at,
+            deployed_by=f"key {key}" if key else LOCAL,
+        )  # fmt: skip
+
+
+class DeployTarget(BaseModel, frozen=True):
+    """The function that a deploy changes. It creates the function if `replaces` is None."""
+
+    name: str
+    replaces: Replaced | None
+
+
+class DeployStep(BaseModel, frozen=True):
+    """A step of a deploy. While it runs, `seconds` is None."""
+
+    name: str
+    seconds: float | None = None
+
+
+class Progress:
+    """The target and the steps of one deploy. Methods may be called from any thread, one at a time.
+
+    `tell` is called with each change, in the thread that made it.
+    """
+
+    def __init__(self, tell: Callable[[DeployTarget | DeployStep], None] = lambda _change: None) -> None:
+        self.target: DeployTarget | None = None
+        self.steps: list[DeployStep] = []
+        """The steps that have ended."""
+        self._tell = tell
+
+    def note_target(self, name: str, replaced: RevisionRecord | None) -> None:
+        """Tell which function the deploy changes, unless the last call told the same."""
+        target = DeployTarget(name=name, replaces=Replaced.of(replaced) if replaced is not None else None)
+        if target != self.target:
+            self.target = target
+            self._tell(target)
+
+    @contextlib.contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        """Measure the block as a step. A step that raises does not end."""
+        began_s = time.monotonic()
+        self.begin(name)
+        yield
+        self.add(name, time.monotonic() - began_s)
+
+    def begin(self, name: str) -> None:
+        """Tell that a step has begun. `add` ends it."""
+        self._tell(DeployStep(name=name))
+
+    def add(self, name: str, seconds: float) -> None:
+        """Add a step that has ended."""
+        step = DeployStep(name=name, seconds=round(seconds, 3))
+        self.steps.append(step)
+        self._tell(step)
