@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from .._version import __version__
 from .commands import display, exit_codes, options
 from .commands.first_process import become_child_of_init
+from .commands.gateway_start import announced_start
 from .commands.lazy_group import LazyGroup
+
+if TYPE_CHECKING:
+    from .settings.gateway_settings import GatewaySettings
 
 PROGRAM = "pilotflame"
 _FILE = click.Path(dir_okay=False, path_type=Path)
@@ -120,8 +125,6 @@ def serve(
     Example: pilotflame serve --port 8600
     """
     become_child_of_init()
-    # aiohttp takes time to import, and --help does not need it.
-    from .main import run  # noqa: PLC0415
 
     def listening(url: str) -> None:
         if as_json:
@@ -133,10 +136,9 @@ def serve(
     with options.gateway_defaults(standalone=standalone, state_dir=state_dir) as defaults:
         gateway = options.gateway_settings(state_dir=state_dir, defaults=defaults, **settings)
         if source is None:
-            return run(gateway, on_listening=listening)
-        overrides = source.overrides()
-        folder = source.folder.resolve()
-        return run(gateway, on_listening=listening, folder=folder, overrides=overrides, standalone=True)
+            return _run(gateway, listening)
+        overrides, folder = source.overrides(), source.folder.resolve()
+        return _run(gateway, listening, folder=folder, overrides=overrides, standalone=True)
 
 
 @cli.command()
@@ -151,8 +153,6 @@ def dev(*, source: options.FunctionSource, as_json: bool, state_dir: Path | None
 
     Example: pilotflame dev hello
     """
-    from .main import run  # noqa: PLC0415
-
     folder = source.folder.resolve()
 
     def listening(url: str) -> None:
@@ -163,7 +163,20 @@ def dev(*, source: options.FunctionSource, as_json: bool, state_dir: Path | None
 
     with nullcontext(state_dir) if state_dir else TemporaryDirectory(prefix="pilotflame-dev-") as state:
         gateway = options.gateway_settings(state_dir=Path(state), **settings)
-        run(gateway, on_listening=listening, folder=folder, overrides=source.overrides())
+        _run(gateway, listening, folder=folder, overrides=source.overrides())
+
+
+def _run(gateway: GatewaySettings, listening: Callable[[str], None], **how: Any) -> None:
+    """Run the gateway, as `main.run` does, and announce its start to commands until it listens."""
+    with announced_start(gateway.port) as started:
+        # Imported here: it takes a second, --help does not need it, and by now commands know that they can wait.
+        from .main import run  # noqa: PLC0415
+
+        def tell(url: str) -> None:
+            started()
+            listening(url)
+
+        run(gateway, on_listening=tell, **how)
 
 
 def main(arguments: list[str] | None = None) -> int:

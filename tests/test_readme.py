@@ -1,13 +1,15 @@
 """The README's blocks run, in order, in one empty folder, with a gateway of their own.
 
+Install and Quick start also run as a reader pastes them: both sections as the input of one bash.
+
 What an author has to know:
 
 - A ```python block is run as a program of its own, with warnings as errors; it must end without an exception.
 - A ```console block holds commands, on lines that begin with "$ " (a line that ends in a backslash goes on, and lines
   after a command that begin with "> " belong to it). Every other line is output for the reader and is not compared:
   figures differ. Each command is given to a shell and must end with 0.
-- A command that ends in " &" runs on, as `pilotflame serve &` does, until the README is over. The next command waits until
-  it has printed its address. It is then sent SIGTERM and must end with 0.
+- A command that ends in " &" runs on, as `pilotflame serve &` does, until the README is over. The next command begins at once,
+  as it does when a reader pastes the block. In the end the command is sent SIGTERM and must end with 0.
 - Write the address that people will have: http://127.0.0.1:8600 (or localhost:8600). The test puts a free port there, and
   its own state folder in the environment.
 - `make target` is not run: the target must be in the Makefile. `git clone …` and `cd …` are not run either. `pilotflame` and `curl` are
@@ -25,7 +27,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import tomllib
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -118,7 +119,7 @@ class Terminal:
         if block.skipped is not None:
             assert block.skipped, f"line {block.line}: say why it is not run"
         elif block.language == "python":
-            done = self._run([sys.executable, "-W", "error", "-c", self._addressed(block.text)])
+            done = self.run([sys.executable, "-W", "error", "-c", self.addressed(block.text)])
             assert done.returncode == 0, f"the python block of line {block.line}:\n{done.stdout}"
         elif block.language == "console":
             for command in commands(block):
@@ -134,60 +135,45 @@ class Terminal:
             assert set(words[1:]) <= targets(), f"$ {command}: no such target"
         elif words[0] == "pilotflame" and words[-1] == "&":
             self._stack.enter_context(
-                Background(self, command.rstrip("& "), self._addressed(command).rstrip("& "))
+                Background(self, command.rstrip("& "), self.addressed(command).rstrip("& "))
             )
         elif RUN.match(command) or (words[0] == "curl" and shutil.which("curl")):
-            told = self._addressed(command)
+            told = self.addressed(command)
             told = told.replace("curl ", "curl --fail-with-body ", 1) if words[0] == "curl" else told
-            done = self._run(["sh", "-c", told])
+            done = self.run(["sh", "-c", told])
             assert done.returncode == 0, f"$ {command}\n{done.stdout}"
             assert "Traceback" not in done.stdout, f"$ {command}\n{done.stdout}"
         else:
             allowed = words[0] in ("curl", "cd") or words[:2] == ["git", "clone"]
             assert allowed, f"$ {command}: not one that is run; say <!-- not run: why --> before its block"
 
-    def _addressed(self, text: str) -> str:
+    def addressed(self, text: str) -> str:
         return ADDRESS.sub(rf"\g<1>:{self.port}", text)
 
-    def _run(self, command: list[str]) -> "subprocess.CompletedProcess[str]":
+    def end(self) -> None:
+        """End the commands that run on. Fail if one of them does not end with 0."""
+        self._stack.close()
+
+    def run(self, command: list[str], given: str = "") -> "subprocess.CompletedProcess[str]":
         return subprocess.run(
-            command, cwd=self.folder, env=self.environment, stdin=subprocess.DEVNULL, text=True,
+            command, cwd=self.folder, env=self.environment, input=given, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=LIMIT_S, check=False,
         )  # fmt: skip
 
 
 class Background:
-    """A command that runs on until the README is over; entered once it has printed its address."""
+    """A command that runs on until the README is over."""
 
     def __init__(self, terminal: Terminal, shown: str, command: str) -> None:
         self._shown = shown
-        self._said: list[str] = []
-        self._answers = False
-        self._process = subprocess.Popen(
-            ["sh", "-c", f"exec {command}"], cwd=terminal.folder, env=terminal.environment,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
-        self._reader = threading.Thread(target=self._read, args=(f":{terminal.port}",))
-        self._there = threading.Event()
+        self._log = terminal.folder.parent / "background.log"
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                ["sh", "-c", f"exec {command}"], cwd=terminal.folder, env=terminal.environment,
+                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+            )  # fmt: skip
 
-    def _read(self, address: str) -> None:
-        assert self._process.stdout is not None
-        with self._process.stdout as lines:
-            for line in lines:
-                self._said.append(line)
-                if address in line:
-                    self._answers = True
-                    self._there.set()
-        self._there.set()
-
-    def __enter__(self) -> None:
-        self._reader.start()
-        self._there.wait(LIMIT_S)
-        if not self._answers:
-            self._process.kill()
-            self._process.wait()
-            self._reader.join(LIMIT_S)
-            pytest.fail(f"$ {self._shown} &\n{''.join(self._said)}")
+    def __enter__(self) -> None: ...
 
     def __exit__(self, *_: object) -> None:
         self._process.send_signal(signal.SIGTERM)
@@ -196,15 +182,14 @@ class Background:
         except subprocess.TimeoutExpired:
             self._process.kill()
             raise
-        self._reader.join(LIMIT_S)
-        assert code == 0, f"$ {self._shown} & ended with {code}\n{''.join(self._said)}"
+        assert code == 0, f"$ {self._shown} & ended with {code}\n{self._log.read_text()}"
 
 
 @pytest.fixture
 def terminal() -> Iterator[Terminal]:
     folder = Path(tempfile.mkdtemp(prefix="plr-"))  # short: a unix socket lies in it
-    with ExitStack() as stack:
-        stack.callback(shutil.rmtree, folder)
+    with ExitStack() as folders, ExitStack() as stack:
+        folders.callback(shutil.rmtree, folder)
         yield Terminal(folder, stack)
 
 
@@ -215,6 +200,34 @@ def test_the_readmes_blocks_run(terminal: Terminal) -> None:
     assert any(block.language == "console" and block.skipped is None for block in found)
     for block in found:
         terminal.block(block)
+
+
+# What replaces the commands that install: the test's own environment has pilotflame.
+INSTALLERS = ("git", "pip", "pip3", "pipx", "python3", "uv", "virtualenv")
+PASTED = ("Install", "Quick start")
+# Appended to the pasted text. `$!` is `serve &`, the only job of this bash.
+ENDING = "\nkill $! && wait $!; echo gateway ended with $?\n"
+
+
+def section(text: str, heading: str) -> str:
+    """Return the console commands of a section, as a reader copies them."""
+    part = re.split(r"^#+ ", text.split(f"\n## {heading}\n", 1)[1], maxsplit=1, flags=re.MULTILINE)[0]
+    found = [block for block in blocks(part) if block.language == "console"]
+    return "".join(f"{command}\n" for block in found for command in commands(block))
+
+
+@pytest.mark.timeout(120)
+def test_install_and_quick_start_run_as_pasted(terminal: Terminal) -> None:
+    for name in INSTALLERS:
+        (terminal.folder.parent / "bin" / name).symlink_to(shutil.which("true") or "/bin/true")
+    (terminal.folder / ".venv" / "bin").mkdir(parents=True)
+    (terminal.folder / ".venv" / "bin" / "activate").touch()
+    pasted = terminal.addressed("".join(section(README.read_text(), heading) for heading in PASTED))
+    assert "pilotflame serve &\n" in pasted
+    told = "trap 'echo FAILED: $BASH_COMMAND' ERR\n" + pasted + ENDING
+    done = terminal.run(["bash"], given=told)
+    assert "FAILED" not in done.stdout, done.stdout
+    assert "gateway ended with 0" in done.stdout, done.stdout
 
 
 # -- the convention itself
@@ -285,8 +298,12 @@ def test_a_block_without_an_end_is_an_error() -> None:
     ids=lambda block: block.text,
 )
 def test_a_block_that_does_not_work_fails(terminal: Terminal, block: Block) -> None:
-    with pytest.raises((AssertionError, ValueError, pytest.fail.Exception)):
+    def works() -> None:
         terminal.block(block)
+        terminal.end()
+
+    with pytest.raises((AssertionError, ValueError)):
+        works()
 
 
 def test_a_block_that_works_passes(terminal: Terminal) -> None:

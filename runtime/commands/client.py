@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import quote
@@ -15,6 +15,7 @@ from ...addresses import is_loopback
 from ...errors import GatewayError, GatewayUnreachable, PilotflameError, Unauthorized
 from ..access.control_socket import ControlAddress
 from ..telemetry.timeline import parse_server_timing
+from .gateway_start import wait_for_gateway
 from .options import CA_VARIABLE, DEFAULT_URL, trusted_authorities
 
 JSON_TYPE = "application/json"
@@ -67,13 +68,15 @@ class Client:
 
     def __init__(
         self, url: str = DEFAULT_URL, *, api_key: str = "", control: ControlAddress | None = None,
-        timeout: httpx.Timeout = TIMEOUT,
+        timeout: httpx.Timeout = TIMEOUT, on_wait: Callable[[str], None] | None = None,
     ) -> None:  # fmt: skip
+        """With `on_wait`, requests wait for a gateway on this machine that is starting. It is called with a line for the user."""
         if not (api_key.isascii() and api_key.isprintable()) or " " in api_key:
             remedy = "Check --api-key and PILOTFLAME_API_KEY; a key looks like pf_…."
             raise Unauthorized("The API key contains spaces or characters outside ASCII.", remedy=remedy)
         self.url = url.rstrip("/")
         self.on_loopback = is_loopback(_host(self.url))
+        self._on_wait = on_wait if self.on_loopback and control is None else None
         # The proxy that the environment names is for other machines: it cannot reach a gateway on this one.
         self._http = httpx.Client(
             base_url=self.url,
@@ -202,7 +205,7 @@ class Client:
 
     def _request(self, method: str, path: str, **request: Any) -> httpx.Response:
         with self._translated_errors():
-            response = self._http.request(method, path, **request)
+            response = self._connected(lambda: self._http.request(method, path, **request))
         _check(response)
         return response
 
@@ -210,10 +213,24 @@ class Client:
     def _stream(
         self, method: str, path: str, *, timeout: httpx.Timeout = NO_TIMEOUT, **request: Any
     ) -> Iterator[httpx.Response]:
-        opened = self._http.stream(method, path, timeout=timeout, **request)
-        with self._translated_errors(), opened as response:
+        with self._translated_errors(), ExitStack() as stack:
+            response = self._connected(
+                lambda: stack.enter_context(self._http.stream(method, path, timeout=timeout, **request))
+            )
             _check(response)
             yield response
+
+    def _connected(self, send: Callable[[], httpx.Response]) -> httpx.Response:
+        """Return the response to a request. If nothing listens, wait for a gateway that is starting, and send again."""
+        try:
+            return send()
+        except httpx.ConnectError:
+            if (on_wait := self._on_wait) is None:
+                raise
+        address = self._http.base_url
+        port = address.port or (443 if address.scheme == "https" else 80)
+        wait_for_gateway(address.host, port, lambda: on_wait(f"waiting for a gateway to start at {self.url}"))
+        return send()
 
     @contextmanager
     def _translated_errors(self) -> Iterator[None]:

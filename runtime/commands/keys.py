@@ -26,6 +26,7 @@ from ..settings.state_dir import locked_state_dir
 from ..telemetry.log_files import AUDIT, LogFiles, LogLine
 from . import display, options
 from .client import Client
+from .gateway_start import wait_for_start
 
 SCOPES = click.Choice(["invoke", "read", "deploy", "admin"])
 _repeatable = functools.partial(click.option, multiple=True)
@@ -50,6 +51,7 @@ def _open_keys(url: str, api_key: str, state_dir: Path | None) -> Iterator[Clien
             yield client
         return
     settings = options.gateway_settings(state_dir=state_dir)
+    wait_for_start(settings.port)
     if (control := find_control_socket(settings.state_dir)) is not None:
         with Client(control=control) as client:
             yield client

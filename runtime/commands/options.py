@@ -20,6 +20,7 @@ import click
 from ...errors import CodeError, GatewayError, PilotflameError
 from ...snapshot.sources.locate import is_remote
 from ...snapshot.sources.variables import OWN_NAMES
+from . import display
 
 if TYPE_CHECKING:
     import ssl
@@ -108,14 +109,18 @@ def gateway(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add --url, --api-key and --json. Pass `as_json`, and a `client` that is closed after the command."""
 
     @functools.wraps(command)
-    def connected(*, url: str, api_key: str, **values: Any) -> Any:
+    def connected(*, url: str, api_key: str, as_json: bool, **values: Any) -> Any:
         # httpx takes 50 ms to import, and `pilotflame dev` does not need it.
         from .client import Client  # noqa: PLC0415
 
-        with Client(url, api_key=api_key) as client:
-            return command(client=client, **values)
+        with Client(url, api_key=api_key, on_wait=_say_nothing if as_json else display.say) as client:
+            return command(client=client, as_json=as_json, **values)
 
     return gateway_address(as_json(connected))
+
+
+def _say_nothing(_text: str) -> None:
+    """Keep stderr free for the one line of JSON that an error is."""
 
 
 class FunctionSource(NamedTuple):
