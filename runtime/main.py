@@ -32,6 +32,7 @@ from .api.audit import Audit
 from .api.backend import Backend
 from .api.console import Console
 from .api.cross_origin import CrossOrigin
+from .api.deploys import Deploys
 from .api.docs_page import DocsPage
 from .api.endless_answers import EndlessAnswers
 from .api.fast_path import FastPath
@@ -247,7 +248,7 @@ async def startup(
     ]  # fmt: skip
 
     admin = Admin(
-        functions, metrics, logs, local=local and alone is None, sources=sources.statuses,
+        functions, metrics, logs, sources=sources.statuses,
         disk_full=functools.partial(is_disk_full, state, settings.min_free_bytes),
         starting=lambda: standalone is not None and standalone.is_starting(),
     )  # fmt: skip
@@ -258,7 +259,7 @@ async def startup(
     gateway, dialects, endless = Gateway(backend), Dialects(backend), EndlessAnswers()
     stack.callback(tasks.keep(dialects.sweep, name="files_sweep").cancel)
     apis = (
-        gateway, admin, LogsApi(functions, logs, endless), RevisionsApi(functions),
+        gateway, admin, Deploys(functions, local=local and alone is None), LogsApi(functions, logs, endless), RevisionsApi(functions),
         AccessControl(keyring, secrets, functions),
         WebhooksApi(functions, jobs), HistoryApi(functions, _recorder(functions, state, stack)), DocsPage(),
         UsageApi(ledger), Console(functions, metrics, endless), WarmupApi(functions),

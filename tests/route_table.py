@@ -10,6 +10,7 @@ from typing import Any
 from pilotflame.runtime.api.access import AccessControl
 from pilotflame.runtime.api.admin import Admin
 from pilotflame.runtime.api.console import Console
+from pilotflame.runtime.api.deploys import Deploys
 from pilotflame.runtime.api.docs_page import DocsPage
 from pilotflame.runtime.api.history import HistoryApi
 from pilotflame.runtime.api.invoke import Gateway
@@ -30,7 +31,8 @@ def described() -> OpenApi:
     )
     apis = (
         Gateway(backend),
-        Admin(missing, missing, missing, local=True),
+        Admin(missing, missing, missing),
+        Deploys(missing, local=True),
         LogsApi(missing, missing, missing),
         RevisionsApi(missing),
         AccessControl(missing, missing, missing),

@@ -53,9 +53,11 @@ class Audit:
 
     def _write(self, request: web.Request, action: str, outcome: str) -> None:
         owner = caller_of(request).owner
+        noted = request.get(FACTS, {})
+        outcome = noted.get("outcome", outcome)
         facts = {
             "by": f"key {owner}" if owner else "no key", "from": request.remote or "the control socket",
-            "did": action, **request.match_info, **request.get(FACTS, {}), "outcome": outcome,
+            "did": action, **request.match_info, **noted, "outcome": outcome,
         }  # fmt: skip
         text = " ".join(f'{name}="{_plain(value)}"' for name, value in facts.items())
         level = "info" if outcome[:1] == "2" else "warning"
@@ -63,7 +65,10 @@ class Audit:
 
 
 def note(request: web.Request, **facts: str) -> None:
-    """Add facts to the request's line in the audit log, such as what was made."""
+    """Add facts to the request's line in the audit log, such as what was made.
+
+    A streamed response names its `outcome`, since it has a status before there is one.
+    """
     request[FACTS] = facts
 
 

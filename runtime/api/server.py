@@ -16,8 +16,8 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from ...errors import GatewayError
-from .admin import MAX_ARCHIVE_BYTES
 from .connection import ClientConnection, FastConnection, header_timer, missing_internals
+from .deploys import MAX_ARCHIVE_BYTES
 from .fast_path import FastPath
 from .responses import complete_headers
 from .routes import Route, aiohttp_routes

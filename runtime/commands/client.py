@@ -29,6 +29,8 @@ COMPLETION_TIMEOUT = httpx.Timeout(1.0)
 NO_TIMEOUT = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
 # A deploy takes long: it imports the handler, and with `install` it also installs requirements.
 DEPLOY_TIMEOUT = httpx.Timeout(1800.0, connect=CONNECT_TIMEOUT_S)
+OnProgress = Callable[[str, dict[str, Any]], None]
+"""Called with the name and the data of an event of a deploy: "function" or "step"."""
 
 
 class InvokeReply:
@@ -131,24 +133,43 @@ class Client:
         raise GatewayError("The stream broke off; the job goes on.", remedy="Follow it again, by its id.")
 
     def deploy(
-        self, folder: Path, overrides: Mapping[str, Any], *, upload: bool = False, **flags: bool
-    ) -> dict[str, Any]:
-        """Deploy a folder and return the function's status.
+        self, folder: Path, overrides: Mapping[str, Any], *, upload: bool = False,
+        on_progress: OnProgress = lambda _name, _told: None, **flags: bool,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Deploy a folder and return the function's status. Call `on_progress` with each event of the deploy.
 
         With `upload`, the folder's files are sent. Otherwise only its path is sent: then the gateway must run
         on this machine. `flags` can be `install` and `check`, the parameters of the gateway's route.
         """
-        request: dict[str, Any] = {"json": {"path": str(folder.resolve()), "overrides": overrides, **flags}}
-        if upload:
-            # The code that packs folders is imported here, because only uploads need it.
-            from ..functions.code import pack  # noqa: PLC0415
+        if not upload:
+            order = {"path": str(folder.resolve()), "overrides": overrides, **flags}
+            return self._deploy(on_progress, json=order)
+        # The code that packs folders is imported here, because only uploads need it.
+        from ..functions.code import pack  # noqa: PLC0415
 
-            settings = [f"{key}={value}" for key, value in overrides.items()]
-            params: dict[str, Any] = {"folder": folder.resolve().name, "set": settings}
-            params |= {name: int(flag) for name, flag in flags.items()}
-            headers = {"Content-Type": "application/gzip"}
-            request = {"content": pack(folder), "headers": headers, "params": params}
-        return _json_of(self._request("POST", "/v1/functions", timeout=DEPLOY_TIMEOUT, **request))
+        settings = [f"{key}={value}" for key, value in overrides.items()]
+        params: dict[str, Any] = {"folder": folder.resolve().name, "set": settings}
+        params |= {name: int(flag) for name, flag in flags.items()}
+        on_progress("step", {"name": "upload", "seconds": None})
+        headers = {"Content-Type": "application/gzip"}
+        return self._deploy(on_progress, content=pack(folder), headers=headers, params=params)
+
+    def _deploy(
+        self, on_progress: OnProgress, *, headers: Mapping[str, str] | None = None, **request: Any
+    ) -> dict[str, Any]:
+        headers = {"Accept": EVENT_STREAM_TYPE, **(headers or {})}
+        with self._stream(
+            "POST", "/v1/functions", timeout=DEPLOY_TIMEOUT, headers=headers, **request
+        ) as response:
+            for name, data in parse_events(response.iter_bytes()):
+                told: dict[str, Any] = json.loads(data)
+                if name == "completed":
+                    return told
+                if name == "error":
+                    raise PilotflameError.from_wire(told)
+                on_progress(name, told)
+        remedy = "Ask `pilotflame list` which revision is live, and the gateway's log for the reason."
+        raise GatewayError("The deploy's progress broke off before its end.", remedy=remedy)
 
     def replace(self, name: str, how: str, **order: Any) -> dict[str, Any]:
         """Change the live revision of a function, and return its status. `how` is "restart", "rollback" or "reset"."""

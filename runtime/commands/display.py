@@ -39,15 +39,6 @@ def warn(texts: Sequence[str]) -> None:
         say(f"warning: {text}")
 
 
-def deploy_target(name: str, replaced: dict[str, Any] | None) -> str:
-    """Return a line that says which function a deploy creates or updates. `replaced` is its live revision."""
-    if replaced is None:
-        return f"creates {name}"
-    key = replaced["deployed_by"]
-    by = "deployed locally" if key == "local" else f"deployed by {key}"
-    return f"updates {name} (revision {replaced['number']}, {by})"
-
-
 def print_json(value: Any) -> None:
     """Print one line of JSON on stdout."""
     click.echo(json.dumps(value, ensure_ascii=False))
@@ -166,6 +157,43 @@ def spinner(text: str) -> AbstractContextManager[object]:
     """Show a spinner while the block runs, if stderr is a terminal."""
     console = _console(err=True)
     return console.status(text) if console.is_terminal else nullcontext()
+
+
+@contextmanager
+def deploying(folder: str, *, quiet: bool) -> Iterator[Callable[[str, dict[str, Any]], None]]:
+    """Yield a function that shows the events of a deploy on stderr: the function, and each step with its time.
+
+    On a terminal they are shown as they happen, and a spinner names the step that runs. Otherwise they are shown if
+    the deploy succeeds: a command that fails prints its error alone. Nothing is shown if `quiet`.
+    """
+    console, lines = _console(err=True), list[str]()
+    live = console.is_terminal and not quiet
+    with console.status(f"deploying {folder}") if live else nullcontext() as status:
+
+        def show(name: str, told: dict[str, Any]) -> None:
+            if (line := _deploy_line(name, told)) is None:
+                return status.update(f"{told['name']} …") if status is not None else None
+            return console.print(line) if live else lines.append(line)
+
+        yield show
+    for line in () if quiet else lines:
+        say(line)
+
+
+def _deploy_line(event: str, told: dict[str, Any]) -> str | None:
+    """Return the line that shows an event of a deploy; None if a step begins."""
+    if event == "function":
+        return _target(told["name"], told["replaces"])
+    return None if told["seconds"] is None else f"  {told['name']:<12}{told['seconds']:>8.2f} s"
+
+
+def _target(name: str, replaced: dict[str, Any] | None) -> str:
+    """Return a line that says which function a deploy creates or updates. `replaced` is its live revision."""
+    if replaced is None:
+        return f"creates {name}"
+    key = replaced["deployed_by"]
+    by = "deployed locally" if key == "local" else f"deployed by {key}"
+    return f"updates {name} (revision {replaced['number']}, {by})"
 
 
 @contextmanager

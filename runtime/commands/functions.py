@@ -42,11 +42,13 @@ def deploy(
     overrides = source.overrides(local=local)
     if not as_json:
         display.warn(options.withheld(source.folder))
-    with display.spinner(f"deploying {source.folder}"):
-        found = client.deploy(source.folder, overrides, install=install, check=not no_check, upload=not local)
+    with display.deploying(str(source.folder), quiet=as_json) as on_progress:
+        found = client.deploy(
+            source.folder, overrides, install=install, check=not no_check, upload=not local,
+            on_progress=on_progress,
+        )  # fmt: skip
     if as_json:
         return display.print_json(found)
-    display.say(display.deploy_target(found["name"], found["replaces"]))
     display.warn(found["warnings"])
     if (platform := PLATFORMS.get(found.get("dialect", ""))) is not None:
         display.say(f"recognised a {platform} handler: {found['entry']}")

@@ -238,8 +238,13 @@ def test_an_upload_has_its_folders_name_and_says_what_it_replaces(pilotflame, tm
     assert "creates alpha-two\n" in created.stderr
     updated = pilotflame("deploy", tmp_path / "Alpha Two")
     assert "updates alpha-two (revision 1, deployed locally)\n" in updated.stderr
-    other = json.loads(pilotflame("deploy", tmp_path / "beta", "--upload", "--json").stdout)
-    assert (other["name"], other["replaces"]) == ("beta", None)
+    steps = re.findall(r"^  ([a-z ]+?) +\d+\.\d\d s$", created.stderr, re.MULTILINE)
+    assert steps == ["upload", "code", "packages", "import", "build", "proof start"]
+    told = pilotflame("deploy", tmp_path / "beta", "--upload", "--json")
+    other = json.loads(told.stdout)
+    assert (other["name"], other["replaces"], told.stderr) == ("beta", None, "")
+    assert [step["name"] for step in other["steps"]] == steps
+    assert all(step["seconds"] >= 0 for step in other["steps"])
     again = json.loads(pilotflame("deploy", tmp_path / "beta", "--upload", "--json").stdout)["replaces"]
     assert (again["revision"], again["number"], again["deployed_by"]) == (other["revision"], 1, "local")
     for name in ("alpha-two", "beta"):
