@@ -6,6 +6,8 @@ The text beside a class says what has happened when it is raised.
     ├── SettingsError               pilotflame.toml, or a deploy request, is invalid
     ├── RequirementsError           requirements.txt is refused, or not met in the function's environment
     ├── CodeError                   the deployed folder or the uploaded archive is not accepted
+    │   ├── FolderUnseen                the gateway does not see the folder that its client sees at this path
+    │   └── BaseChanged                 the revision whose files an upload reuses is no longer live, or has other files
     ├── HandlerError                the user's code failed before it ran any request
     │   ├── HandlerImportError          handler.py cannot be imported
     │   ├── HandlerSignatureError       handler.py can be imported, but has no valid handler
@@ -160,6 +162,12 @@ class RequirementsError(PilotflameError, code="requirements_unmet", status=422):
 
 
 class CodeError(PilotflameError, code="code_invalid", status=422): ...
+
+
+class FolderUnseen(CodeError, code="folder_unseen"): ...
+
+
+class BaseChanged(CodeError, code="base_changed", status=409): ...
 
 
 class HandlerError(PilotflameError, code="handler_error", status=422): ...

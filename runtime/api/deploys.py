@@ -16,13 +16,15 @@ import orjson
 from aiohttp import web
 from pydantic import BaseModel, Field
 
-from ...errors import CodeError, PilotflameError, SettingsError, UnsupportedMedia
+from ...errors import CodeError, FolderUnseen, PilotflameError, SettingsError, UnsupportedMedia
 from ...handlers.codec import JSON_TYPE
 from ..access.keys import Scope
+from ..functions.code import identity
 from ..functions.deploy import Deployment
 from ..functions.live import Deployed, Live
 from ..functions.progress import DeployStep, DeployTarget, Progress
 from ..functions.registry import Functions
+from ..functions.reuse import FileDigests, ReusedRevision, lacking
 from .audit import note
 from .event_stream import EVENTS, HEARTBEAT, HEARTBEAT_S, STREAM_HEADERS, accepts_events, event
 from .requests import caller_of, load_json, media_type_of, read_body, validate
@@ -31,12 +33,17 @@ from .routes import Flag, Parameter, Route
 
 MAX_ARCHIVE_BYTES = 256 << 20
 UPLOAD_TIMEOUT_S = 600.0
+MAX_DIGESTS_BYTES = 16 << 20
+DIGESTS_REMEDY = 'Send {"files": [{"path": "handler.py", "sha256": "…", "executable": false}]}.'
 DEPLOY_REMEDY = 'Send {"path": "/folder"} as application/json, or a tar.gz as application/gzip.'
 ARCHIVE_REMEDY = "Put weights in a snapshot folder, which is not uploaded."
 ARCHIVE_TYPES = ("application/gzip", "application/x-gzip", "application/octet-stream")
 SET = Parameter("set", "Of an upload: settings, as scale.max=8.", type="array", items={"type": "string"})
 FOLDER = Parameter(
     "folder", "Of an upload: the folder's name, which is the function's if no setting names it."
+)
+BASE = Parameter(
+    "base", "Of an upload: FUNCTION/REVISION, the live revision whose files it reuses, as `lacking` told."
 )
 INSTALL = Flag("install", "Of an upload: install its requirements.")
 CHECK = Flag("check", "Of an upload: start a worker before the function goes live.", default=True)
@@ -49,6 +56,11 @@ class DeployRequest(BaseModel, frozen=True, extra="forbid"):
     """A deploy of a folder on the gateway's machine."""
 
     path: Path
+    seen_as: str = Field(
+        "",
+        max_length=64,
+        description="The folder's identity as the client sees it. The gateway must see the same.",
+    )
     overrides: dict[str, Any] = Field(default_factory=dict, description="Dotted settings, as scale.max.")
     install: bool = False
     check: bool = True
@@ -66,8 +78,13 @@ class Deploys:
         return [
             Route(
                 "POST", "/v1/functions", self.deploy, Scope.DEPLOY, "Deploy a folder or a tar.gz.", Deployed, 201,
-                parameters=(SET, FOLDER, INSTALL, CHECK), body={JSON_TYPE: DeployRequest, "application/gzip": bytes},
-                other_responses={200: EVENTS}, errors=(400, 408, 413, 415, 422, 500, 502, 503, 507),
+                parameters=(SET, FOLDER, BASE, INSTALL, CHECK), body={JSON_TYPE: DeployRequest, "application/gzip": bytes},
+                other_responses={200: EVENTS}, errors=(400, 408, 409, 413, 415, 422, 500, 502, 503, 507),
+            ),
+            Route(
+                "POST", "/v1/functions/{function}/lacking", self.lacking, Scope.DEPLOY,
+                "Tell which files of an upload the live revision lacks.", {"revision": str, "lacking": list[str]},
+                body=FileDigests, errors=(400, 404, 408, 413, 422, 503),
             ),
         ]  # fmt: skip
 
@@ -77,6 +94,14 @@ class Deploys:
         progress = Progress()
         live = await self._deploy(request, await self._deployment(request, progress), progress)
         return json_response(_deployed(live, progress).model_dump(mode="json"), status=201)
+
+    async def lacking(self, request: web.Request) -> web.StreamResponse:
+        live = self._functions.get(request.match_info["function"])
+        body = await read_body(request, MAX_DIGESTS_BYTES, UPLOAD_TIMEOUT_S)
+        wanted = validate(FileDigests, load_json(body), DIGESTS_REMEDY)
+        code = self._functions.store.code(live.record)
+        found = await asyncio.to_thread(lacking, code, wanted)
+        return json_response({"revision": live.record.revision, "lacking": found})
 
     async def _stream(self, request: web.Request) -> web.StreamResponse:
         loop, events = asyncio.get_running_loop(), asyncio.Queue[bytes]()
@@ -130,11 +155,20 @@ class Deploys:
             raise UnsupportedMedia(f"A deploy cannot be of type {kind[:64]!r}.", remedy=DEPLOY_REMEDY)
         body = await read_body(request, MAX_ARCHIVE_BYTES, UPLOAD_TIMEOUT_S)
         wanted = validate(DeployRequest, load_json(body), DEPLOY_REMEDY)
+        if wanted.seen_as and not (self._local and await _sees(wanted)):
+            message = f"This gateway does not see the folder that its client sees at {wanted.path}."
+            raise FolderUnseen(message, remedy="Upload the folder: pilotflame deploy --upload.")
         if not self._local:
             remedy = "Upload the folder: pilotflame deploy --upload."
             message = "This gateway takes no folders by path: it listens beyond its machine."
             raise CodeError(message, remedy=remedy)
-        return Deployment(**dict(wanted))
+        return Deployment(
+            path=wanted.path, overrides=wanted.overrides, install=wanted.install, check=wanted.check
+        )
+
+
+async def _sees(wanted: DeployRequest) -> bool:
+    return await asyncio.to_thread(identity, wanted.path) == wanted.seen_as
 
 
 async def _upload(request: web.Request, progress: Progress) -> Deployment:
@@ -142,9 +176,14 @@ async def _upload(request: web.Request, progress: Progress) -> Deployment:
     install, check = INSTALL.read(request), CHECK.read(request)
     with progress.step("upload"):
         body = await read_body(request, MAX_ARCHIVE_BYTES, UPLOAD_TIMEOUT_S, remedy=ARCHIVE_REMEDY)
-    folder_name = request.query.get(FOLDER.name, "")
+    folder_name, base = request.query.get(FOLDER.name, ""), request.query.get(BASE.name)
     return Deployment(
-        archive=body, folder_name=folder_name, overrides=overrides, install=install, check=check
+        archive=body,
+        folder_name=folder_name,
+        base=ReusedRevision.parse(base) if base else None,
+        overrides=overrides,
+        install=install,
+        check=check,
     )
 
 

@@ -33,6 +33,10 @@ OnProgress = Callable[[str, dict[str, Any]], None]
 """Called with the name and the data of an event of a deploy: "function" or "step"."""
 
 
+def _ignore(_event: str, _told: dict[str, Any]) -> None:
+    """Do nothing with an event of a deploy."""
+
+
 class InvokeReply:
     """The response to one invocation. While its connection is open, read it whole or piece by piece."""
 
@@ -133,26 +137,33 @@ class Client:
         raise GatewayError("The stream broke off; the job goes on.", remedy="Follow it again, by its id.")
 
     def deploy(
-        self, folder: Path, overrides: Mapping[str, Any], *, upload: bool = False,
-        on_progress: OnProgress = lambda _name, _told: None, **flags: bool,
+        self, folder: Path, overrides: Mapping[str, Any], *, seen_as: str = "", on_progress: OnProgress = _ignore,
+        **flags: bool,
     ) -> dict[str, Any]:  # fmt: skip
-        """Deploy a folder and return the function's status. Call `on_progress` with each event of the deploy.
+        """Deploy a folder that the gateway reads itself, and return the function's status.
 
-        With `upload`, the folder's files are sent. Otherwise only its path is sent: then the gateway must run
-        on this machine. `flags` can be `install` and `check`, the parameters of the gateway's route.
+        Call `on_progress` with each event of the deploy. Raise FolderUnseen if `seen_as` is given and the gateway
+        sees another folder there. `flags` can be `install` and `check`, the parameters of the gateway's route.
         """
-        if not upload:
-            order = {"path": str(folder.resolve()), "overrides": overrides, **flags}
-            return self._deploy(on_progress, json=order)
-        # The code that packs folders is imported here, because only uploads need it.
-        from ..functions.code import pack  # noqa: PLC0415
+        order = {"path": str(folder.resolve()), "seen_as": seen_as, "overrides": overrides, **flags}
+        return self._deploy(on_progress, json=order)
 
-        settings = [f"{key}={value}" for key, value in overrides.items()]
-        params: dict[str, Any] = {"folder": folder.resolve().name, "set": settings}
-        params |= {name: int(flag) for name, flag in flags.items()}
-        on_progress("step", {"name": "upload", "seconds": None})
+    def upload(
+        self, archive: bytes, overrides: Mapping[str, Any], *, folder: str, base: str = "",
+        on_progress: OnProgress = _ignore, **flags: bool,
+    ) -> dict[str, Any]:  # fmt: skip
+        """Deploy an archive of the folder with the name `folder`, as `deploy` does.
+
+        `base` is FUNCTION/REVISION: the live revision from which the gateway takes the files that the archive lists
+        and does not hold. Raise BaseChanged if that has changed.
+        """
+        params: dict[str, Any] = {
+            "folder": folder,
+            "set": [f"{key}={value}" for key, value in overrides.items()],
+        }
+        params |= {name: int(flag) for name, flag in flags.items()} | ({"base": base} if base else {})
         headers = {"Content-Type": "application/gzip"}
-        return self._deploy(on_progress, content=pack(folder), headers=headers, params=params)
+        return self._deploy(on_progress, content=archive, headers=headers, params=params)
 
     def _deploy(
         self, on_progress: OnProgress, *, headers: Mapping[str, str] | None = None, **request: Any

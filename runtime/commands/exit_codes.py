@@ -48,7 +48,7 @@ def exit_code_of(command: Callable[[], Any], *, as_json: bool = False) -> int:
             error.show()
         return USAGE if isinstance(error, click.UsageError) else ERROR
     except PilotflameError as error:
-        _say_error(error, as_json=as_json)
+        say_error(error, as_json=as_json)
         return UNREACHABLE if isinstance(error, GatewayUnreachable) else ERROR
     except BrokenPipeError:
         # The reader of stdout has closed it. Redirect it, so that the interpreter can flush it at exit.
@@ -64,7 +64,8 @@ def exit_code_of(command: Callable[[], Any], *, as_json: bool = False) -> int:
     return code if isinstance(code, int) else 0
 
 
-def _say_error(error: PilotflameError, *, as_json: bool) -> None:
+def say_error(error: PilotflameError, *, as_json: bool) -> None:
+    """Print an error on stderr: one paragraph and the function's traceback, or one line of JSON."""
     if as_json:
         return _say_json(error.to_wire(private=True))
     say(f"error: {' '.join(str(error).split())}")

@@ -10,6 +10,7 @@ import click
 from ...errors import GatewayUnreachable, PilotflameError
 from . import display, exit_codes, options
 from .client import Client
+from .folder_deploy import FolderDeploy, deploy_changes
 from .options import FunctionSource
 
 # The names of the platforms whose handlers run unchanged, by dialect.
@@ -22,14 +23,16 @@ PLATFORMS = {"runpod": "RunPod", "cog": "Cog", "lambda": "Lambda"}
 @click.option("--install", is_flag=True, help="Install requirements.txt into a shared environment.")
 @click.option("--no-check", is_flag=True, help="Start no worker now: errors in setup appear later.")
 @click.option("--upload", is_flag=True, help="Send the folder's files even to a gateway on this machine.")
+@click.option("--watch", "watching", is_flag=True, help="Deploy again after each change, until Ctrl-C.")
 @options.gateway
 def deploy(
-    *, source: FunctionSource, install: bool, no_check: bool, upload: bool, client: Client, as_json: bool
-) -> None:
+    *, source: FunctionSource, install: bool, no_check: bool, upload: bool, watching: bool, client: Client,
+    as_json: bool,
+) -> None:  # fmt: skip
     """Deploy FOLDER as a function, or as a new revision of it.
 
     The handler is imported and built before the new revision takes calls. If that fails, the old one stays.
-    A gateway on this machine reads the folder itself; any other is sent its files.
+    A gateway that sees the folder reads it itself; any other is sent its files, and again only those that changed.
 
     With --model, a new folder gets the template for the model's task, and that is deployed.
 
@@ -38,15 +41,20 @@ def deploy(
       pilotflame deploy hello --set scale.max=8 --name greeter
       pilotflame deploy --model hf://sentence-transformers/all-MiniLM-L6-v2
     """
-    local = client.on_loopback and not upload
-    overrides = source.overrides(local=local)
+    folder = source.folder
     if not as_json:
-        display.warn(options.withheld(source.folder))
-    with display.deploying(str(source.folder), quiet=as_json) as on_progress:
-        found = client.deploy(
-            source.folder, overrides, install=install, check=not no_check, upload=not local,
-            on_progress=on_progress,
-        )  # fmt: skip
+        display.warn(options.withheld(folder))
+    sent = FolderDeploy(client, source, upload=upload, install=install, check=not no_check)
+
+    def once() -> None:
+        with display.deploying(str(folder), quiet=as_json) as on_progress:
+            found = sent.run(on_progress)
+        _print_deployed(found, as_json=as_json)
+
+    return deploy_changes(sent, folder, once, as_json=as_json) if watching else once()
+
+
+def _print_deployed(found: dict[str, Any], *, as_json: bool) -> None:
     if as_json:
         return display.print_json(found)
     display.warn(found["warnings"])

@@ -81,7 +81,7 @@ class _Unpacker:
             (self._into / name).symlink_to(posixpath.relpath(target, posixpath.dirname(name) or "."))
 
     def _take(self, tar: tarfile.TarFile, member: tarfile.TarInfo) -> None:
-        name = _checked_path(member.name, member)
+        name = checked_path(member.name, member.name)
         path = self._into / name
         if member.isdir() and path.is_dir():
             return
@@ -95,7 +95,7 @@ class _Unpacker:
             path.mkdir()
         elif member.issym():
             target = posixpath.normpath(posixpath.join(posixpath.dirname(name), member.linkname))
-            self._links[name] = _checked_path(target, member)
+            self._links[name] = checked_path(target, member.name)
             path.touch()
         elif member.islnk():
             self._hardlink(path, member)
@@ -109,7 +109,7 @@ class _Unpacker:
 
     def _hardlink(self, path: Path, member: tarfile.TarInfo) -> None:
         """Make a hard link as a copy of the file that it names, so that no two names share a file on disk."""
-        name = _checked_path(member.linkname, member)
+        name = checked_path(member.linkname, member.name)
         if name in self._links or not (self._into / name).is_file():
             raise _refused(member.name, f"is a hard link to {member.linkname!r}, which is no earlier file")
         self._count(member, (self._into / name).stat().st_size)
@@ -122,17 +122,17 @@ class _Unpacker:
             raise CodeError(f"The archive's files exceed {limit} at {member.name!r}.", remedy=_WEIGHTS_REMEDY)
 
 
-def _checked_path(path: str, member: tarfile.TarInfo) -> str:
+def checked_path(path: str, member: str) -> str:
     """Return `path` relative to the archive's root, without `./`. The root itself is "".
 
-    Raise CodeError, which names `member`, if the path leaves the root or is too long.
+    Raise CodeError, which names the member, if the path leaves the root or is too long.
     """
     segments = [segment for segment in path.split("/") if segment not in ("", ".")]
     if path.startswith("/") or ".." in segments:
-        raise _refused(member.name, f"leaves the folder, to {path!r}")
+        raise _refused(member, f"leaves the folder, to {path!r}")
     lengths = [len(segment) + 1 for segment in map(utf8, segments)]
     if sum(lengths) > MAX_PATH_BYTES or max(lengths, default=0) > MAX_SEGMENT_BYTES + 1:
-        raise _refused(member.name, f"is longer than {MAX_PATH_BYTES} bytes")
+        raise _refused(member, f"is longer than {MAX_PATH_BYTES} bytes")
     return "/".join(segments)
 
 

@@ -11,14 +11,15 @@ import contextlib
 import gzip
 import hashlib
 import io
+import json
 import os
 import shutil
 import stat
 import tarfile
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypedDict
 
 from ...errors import CodeError
 
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 MAX_CODE_BYTES = 256 * 1024 * 1024
 MAX_FILES = 20_000
 IGNORE_FILE = ".pilotflameignore"
+KEPT_FILE = ".pilotflame-kept.json"
+"""A file of an upload that lists the files that it takes from the live revision."""
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 # Patterns, in the syntax of .gitignore, of files that are left out unless the ignore file includes them, with
 # a line such as `!.env`. In such a list later patterns win, and those of the ignore file are appended to these.
@@ -55,6 +59,14 @@ class CodeFile(NamedTuple):
     size: int
     mode: int
     """0o755 if its owner may execute it, else 0o644."""
+
+
+class FileDigest(TypedDict):
+    """The path of a file of the code, the SHA-256 of its content in hex, and whether it may be executed."""
+
+    path: str
+    sha256: str
+    executable: bool
 
 
 def select(folder: Path, *, exclude: Collection[Path] = ()) -> list[CodeFile]:
@@ -110,21 +122,30 @@ def _selected(folder: Path, walk: _Walk) -> list[CodeFile]:
     return sorted(files, key=lambda file: file.name.encode())
 
 
-def pack(folder: Path, *, exclude: Collection[Path] = ()) -> bytes:
-    """Return the code in the function's folder as a tar.gz. The same code always gives the same bytes."""
+def pack(folder: Path, *, kept: Sequence[FileDigest] = ()) -> bytes:
+    """Return the code in the function's folder as a tar.gz. The same code always gives the same bytes.
+
+    The `kept` files are left out. A file named KEPT_FILE lists them: the gateway takes them from the live revision.
+    """
+    left_out = {file["path"] for file in kept}
     packed = io.BytesIO()
     with (
         gzip.GzipFile(filename="", fileobj=packed, mode="wb", compresslevel=6, mtime=0) as zipped,
         tarfile.open(fileobj=zipped, mode="w", format=tarfile.PAX_FORMAT) as tar,
     ):
-        for file in select(folder, exclude=exclude):
-            with _opened(file) as content:
-                data = content.read()
-            member = tarfile.TarInfo(file.name)
-            member.size = len(data)
-            member.mode = file.mode
-            tar.addfile(member, io.BytesIO(data))
+        for file in select(folder):
+            if file.name not in left_out:
+                with _opened(file) as content:
+                    _add(tar, file.name, content.read(), file.mode)
+        if kept:
+            _add(tar, KEPT_FILE, json.dumps({"files": kept}).encode(), 0o644)
     return packed.getvalue()
+
+
+def _add(tar: tarfile.TarFile, name: str, data: bytes, mode: int) -> None:
+    member = tarfile.TarInfo(name)
+    member.size, member.mode = len(data), mode
+    tar.addfile(member, io.BytesIO(data))
 
 
 def copy_folder(source: Path, target: Path, *, exclude: Collection[Path] = ()) -> None:
@@ -145,12 +166,30 @@ def copy_folder(source: Path, target: Path, *, exclude: Collection[Path] = ()) -
 def code_digest(folder: Path, *, exclude: Collection[Path] = ()) -> str:
     """Return a SHA-256, in hex, of the path, executable bit and content of every file of the code."""
     digest = hashlib.sha256()
+    for file in file_digests(folder, exclude=exclude):
+        flag, name = "x" if file["executable"] else "-", file["path"]
+        digest.update(f"{file['sha256']} {flag} {len(name.encode())} {name}\n".encode())
+    return digest.hexdigest()
+
+
+def file_digests(folder: Path, *, exclude: Collection[Path] = ()) -> Iterator[FileDigest]:
+    """Yield the digest of each file of the code, sorted by path."""
     for file in select(folder, exclude=exclude):
         with _opened(file) as opened:
             content = hashlib.file_digest(opened, "sha256").hexdigest()
-        flag = "x" if file.mode == 0o755 else "-"
-        digest.update(f"{content} {flag} {len(file.name.encode())} {file.name}\n".encode())
-    return digest.hexdigest()
+        yield {"path": file.name, "sha256": content, "executable": file.mode == 0o755}
+
+
+def identity(folder: Path) -> str:
+    """Return what a folder has in common with itself alone, in every process and container of this machine.
+
+    Processes on another machine see another boot. "" if there is no such folder.
+    """
+    try:
+        facts, boot = folder.stat(), _BOOT_ID.read_bytes()
+    except OSError:
+        return ""
+    return hashlib.sha256(b"%s %d %d" % (boot, facts.st_dev, facts.st_ino)).hexdigest()
 
 
 def make_empty(folder: Path) -> None:

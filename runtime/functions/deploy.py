@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...errors import RequirementsError, SettingsError, SnapshotError
+from ...errors import BaseChanged, RequirementsError, SettingsError, SnapshotError
 from ...handlers.dialects.recognise import recognise
 from ...machine import processors
 from ...snapshot.extras import is_installed, missing
@@ -34,6 +34,7 @@ from .archive import unpack
 from .cog_yaml import COG_YAML, CogYaml
 from .environment import Log, ensure_environment
 from .progress import Progress
+from .reuse import ReusedRevision, take
 from .store import CODE_FOLDER, RevisionFields, RevisionRecord, Store, StoredSnapshot
 
 if TYPE_CHECKING:
@@ -63,6 +64,8 @@ class Deployment:
     archive: bytes | None = None
     folder_name: str = ""
     """The name of the folder that was packed into `archive`."""
+    base: ReusedRevision | None = None
+    """The live revision from which the upload takes the files that `archive` lists and does not have."""
     overrides: Mapping[str, Any] = field(default_factory=dict)
     install: bool = False
     check: bool = True
@@ -95,7 +98,7 @@ def prepare(
     with contextlib.ExitStack() as undo:
         undo.callback(shutil.rmtree, staged, ignore_errors=True)
         with progress.step("code"):
-            folder = _source_folder(request, staged_code)
+            folder = _source_folder(store, request, staged_code)
             settings, cog = _settings(folder, request)
             on_name(settings.name)
             local = _local_snapshots(settings, folder)
@@ -129,6 +132,9 @@ def _settings(folder: Path, request: Deployment) -> tuple[FunctionSettings, CogY
         # `after` tells the caller when an upstream function is called.
         for name in (settings.name, *settings.after):
             request.authorize(name)
+    if request.base is not None and request.base.function != settings.name:
+        message = f"An upload of {settings.name!r} cannot reuse files of {request.base.function!r}."
+        raise BaseChanged(message, remedy="Upload the whole folder.")
     if settings.image.unbuilt:
         raise _unbuilt(settings)
     if settings.source and not is_installed("boto3"):
@@ -254,10 +260,12 @@ def _unbuilt(settings: FunctionSettings) -> SettingsError:
     return SettingsError(message, remedy=remedy, details={"problems": ["image.name is missing"]})
 
 
-def _source_folder(request: Deployment, staged_code: Path) -> Path:
+def _source_folder(store: Store, request: Deployment, staged_code: Path) -> Path:
     """Return the request's folder. Or unpack its archive into `staged_code`, and return that folder."""
     if request.archive is not None:
         unpack(request.archive, staged_code)
+        if request.base is not None:
+            _reuse(store, request, request.base, staged_code)
         # Archives that other programs have packed may hold credentials and caches.
         code.remove_ignored(staged_code)
         return staged_code
@@ -266,6 +274,17 @@ def _source_folder(request: Deployment, staged_code: Path) -> Path:
     if not request.path.is_absolute():
         raise SettingsError(f"path is relative: {str(request.path)!r}.", remedy="Give an absolute path.")
     return request.path
+
+
+def _reuse(store: Store, request: Deployment, base: ReusedRevision, staged_code: Path) -> None:
+    """Take the files that the upload keeps from the live revision. Raise BaseChanged if that is not `base`."""
+    if request.authorize is not None:
+        request.authorize(base.function)
+    live = store.current(base.function)
+    if live is None or live.revision != base.revision:
+        message = f"{base.revision[:40]!r} is not the live revision of {base.function!r}."
+        raise BaseChanged(message, remedy="Upload the whole folder.")
+    take(store.code(live), staged_code)
 
 
 def requirements_of(spec: WorkerSpec) -> str:

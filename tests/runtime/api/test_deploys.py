@@ -8,9 +8,9 @@ from typing import Any
 
 import httpx
 import pytest
-from live import Gateway
+from live import Gateway, failure, gateway_here
 from pilotflame.runtime.commands.client import parse_events
-from pilotflame.runtime.functions.code import pack
+from pilotflame.runtime.functions.code import file_digests, identity, pack
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -83,3 +83,75 @@ async def test_other_clients_get_one_answer_with_the_steps(gateway: Gateway, tmp
     assert response.status_code == 201
     assert [step["name"] for step in response.json()["steps"]] == STEPS[:-1]
     await gateway.client.delete("/v1/functions/plain")
+
+
+# -- uploads that reuse files
+
+
+async def reuse(
+    client: httpx.AsyncClient, folder: Path, kept: list[Any], base: str, **query: Any
+) -> httpx.Response:
+    params = {"base": base, "check": "0", **query}
+    return await client.post("/v1/functions", content=pack(folder, kept=kept), headers=GZIP, params=params)
+
+
+async def test_an_upload_reuses_files_of_the_live_revision_of_its_own_function(
+    gateway: Gateway, tmp_path: Path
+):
+    client = gateway.client
+    mine = folder_of(tmp_path, **{"pilotflame.toml": 'name = "mine"\n', "data.txt": "x" * 99})
+    query = {"set": "name=theirs", "check": "0"}
+    for params in ({"check": "0"}, query):
+        assert (
+            await client.post("/v1/functions", content=pack(mine), headers=GZIP, params=params)
+        ).status_code == 201
+    (mine / "handler.py").write_text("def handler(event):\n    return open('data.txt').read()[:2]\n")
+    files = list(file_digests(mine))
+    found = (await client.post("/v1/functions/mine/lacking", json={"files": files})).json()
+    assert found["lacking"] == ["handler.py"]
+    kept, base = [file for file in files if file["path"] != "handler.py"], f"mine/{found['revision']}"
+    response = await reuse(client, mine, kept, base)
+    assert response.status_code == 201, response.text
+    assert (await client.post("/invoke/mine")).json() == "xx"
+    # The base is the live revision alone, and of the same function.
+    for wrong, said in ((base, "not the live revision"), ("gone/r1-00000000", "not the live revision")):
+        error = failure(await reuse(client, mine, kept, wrong))
+        assert (error["status"], error["type"]) == (409, "base_changed")
+        assert said in error["message"]
+    base = f"mine/{response.json()['revision']}"
+    error = failure(await reuse(client, mine, kept, base, set="name=theirs"))
+    assert (error["type"], "cannot reuse files of 'mine'" in error["message"]) == ("base_changed", True)
+    assert failure(await reuse(client, mine, kept, "mine"))["status"] == 400
+    for name in ("mine", "theirs"):
+        await client.delete(f"/v1/functions/{name}")
+
+
+async def test_a_key_reuses_no_files_of_a_function_that_it_does_not_cover(state: Path, tmp_path: Path):
+    async with gateway_here(state) as gateway, gateway.at_home() as owner:
+        theirs = await gateway.deploy(ECHO, name="theirs", check=False)
+        new = {"name": "a", "scopes": ["deploy"], "functions": ["mine"]}
+        key = (await owner.post("/v1/keys", json=new)).json()["key"]
+        gateway.client.headers["Authorization"] = f"Bearer {key}"
+        mine = folder_of(tmp_path)
+        (file,) = file_digests(mine)
+        response = await gateway.client.post("/v1/functions/theirs/lacking", json={"files": [file]})
+        unknown = await gateway.client.post("/v1/functions/nobody/lacking", json={"files": [file]})
+        assert response.status_code == unknown.status_code == 404
+        base = f"theirs/{theirs.described['revision']}"
+        error = failure(await reuse(gateway.client, mine, [file], base, set="name=mine"))
+        assert error["type"] == "forbidden"
+
+
+# -- folders
+
+
+async def test_a_folder_that_the_gateway_does_not_see_is_not_read(gateway: Gateway, tmp_path: Path):
+    order = {"path": str(folder_of(tmp_path)), "overrides": {"name": "seen"}, "check": False}
+    for there, seen_as in ((str(tmp_path), "0" * 64), ("/no/such/folder", "0" * 64)):
+        wanted = order | {"path": there, "seen_as": seen_as}
+        error = failure(await gateway.client.post("/v1/functions", json=wanted))
+        assert (error["status"], error["type"]) == (422, "folder_unseen")
+        assert "--upload" in error["remedy"]
+    response = await gateway.client.post("/v1/functions", json=order | {"seen_as": identity(tmp_path)})
+    assert response.status_code == 201, response.text
+    await gateway.client.delete("/v1/functions/seen")

@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pilotflame.errors import BadInput, GatewayError, GatewayUnreachable, SettingsError, UnknownFunction
 from pilotflame.runtime.commands.client import Client, parse_events, split_lines
+from pilotflame.runtime.functions.code import pack
 
 
 def answer(client: Client, name: str, event: object) -> Any:
@@ -93,8 +94,11 @@ def test_events_of_every_shape():
 
 def test_a_function_from_deploy_to_delete(client: Client, tmp_path: Path):
     (tmp_path / "handler.py").write_text("def handler(event):\n    print(event)\n    return [event]\n")
-    for upload in (False, True):
-        name = client.deploy(tmp_path, overrides={"name": "client-life"}, upload=upload)["name"]
+    for deployed in (
+        client.deploy(tmp_path, {"name": "client-life"}),
+        client.upload(pack(tmp_path), {"name": "client-life"}, folder="any"),
+    ):
+        name = deployed["name"]
         assert answer(client, name, {"a": "ä"}) == [{"a": "ä"}]
     assert name in [status["name"] for status in client.get("v1", "functions")["functions"]]
     assert client.get("v1", "functions", name, memory=1)["processes"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from pilotflame.errors import GatewayError
 from pilotflame.runtime.commands.display import deploying, snapshots
 
 
@@ -40,8 +41,8 @@ def test_a_deploy_that_fails_shows_its_progress_on_terminals_only(capsys) -> Non
     def fail() -> None:
         with deploying("alpha", quiet=False) as show:
             show("function", UPDATE)
-            raise ValueError
+            raise GatewayError("no")
 
-    with pytest.raises(ValueError):
+    with pytest.raises(GatewayError, match="no"):
         fail()
     assert capsys.readouterr().err == ""
