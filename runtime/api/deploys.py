@@ -24,7 +24,7 @@ from ..functions.deploy import Deployment
 from ..functions.live import Deployed, Live
 from ..functions.progress import DeployStep, DeployTarget, Progress
 from ..functions.registry import Functions
-from ..functions.reuse import FileDigests, ReusedRevision, lacking
+from ..functions.reuse import FileDigests, ReusedRevision
 from .audit import note
 from .event_stream import EVENTS, HEARTBEAT, HEARTBEAT_S, STREAM_HEADERS, accepts_events, event
 from .requests import caller_of, load_json, media_type_of, read_body, validate
@@ -96,12 +96,10 @@ class Deploys:
         return json_response(_deployed(live, progress).model_dump(mode="json"), status=201)
 
     async def lacking(self, request: web.Request) -> web.StreamResponse:
-        live = self._functions.get(request.match_info["function"])
         body = await read_body(request, MAX_DIGESTS_BYTES, UPLOAD_TIMEOUT_S)
         wanted = validate(FileDigests, load_json(body), DIGESTS_REMEDY)
-        code = self._functions.store.code(live.record)
-        found = await asyncio.to_thread(lacking, code, wanted)
-        return json_response({"revision": live.record.revision, "lacking": found})
+        revision, lacking = await self._functions.lacking(request.match_info["function"], wanted)
+        return json_response({"revision": revision, "lacking": lacking})
 
     async def _stream(self, request: web.Request) -> web.StreamResponse:
         loop, events = asyncio.get_running_loop(), asyncio.Queue[bytes]()

@@ -34,6 +34,7 @@ from .environment import EnvironmentLauncher, discard_unused, shrink_cache
 from .live import Live, Prefetched, RevisionFacts, ladder_spec_of, policy_of
 from .progress import Progress
 from .rest import LIGHT_S
+from .reuse import FileDigests, lacking
 from .store import RevisionRecord, Store
 
 LOG = logging.getLogger(__name__)
@@ -176,6 +177,15 @@ class Functions:
                 return await self._replace(
                     record, logs, check=request.check, withdraw=withdraw, progress=progress
                 )
+
+    async def lacking(self, name: str, wanted: FileDigests) -> tuple[str, list[str]]:
+        """Return a function's live revision, and the paths of the `wanted` files that its code does not have.
+
+        Raise what `get` raises.
+        """
+        record = self.get(name).record
+        missing = functools.partial(lacking, self.store.code(record), wanted)
+        return record.revision, await self._thread(missing)
 
     async def restart(self, name: str) -> Live:
         """Replace a function's processes by new ones of the same revision, and return the function.

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from live import Gateway, failure, gateway_here
+from live import GATE_MODULE, Gate, Gateway, failure, gateway_here, until
 from pilotflame.runtime.commands.client import parse_events
 from pilotflame.runtime.functions.code import file_digests, identity, pack
 
@@ -73,6 +73,25 @@ async def test_a_deploy_that_fails_ends_its_stream_with_the_error(gateway: Gatew
 async def test_a_deploy_that_is_malformed_is_refused_before_its_stream(gateway: Gateway):
     response = await gateway.client.post("/v1/functions", content=b"{", headers=STREAM)
     assert response.status_code == 415
+
+
+async def test_a_client_that_leaves_ends_its_deploy(
+    gateway: Gateway, gate: Gate, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    source = "import gate\ndef build(context):\n    gate.wait()\n" + ECHO
+    files = folder_of(tmp_path, source, **{"gate.py": GATE_MODULE})
+    query = {"folder": "left", "set": f"env.GATE={gate.path}"}
+    sent = {"content": pack(files), "headers": {**GZIP, **STREAM}, "params": query}
+    async with gateway.client.stream("POST", "/v1/functions", **sent) as response:
+        assert response.status_code == 200
+        await gate.next()
+
+    async def withdrawn() -> bool:
+        return not (gateway.state / "functions" / "left").exists()
+
+    await until(withdrawn, "the end of the deploy")
+    assert "Traceback" not in caplog.text
+    assert (await gateway.client.get("/v1/functions/left")).status_code == 404
 
 
 async def test_other_clients_get_one_answer_with_the_steps(gateway: Gateway, tmp_path: Path):
