@@ -8,7 +8,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from pilotflame.errors import BadInput, BaseChanged, CodeError
 from pilotflame.runtime.functions.archive import unpack
@@ -38,6 +38,7 @@ def listed(staged: Path, *files: dict[str, object]) -> Path:
     return staged
 
 
+@settings(max_examples=20)
 @given(TREES, TREES)
 def test_an_upload_of_what_is_lacking_is_the_same_as_the_whole(old: dict, new: dict):
     with TemporaryDirectory() as folder:
