@@ -485,6 +485,7 @@ def _observe(
         functions.all, functions.launcher, functions.tasks, settings.rest_mb, functions.weights.give_back
     )
     events.activated.append(metrics.activated)
+    events.ended.append(metrics.ended)
     # The ledger takes the last counts before the metrics drop them.
     for removed in (ledger.note_removed, metrics.forget, metering.forget):
         events.removed.append(removed)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 from aiohttp import web
 
 from ...errors import Forbidden
 from ..access.keys import Caller, Scope
-from ..functions.live import FunctionStatus, Prefetched, SourceStatus
+from ..functions.live import FunctionStatus, Live, Prefetched, Process, SourceStatus
 from ..functions.registry import Functions
 from ..telemetry.logs import Logs
 from ..telemetry.metrics import Metrics
@@ -72,12 +72,13 @@ class Admin:
 
     async def status(self, request: web.Request) -> web.StreamResponse:
         live = self._functions.get(request.match_info["function"])
-        processes = await live.processes() if MEMORY.read(request) else None
+        processes = await live.processes() if MEMORY.read(request) else []
         found = {
             "last_errors": await live.last_errors(self._logs),
             "sources": self._sources(live.record.function),
+            "latest_cold_starts": live.revision.history.cold_starts.told(),
         }
-        status = live.status(processes).model_copy(update=found)
+        status = self._status(live, processes).model_copy(update=found)
         return json_response(_visible(status, caller_of(request)).model_dump(mode="json"))
 
     async def delete(self, request: web.Request) -> web.StreamResponse:
@@ -110,8 +111,16 @@ class Admin:
     def statuses(self, request: web.Request) -> Iterator[FunctionStatus]:
         """Yield the status of each function that the caller may see."""
         caller = caller_of(request)
-        found = (live.status() for live in self._functions.all() if caller.allows(live.record.function))
+        found = (self._status(live) for live in self._functions.all() if caller.allows(live.record.function))
         return (_visible(status, caller) for status in found)
+
+    def _status(self, live: Live, processes: Sequence[Process] = ()) -> FunctionStatus:
+        """Return the status of a function, with what the metrics have counted of it."""
+        by_source = self._metrics.totals(live.record.function).by_source
+        counts = {
+            source: {str(code): count for code, count in of.items()} for source, of in by_source.items()
+        }
+        return live.status(processes).model_copy(update={"invocations": counts})
 
 
 def _visible(status: FunctionStatus, caller: Caller) -> FunctionStatus:

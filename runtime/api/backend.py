@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -10,12 +9,10 @@ from typing import Any, TypeAlias
 from aiohttp import web
 from typing_extensions import TypedDict
 
-from ...errors import PilotflameError
 from ..functions.live import Live
 from ..functions.registry import Functions
 from ..jobs.job import Job, JobState, NewJob
 from ..jobs.jobs import Jobs
-from ..serving.invocation import Invocation
 from ..serving.revision import Revision
 from ..telemetry.metrics import Metrics
 from .origins import Origins
@@ -85,12 +82,3 @@ class Backend:
         new = NewJob.for_function(live.record.settings, body, owner=caller_of(request).owner, **fields)
         job, replayed = await (self.jobs.submit(new) if wait_s is None else self.jobs.run(new, wait_s))
         return job, {"Idempotent-Replayed": "true"} if replayed else {}
-
-    def record(
-        self, name: str, status: int, invocation: Invocation, error: PilotflameError | None = None
-    ) -> None:
-        """Count an invocation before its response, with this status and error, is sent."""
-        invocation.timeline.mark_responded(time.monotonic())
-        self.metrics.responded(name, status, invocation.timeline, error)
-        if invocation.timeline.cold:
-            self.functions.note_cold(name, invocation.timeline)

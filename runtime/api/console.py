@@ -26,6 +26,7 @@ from ...handlers.codec import JSON_TYPE
 from ..access.keys import Caller, Scope
 from ..functions.live import Live
 from ..functions.registry import Functions
+from ..telemetry.cold_starts import ColdStart
 from ..telemetry.metrics import SECONDS, Metrics
 from ..telemetry.usage import RungName
 from .docs_page import HEADERS
@@ -82,6 +83,8 @@ class ConsoleFunction(TypedDict):
     cold_starts: int
     cold_phases_s: dict[str, float]
     last_cold_phases_ms: dict[str, float]
+    last_cold_start: ColdStart | None
+    """The latest one with all its phases. The function's status has the ones before it."""
 
 
 class ConsoleGateway(TypedDict):
@@ -188,6 +191,7 @@ class Console:
     def _row(self, live: Live) -> ConsoleFunction:
         record, census, revision = live.record, live.revision.census(), live.revision
         totals, step = self._metrics.totals(record.function), revision.history.ladder.next_step
+        latest = revision.history.cold_starts.told(1)
         return ConsoleFunction(
             name=record.function, revision=record.revision, standby=census.standby,
             rung=revision.stands_on, next_rung=step.rung if step else None, next_rung_at=round(step.at) if step else None,
@@ -200,6 +204,7 @@ class Console:
             codes={str(code): count for code, count in totals.codes.items()}, durations=list(totals.durations),
             cold_starts=totals.cold_starts, cold_phases_s=_rounded(totals.cold_phases_s, 6),
             last_cold_phases_ms=_rounded(live.last_cold_phases_ms(), 3),
+            last_cold_start=latest[0] if latest else None,
         )  # fmt: skip
 
 

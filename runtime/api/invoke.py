@@ -138,13 +138,12 @@ class Gateway:
         return error_reply(error, request_id, private=caller.sees_code(name))
 
     def answered(self, name: str, invocation: Invocation, caller: Caller) -> Response:
-        """Count an invocation that has ended, and return the response: its output or its error."""
+        """Return the response to an invocation that has ended: its output or its error."""
+        invocation.timeline.mark_responded(time.monotonic())
         error = invocation.output.exception()
         if isinstance(error, PilotflameError):
-            self._backend.record(name, error.status, invocation, error)
             headers, private = invocation_headers(invocation), caller.sees_code(name)
             return error_reply(error, invocation.id, headers, private=private)
-        self._backend.record(name, 200, invocation)
         answer = invocation.output.result()
         headers = {**invocation_headers(invocation), "Content-Type": answer.content_type}
         return Response(200, headers, answer.payload)
@@ -173,13 +172,11 @@ class Gateway:
                 await events.send_pieces(stream)
                 failure = invocation.output.exception()
                 error = failure if isinstance(failure, PilotflameError) else None
-                self._backend.record(name, error.status if error is not None else 200, invocation, error)
+                invocation.timeline.mark_responded(time.monotonic())
                 if error is not None and events.response is None:
                     headers = invocation_headers(invocation)
                     return error_reply(error, invocation.id, headers, private=private).response()
                 return await events.end(error, private=private)
         except TimeoutError:
             events.abort()
-            if not invocation.timeline.responded_s:
-                self._backend.record(name, DeadlineExceeded.status, invocation)
             return events.response or web.Response(status=DeadlineExceeded.status)

@@ -331,6 +331,7 @@ class Consumer:
             # One attempt per delivery: the queue counts deliveries and limits their number.
             max_attempts=1,
             idempotency=key,
+            source="queue",
             traceparent=traceparent if TRACEPARENT.fullmatch(traceparent) else "",
         )
 

@@ -12,7 +12,6 @@ from ...errors import GatewayError
 from ..scaling.budget import Spending, day_of
 from ..serving.account import Account, StoredUsage
 from ..telemetry.metrics import Reading, Totals
-from ..telemetry.timeline import PHASES, WAITING_PHASES
 from ..telemetry.usage import HOUR_S, Prices, Usage
 from ..telemetry.usage_store import Standing, UsageQuery, UsageRecord, UsageStore
 
@@ -153,8 +152,7 @@ class Ledger:
     def _new_colds(self, function: str) -> Usage:
         """Return the cold starts of a function since the last call."""
         totals = self._totals(function)
-        waited_s = sum(totals.cold_phases_s.get(phase, 0.0) for phase in PHASES[:WAITING_PHASES])
-        colds = Usage(cold_starts=totals.cold_starts, waiting_s=waited_s)
+        colds = Usage(cold_starts=totals.cold_starts, waiting_s=sum(totals.cold_phases_s.values()))
         before, self._known_colds[function] = self._known_colds.get(function, Usage()), colds
         return colds - before
 

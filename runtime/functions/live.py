@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from statistics import fmean
 from typing import Any, Literal
@@ -22,9 +22,10 @@ from ..serving.dispatcher import Policy
 from ..serving.idle_ladder import PLANNED, LadderSpec
 from ..serving.revision import Revision
 from ..settings.function_settings import FunctionSettings
+from ..telemetry.cold_starts import ColdStart
+from ..telemetry.invocation_end import Source
 from ..telemetry.log_files import LogQuery, function_file
 from ..telemetry.logs import LogBook, Logs
-from ..telemetry.timeline import Timeline
 from ..telemetry.usage import RungName
 from .progress import DeployStep, Progress, Replaced
 from .store import RevisionRecord
@@ -128,7 +129,14 @@ class FunctionStatus(BaseModel, frozen=True):
     rest_mb: float | None = None
     """The memory (PSS) of its zygote and standby, when it was last measured."""
     last_cold_start_ms: float | None
+    """How long the latest cold start took, of this revision or an earlier one: from the arrival of the invocation
+    until it was sent to the new worker, without the handler's own time."""
     last_cold_start_phases_ms: dict[str, float]
+    """The phases that sum to `last_cold_start_ms`."""
+    latest_cold_starts: list[ColdStart] = []
+    """The newest last. Only the status of one function has them."""
+    invocations: dict[Source, dict[str, int]] = {}
+    """How many invocations have ended since the gateway started, by what submitted them and by HTTP status."""
     latency_curve: list[tuple[float, float]] = []
     """Batch sizes, and the median seconds that such a batch takes."""
     budget: BudgetUse | None = None
@@ -205,7 +213,6 @@ class Live:
         self.warnings = list(record.warnings)
         self.since_s = time.monotonic()
         """When this object was made, in monotonic seconds."""
-        self._last_cold: Timeline | None = None
         self._rest_mb: float | None = None
 
     def builds_within(self, seconds: float) -> bool:
@@ -262,10 +269,6 @@ class Live:
             with progress.step("proof start"):
                 await self.revision.try_start(min(ready, self.record.settings.scale.max))
 
-    def note_cold(self, timeline: Timeline) -> None:
-        """Remember the timeline of the latest cold start, which `status` shows."""
-        self._last_cold = timeline
-
     @property
     def rest_mb(self) -> float | None:
         """The memory of the zygote and the standby in MiB, when it was last measured."""
@@ -273,9 +276,9 @@ class Live:
 
     def last_cold_phases_ms(self) -> dict[str, float]:
         """Return the milliseconds of each phase of the latest cold start, or nothing if there was none."""
-        if self._last_cold is None:
-            return {}
-        return {name: seconds * 1000 for name, seconds in self._last_cold.phases().items()}
+        latest = self.revision.history.cold_starts.latest
+        phases = latest.cold_start_phases() if latest is not None else {}
+        return {name: seconds * 1000 for name, seconds in phases.items()}
 
     async def last_errors(self, logs: Logs) -> list[LastError]:
         """Return the latest errors in the function's log, the newest last."""
@@ -289,9 +292,9 @@ class Live:
             for line in lines
         ]  # fmt: skip
 
-    def status(self, processes: list[Process] | None = None) -> FunctionStatus:
+    def status(self, processes: Sequence[Process] = ()) -> FunctionStatus:
         """Return the status of the function. It shows `processes` if these were measured."""
-        record, census, cold = self.record, self.revision.census(), self._last_cold
+        record, census, cold = self.record, self.revision.census(), self.revision.history.cold_starts.latest
         facts, settings = record.handler, record.settings
         budget, account = self.budget(), self.revision.history.account
         warnings = [*self.warnings, *([account.describe()] if account.scarce else [])]
@@ -310,11 +313,11 @@ class Live:
             queued=census.queued, in_flight=census.in_flight,
             activations=self.revision.pool.activations,
             rest_mb=self.rest_mb,
-            last_cold_start_ms=cold.total_s * 1000 if cold else None,
+            last_cold_start_ms=cold.cold_start_s * 1000 if cold else None,
             last_cold_start_phases_ms=self.last_cold_phases_ms(),
             schedules=self.schedules(datetime.now(UTC)),
             latency_curve=[(point.size, point.p50_s) for point in self.revision.dispatcher.learned],
-            budget=budget, warnings=warnings, settings=settings, setting_origins=record.setting_origins, processes=processes or [],
+            budget=budget, warnings=warnings, settings=settings, setting_origins=record.setting_origins, processes=list(processes),
             **{key: facts.get(key, missing) for key, missing in _FACTS.items()},
         )  # fmt: skip
 

@@ -25,9 +25,9 @@ from ..serving.latency_curve_store import LatencyCurveStore
 from ..serving.revision import Revision
 from ..serving.worker_limit import WorkerLimit
 from ..telemetry.background import BackgroundTasks
+from ..telemetry.invocation_end import InvocationEnd
 from ..telemetry.logs import LogBook, Logs
 from ..telemetry.metrics import Census
-from ..telemetry.timeline import Timeline
 from ..telemetry.usage import RungName
 from .deploy import Deployment, prepare, requirements_of, worker_spec
 from .environment import EnvironmentLauncher, discard_unused, shrink_cache
@@ -56,6 +56,8 @@ class FunctionEvents:
     called: list[Callable[[str, float], None]] = field(default_factory=list)
     """Called with a function's name and the arrival of an invocation, in monotonic seconds: not for each of them,
     but at most once every BEAT_S."""
+    ended: list[Callable[[InvocationEnd], None]] = field(default_factory=list)
+    """Called when an invocation has ended with an output or an error, whatever has submitted it."""
     live: list[Callable[[str], None]] = field(default_factory=list)
     """Called with a function's name when a deploy has made a revision of it live."""
     deleted: list[Callable[[str], None]] = field(default_factory=list)
@@ -128,11 +130,6 @@ class Functions:
         """Start workers for the messages that wait for a function, unless that is gone or the gateway shuts down."""
         with contextlib.suppress(GatewayError, UnknownFunction):
             self.get(name).revision.expect(invocations, "backlog")
-
-    def note_cold(self, name: str, timeline: Timeline) -> None:
-        """Remember a function's latest cold start for its status, unless the function was deleted."""
-        if (live := self._live.get(name)) is not None:
-            live.note_cold(timeline)
 
     def log(self, name: str, text: str) -> None:
         """Write a line with the source `gateway` to the log of a function, if that exists."""
@@ -453,9 +450,17 @@ class Functions:
         if spec.remote:
             self.tasks.create_task(self.weights.warm(spec, self.secrets.of(record.function)))
 
+        history = await self.histories.of(record.function)
+
         def called(at_s: float) -> None:
             for callback in self.events.called:
                 callback(record.function, at_s)
+
+        def ended(end: InvocationEnd) -> None:
+            if end.timeline.activation is not None:
+                history.note_cold(end)
+            for callback in self.events.ended:
+                callback(end)
 
         def activated(outcome: str) -> None:
             for callback in self.events.activated:
@@ -464,7 +469,7 @@ class Functions:
         revision = Revision(
             spec, policy_of(record), launcher, logs.of(record.revision), self.tasks, activated, self.weights,
             lambda: self.secrets.of(record.function), curves,
-            await self.histories.of(record.function), self.limit, self.gpus, called,
+            history, self.limit, self.gpus, called, ended,
         )  # fmt: skip
         return Live(record, revision, logs)
 

@@ -94,13 +94,14 @@ class JobAttempt:
             streaming=revision.streaming, execution_s=job.execution_timeout_s, on_sent=self._sent.set,
             extra={**(job.extra or {}), "bare": True, "job": {"id": job.id, "attempt": job.attempts + 1}},
             on_progress=self._store_progress, on_metrics=self._keep_metrics, tenant=job.owner, priority=LAST if job.priority else NORMAL,
+            source=job.source,
             capture=Capture(MAX_LOG_CHARS),
         )  # fmt: skip
         self.invocation.output.add_done_callback(lambda _: self._sent.set())
 
-    def cancel(self) -> None:
-        """Cancel the invocation. This does not change the job in the store."""
-        self._revision.cancel(self.invocation)
+    def cancel(self, error: PilotflameError | None = None) -> None:
+        """Cancel the invocation, which fails with `error` if there is one. This does not change the job in the store."""
+        self._revision.cancel(self.invocation, error)
 
     def log(self, text: str) -> None:
         """Write a line about the job to the function's log."""
@@ -185,7 +186,7 @@ class JobAttempt:
                 self.cancel()
                 return
         except OutputInvalid as too_large:
-            self.cancel()
+            self.cancel(too_large)
             await self._finish(JobOutcome(JobState.FAILED, error=too_large.to_wire(), logs=self._logs()))
             return
         # `wait` is used because, unlike `await output`, it does not raise the exception of the future.

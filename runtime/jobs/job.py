@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import orjson
 
+from ..telemetry.invocation_end import Source
+
 if TYPE_CHECKING:
     from ..settings.function_settings import FunctionSettings
 
@@ -84,6 +86,8 @@ class NewJob:
     traceparent: str = ""
     extra: Mapping[str, Any] | None = None
     """A JSON object that the handler reads from `context.extra`, such as the attributes of a CloudEvent."""
+    source: Source = "job"
+    """Its submitter: a caller, a queue or a batch."""
     max_queued: int | None = None
     """The job is refused if the function's queue has this many jobs already. None: no limit."""
     max_queued_bytes: int | None = None
@@ -143,6 +147,8 @@ class Job:
     webhook: Webhook | None = None
     traceparent: str = ""
     extra: Mapping[str, Any] | None = None
+    source: Source = "job"
+    """Its submitter: a caller, a queue or a batch."""
     expires_s: float = 0.0
     """When the job and its result are deleted; 0 until the job is final."""
 
@@ -171,7 +177,7 @@ class Job:
 
 SHARED_FIELDS = (
     "function", "input", "owner", "priority", "content_type", "execution_timeout_s", "ttl_s", "max_attempts", "webhook",
-    "traceparent",
+    "traceparent", "source",
 )  # fmt: skip
 """The fields of a NewJob that its Job has too, besides `extra`."""
 

@@ -141,13 +141,16 @@ _PENDING = "CREATE INDEX deliveries_pending ON deliveries (function) WHERE state
 # What handlers measure.
 _METRICS = "ALTER TABLE results ADD COLUMN metrics BLOB;"
 
-SCRIPTS = (_TABLES, _QUEUED_BYTES, _OWNERS, _PENDING, _METRICS)
+# The submitter of a job: "job" (a caller), "queue" or "batch".
+_SOURCES = "ALTER TABLE jobs ADD COLUMN source TEXT NOT NULL DEFAULT 'job';"
+
+SCRIPTS = (_TABLES, _QUEUED_BYTES, _OWNERS, _PENDING, _METRICS, _SOURCES)
 """`SCRIPTS[n]` upgrades a file from version n to n + 1. Do not edit a released script: add a new one."""
 
 _COLUMNS = (
     "jobs.number, id, function, state, owner, priority, content_type, execution_timeout_s, ttl_s, max_attempts, "
     "attempts, retries, created_s, started_s, ended_s, due_s, expires_s, worker, error, progress, pieces, webhook, "
-    "traceparent, extra, allowed, stale_s"
+    "traceparent, extra, allowed, stale_s, source"
 )
 _RESULT = "results.body AS output, type AS output_type, logs, metrics FROM jobs LEFT JOIN results ON results.number = jobs.number"
 

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ...errors import OutOfMemory, PilotflameError, RevisionRetired, WorkerDied
+from ...errors import BudgetExhausted, OutOfMemory, PilotflameError, RevisionRetired, WorkerDied
 from ..batching.assignment import assign
 from ..batching.latency_curve import LatencyCurve, Point
 from ..batching.outstanding import BatchEnd
@@ -18,6 +18,7 @@ from ..link.worker_spec import WorkerSpec
 from ..scaling.autoscaler import ScaleSpec
 from ..scaling.node_limit import Cap
 from ..settings.function_settings import FunctionSettings
+from ..telemetry.invocation_end import InvocationEnd
 from ..telemetry.timeline import WorkerTiming
 from . import deadlines
 from .deadlines import EARLY_S, Deadlines
@@ -57,16 +58,19 @@ class Dispatcher:
 
     def __init__(
         self, spec: WorkerSpec, policy: Policy, pool: Pool, curves: LatencyCurveStore,
-        on_left: Callable[[], None],
+        on_left: Callable[[], None], on_ended: Callable[[InvocationEnd], None] = lambda _end: None,
     ) -> None:  # fmt: skip
-        """`on_left` is called when fewer workers may be needed: after a cancellation or a time limit."""
+        """`on_left` is called when fewer workers may be needed: after a cancellation or a time limit.
+
+        `on_ended` is called once for each invocation that has ended with an output or an error.
+        """
         settings = policy.settings
         self.queue: Queue[Invocation] = Queue(
             spec.function, max_batch=policy.max_batch, max_queue=settings.max_queue,
             max_bytes=settings.max_queue_bytes,
         )  # fmt: skip
         self._spec, self._policy, self._pool = spec, policy, pool
-        self._curves, self._on_left = curves, on_left
+        self._curves, self._on_left, self._on_ended = curves, on_left, on_ended
         self._device = ""
         self._loop = asyncio.get_running_loop()
         self._deadlines = Deadlines(self._loop, self._on_due)
@@ -214,10 +218,16 @@ class Dispatcher:
             if invocation.on_sent is not None:
                 invocation.on_sent()
 
-    def cancel(self, invocation: Invocation) -> None:
-        """Remove a disconnected caller's invocation from the queue, or cancel it at its worker."""
-        self._deadlines.cancel(invocation)
-        invocation.end(None)
+    def cancel(self, invocation: Invocation, error: PilotflameError | None = None) -> None:
+        """Remove an invocation from the queue, or cancel it at its worker.
+
+        It fails with `error`. Without an error its caller has disconnected, and `on_ended` is not called.
+        """
+        if error is not None:
+            self._fail(invocation, error)
+        else:
+            self._deadlines.cancel(invocation)
+            invocation.end(None)
         self._remove(invocation)
 
     def _remove(self, invocation: Invocation) -> None:
@@ -239,7 +249,24 @@ class Dispatcher:
 
     def _fail(self, invocation: Invocation, error: PilotflameError) -> None:
         self._deadlines.cancel(invocation)
-        invocation.end(error)
+        self._end(invocation, error)
+
+    def _end(self, invocation: Invocation, outcome: Output | PilotflameError) -> None:
+        """End an invocation and tell it, unless it has ended before. All outputs and errors come here."""
+        if invocation.ended:
+            return
+        timeline, error = invocation.timeline, outcome if isinstance(outcome, PilotflameError) else None
+        if not timeline.completed_s:
+            timeline.mark_responded(time.monotonic())
+        invocation.end(outcome)
+        if invocation.patient and isinstance(error, (RevisionRetired, BudgetExhausted)):
+            # Its job goes back to the queue, and the attempt does not count.
+            return
+        self._on_ended(
+            InvocationEnd(
+                self._spec.function, self._spec.revision, invocation.id, invocation.source, timeline, error
+            )
+        )
 
     def retired(self) -> RevisionRetired:
         """Return the error of an invocation that this revision does not run any more."""
@@ -323,7 +350,7 @@ class Dispatcher:
                 self._each_s = sorted(self._exec_s)[len(self._exec_s) // 2]
             self._observe(BatchEnd(1, 1.0, now_s - timeline.sent_s - timeline.wait_s))
         self._deadlines.cancel(invocation)
-        invocation.end(outcome if isinstance(outcome, Output) else self._pool.explain(outcome))
+        self._end(invocation, outcome if isinstance(outcome, Output) else self._pool.explain(outcome))
         if batch is not None:
             self._observe(batch)
 

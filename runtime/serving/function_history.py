@@ -24,7 +24,9 @@ from ..scaling.rung_figures import RungFigures
 from ..scaling.slow_share import MOST_DOUBLINGS, SlowShare
 from ..scaling.upstream import BOUNDS_S, MOST_UPSTREAMS, Delays
 from ..settings.function_settings import FunctionName
+from ..telemetry.cold_starts import ColdStarts
 from ..telemetry.decisions import Decisions
+from ..telemetry.invocation_end import InvocationEnd
 from ..telemetry.load_history import Arrivals, LoadSeries
 from ..telemetry.usage import RungName
 from .account import Account
@@ -92,12 +94,18 @@ class FunctionHistory:
     decisions: Decisions = field(default_factory=Decisions)
     load: LoadSeries = field(default_factory=LoadSeries)
     arrivals: Arrivals = field(default_factory=Arrivals)
+    cold_starts: ColdStarts = field(default_factory=ColdStarts)
     upstreams: dict[str, Delays] = field(default_factory=dict)
     """The functions after which it is called, as `Upstreams` has learned."""
     prewarms: Prewarms = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "prewarms", Prewarms(self.decisions))
+
+    def note_cold(self, end: InvocationEnd) -> None:
+        """Remember an invocation that had a cold start."""
+        self.load.note_cold(time.monotonic(), end.timeline.cold_start_s)
+        self.cold_starts.note(end)
 
     @classmethod
     def new(

@@ -9,6 +9,7 @@ from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import Any, NamedTuple
 
 from ...errors import PilotflameError
+from ..telemetry.invocation_end import Source
 from ..telemetry.logs import Capture
 from ..telemetry.timeline import Activation, Timeline
 
@@ -93,6 +94,8 @@ class Invocation:
     tenant: str = ""
     """Whose invocation it is. The queue shares the workers fairly between tenants."""
     priority: int = NORMAL
+    source: Source = "http"
+    """Its submitter."""
     on_sent: Callable[[], None] | None = None
     """Called each time the invocation is sent to a worker."""
     on_progress: Callable[[bytes], None] | None = None

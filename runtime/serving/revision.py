@@ -24,6 +24,7 @@ from ..scaling import autoscaler
 from ..scaling.eviction import waiting_per_byte
 from ..scaling.idle_period import QUIET_S
 from ..scaling.node_limit import Cap, Claim
+from ..telemetry.invocation_end import InvocationEnd
 from ..telemetry.load_history import LoadState
 from ..telemetry.logs import RevisionLog
 from ..telemetry.metrics import Census
@@ -68,17 +69,18 @@ class Revision(RevisionEvents):
         on_activation: Callable[[str], None], weights: FetcherClient, secrets: Callable[[], dict[str, str]],
         curves: LatencyCurveStore, history: FunctionHistory, limit: WorkerLimit, gpus: GpuPlaces,
         on_called: Callable[[float], None] = lambda _at_s: None,
+        on_ended: Callable[[InvocationEnd], None] = lambda _end: None,
     ) -> None:  # fmt: skip
         """`on_activation` is called with "ready" or "failed" when a worker is ready or could not be started.
 
         `limit` and `gpus` are shared by all revisions. `on_called` is called with the arrival of an invocation, at most once every
-        BEAT_S.
+        BEAT_S. `on_ended` is called when an invocation has ended with an output or an error.
         """
         self.spec, self.policy, self.streaming = spec, policy, policy.streaming
         self.history, self._note_arrival = history, history.arrivals.note
         scale, measure = policy.settings.scale, not curves.known
         self.pool = Pool(spec, scale, launcher, logs, tasks, self, weights, secrets, measure, gpus, self)
-        self.dispatcher = Dispatcher(spec, policy, self.pool, curves, self.scale)
+        self.dispatcher = Dispatcher(spec, policy, self.pool, curves, self.scale, on_ended)
         self._limit, self._gpus = limit, gpus
         limit.join(self)
         self.gpu_need = need_of(spec.resources)
@@ -137,9 +139,9 @@ class Revision(RevisionEvents):
             if not sent:
                 self.history.load.note_queued(arrived_s, len(self.dispatcher.queue))
 
-    def cancel(self, invocation: Invocation) -> None:
-        """Cancel an invocation whose caller has disconnected."""
-        self.dispatcher.cancel(invocation)
+    def cancel(self, invocation: Invocation, error: PilotflameError | None = None) -> None:
+        """Cancel an invocation that fails with `error` or, without one, whose caller has disconnected."""
+        self.dispatcher.cancel(invocation, error)
 
     def census(self) -> Census:
         pool = self.pool
@@ -580,7 +582,6 @@ class Revision(RevisionEvents):
         self._note_arrival(timeline.received_s)
         if timeline.activation is not None:
             self._slow += 1
-            self.history.load.note_cold(now_s, timeline.sent_s - timeline.received_s)
         # A batch leaves room for another only when its last invocation has ended.
         if batch is not None or not replica.outstanding.batching:
             self._on_room(replica)

@@ -20,7 +20,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from ...errors import Overloaded, PilotflameError, QueueFull
-from .timeline import WARM_PHASES, Timeline
+from .invocation_end import InvocationEnd, Source
+from .timeline import COLD_START_PHASES, WARM_PHASES, Timeline
 
 Family = TypeVar("Family", CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily)
 
@@ -29,7 +30,7 @@ SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 _PHASES_HELP = (
     "Phases of invocations, named as in Server-Timing: queue = from accepted until sent to a worker (the"
     " activation of a cold start included); link = to the worker and back; wait = in the worker until its"
-    " batch starts; exec = in the handler; respond = from the worker's result to the response."
+    " batch starts; exec = in the handler; respond = from the worker's result to the response, if that is made at once."
 )
 
 
@@ -81,18 +82,23 @@ class _Histogram:
 class Totals(NamedTuple):
     """What was counted of one function since the gateway started or the function was deployed first."""
 
-    codes: Mapping[int, int]
-    """Invocations by the status of their response."""
+    by_source: Mapping[Source, Mapping[int, int]]
+    """Invocations by what submitted them, and by the status of their response."""
     durations: Sequence[int] = (0,) * (len(SECONDS) + 1)
     """Invocations by duration: one number for each bound in SECONDS, and one for those that took longer."""
     cold_starts: int = 0
     cold_phases_s: Mapping[str, float] = MappingProxyType({})
-    """The seconds of each phase, summed over all cold starts."""
+    """The seconds of each phase in which an invocation waits for a worker, summed over all cold starts."""
+
+    @property
+    def codes(self) -> dict[int, int]:
+        """Invocations by the status of their response."""
+        return dict(sum((Counter(codes) for codes in self.by_source.values()), Counter[int]()))
 
 
 class _FunctionCounts:
     def __init__(self) -> None:
-        self.codes = Counter[int]()
+        self.codes = defaultdict[Source, Counter[int]](Counter)
         self.refusals = Counter[str]()
         self.failures = Counter[str]()
         self.activations = Counter[str]()
@@ -101,8 +107,8 @@ class _FunctionCounts:
         self.cold_phases: dict[str, _Histogram] = {}
         self.phases = {name: _Histogram(SECONDS) for name in WARM_PHASES}
 
-    def count(self, code: int, timeline: Timeline) -> None:
-        self.codes[code] += 1
+    def count(self, source: Source, code: int, timeline: Timeline) -> None:
+        self.codes[source][code] += 1
         self.duration.observe(timeline.total_s)
         warm = timeline.warm_phases()
         if timeline.completed_s:
@@ -117,8 +123,9 @@ class _FunctionCounts:
 
     def totals(self) -> Totals:
         cold = max((sum(phase.counts) for phase in self.cold_phases.values()), default=0)
-        seconds = {name: phase.sum for name, phase in self.cold_phases.items()}
-        return Totals(dict(self.codes), self.duration.counts, cold, seconds)
+        seconds = {name: self.cold_phases[name].sum for name in COLD_START_PHASES if name in self.cold_phases}
+        by_source = {source: dict(codes) for source, codes in self.codes.items()}
+        return Totals(by_source, self.duration.counts, cold, seconds)
 
 
 Numbers: TypeAlias = Mapping[tuple[str, ...], float]
@@ -168,25 +175,24 @@ class Metrics:
         self.readers: list[Callable[[], Awaitable[Iterable[Reading]]]] = []
         """Called when metrics are read. If one fails, its metrics are left out."""
 
-    def responded(
-        self, function: str, code: int, timeline: Timeline, error: PilotflameError | None = None
-    ) -> None:
-        """Count an invocation that has ended. `code` is the HTTP status of its response.
+    def ended(self, end: InvocationEnd) -> None:
+        """Count an invocation that has ended.
 
-        `error` is why it failed, if it did. The invocation also counts as refused if it failed before it was
-        sent to a worker, or if the error is Overloaded or QueueFull. Otherwise it counts as a failure.
+        A failed invocation counts as refused if it was never sent to a worker, or if the error is Overloaded or QueueFull.
+        Otherwise it counts as a failure.
         """
-        self._functions[function].count(code, timeline)
+        function, error = end.function, end.error
+        self._functions[function].count(end.source, end.code, end.timeline)
         if error is None:
             return
-        if not timeline.sent_s or isinstance(error, (Overloaded, QueueFull)):
+        if not end.timeline.sent_s or isinstance(error, (Overloaded, QueueFull)):
             self.turned_away(function, error)
         else:
             self._functions[function].failures[error.code] += 1
 
     def refused(self, function: str, error: PilotflameError) -> None:
         """Count a request that was answered with `error` because no invocation was accepted for it."""
-        self._functions[function].codes[error.status] += 1
+        self._functions[function].codes["http"][error.status] += 1
         self.turned_away(function, error)
 
     def turned_away(self, function: str, error: PilotflameError) -> None:
@@ -227,7 +233,7 @@ class Metrics:
         return lost
 
     def _counters(self) -> Iterator[Metric]:
-        codes = _family(CounterMetricFamily, "invocations", "Invocations answered.", "code")
+        codes = _family(CounterMetricFamily, "invocations", "Invocations ended.", "code", "source")
         refusals = _family(CounterMetricFamily, "refusals", "Requests refused, by error code.", "reason")
         failures = _family(
             CounterMetricFamily, "failures", "Invocations that failed in a worker, by error code.", "error"
@@ -235,10 +241,13 @@ class Metrics:
         started = _family(CounterMetricFamily, "activations", "Workers started, by outcome.", "outcome")
         for function, of in self._functions.items():
             for family, counter in (
-                (codes, of.codes), (refusals, of.refusals), (failures, of.failures), (started, of.activations),
+                (refusals, of.refusals), (failures, of.failures), (started, of.activations),
             ):  # fmt: skip
                 for label, count in counter.items():
                     family.add_metric([function, str(label)], count)
+            for source, by_code in of.codes.items():
+                for code, count in by_code.items():
+                    codes.add_metric([function, str(code), source], count)
         broken = CounterMetricFamily(
             "pilotflame_background_failures", "Failures of the gateway's background tasks.", labels=["task"]
         )
@@ -247,7 +256,7 @@ class Metrics:
         yield from (codes, refusals, failures, started, broken)
 
     def _histograms(self) -> Iterator[Metric]:
-        took = _family(HistogramMetricFamily, "invocation_seconds", "From accepted to answered.")
+        took = _family(HistogramMetricFamily, "invocation_seconds", "From accepted to ended.")
         batch = _family(HistogramMetricFamily, "batch_size", "Invocations that ran together.")
         warm = _family(HistogramMetricFamily, "phase_seconds", _PHASES_HELP, "phase")
         cold = _family(HistogramMetricFamily, "cold_start_phase_seconds", "Phases of cold starts.", "phase")

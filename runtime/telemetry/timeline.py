@@ -1,7 +1,7 @@
 """Measures the phases of one invocation, whose durations sum to its total.
 
-Phases marked "cold" exist only in a cold start, which means that the invocation waited for the start of a
-worker.
+A cold start is an invocation that waited for the start of a worker. Phases marked "cold" exist only there. How long
+the cold start took (`cold_start_s`) is the sum of its first four phases: the handler's own time is not part of it.
 
 queue     from its arrival until it is sent or, in a cold start, until the start of a worker is requested
 fork      (cold) then until the worker's process is connected, which takes no time if a standby is used; with
@@ -28,8 +28,8 @@ FETCH, CONTEXT, COPY = "fetch", "context", "copy"
 # Matches the value of the `traceparent` header, as W3C Trace Context defines it.
 TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-[\x21-\x7e]{0,256})?")
 PHASES = ("queue", "fork", "restore", "dispatch", "link", "wait", "exec", "respond")
-# The first of these are those in which the invocation waits for a worker.
-WAITING_PHASES = 4
+# The invocation waits for a worker.
+COLD_START_PHASES = PHASES[:4]
 WARM_PHASES = ("queue", "link", "wait", "exec", "respond")
 _WARM = ", ".join(f"{name};dur=%.3f" for name in (*WARM_PHASES, "total"))
 
@@ -118,6 +118,18 @@ class Timeline:
     @property
     def cold(self) -> bool:
         return self.activation is not None
+
+    @property
+    def cold_start_s(self) -> float:
+        """How long it waited, from its arrival, until it was sent to the worker that was started; 0 without a cold start."""
+        return max(0.0, self.sent_s - self.received_s) if self.activation is not None else 0.0
+
+    def cold_start_phases(self) -> dict[str, float]:
+        """Return the seconds of the phases that sum to `cold_start_s`; {} without a cold start."""
+        if self.activation is None:
+            return {}
+        phases = self.phases()
+        return {name: phases[name] for name in COLD_START_PHASES}
 
     @property
     def total_s(self) -> float:

@@ -137,8 +137,6 @@ class LambdaApi:
                 return await events.complete(error, _log_tail(invocation), private=private)
         except TimeoutError:
             events.abort()
-            if not invocation.timeline.responded_s:
-                self._backend.record(live.record.function, DeadlineExceeded.status, invocation)
             return events.response or web.Response(status=DeadlineExceeded.status)
         finally:
             if not invocation.ended:
@@ -189,19 +187,19 @@ class LambdaApi:
 
         RevisionRetired is raised, too: the revision was replaced, which is no failure of the function.
         """
-        name = live.record.function
         try:
             answer = await _collect(invocation)
         except PilotflameError as error:
-            self._backend.record(name, error.status, invocation, error)
+            if not invocation.ended:
+                # The output is too large.
+                live.revision.cancel(invocation, error)
             if isinstance(error, RevisionRetired) or not isinstance(error, FUNCTION_ERRORS):
                 raise
             return error
         finally:
-            # It has not ended if the caller has disconnected, or if the output is too large.
+            # It has not ended if the caller has disconnected.
             if not invocation.ended:
                 live.revision.cancel(invocation)
-        self._backend.record(name, 200, invocation)
         return answer
 
     def _live(self, request: web.Request) -> tuple[Live, str]:

@@ -24,6 +24,7 @@ from ...api.responses import ErrorFields, Handler, Timestamp, json_response, tim
 from ...api.routes import Choices, Number, Parameter, Route, header
 from ...functions.live import Live
 from ...jobs.job import BATCH_PRIORITY, LOW_PRIORITY, Job, JobState, Webhook
+from ...telemetry.invocation_end import Source
 
 MAX_LISTED = 1000
 MIN_WAIT_MS, MAX_WAIT_MS = 1000, 300_000
@@ -60,7 +61,8 @@ class JobRequest(BaseModel, frozen=True, extra="ignore", title="JobOrder"):
         """Return the fields of NewJob that this request sets. The function's settings give the others."""
         policy = self.policy
         priority = _PRIORITIES[policy.priority] if policy.priority else int(policy.lowPriority)
-        fields: dict[str, Any] = {"priority": priority}
+        source: Source = "batch" if policy.priority == "batch" else "job"
+        fields: dict[str, Any] = {"priority": priority, "source": source}
         for name, ms in (("execution_timeout_s", policy.executionTimeout), ("ttl_s", policy.ttl)):
             if ms is not None:
                 fields[name] = ms / 1000

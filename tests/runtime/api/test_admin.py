@@ -329,8 +329,8 @@ async def test_health_metrics_and_openapi(deploy, client: httpx.AsyncClient):
     assert (await client.get("/healthz")).json() == {"status": "alive"}
     assert (await client.get("/readyz")).json() == {"status": "ready"}
     text = (await client.get("/metrics")).text
-    assert f'pilotflame_invocations_total{{code="200",function="{function.name}"}} 1.0' in text
-    assert f'pilotflame_invocations_total{{code="422",function="{function.name}"}} 1.0' in text
+    assert f'pilotflame_invocations_total{{code="200",function="{function.name}",source="http"}} 1.0' in text
+    assert f'pilotflame_invocations_total{{code="422",function="{function.name}",source="http"}} 1.0' in text
     assert f'pilotflame_workers{{function="{function.name}",state="ready"}} 1.0' in text
     assert (
         f'pilotflame_cold_start_phase_seconds_count{{function="{function.name}",phase="restore"}} 1.0' in text

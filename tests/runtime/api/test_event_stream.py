@@ -88,7 +88,9 @@ async def test_a_reader_that_never_reads_is_disconnected(
         poll.register(sock, 0)
         assert await asyncio.to_thread(poll.poll, LIMIT_S * 1000)
     metrics = (await gateway.client.get("/metrics")).text
-    assert f'pilotflame_invocations_total{{code="504",function="{function.name}"}} 1.0' in metrics
+    assert (
+        f'pilotflame_invocations_total{{code="504",function="{function.name}",source="http"}} 1.0' in metrics
+    )
 
 
 @KINDS

@@ -88,7 +88,7 @@ async def test_a_message_is_run_once_and_deleted_after_that(deploy, gate: Gate, 
     arrival.go()
     await until(mine.empty, "the message is deleted")
     assert [found.word for found in gate.arrived] == ["hello"]
-    await function.settled(ready=0, starting=0)
+    assert (await function.settled(ready=0, starting=0))["invocations"] == {"queue": {"200": 1}}
 
 
 async def test_a_body_that_is_not_json_is_text(deploy, gate: Gate, queue) -> None:

@@ -8,12 +8,15 @@ import pytest
 from pilotflame.errors import (
     DeadlineExceeded,
     HandlerFailed,
+    InputInvalid,
     InputTooLarge,
     JobStoreFailed,
     Overloaded,
+    PilotflameError,
     QueueFull,
     QuotaExceeded,
 )
+from pilotflame.runtime.telemetry.invocation_end import InvocationEnd
 from pilotflame.runtime.telemetry.metrics import Census, Metrics, Reading
 from pilotflame.runtime.telemetry.snapshot_metrics import SnapshotMetrics
 from pilotflame.runtime.telemetry.timeline import PHASES, WARM_PHASES, Activation, Timeline
@@ -38,19 +41,23 @@ def value(metrics: Metrics, name: str, **labels: str) -> float | None:
 WARM = Timeline(1.0, sent_s=1.5, completed_s=3.0, responded_s=3.5, wait_s=0.5, exec_s=1.0, batch=4)
 
 
+def ended(timeline: Timeline, error: PilotflameError | None = None, function: str = "tone") -> InvocationEnd:
+    return InvocationEnd(function, "r1", "q1", "http", timeline, error)
+
+
 def test_an_empty_gateway_has_an_exposition_too() -> None:
     assert all(not dict(labels).get("function") for _, labels in samples(Metrics(dict)))
 
 
 def test_responses_are_counted_by_function_and_code() -> None:
     metrics = Metrics(dict)
-    metrics.responded("tone", 200, WARM)
-    metrics.responded("tone", 200, WARM)
-    metrics.responded("tone", 422, WARM)
+    metrics.ended(ended(WARM))
+    metrics.ended(ended(WARM))
+    metrics.ended(ended(WARM, InputInvalid("no")))
     metrics.refused("other", QueueFull("full"))
-    assert value(metrics, "pilotflame_invocations_total", function="tone", code="200") == 2
-    assert value(metrics, "pilotflame_invocations_total", function="tone", code="422") == 1
-    assert value(metrics, "pilotflame_invocations_total", function="other", code="429") == 1
+    assert value(metrics, "pilotflame_invocations_total", function="tone", code="200", source="http") == 2
+    assert value(metrics, "pilotflame_invocations_total", function="tone", code="422", source="http") == 1
+    assert value(metrics, "pilotflame_invocations_total", function="other", code="429", source="http") == 1
     assert value(metrics, "pilotflame_invocation_seconds_sum", function="tone") == pytest.approx(7.5)
     assert not value(metrics, "pilotflame_invocation_seconds_count", function="other")
     assert value(metrics, "pilotflame_batch_size_sum", function="tone") == 12
@@ -58,18 +65,18 @@ def test_responses_are_counted_by_function_and_code() -> None:
 
 def test_an_invocation_without_a_result_has_no_batch() -> None:
     metrics = Metrics(dict)
-    metrics.responded("tone", 503, Timeline(1.0, responded_s=2.0))
+    metrics.ended(ended(Timeline(1.0, responded_s=2.0), Overloaded("late")))
     assert not value(metrics, "pilotflame_batch_size_count", function="tone")
 
 
 def test_cold_starts_have_their_phases_and_warm_calls_none() -> None:
     metrics = Metrics(dict)
-    metrics.responded("tone", 200, WARM)
+    metrics.ended(ended(WARM))
     assert value(metrics, "pilotflame_cold_start_phase_seconds_count", function="tone", phase="exec") is None
     cold = Timeline(
         1.0, sent_s=5.0, completed_s=6.0, responded_s=6.0, exec_s=1.0, activation=Activation(1.5, 2.0, 4.0)
     )
-    metrics.responded("tone", 200, cold)
+    metrics.ended(ended(cold))
     for phase, seconds in cold.phases().items():
         found = value(metrics, "pilotflame_cold_start_phase_seconds_sum", function="tone", phase=phase)
         assert found == pytest.approx(seconds)
@@ -79,12 +86,12 @@ def test_cold_starts_have_their_phases_and_warm_calls_none() -> None:
 def test_a_deleted_function_has_no_time_series_left() -> None:
     metrics = Metrics(dict)
     for name in ("stays", "goes"):
-        metrics.responded(name, 200, WARM)
+        metrics.ended(ended(WARM, function=name))
         metrics.activated(name, "ready")
     metrics.forget("goes")
     metrics.forget("never was")
     assert "goes" not in metrics.text().decode()
-    assert value(metrics, "pilotflame_invocations_total", function="stays", code="200") == 1
+    assert value(metrics, "pilotflame_invocations_total", function="stays", code="200", source="http") == 1
 
 
 def test_failures_of_background_tasks_are_counted_by_task() -> None:
@@ -116,12 +123,12 @@ def test_workers_are_counted_when_scraped() -> None:
 def test_two_gateways_in_one_process_do_not_mix() -> None:
     one, other = Metrics(dict), Metrics(dict)
     one.refused("tone", QueueFull("full"))
-    assert value(other, "pilotflame_invocations_total", function="tone", code="429") is None
+    assert value(other, "pilotflame_invocations_total", function="tone", code="429", source="http") is None
 
 
 def test_buckets_hold_what_is_at_most_their_bound() -> None:
     metrics = Metrics(dict)
-    metrics.responded("tone", 200, Timeline(1.0, completed_s=1.0, responded_s=1.05))
+    metrics.ended(ended(Timeline(1.0, completed_s=1.0, responded_s=1.05)))
     assert value(metrics, "pilotflame_invocation_seconds_bucket", function="tone", le="0.025") == 0
     assert value(metrics, "pilotflame_invocation_seconds_bucket", function="tone", le="0.1") == 1
     assert value(metrics, "pilotflame_invocation_seconds_bucket", function="tone", le="+Inf") == 1
@@ -129,9 +136,9 @@ def test_buckets_hold_what_is_at_most_their_bound() -> None:
 
 def test_phases_have_the_names_of_server_timing() -> None:
     metrics = Metrics(dict)
-    metrics.responded("tone", 200, WARM)
+    metrics.ended(ended(WARM))
     # No worker had it: it waited.
-    metrics.responded("tone", 503, Timeline(1.0, responded_s=3.0))
+    metrics.ended(ended(Timeline(1.0, responded_s=3.0), Overloaded("late")))
     assert list(WARM.phases()) == list(WARM_PHASES)
     for phase, seconds, count in (
         ("queue", 2.5, 2), ("link", 0.0, 1), ("wait", 0.5, 1), ("exec", 1.0, 1), ("respond", 0.5, 1),
@@ -147,11 +154,11 @@ def test_refusals_and_failures_are_counted_by_the_code_of_their_error() -> None:
     metrics.refused("tone", QueueFull("full"))
     metrics.refused("tone", InputTooLarge("much"))
     metrics.turned_away("tone", QuotaExceeded("used up"))
-    metrics.responded("tone", 504, queued, DeadlineExceeded("late"))
+    metrics.ended(ended(queued, DeadlineExceeded("late")))
     # A worker returned it unstarted.
-    metrics.responded("tone", 503, WARM, Overloaded("late"))
-    metrics.responded("tone", 504, WARM, DeadlineExceeded("late"))
-    metrics.responded("tone", 500, WARM, HandlerFailed("no"))
+    metrics.ended(ended(WARM, Overloaded("late")))
+    metrics.ended(ended(WARM, DeadlineExceeded("late")))
+    metrics.ended(ended(WARM, HandlerFailed("no")))
     for reason, count in (
         ("queue_full", 1), ("input_too_large", 1), ("quota_exceeded", 1), ("deadline_exceeded", 1), ("overloaded", 1),
         ("handler_failed", None),
@@ -160,7 +167,7 @@ def test_refusals_and_failures_are_counted_by_the_code_of_their_error() -> None:
     for error, count in (("deadline_exceeded", 1), ("handler_failed", 1), ("overloaded", None)):
         assert value(metrics, "pilotflame_failures_total", function="tone", error=error) == count
     # A request that exceeded a quota never reached its route, which may not be an invocation's.
-    assert value(metrics, "pilotflame_invocations_total", function="tone", code="429") == 1
+    assert value(metrics, "pilotflame_invocations_total", function="tone", code="429", source="http") == 1
 
 
 def test_how_busy_workers_were() -> None:
@@ -235,10 +242,9 @@ PROMTOOL = os.environ.get("PROMTOOL") or shutil.which("promtool") or ""
 def test_promtool_accepts_the_exposition() -> None:
     census = {"tone": Census(1, 2, 3, 4, 5, 6.0, 7.0)}
     metrics = Metrics(lambda: census, others=[snapshot_metrics()])
-    metrics.responded("tone", 200, WARM)
-    metrics.responded(
-        "tone", 200, Timeline(1.0, 5.0, 6.0, 6.0, exec_s=1.0, activation=Activation(1.5, 2.0, 4.0))
-    )
+    metrics.ended(ended(WARM))
+    cold = Timeline(1.0, 5.0, 6.0, 6.0, exec_s=1.0, activation=Activation(1.5, 2.0, 4.0))
+    metrics.ended(ended(cold))
     metrics.refused("tone", QueueFull("full"))
     metrics.activated("tone", "ready")
     done = subprocess.run([PROMTOOL, "check", "metrics"], input=metrics.text(), capture_output=True, check=False, timeout=60)  # fmt: skip
