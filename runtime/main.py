@@ -62,6 +62,7 @@ from .functions.recorder import Recorder
 from .functions.registry import FunctionEvents, Functions
 from .functions.rest import Rest
 from .functions.store import Retention, Store
+from .jobs.alerts import FunctionAlerts
 from .jobs.jobs import Jobs
 from .jobs.webhook_signing import load_key
 from .launching.container_engine import find_engine
@@ -241,7 +242,7 @@ async def startup(
         jobs, tasks, functions.log, drain_s=settings.drain_s, on_backlog=functions.expect
     )  # fmt: skip
     prewarming = Prewarming(functions, learned=settings.learn_upstreams)
-    _connect(functions, jobs, sources, prewarming, stack)
+    await _connect(functions, jobs, sources, prewarming, stack)
     metrics.readers += [
         jobs.readings, sources.readings, prewarming.readings, keyring.readings, ledger.readings,
         functools.partial(_disk_readings, state), functions.gpus.readings,
@@ -253,7 +254,7 @@ async def startup(
         starting=lambda: standalone is not None and standalone.is_starting(),
     )  # fmt: skip
     backend = Backend(
-        functions, jobs, metrics, settings.max_body_bytes, settings.body_timeout_s, state,
+        functions, jobs, settings.max_body_bytes, settings.body_timeout_s, state,
         Origins(settings.trusted_proxies),
     )  # fmt: skip
     gateway, dialects, endless = Gateway(backend), Dialects(backend), EndlessAnswers()
@@ -486,6 +487,7 @@ def _observe(
     )
     events.activated.append(metrics.activated)
     events.ended.append(metrics.ended)
+    events.refused.append(metrics.refused)
     # The ledger takes the last counts before the metrics drop them.
     for removed in (ledger.note_removed, metrics.forget, metering.forget):
         events.removed.append(removed)
@@ -513,22 +515,25 @@ def _recorder(functions: Functions, state: Path, stack: contextlib.AsyncExitStac
     return recorder
 
 
-def _connect(
+async def _connect(
     functions: Functions,
     jobs: Jobs,
     sources: Sources,
     prewarming: Prewarming,
     stack: contextlib.AsyncExitStack,
 ) -> None:
-    """Tell jobs, event sources and pre-warming, until `stack` closes, when a function becomes live or is deleted."""
-    events = functions.events
+    """Tell jobs, event sources, pre-warming and alerts, until `stack` closes, when a function becomes live or is deleted."""
+    events, alerts = functions.events, FunctionAlerts(jobs.store, functions.tasks, jobs.check_webhook)
+    await alerts.start()
     stack.callback(prewarming.close)
+    stack.callback(alerts.close)
 
     def follow(name: str) -> None:
         # GatewayError: the gateway is shutting down, so no event source is started.
         with contextlib.suppress(GatewayError):
             sources.start(name, functions.get(name).record.settings)
             prewarming.follow(name)
+            alerts.follow(functions.get(name))
 
     def live(name: str) -> None:
         jobs.wake(name)
@@ -536,12 +541,15 @@ def _connect(
 
     def gone(name: str) -> None:
         prewarming.forget(name)
+        alerts.forget(name)
         sources.stop(name)
         jobs.forget(name)
 
     for function in functions.all():
         follow(function.record.function)
     events.called.append(prewarming.note_call)
+    events.ended.append(alerts.note_end)
+    events.refused.append(alerts.note_refused)
     events.live.append(live)
     events.deleted.append(gone)
 

@@ -24,7 +24,7 @@ def new_job(function: str = "tone", body: bytes = b"{}", **more: Any) -> NewJob:
 
 def deliveries(connection: sqlite3.Connection) -> list[tuple[str, str]]:
     """The job and the event of each delivery in a store's file."""
-    rows = connection.execute("SELECT job_id, event FROM deliveries ORDER BY rowid")
+    rows = connection.execute("SELECT substr(subject, 5) AS job_id, event FROM deliveries ORDER BY rowid")
     return [(job_id, event) for job_id, event in rows]
 
 

@@ -124,10 +124,14 @@ class Admin:
 
 
 def _visible(status: FunctionStatus, caller: Caller) -> FunctionStatus:
-    """Return the status without what only those may see who may deploy: the environment, and error texts."""
+    """Return the status without what only those may see who may deploy: environment, alerts.url, and error texts."""
     if caller.has(Scope.DEPLOY):
         return status
-    settings = status.settings.model_copy(update={"env": dict.fromkeys(status.settings.env, "…")})
+    alerts = status.settings.alerts
+    if alerts.url is not None:
+        alerts = alerts.model_copy(update={"url": "…"})
+    hidden = {"env": dict.fromkeys(status.settings.env, "…"), "alerts": alerts}
+    settings = status.settings.model_copy(update=hidden)
     errors = [error.model_copy(update={"text": ""}) for error in status.last_errors]
     sources = [source.model_copy(update={"last_error": ""}) for source in status.sources]
     return status.model_copy(update={"settings": settings, "last_errors": errors, "sources": sources})

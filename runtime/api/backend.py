@@ -1,4 +1,4 @@
-"""Defines the backend: the functions, jobs, metrics and limits that the gateway's APIs share."""
+"""Defines the backend: the functions, jobs and limits that the gateway's APIs share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from ..functions.registry import Functions
 from ..jobs.job import Job, JobState, NewJob
 from ..jobs.jobs import Jobs
 from ..serving.revision import Revision
-from ..telemetry.metrics import Metrics
 from .origins import Origins
 from .requests import MAX_KEY_CHARS, caller_of, idempotency_of, read_body, traceparent_of
 from .routes import Parameter, header
@@ -43,7 +42,6 @@ class Backend:
 
     functions: Functions
     jobs: Jobs
-    metrics: Metrics
     max_body_bytes: int
     body_timeout_s: float
     state: Path

@@ -134,7 +134,7 @@ class Gateway:
 
     def refused(self, name: str, error: PilotflameError, request_id: str, caller: Caller) -> Response:
         """Count the error that `begin` raised, and return the response to the request."""
-        self._backend.metrics.refused(name, error)
+        self._functions.note_refused(name, error)
         return error_reply(error, request_id, private=caller.sees_code(name))
 
     def answered(self, name: str, invocation: Invocation, caller: Caller) -> Response:

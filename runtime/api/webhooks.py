@@ -13,6 +13,7 @@ from typing_extensions import TypedDict
 from ..access.keys import Scope
 from ..functions.registry import Functions
 from ..jobs.jobs import Jobs
+from ..jobs.webhook_delivery import JOB as JOB_SUBJECT
 from ..jobs.webhook_delivery import Delivery, DeliveryState
 from .requests import owner_of
 from .responses import Timestamp, json_response, timestamp
@@ -39,7 +40,10 @@ class ShownDelivery(TypedDict):
     """A delivery as it is listed: of its URL only what is not secret."""
 
     id: str
+    subject: str
+    """`job:ID`, or `alert:FUNCTION:CONDITION`."""
     job_id: str
+    """"" for an alert."""
     event: str
     url: str
     state: DeliveryState
@@ -73,7 +77,9 @@ class WebhooksApi:
         function, job_id = request.match_info["function"], request.query.get("job", "")
         limit = min(LIMIT.read(request), MAX_LISTED)
         states, owner = STATE.read(request), owner_of(request)
-        found = await self.jobs.store.deliveries(function, states, job_id, limit, owner)
+        found = await self.jobs.store.deliveries(
+            function, states, JOB_SUBJECT + job_id if job_id else "", limit, owner
+        )
         # Not checked before: the deliveries of a deleted function can still be listed.
         if not found:
             self.functions.get(function)
@@ -94,6 +100,7 @@ class WebhooksApi:
 def shown(delivery: Delivery) -> ShownDelivery:
     return {
         "id": delivery.id,
+        "subject": delivery.subject,
         "job_id": delivery.job_id,
         "event": delivery.event,
         "url": public_url(delivery.url),

@@ -31,7 +31,7 @@ def webhooks() -> None:
 def list_deliveries(
     *, name: str, job_id: str, states: tuple[str, ...], limit: int, client: Client, as_json: bool
 ) -> None:
-    """List deliveries, the newest first.
+    """List deliveries, the newest first: of jobs, and of alerts of the function.
 
     Shows the receiver, the number of attempts and the last response. A PENDING delivery is retried by itself,
     a DEAD one is not. --json also has the log of attempts.
@@ -43,7 +43,7 @@ def list_deliveries(
     """
     only = {"job": job_id} if job_id else {}
     found = client.get("v1", "functions", name, "webhooks", state=states, limit=limit, **only)["deliveries"]
-    columns = ("id", "job", "event", "state", "age", "tries", "last response", "next try", "to")
+    columns = ("id", "of", "event", "state", "age", "tries", "last response", "next try", "to")
     empty = "no such deliveries: pilotflame run NAME EVENT --webhook URL"
     display.print_list({"deliveries": found}, columns, map(_row, found), empty=empty, as_json=as_json)
 
@@ -81,7 +81,8 @@ def _row(delivery: dict[str, Any]) -> tuple[str, ...]:
     status, error = delivery["last_status"], delivery["last_error"]
     if len(error) > MAX_ERROR_CHARS:
         error = f"{error[: MAX_ERROR_CHARS - 1]}…"
-    names = (delivery[key] for key in ("id", "job_id", "event", "state"))
+    of = delivery["job_id"] or delivery["subject"]
+    names = (delivery["id"], of, delivery["event"], delivery["state"])
     response = error or "-" if status is None else str(status)
     counts = (display.age(delivery["created_at"]), str(delivery["attempts"]), response)
     return (*names, *counts, delivery["next_at"] or "-", delivery["url"])

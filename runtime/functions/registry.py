@@ -58,6 +58,8 @@ class FunctionEvents:
     but at most once every BEAT_S."""
     ended: list[Callable[[InvocationEnd], None]] = field(default_factory=list)
     """Called when an invocation has ended with an output or an error, whatever has submitted it."""
+    refused: list[Callable[[str, PilotflameError], None]] = field(default_factory=list)
+    """Called with a function's name and an error when no invocation was accepted for a caller's request."""
     live: list[Callable[[str], None]] = field(default_factory=list)
     """Called with a function's name when a deploy has made a revision of it live."""
     deleted: list[Callable[[str], None]] = field(default_factory=list)
@@ -135,6 +137,11 @@ class Functions:
         """Write a line with the source `gateway` to the log of a function, if that exists."""
         if (live := self._live.get(name)) is not None:
             live.logs.write("gateway", text)
+
+    def note_refused(self, name: str, error: PilotflameError) -> None:
+        """Tell that a caller got `error` because no invocation was accepted."""
+        for callback in self.events.refused:
+            callback(name, error)
 
     async def deploy(self, request: Deployment, progress: Progress | None = None) -> Live:
         """Create a revision, check that it starts, make it live, and return its function.

@@ -86,7 +86,7 @@ class Jobs:
     async def submit(self, new: NewJob) -> tuple[Job, bool]:
         """Queue a job as `transitions.submit` does. Raise WebhookRefused if its webhook is not allowed."""
         if new.webhook is not None:
-            self._addresses.check(new.webhook.url)
+            self.check_webhook(new.webhook.url)
         job, replayed = await self.store.submit(new)
         self._expect_expiry(job.created_s + min(job.ttl_s, self._keep_s))
         return job, replayed
@@ -181,6 +181,10 @@ class Jobs:
         with contextlib.suppress(UnknownFunction, GatewayError):
             self._live(function)
             self._webhook_attempts[function, outcome] += 1
+
+    def check_webhook(self, url: str) -> None:
+        """Raise WebhookRefused if webhooks may not be sent to this URL."""
+        self._addresses.check(url)
 
     def webhook_secret(self, function: str) -> str:
         """Return the secret with which receivers verify a function's deliveries."""

@@ -1,8 +1,8 @@
 """Stores webhook deliveries as rows, which are added in the transaction that causes their event (an outbox).
 
-The events of a job are sent in order: if a delivery fails, the job's later deliveries wait until it is sent
-again, up to HELD_TRIES times. Of a job's pending deliveries of "output" only the latest is kept, so that a
-slow receiver gets fewer of them and no outdated ones.
+A delivery has a subject: a job, or an alert of a function. The events of a subject are sent in order: if a delivery
+fails, the subject's later deliveries wait until it is sent again, up to HELD_TRIES times. Only the latest
+pending delivery of "output" of a job is kept, so that a slow receiver gets fewer deliveries and no outdated ones.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from urllib.parse import urlsplit
 import orjson
 
 from ...errors import UnknownDelivery
+from .alert import Alert
 from .job import ALL, PREDICTION, Job
 from .prediction import MAX_SHOWN_PIECES, prediction_of
-from .webhook_delivery import Delivery, DeliveryAttempt, DeliveryState, RetrySchedule
+from .webhook_delivery import JOB, Delivery, DeliveryAttempt, DeliveryState, RetrySchedule
 
 HELD_TRIES = 3
-"""After this many failed attempts, a delivery no longer delays later deliveries of its job."""
+"""After this many failed attempts, a delivery no longer delays later deliveries of its subject."""
 MAX_LOG = 20
 """How many attempts are stored in a delivery's log. The oldest are dropped."""
 KEEP_ENDED_S = 7 * 86400.0
@@ -34,7 +35,7 @@ MAX_HOSTS = 256
 
 _COLUMNS = ", ".join(field.name for field in dataclasses.fields(Delivery) if field.name != "body")
 _INSERT = """
-INSERT INTO deliveries (id, job_id, function, event, url, host, body, state, attempts, next_s, created_s, last_status,
+INSERT INTO deliveries (id, subject, function, event, url, host, body, state, attempts, next_s, created_s, last_status,
     last_error, log, owner) VALUES (?, ?, ?, ?, ?, ?, ?, 'PENDING', ?, ?, ?, 0, '', ?, ?)"""
 # Lists the hosts with pending deliveries. Each step finds the next host in the index, so the time does not
 # depend on the number of deliveries of a host.
@@ -46,10 +47,10 @@ WITH RECURSIVE hosts (host) AS (
         WHERE hosts.host IS NOT NULL
 ) SELECT host, (SELECT min(next_s) FROM deliveries WHERE state = 'PENDING' AND host = hosts.host) AS first_s
 FROM hosts WHERE host IS NOT NULL ORDER BY first_s LIMIT ?"""
-# `next_s` is read from the index, and `job_id` precedes `body` in the row. To reach a column after `body`,
+# `next_s` is read from the index, and `subject` precedes `body` in the row. To reach a column after `body`,
 # SQLite would have to read the body.
 _DUE = """
-SELECT rowid, job_id, next_s FROM deliveries WHERE state = 'PENDING' AND host = ? AND next_s <= ? ORDER BY next_s, rowid"""
+SELECT rowid, subject, next_s FROM deliveries WHERE state = 'PENDING' AND host = ? AND next_s <= ? ORDER BY next_s, rowid"""
 _DELETE_OLDEST = """
 DELETE FROM deliveries WHERE rowid IN (
     SELECT rowid FROM deliveries WHERE state <> 'PENDING' AND created_s < ? %s ORDER BY created_s LIMIT ?)"""
@@ -61,16 +62,33 @@ def add(connection: sqlite3.Connection, job: Job, event: str, now_s: float) -> N
     webhook = job.webhook
     if webhook is None or event not in webhook.events:
         return
-    attempts, next_s, log = 0, max(now_s, _held_until(connection, job.id)), "[]"
-    if event == "output" and (earlier := _take_superseded(connection, job.id)) is not None:
+    subject = JOB + job.id
+    attempts, next_s, log = 0, max(now_s, _held_until(connection, subject)), "[]"
+    if event == "output" and (earlier := _take_superseded(connection, subject)) is not None:
         # The new delivery continues the retries of the one that it replaces. So a receiver that is down gets
         # no more requests than for a single delivery.
         attempts, next_s, log = earlier["attempts"], max(next_s, earlier["next_s"]), earlier["log"]
-    parts = urlsplit(webhook.url)
-    host = f"{parts.scheme}://{parts.netloc}".lower()
-    row = (f"msg_{secrets.token_hex(16)}", job.id, job.function, event, webhook.url, host)
+    row = (_new_id(), subject, job.function, event, webhook.url, _host(webhook.url))
     body = _prediction(connection, job) if webhook.form == PREDICTION else message(job, event, now_s)
     connection.execute(_INSERT, (*row, body, attempts, next_s, now_s, log, job.owner))
+
+
+def add_alert(connection: sqlite3.Connection, alert: Alert, now_s: float) -> None:
+    """Add the delivery of an alert."""
+    # Subjects differ between functions, and so do those of two conditions: each is sent in its own order.
+    subject = f"alert:{alert.function}:{alert.condition}"
+    next_s = max(now_s, _held_until(connection, subject))
+    row = (_new_id(), subject, alert.function, alert.event, alert.url, _host(alert.url))
+    connection.execute(_INSERT, (*row, alert.body(now_s), 0, next_s, now_s, "[]", alert.owner))
+
+
+def _new_id() -> str:
+    return f"msg_{secrets.token_hex(16)}"
+
+
+def _host(url: str) -> str:
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc}".lower()
 
 
 def _prediction(connection: sqlite3.Connection, job: Job) -> bytes:
@@ -104,20 +122,20 @@ def due(
 ) -> tuple[list[Delivery], float | None]:
     """Return up to `room` deliveries that may be sent now, the longest due first, and when the next is due.
 
-    `busy` holds (host, job id) of the deliveries that are being sent. At most one delivery of a job is sent
+    `busy` holds (host, subject) of the deliveries that are being sent. At most one delivery of a subject is sent
     at a time. The second result is None if no host with room has a delivery due later.
     """
     found: list[tuple[float, int]] = []
     later_s: list[float] = []
     # A busy host may be listed with nothing to send now, so the limit is raised by the size of `busy`.
     for host, first_s in connection.execute(_HOSTS, (MAX_HOSTS + len(busy),)).fetchall():
-        jobs = {job_id for busy_host, job_id in busy if busy_host == host}
-        if len(jobs) >= room_per_host:
+        subjects = {subject for busy_host, subject in busy if busy_host == host}
+        if len(subjects) >= room_per_host:
             continue
         if first_s > now_s:
             later_s.append(first_s)
             continue
-        found += _due_at(connection, host, now_s, jobs, min(room, room_per_host - len(jobs)))
+        found += _due_at(connection, host, now_s, subjects, min(room, room_per_host - len(subjects)))
         later_s += [next_s for (next_s,) in connection.execute(_NEXT, (host, now_s)) if next_s is not None]
     found.sort()
     deliveries = [_read(connection, "rowid = ?", rowid) for _, rowid in found[:room]]
@@ -132,7 +150,7 @@ def record(
     now_s: float,
 ) -> DeliveryState | None:
     """Store an attempt and return the delivery's new state, or None if the delivery was deleted."""
-    query = "SELECT rowid, job_id, attempts, log FROM deliveries WHERE id = ?"
+    query = "SELECT rowid, subject, attempts, log FROM deliveries WHERE id = ?"
     row = connection.execute(query, (delivery_id,)).fetchone()
     if row is None:
         return None
@@ -147,8 +165,8 @@ def record(
         connection.execute(_DELETE_OLDEST % "", (now_s - KEEP_ENDED_S, MAX_DELETED))
     elif tried < HELD_TRIES:
         connection.execute(
-            "UPDATE deliveries SET next_s = max(next_s, ?) WHERE job_id = ? AND state = 'PENDING' AND rowid > ?",
-            (next_s, row["job_id"], row["rowid"]),
+            "UPDATE deliveries SET next_s = max(next_s, ?) WHERE subject = ? AND state = 'PENDING' AND rowid > ?",
+            (next_s, row["subject"], row["rowid"]),
         )
     return state
 
@@ -178,19 +196,19 @@ def newest(
     connection: sqlite3.Connection,
     function: str,
     states: Sequence[DeliveryState] = (),
-    job_id: str = "",
+    subject: str = "",
     limit: int = 100,
     owner: str = ALL,
 ) -> list[Delivery]:
-    """Return up to `limit` deliveries of the owner's jobs in these states (default: all), newest first.
+    """Return up to `limit` deliveries of the owner's jobs and functions in these states (default: all), newest first.
 
-    With `job_id`, only those of this job. The bodies are left out.
+    With `subject`, only those of this subject. The bodies are left out.
     """
     states = states or tuple(DeliveryState)
     marks = ", ".join("?" * len(states))
     where, values = f"function = ? AND state IN ({marks})", [function, *states]
-    if job_id:
-        where, values = f"{where} AND job_id = ?", [*values, job_id]
+    if subject:
+        where, values = f"{where} AND subject = ?", [*values, subject]
     if owner != ALL:
         where, values = f"{where} AND owner <> '' AND owner = ?", [*values, owner]
     rows = connection.execute(
@@ -207,43 +225,45 @@ def pending(connection: sqlite3.Connection) -> dict[str, int]:
 
 
 def delete_orphans(connection: sqlite3.Connection, before_s: float, limit: int) -> None:
-    """Delete up to `limit` ended deliveries that were added before `before_s` and outlived their job."""
+    """Delete up to `limit` ended deliveries that were added before `before_s` and have no job, or not any more."""
     connection.execute(
-        _DELETE_OLDEST % "AND NOT EXISTS (SELECT 1 FROM jobs WHERE id = job_id)", (before_s, limit)
+        _DELETE_OLDEST
+        % "AND NOT EXISTS (SELECT 1 FROM jobs WHERE id = substr(subject, 5) AND subject LIKE 'job:%')",
+        (before_s, limit),
     )
 
 
-def _held_until(connection: sqlite3.Connection, job_id: str) -> float:
-    """Return the time until which a new delivery of the job must wait for earlier ones, or 0.0."""
+def _held_until(connection: sqlite3.Connection, subject: str) -> float:
+    """Return the time until which a new delivery of the subject must wait for earlier ones, or 0.0."""
     (next_s,) = connection.execute(
-        "SELECT max(next_s) FROM deliveries WHERE job_id = ? AND state = 'PENDING' AND attempts < ?",
-        (job_id, HELD_TRIES),
+        "SELECT max(next_s) FROM deliveries WHERE subject = ? AND state = 'PENDING' AND attempts < ?",
+        (subject, HELD_TRIES),
     ).fetchone()
     return float(next_s or 0.0)
 
 
-def _take_superseded(connection: sqlite3.Connection, job_id: str) -> sqlite3.Row | None:
+def _take_superseded(connection: sqlite3.Connection, subject: str) -> sqlite3.Row | None:
     """Delete the job's pending delivery of "output" and return its row; None if there is none.
 
     If the delivery is being sent, its attempt is not recorded: `record` will not find it.
     """
-    pending = "job_id = ? AND event = 'output' AND state = 'PENDING'"
+    pending = "subject = ? AND event = 'output' AND state = 'PENDING'"
     query = f"SELECT id, attempts, next_s, log FROM deliveries WHERE {pending}"  # noqa: S608
-    row: sqlite3.Row | None = connection.execute(query, (job_id,)).fetchone()
+    row: sqlite3.Row | None = connection.execute(query, (subject,)).fetchone()
     if row is not None:
         connection.execute("DELETE FROM deliveries WHERE id = ?", (row["id"],))
     return row
 
 
 def _due_at(
-    connection: sqlite3.Connection, host: str, now_s: float, busy_jobs: Collection[str], room: int
+    connection: sqlite3.Connection, host: str, now_s: float, busy: Collection[str], room: int
 ) -> Iterator[tuple[float, int]]:
-    """Yield (due time, rowid) of up to `room` due deliveries to a host, one per job not in `busy_jobs`."""
-    jobs = set(busy_jobs)
+    """Yield (due time, rowid) of up to `room` due deliveries to a host, one per subject not in `busy`."""
+    subjects = set(busy)
     rows = connection.execute(_DUE, (host, now_s))
     while room > 0 and (row := rows.fetchone()) is not None:
-        if row["job_id"] not in jobs:
-            jobs.add(row["job_id"])
+        if row["subject"] not in subjects:
+            subjects.add(row["subject"])
             room -= 1
             yield row["next_s"], row["rowid"]
 

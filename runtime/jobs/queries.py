@@ -170,3 +170,9 @@ def last_number(connection: sqlite3.Connection) -> int:
     """Return the row number (`jobs.number`) of the newest job; 0 if there is no job."""
     (number,) = connection.execute("SELECT max(number) FROM jobs").fetchone()
     return number or 0
+
+
+def begun_alerts(connection: sqlite3.Connection) -> list[tuple[str, str]]:
+    """Return (function, condition) of the alerts that have begun and not ended."""
+    rows = connection.execute("SELECT function, condition FROM alerts")
+    return [(row["function"], row["condition"]) for row in rows]

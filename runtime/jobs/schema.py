@@ -144,7 +144,16 @@ _METRICS = "ALTER TABLE results ADD COLUMN metrics BLOB;"
 # The submitter of a job: "job" (a caller), "queue" or "batch".
 _SOURCES = "ALTER TABLE jobs ADD COLUMN source TEXT NOT NULL DEFAULT 'job';"
 
-SCRIPTS = (_TABLES, _QUEUED_BYTES, _OWNERS, _PENDING, _METRICS, _SOURCES)
+# A delivery belongs to a subject, a job or an alert. `alerts` has the conditions whose beginning was sent.
+_SUBJECTS = """
+ALTER TABLE deliveries RENAME COLUMN job_id TO subject;
+UPDATE deliveries SET subject = 'job:' || subject;
+CREATE TABLE alerts (
+    function TEXT NOT NULL, condition TEXT NOT NULL, begun_s REAL NOT NULL, PRIMARY KEY (function, condition)
+) WITHOUT ROWID;
+"""
+
+SCRIPTS = (_TABLES, _QUEUED_BYTES, _OWNERS, _PENDING, _METRICS, _SOURCES, _SUBJECTS)
 """`SCRIPTS[n]` upgrades a file from version n to n + 1. Do not edit a released script: add a new one."""
 
 _COLUMNS = (

@@ -80,6 +80,8 @@ class JobStore:
     retry = _transition(transitions.retry)
     expire = _transition(transitions.expire)
     redeliver = _transition(transitions.redeliver)
+    alert = _transition(transitions.alert)
+    drop_alerts = _transition(transitions.drop_alerts)
     _purge_slice = _transition(transitions.purge)
 
     get = _query(queries.get)
@@ -95,6 +97,7 @@ class JobStore:
     functions_waiting = _query(queries.functions_waiting)
     deliveries = _query(outbox.newest)
     pending_deliveries = _query(outbox.pending)
+    begun_alerts = _query(queries.begun_alerts)
 
     async def purge(self, function: str, owner: str = ALL, *, running: bool = False) -> int:
         """Cancel an owner's queued jobs, with `running` also the running ones. Return how many.

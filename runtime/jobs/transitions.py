@@ -5,16 +5,17 @@ from __future__ import annotations
 import math
 import sqlite3
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import orjson
 
 from ...errors import DeadlineExceeded, IdempotencyConflict, JobConflict, QueueFull, WorkerDied
 from . import outbox, queries
+from .alert import Alert
 from .job import ALL, Job, JobOutcome, JobState, NewJob, idempotency_digest, tombstone_key
 from .schema import SELECT_WHOLE, find_row, find_rows, job_of, read_job
 from .transaction import Transaction, row_of
-from .webhook_delivery import Delivery
+from .webhook_delivery import JOB, Delivery
 
 PURGE_SLICE = 500
 """The most jobs that one transaction cancels. The limit keeps the waiting time of other writers short."""
@@ -228,6 +229,24 @@ def redeliver(transaction: Transaction, function: str, delivery_id: str, owner: 
     return outbox.redeliver(transaction.connection, function, delivery_id, transaction.now_s, owner)
 
 
+def alert(transaction: Transaction, alert: Alert) -> None:
+    """Add the delivery of an alert, and store whether its condition has begun."""
+    outbox.add_alert(transaction.connection, alert, transaction.now_s)
+    transaction.notified = True
+    if alert.begun:
+        values = (alert.function, alert.condition, transaction.now_s)
+        transaction.connection.execute("INSERT OR REPLACE INTO alerts VALUES (?, ?, ?)", values)
+    else:
+        drop_alerts(transaction, alert.function, (alert.condition,))
+
+
+def drop_alerts(transaction: Transaction, function: str, conditions: Collection[str]) -> None:
+    """Forget that conditions of a function have begun."""
+    for condition in conditions:
+        drop = "DELETE FROM alerts WHERE function = ? AND condition = ?"
+        transaction.connection.execute(drop, (function, condition))
+
+
 def expire(transaction: Transaction, limit: int = 200) -> int:
     """Time out queued jobs whose ttl has passed, and delete final jobs whose retention has passed.
 
@@ -274,7 +293,7 @@ def _delete(transaction: Transaction, row: sqlite3.Row) -> None:
     if row["pieces"]:
         execute("DELETE FROM pieces WHERE job = ?", number)
     if row["webhook"] is not None:
-        execute("DELETE FROM deliveries WHERE job_id = ? AND state <> 'PENDING'", (row["id"],))
+        execute("DELETE FROM deliveries WHERE subject = ? AND state <> 'PENDING'", (JOB + row["id"],))
     execute(
         "INSERT INTO tombstones (key, until_s, owner) VALUES (?, ?, ?)",
         (tombstone_key(row["function"], row["id"]), transaction.now_s + transaction.keep_s, row["owner"]),

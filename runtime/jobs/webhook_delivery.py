@@ -1,6 +1,6 @@
 """Defines webhook deliveries, their attempts and the schedule of retries.
 
-A delivery is for one event of one job.
+A delivery is for one event of one subject, which is a job or an alert of a function.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 MAX_RETRY_AFTER_S = 86400.0
 """If a receiver asks to wait longer than this, the delivery waits only this long."""
+JOB = "job:"
+"""Begins the subject of a job's deliveries. The job's id follows."""
 GONE = 410
 """The HTTP status with which a receiver asks for no further attempts."""
 
@@ -45,7 +47,7 @@ class Delivery:
     """A row of the table `deliveries`. Times are Unix timestamps. The id is sent as `webhook-id`."""
 
     id: str
-    job_id: str
+    subject: str
     function: str
     event: str
     url: str
@@ -62,6 +64,11 @@ class Delivery:
     """The latest attempts, oldest first."""
     body: bytes = b""
     """The message. It is empty in lists of deliveries."""
+
+    @property
+    def job_id(self) -> str:
+        """The id of the job that it is about; "" if it is about none."""
+        return self.subject.removeprefix(JOB) if self.subject.startswith(JOB) else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,7 +54,7 @@ class WebhookSender:
         self._awake = asyncio.Event()
         self._closing = asyncio.Event()
         self._requests: dict[asyncio.Task[None], tuple[str, str]] = {}
-        """For each sending task, the host and the job id of its delivery."""
+        """For each sending task, the host and the subject of its delivery."""
         self._running: asyncio.Task[None]
         self._paused = False
         self._on_attempt = on_attempt
@@ -109,7 +109,7 @@ class WebhookSender:
             return 0.0
         for delivery in deliveries:
             task = tasks.create_task(self._send(delivery, poster), name=f"webhook {delivery.id}")
-            self._requests[task] = (delivery.host, delivery.job_id)
+            self._requests[task] = (delivery.host, delivery.subject)
             task.add_done_callback(self._ended)
         # Due deliveries for which there was no room are read again when a request ends.
         return MAX_SLEEP_S if next_s is None else max(0.0, next_s - time.time())
@@ -129,7 +129,7 @@ class WebhookSender:
         if state is DeliveryState.DEAD:
             _log.warning(
                 "webhook %s (%s of %s) was given up after %d attempts: %s", delivery.id, delivery.event,
-                delivery.job_id, delivery.attempts + 1, attempt.error or f"status {attempt.status}",
+                delivery.job_id or delivery.subject, delivery.attempts + 1, attempt.error or f"status {attempt.status}",
             )  # fmt: skip
 
     def _ended(self, task: asyncio.Task[None]) -> None:

@@ -23,6 +23,7 @@ from ...errors import SettingsError
 from ...handlers.dialects import recognise
 from ...snapshot.handle import subject_of
 from ...snapshot.sources.locate import is_remote
+from .alerts import Alerts
 from .event_source import EventSource
 from .resources import Resources
 from .schedule import Schedule
@@ -314,6 +315,9 @@ class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
     image: Image = Field(default_factory=Image, description="The container that it runs in, if any.")
     resources: Resources = Field(default_factory=Resources, description="What its workers may use.")
     budget: Budget = Field(default_factory=Budget, description="What it may use in a day.")
+    alerts: Alerts = Field(
+        default_factory=Alerts, description="Conditions whose beginning and end a webhook reports."
+    )
     aliases: Annotated[tuple[Alias, ...], Strict(False), BeforeValidator(split_text)] = Field(
         (),
         max_length=100,

@@ -178,7 +178,7 @@ class LambdaApi:
         try:
             live.revision.submit(invocation)
         except PilotflameError as error:
-            self._backend.metrics.refused(name, error)
+            self._backend.functions.note_refused(name, error)
             raise
         return live, qualifier, invocation
 

@@ -76,7 +76,7 @@ def test_the_events_of_a_job_are_sent_one_by_one_in_order(connection: sqlite3.Co
     order = []
     while found := due(connection, 1.0):
         (delivery,) = found
-        assert due(connection, 1.0, busy=[(delivery.host, delivery.job_id)]) == []
+        assert due(connection, 1.0, busy=[(delivery.host, delivery.subject)]) == []
         order.append(delivery.event)
         record(connection, delivery.id, ACCEPTED, 1.0)
     assert order == ["start", "logs", "completed"]
@@ -124,7 +124,7 @@ def test_a_host_with_many_deliveries_leaves_room_for_others(connection: sqlite3.
     outbox.add(connection, job("http://b/", id="job-b"), "start", 1.0)
     found = due(connection, 2.0, room_per_host=3)
     assert events(found) == ["job-0 start", "job-1 start", "job-2 start", "job-b start"]
-    busy = [(delivery.host, delivery.job_id) for delivery in found[:2]]
+    busy = [(delivery.host, delivery.subject) for delivery in found[:2]]
     assert events(due(connection, 2.0, room_per_host=3, busy=busy)) == ["job-2 start", "job-b start"]
     assert events(due(connection, 2.0, room=1, room_per_host=3)) == ["job-0 start"]
 
@@ -159,7 +159,7 @@ def test_the_hosts_with_the_earliest_deliveries_go_first(
     for number in range(5):
         outbox.add(connection, job(f"http://h{number}/", id=f"job-{number}"), "start", 5.0 - number)
     assert events(due(connection, 9.0)) == ["job-4 start", "job-3 start"]
-    busy = [("http://h4", "job-4")]
+    busy = [("http://h4", "job:job-4")]
     assert events(due(connection, 9.0, busy=busy)) == ["job-3 start", "job-2 start"]
     assert outbox.due(connection, 0.0, room=9, room_per_host=9) == ([], 1.0)
     (first,), later_s = outbox.due(connection, 1.0, room=9, room_per_host=9)
@@ -253,7 +253,7 @@ def test_lists_are_filtered_and_newest_first(connection: sqlite3.Connection) -> 
     every = outbox.newest(connection, "f")
     assert all(delivery.body == b"" for delivery in every)
     assert outbox.newest(connection, "f", limit=2) == every[:2]
-    assert len(outbox.newest(connection, "f", job_id="job-1")) == 2
+    assert len(outbox.newest(connection, "f", subject="job:job-1")) == 2
     record(connection, every[0].id, ACCEPTED, 9.0)
     assert len(outbox.newest(connection, "f", states=[DeliveryState.PENDING])) == 6
 
@@ -286,13 +286,13 @@ def test_events_of_a_job_are_delivered_in_order_unless_one_failed_often(
     for number, row in enumerate(rows):
         for later in rows[number + 1 :]:
             if (
-                row["job_id"] == later["job_id"]
+                row["subject"] == later["subject"]
                 and later["attempts"]
                 and row["event"] != "output" != later["event"]
             ):
                 assert row["state"] != "PENDING" or row["attempts"] >= outbox.HELD_TRIES
     assert len(set(delivered)) == len(delivered)
-    outputs = [row["job_id"] for row in rows if row["event"] == "output" and row["state"] == "PENDING"]
+    outputs = [row["subject"] for row in rows if row["event"] == "output" and row["state"] == "PENDING"]
     assert len(set(outputs)) == len(outputs)
     connection.close()
 

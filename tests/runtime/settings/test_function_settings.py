@@ -98,6 +98,11 @@ def test_settings_are_frozen() -> None:
         ("scale.min = 5", "scale.min is 5, more than scale.max, which is 4."),
         ("scale.buffer = 5", "scale.buffer is 5, more than scale.max, which is 4."),
         ("scale = 3", "scale is 3; it should be a table."),
+        (
+            "alerts.error_share = 0.5",
+            "alerts.error_share is set, but alerts.url is not; set alerts.url, or remove it.",
+        ),
+        ('alerts.url = "chat.example"', "alerts.url is 'chat.example'"),
         ("timeout_s = 0", "timeout_s is 0; it should be greater than 0"),
         ("timeout_s = nan", "timeout_s is nan; it should be a finite number"),
         ("hold_s = inf", "hold_s is inf; it should be a finite number"),

@@ -1,0 +1,130 @@
+"""Decides when a condition of a function begins and ends, and when that is sent. Takes the time as an argument."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+SLICES = 10
+"""The window of the share of errors has this many parts. Calls leave it one part at a time."""
+
+
+@dataclass(slots=True)
+class Condition:
+    """Whether a condition holds as its receiver knows it. It changes at most once in `pause_s` seconds."""
+
+    name: ClassVar[str]
+    pause_s: float
+    begun: bool = False
+    """True if its beginning was sent, and its end was not."""
+    _again_s: float = -math.inf
+
+    def holds(self, now_s: float) -> bool:
+        raise NotImplementedError
+
+    def figures(self) -> Mapping[str, float | str]:
+        """Return the numbers to be sent, by name."""
+        raise NotImplementedError
+
+    def changed(self, now_s: float) -> bool:
+        """Return True if the condition has begun or ended, and that is to be sent now."""
+        if now_s < self._again_s or self.holds(now_s) == self.begun:
+            return False
+        self.begun, self._again_s = not self.begun, now_s + self.pause_s
+        return True
+
+    def not_sent(self) -> None:
+        """Take the last change back, because it could not be stored. `changed` repeats it after the pause."""
+        self.begun = not self.begun
+
+    def due_s(self, now_s: float) -> float:
+        """Return when `changed` may return True although no call has ended; infinity for never."""
+        return self._again_s if self.holds(now_s) != self.begun else math.inf
+
+
+@dataclass(slots=True)
+class _Slice:
+    begun_s: float
+    calls: int = 0
+    errors: int = 0
+
+
+@dataclass(slots=True)
+class ErrorShare(Condition):
+    """Too many calls of the last `window_s` seconds have failed."""
+
+    name = "error_share"
+    limit: float = 0.1
+    window_s: float = 300.0
+    min_calls: int = 20
+    quiet_until_s: float = 0.0
+    """Until then, a window without calls does not end the condition. A restart has emptied the window."""
+    calls: int = 0
+    errors: int = 0
+    _slices: deque[_Slice] = field(default_factory=deque)
+
+    def note(self, now_s: float, *, failed: bool) -> None:
+        """Count a call that has ended."""
+        self._expire(now_s)
+        if not self._slices or now_s >= self._slices[-1].begun_s + self.window_s / SLICES:
+            self._slices.append(_Slice(now_s))
+        newest = self._slices[-1]
+        self.calls, newest.calls = self.calls + 1, newest.calls + 1
+        self.errors, newest.errors = self.errors + failed, newest.errors + failed
+
+    def holds(self, now_s: float) -> bool:
+        """Return whether the share has reached the limit. `min_calls` is needed for the beginning only."""
+        self._expire(now_s)
+        if not self.calls:
+            return self.begun and now_s < self.quiet_until_s
+        return self.errors >= self.limit * self.calls and (self.begun or self.calls >= self.min_calls)
+
+    def figures(self) -> Mapping[str, float | str]:
+        share = self.errors / self.calls if self.calls else 0.0
+        return {
+            "value": round(share, 4), "limit": self.limit, "calls": self.calls, "errors": self.errors,
+            "window_s": self.window_s,
+        }  # fmt: skip
+
+    def due_s(self, now_s: float) -> float:
+        sent_s = Condition.due_s(self, now_s)
+        if not self.begun:
+            return sent_s
+        quiet_s = self.quiet_until_s if self.quiet_until_s > now_s else math.inf
+        return min(sent_s, self._leaves_s(self._slices[0]) if self._slices else quiet_s)
+
+    def _expire(self, now_s: float) -> None:
+        while self._slices and self._leaves_s(self._slices[0]) <= now_s:
+            old = self._slices.popleft()
+            self.calls -= old.calls
+            self.errors -= old.errors
+
+    def _leaves_s(self, one: _Slice) -> float:
+        return one.begun_s + self.window_s / SLICES + self.window_s
+
+
+@dataclass(slots=True)
+class SlowColdStart(Condition):
+    """The latest cold start took longer than `limit_ms`."""
+
+    name = "cold_start"
+    limit_ms: float = math.inf
+    latest_ms: float | None = None
+    """None until there was a cold start."""
+    request_id: str = ""
+
+    def note(self, took_ms: float, request_id: str) -> None:
+        self.latest_ms, self.request_id = took_ms, request_id
+
+    def holds(self, now_s: float) -> bool:
+        return self.begun if self.latest_ms is None else self.latest_ms > self.limit_ms
+
+    def figures(self) -> Mapping[str, float | str]:
+        return {
+            "value": round(self.latest_ms or 0.0, 3),
+            "limit": self.limit_ms,
+            "request_id": self.request_id,
+        }

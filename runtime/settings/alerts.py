@@ -1,0 +1,46 @@
+"""Defines and validates the alerts of a function, which are the table `[alerts]` of pilotflame.toml."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from pydantic import BaseModel, Field, model_validator
+
+from .validation import PositiveSeconds, Seconds
+
+
+class Alerts(BaseModel, frozen=True, extra="forbid", strict=True):
+    """Conditions whose beginning and end a webhook reports. Without a URL there are none."""
+
+    url: str | None = Field(
+        None,
+        max_length=2048,
+        pattern=r"^https?://\S+$",
+        description="Where alerts are sent, as signed webhooks; by default nowhere.",
+    )
+    cold_start_ms: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="Milliseconds of a cold start above which there is an alert; by default none.",
+    )
+    error_share: float = Field(
+        0.1,
+        gt=0,
+        le=1,
+        description="The share of calls that fail with a status of 500 or above, from which on there is an alert.",
+    )
+    window_s: PositiveSeconds = Field(300.0, description="Seconds over which the share of errors is taken.")
+    min_calls: int = Field(
+        20, ge=1, le=1_000_000, description="Calls in the window before there is an alert of errors."
+    )
+    pause_s: Seconds = Field(300.0, description="Seconds between two alerts of the same condition, at least.")
+
+    @model_validator(mode="after")
+    def _to_somewhere(self) -> Self:
+        if self.url is not None:
+            return self
+        for key, setting in type(self).model_fields.items():
+            if getattr(self, key) != setting.default:
+                raise ValueError(f"alerts.{key} is set, but alerts.url is not; set alerts.url, or remove it")
+        return self
