@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -130,7 +131,9 @@ def serve(
         if as_json:
             return display.print_json({"url": url})
         what = f"serves {source.folder} on" if source is not None else "listens on"
-        return display.say(f"pilotflame {__version__} {what} {url}; its state is in {gateway.state_dir}")
+        return _announce(
+            gateway, f"pilotflame {__version__} {what} {url}; its state is in {gateway.state_dir}"
+        )
 
     standalone = source is not None
     with options.gateway_defaults(standalone=standalone, state_dir=state_dir) as defaults:
@@ -158,7 +161,7 @@ def dev(*, source: options.FunctionSource, as_json: bool, state_dir: Path | None
     def listening(url: str) -> None:
         if as_json:
             display.print_json({"url": url})
-        display.say(f"pilotflame: {url} serves {folder} and deploys its changes")
+        _announce(gateway, f"pilotflame: {url} serves {folder} and deploys its changes")
         display.warn(options.withheld(folder))
 
     with nullcontext(state_dir) if state_dir else TemporaryDirectory(prefix="pilotflame-dev-") as state:
@@ -177,6 +180,15 @@ def _run(gateway: GatewaySettings, listening: Callable[[str], None], **how: Any)
             listening(url)
 
         run(gateway, on_listening=tell, **how)
+
+
+def _announce(gateway: GatewaySettings, text: str) -> None:
+    """Print a line on stderr, in the format of the gateway's log."""
+    # It takes time to import, and --help does not need it.
+    from .telemetry.log_files import LogLine  # noqa: PLC0415
+
+    in_log = LogLine(time.time(), "gateway", text).encode().decode().rstrip("\n")
+    display.say(in_log if gateway.log_format == "json" else text)
 
 
 def main(arguments: list[str] | None = None) -> int:

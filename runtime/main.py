@@ -79,7 +79,7 @@ from .serving.gpu_places import GpuPlaces
 from .serving.worker_limit import WorkerLimit
 from .settings.function_settings import FunctionSettings, read_settings
 from .settings.gateway_settings import GatewaySettings
-from .settings.state_dir import free_bytes, is_disk_full, locked_state_dir
+from .settings.state_dir import free_bytes, is_disk_full, locked_state_dir, running_marker
 from .telemetry.background import BackgroundTasks
 from .telemetry.gateway_log import Format, gateway_logging, print_log
 from .telemetry.log_files import ACCESS, AUDIT, LogFiles
@@ -97,6 +97,10 @@ YOUNG_OBJECTS = 20_000
 LAME_DUCK_S = 3.0
 # How long slow readers get at least for answers that are made.
 LAST_BYTES_S = 1.0
+NO_SHUTDOWN = (
+    "the previous gateway (%s) ended without shutdown; restored: %d functions, %d jobs that were running and run again,"
+    " %d jobs that failed because it was their last attempt"
+)
 NO_KEY_YET = (
     "{url} can be reached by other machines, and there is no API key yet: all routes except /healthz and"
     " /readyz refuse requests. Create a key: pilotflame keys create NAME --scope admin --state-dir {state}"
@@ -203,6 +207,7 @@ async def startup(
 ) -> Server:
     """Start each part after the parts that it uses. Closing `stack` drains and closes them in reverse."""
     state = stack.enter_context(locked_state_dir(settings.state_dir))
+    previous = stack.enter_context(running_marker(state))
     logs = await _open_logs(state, settings, stack)
     store = Store(state, LOG.warning, _retention(settings))
     await asyncio.to_thread(store.start)
@@ -234,10 +239,7 @@ async def startup(
         await functions.restore()
     rest.note_change()
 
-    key = await asyncio.to_thread(load_key, state)
-    jobs = Jobs(state, key, functions.get, tasks, settings)
-    await jobs.start()
-    stack.push_async_callback(jobs.close)
+    jobs = await _open_jobs(state, functions, settings, previous, stack)
     sources = Sources(
         jobs, tasks, functions.log, drain_s=settings.drain_s, on_backlog=functions.expect
     )  # fmt: skip
@@ -312,6 +314,19 @@ async def _open_logs(state: Path, settings: GatewaySettings, stack: contextlib.A
     logs = Logs(files)
     stack.enter_context(gateway_logging(logs, settings.log_level, settings.log_format))
     return logs
+
+
+async def _open_jobs(
+    state: Path, functions: Functions, settings: GatewaySettings, previous: str, stack: contextlib.AsyncExitStack
+) -> Jobs:  # fmt: skip
+    """Open the jobs, and close them with `stack`. If the `previous` gateway has not shut down, log what was restored."""
+    key = await asyncio.to_thread(load_key, state)
+    jobs = Jobs(state, key, functions.get, functions.tasks, settings)
+    again, failed = await jobs.start()
+    stack.push_async_callback(jobs.close)
+    if previous:
+        LOG.warning(NO_SHUTDOWN, previous, len(functions.all()), again, failed)
+    return jobs
 
 
 def _load_certificate(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -> Certificate | None:

@@ -170,7 +170,8 @@ class FastRequest:
         except Exception:
             # An answer that cannot be made, for example because of a header, must not end its worker's link,
             # on which other answers arrive in the same turn.
-            LOG.exception("the answer to invocation %s of %s cannot be sent", invocation.id, self._name)
+            known = {"request_id": invocation.id}
+            LOG.exception("the answer to an invocation of %s cannot be sent", self._name, extra=known)
             failed = InvocationError("The answer could not be sent.", remedy="See `pilotflame logs`.")
             response = error_reply(failed, invocation.id)
         self._end(response)

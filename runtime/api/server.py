@@ -19,7 +19,7 @@ from ...errors import GatewayError
 from .connection import ClientConnection, FastConnection, header_timer, missing_internals
 from .deploys import MAX_ARCHIVE_BYTES
 from .fast_path import FastPath
-from .responses import complete_headers
+from .responses import Handler, complete_headers
 from .routes import Route, aiohttp_routes
 
 LOG = logging.getLogger(__name__)
@@ -123,6 +123,18 @@ class HttpServer:
             response.force_close()
 
 
+@web.middleware
+async def callers_leave(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """End the request of a caller that has closed the connection. Without this, aiohttp logs an error for each of them."""
+    try:
+        return await handler(request)
+    except ConnectionError:
+        if request.transport is not None and not request.transport.is_closing():
+            raise
+        # aiohttp finds that it cannot be sent, and ends the connection.
+        return web.Response()
+
+
 @contextlib.asynccontextmanager
 async def http_server(
     socks: Sequence[socket.socket], routes: Sequence[Route], middlewares: Sequence[Middleware],
@@ -137,7 +149,7 @@ async def http_server(
     if missing := missing_internals():
         LOG.warning(NO_FAST_PATH.format(version=aiohttp.__version__, names=", ".join(missing)))
         middlewares = [header_timer, *middlewares]
-    app = web.Application(client_max_size=MAX_ARCHIVE_BYTES, middlewares=middlewares)
+    app = web.Application(client_max_size=MAX_ARCHIVE_BYTES, middlewares=[callers_leave, *middlewares])
     app.add_routes(aiohttp_routes(routes))
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
     http = HttpServer(runner, fast_path, tls)

@@ -60,14 +60,18 @@ class Jobs:
 
     # -- startup and shutdown
 
-    async def start(self) -> None:
-        """Open the store and resume the jobs of the previous run."""
+    async def start(self) -> tuple[int, int]:
+        """Open the store and resume the jobs of the previous run.
+
+        Return how many jobs that were running are queued again, and how many have failed instead.
+        """
         await asyncio.to_thread(self._database.open)
         self._sender.start(self._tasks)
-        await self.store.recover()
+        recovered = await self.store.recover()
         for function in await self.store.functions_waiting():
             self._dispatcher.wake(function)
         self._expiry = self._tasks.keep(self._expire, name="jobs_expiry")
+        return recovered
 
     def stop(self) -> None:
         """Submit no more jobs to workers. Call it before the functions are closed."""

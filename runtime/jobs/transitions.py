@@ -136,22 +136,23 @@ def requeue(
     return True
 
 
-def recover(transaction: Transaction) -> int:
-    """Queue the jobs again that were running when the gateway died. Return how many were running.
+def recover(transaction: Transaction) -> tuple[int, int]:
+    """Queue the jobs again that were running when the gateway died, and end those whose last attempt was running.
 
-    A job whose last attempt was running ends as FAILED.
+    Return how many are queued again, and how many have FAILED.
     """
-    running = find_rows(transaction.connection, "WHERE state = 'IN_PROGRESS'")
+    running, again = find_rows(transaction.connection, "WHERE state = 'IN_PROGRESS'"), 0
     for row in running:
         if row["attempts"] < row["max_attempts"]:
             transaction.move(row, JobState.IN_QUEUE)
+            again += 1
             continue
         error = WorkerDied(
             f"The gateway ended during attempt {row['attempts']} of {row['max_attempts']}.",
             remedy="Look in the function's logs for the cause, then retry the job.",
         )
         transaction.end(row, JobOutcome(JobState.FAILED, error=error.to_wire()))
-    return len(running)
+    return again, len(running) - again
 
 
 def add_pieces(

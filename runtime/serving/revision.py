@@ -46,6 +46,8 @@ from .worker_limit import GIVE_AFTER_S, WorkerLimit
 FAILURES = (HandlerFailed, OutputInvalid)
 # How many of the lines that a worker printed last are repeated when it dies.
 LAST_WORDS = 5
+# How many invocations are named when the worker dies that ran them.
+MOST_IDS = 10
 # Workers have at least this long for their `teardown` (or the whole timeout of `retire`, if that is shorter),
 # even if all the time was used to end invocations.
 MIN_TEARDOWN_S = 2.0
@@ -669,12 +671,12 @@ class Revision(RevisionEvents):
         if not self.pool.replicas and not len(self.dispatcher.queue):
             self.pool.release()
             self._tasks.create_task(self.dispatcher.store_curve())
-        self._log_end(replica, cause.text or (await replica.child.cause()).text)
+        self._log_end(replica, cause.text or (await replica.child.cause()).text, started)
         await replica.child.wait_gone(STOP_TIMEOUT_S)
         self.pool.note_gone()
 
-    def _log_end(self, replica: Replica, cause: str) -> None:
-        """Log why a worker has ended, and what it printed last."""
+    def _log_end(self, replica: Replica, cause: str, started: list[Invocation]) -> None:
+        """Log why a worker has ended, what it printed last, and which invocations it ran."""
         # At a shutdown the zygote, which would tell the exit code, ends before its workers.
         if replica.left and cause in ("exit code 0", UNKNOWN_CAUSE):
             self._logs.write("gateway", f"worker {replica.name} has drained and ended")
@@ -685,4 +687,7 @@ class Revision(RevisionEvents):
         expected = replica.reported_failure or (replica.left and self.retiring)
         self._deaths += not (expected or replica.left)
         level = "info" if expected else "error"
-        self._logs.write("gateway", f"worker {replica.name} ended with {cause}{said}", level)
+        ids = [invocation.id for invocation in started]
+        ran = f"; it ran {', '.join(ids[:MOST_IDS])}" if len(ids) > 1 else ""
+        text = f"worker {replica.name} ended with {cause}{ran}{said}"
+        self._logs.write("gateway", text, level, request_id=ids[0] if len(ids) == 1 else "")

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 from ...errors import GatewayError
@@ -34,6 +35,28 @@ def locked_state_dir(path: Path) -> Iterator[Path]:
         yield path
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def running_marker(state: Path) -> Iterator[str]:
+    """Keep a file in the state folder that says which gateway runs, until the block ends.
+
+    Yield the content of that of a gateway that ended without shutdown; "" if there is none. A disk that takes no file is
+    no reason not to start.
+    """
+    path = state / "run" / "gateway"
+    previous = ""
+    with contextlib.suppress(OSError):
+        previous = path.read_text("ascii", "replace").strip()
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(exist_ok=True, mode=0o700)
+        started = datetime.now(UTC).isoformat(timespec="seconds")
+        path.write_text(f"process {os.getpid()}, started {started}\n", "ascii")
+    try:
+        yield previous
+    finally:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
 
 
 def free_bytes(folder: Path) -> int:

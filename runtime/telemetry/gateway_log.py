@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import queue
 import sys
@@ -28,7 +29,10 @@ STOP_TIMEOUT_S = 2.0
 
 
 class MessageFormatter(logging.Formatter):
-    """Formats a message as `time LEVEL pilotflame: text`, in UTC, or as a line of JSON as in the files."""
+    """Formats a message as `time LEVEL pilotflame: text`, in UTC, or as a line of JSON as in the files.
+
+    A message that is logged with `extra={"request_id": ID}` has the id in its own field, and as `[ID]` in the text.
+    """
 
     def __init__(self, form: Format) -> None:
         super().__init__("%(asctime)sZ %(levelname)s pilotflame: %(message)s", "%Y-%m-%dT%H:%M:%S")
@@ -37,6 +41,11 @@ class MessageFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         return line_of(record).encode().decode().rstrip("\n") if self._as_json else super().format(record)
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  the library's name
+        if request_id := record.__dict__.get("request_id", ""):
+            record.message = f"[{request_id}] {record.message}"
+        return super().formatMessage(record)
 
 
 class BookHandler(logging.Handler):
@@ -50,7 +59,8 @@ class BookHandler(logging.Handler):
         line = line_of(record)
         # RuntimeError: the event loop has ended, and so has the file.
         with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._book.write, line.source, line.text, line.level)
+            write = functools.partial(self._book.write, request_id=line.request_id)
+            self._loop.call_soon_threadsafe(write, line.source, line.text, line.level)
 
 
 class _LossyHandler(QueueHandler):
@@ -111,7 +121,8 @@ async def print_log(book: LogBook, form: Format) -> None:
 
 
 def _print_line(printer: logging.Handler, line: LogLine, form: Format) -> None:
-    text = f"{line.source} | {line.text}" if line.source in OWN_SOURCES else line.text
+    request = f"[{line.request_id}] " if line.request_id else ""
+    text = f"{line.source} | {request}{line.text}" if line.source in OWN_SOURCES else line.text
     if form == "json":
         text = line.encode().decode().rstrip("\n")
     printer.handle(logging.makeLogRecord({"msg": text}))
@@ -137,4 +148,4 @@ def line_of(record: logging.LogRecord) -> LogLine:
     if record.exc_info:
         text = f"{text}\n{logging.Formatter().formatException(record.exc_info)}"
     level = "error" if record.levelno >= logging.ERROR else record.levelname.lower()
-    return LogLine(record.created, "gateway", text, level)
+    return LogLine(record.created, "gateway", text, level, request_id=record.__dict__.get("request_id", ""))

@@ -533,6 +533,16 @@ def test_serve_says_where_it_listens_and_ends_on_a_signal(start, short_tmp: Path
     assert "Traceback" not in said
 
 
+def test_the_first_line_has_the_format_of_the_log(start, short_tmp: Path):
+    process = start("serve", "--port", 0, "--state-dir", short_tmp / "lines", PILOTFLAME_LOG_FORMAT="json")
+    line = json.loads(process.stderr.readline())
+    assert (line["source"], line["level"]) == ("gateway", "info")
+    assert "listens on http://127.0.0.1:" in line["text"]
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=20)
+    assert all(json.loads(line) for line in said.splitlines())
+
+
 def test_serve_names_what_it_cannot_have(run, served, short_tmp: Path):
     port = served.rpartition(":")[2]
     one_paragraph(run("serve", "--port", port, "--state-dir", short_tmp / "other"), port, "--port")

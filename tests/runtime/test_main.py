@@ -13,7 +13,7 @@ import httpx
 import psutil
 import pytest
 from blockbuster import blockbuster_ctx
-from live import LIMIT_S, Gate, Gateway, failure, gateway_here, gateway_process, gone, until
+from live import LIMIT_S, Gate, Gateway, failure, gateway_here, gateway_process, gone, home_client, until
 from pilotflame.errors import GatewayError
 from pilotflame.runtime.functions.registry import Functions
 from pilotflame.runtime.launching.zygote_process import ChildProcess
@@ -127,6 +127,34 @@ async def test_who_follows_is_told_that_the_gateway_ends(state, gate: Gate, path
         assert await call == "last"
         async with asyncio.timeout(LIMIT_S):
             assert await gateway.process.wait() == 0
+
+
+async def test_a_gateway_after_a_killed_one_says_so_and_what_it_restored(state, gate: Gate):
+    async def said() -> list[str]:
+        async with home_client(state) as home:
+            lines = (await home.get("/v1/logs/gateway")).text.splitlines()
+        return [json.loads(line)["text"] for line in lines]
+
+    async with gateway_process(state) as gateway:
+        await gateway.deploy(WAITS, name="kept", gate=gate)
+        await gateway.client.post("/v2/kept/run", json={"input": 1})
+        await gate.next("1")
+        assert gateway.process is not None
+        pid = gateway.process.pid
+        gateway.process.kill()
+        await gateway.process.wait()
+    async with gateway_process(state) as gateway:
+        assert gateway.process is not None
+        (line,) = [text for text in await said() if "without shutdown" in text]
+        assert f"(process {pid}, started " in line
+        assert "1 functions, 1 jobs that were running and run again, 0 jobs that failed" in line
+        await gate.next("1")
+        gate.open()
+        gateway.process.terminate()
+        async with asyncio.timeout(LIMIT_S):
+            assert await gateway.process.wait() == 0
+    async with gateway_process(state):
+        assert len([text for text in await said() if "without shutdown" in text]) == 1
 
 
 async def test_a_drain_ends_in_time(state, gate: Gate):

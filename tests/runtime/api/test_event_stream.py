@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import select
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+import httpx
 import pytest
 from live import LIMIT_S, Gate, Gateway, events, until
 from pilotflame.runtime.api import invoke as gateway_module
@@ -42,6 +44,9 @@ made = 0
         for number in range(event):
             yield number
 """
+
+
+PRINTS = "def handler(event):\n    for number in range(event):\n        yield number\n"
 
 
 @asynccontextmanager
@@ -91,6 +96,23 @@ async def test_a_reader_that_never_reads_is_disconnected(
     assert (
         f'pilotflame_invocations_total{{code="504",function="{function.name}",source="http"}} 1.0' in metrics
     )
+
+
+async def test_a_reader_that_leaves_is_no_error_of_the_gateway(deploy, caplog):
+    function = await deploy(PRINTS, {"scale.max": 1})
+
+    async def leave(number: int) -> None:
+        with contextlib.suppress(httpx.HTTPError):
+            async with function.client.stream("POST", function.path, json=500) as response:
+                async for _ in response.aiter_raw():
+                    number -= 1
+                    if number < 0:
+                        return
+
+    for number in range(30):
+        await asyncio.gather(*(leave(number % 5) for _ in range(5)))
+    await function.settled(ready=1, in_flight=0, queued=0)
+    assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []
 
 
 @KINDS

@@ -247,7 +247,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.database.close()
         self.open()
         running = [job_id for job_id, job in self.model.jobs.items() if job.state is JobState.IN_PROGRESS]
-        assert self.run(self.store.recover()) == len(running)
+        assert sum(self.run(self.store.recover())) == len(running)
         for job_id in running:
             self.model.requeue(job_id, 0.0, counted=True)
 

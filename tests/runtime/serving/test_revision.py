@@ -376,6 +376,7 @@ async def test_a_worker_that_exits_is_logged_with_its_last_words(deploy):
     assert failure(response)["type"] == "worker_died"
     line = await ended(function, "exit code 7")
     assert "its last words: giving up" in line["text"]
+    assert line["request_id"] == response.headers["X-Request-Id"]
 
 
 async def test_a_worker_that_is_killed_is_logged_also_without_work(deploy):

@@ -43,6 +43,25 @@ async def test_messages_are_printed_and_stored(tmp_path: Path, capfd: pytest.Cap
     assert "after the gateway" not in printed
 
 
+@pytest.mark.parametrize("form", ["text", "json"])
+async def test_a_message_about_a_request_has_its_id(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], form: Format
+) -> None:
+    files = LogFiles(tmp_path, max_bytes=1 << 20, keep_s=1000.0)
+    files.start()
+    logs = Logs(files)
+    with gateway_logging(logs, "info", form), (book := logs.book("gateway")).subscribe() as news:
+        logging.getLogger("pilotflame.runtime.tested").error("failed", extra={"request_id": "q1"})
+        assert (await news.get()).request_id == "q1"
+    assert book.tail(1)[0].text == "failed"
+    files.close()
+    printed = capfd.readouterr().err
+    if form == "json":
+        assert json.loads(printed)["request_id"] == "q1"
+    else:
+        assert printed.endswith("ERROR pilotflame: [q1] failed\n")
+
+
 async def test_a_level_and_json(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert [level for level, _ in await said(tmp_path, "warning", "json")] == ["error", "error"]
     lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
