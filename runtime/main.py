@@ -81,6 +81,7 @@ from .settings.function_settings import FunctionSettings, read_settings
 from .settings.gateway_settings import GatewaySettings
 from .settings.state_dir import free_bytes, is_disk_full, locked_state_dir, running_marker
 from .telemetry.background import BackgroundTasks
+from .telemetry.disk import Disk
 from .telemetry.gateway_log import Format, gateway_logging, print_log
 from .telemetry.log_files import ACCESS, AUDIT, LogFiles
 from .telemetry.logs import Logs
@@ -208,7 +209,8 @@ async def startup(
     """Start each part after the parts that it uses. Closing `stack` drains and closes them in reverse."""
     state = stack.enter_context(locked_state_dir(settings.state_dir))
     previous = stack.enter_context(running_marker(state))
-    logs = await _open_logs(state, settings, stack)
+    disk = Disk(state, functools.partial(is_disk_full, state, settings.min_free_bytes))
+    logs = await _open_logs(state, settings, disk, stack)
     store = Store(state, LOG.warning, _retention(settings))
     await asyncio.to_thread(store.start)
     certificate = _load_certificate(settings, stack)
@@ -239,7 +241,7 @@ async def startup(
         await functions.restore()
     rest.note_change()
 
-    jobs = await _open_jobs(state, functions, settings, previous, stack)
+    jobs = await _open_jobs(state, functions, settings, disk, previous, stack)
     sources = Sources(
         jobs, tasks, functions.log, drain_s=settings.drain_s, on_backlog=functions.expect
     )  # fmt: skip
@@ -247,12 +249,12 @@ async def startup(
     await _connect(functions, jobs, sources, prewarming, stack)
     metrics.readers += [
         jobs.readings, sources.readings, prewarming.readings, keyring.readings, ledger.readings,
-        functools.partial(_disk_readings, state), functions.gpus.readings,
+        functools.partial(_disk_readings, state, disk), functions.gpus.readings,
     ]  # fmt: skip
 
     admin = Admin(
         functions, metrics, logs, sources=sources.statuses,
-        disk_full=functools.partial(is_disk_full, state, settings.min_free_bytes),
+        disk_full=disk.look,
         starting=lambda: standalone is not None and standalone.is_starting(),
     )  # fmt: skip
     backend = Backend(
@@ -306,9 +308,13 @@ async def startup(
     return server
 
 
-async def _open_logs(state: Path, settings: GatewaySettings, stack: contextlib.AsyncExitStack) -> Logs:
+async def _open_logs(
+    state: Path, settings: GatewaySettings, disk: Disk, stack: contextlib.AsyncExitStack
+) -> Logs:
     """Open the logs, and let the gateway's own messages go there and to standard error."""
-    files = LogFiles(state / "logs", max_bytes=settings.log_max_bytes, keep_s=settings.log_keep_s)
+    files = LogFiles(
+        state / "logs", max_bytes=settings.log_max_bytes, keep_s=settings.log_keep_s, on_written=disk.wrote
+    )
     await asyncio.to_thread(files.start)
     stack.push_async_callback(asyncio.to_thread, files.close)
     logs = Logs(files)
@@ -317,11 +323,12 @@ async def _open_logs(state: Path, settings: GatewaySettings, stack: contextlib.A
 
 
 async def _open_jobs(
-    state: Path, functions: Functions, settings: GatewaySettings, previous: str, stack: contextlib.AsyncExitStack
+    state: Path, functions: Functions, settings: GatewaySettings, disk: Disk, previous: str,
+    stack: contextlib.AsyncExitStack,
 ) -> Jobs:  # fmt: skip
     """Open the jobs, and close them with `stack`. If the `previous` gateway has not shut down, log what was restored."""
     key = await asyncio.to_thread(load_key, state)
-    jobs = Jobs(state, key, functions.get, functions.tasks, settings)
+    jobs = Jobs(state, key, functions.get, functions.tasks, settings, disk.wrote)
     again, failed = await jobs.start()
     stack.push_async_callback(jobs.close)
     if previous:
@@ -395,8 +402,9 @@ def _sharing(settings: GatewaySettings) -> Sharing | None:
     return Sharing(settings.host, settings.peers_port, settings.peers, token, certificate)
 
 
-async def _disk_readings(state: Path) -> list[Reading]:
+async def _disk_readings(state: Path, disk: Disk) -> list[Reading]:
     free = await asyncio.to_thread(free_bytes, state)
+    await asyncio.to_thread(disk.look)
     return [Reading("state_free_bytes", "Free space for the state folder.", {(): free}, ())]
 
 

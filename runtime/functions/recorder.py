@@ -99,6 +99,8 @@ class Recorder:
     def __init__(self, folder: Path, functions: Callable[[], Iterable[Live]]) -> None:
         """`functions` returns all live functions."""
         self._folder, self._functions = folder, functions
+        # The functions whose records could not be written the last time. One message for each is enough.
+        self._failing = set[str]()
         self._writing = asyncio.Lock()
 
     async def run(self) -> None:
@@ -123,6 +125,7 @@ class Recorder:
     async def forget(self, function: str) -> None:
         """Remove the records of a deleted function."""
         async with self._writing:
+            self._failing.discard(function)
             await asyncio.to_thread(shutil.rmtree, self._folder / function, ignore_errors=True)
 
     # -- reading
@@ -173,8 +176,11 @@ class Recorder:
                 self._file(function, "decisions").append(_json_lines(rows.decisions))
                 self._file(function, "load").append(_json_lines(rows.load))
                 self._file(function, "arrivals").append(rows.arrivals.tobytes())
+                self._failing.discard(function)
             except OSError as error:
-                LOG.warning("the records of %s could not be written: %s", function, error)
+                if function not in self._failing:
+                    LOG.warning("the records of %s could not be written: %s", function, error)
+                self._failing.add(function)
 
     def _file(self, function: str, kind: str) -> BoundedFile:
         folder = self._folder / function

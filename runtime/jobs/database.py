@@ -60,8 +60,12 @@ _Connect = Callable[[], sqlite3.Connection]
 class Database:
     """The database file and its two threads. `scripts[n]` upgrades the file from version n to n + 1."""
 
-    def __init__(self, path: Path, scripts: Sequence[str]) -> None:
+    def __init__(
+        self, path: Path, scripts: Sequence[str], on_written: Callable[[bool], None] = lambda _failed: None
+    ) -> None:
+        """`on_written` is called in the thread that writes, after each group, with whether it could not be stored."""
         self._path = path
+        self._on_written = on_written
         self._scripts = scripts
         self._writes: _Calls = queue.SimpleQueue()
         self._reads: _Calls = queue.SimpleQueue()
@@ -87,7 +91,7 @@ class Database:
         # file, which only the writer's connection may do.
         for name, connection, calls, run_group, connect in (
             ("jobs-reader", reader, self._reads, _read, self._connect_reader),
-            ("jobs-writer", writer, self._writes, _commit, self._connect),
+            ("jobs-writer", writer, self._writes, self._write_group, self._connect),
         ):
             served = (connection, calls, run_group, connect)
             thread = threading.Thread(target=_serve, args=served, name=name, daemon=True)
@@ -124,6 +128,14 @@ class Database:
                 raise JobStoreFailed("The store of jobs is closed.")
             calls.put(_QueuedCall(run, committed, future))
         return await future
+
+    def _write_group(self, connection: sqlite3.Connection, group: list[_QueuedCall]) -> None:
+        failed = True
+        try:
+            _commit(connection, group)
+            failed = any(isinstance(call.error, JobStoreFailed) for call in group)
+        finally:
+            self._on_written(failed)
 
     def _connect(self) -> sqlite3.Connection:
         connection = sqlite3.connect(

@@ -41,9 +41,10 @@ class Jobs:
         live: Callable[[str], Live],
         tasks: BackgroundTasks,
         settings: GatewaySettings,
+        on_written: Callable[[bool], None] = lambda _failed: None,
     ) -> None:
-        """`key` signs webhooks. `live` returns a live function by name; see `JobDispatcher`."""
-        self._database = Database(state / DATABASE_FILE, SCRIPTS)
+        """`key` signs webhooks. `live` returns a live function by name; see `JobDispatcher`. `on_written`: see `Database`."""
+        self._database = Database(state / DATABASE_FILE, SCRIPTS, on_written)
         self._tasks = tasks
         self._live = live
         self._keep_s = settings.keep_result_s

@@ -117,8 +117,14 @@ class LogFacts(NamedTuple):
 class LogFiles:
     """The files of all logs below `folder`. Any thread may use it."""
 
-    def __init__(self, folder: Path, *, max_bytes: int, keep_s: float) -> None:
-        """`max_bytes` is the size that one log may have with its older files."""
+    def __init__(
+        self, folder: Path, *, max_bytes: int, keep_s: float, on_written: Callable[[bool], None] = lambda _failed: None
+    ) -> None:  # fmt: skip
+        """`max_bytes` is the size that one log may have with its older files.
+
+        `on_written` is called in the thread that writes, after each write, with whether lines could not be stored.
+        """
+        self._on_written, self._failed = on_written, False
         self._folder, self._keep_s = folder, keep_s
         self._file_bytes = max(1, max_bytes // (BACKUPS + 1))
         self._waiting: queue.SimpleQueue[tuple[str, LogLine] | threading.Event] = queue.SimpleQueue()
@@ -254,9 +260,12 @@ class LogFiles:
                 "warning",
             )
             texts[name].append(missing.encode())
+        self._failed = False
         with self._changing:
             for name, lines in texts.items():
                 self._file(name).store(b"".join(lines).decode(), len(lines))
+        if texts:
+            self._on_written(self._failed)
         for item in items:
             if isinstance(item, threading.Event):
                 item.set()
@@ -271,6 +280,7 @@ class LogFiles:
         return file
 
     def _fail(self, name: str, count: int) -> None:
+        self._failed = True
         with self._lock:
             self._unreported[name] += count
             self.dropped += count

@@ -32,8 +32,8 @@ def bodies(connection: sqlite3.Connection) -> list[bytes]:
     return [row["body"] for row in connection.execute("SELECT body FROM rows ORDER BY number")]
 
 
-def opened(path: Path) -> Database:
-    database = Database(path, SCRIPTS)
+def opened(path: Path, on_written: Callable[[bool], None] = lambda _failed: None) -> Database:
+    database = Database(path, SCRIPTS, on_written)
     database.open()
     return database
 
@@ -263,8 +263,8 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 async def test_a_full_disk_is_reported_and_writes_succeed_once_there_is_room(small_disk: Path) -> None:
-    ballast = small_disk / "ballast"
-    database = opened(small_disk / "jobs.db")
+    ballast, failures = small_disk / "ballast", list[bool]()
+    database = opened(small_disk / "jobs.db", failures.append)
     await database.write(put(b"first"))
     ballast.write_bytes(b"x" * 700_000)
     asked = [b"%4d" % number + os.urandom(9_000) for number in range(200)]
@@ -273,8 +273,10 @@ async def test_a_full_disk_is_reported_and_writes_succeed_once_there_is_room(sma
     assert 0 < len(kept) < 200
     assert all(result is None or "full" in str(result) for result in results)
     assert await database.read(bodies) == [b"first", *kept]
+    assert failures == [False, *(result is not None for result in results)]
     ballast.unlink()
     await database.write(put(b"last"))
+    assert failures[-1] is False
     await asyncio.to_thread(database.close)
     database = opened(small_disk / "jobs.db")
     assert await database.read(bodies) == [b"first", *kept, b"last"]

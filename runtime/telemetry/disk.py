@@ -1,0 +1,49 @@
+"""Logs when the disk of the state folder becomes full, and when it has room again."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+LOG = logging.getLogger(__name__)
+PAUSE_S = 60.0
+"""The pause between two messages, at least: a disk may be full and not full by turns."""
+
+
+class Disk:
+    """The disk of the state folder. It is looked at when somebody asks or when a write fails, and never by a clock."""
+
+    def __init__(
+        self, folder: Path, is_full: Callable[[], bool], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`is_full` looks at the disk. It is called in any thread."""
+        self._folder, self._is_full, self._clock = folder, is_full, clock
+        self._lock = threading.Lock()
+        self._again_s = float("-inf")
+        self.full = False
+        """True if the last message said that the disk is full."""
+
+    def look(self) -> bool:
+        """Return whether the disk is full, and log a change. Blocks."""
+        full = self._is_full()
+        with self._lock:
+            now_s = self._clock()
+            if full == self.full or now_s < self._again_s:
+                return full
+            self.full, self._again_s = full, now_s + PAUSE_S
+        if full:
+            LOG.error(
+                "the disk of %s is full: /readyz answers 503, and jobs, logs and records may be lost",
+                self._folder,
+            )
+        else:
+            LOG.warning("the disk of %s has room again", self._folder)
+        return full
+
+    def wrote(self, failed: bool) -> None:
+        """Learn that a write to the disk has succeeded or failed. Blocks if that may be a change."""
+        if failed != self.full:
+            self.look()
