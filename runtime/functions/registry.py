@@ -19,10 +19,10 @@ from ..access.secrets import Secrets
 from ..launching.fetcher_client import FetcherClient
 from ..launching.launcher import Launcher
 from ..scaling.rung_figures import HoldingPrices
-from ..serving.function_history import FunctionHistories
+from ..serving.function_history import FunctionHistories, FunctionHistory
 from ..serving.gpu_places import GpuPlaces
 from ..serving.latency_curve_store import LatencyCurveStore
-from ..serving.revision import Revision
+from ..serving.revision import FAILURES, Revision
 from ..serving.worker_limit import WorkerLimit
 from ..telemetry.background import BackgroundTasks
 from ..telemetry.invocation_end import InvocationEnd
@@ -463,12 +463,6 @@ class Functions:
             for callback in self.events.called:
                 callback(record.function, at_s)
 
-        def ended(end: InvocationEnd) -> None:
-            if end.timeline.activation is not None:
-                history.note_cold(end)
-            for callback in self.events.ended:
-                callback(end)
-
         def activated(outcome: str) -> None:
             for callback in self.events.activated:
                 callback(record.function, outcome)
@@ -476,9 +470,18 @@ class Functions:
         revision = Revision(
             spec, policy_of(record), launcher, logs.of(record.revision), self.tasks, activated, self.weights,
             lambda: self.secrets.of(record.function), curves,
-            history, self.limit, self.gpus, called, ended,
+            history, self.limit, self.gpus, called, functools.partial(self._note_end, history, logs),
         )  # fmt: skip
         return Live(record, revision, logs)
+
+    def _note_end(self, history: FunctionHistory, logs: LogBook, end: InvocationEnd) -> None:
+        """Tell all that count invocations that one has ended."""
+        if end.timeline.activation is not None:
+            history.note_cold(end)
+        if end.error is not None:
+            _log_error(logs, end, end.error)
+        for callback in self.events.ended:
+            callback(end)
 
     async def _retire(self, name: str, old: Live | None) -> None:
         """Retire the replaced revision, if there is one, and remove old revisions from the store."""
@@ -511,6 +514,13 @@ def _log_failure(logs: LogBook, record: RevisionRecord, error: BaseException) ->
     if isinstance(error, PilotflameError):
         text = f"revision {record.revision} was not deployed: {error}\n{error.trace}".rstrip()
         logs.write("deploy", text, "error", revision=record.revision)
+
+
+def _log_error(logs: LogBook, end: InvocationEnd, error: PilotflameError) -> None:
+    """Log an error of an invocation that a worker had. A failed handler is logged before, with its traceback."""
+    if end.timeline.sent_s and error.status >= 500 and not isinstance(error, FAILURES):
+        text = f"{error.code}: {error.message}"
+        logs.write("gateway", text, "error", request_id=end.request_id, revision=end.revision)
 
 
 def _remove(folder: Path) -> None:

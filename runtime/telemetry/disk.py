@@ -14,7 +14,7 @@ PAUSE_S = 60.0
 
 
 class Disk:
-    """The disk of the state folder. It is looked at when somebody asks or when a write fails, and never by a clock."""
+    """The disk of the state folder. Its free space is read on request and after a failed write, never by a clock."""
 
     def __init__(
         self, folder: Path, is_full: Callable[[], bool], clock: Callable[[], float] = time.monotonic

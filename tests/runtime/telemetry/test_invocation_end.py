@@ -63,6 +63,15 @@ async def test_jobs_are_counted_as_calls_are(deploy, gateway: Gateway):
             assert await counted(gateway, "pilotflame_invocations_total", source=source, code=code, **of) == 1
 
 
+async def test_a_call_that_took_too_long_is_in_the_log_with_its_id(deploy, gate: Gate):
+    function = await deploy(WAITS, gate=gate)
+    response = await function.call(0, X_Request_Timeout="0.3")
+    assert response.status_code == 504
+    line = await function.logged("deadline_exceeded: ")
+    assert (line["request_id"], line["level"]) == (response.headers["X-Request-Id"], "error")
+    assert (await function.status())["last_errors"][-1]["request_id"] == response.headers["X-Request-Id"]
+
+
 async def test_a_batch_is_a_source_of_its_own(deploy):
     function = await deploy(FAILS)
     for policy, code in (({"priority": "batch"}, 0), ({"priority": "low"}, 1)):
