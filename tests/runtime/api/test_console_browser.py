@@ -106,7 +106,7 @@ async def test_figures_and_charts_follow_what_happens(deploy, visit: Visit):
     await expect(row).to_contain_text("ready")
     await expect(row).to_contain_text("1 / 3")
     bar = row.get_by_role("img", name="latest cold start")
-    await expect(bar).to_have_attribute("aria-label", re.compile(r"exec .* ms"))
+    await expect(bar).to_have_attribute("aria-label", re.compile(r"restore .* ms"))
     await row.get_by_role("link").click()
     await expect(page.get_by_role("heading", level=1)).to_contain_text(function.name)
     await expect(page).to_have_title(f"{function.name} · pilotflame")
