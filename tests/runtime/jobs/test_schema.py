@@ -59,7 +59,8 @@ async def test_the_jobs_and_deliveries_of_an_older_file_keep_their_owners(
     await store.cancel("tone", "job-2")
     assert await store.counts("tone") == JobCounts(in_queue=3, cancelled=1, failed=9, queued_bytes=4)
     assert await store.counts("tone", "key-1") == JobCounts(in_queue=1, cancelled=1, queued_bytes=1)
-    assert [delivery.id for delivery in await store.deliveries("tone", owner="key-2")] == ["msg_3"]
+    (theirs,) = await store.deliveries("tone", owner="key-2")
+    assert (theirs.id, theirs.subject, theirs.job_id) == ("msg_3", "job:job-3", "job-3")
     assert len(await store.deliveries("tone")) == 4
 
 
