@@ -37,7 +37,8 @@ _URI = {"type": "string", "format": "uri"}
 _HIDDEN = {"type": "string", "format": "password", "writeOnly": True}
 # The prefix of the model's field names: pydantic reserves some names that Cog allows (`schema`, `_x`).
 _PREFIX = "input_"
-_CONFIG = ConfigDict(extra="forbid", arbitrary_types_allowed=True, protected_namespaces=())
+# As in Cog, unknown inputs are dropped: callers send the inputs of other versions of a model, too.
+_CONFIG = ConfigDict(extra="ignore", arbitrary_types_allowed=True, protected_namespaces=())
 
 
 class CogInputs:

@@ -40,7 +40,8 @@ class Uploader:
 
         `about` is what the gateway says of the prediction.
         """
-        headers = {"traceparent": context.traceparent} if context.traceparent else {}
+        own = {"traceparent": context.traceparent} if context.traceparent else {}
+        headers = about.get("trace") or own
         if prefix := about.get("output_file_prefix"):
             return cls(prefix, headers, form=True)
         endpoint = environ.get(UPLOAD_URL, "")
@@ -86,12 +87,12 @@ class Uploader:
     def _body(self, name: str, source: IO[Any]) -> tuple[Iterator[bytes], int, str]:
         """Return (blocks, number of bytes, media type) of the request's body."""
         blocks, length = _blocks(source)
-        kind = media_type(name)
         if not self._form:
-            return blocks, length, kind
+            return blocks, length, media_type(name)
         boundary = secrets.token_hex(16)
         field = f'Content-Disposition: form-data; name="file"; filename="{parse.quote(name)}"'
-        head = f"--{boundary}\r\n{field}\r\nContent-Type: {kind}\r\n\r\n".encode()
+        # As in Cog, the part has no Content-Type.
+        head = f"--{boundary}\r\n{field}\r\n\r\n".encode()
         tail = f"\r\n--{boundary}--\r\n".encode()
         whole = _chained(head, blocks, tail)
         return whole, len(head) + length + len(tail), f"multipart/form-data; boundary={boundary}"

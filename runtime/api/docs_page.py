@@ -14,6 +14,7 @@ from typing import Any
 from aiohttp import web
 
 from ..._version import __version__
+from ...handlers.dialects.cog_sdk import VERSION as COG_VERSION
 from .responses import json_response
 from .routes import Route
 
@@ -30,6 +31,8 @@ LINKS = {
     "ready_url": "/readyz",
     "healthcheck_url": "/health-check",
     "predictions_url": "/predictions",
+    "predictions_idempotent_url": "/predictions/{prediction_id}",
+    "predictions_cancel_url": "/predictions/{prediction_id}/cancel",
 }
 """Cog's root has the same names for the pages that it has, too."""
 HEADERS: Mapping[str, str] = {
@@ -45,7 +48,7 @@ class DocsPage:
 
     def routes(self) -> list[Route]:
         probe: dict[str, Any] = {"public": True, "errors": ()}
-        named = dict.fromkeys(("name", "version", *LINKS), str)
+        named = dict.fromkeys(("name", "version", "cog_version", *LINKS), str)
         return [
             Route("GET", "/", self.index, None, "Name the gateway.", named, other_responses={303: None}, **probe),
             Route("OPTIONS", "/", self.options, None, "List the methods.", None, 204, **probe),
@@ -64,7 +67,10 @@ class DocsPage:
         """Respond with 200, as health checkers expect. A browser is sent to the console."""
         if "text/html" in request.headers.get("Accept", ""):
             return web.Response(status=303, headers={"Location": LINKS["console_url"], "Vary": "Accept"})
-        return json_response({"name": NAME, "version": __version__, **LINKS}, headers={"Vary": "Accept"})
+        return json_response(
+            {"name": NAME, "version": __version__, "cog_version": COG_VERSION, **LINKS},
+            headers={"Vary": "Accept"},
+        )
 
     async def options(self, _request: web.Request) -> web.StreamResponse:
         return web.Response(status=204, headers={"Allow": "GET, HEAD, OPTIONS"})

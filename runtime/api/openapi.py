@@ -18,12 +18,13 @@ from ...handlers.arrays import NPY_TYPE, SAFETENSORS_TYPE
 from ...handlers.codec import BYTES_TYPE, JSON_TYPE
 from ..functions.live import FunctionStatus
 from .event_stream import EVENT_STREAM_TYPE
-from .predictor_schema import REFERENCE, predictor_components
+from .predictor_schema import REFERENCE, predictor_components, predictor_document
 from .responses import json_response
 from .routes import Parameter, Route
 
 INVOKE_PATH = "/invoke/{function}"
-FUNCTION = Parameter("function", "Describe only this function.")
+FUNCTION = Parameter("function", "Describe only this function, one of Cog as Cog does, in OpenAPI 3.0.")
+COG = "cog"
 _GUARD_ERRORS = (401, 403, 404, 429)
 _SECURITY_SCHEMES = {
     "key": {"type": "http", "scheme": "bearer", "description": "An API key: pf_…"},
@@ -70,6 +71,8 @@ class OpenApi:
         found = [status for status in self._statuses(request) if named in ("", status.name)]
         if named and not found:
             raise UnknownFunction.named(named)
+        if named and found[0].dialect == COG:
+            return json_response(predictor_document(found[0]))
         return json_response(self.document(found))
 
     @cached_property

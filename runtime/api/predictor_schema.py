@@ -1,8 +1,9 @@
-"""Describes a function as Cog describes a model: by the components `Input` and `Output` of an OpenAPI document."""
+"""Describes a function as Cog describes a model: by an OpenAPI document with the components `Input` and `Output`."""
 
 from __future__ import annotations
 
 from collections.abc import Container
+from pathlib import Path
 from typing import Any
 
 import orjson
@@ -11,6 +12,15 @@ from ..functions.live import FunctionStatus
 
 REFERENCE = "#/components/schemas/"
 DISPLAY = "x-cog-array-display"
+# Cog's paths that exist here, too, and the components that they refer to.
+_COG: dict[str, Any] = orjson.loads(Path(__file__).with_suffix(".json").read_bytes())
+
+
+def predictor_document(function: FunctionStatus) -> dict[str, Any]:
+    """Return the document of Cog's server for this function, in the format OpenAPI 3.0."""
+    schemas = _COG["components"]["schemas"]
+    schemas = schemas | predictor_components(function, schemas)
+    return _COG | {"components": {"schemas": schemas}}
 
 
 def predictor_components(function: FunctionStatus, taken: Container[str] = ()) -> dict[str, Any]:

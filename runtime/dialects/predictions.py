@@ -14,7 +14,7 @@ from typing_extensions import TypedDict
 
 from ...errors import InputInvalid, PilotflameError, UnknownJob
 from ..api.backend import Backend
-from ..api.requests import caller_of, load_json, owner_of, read_body, too_large, validate
+from ..api.requests import Headers, caller_of, load_json, owner_of, read_body, too_large, validate
 from ..api.responses import ErrorFields, Response, Timestamp, error_reply
 from ..functions.live import Live
 from ..jobs.job import EVENTS, PREDICTION, Job, Webhook
@@ -25,6 +25,8 @@ MAX_DIGITS = 10
 # The ids that a caller may choose. They must not begin like generated ids.
 ID = re.compile(r"(?!job-)[A-Za-z0-9._~-]{1,128}")
 WebhookEvent = Literal["start", "output", "logs", "completed"]
+TRACE_HEADERS = ("traceparent", "tracestate")
+MAX_TRACE_CHARS = 512
 ShortText = Annotated[str, StringConstraints(max_length=4096)]
 _STEP = re.compile(r"[^.\[\]]+")
 
@@ -40,8 +42,10 @@ class PredictionRequest(BaseModel, frozen=True, extra="ignore", strict=True):
     webhook: str | None = Field(None, max_length=2048)
     webhook_events_filter: list[WebhookEvent] | None = Field(None, max_length=100)
 
-    def fields(self, path_id: str | None, owner: str, *, waits: bool = True) -> dict[str, Any]:
-        """Return the fields of NewJob that this request sets. The path may choose the id, too.
+    def fields(
+        self, path_id: str | None, owner: str, headers: Headers, *, waits: bool = True
+    ) -> dict[str, Any]:
+        """Return the fields of NewJob that this request, with these headers, sets. The path may choose the id, too.
 
         If the caller does not wait for the end (`waits`), the function may upload its output files. Raises
         InputInvalid if the id is malformed, or if path and body differ.
@@ -56,6 +60,7 @@ class PredictionRequest(BaseModel, frozen=True, extra="ignore", strict=True):
             "context": self.context,
             "output_file_prefix": self.output_file_prefix,
             "id": wanted,
+            "trace": trace_of(headers),
         }
         about |= {"asynchronous": not waits}
         told = {name: value for name, value in about.items() if value}
@@ -117,6 +122,16 @@ async def read_prediction(
     """
     body = await read_body(request, most, backend.body_timeout_s)
     return validate(PredictionRequest, load_json(body or b"{}"), remedy, InputInvalid), body
+
+
+def trace_of(headers: Headers) -> dict[str, str]:
+    """Return the headers of the caller's trace, which webhooks and uploads get as they are, as from Cog."""
+    sent = {name: headers.get(name, "") for name in TRACE_HEADERS}
+    return {
+        name: value
+        for name, value in sent.items()
+        if value and len(value) <= MAX_TRACE_CHARS and value.isascii() and value.isprintable()
+    }
 
 
 def check_size(live: Live, body: bytes) -> None:

@@ -33,7 +33,9 @@ MAX_DELETED = 4
 MAX_HOSTS = 256
 """How many hosts `due` examines: those whose deliveries are due earliest."""
 
-_COLUMNS = ", ".join(field.name for field in dataclasses.fields(Delivery) if field.name != "body")
+_COLUMNS = ", ".join(
+    field.name for field in dataclasses.fields(Delivery) if field.name not in ("body", "trace")
+)
 _INSERT = """
 INSERT INTO deliveries (id, subject, function, event, url, host, body, state, attempts, next_s, created_s, last_status,
     last_error, log, owner) VALUES (?, ?, ?, ?, ?, ?, ?, 'PENDING', ?, ?, ?, 0, '', ?, ?)"""
@@ -271,7 +273,19 @@ def _due_at(
 def _read(connection: sqlite3.Connection, where: str, key: str | int) -> Delivery | None:
     select = f"SELECT {_COLUMNS}, body FROM deliveries WHERE {where}"  # noqa: S608
     row = connection.execute(select, (key,)).fetchone()
-    return _delivery(row) if row is not None else None
+    if row is None:
+        return None
+    return dataclasses.replace(_delivery(row), trace=_trace(connection, row["job_id"]))
+
+
+def _trace(connection: sqlite3.Connection, job_id: str) -> dict[str, str]:
+    """Return the headers of the trace that the job's caller sent, of a prediction as they were sent."""
+    row = connection.execute("SELECT traceparent, extra FROM jobs WHERE id = ?", (job_id,)).fetchone()
+    if row is None:
+        return {}
+    extra = orjson.loads(row["extra"]) if row["extra"] else {}
+    sent: dict[str, str] = extra.get("prediction", {}).get("trace") or {}
+    return sent or ({"traceparent": row["traceparent"]} if row["traceparent"] else {})
 
 
 def _delivery(row: sqlite3.Row) -> Delivery:

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import enum
 import random
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 MAX_RETRY_AFTER_S = 86400.0
 """If a receiver asks to wait longer than this, the delivery waits only this long."""
@@ -64,6 +64,8 @@ class Delivery:
     """The latest attempts, oldest first."""
     body: bytes = b""
     """The message. It is empty in lists of deliveries."""
+    trace: Mapping[str, str] = field(default_factory=dict)
+    """Headers that continue the trace of the job's caller. They are empty in lists, and once the job is deleted."""
 
     @property
     def job_id(self) -> str:

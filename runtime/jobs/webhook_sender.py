@@ -116,8 +116,8 @@ class WebhookSender:
 
     async def _send(self, delivery: Delivery, poster: HttpPoster) -> None:
         now_s = time.time()
-        headers = self._key.of(delivery.function).headers(delivery.id, delivery.body, now_s)
-        attempt = await poster.post(delivery.url, headers, delivery.body, now_s)
+        signed = self._key.of(delivery.function).headers(delivery.id, delivery.body, now_s)
+        attempt = await poster.post(delivery.url, {**delivery.trace, **signed}, delivery.body, now_s)
         try:
             record = partial(outbox.record, delivery_id=delivery.id, attempt=attempt, schedule=self._schedule)
             state = await self._database.write(partial(record, now_s=time.time()))

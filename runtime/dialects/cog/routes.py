@@ -105,7 +105,8 @@ class PredictionsApi:
         limit = limit if wait_s is None else min(limit, ASYNC_BODY_BYTES)
         wanted, body = await read_prediction(request, self._backend, limit, REMEDY)
         owner = caller_of(request).owner
-        fields = wanted.fields(request.match_info.get("id"), owner, waits=wait_s is None)
+        path_id = request.match_info.get("id")
+        fields = wanted.fields(path_id, owner, request.headers, waits=wait_s is None)
         live = self._live(request, wanted.version)
         check_size(live, body)
         job, replayed = await self._backend.submit(request, live, dump_json(wanted.input), **fields)

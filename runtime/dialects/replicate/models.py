@@ -14,7 +14,7 @@ from ....errors import UnknownFunction
 from ....handlers.dialects.cog_sdk import VERSION
 from ...access.keys import Scope
 from ...api.backend import Backend
-from ...api.predictor_schema import predictor_components
+from ...api.predictor_schema import predictor_document
 from ...api.requests import caller_of, owner_of
 from ...api.responses import Timestamp, json_response
 from ...api.routes import Route
@@ -151,10 +151,7 @@ def _page(results: list[Any]) -> web.Response:
 
 
 def _version(status: FunctionStatus) -> Version:
-    info = {"title": "Cog", "version": "0.1.0"}
-    components = {"schemas": predictor_components(status)}
-    schema = {"openapi": "3.0.2", "info": info, "paths": {}, "components": components}
-    created = status.created_at.isoformat()
+    created, schema = status.created_at.isoformat(), predictor_document(status)
     return Version(id=status.name, created_at=created, cog_version=VERSION, openapi_schema=schema)
 
 

@@ -95,7 +95,7 @@ class ReplicateApi:
         live = self._models.live(request, reference)
         check_size(live, body)
         settings = live.record.settings
-        fields = wanted.fields(None, caller_of(request).owner, waits=False)
+        fields = wanted.fields(None, caller_of(request).owner, request.headers, waits=False)
         inside = None if settings.image.name is None else min(most, settings.max_body_bytes)
         given, files = await self._files.given(request, body, wanted.input, inside)
         if files:

@@ -92,7 +92,7 @@ async def test_inputs_that_do_not_fit_are_named(deploy_folder: Callable[..., Any
     function = await deploy_folder("cog-inputs", **HERE)
     wrong = {
         "image": PICTURE, "style": "loud", "length": 11, "temperature": "hot", "prefix": "bad start", "seed": "x",
-        "thumbnail": 7, "tags": [1], "other": 1,
+        "thumbnail": 7, "tags": [1],
     }  # fmt: skip
     found = await problems(function, {"input": wrong})
     assert set(found) == {f"input.{name}" for name in (*wrong, "tags[0]")} - {"input.image", "input.tags"}

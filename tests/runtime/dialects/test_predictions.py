@@ -46,7 +46,7 @@ def parse(body: bytes) -> PredictionRequest:
 
 def test_defaults() -> None:
     request = parse(b"{}")
-    assert (request.input, request.id, request.fields(None, "")) == ({}, None, {"wanted_id": ""})
+    assert (request.input, request.id, request.fields(None, "", {})) == ({}, None, {"wanted_id": ""})
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_defaults() -> None:
 )
 def test_the_filter_chooses_the_events_of_the_webhook(more: str, events: tuple[str, ...]) -> None:
     request = parse(f'{{"webhook": "http://here"{more}}}'.encode())
-    assert request.fields(None, "")["webhook"] == Webhook("http://here", events, PREDICTION)
+    assert request.fields(None, "", {})["webhook"] == Webhook("http://here", events, PREDICTION)
 
 
 def test_an_invalid_request_is_refused_with_its_field() -> None:
