@@ -274,7 +274,7 @@ async def startup(
     standalone = _standalone(alone, functions, rows, settings.log_format, stack)
     routes = OpenApi([*rows, *(standalone.routes if standalone is not None else [])], admin.statuses).routes
     cors, control = (
-        CrossOrigin(functions, routes, settings.cors_origins),
+        CrossOrigin(functions, routes, settings.cors_origins, lambda: local and not guard.closed),
         stack.enter_context(control_socket(state)),
     )
     guard = Guard(

@@ -2,12 +2,16 @@
 
 It applies to routes that need the scope `invoke` or none, never to those that deploy or manage. API keys are
 sent in a header that the page sets, not in cookies, so no response allows credentials.
+
+While a gateway on loopback has no API key, pages of this machine may use the routes with the scope `invoke`, too. Any
+program of the machine may do that.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 
 from aiohttp import hdrs, web
 
@@ -21,14 +25,24 @@ from .routes import Route
 EVERY = "*"
 MAX_METHOD_CHARS = 20
 MAX_HEADERS_CHARS = 4096
+# The origins of pages that a program of this machine serves. A browser writes them in this form.
+_LOCAL = re.compile(r"https?://(localhost|127\.0\.0\.1|\[::1\])(:[0-9]{1,5})?")
 _PRIVATE_NETWORK = "Access-Control-{}-Private-Network"
 
 
 class CrossOrigin:
     """Decides which origins may call which routes. `origins` may call all functions."""
 
-    def __init__(self, functions: Functions, routes: Sequence[Route], origins: Sequence[str]) -> None:
-        self._functions = functions
+    def __init__(
+        self,
+        functions: Functions,
+        routes: Sequence[Route],
+        origins: Sequence[str],
+        is_open: Callable[[], bool],
+    ) -> None:
+        """`is_open` returns True while only this machine reaches the gateway and requests need no API key."""
+        self._functions, self._is_open = functions, is_open
+        self._invoking = {route.path for route in routes if route.scope is Scope.INVOKE}
         self._paths = {route.path for route in routes if route.scope in (None, Scope.INVOKE)}
         self._everywhere = Cors(origins=tuple(origins))
 
@@ -75,6 +89,8 @@ class CrossOrigin:
         """Return the settings that allow the origin, of the function or of the gateway. None if none do."""
         if path not in self._paths:
             return None
+        if path in self._invoking and _LOCAL.fullmatch(origin) and self._is_open():
+            return Cors(origins=(origin,))
         found = [self._everywhere]
         if function is not None:
             with contextlib.suppress(UnknownFunction, GatewayError):

@@ -64,9 +64,9 @@ def check_origin(headers: Headers, allows: Callable[[str], bool] = lambda _origi
     host, origin = headers.get(hdrs.HOST), headers.get(hdrs.ORIGIN)
     if host is not None and not _names_loopback(f"//{host}"):
         raise _forbidden(f"answers only to this machine's own names, not to {host[:80]!a}")
+    if origin is not None and allows(origin):
+        return
     if origin is not None and not _names_loopback(origin):
-        if allows(origin):
-            return
         raise _forbidden(f"answers no web page of {origin[:80]!a}")
     if headers.get(_FETCH_SITE) == "cross-site":
         raise _forbidden("answers no web page of another origin")

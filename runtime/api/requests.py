@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeAlias, TypeVar
 
 import orjson
-from aiohttp import hdrs, web
+from aiohttp import HttpVersion11, hdrs, web
 from multidict import istr
 from pydantic import BaseModel, ValidationError
 
@@ -25,6 +25,8 @@ from ..telemetry.timeline import TRACEPARENT
 CALLER = web.RequestKey("caller", Caller)
 BODY = web.RequestKey("body", bytes)
 """The body of a request that the guard had to read. `read_body` returns it."""
+CONTINUED = web.RequestKey("continued", bool)
+"""True once the interim response 100 was sent to a client that expects it before it sends the body."""
 Headers: TypeAlias = Mapping[str, str]
 M = TypeVar("M", bound=BaseModel)
 
@@ -36,6 +38,7 @@ PRIORITY = istr("X-Priority")
 GRPC = istr("grpc-timeout")
 ENVOY = istr("x-envoy-expected-rq-timeout-ms")
 STAINLESS = istr("x-stainless-read-timeout")
+CONTINUE = "100-continue"
 IDEMPOTENCY = "Idempotency-Key"
 MAX_KEY_CHARS = 255
 MAX_ACCEPT_CHARS = 1000
@@ -77,6 +80,7 @@ async def read_body(
         return read
     if not request.can_read_body:
         return b""
+    await continue_body(request)
     try:
         # Most bodies arrive together with the header.
         if request.content.is_eof():
@@ -91,6 +95,28 @@ async def read_body(
     if len(body) > limit:
         raise too_large(limit, remedy)
     return body
+
+
+async def check_expectation(request: web.Request) -> None:
+    """Raise HTTPExpectationFailed unless the client expects nothing but 100-continue, which `continue_body` sends."""
+    if request.version == HttpVersion11 and request.headers.get(hdrs.EXPECT, "").lower() != CONTINUE:
+        raise web.HTTPExpectationFailed
+
+
+async def continue_body(request: web.Request) -> None:
+    """Tell a client that waits for it (`Expect: 100-continue`) to send the body. Call it before the body is read.
+
+    A request that is refused before gets its error at once, and the client does not send the body.
+    """
+    if awaits_continue(request):
+        request[CONTINUED] = True
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        # The writer must not count these bytes as part of the response.
+        request.writer.output_size = 0
+
+
+def awaits_continue(request: web.Request) -> bool:
+    return request.version == HttpVersion11 and hdrs.EXPECT in request.headers and CONTINUED not in request
 
 
 async def _collect(request: web.Request, limit: int) -> bytes:

@@ -13,22 +13,23 @@ from datetime import UTC, datetime
 from typing import Annotated, Any, NamedTuple, NotRequired
 
 import orjson
-from aiohttp import hdrs, web
+from aiohttp import HttpVersion10, HttpVersion11, hdrs, web
 from pydantic import WithJsonSchema, with_config
 from typing_extensions import TypedDict
 
 from ..._version import __version__
-from ...errors import MethodNotAllowed, PilotflameError, Unauthorized, UnknownRoute
+from ...errors import MalformedRequest, MethodNotAllowed, PilotflameError, Unauthorized, UnknownRoute
 from ...handlers.codec import JSON_TYPE
 from ...handlers.negotiation import weigh
 from ..access.keys import Scope
 from ..serving.invocation import Invocation
-from .requests import Headers, caller_of, request_id_of
+from .requests import Headers, awaits_continue, caller_of, request_id_of
 
 # The standard library has zstd since Python 3.14. The backport can be installed only on older versions.
 zstd = importlib.import_module("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd")
 
 SERVER = f"pilotflame/{__version__}"
+VERSIONS = (HttpVersion10, HttpVersion11)
 RETRY_AFTER_S = {429: 1.0, 503: 2.0}
 """The seconds for Retry-After, by status, if the error's details have no `retry_after_s`."""
 MIN_COMPRESSED_BYTES = 1024
@@ -134,6 +135,7 @@ class ErrorResponses:
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
+            check_version(request)
             return await handler(request)
         except PilotflameError as error:
             return self._response(request, error)
@@ -160,9 +162,20 @@ class ErrorResponses:
         return response
 
 
-async def complete_headers(_request: web.BaseRequest, response: web.StreamResponse) -> None:
+def check_version(request: web.Request) -> None:
+    """Raise MalformedRequest unless the request is HTTP/1.0 or HTTP/1.1. aiohttp also parses HTTP/0.9 and HTTP/2.0."""
+    if request.version not in VERSIONS:
+        version = ".".join(map(str, request.version))
+        raise MalformedRequest(f"This is HTTP/{version}.", remedy="Send HTTP/1.1 or HTTP/1.0.")
+
+
+async def complete_headers(request: web.Request, response: web.StreamResponse) -> None:
     """Name the server. Remove the Content-Type that aiohttp adds to a response without a body."""
     response.headers[hdrs.SERVER] = SERVER
+    # A client that expects 100-continue and is refused does not send the body that it has announced.
+    if request.version not in VERSIONS or awaits_continue(request):
+        response.headers[hdrs.CONNECTION] = "close"
+        response.force_close()
     if isinstance(response, web.Response) and response.body is None:
         response.headers.popall(hdrs.CONTENT_TYPE, None)
 

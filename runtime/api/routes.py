@@ -17,6 +17,7 @@ from aiohttp import web
 
 from ...errors import BadInput, UnsupportedMedia
 from ..access.keys import Scope
+from .requests import check_expectation
 from .responses import ErrorBody, ErrorFormat, Handler
 
 MAX_DIGITS = 9
@@ -181,7 +182,10 @@ def aiohttp_routes(routes: Sequence[Route]) -> list[web.RouteDef]:
     public = {
         ("HEAD", route.path): route.handler for route in routes if route.public and route.method == "GET"
     }
-    return [web.route(method, path, handler) for (method, path), handler in (public | found).items()]
+    return [
+        web.route(method, path, handler, expect_handler=check_expectation)
+        for (method, path), handler in (public | found).items()
+    ]
 
 
 def scopes_by_route(routes: Sequence[Route]) -> dict[tuple[str, str], Scope | None]:

@@ -256,7 +256,7 @@ class Revision(RevisionEvents):
         try:
             await self._readiness.wait(workers, timeout_s)
         except TimeoutError:
-            if (reached := self._reached) is not None:
+            if (reached := self.reached) is not None:
                 raise activation_timeout(self.spec.function, timeout_s, reached) from None
             message = f"{workers} workers of {self.spec.function!r} were not ready within {timeout_s:.0f} s."
             raise ActivationTimeout(message, remedy="Wait longer: the start goes on.") from None
@@ -412,7 +412,7 @@ class Revision(RevisionEvents):
 
     def _granted(self, start: int, stats: autoscaler.Stats, hold: WarmHold | None) -> int:
         """Return how many of `start` workers the limits leave. Note it when they become too few."""
-        before = self._reached
+        before = self.reached
         if not start and before is None:
             return 0
         # A caller whom the start takes too long tries again, and one who warms it up waits as well.
@@ -420,14 +420,15 @@ class Revision(RevisionEvents):
         may = self._limit.ask(self, start, waiting=stats.queued > 0)
         # Where one has a worker, only those of others that are idle for a while make room for more.
         may = self._gpus.ask(self, may, waiting=waiting, lasting=stats.awake > 0)
-        reached = self._reached
+        reached = self.reached
         if reached is not None and (before is None or before.name != reached.name):
             self._note("refuse", reached.name, stats, **{"workers": start - may, reached.name: reached.most})
         self.dispatcher.note_limit(reached)
         return may
 
     @property
-    def _reached(self) -> Cap | None:
+    def reached(self) -> Cap | None:
+        """Return the limit that keeps workers from starting that are wanted, or None."""
         return self._limit.reached(self) or self._gpus.reached(self)
 
     @property

@@ -18,7 +18,7 @@ from ....handlers.codec import BYTES_TYPE
 from ....handlers.dialects.files import media_type
 from ...access.keys import Scope
 from ...api.origins import Origins
-from ...api.requests import caller_of, load_json, owner_of
+from ...api.requests import caller_of, continue_body, load_json, owner_of
 from ...api.responses import Timestamp, json_response, timestamp
 from ...api.routes import Route
 from .file_store import FileStore, expires_s
@@ -77,6 +77,7 @@ class FilesApi:
         """Store the field `content` of a form. The field `metadata` may hold a JSON object."""
         if request.content_type != "multipart/form-data":
             raise BadInput("The body is not a form.", remedy="Send multipart/form-data with a field content.")
+        await continue_body(request)
         try:
             async with asyncio.timeout(UPLOAD_TIMEOUT_S):
                 about = await self._receive(request, await request.multipart())

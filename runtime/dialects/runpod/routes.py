@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -192,7 +193,7 @@ class QueueApi:
         live = self._live(request)
         counts = await self._jobs.store.counts(live.record.function, owner_of(request))
         census = live.revision.census()
-        running = min(census.ready, census.in_flight)
+        running, failures = min(census.ready, census.in_flight), live.revision.breaker.failures
         health = {
             "jobs": {
                 "completed": counts.completed, "failed": counts.failed, "inProgress": counts.in_progress,
@@ -200,7 +201,8 @@ class QueueApi:
             },
             "workers": {
                 "idle": census.ready - running + census.parked, "running": running, "initializing": census.starting,
-                "ready": census.ready, "throttled": 0, "unhealthy": 0, "draining": census.draining,
+                "ready": census.ready, "throttled": _throttled(live, max(census.queued, counts.in_queue)),
+                "unhealthy": 0 if census.ready else failures, "draining": census.draining,
             },
         }  # fmt: skip
         return json_response(health)
@@ -251,6 +253,16 @@ class QueueApi:
         body = dump_json(wanted.input)
         job, replayed = await self._backend.submit(request, live, body, wait_s=wait_s, **wanted.fields())
         return job, replayed | {"X-Request-Id": job.id}
+
+
+def _throttled(live: Live, queued: int) -> int:
+    """Return how many workers the queue needs that a limit of the node, or failed starts, keep from starting."""
+    revision = live.revision
+    if revision.reached is None and not revision.breaker.failures:
+        return 0
+    census, scale = revision.census(), revision.policy.scale
+    missing = scale.max - census.ready - census.parked - census.starting
+    return max(0, min(math.ceil(queued / scale.concurrency) - census.starting, missing))
 
 
 def _named(request: web.Request) -> tuple[str, str, str]:

@@ -117,6 +117,62 @@ async def test_a_preflight_needs_no_key_and_the_call_does(state: Path):
             assert (response.status_code, ALLOW in response.headers) == (200, False)
 
 
+LOCAL = ("http://localhost:3000", "http://127.0.0.1:5173", "http://[::1]:8080", "https://localhost")
+
+
+async def test_pages_of_this_machine_call_functions_of_a_gateway_without_keys(deploy):
+    function = await deploy(ECHO)
+    for origin in LOCAL:
+        for path in (function.path, f"/v2/{function.name}/run", "/predictions"):
+            asked = await preflight(function.client, path, origin)
+            assert (asked.status_code, asked.headers[ALLOW]) == (204, origin)
+            assert "Access-Control-Allow-Credentials" not in asked.headers
+        # From localhost to 127.0.0.1 is another site for a browser.
+        response = await call(function, origin)
+        assert (response.status_code, response.headers[ALLOW]) == (200, origin)
+
+
+async def test_pages_of_this_machine_do_not_read_or_change_control_routes(deploy, gateway: Gateway):
+    function = await deploy(ECHO)
+    routes = [
+        ("GET", "/v1/functions"), ("POST", "/v1/functions"), ("DELETE", f"/v1/functions/{function.name}"),
+        ("GET", f"/v1/functions/{function.name}/logs"), ("POST", "/v1/keys"), ("GET", "/metrics"), ("GET", "/v1/usage"),
+        ("GET", "/openapi.json"),
+    ]  # fmt: skip
+    for method, path in routes:
+        asked = await preflight(gateway.client, path, LOCAL[0], method)
+        assert (asked.status_code >= 400, ALLOW in asked.headers) == (True, False), path
+        headers = {"Origin": LOCAL[0], "Sec-Fetch-Site": "cross-site"}
+        response = await gateway.client.request(method, path, headers=headers)
+        assert failure(response)["type"] == "forbidden", path
+        assert ALLOW not in response.headers
+
+
+async def test_origins_that_only_look_like_this_machine(deploy):
+    function = await deploy(ECHO)
+    for origin in (
+        "http://localhost.evil.example", "http://evil.example/localhost", "http://localhost@evil.example", "null",
+        "http://127.0.0.1.evil.example", "file://localhost", "http://a.localhost", "http://127.0.0.2", "localhost:3000",
+        "http://localhost:3000/", "http://2130706433",
+    ):  # fmt: skip
+        asked = await preflight(function.client, function.path, origin)
+        assert (asked.status_code >= 400, ALLOW in asked.headers) == (True, False), origin
+        response = await call(function, origin)
+        assert failure(response)["type"] == "forbidden", origin
+        assert ALLOW not in response.headers
+    # A name that a page has made to resolve to this machine.
+    rebound = {"Origin": LOCAL[0], "Host": "rebound.example"}
+    response = await function.client.post(function.path, json=1, headers=rebound)
+    assert failure(response)["type"] == "forbidden"
+
+
+async def test_pages_of_this_machine_are_as_others_once_there_are_keys(state: Path):
+    async with gateway_here(state, auth="always", drain_s=1.0) as gateway:
+        assert ALLOW not in (await preflight(gateway.client, "/predictions", LOCAL[0])).headers
+        refused = await gateway.client.post("/predictions", json={}, headers={"Origin": LOCAL[0]})
+        assert (refused.status_code, ALLOW in refused.headers) == (401, False)
+
+
 async def test_an_allowed_origin_does_not_excuse_a_foreign_host(deploy):
     function = await deploy(ECHO, {"cors.origins": "*"})
     response = await function.client.post(

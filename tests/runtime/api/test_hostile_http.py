@@ -190,6 +190,15 @@ async def test_http_1_0(gateway: Gateway, told: list[str]):
         assert await connection.ended() == b""
 
 
+@pytest.mark.parametrize("line", ["GET /healthz", "GET /healthz HTTP/0.9", "GET /healthz HTTP/2.0", "POST /invoke/f HTTP/0.9"])  # fmt: skip
+async def test_other_versions_of_http_are_refused(gateway: Gateway, line: str):
+    async with wire(gateway) as connection:
+        connection.send(f"{line}\r\n\r\n")
+        status, _, body = await connection.reply()
+        assert (status, json.loads(body)["error"]["type"]) == (400, "malformed_request")
+        assert await connection.ended() == b""
+
+
 async def test_continue_is_sent_before_the_body(gateway: Gateway, deploy):
     function: Function = await deploy(ECHO)
     async with wire(gateway) as connection:
@@ -198,6 +207,26 @@ async def test_continue_is_sent_before_the_body(gateway: Gateway, deploy):
         connection.send("7")
         assert (await connection.reply())[2] == b"7"
     assert await status_of(gateway, post(function.path, "7", "Expect: a-miracle")) == 417
+
+
+async def test_continue_is_not_sent_for_a_body_that_is_refused(gateway: Gateway, deploy, state):
+    """A client that asks first is spared the upload, by 413 and by 401."""
+    function: Function = await deploy(ECHO, {"max_body_bytes": 1000})
+    asked = ("Expect: 100-continue", "Content-Length: 2000")
+    gzip_type = "Content-Type: application/gzip"
+    for path, refusal, *more in (
+        (function.path, 413), (f"/v2/{function.name}/run", 413), ("/predictions", 413), ("/v1/files", 400),
+        ("/v1/functions", 413, gzip_type),
+    ):  # fmt: skip
+        async with wire(gateway) as connection:
+            length = asked[1] if function.name in path else f"Content-Length: {1 << 40}"
+            connection.send(get(path, asked[0], length, *more, method="POST"))
+            status, headers, body = await connection.reply()
+            assert (status, headers["connection"]) == (refusal, "close"), (path, body)
+    async with gateway_here(state, auth="always", drain_s=1.0) as closed, wire(closed) as connection:
+        connection.send(get("/invoke/f", *asked, method="POST"))
+        status, headers, _ = await connection.reply()
+        assert (status, headers["connection"]) == (401, "close")
 
 
 TYPES = {

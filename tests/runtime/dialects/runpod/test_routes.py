@@ -121,6 +121,35 @@ async def test_nothing_waits_for_a_cold_start(deploy, gate: Gate):
     assert (await queue.get(f"status/{other}"))["status"] == "CANCELLED"
 
 
+async def test_workers_that_cannot_start_are_unhealthy_or_throttled(
+    deploy, gateway: Gateway, state, gate: Gate
+):
+    """`unhealthy` are failed starts, and `throttled` are workers that waiting jobs need and that may not start."""
+    queue = Queue(
+        await deploy("def setup(context):\n    raise ValueError\ndef handler(event): ...\n", check=False)
+    )
+    health = await queue.get("health")
+    assert (health["workers"]["unhealthy"], health["workers"]["throttled"]) == (0, 0)
+    await queue.run(1)
+
+    async def failed() -> bool:
+        return bool((await queue.get("health"))["workers"]["unhealthy"] >= 1)
+
+    await until(failed, "a failed start")
+    async with gateway_here(state, max_workers=1, drain_s=1.0) as full:
+        await Queue(await full.deploy(WAITS, name="first", gate=gate)).run(1)
+        await gate.next("1")
+        second = Queue(await full.deploy(WAITS, name="second", gate=gate, check=False))
+        assert (await second.get("health"))["workers"]["throttled"] == 0
+        await second.run(2)
+
+        async def waits() -> bool:
+            return bool((await second.get("health"))["workers"]["throttled"] == 1)
+
+        await until(waits, "a worker that may not start")
+        gate.open()
+
+
 async def test_a_failure_is_data(deploy):
     queue = Queue(await deploy(FAILS))
     response = await queue.post("runsync", {"input": 1})
