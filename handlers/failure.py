@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import traceback
 from pathlib import Path
@@ -18,6 +19,9 @@ E = TypeVar("E", bound=PilotflameError)
 MAX_TRACEBACK_CHARS = 12_000
 CUT = "\n[…]\n"
 PACKAGE_FOLDER = str(Path(__file__).resolve().parent.parent)
+NO_NETWORK_REMEDY = (
+    "There is no network here. A function in a container gets one by resources.network in pilotflame.toml."
+)
 OUT_OF_MEMORY_REMEDY = "This input needs more memory than there is: send a smaller one, or add memory."
 
 
@@ -34,6 +38,8 @@ def explain(kind: type[E], what: str, error: BaseException, root: Path, *, remed
     remedy = remedy or _variable_remedy(error)
     if isinstance(error, PilotflameError):
         text, remedy, details = error.message, error.remedy, {**error.details, "exception": error.code}
+    elif not remedy and _lacks_network(error):
+        remedy = NO_NETWORK_REMEDY
     text = cut(text)
     if file:
         details |= {"file": file, "line": line}
@@ -93,6 +99,21 @@ def _variable_remedy(error: BaseException) -> str:
         f"The function's environment has no {name}. Run `pilotflame secrets set FUNCTION {name}`, or add it to [env]"
         " in pilotflame.toml if it is not secret."
     )
+
+
+def _lacks_network(error: BaseException) -> bool:
+    """Return True if the name of a host was not resolved, and this process has no network interface but loopback."""
+    found: list[Any] = [error]
+    # Libraries raise errors of their own: urllib keeps the cause in `reason`.
+    for one in found:
+        if isinstance(one, socket.gaierror):
+            return all(name == "lo" for _, name in socket.if_nameindex())
+        found += [
+            cause
+            for cause in (one.__cause__, one.__context__, getattr(one, "reason", None))
+            if isinstance(cause, BaseException) and cause not in found
+        ]
+    return False
 
 
 def _text(error: BaseException) -> str:

@@ -15,7 +15,16 @@ from ..jobs.job import Job, JobState, NewJob
 from ..jobs.jobs import Jobs
 from ..serving.revision import Revision
 from .origins import Origins
-from .requests import MAX_KEY_CHARS, caller_of, idempotency_of, read_body, traceparent_of
+from .requests import (
+    GATEWAY_REMEDY,
+    MAX_KEY_CHARS,
+    STORED_REMEDY,
+    TOO_LARGE_REMEDY,
+    caller_of,
+    idempotency_of,
+    read_body,
+    traceparent_of,
+)
 from .routes import Parameter, header
 
 ASYNC_BODY_BYTES = 10 << 20
@@ -57,14 +66,24 @@ class Backend:
         """Return the largest number of bytes that a body for this revision may have."""
         return min(self.max_body_bytes, revision.policy.settings.max_body_bytes)
 
+    def too_large_remedy(self, limit: int, revision: Revision | None = None) -> str:
+        """Return what helps if a body exceeds `limit`: the limit of the gateway, of the revision or of jobs."""
+        if limit == self.max_body_bytes:
+            return GATEWAY_REMEDY
+        own = revision is not None and limit == revision.policy.settings.max_body_bytes
+        return TOO_LARGE_REMEDY if own else STORED_REMEDY
+
     async def read_body(self, request: web.Request, name: str, most: int | None = None) -> tuple[Live, bytes]:
         """Return the function, as it is after the body has arrived, and the body.
 
         It may have been deployed again meanwhile. `most` lowers the function's own limit for bodies.
         Raises UnknownFunction, and the errors of `requests.read_body`.
         """
-        limit = self.body_limit(self.functions.get(name).revision)
-        body = await read_body(request, limit if most is None else min(limit, most), self.body_timeout_s)
+        revision = self.functions.get(name).revision
+        limit = self.body_limit(revision)
+        limit = limit if most is None else min(limit, most)
+        remedy = self.too_large_remedy(limit, revision)
+        body = await read_body(request, limit, self.body_timeout_s, remedy=remedy)
         return self.functions.get(name), body
 
     async def submit(

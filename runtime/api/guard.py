@@ -28,7 +28,7 @@ from ..access.control_socket import ControlSocket
 from ..access.keyring import Held, Keyring, Meter
 from ..access.keys import ANYBODY, Caller, Scope
 from .cross_origin import CrossOrigin
-from .requests import BODY, CALLER, Headers, read_body
+from .requests import BODY, CALLER, GATEWAY_REMEDY, Headers, read_body
 from .responses import MAX_ON_LOOP_BYTES, Handler
 from .routes import Route, scopes_by_route
 
@@ -217,7 +217,9 @@ class Guard:
     async def _verify(self, request: web.Request, held: Held, signature: Signature) -> None:
         """Read the body, and raise Unauthorized unless the key has signed the request."""
         async with self._reading(request):
-            body = request[BODY] = await read_body(request, self._max_body_bytes, self._body_timeout_s)
+            body = request[BODY] = await read_body(
+                request, self._max_body_bytes, self._body_timeout_s, remedy=GATEWAY_REMEDY
+            )
             covered = SignedRequest(request.method, request.raw_path, request.headers, body)
             if len(body) > MAX_ON_LOOP_BYTES:
                 await asyncio.to_thread(verify, held.key.signing_digest, signature, covered)

@@ -87,7 +87,9 @@ class Gateway:
         # Raises before `refused` could count it: the metrics of made-up names would grow without limit.
         revision = self._functions.live(name)
         try:
-            body = await read_body(request, self.most(revision), self._backend.body_timeout_s)
+            most = self.most(revision)
+            remedy = self._backend.too_large_remedy(most, revision)
+            body = await read_body(request, most, self._backend.body_timeout_s, remedy=remedy)
             caller = caller_of(request)
             revision, invocation = self.begin(name, request.headers, request_id, body, received_s, caller)
         except PilotflameError as error:

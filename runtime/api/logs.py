@@ -36,11 +36,11 @@ FOLLOW = Flag("follow", "Go on with new lines: such a response ends with the gat
 SINCE = UnixTime("since", "Unix time in seconds of the first line.", 0.0)
 UNTIL = UnixTime("until", "Unix time in seconds of the last line.", math.inf)
 REQUEST = Parameter("request", "Only the lines of the invocation or job with this id.")
-
+WORKER = Parameter("worker", "Only what the worker with this name, as in X-Worker-Id, has printed.")
 
 LOG = Parameter("log", place="path", type="string", enum=list(NAMES))
 LEVEL = Parameter("level", "The lowest level.", type="string", enum=list(LogLevel))
-PARAMETERS: tuple[Parameter, ...] = (LINES, FOLLOW, SINCE, UNTIL, REQUEST, LEVEL)
+PARAMETERS: tuple[Parameter, ...] = (LINES, FOLLOW, SINCE, UNTIL, REQUEST, LEVEL, WORKER)
 
 
 class LogSummary(TypedDict):
@@ -123,4 +123,5 @@ def _query(request: web.Request) -> LogQuery:
     if level not in list(LogLevel):
         raise BadInput(f"level is {level[:40]!r}.", remedy=f"One of {', '.join(LogLevel)}.")
     since_s, until_s = SINCE.read(request), UNTIL.read(request)
-    return LogQuery(LINES.read(request), since_s, until_s, sent.get(REQUEST.name, ""), level)
+    request_id, worker = sent.get(REQUEST.name, ""), sent.get(WORKER.name, "")
+    return LogQuery(LINES.read(request), since_s, until_s, request_id, level, worker)

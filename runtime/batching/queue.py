@@ -168,6 +168,10 @@ class Queue(Generic[T]):
         """Return the error for an item that would miss its deadline, and add a reservation for its retry."""
         wait_s = self._retry_s(now_s, slots)
         self._reservations.make(item.tenant, item.body, now_s, wait_s, item.timeout_s)
+        if (typical_s := self.curve.typical(1)) > item.timeout_s:
+            message = f"A call of {self._name!r} takes {typical_s:.3g} s, longer than its time limit of {item.timeout_s:.3g} s."
+            remedy = "Send a longer X-Request-Timeout, or raise timeout_s in pilotflame.toml."
+            return Overloaded(message, remedy=remedy, details={"retry_after_s": round(wait_s, 3)})
         message = f"Function {self._name!r} has {len(self)} invocations waiting; it would miss its deadline."
         remedy = "Try again as Retry-After says, allow more time, or raise scale.max in pilotflame.toml."
         return Overloaded(message, remedy=remedy, details={"retry_after_s": round(wait_s, 3)})

@@ -20,6 +20,7 @@ from .client import Client
 )
 @click.option("--until", type=options.Moment(), help="Only lines up to then.")
 @click.option("--request", metavar="ID", help="Only the lines of one invocation or job.")
+@click.option("--worker", metavar="NAME", help="Only the lines of one worker (X-Worker-Id of a response).")
 @click.option(
     "--level",
     type=click.Choice([level.value for level in LogLevel]),

@@ -120,7 +120,7 @@ async def read_prediction(
 
     Raises InputInvalid, with `remedy`, if it does not fit, and the errors of `requests.read_body`.
     """
-    body = await read_body(request, most, backend.body_timeout_s)
+    body = await read_body(request, most, backend.body_timeout_s, remedy=backend.too_large_remedy(most))
     return validate(PredictionRequest, load_json(body or b"{}"), remedy, InputInvalid), body
 
 

@@ -143,12 +143,23 @@ def _all_taken(reached: Cap) -> _Taken:
     )
 
 
-def deadline_exceeded(waited_s: float, reached: Cap | None = None) -> DeadlineExceeded:
-    """Return the error of a late invocation. `reached` is the limit of workers, if it waited because of that."""
+def deadline_exceeded(
+    waited_s: float, reached: Cap | None = None, *, allowed_s: float | None = None
+) -> DeadlineExceeded:
+    """Return the error of a late invocation. `reached` is the limit of workers, if it waited because of that.
+
+    `allowed_s` is the function's limit, if the caller has set a shorter one.
+    """
     if reached is not None:
         text, remedy = _all_taken(reached)
         message = f"The invocation waited {waited_s:.1f} s for a worker. {text}"
         return DeadlineExceeded(message, remedy=remedy, details={reached.name: reached.most})
+    if allowed_s is not None:
+        message = f"The invocation did not end within the caller's own time limit ({waited_s:.1f} s)."
+        remedy = (
+            f"Send a longer X-Request-Timeout, or other header of it: the function allows {allowed_s:g} s."
+        )
+        return DeadlineExceeded(message, remedy=remedy)
     message = f"The invocation did not end within its deadline ({waited_s:.1f} s)."
     return DeadlineExceeded(message, remedy="Raise timeout_s in pilotflame.toml, or ask for less.")
 

@@ -8,7 +8,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ...errors import BudgetExhausted, OutOfMemory, PilotflameError, RevisionRetired, WorkerDied
+from ...errors import (
+    BudgetExhausted,
+    DeadlineExceeded,
+    OutOfMemory,
+    PilotflameError,
+    RevisionRetired,
+    WorkerDied,
+)
 from ..batching.assignment import assign
 from ..batching.latency_curve import LatencyCurve, Point
 from ..batching.outstanding import BatchEnd
@@ -282,7 +289,7 @@ class Dispatcher:
             self._on_due_at_worker(invocation, replica, now_s)
         elif now_s >= invocation.deadline_s - EARLY_S:
             self.given_up += cold
-            self._fail(invocation, deadlines.deadline_exceeded(waited_s, self._limit))
+            self._fail(invocation, self._late(invocation, waited_s, self._limit))
             self._remove(invocation)
         elif cold and now_s >= invocation.hold_until_s - EARLY_S:
             self.given_up += 1
@@ -291,6 +298,12 @@ class Dispatcher:
         else:
             self._deadlines.set(invocation, deadlines.limit_s(invocation, now_s), now_s)
 
+    def _late(self, invocation: Invocation, waited_s: float, reached: Cap | None = None) -> DeadlineExceeded:
+        """Return the error of an invocation whose deadline has passed. `reached` is the limit that held it up."""
+        allowed_s = self._policy.settings.timeout_s
+        by_caller = not invocation.patient and invocation.timeout_s < allowed_s
+        return deadlines.deadline_exceeded(waited_s, reached, allowed_s=allowed_s if by_caller else None)
+
     def _on_due_at_worker(self, invocation: Invocation, replica: Replica, now_s: float) -> None:
         limit_s, started_s = self._policy.settings.execution_timeout_s, replica.started_s(invocation)
         invocation.limit_execution(now_s if started_s is None else started_s, limit_s)
@@ -298,7 +311,7 @@ class Dispatcher:
             self._check_stuck(invocation, replica, now_s)
         elif now_s >= invocation.deadline_s - EARLY_S:
             waited_s = now_s - invocation.timeline.received_s
-            self._fail(invocation, deadlines.deadline_exceeded(waited_s))
+            self._fail(invocation, self._late(invocation, waited_s))
             self._remove(invocation)
         elif limit_s is None or now_s < invocation.execution_deadline_s - EARLY_S:
             self._deadlines.set(invocation, deadlines.limit_s(invocation, now_s), now_s)

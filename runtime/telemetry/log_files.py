@@ -90,10 +90,12 @@ class LogQuery(NamedTuple):
     request_id: str = ""
     level: str = LogLevel.DEBUG
     """The lowest level."""
+    worker: str = ""
+    """The name of the worker that printed the line."""
 
     def marks(self) -> list[bytes]:
         """Return bytes that each stored line that fits contains, so that the others need not be parsed."""
-        marks = [self.request_id.encode()]
+        marks = [self.request_id.encode(), self.worker.encode()]
         if self.level == LogLevel.ERROR:
             marks.append(b'"level":"error"')
         return marks
@@ -102,6 +104,7 @@ class LogQuery(NamedTuple):
         return (
             self.since_s <= line.at <= self.until_s
             and self.request_id in ("", line.request_id)
+            and self.worker in ("", line.source)
             and _severity(line.level) >= _severity(self.level)
         )
 

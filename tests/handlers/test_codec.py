@@ -253,6 +253,13 @@ def test_what_is_not_json_is_named_by_its_path(answer: Any, expected: str) -> No
     assert caught.value.remedy
 
 
+@pytest.mark.parametrize("value", [b"x", bytearray(b"x")])
+def test_the_remedy_for_bytes_in_a_dict_names_their_key(value: Any) -> None:
+    with pytest.raises(OutputInvalid) as caught:
+        OutputCodec(None).encode({"picture": {"raw": value}})
+    assert "make answer.picture.raw text" in caught.value.remedy
+
+
 def test_an_answer_that_holds_itself_is_refused() -> None:
     answer: list[Any] = []
     answer.append(answer)

@@ -2,7 +2,10 @@
 
 import importlib.util
 import json
+import socket
 import traceback
+import urllib.error
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -150,6 +153,22 @@ def test_a_cause_is_in_the_traceback(tmp_path: Path) -> None:
 class Silent(RuntimeError):
     def __str__(self) -> str:
         raise ValueError
+
+
+@pytest.mark.parametrize(
+    ("interfaces", "told"),
+    [([(1, "lo")], True), ([(1, "lo"), (2, "eth0")], False)],
+    ids=["isolated", "connected"],
+)
+def test_a_name_that_does_not_resolve_without_a_network(
+    interfaces: list[tuple[int, str]], told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket, "if_nameindex", lambda: interfaces)
+    with pytest.raises(urllib.error.URLError) as caught:
+        urllib.request.urlopen("http://weights.invalid/")
+    error = explain(HandlerFailed, "The handler", caught.value, tmp_path)
+    assert ("resources.network" in error.remedy) is told
+    assert "resources.network" not in explain(HandlerFailed, "The handler", ValueError("no"), tmp_path).remedy
 
 
 def of_torch() -> BaseException:

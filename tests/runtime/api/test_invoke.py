@@ -218,6 +218,19 @@ async def test_a_body_over_the_limit_is_refused(deploy):
         error = failure(await function.client.post(function.path, content=content))
         assert (error["status"], error["type"]) == (413, "input_too_large")
         assert "1000 bytes" in error["message"]
+        assert "max_body_bytes in pilotflame.toml" in error["remedy"]
+
+
+async def test_the_remedy_for_a_large_body_names_the_limit_that_it_exceeds(deploy):
+    function = await deploy(ECHO)
+    for path, told in (
+        (function.path, "PILOTFLAME_MAX_BODY_BYTES"),
+        (f"/v2/{function.name}/run", "call and wait"),
+    ):
+        error = failure(await function.client.post(path, content=b"1" * ((20 << 20) + 1)))
+        assert (error["status"], error["type"]) == (413, "input_too_large")
+        assert told in error["remedy"], error
+        assert "/v1/files" in error["remedy"]
 
 
 async def test_refusals_are_counted_by_their_reason(deploy, client: httpx.AsyncClient):
@@ -325,6 +338,9 @@ async def test_a_deadline_passes_and_the_stuck_worker_is_replaced(deploy, gate: 
     before = await function.answer(0)
     error = await function.error(1, X_Request_Timeout="0.05")
     assert (error["status"], error["type"]) == (504, "deadline_exceeded")
+    # The header sets the limit, so the setting of the function would not help.
+    assert "caller's" in error["message"]
+    assert ("X-Request-Timeout" in error["remedy"], "pilotflame.toml" in error["remedy"]) == (True, False)
     await gone(before)
     assert await function.answer(0) != before
 

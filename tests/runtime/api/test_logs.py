@@ -32,6 +32,22 @@ async def key(gateway: Gateway, *scopes: str, **more: Any) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=gateway.url, headers=headers, timeout=60)
 
 
+async def test_the_lines_of_one_worker(state: Path):
+    async with gateway_here(state, drain_s=1.0) as gateway:
+        function = await gateway.deploy(SOURCE, {"scale.max": 1})
+        first = (await function.call("one")).headers["X-Worker-Id"]
+        await gateway.client.post(f"/v1/functions/{function.name}/restart")
+        second = (await function.call("two")).headers["X-Worker-Id"]
+        assert first != second
+        await function.logged("printed two")
+        path = f"/v1/functions/{function.name}/logs"
+        for worker, word in ((first, "one"), (second, "two")):
+            lines = await read(gateway.client, path, worker=worker)
+            assert [line["text"] for line in lines] == [f"printed {word}", f"logged {word}"]
+            assert {line["source"] for line in lines} == {worker}
+        assert await read(gateway.client, path, worker="none") == []
+
+
 async def test_a_log_survives_a_restart_and_the_deletion_of_its_function(state: Path):
     async with gateway_process(state) as gateway:
         function = await gateway.deploy(SOURCE, name="kept")

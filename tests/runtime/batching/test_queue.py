@@ -142,6 +142,17 @@ def test_it_refuses_on_arrival_what_would_end_too_late_and_says_when_to_retry() 
     assert len(queue) == 11
 
 
+def test_a_time_limit_that_no_call_meets_is_named() -> None:
+    """A retry would not help, and neither would more workers."""
+    queue = queue_of()
+    queue.admit(Item(), 0.0, busy())
+    with pytest.raises(Overloaded, match=r"takes 0\.021 s, longer than its time limit of 0\.005 s") as caught:
+        queue.admit(Item(deadline_s=0.005, timeout_s=0.005), 0.0, busy())
+    assert "X-Request-Timeout" in caught.value.remedy
+    with pytest.raises(Overloaded, match="has 1 invocations waiting"):
+        queue.admit(Item(deadline_s=0.025, timeout_s=0.025), 0.0, busy())
+
+
 def test_a_retry_when_told_is_served_first() -> None:
     queue = queue_of()
     waiting = [Item(body=str(number).encode()) for number in range(8)]
