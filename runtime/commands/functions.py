@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import shlex
+from pathlib import Path
 from typing import Any
 
 import click
 
 from ...errors import GatewayUnreachable, PilotflameError
+from ...handlers.example import example_text
 from . import display, exit_codes, options
 from .client import Client
 from .folder_deploy import FolderDeploy, deploy_changes
 from .options import FunctionSource
 
+# A longer input is named by its file.
+MAX_EXAMPLE_CHARS = 200
 # The names of the platforms whose handlers run unchanged, by dialect.
 PLATFORMS = {"runpod": "RunPod", "cog": "Cog", "lambda": "Lambda"}
 
@@ -61,7 +66,18 @@ def _print_deployed(found: dict[str, Any], *, as_json: bool) -> None:
     if (platform := PLATFORMS.get(found.get("dialect", ""))) is not None:
         display.say(f"recognised a {platform} handler: {found['entry']}")
     name = found["name"]
-    return click.echo(f"{name} {found['revision']} is deployed; call it: pilotflame invoke {name} JSON")
+    body = _example(source.folder, found["input_schema"])
+    return click.echo(f"{name} {found['revision']} is deployed; call it: pilotflame invoke {name} {body}")
+
+
+def _example(folder: Path, schema: dict[str, Any]) -> str:
+    """Return an input for a first call, for a shell: that of INPUT_FILE, or else an example of the handler's schema."""
+    file = folder / options.INPUT_FILE
+    try:
+        text = json.dumps(json.loads(file.read_bytes()), ensure_ascii=False)
+    except (OSError, ValueError):
+        text = example_text(schema)
+    return shlex.quote(text if len(text) <= MAX_EXAMPLE_CHARS else f"@{file}")
 
 
 @click.command()

@@ -12,8 +12,9 @@ from statistics import fmean
 from typing import Any, Literal
 
 import psutil
-from pydantic import BaseModel
+from pydantic import BaseModel, computed_field
 
+from ...handlers.example import example_of
 from ...snapshot.sources.location import shown
 from ..scaling.autoscaler import WINDOW_S, ScaleSpec
 from ..scaling.budget import BudgetSpec, BudgetState
@@ -150,6 +151,11 @@ class FunctionStatus(BaseModel, frozen=True):
     input_schema: dict[str, Any]
     output_schema: dict[str, Any]
     processes: list[Process] = []
+
+    @computed_field
+    def input_example(self) -> Any:
+        """An input that fits `input_schema`."""
+        return example_of(self.input_schema)
 
 
 class Deployed(FunctionStatus, frozen=True):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -116,6 +117,36 @@ def test_the_life_of_a_function(run, served, tmp_path: Path):
     assert "MB" in shown.stdout
     assert pilotflame("delete", "life-of-one", "--yes").stdout == "life-of-one is deleted\n"
     one_paragraph(pilotflame("status", "life-of-one"), "life-of-one")
+
+
+TYPED = """
+import pydantic
+
+class Order(pydantic.BaseModel):
+    item: str
+    count: int = pydantic.Field(ge=2)
+
+def handler(event: Order):
+    return event.item * event.count
+"""
+
+
+def test_deploy_prints_a_call_that_works(run, served, tmp_path: Path):
+    """Its body is test_input.json, or is made from the handler's schema."""
+    pilotflame = functools.partial(run, PILOTFLAME_URL=served)
+    for name, wanted in (("call-init", "Hello"), ("call-typed", "hello")):
+        folder = tmp_path / name
+        if name == "call-typed":
+            folder.mkdir()
+            (folder / "handler.py").write_text(TYPED)
+        else:
+            pilotflame("init", folder)
+        told = pilotflame("deploy", folder).stdout.strip().rpartition("call it: pilotflame ")[2]
+        answered = pilotflame(*shlex.split(told))
+        assert (answered.returncode, wanted in answered.stdout) == (0, True), (told, answered.stderr)
+        status = json.loads(pilotflame("status", name, "--json").stdout)
+        assert pilotflame("invoke", name, json.dumps(status["input_example"])).returncode == 0
+        pilotflame("delete", name, "--yes")
 
 
 def test_the_settings_in_force_and_where_they_come_from(pilotflame, deployed, tmp_path: Path):

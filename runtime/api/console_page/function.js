@@ -135,7 +135,6 @@ class Activity {
       "div", {}, element("h2", { class: "unseen" }, "Activity"), element("div", { class: "charts" }, this.charts.map((one) => one.node)),
       this.cold.node, this.more, element("h2", {}, "Call it"), this.call,
     );
-    setText(this.call, `curl -s ${location.origin}/invoke/${encodeURIComponent(name)} -d '{}'`);
     this.aborter = new AbortController();
   }
 
@@ -171,6 +170,8 @@ class Activity {
   }
 
   describe(status) {
+    const body = JSON.stringify(status.input_example).replaceAll("'", "'\\''");
+    setText(this.call, `curl -s ${location.origin}/invoke/${encodeURIComponent(this.name)} -d '${body}'`);
     const errors = [...status.last_errors].reverse();
     this.errors.replaceChildren(...errors.map((one) => element("li", {}, element("time", {}, clockOf(one.at)), " ", one.text)));
     if (!errors.length) this.errors.append(element("li", { class: "note" }, "None."));
