@@ -62,15 +62,9 @@ def _of_type(schema: Mapping[str, Any], definitions: Mapping[str, Any], depth: i
         case "string":
             text = _BY_FORMAT.get(schema.get("format", ""), TEXT)
             return text.ljust(schema.get("minLength", 0), "o")[: schema.get("maxLength")]
-        case "integer":
-            return _number(schema, 1)
-        case "number":
-            return float(_number(schema, 0.5))
-        case "boolean":
-            return True
-        case "null":
-            return None
-    return TEXT
+        case "integer" | "number" as kind:
+            return _number(schema, 1) if kind == "integer" else float(_number(schema, 0.5))
+    return {"boolean": True, "null": None}.get(schema.get("type", ""), TEXT)
 
 
 def _number(schema: Mapping[str, Any], step: float) -> Any:

@@ -42,6 +42,8 @@ BACKOFF_S = 2.0
 MAX_BACKOFF_S = 300.0
 MAX_LOG_CHARS = 64 << 10
 """How much of what a job has printed is stored with its result: the last lines."""
+LOGS_EVERY_S = 0.5
+"""The shortest time between two webhook deliveries of what a job has printed, as in Cog."""
 UNSTORED_S = 0.5
 """A job that nobody knows of yet is stored after this time if it has not ended. Then it can be listed and
 cancelled, and it survives the gateway."""
@@ -85,6 +87,9 @@ class JobAttempt:
         self._progress: bytes | None = None
         self._metrics: bytes | None = None
         self._progress_writer: asyncio.Task[None] | None = None
+        self._tells_logs = job.webhook is not None and "logs" in job.webhook.events
+        self._told_logs = ""
+        self._logs_teller: asyncio.Task[None] | None = None
         now_s, waited_s = time.monotonic(), max(0.0, time.time() - job.created_s)
         deadline_s = now_s + max(0.0, job.ttl_s - waited_s)
         self.invocation = Invocation(
@@ -95,7 +100,7 @@ class JobAttempt:
             extra={**(job.extra or {}), "bare": True, "job": {"id": job.id, "attempt": job.attempts + 1}},
             on_progress=self._store_progress, on_metrics=self._keep_metrics, tenant=job.owner, priority=LAST if job.priority else NORMAL,
             source=job.source,
-            capture=Capture(MAX_LOG_CHARS),
+            capture=Capture(MAX_LOG_CHARS, self._tell_logs),
         )  # fmt: skip
         self.invocation.output.add_done_callback(lambda _: self._sent.set())
 
@@ -218,6 +223,28 @@ class JobAttempt:
                 self._progress = None
                 await self._store.set_progress(self.job.id, self._fence, progress)
 
+    # -- logs
+
+    def _tell_logs(self) -> None:
+        """Send what was printed to the webhook, at most once in LOGS_EVERY_S."""
+        idle = self._logs_teller is None or self._logs_teller.done()
+        if self._tells_logs and self._fence and idle and not self.invocation.output.done():
+            self._logs_teller = self._tasks.create_task(self._send_logs())
+
+    async def _send_logs(self) -> None:
+        # A report may be lost. If the store is broken, this is reported when the result is stored.
+        with contextlib.suppress(Exception):
+            while await self._send_new_logs():
+                await asyncio.wait([self.invocation.output], timeout=LOGS_EVERY_S)
+
+    async def _send_new_logs(self) -> bool:
+        """Return False if nothing was printed since the last time, or if the attempt has ended."""
+        logs = self._logs()
+        if not self._tells_logs or logs == self._told_logs:
+            return False
+        self._told_logs = logs
+        return await self._store.tell_logs(self.job.id, self._fence, logs)
+
     # -- what is stored
 
     async def _take(self) -> bool:
@@ -226,6 +253,7 @@ class JobAttempt:
             fence = await self._retried(self._store.take, self.job.id, self.invocation.worker)
             self._fence = fence or 0
             self._store_progress()
+            self._tell_logs()
         return bool(self._fence)
 
     async def _store_pieces(self) -> bool:
@@ -299,6 +327,7 @@ class JobAttempt:
     async def _finish(self, outcome: JobOutcome) -> None:
         if await self._take():
             outcome = replace(outcome, metrics=self._metrics)
+            await self._retried(self._send_new_logs)
             await self._retried(self._store.finish, self.job.id, self._fence, outcome)
 
     async def _retried(self, call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -1,8 +1,8 @@
 """Stores webhook deliveries as rows, which are added in the transaction that causes their event (an outbox).
 
 A delivery has a subject: a job, or an alert of a function. The events of a subject are sent in order: if a delivery
-fails, the subject's later deliveries wait until it is sent again, up to HELD_TRIES times. Only the latest
-pending delivery of "output" of a job is kept, so that a slow receiver gets fewer deliveries and no outdated ones.
+fails, the subject's later deliveries wait until it is sent again, up to HELD_TRIES times. Of a job's pending
+deliveries of "output", and of "logs", only the latest is kept, so that a slow receiver gets fewer of them and no outdated ones.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from .job import ALL, PREDICTION, Job
 from .prediction import MAX_SHOWN_PIECES, prediction_of
 from .webhook_delivery import JOB, Delivery, DeliveryAttempt, DeliveryState, RetrySchedule
 
+SUPERSEDED = ("output", "logs")
+"""A pending delivery of one of these events is replaced by the job's next delivery of the same event."""
 HELD_TRIES = 3
 """After this many failed attempts, a delivery no longer delays later deliveries of its subject."""
 MAX_LOG = 20
@@ -66,7 +68,7 @@ def add(connection: sqlite3.Connection, job: Job, event: str, now_s: float) -> N
         return
     subject = JOB + job.id
     attempts, next_s, log = 0, max(now_s, _held_until(connection, subject)), "[]"
-    if event == "output" and (earlier := _take_superseded(connection, subject)) is not None:
+    if event in SUPERSEDED and (earlier := _take_superseded(connection, subject, event)) is not None:
         # The new delivery continues the retries of the one that it replaces. So a receiver that is down gets
         # no more requests than for a single delivery.
         attempts, next_s, log = earlier["attempts"], max(next_s, earlier["next_s"]), earlier["log"]
@@ -244,14 +246,14 @@ def _held_until(connection: sqlite3.Connection, subject: str) -> float:
     return float(next_s or 0.0)
 
 
-def _take_superseded(connection: sqlite3.Connection, subject: str) -> sqlite3.Row | None:
-    """Delete the job's pending delivery of "output" and return its row; None if there is none.
+def _take_superseded(connection: sqlite3.Connection, subject: str, event: str) -> sqlite3.Row | None:
+    """Delete the job's pending delivery of this event and return its row; None if there is none.
 
     If the delivery is being sent, its attempt is not recorded: `record` will not find it.
     """
-    pending = "subject = ? AND event = 'output' AND state = 'PENDING'"
+    pending = "subject = ? AND event = ? AND state = 'PENDING'"
     query = f"SELECT id, attempts, next_s, log FROM deliveries WHERE {pending}"  # noqa: S608
-    row: sqlite3.Row | None = connection.execute(query, (subject,)).fetchone()
+    row: sqlite3.Row | None = connection.execute(query, (subject, event)).fetchone()
     if row is not None:
         connection.execute("DELETE FROM deliveries WHERE id = ?", (row["id"],))
     return row

@@ -76,6 +76,7 @@ class JobStore:
     requeue = _transition(transitions.requeue)
     add_pieces = _transition(transitions.add_pieces)
     set_progress = _transition(transitions.set_progress)
+    tell_logs = _transition(transitions.tell_logs)
     cancel = _transition(transitions.cancel)
     retry = _transition(transitions.retry)
     expire = _transition(transitions.expire)

@@ -138,12 +138,12 @@ class Transaction:
         self._update(row, fields)
         self.notify(row, "output")
 
-    def notify(self, row: sqlite3.Row, event: str) -> None:
-        """Add a webhook delivery if the job's webhook subscribes to the event."""
+    def notify(self, row: sqlite3.Row, event: str, logs: str = "") -> None:
+        """Add a webhook delivery if the job's webhook subscribes to the event. `logs` are those of a running job."""
         if (webhook := webhook_of(row)) is not None and event in webhook.events:
             select = SELECT_WHOLE if webhook.form else SELECT_WITH_RESULT
             job = read_job(self.connection, row["number"], select)
-            outbox.add(self.connection, job, event, self.now_s)
+            outbox.add(self.connection, replace(job, logs=logs or job.logs), event, self.now_s)
             self.notified = True
 
     def _insert_result(self, number: int, outcome: JobOutcome) -> None:

@@ -184,6 +184,14 @@ def set_progress(transaction: Transaction, job_id: str, fence: int, progress: by
     return row is not None
 
 
+def tell_logs(transaction: Transaction, job_id: str, fence: int, logs: str) -> bool:
+    """Add the webhook delivery of "logs". Return False if `fence` is no longer the job's running attempt."""
+    row = transaction.running_row(job_id, fence)
+    if row is not None:
+        transaction.notify(row, "logs", logs)
+    return row is not None
+
+
 def cancel(transaction: Transaction, function: str, job_id: str, owner: str = ALL) -> Job:
     """End a job as CANCELLED unless it is already final, and return it. Raise JobExpired or UnknownJob."""
     row = row_of(transaction.connection, function, job_id, owner)

@@ -100,8 +100,9 @@ class RevisionLog:
 class Capture:
     """The last lines that one invocation has printed, up to `max_chars`."""
 
-    def __init__(self, max_chars: int) -> None:
-        self._max_chars = max_chars
+    def __init__(self, max_chars: int, on_line: Callable[[], None] = lambda: None) -> None:
+        """`on_line` is called after each line."""
+        self._max_chars, self._on_line = max_chars, on_line
         self._lines: deque[str] = deque()
         self._chars = 0
 
@@ -110,6 +111,7 @@ class Capture:
         self._chars += len(text) + 1
         while self._chars > self._max_chars and len(self._lines) > 1:
             self._chars -= len(self._lines.popleft()) + 1
+        self._on_line()
 
     def text(self) -> str:
         """Return the lines without the line feed at the end."""

@@ -503,6 +503,31 @@ async def test_files_of_asynchronous_predictions_are_uploaded(
     await call.succeeds({}, data_url(b"hello", "application/octet-stream"))
 
 
+async def test_logs_are_sent_while_a_prediction_runs(
+    deployed: Callable[..., Any], host: Host, gate: Gate
+) -> None:
+    source = predictor("", "str", "print('first')\nprint('second')\ngate.wait('in')\nprint('third')\nreturn 'done'", before="import gate")  # fmt: skip
+    call = await deployed(source, gate=gate)
+    await call({"webhook": f"{host.url}/cog", "webhook_events_filter": ["logs"]}, Prefer="respond-async")
+    arrival = await gate.next("in")
+    while not host.came or host.came[-1][3]["logs"] != "first\nsecond":
+        await host.next(len(host.came) + 1)
+    assert host.came[-1][3]["status"] == "processing"
+    arrival.go()
+    while host.came[-1][3]["logs"] != "first\nsecond\nthird":
+        await host.next(len(host.came) + 1)
+    # The same of RunPod's jobs, as Standard Webhooks has events.
+    gate.open()
+    hook = {"webhook": f"{host.url}/queue", "webhook_events": ["logs", "completed"]}
+    await call.function.client.post(f"/v2/{call.function.name}/run", json={"input": {}, **hook})
+    while (told := host.came[-1])[1] != "/queue" or told[3]["type"] != "job.completed":
+        await host.next(len(host.came) + 1)
+    events = [body["type"] for _, path, _, body in host.came if path == "/queue"]
+    assert set(events) == {"job.logs", "job.completed"}
+    (*_, last, _) = (body for _, path, _, body in host.came if path == "/queue")
+    assert (last["type"], last["data"]["logs"]) == ("job.logs", "first\nsecond\nthird")
+
+
 async def test_context(deployed: Callable[..., Any]) -> None:
     source = predictor("name: str", "str", "return current_scope().context['prefix'] + name", before="from cog import current_scope")  # fmt: skip
     call = await deployed(source)
