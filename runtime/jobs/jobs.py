@@ -195,6 +195,10 @@ class Jobs:
         """Return the secret with which receivers verify a function's deliveries."""
         return self._key.of(function).secret
 
+    def owner_secret(self, owner: str) -> str:
+        """Return the secret with which the receivers of an owner verify the deliveries of all their jobs."""
+        return self._key.of_owner(owner).secret
+
     def seal(self, purpose: str, job: Job) -> str:
         """Return a signature of the job that only this gateway can make, as proof of a permission: `purpose`."""
         return self._key.seal(purpose, f"{job.function}:{job.id}")

@@ -14,6 +14,7 @@ from .transaction import missing, row_of
 _READY = "WHERE function = ? AND state = 'IN_QUEUE' AND due_s = 0 AND until_s > ? ORDER BY priority, jobs.number LIMIT ?"
 _DELAYED = _READY.replace("due_s = 0", "due_s > 0 AND due_s <= ?")
 _NEWEST = "WHERE function = ? AND %s state = ? AND jobs.number < ? ORDER BY jobs.number DESC LIMIT ?"
+_NEXT = "WHERE function = ? AND %s state = ? AND jobs.number > ? ORDER BY jobs.number LIMIT ?"
 OWNED = "owner <> '' AND owner = ? AND"
 """The condition on an owner. Without its first part, SQLite would not use the indexes of owners."""
 _MAX_NUMBER = 1 << 62
@@ -112,6 +113,22 @@ def latest(
             raise unknown(before_id)
         before = row["number"]
     return _newest(connection, functions, (), before, limit, owner)
+
+
+def newer_ids(
+    connection: sqlite3.Connection, functions: Collection[str], limit: int, than_id: str, owner: str = ALL
+) -> list[str]:
+    """Return the ids of up to `limit` of the owner's jobs of these functions, next after `than_id`, the oldest first."""
+    row = find_row(connection, than_id)
+    if row is None:
+        return []
+    rows: list[sqlite3.Row] = []
+    for function in functions:
+        owned, values = ("", (function,)) if owner == ALL else (OWNED, (function, owner))
+        for state in JobState:
+            rows += find_rows(connection, _NEXT % owned, *values, state.value, row["number"], limit)
+    rows.sort(key=lambda row: int(row["number"]))
+    return [row["id"] for row in rows[:limit]]
 
 
 def _newest(

@@ -92,6 +92,7 @@ class JobStore:
     next_expiry = _query(transitions.next_expiry)
     newest = _query(queries.newest)
     latest = _query(queries.latest)
+    newer_ids = _query(queries.newer_ids)
     pieces = _query(queries.pieces)
     counts = _query(queries.counts)
     all_counts = _query(queries.all_counts)

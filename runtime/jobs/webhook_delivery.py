@@ -62,6 +62,8 @@ class Delivery:
     last_error: str
     log: tuple[DeliveryAttempt, ...]
     """The latest attempts, oldest first."""
+    owner: str = ""
+    """The owner of the job: the id of an API key."""
     body: bytes = b""
     """The message. It is empty in lists of deliveries."""
     trace: Mapping[str, str] = field(default_factory=dict)

@@ -116,7 +116,8 @@ class WebhookSender:
 
     async def _send(self, delivery: Delivery, poster: HttpPoster) -> None:
         now_s = time.time()
-        signed = self._key.of(delivery.function).headers(delivery.id, delivery.body, now_s)
+        keys = self._key.of(delivery.function), self._key.of_owner(delivery.owner)
+        signed = keys[0].headers(delivery.id, delivery.body, now_s, *keys[1:])
         attempt = await poster.post(delivery.url, {**delivery.trace, **signed}, delivery.body, now_s)
         try:
             record = partial(outbox.record, delivery_id=delivery.id, attempt=attempt, schedule=self._schedule)

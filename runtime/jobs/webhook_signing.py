@@ -44,23 +44,32 @@ class SigningKey:
         """Return a function's key: the HMAC-SHA256 of its name under the gateway's key."""
         return SigningKey(hmac.digest(self._key, function.encode(), hashlib.sha256))
 
+    def of_owner(self, owner: str) -> SigningKey:
+        """Return the key of all jobs of an API key, as Replicate has one for an account."""
+        return self.of(f"owner:{owner}")
+
     def seal(self, purpose: str, text: str) -> str:
         """Return a signature of `text` that only this gateway can make. Each purpose has a key that is never shared.
 
-        The keys of functions differ from it: no function's name contains a colon.
+        The keys of functions and owners differ from it: no function's name contains a colon.
         """
         key = hmac.digest(self._key, f"seal:{purpose}".encode(), hashlib.sha256)
         return hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
 
-    def headers(self, message_id: str, body: bytes, now_s: float) -> dict[str, str]:
-        """Return the headers with the message's id, the time `now_s` of this attempt and the signature."""
+    def sign(self, message_id: str, body: bytes, now_s: float) -> str:
+        """Return the signature of a message that is sent at this time."""
         sent_at = datetime.fromtimestamp(int(now_s), UTC)
         # The signer needs text. A body that is not UTF-8 is not valid JSON: no receiver would accept it.
         text = body.decode("utf-8", "replace")
+        return self._signer.sign(message_id, sent_at, text)
+
+    def headers(self, message_id: str, body: bytes, now_s: float, *others: SigningKey) -> dict[str, str]:
+        """Return the headers with the message's id, the time `now_s` of this attempt and a signature by each key."""
+        signatures = [key.sign(message_id, body, now_s) for key in (self, *others)]
         return {
             "webhook-id": message_id,
             "webhook-timestamp": str(int(now_s)),
-            "webhook-signature": self._signer.sign(message_id, sent_at, text),
+            "webhook-signature": " ".join(signatures),
         }
 
 

@@ -5,6 +5,7 @@ The name of a model, of its only version and of its deployment is the function's
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from typing import Any
 
 from aiohttp import web
@@ -17,10 +18,12 @@ from ...api.backend import Backend
 from ...api.predictor_schema import predictor_document
 from ...api.requests import caller_of, owner_of
 from ...api.responses import Timestamp, json_response
-from ...api.routes import Route
+from ...api.routes import Parameter, Route
 from ...functions.live import FunctionStatus, Live
 from .problem import ERRORS
 
+PAGE = 100
+CURSOR = Parameter("cursor", "As in `next` or `previous` of another page.")
 OWNER = "pilotflame"
 """The owner that is shown where the caller named none."""
 
@@ -85,15 +88,17 @@ class ModelsApi:
         model, versions = "/v1/models/{owner}/{name}", "/v1/models/{owner}/{name}/versions"
         deployment, missing = "/v1/deployments/{owner}/{name}", {"errors": (404, 503)} | ERRORS
 
-        def row(path: str, handler: Any, summary: str, response: Any) -> Route:
-            return Route("GET", path, handler, Scope.INVOKE, summary, response, **missing)
+        paged = {"parameters": (CURSOR,)}
+
+        def row(path: str, handler: Any, summary: str, response: Any, **more: Any) -> Route:
+            return Route("GET", path, handler, Scope.INVOKE, summary, response, **missing, **more)
 
         return [
-            row("/v1/models", self.models, "List models.", page_of(Model)),
+            row("/v1/models", self.models, "List models.", page_of(Model), **paged),
             row(model, self.model, "Show a model.", Model),
             row(versions, self.versions, "List a model's versions.", page_of(Version)),
             row(f"{versions}/{{version}}", self.version, "Show a version of a model.", Version),
-            row("/v1/deployments", self.deployments, "List deployments.", page_of(ModelDeployment)),
+            row("/v1/deployments", self.deployments, "List deployments.", page_of(ModelDeployment), **paged),
             row(deployment, self.deployment, "Show a deployment.", ModelDeployment),
         ]
 
@@ -107,17 +112,16 @@ class ModelsApi:
         return self._backend.functions.get(name)
 
     async def models(self, request: web.Request) -> web.StreamResponse:
-        found = [
-            await self._model(request, self.live(request, name), OWNER)
-            for name in self._backend.names(request)
-        ]
-        return _page(found)
+        names, links = self._page(request)
+        found = [await self._model(request, self.live(request, name), OWNER) for name in names]
+        return json_response(links | {"results": found})
 
     async def model(self, request: web.Request) -> web.StreamResponse:
         return json_response(await self._model(request, self._named(request), request.match_info["owner"]))
 
     async def versions(self, request: web.Request) -> web.StreamResponse:
-        return _page([_version(self._named(request).status())])
+        versions = [_version(self._named(request).status())]
+        return json_response({"previous": None, "next": None, "results": versions})
 
     async def version(self, request: web.Request) -> web.StreamResponse:
         live, version = self._named(request), request.match_info["version"]
@@ -126,11 +130,24 @@ class ModelsApi:
         return json_response(_version(live.status()))
 
     async def deployments(self, request: web.Request) -> web.StreamResponse:
-        lives = [self.live(request, name) for name in self._backend.names(request)]
-        return _page([_deployment(live.status(), OWNER) for live in lives])
+        names, links = self._page(request)
+        found = [_deployment(self.live(request, name), OWNER) for name in names]
+        return json_response(links | {"results": found})
 
     async def deployment(self, request: web.Request) -> web.StreamResponse:
-        return json_response(_deployment(self._named(request).status(), request.match_info["owner"]))
+        return json_response(_deployment(self._named(request), request.match_info["owner"]))
+
+    def _page(self, request: web.Request) -> tuple[list[str], dict[str, str | None]]:
+        """Return the names of the functions of a page, and the links to the pages beside it."""
+        names, cursor = sorted(self._backend.names(request)), request.query.get(CURSOR.name, "")
+        start = bisect_right(names, cursor)
+        end, base = start + PAGE, f"{self._backend.origins.of(request)}{request.path}"
+        before = f"{base}?cursor={names[start - PAGE - 1]}" if start > PAGE else base
+        links = {
+            "previous": before if start else None,
+            "next": f"{base}?cursor={names[end - 1]}" if end < len(names) else None,
+        }
+        return names[start:end], links
 
     def _named(self, request: web.Request) -> Live:
         return self.live(request, request.match_info["name"])
@@ -146,20 +163,23 @@ class ModelsApi:
         )  # fmt: skip
 
 
-def _page(results: list[Any]) -> web.Response:
-    return json_response({"previous": None, "next": None, "results": results})
-
-
 def _version(status: FunctionStatus) -> Version:
     created, schema = status.created_at.isoformat(), predictor_document(status)
     return Version(id=status.name, created_at=created, cog_version=VERSION, openapi_schema=schema)
 
 
-def _deployment(status: FunctionStatus, owner: str) -> ModelDeployment:
+def hardware_of(live: Live) -> str:
+    """Return the name of what a worker of the function runs on."""
+    gpus = live.record.settings.resources.gpus
+    return "cpu" if not gpus else "gpu" if gpus == 1 else f"gpu-{gpus}x"
+
+
+def _deployment(live: Live, owner: str) -> ModelDeployment:
+    status = live.status()
     scale = status.settings.scale
     release = Release(
-        number=1, model=f"{owner}/{status.name}", version=status.name, created_at=status.created_at.isoformat(),
+        number=live.record.number, model=f"{owner}/{status.name}", version=status.name, created_at=status.created_at.isoformat(),
         created_by=None,
-        configuration={"hardware": "cpu", "min_instances": scale.min, "max_instances": scale.max},
+        configuration={"hardware": hardware_of(live), "min_instances": scale.min, "max_instances": scale.max},
     )  # fmt: skip
     return ModelDeployment(owner=owner, name=status.name, current_release=release)

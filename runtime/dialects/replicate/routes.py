@@ -15,7 +15,7 @@ from ...access.keys import Scope
 from ...api.backend import ASYNC_BODY_BYTES, Backend
 from ...api.requests import caller_of, dump_json, owner_of, preferences_of
 from ...api.responses import json_response
-from ...api.routes import Parameter, Route, header
+from ...api.routes import Route, header
 from ...jobs.job import Job
 from ...jobs.prediction import prediction_of
 from ..predictions import (
@@ -27,9 +27,10 @@ from ..predictions import (
     shown,
     wait_in,
 )
+from .account import AccountApi
 from .file_store import FileStore
 from .files import FilesApi
-from .models import OWNER, ModelsApi, page_of
+from .models import CURSOR, OWNER, ModelsApi, page_of
 from .problem import ERRORS
 from .stream import StreamApi
 
@@ -37,7 +38,6 @@ MAX_WAIT_S = 60.0
 PAGE = 100
 REMEDY = 'Send for example {"version": "hello", "input": {"text": "hello"}}.'
 PREFER = header("Prefer", f"wait or wait=seconds, {MAX_WAIT_S:.0f} at most.")
-CURSOR = Parameter("cursor", "As in `next` of the page before.")
 
 
 class ReplicatePrediction(Prediction):
@@ -55,6 +55,7 @@ class ReplicateApi:
     def __init__(self, backend: Backend) -> None:
         self._backend, self._jobs = backend, backend.jobs
         self._models, self._stream = ModelsApi(backend), StreamApi(backend.jobs)
+        self._account = AccountApi(backend)
         self._files = FilesApi(FileStore(backend.state / "files"), backend.origins)
         self.sweep = self._files.sweep
 
@@ -82,7 +83,13 @@ class ReplicateApi:
             Route("GET", one, self.show, call, "Show a prediction.", kind, **found),
             Route("POST", f"{one}/cancel", self.cancel, call, "Cancel a prediction.", kind, **found),
         ]
-        return [*own, *self._models.routes(), *self._files.routes(), *self._stream.routes()]
+        return [
+            *own,
+            *self._models.routes(),
+            *self._account.routes(),
+            *self._files.routes(),
+            *self._stream.routes(),
+        ]
 
     async def create(self, request: web.Request) -> web.StreamResponse:
         """Make a prediction. If it has not ended when the wait is over, its status is `starting`."""
@@ -112,14 +119,17 @@ class ReplicateApi:
     async def list(self, request: web.Request) -> web.StreamResponse:
         """List the caller's predictions, without inputs and outputs."""
         names, owner = self._backend.names(request), owner_of(request)
-        jobs = await self._jobs.store.latest(names, PAGE, request.query.get(CURSOR.name, ""), owner)
-        following = (
-            f"{self._backend.origins.of(request)}/v1/predictions?cursor={jobs[-1].id}"
-            if len(jobs) == PAGE
-            else None
-        )
+        cursor = request.query.get(CURSOR.name, "")
+        jobs = await self._jobs.store.latest(names, PAGE, cursor, owner)
+        base = f"{self._backend.origins.of(request)}/v1/predictions"
+        following = f"{base}?cursor={jobs[-1].id}" if len(jobs) == PAGE else None
+        before = None
+        if cursor:
+            # The page before ends with the job of the cursor.
+            newer = [cursor, *await self._jobs.store.newer_ids(names, PAGE, cursor, owner)]
+            before = f"{base}?cursor={newer[PAGE]}" if len(newer) > PAGE else base
         results = [self._whole(request, job, prediction_of(job)) for job in jobs]
-        return json_response({"previous": None, "next": following, "results": results})
+        return json_response({"previous": before, "next": following, "results": results})
 
     async def show(self, request: web.Request) -> web.StreamResponse:
         return json_response(await self._shown(request, await find_prediction(request, self._backend)))

@@ -122,5 +122,5 @@ def test_lambda_cog_and_replicate_have_errors_of_their_own():
     lambdas = [path for path in found if path.startswith("/20")]
     assert lambdas == ["/2015-03-31/functions/", "/2021-11-15/functions/"]
     others = {path.strip("/").partition("/")[0] for path in found} - {"2015-03-31", "2021-11-15"}
-    assert others == {"predictions", "v1"}
+    assert others == {"predictions", "trainings", "v1"}
     assert not any(path.startswith(("/v1/functions", "/v1/keys")) for path in found)

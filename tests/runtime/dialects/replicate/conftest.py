@@ -58,7 +58,9 @@ async def predictor(gateway: Gateway) -> AsyncIterator[Callable[..., Any]]:
 async def gateway() -> AsyncIterator[Gateway]:
     """A gateway that requires keys; its client is an administrator."""
     with short_folder() as folder:
-        async with gateway_here(folder / "state", drain_s=5.0, auth="always") as found:
+        async with gateway_here(
+            folder / "state", drain_s=5.0, auth="always", webhook_networks=("127.0.0.0/8",)
+        ) as found:
             found.client.headers["Authorization"] = f"Bearer {await new_key(found, scopes=['admin'])}"
             yield found
 

@@ -12,8 +12,11 @@ from typing import Any
 import pytest
 import pytest_asyncio
 import replicate
+import standardwebhooks
 from live import Gate, Gateway, until
+from receiver import receiving
 from replicate.exceptions import ModelError, ReplicateError
+from replicate.webhook import InvalidSignatureError, Webhooks
 
 from .conftest import FILES, STREAM
 
@@ -138,6 +141,54 @@ async def test_files(client: replicate.Client, predictor: Callable[..., Any], tm
         await client.async_run(f"me/{function.name}", {"text": "b ", "image": file.urls["get"]})
     output = await client.async_run(f"me/{(await predictor(FILES)).name}", {})
     assert await output.aread() == b"from a file"
+
+
+async def test_the_account_and_its_hardware(
+    gateway: Gateway, client: replicate.Client, predictor: Callable[..., Any]
+) -> None:
+    account = await client.accounts.async_current()
+    assert (account.type, account.username) == ("user", "pilotflame")
+    assert account.name != "pilotflame"
+    function = await predictor()
+    assert "cpu" in [one.sku for one in await client.hardware.async_list()]
+    for number in (1, 2):
+        release = (await client.deployments.async_get(f"me/{function.name}")).current_release
+        assert (release.number, release.configuration.hardware) == (number, "cpu")
+        if number == 1:
+            await gateway.deploy(None, {"scale.max": 3}, files={"predict.py": STREAM}, name=function.name)
+    assert release.configuration.max_instances == 3
+
+
+async def test_the_default_secret_verifies_webhooks_of_this_key(
+    gateway: Gateway, client: replicate.Client, key: Callable[..., Any], predictor: Callable[..., Any]
+) -> None:
+    function = await predictor()
+    secret = await client.webhooks.default.async_secret()
+    async with opened(gateway, await key()) as stranger:
+        other = await stranger.webhooks.default.async_secret()
+    async with receiving() as receiver:
+        hook = {"webhook": receiver.url, "webhook_events_filter": ["completed"]}
+        await client.predictions.async_create(function.name, {"text": "a"}, **hook)
+        (came,) = await receiver.received(1)
+    sent = {"headers": came.headers, "body": came.body.decode()}
+    Webhooks.validate(**sent, secret=secret)
+    own = (await gateway.client.get(f"/v1/functions/{function.name}/webhooks/secret")).json()["secret"]
+    standardwebhooks.Webhook(own).verify(came.body.decode(), came.headers)
+    assert len({secret.key, other.key, own}) == 3
+    with pytest.raises(InvalidSignatureError):
+        Webhooks.validate(**sent, secret=other)
+
+
+async def test_trainings_do_not_exist(client: replicate.Client, predictor: Callable[..., Any]) -> None:
+    function = await predictor()
+    version = (f"me/{function.name}", function.name, {})
+    for call in (
+        lambda: client.trainings.async_create(*version, destination="me/new"),
+        lambda: client.trainings.async_get("1"), client.trainings.async_list, lambda: client.trainings.async_cancel("1"),
+    ):  # fmt: skip
+        with pytest.raises(ReplicateError, match="Trainings do not exist") as refused:
+            await call()
+        assert refused.value.status == 404
 
 
 async def test_errors(gateway: Gateway, client: replicate.Client, predictor: Callable[..., Any]) -> None:

@@ -16,7 +16,7 @@ import httpx
 import pytest
 from live import Function, Gate, Gateway, gateway_here, short_folder, until
 from pilotflame.runtime.api.requests import parse_preferences
-from pilotflame.runtime.dialects.replicate import routes
+from pilotflame.runtime.dialects.replicate import models, routes
 from pilotflame.runtime.dialects.replicate.routes import preferred_wait
 
 from .conftest import STREAM
@@ -148,6 +148,30 @@ async def test_pages(
     assert [one["id"] for one in first["results"]] == made[:0:-1]
     second = (await call("GET", first["next"])).json()
     assert ([one["id"] for one in second["results"]], second["next"]) == (made[:1], None)
+    assert first["previous"] is None
+    back = (await call("GET", second["previous"])).json()
+    assert ([one["id"] for one in back["results"]], back["previous"]) == (made[:0:-1], None)
+    more = [(await call.made(function))["id"] for _ in range(2)]
+    third = (
+        await call("GET", (await call("GET", f"/v1/predictions?cursor={made[1]}")).json()["previous"])
+    ).json()
+    assert [one["id"] for one in third["results"]] == [made[2], made[1]]
+    top = (await call("GET", third["previous"])).json()
+    assert ([one["id"] for one in top["results"]], top["previous"]) == (more[::-1], None)
+
+
+async def test_pages_of_functions(
+    caller: Callable[..., Any], predictor: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = sorted([(await predictor()).name for _ in range(3)])
+    call = await caller(functions=names)
+    monkeypatch.setattr(models, "PAGE", 2)
+    for path in ("/v1/models", "/v1/deployments"):
+        first = (await call("GET", path)).json()
+        assert ([one["name"] for one in first["results"]], first["previous"]) == (names[:2], None)
+        second = (await call("GET", first["next"])).json()
+        assert ([one["name"] for one in second["results"]], second["next"]) == (names[2:], None)
+        assert (await call("GET", second["previous"])).json() == first
 
 
 async def test_files_are_their_uploaders(caller: Callable[..., Any], predictor: Callable[..., Any]) -> None:
