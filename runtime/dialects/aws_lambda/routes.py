@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
-import re
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -15,11 +14,11 @@ from aiohttp import web
 
 from ....errors import (
     BadInput,
+    CrashLoop,
     DeadlineExceeded,
     OutputInvalid,
     PilotflameError,
     RevisionRetired,
-    UnknownFunction,
 )
 from ....handlers.codec import JSON_TYPE
 from ...access.keys import Scope
@@ -28,24 +27,21 @@ from ...api.event_stream import LAST_EVENT_S
 from ...api.invoke import PRIORITY_PARAMETER, TIMEOUT_PARAMETER
 from ...api.requests import caller_of, load_json, priority_of, request_id_of, timeout_of, traceparent_of
 from ...api.responses import ErrorBody
-from ...api.routes import Parameter, Route, header
+from ...api.routes import Route, header
 from ...functions.live import Live
 from ...serving.invocation import Invocation, Output
 from ...telemetry.logs import Capture
 from .failures import FUNCTION_ERRORS, LambdaError, aws_error, function_error
+from .functions import BASE, NAME, QUALIFIER, FunctionsApi, find_live, version_of
 from .response_stream import EVENT_STREAM_TYPE, ResponseStream
 
-VERSION = "$LATEST"
 MAX_STREAMED_BYTES = 20 << 20
 TAIL_BYTES = 4096
 KINDS = ("RequestResponse", "Event", "DryRun")
-INVOKE = "/2015-03-31/functions/{name}/invocations"
+INVOKE = f"{BASE}/invocations"
 STREAM = "/2021-11-15/functions/{name}/response-streaming-invocations"
 CLIENT_CONTEXT_HEADER = "X-Amz-Client-Context"
 MAX_CONTEXT_CHARS = 3583
-_BEFORE_NAME = re.compile(r"^(arn(:[^:]*){4}:|\d+:(?=function:))?(function:)?")
-NAME = Parameter("name", "A name or an ARN.", place="path")
-QUALIFIER = Parameter("Qualifier", f"{VERSION}, or the number, the id or an alias of the live revision.")
 INVOCATION_TYPE = header("X-Amz-Invocation-Type", type="string", enum=list(KINDS), default=KINDS[0])
 CLIENT_CONTEXT = header(CLIENT_CONTEXT_HEADER, "A JSON object in base64, as context.client_context.")
 PARAMETERS = (NAME, QUALIFIER, INVOCATION_TYPE, CLIENT_CONTEXT, TIMEOUT_PARAMETER, PRIORITY_PARAMETER)
@@ -55,7 +51,7 @@ class LambdaApi:
     """The routes of AWS Lambda's invoke API."""
 
     def __init__(self, backend: Backend) -> None:
-        self._backend = backend
+        self._backend, self._described = backend, FunctionsApi(backend)
 
     def routes(self) -> list[Route]:
         # Not {function}, which the guard would check: the variable may hold an ARN. `_live` checks it.
@@ -72,6 +68,7 @@ class LambdaApi:
                 "POST", STREAM, self.stream, Scope.INVOKE, "Call a function, and stream its output as AWS does.",
                 {EVENT_STREAM_TYPE: bytes}, other_responses={204: None}, **shared,
             ),
+            *self._described.routes(),
         ]  # fmt: skip
 
     async def invoke(self, request: web.Request) -> web.StreamResponse:
@@ -111,10 +108,16 @@ class LambdaApi:
         return web.Response(status=202, headers=headers | {"X-Job-Id": job.id} | replayed)
 
     async def _wait(self, request: web.Request, request_id: str) -> web.Response:
-        live, qualifier, invocation = await self._begin(request, request_id)
-        answer = await self._ended(live, invocation)
+        answer: Output | PilotflameError
+        try:
+            live, qualifier, invocation = await self._begin(request, request_id)
+            answer = await self._ended(live, invocation)
+            tail = _log_tail(invocation)
+        except CrashLoop as error:
+            # AWS, too, answers an initialisation that fails as a failure of the function.
+            (live, qualifier), answer, tail = self._live(request), error, ""
         sent = _headers(request_id, live, qualifier)
-        if tail := _log_tail(invocation):
+        if tail:
             sent["X-Amz-Log-Result"] = tail
         if isinstance(answer, PilotflameError):
             sent["X-Amz-Function-Error"] = "Unhandled"
@@ -203,21 +206,7 @@ class LambdaApi:
         return answer
 
     def _live(self, request: web.Request) -> tuple[Live, str]:
-        """Return the function and the qualifier that the request names; "" if it names none.
-
-        Raises UnknownFunction unless the qualifier is $LATEST, or the number, the id or an alias of the live
-        revision.
-        """
-        # The text is `name`, `account:function:name` or an ARN, and each may end with `:qualifier`.
-        name, _, qualifier = _BEFORE_NAME.sub("", request.match_info["name"]).partition(":")
-        caller_of(request).check(name)
-        live = self._backend.functions.get(name)
-        wanted = request.query.get("Qualifier", "") or qualifier
-        record = live.record
-        if wanted not in ("", VERSION, str(record.number), record.revision, *record.settings.aliases):
-            remedy = f"Omit it, or send {VERSION} or {record.number}, the number of the live revision."
-            raise UnknownFunction(f"Function {name!r} has no version {wanted[:64]!r}.", remedy=remedy)
-        return live, wanted
+        return find_live(request, self._backend)
 
 
 def _extra(headers: Mapping[str, str]) -> dict[str, Any]:
@@ -264,5 +253,4 @@ def _log_tail(invocation: Invocation) -> str:
 
 
 def _headers(request_id: str, live: Live, qualifier: str) -> dict[str, str]:
-    version = VERSION if qualifier in ("", VERSION) else str(live.record.number)
-    return {"x-amzn-RequestId": request_id, "X-Amz-Executed-Version": version}
+    return {"x-amzn-RequestId": request_id, "X-Amz-Executed-Version": version_of(live, qualifier)}

@@ -274,6 +274,63 @@ async def test_qualifiers_are_the_live_revision(deploy, gateway: Gateway, aws):
         assert await refused(aws, "twice", Qualifier=old) == ("ResourceNotFoundException", 404)
 
 
+async def test_aliases_in_names(deploy, aws):
+    await deploy(None, {"aliases": "prod"}, files={"lambda_function.py": CONTEXT}, name="named")
+    arn = "arn:aws:lambda:us-east-1:000000000000:function:named"
+    for name in ("named:prod", f"{arn}:prod", "000000000000:function:named:prod", "function:named:prod"):
+        found = await invoke(aws, name)
+        assert (found["ExecutedVersion"], found["Payload"]["arn"]) == ("1", f"{arn}:prod"), name
+        assert (await invoke(aws, name, Qualifier="prod"))["ExecutedVersion"] == "1"
+        assert await refused(aws, name, Qualifier="$LATEST") == ("InvalidParameterValueException", 400)
+
+
+async def test_get_function_and_aliases(deploy, aws):
+    function = await deploy(
+        None, {"aliases": "prod,blue", "timeout_s": 12.5}, files={"lambda_function.py": LAMBDA}
+    )
+    name = function.name
+    arn = f"arn:aws:lambda:us-east-1:000000000000:function:{name}"
+
+    def asked() -> None:
+        for waiter in ("function_exists", "function_active_v2", "function_updated_v2", "function_active"):
+            aws.get_waiter(waiter).wait(FunctionName=name, WaiterConfig={"MaxAttempts": 1})
+        whole = aws.get_function(FunctionName=name)
+        found = whole["Configuration"]
+        assert (found["FunctionName"], found["FunctionArn"], found["Version"]) == (name, arn, "$LATEST")
+        assert (found["State"], found["LastUpdateStatus"], found["Timeout"]) == ("Active", "Successful", 13)
+        assert (found["Handler"], whole["Tags"]) == ("lambda_function.py:lambda_handler", {})
+        assert "Environment" not in found
+        alone = aws.get_function_configuration(FunctionName=name, Qualifier="prod")
+        assert (alone["Version"], alone["FunctionArn"]) == ("1", f"{arn}:prod")
+        assert aws.get_function(FunctionName=f"{arn}:blue")["Configuration"]["Version"] == "1"
+        alias = aws.get_alias(FunctionName=name, Name="prod")
+        assert (alias["AliasArn"], alias["Name"], alias["FunctionVersion"]) == (f"{arn}:prod", "prod", "1")
+        assert [one["Name"] for one in aws.list_aliases(FunctionName=arn)["Aliases"]] == ["prod", "blue"]
+        for missing in (
+            lambda: aws.get_function(FunctionName="none"), lambda: aws.get_function(FunctionName=name, Qualifier="9"),
+            lambda: aws.get_alias(FunctionName=name, Name="green"),
+        ):  # fmt: skip
+            with pytest.raises(aws.exceptions.ResourceNotFoundException):
+                missing()
+
+    await asyncio.to_thread(asked)
+
+
+async def test_a_function_that_does_not_start_is_unhandled(deploy, aws):
+    """Also once the breaker is open, and a call is refused before it waits."""
+    source = "def setup(context):\n    raise ValueError('no weights')\ndef handler(event): ...\n"
+    function = await deploy(source, check=False)
+
+    async def open_breaker() -> bool:
+        found = await invoke(aws, function.name)
+        assert (found["StatusCode"], found["FunctionError"]) == (200, "Unhandled")
+        assert found["Payload"]["errorType"] in ("Runtime.InitError", "ValueError"), found
+        assert "no weights" in found["Payload"]["errorMessage"]
+        return "starts of a worker" in found["Payload"]["errorMessage"]
+
+    await until(open_breaker, "an open breaker")
+
+
 # -- response streams
 
 
