@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Literal, NoReturn
 
-from aiohttp import web
+from aiohttp import hdrs, web
 from typing_extensions import TypedDict
 
-from ....errors import UnknownRoute
+from ....errors import Forbidden, UnknownRoute
 from ...access.keys import Scope
 from ...api.backend import Backend
 from ...api.requests import caller_of
@@ -92,6 +92,9 @@ class AccountApi:
         return json_response([Hardware(name=sku.upper(), sku=sku) for sku in sorted(skus)])
 
     async def secret(self, request: web.Request) -> web.StreamResponse:
+        if hdrs.ORIGIN in request.headers:
+            message = "A web page does not get the secret of webhooks."
+            raise Forbidden(message, remedy="Ask for it from the server that receives them.")
         found = WebhookSecret(key=self._backend.jobs.owner_secret(caller_of(request).owner))
         return json_response(found, no_store=True)
 

@@ -148,6 +148,13 @@ async def test_pages_of_this_machine_do_not_read_or_change_control_routes(deploy
         assert ALLOW not in response.headers
 
 
+async def test_pages_do_not_read_the_webhook_secret(gateway: Gateway):
+    path = "/v1/webhooks/default/secret"
+    assert (await gateway.client.get(path)).json()["key"].startswith("whsec_")
+    response = await gateway.client.get(path, headers={"Origin": LOCAL[0]})
+    assert failure(response)["type"] == "forbidden"
+
+
 async def test_origins_that_only_look_like_this_machine(deploy):
     function = await deploy(ECHO)
     for origin in (

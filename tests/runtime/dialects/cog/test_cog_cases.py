@@ -519,9 +519,13 @@ async def test_logs_are_sent_while_a_prediction_runs(
     # The same of RunPod's jobs, as Standard Webhooks has events.
     gate.open()
     hook = {"webhook": f"{host.url}/queue", "webhook_events": ["logs", "completed"]}
-    await call.function.client.post(f"/v2/{call.function.name}/run", json={"input": {}, **hook})
+    trace = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
+    await call.function.client.post(
+        f"/v2/{call.function.name}/run", json={"input": {}, **hook}, headers=trace
+    )
     while (told := host.came[-1])[1] != "/queue" or told[3]["type"] != "job.completed":
         await host.next(len(host.came) + 1)
+    assert told[2]["traceparent"] == trace["traceparent"]
     events = [body["type"] for _, path, _, body in host.came if path == "/queue"]
     assert set(events) == {"job.logs", "job.completed"}
     (*_, last, _) = (body for _, path, _, body in host.came if path == "/queue")
