@@ -1,6 +1,7 @@
 # Every target makes its own environment in .venv from constraints.txt; nothing else is needed but Python 3.11.
 PYTHON ?= python3
 BIN := .venv/bin
+INSTALL := $(BIN)/python infra/install.py
 SOURCES := $(shell find runtime snapshot handlers templates -type f -not -name '*.pyc') $(wildcard *.py) pyproject.toml
 EXTRAS := test
 
@@ -10,8 +11,9 @@ help: ## Show this list
 
 .venv/installed-%: constraints.txt pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt setuptools wheel
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-build-isolation -c constraints.txt '.[$*]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt uv
+	$(INSTALL) -c constraints.txt setuptools wheel
+	$(INSTALL) --no-build-isolation -c constraints.txt '.[$*]'
 	@touch $@
 
 # The package is installed as a wheel, as users have it: an editable install adds 11-18 ms to every interpreter start.
@@ -54,6 +56,7 @@ bench-snapshot: .venv/installed-bench ## Loading weights, beside raw sockets, cl
 	@$(MAKE) --no-print-directory EXTRAS=bench .venv/wheel
 	$(BIN)/python infra/bench/snapshot_bench.py $(BENCH_ARGS)
 
+bench-gpu: export UV_TORCH_BACKEND := $(or $(UV_TORCH_BACKEND),auto)
 bench-gpu: .venv/installed-bench ## Weights to a GPU, beside its ceilings and other loaders; simulated where there is none
 	@$(MAKE) --no-print-directory EXTRAS=bench .venv/wheel
 	$(BIN)/python infra/bench/gpu.py $(BENCH_ARGS)
