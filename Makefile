@@ -23,9 +23,9 @@ help: ## Show this list
 	@touch $@
 
 demo: EXTRAS := demo
-demo: .venv/installed-demo ## A real model from zero to its first answer and back, with the phases
+demo: .venv/installed-demo ## Cold starts of a real model: p50, p99, phases, memory, beside a fresh process
 	@$(MAKE) --no-print-directory EXTRAS=demo .venv/wheel
-	$(BIN)/python infra/demo.py
+	$(BIN)/pilotflame demo $(DEMO_ARGS)
 
 test: .venv/wheel ## All tests, on three processes: they wait for a third of their time
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)

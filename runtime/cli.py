@@ -34,6 +34,10 @@ COMMANDS = {
         "Print the script that completes commands, functions and templates in SHELL.",
     ),
     "delete": ("functions", "Delete a function and all its revisions."),
+    "demo": (
+        "demo",
+        "Time cold starts of a real model on this machine, and print where each millisecond went.",
+    ),
     "deploy": ("functions", "Deploy FOLDER as a function, or as a new revision of it."),
     "doctor": ("doctor", "Check whether this machine has what functions need, and how fast it is."),
     "explain": ("explain", "List what the gateway decided about FUNCTION, with the figures behind it."),

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import http.client
-import json
 import os
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
-from typing import Any
-from urllib.parse import urlsplit
 
-import minilm
 from control import Control, Reply
 from memory import held, print_holdings
+from pilotflame.runtime.commands import minilm
+from pilotflame.runtime.commands.fresh_process import first_answer
 from report import Report
 from rich.console import Console
 from servers import start_pilotflame
@@ -28,7 +23,6 @@ NAME = "text-embedding"
 EVENT = {"text": minilm.TEXT}
 WARM_REQUESTS = 5
 FRESH_EVERY = 8
-FRESH_TIMEOUT_S = 300.0
 
 
 def measure(report: Report, rounds: int) -> None:
@@ -123,23 +117,6 @@ def fresh_process_ms(expected: list[float]) -> float:
     if minilm.difference(answer["embedding"], expected) > minilm.TOLERANCE:
         raise RuntimeError("the fresh process answered wrongly")
     return ms
-
-
-def first_answer(code: Path, snapshot: Path, event: dict[str, Any]) -> tuple[dict[str, Any], float]:
-    """Start a fresh process of a handler. Return its first answer over HTTP, and after how many ms it was there."""
-    command = [sys.executable, str(Path(__file__).with_name("fresh.py")), str(code), str(snapshot)]
-    started_s = time.perf_counter()
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            parts = urlsplit(json.loads(process.stdout.readline() if process.stdout else "")["url"])
-            connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=FRESH_TIMEOUT_S)
-            connection.request("POST", "/invoke", json.dumps(event), {"Content-Type": "application/json"})
-            answer: dict[str, Any] = json.loads(connection.getresponse().read())
-            ms = (time.perf_counter() - started_s) * 1e3
-            connection.close()
-        finally:
-            process.kill()
-    return answer, ms
 
 
 def main() -> int:

@@ -20,10 +20,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import checkpoint
-from cold import first_answer
 from control import Control
 from disk import drop
 from percentiles import median
+from pilotflame.runtime.commands.fresh_process import first_answer
 from report import Report
 from servers import start_pilotflame
 

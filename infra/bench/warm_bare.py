@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-import minilm
 from lane import Lane
+from pilotflame.runtime.commands import minilm
 from warm_peers import APPS, BODIES, Choice
 
 

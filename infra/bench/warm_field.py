@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from http.client import HTTPConnection
 from urllib.parse import urlsplit
 
-import minilm
+from pilotflame.runtime.commands import minilm
 from report import Report
 from servers import ServerError
 from warm_peers import HEADERS, Choice, Contender, start

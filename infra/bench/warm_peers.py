@@ -16,11 +16,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import minilm
 import servers
 from control import Control
 from http1 import Request
 from load import load_apart
+from pilotflame.runtime.commands import minilm
 from servers import Server
 
 HERE = Path(__file__).parent

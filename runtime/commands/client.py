@@ -198,6 +198,10 @@ class Client:
         """
         yield from self._lines(_path("v1", "logs", name), query)
 
+    def views(self) -> Iterator[dict[str, Any]]:
+        """Yield what the console shows, and each second the functions that have changed."""
+        yield from self._lines(_path("v1", "console"), {"follow": True})
+
     def _lines(self, path: str, query: dict[str, Any]) -> Iterator[dict[str, Any]]:
         params = {
             key: int(value) if isinstance(value, bool) else value

