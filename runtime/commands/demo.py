@@ -208,7 +208,8 @@ def percentiles(times_ms: Sequence[float]) -> dict[str, float]:
 
 def _lines_of(figures: Mapping[str, Any]) -> Iterator[str]:
     cold, warm = figures["cold_ms"], figures["warm_ms"]
-    yield f"  p50 {cold['p50']:.1f} ms, p99 {cold['p99']:.1f} ms, longest {cold['max']:.1f} ms from request to answer"
+    best = click.style(f"p50 {cold['p50']:.1f} ms, p99 {cold['p99']:.1f} ms", bold=True)
+    yield f"  {best}, longest {cold['max']:.1f} ms, from the request to the whole answer"
     yield f"  all {figures['right_answers']} answers are those of plain transformers"
     yield f"  the same request to a worker that runs: p50 {warm['p50']:.1f} ms, p99 {warm['p99']:.1f} ms\n"
     phases = {name: ms for name, ms in figures["phases_ms"].items() if name != "total"}
@@ -216,4 +217,5 @@ def _lines_of(figures: Mapping[str, Any]) -> Iterator[str]:
     longest_ms = max(phases.values())
     for name, ms in phases.items():
         bar = "█" * round(ms / longest_ms * BAR_COLUMNS) or "▏"
-        yield f"  {name:<9}{ms:>6.2f} ms  {bar:<{BAR_COLUMNS}}  {MEANING.get(name, '')}"
+        coloured = click.style(f"{bar:<{BAR_COLUMNS}}", fg="yellow")
+        yield f"  {name:<9}{ms:>6.2f} ms  {coloured}  {MEANING.get(name, '')}"
