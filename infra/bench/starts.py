@@ -1,6 +1,6 @@
-"""A thousand workers of one small function, started at once from zero: the time until all are ready, and their memory.
+"""Many workers of one small function, started at once from zero: the time until all are ready, and their memory.
 
-    python infra/bench/thousand.py [--workers 1000] [--rounds 3]
+    python infra/bench/starts.py [--workers 500] [--rounds 3]
 
 Then as many requests arrive at one instant, each of which sleeps for a second in a worker of its own.
 """
@@ -22,7 +22,7 @@ from opened import OpenLoop
 from report import Report
 from servers import Server, start_pilotflame
 
-NAME = "thousand"
+NAME = "starts"
 WAIT_S = 300
 SLEEP_S = 1.0
 HANDLER = f"import time\ndef handler(event):\n    time.sleep({SLEEP_S})\n    return event"
@@ -70,10 +70,10 @@ def _function(folder: Path) -> Path:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--workers", type=int, default=1000)
+    parser.add_argument("--workers", type=int, default=500)
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
-    report = Report("bench-thousand")
+    report = Report("bench-starts")
     found = list[tuple[float, float]]()
     for _ in range(arguments.rounds):
         with start_pilotflame() as server, tempfile.TemporaryDirectory() as folder:
