@@ -2,7 +2,7 @@
 
     python infra/bench/starts.py [--workers 500] [--rounds 3]
 
-Then as many requests arrive at one instant, each of which sleeps for a second in a worker of its own.
+Then one request for each worker arrives at one instant. Each request sleeps for a second in its worker.
 """
 
 from __future__ import annotations
