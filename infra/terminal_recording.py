@@ -25,7 +25,7 @@ from rich.text import Text
 
 COLUMNS = 104
 # The whole recording is played in this time.
-PLAYED_S = 12.0
+PLAYED_S = 5.0
 FORMAT = """\
 <svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">
 <style>
