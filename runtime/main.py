@@ -57,6 +57,7 @@ from .events.sources import Sources
 from .functions.deploy import Deployment
 from .functions.ledger import Ledger
 from .functions.metering import Metering
+from .functions.node_memory import MemoryMeter
 from .functions.prewarming import Prewarming
 from .functions.recorder import Recorder
 from .functions.registry import FunctionEvents, Functions
@@ -235,7 +236,7 @@ async def startup(
     )  # fmt: skip
     stack.callback(functions.close_threads)
     metrics = Metrics(functions.census, tasks.failures, [fetcher.metrics], lambda: logs.files.dropped)
-    rest = _observe(functions, metrics, ledger, settings, stack)
+    rest, memory = _observe(functions, metrics, ledger, settings, stack)
     # A function alone is deployed anew, and others that are in a kept state folder are not served.
     if alone is None:
         await functions.restore()
@@ -253,7 +254,7 @@ async def startup(
     ]  # fmt: skip
 
     admin = Admin(
-        functions, metrics, logs, sources=sources.statuses,
+        functions, metrics, logs, memory, sources=sources.statuses,
         disk_full=disk.look,
         starting=lambda: standalone is not None and standalone.is_starting(),
     )  # fmt: skip
@@ -482,7 +483,7 @@ async def _open_ledger(
     """Open the accounts of the functions, and close them with `stack`. The metrics may be made later."""
     prices = Prices(settings.price_memory_gb_hour, settings.price_disk_gb_hour, settings.price_device_hour)
     store = UsageStore(state / "usage.sqlite3")
-    ledger = Ledger(store, prices, lambda function: metrics().totals(function))
+    ledger = Ledger(store, prices, lambda function: metrics().totals(function), settings.currency)
     await asyncio.to_thread(ledger.open)
     stack.push_async_callback(ledger.close)
     return ledger
@@ -499,12 +500,13 @@ def _gpus(settings: GatewaySettings) -> list[Gpu]:
 def _observe(
     functions: Functions, metrics: Metrics, ledger: Ledger, settings: GatewaySettings,
     stack: contextlib.AsyncExitStack,
-) -> Rest:  # fmt: skip
+) -> tuple[Rest, MemoryMeter]:  # fmt: skip
     """Tell who must know when workers start and when functions come and go, until `stack` closes.
 
-    Return what limits the memory at rest.
+    Return what limits the memory at rest, and what measures the memory of all processes.
     """
-    events, metering = functions.events, Metering(functions, functions.tasks)
+    events, memory = functions.events, MemoryMeter(functions, functions.tasks)
+    metering = Metering(functions, ledger, memory, functions.tasks)
     rest = Rest(
         functions.all, functions.launcher, functions.tasks, settings.rest_mb, functions.weights.give_back
     )
@@ -514,13 +516,14 @@ def _observe(
     # The ledger takes the last counts before the metrics drop them.
     for removed in (ledger.note_removed, metrics.forget, metering.forget):
         events.removed.append(removed)
-    for notice in (events.activated, events.live):
+    for notice in (events.activated, events.live, events.processes):
         notice.append(metering.note_change)
+    metering.note_change()
     for notice in (events.activated, events.live, events.removed):
         notice.append(rest.note_change)
     for close in (rest.close, metering.close, functions.tasks.keep(ledger.run, name="usage").cancel):
         stack.callback(close)
-    return rest
+    return rest, memory
 
 
 def _recorder(functions: Functions, state: Path, stack: contextlib.AsyncExitStack) -> Recorder:

@@ -31,7 +31,7 @@ def described() -> OpenApi:
     )
     apis = (
         Gateway(backend),
-        Admin(missing, missing, missing),
+        Admin(missing, missing, missing, missing),
         Deploys(missing, local=True),
         LogsApi(missing, missing, missing),
         RevisionsApi(missing),

@@ -4,22 +4,54 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NotRequired
 
 from aiohttp import web
+from pydantic import BaseModel
+from typing_extensions import TypedDict
 
 from ...errors import Forbidden
 from ..access.keys import Caller, Scope
 from ..functions.live import FunctionStatus, Live, Prefetched, Process, SourceStatus
+from ..functions.node_memory import MemoryMeter, NodeMemory
 from ..functions.registry import Functions
 from ..telemetry.logs import Logs
 from ..telemetry.metrics import Metrics
 from .requests import caller_of
-from .responses import json_response
+from .responses import Timestamp, json_response, timestamp
 from .routes import Flag, Route
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+ALL_MEMORY = Flag("memory", "Measure the memory of all processes.")
 MEMORY = Flag("memory", "Include the function's processes and their memory.")
+
+
+class HeldMemory(BaseModel, frozen=True):
+    """The memory (PSS) of all processes of this gateway: a page that several of them map counts once in the total."""
+
+    functions_bytes: int
+    """Memory of all functions, those included that are being deployed or deleted."""
+    bases_bytes: int
+    """Memory of the processes from which zygotes are forked. Functions share them."""
+    gateway_bytes: int
+    """Memory of the gateway and its fetcher."""
+    total_bytes: int
+    measured_at: Timestamp
+
+    @classmethod
+    def of(cls, memory: NodeMemory) -> HeldMemory:
+        return cls(
+            functions_bytes=memory.functions_bytes, bases_bytes=memory.bases_bytes,
+            gateway_bytes=memory.gateway_bytes, total_bytes=memory.total_bytes,
+            measured_at=timestamp(memory.measured_at),
+        )  # fmt: skip
+
+
+class FunctionList(TypedDict):
+    """All functions that the caller may see, and if they asked for it and may see all, the memory of all processes."""
+
+    functions: list[FunctionStatus]
+    memory: NotRequired[HeldMemory]
 
 
 class Admin:
@@ -30,6 +62,7 @@ class Admin:
         functions: Functions,
         metrics: Metrics,
         logs: Logs,
+        memory: MemoryMeter,
         *,
         sources: Callable[[str], list[SourceStatus]] = lambda _function: [],
         disk_full: Callable[[], bool] = lambda: False,
@@ -40,7 +73,7 @@ class Admin:
         """
         self._sources = sources
         self._disk_full, self._starting = disk_full, starting
-        self._functions = functions
+        self._functions, self._memory = functions, memory
         self._logs = logs
         self._metrics = metrics
         self.draining = False
@@ -49,12 +82,12 @@ class Admin:
         functions, function, deploy = "/v1/functions", "/v1/functions/{function}", Scope.DEPLOY
         read = Scope.READ
         listing, ready = (
-            {"functions": list[FunctionStatus]},
+            FunctionList,
             {"status": Literal["ready", "draining", "starting", "disk_full"]},
         )
         probe: Any = {"public": True, "errors": ()}
         return [
-            Route("GET", functions, self.list, read, "List the functions.", listing),
+            Route("GET", functions, self.list, read, "List the functions.", listing, parameters=(ALL_MEMORY,)),
             Route("GET", function, self.status, read, "Show a function.", FunctionStatus, parameters=(MEMORY,)),
             Route("DELETE", function, self.delete, deploy, "Delete a function.", {"deleted": str}),
             Route(
@@ -68,7 +101,15 @@ class Admin:
         ]  # fmt: skip
 
     async def list(self, request: web.Request) -> web.StreamResponse:
-        return json_response({"functions": [one.model_dump(mode="json") for one in self.statuses(request)]})
+        found = list(self.statuses(request))
+        memory = await self._memory.latest() if ALL_MEMORY.read(request) else None
+        if memory is not None:
+            found = [_with_memory(status, memory) for status in found]
+        # A key that covers some functions must not learn the memory of the others.
+        answer: dict[str, Any] = {"functions": [one.model_dump(mode="json") for one in found]}
+        if memory is not None and caller_of(request).functions is None:
+            answer["memory"] = HeldMemory.of(memory).model_dump(mode="json")
+        return json_response(answer)
 
     async def status(self, request: web.Request) -> web.StreamResponse:
         live = self._functions.get(request.match_info["function"])
@@ -121,6 +162,14 @@ class Admin:
             source: {str(code): count for code, count in of.items()} for source, of in by_source.items()
         }
         return live.status(processes).model_copy(update={"invocations": counts})
+
+
+def _with_memory(status: FunctionStatus, memory: NodeMemory) -> FunctionStatus:
+    """Return the status with the memory of the function; without it if its processes are newer than the measurement."""
+    if (held := memory.functions.get(status.name)) is not None:
+        return status.model_copy(update={"memory_bytes": held.total_bytes})
+    running = status.zygote or any(status.workers.model_dump().values())
+    return status.model_copy(update={"memory_bytes": None if running else 0})
 
 
 def _visible(status: FunctionStatus, caller: Caller) -> FunctionStatus:

@@ -9,7 +9,7 @@ from typing import Any
 from aiohttp import web
 from typing_extensions import TypedDict
 
-from ...errors import BadInput
+from ...errors import BadInput, UnknownFunction
 from ..access.keys import Scope
 from ..functions.ledger import Ledger
 from ..settings.function_settings import name_problem
@@ -42,6 +42,7 @@ UsageAnswer: Any = {
     "rows": list[UsageRow],
     "total": Usage,
     "prices": Prices,
+    "currency": str,
 }
 
 
@@ -60,6 +61,8 @@ class UsageApi:
 
     async def usage(self, request: web.Request) -> web.StreamResponse:
         query = _query(request)
+        if (wanted := request.query.get(FUNCTION.name)) is not None and not await self._ledger.knows(wanted):
+            raise UnknownFunction.named(wanted)
         total, rows = Usage(), list[UsageRow]()
         for key, used in await self._ledger.read(query):
             total += used
@@ -67,7 +70,7 @@ class UsageApi:
         return json_response(
             {
                 "by": query.by, "since": timestamp(query.since), "until": timestamp(query.until), "rows": rows,
-                "total": total, "prices": self._ledger.prices,
+                "total": total, "prices": self._ledger.prices, "currency": self._ledger.currency,
             }
         )  # fmt: skip
 

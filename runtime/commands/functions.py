@@ -54,19 +54,19 @@ def deploy(
     def once() -> None:
         with display.deploying(str(folder), quiet=as_json) as on_progress:
             found = sent.run(on_progress)
-        _print_deployed(found, as_json=as_json)
+        _print_deployed(found, folder, as_json=as_json)
 
     return deploy_changes(sent, folder, once, as_json=as_json) if watching else once()
 
 
-def _print_deployed(found: dict[str, Any], *, as_json: bool) -> None:
+def _print_deployed(found: dict[str, Any], folder: Path, *, as_json: bool) -> None:
     if as_json:
         return display.print_json(found)
     display.warn(found["warnings"])
     if (platform := PLATFORMS.get(found.get("dialect", ""))) is not None:
         display.say(f"recognised a {platform} handler: {found['entry']}")
     name = found["name"]
-    body = _example(source.folder, found["input_schema"])
+    body = _example(folder, found["input_schema"])
     return click.echo(f"{name} {found['revision']} is deployed; call it: pilotflame invoke {name} {body}")
 
 
@@ -119,14 +119,19 @@ def invoke(
 @click.command("list")
 @options.gateway
 def list_functions(*, client: Client, as_json: bool) -> None:
-    """List the functions, with the number of their workers and requests.
+    """List the functions, with their workers, requests and memory.
+
+    Memory is that of all processes, a page that several of them map counted once. Functions share the bases: the
+    processes with the heavy imports.
 
     Example: pilotflame list
     """
-    functions = client.get("v1", "functions")["functions"]
-    loads = ("workers", "at rest", "queued", "running", "activations", "last cold start")
+    found = client.get("v1", "functions", memory=1)
+    functions = found["functions"]
+    loads = ("workers", "at rest", "memory", "queued", "running", "activations", "last cold start")
     columns, empty = ("function", "revision", *loads), "no functions yet: pilotflame deploy FOLDER"
-    display.print_list({"functions": functions}, columns, map(_row, functions), empty=empty, as_json=as_json)
+    rows = [*map(_row, functions), *(_memory_rows(found) if functions else ())]
+    display.print_list(found, columns, rows, empty=empty, as_json=as_json)
 
 
 @click.command()
@@ -271,7 +276,27 @@ def _prefetched_row(found: dict[str, Any]) -> tuple[str, ...]:
 def _row(status: dict[str, Any]) -> tuple[str, ...]:
     counts = (str(status[key]) for key in ("queued", "in_flight", "activations"))
     last_ms = display.milliseconds(status["last_cold_start_ms"])
-    return (status["name"], status["revision"], _workers(status), _at_rest(status), *counts, last_ms)
+    held = " + ".join(_rest_processes(status)) or "files only"
+    memory = _size(status["memory_bytes"])
+    return (status["name"], status["revision"], _workers(status), held, memory, *counts, last_ms)
+
+
+def _memory_rows(found: dict[str, Any]) -> list[tuple[str, ...]]:
+    """Return the rows below the functions: memory of no single function, and the sum."""
+    listed = [one["memory_bytes"] for one in found["functions"] if one["memory_bytes"] is not None]
+    if (memory := found.get("memory")) is None:
+        # A key for some functions sees the sum of these, if they were measured.
+        held = {"all": sum(listed) if listed else None}
+    else:
+        held = {"(bases)": memory["bases_bytes"], "(gateway)": memory["gateway_bytes"]}
+        if (others := memory["functions_bytes"] - sum(listed)) > 0:
+            held["(deploying or deleted)"] = others
+        held["all"] = memory["total_bytes"]
+    return [(name, "", "", "", _size(count), "", "", "", "") for name, count in held.items()]
+
+
+def _size(count: int | None) -> str:
+    return "-" if count is None else display.size(count)
 
 
 def _workers(status: dict[str, Any]) -> str:
@@ -283,8 +308,12 @@ def _workers(status: dict[str, Any]) -> str:
 
 
 def _at_rest(status: dict[str, Any]) -> str:
-    held, held_mb = " + ".join(name for name in ("zygote", "standby") if status[name]), status.get("rest_mb")
-    return f"{held}, {held_mb:.0f} MB" if held and held_mb else held or "files only"
+    held, held_mb = " + ".join(_rest_processes(status)), status.get("rest_mb")
+    return f"{held}, {held_mb:.0f} MiB" if held and held_mb else held or "files only"
+
+
+def _rest_processes(status: dict[str, Any]) -> list[str]:
+    return [name for name in ("zygote", "standby") if status[name]]
 
 
 def _facts(status: dict[str, Any]) -> list[tuple[str, str]]:
@@ -351,5 +380,5 @@ def _schedule_row(schedule: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _process_row(process: dict[str, Any]) -> tuple[str, ...]:
-    memory = (f"{process[key]:.1f} MB" for key in ("uss_mb", "pss_mb", "rss_mb"))
+    memory = (f"{process[key]:.1f} MiB" for key in ("uss_mb", "pss_mb", "rss_mb"))
     return (process["name"], str(process["pid"]), *memory)

@@ -12,18 +12,9 @@ from ..telemetry.usage import HOUR_S
 from . import display, options
 from .client import Client
 
-COLUMNS = (
-    "busy",
-    "idle",
-    "starting",
-    "zygote only",
-    "files only",
-    "memory",
-    "calls",
-    "cold starts",
-    "waited",
-)
-MONEY = ("cost", "always on", "saved")
+TIMES = ("busy", "idle", "starting", "zygote only", "files only")
+CALLS = ("calls", "cold starts", "waited")
+MONEY = ("using", "holding", "cost", "always on", "saved")
 
 
 @click.command()
@@ -47,8 +38,10 @@ def usage(
     """Show what functions have used and cost, and what always-on workers would have cost.
 
     FUNCTION may be deleted. Busy, idle and starting are times of workers, added up. Zygote only and files only are
-    times without a worker. Memory is in GB hours. Always on: one worker ready all the time, and the others as they
-    were. Hours are kept for 14 days, days (of UTC) for 400. Prices are settings of the gateway: `price_…`.
+    times without a worker. Using is what workers cost while they were busy or starting, holding the rest: idle
+    workers, zygotes, standbys, files, and in rows of their own the bases, which functions share, and the gateway.
+    Always on: the same with one worker ready all the time. Hours are kept for 14 days, days (of UTC) for 400.
+    Prices and their currency are settings of the gateway: `price_…`, `currency`.
 
     \b
     Examples:
@@ -64,7 +57,9 @@ def usage(
     rows = [_row(row["key"] or "-", row["usage"]) for row in found["rows"]]
     if not rows:
         return display.say("nothing was used in that time")
-    return display.print_table((by, *COLUMNS, *MONEY), [*rows, _row("all", found["total"])])
+    money = (f"{name} {found['currency']}" for name in MONEY)
+    columns = (by, *TIMES, "memory GB h", *CALLS, *money)
+    return display.print_table(columns, [*rows, _row("all", found["total"])])
 
 
 def _row(key: str, used: dict[str, float]) -> tuple[str, ...]:
@@ -73,8 +68,13 @@ def _row(key: str, used: dict[str, float]) -> tuple[str, ...]:
     calls = (f"{used[kind]:.0f}" for kind in ("invocations", "cold_starts"))
     saved = used["always_on_cost"] - used["cost"]
     share = f" ({saved / used['always_on_cost']:.0%})" if used["always_on_cost"] else ""
-    money = (_money(used["cost"]), _money(used["always_on_cost"]), _money(saved) + share)
-    return (key, *times, memory, *calls, display.duration(used["waiting_s"]), *money)
+    costs = (used["cost"] - used["holding_cost"], used["holding_cost"], used["cost"], used["always_on_cost"])
+    money = (*map(_money, costs), _money(saved) + share)
+    cells = (*times, memory, *calls, display.duration(used["waiting_s"]))
+    if key.startswith("("):
+        # The node's own processes have neither workers nor calls.
+        cells = tuple(memory if cell is memory else "-" for cell in cells)
+    return (key, *cells, *money)
 
 
 def _money(amount: float) -> str:

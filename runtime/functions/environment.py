@@ -135,8 +135,8 @@ class EnvironmentLauncher(Launcher):
     async def forget(self, spec: WorkerSpec) -> None:
         await self._launcher.forget(self._present or spec)
 
-    def shared_pids(self) -> list[int]:
-        return self._launcher.shared_pids()
+    def base_pids(self) -> list[int]:
+        return self._launcher.base_pids()
 
     def end_unused(self) -> None:
         self._launcher.end_unused()

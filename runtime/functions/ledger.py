@@ -9,24 +9,29 @@ import time
 from collections.abc import Callable, Sequence
 
 from ...errors import GatewayError
-from ..scaling.budget import Spending, day_of
-from ..serving.account import Account, StoredUsage
+from ..scaling.budget import BudgetSpec, Spending, day_of
+from ..serving.account import Account, Spender, StoredUsage
 from ..telemetry.metrics import Reading, Totals
 from ..telemetry.usage import HOUR_S, Prices, Usage
 from ..telemetry.usage_store import Standing, UsageQuery, UsageRecord, UsageStore
 
 LOG = logging.getLogger(__name__)
 WRITE_EVERY_S = 60.0
+# The owner of what belongs to no function. No API key has such an id.
+NODE = "(node)"
 
 
 class Ledger:
     """The accounts of the functions of one gateway, also of deleted ones until what they used is stored."""
 
-    def __init__(self, store: UsageStore, prices: Prices, totals: Callable[[str], Totals]) -> None:
+    def __init__(
+        self, store: UsageStore, prices: Prices, totals: Callable[[str], Totals], currency: str = "USD"
+    ) -> None:
         """`totals` returns what the metrics have counted of a function, for its cold starts."""
-        self.prices = prices
+        self.prices, self.currency = prices, currency
         self._store, self._totals = store, totals
         self._accounts: dict[str, Account] = {}
+        self._node: set[str] = set()
         self._known_colds: dict[str, Usage] = {}
         self._stored: dict[str, tuple[Usage, Standing]] = {}
         self._stored_day = 0
@@ -51,6 +56,19 @@ class Ledger:
             counted = functools.partial(self._new_colds, function)
             self._accounts[function] = Account(function, self.prices, stored, counted)
         return self._accounts[function]
+
+    def open_node(self, name: str, processes: Spender) -> None:
+        """Open the account of processes of the node that belong to no function. It has no budget."""
+        account = self.account(name)
+        self._node.add(name)
+        account.attach(processes)
+        account.open(BudgetSpec(), NODE)
+
+    async def knows(self, function: str) -> bool:
+        """Return True if the function is deployed, or if what it has used is known. Raise GatewayError."""
+        if (account := self._accounts.get(function)) is not None and account.unwritten():
+            return True
+        return await asyncio.to_thread(self._store.knows, function)
 
     def note_removed(self, function: str) -> None:
         """A function was deleted. Its metrics are dropped next."""
@@ -128,8 +146,8 @@ class Ledger:
                 ("zygote", used.zygote_s),
                 ("local", used.local_s),
             )
-            for rung, s in held:
-                seconds[function, rung] = s
+            if function not in self._node:
+                seconds.update({(function, rung): s for rung, s in held})
             cost[(function,)] = used.cost
             if account.limited:
                 budget[(function,)] = account.share
@@ -159,4 +177,6 @@ class Ledger:
 
 def _standing(account: Account) -> Standing:
     held, forgiven = account.holding, account.forgiven
-    return Standing(account.day, *forgiven, held.worker_gb, held.rest_gb, held.disk_gb, held.devices)
+    return Standing(
+        account.day, *forgiven, held.worker_gb, held.rest_gb, held.disk_gb, held.devices, held.beside_gb
+    )

@@ -128,7 +128,9 @@ class FunctionStatus(BaseModel, frozen=True):
     in_flight: int
     activations: int
     rest_mb: float | None = None
-    """The memory (PSS) of its zygote and standby, when it was last measured."""
+    """The memory (PSS) of its zygote and standby in MiB, when it was last measured."""
+    memory_bytes: int | None = None
+    """The memory (PSS) of all its processes. None if the caller did not ask for it, or if it is not measured yet."""
     last_cold_start_ms: float | None
     """How long the latest cold start took, of this revision or an earlier one: from the arrival of the invocation
     until it was sent to the new worker, without the handler's own time."""
@@ -336,6 +338,12 @@ class Live:
 
     async def processes(self) -> list[Process]:
         """Measure the memory of the function's processes, in a thread, since that takes long system calls."""
+        rows = self.process_rows
+        return await asyncio.to_thread(lambda: [process for row in rows for process in memory_of(*row)])
+
+    @property
+    def process_rows(self) -> list[tuple[int, str, str]]:
+        """The pid, the role and the name of each of its processes."""
         pool = self.revision.pool
         rows = [(replica.child.pid, "worker", replica.name) for replica in pool.replicas]
         zygote = pool.zygote
@@ -343,7 +351,7 @@ class Live:
             rows.append((zygote.standby.pid, "standby", zygote.standby.name))
         if zygote.source is not None and zygote.source.zygote_pid is not None:
             rows.append((zygote.source.zygote_pid, "zygote", "zygote"))
-        return await asyncio.to_thread(lambda: [process for row in rows for process in memory_of(*row)])
+        return rows
 
 
 def snapshots_of(record: RevisionRecord) -> dict[str, str]:

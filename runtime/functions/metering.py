@@ -1,67 +1,96 @@
-"""Measures how much memory and disk functions hold, a moment after that may have changed and while workers run."""
+"""Tells the accounts how much memory and disk is held, a moment after processes changed and while workers run."""
 
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Callable
-from statistics import fmean
 
 from ..telemetry.background import BackgroundTasks
-from ..telemetry.usage import GB, Holding
-from .live import Live, Process
+from ..telemetry.usage import GB, Holding, Usage
+from .ledger import Ledger
+from .live import Live
+from .node_memory import BASES, GATEWAY, FunctionMemory, MemoryMeter
 from .registry import Functions
 
-# A function is measured this long after a worker got ready or a deploy, and every EVERY_S while it has workers.
+# The node is measured this long after a process came or went, and every EVERY_S while there are workers.
 SETTLE_S = 1.0
 EVERY_S = 60.0
-_MIB = 1 << 20
+
+
+class NodeProcesses:
+    """The bases or the gateway, as their account sees them: a spender that exists from now on."""
+
+    held_workers = 0
+
+    def __init__(self) -> None:
+        self._since_s = time.monotonic()
+
+    def usage(self, now_s: float) -> Usage:
+        return Usage(occupied_s=now_s - self._since_s)
+
+    def on_budget(self, *, changed: bool) -> None:
+        """Do nothing: they have no budget."""
 
 
 class Metering:
-    """Tells the accounts of all functions how much these hold. Measuring takes system calls, so it is done in threads."""
+    """Measures the node after a change of its processes, and tells the accounts of functions, bases and gateway."""
 
-    def __init__(self, functions: Functions, tasks: BackgroundTasks) -> None:
-        self._functions, self._tasks = functions, tasks
-        # By function: when it is measured next, and the timer for that.
-        self._timers: dict[str, tuple[float, asyncio.TimerHandle]] = {}
+    def __init__(
+        self, functions: Functions, ledger: Ledger, memory: MemoryMeter, tasks: BackgroundTasks
+    ) -> None:
+        self._functions, self._ledger, self._memory, self._tasks = functions, ledger, memory, tasks
+        self._timer: asyncio.TimerHandle | None = None
+        self._due_s = math.inf
         # By function: the live revision when its files were measured, and the size of all its revisions.
         self._sizes: dict[str, tuple[str, float]] = {}
+        self._processes = NodeProcesses()
+        for name in (GATEWAY, BASES):
+            ledger.open_node(name, self._processes)
 
-    def note_change(self, function: str, *_: str) -> None:
-        """Measure a function soon: a worker is ready, or it was deployed. Other arguments are ignored."""
-        self._measure_in(SETTLE_S, function)
+    def note_change(self, *_: str) -> None:
+        """Measure soon: a process came or went, or a function was deployed. Arguments are ignored."""
+        self._measure_in(max(SETTLE_S, self._memory.pause_s))
 
     def forget(self, function: str) -> None:
         """A function was deleted."""
         self._sizes.pop(function, None)
-        if (planned := self._timers.pop(function, None)) is not None:
-            planned[1].cancel()
+        self.note_change()
 
     def close(self) -> None:
-        for function in list(self._timers):
-            self.forget(function)
+        for name in (GATEWAY, BASES):
+            self._ledger.account(name).detach(self._processes)
+        if self._timer is not None:
+            self._timer.cancel()
 
-    def _measure_in(self, delay_s: float, function: str) -> None:
-        loop, planned = asyncio.get_running_loop(), self._timers.get(function)
-        due_s = loop.time() + delay_s
-        if planned is not None:
-            if planned[0] <= due_s:
-                return
-            planned[1].cancel()
-        self._timers[function] = due_s, loop.call_later(delay_s, self._start, function)
+    def _measure_in(self, delay_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        if (due_s := loop.time() + delay_s) >= self._due_s:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._due_s, self._timer = due_s, loop.call_later(delay_s, self._start)
 
-    def _start(self, function: str) -> None:
-        del self._timers[function]
-        live = next((one for one in self._functions.all() if one.record.function == function), None)
-        if live is not None:
-            self._tasks.create_task(self._measure(function, live))
+    def _start(self) -> None:
+        self._due_s = math.inf
+        self._tasks.create_task(self._measure())
 
-    async def _measure(self, function: str, live: Live) -> None:
-        processes, disk_gb = await live.processes(), await self._disk_gb(function, live.record.revision)
+    async def _measure(self) -> None:
+        # None: a worker starts. Its start, or the failure of it, lets this be called again.
+        if (found := await self._memory.measure()) is not None:
+            for name, held_bytes in ((GATEWAY, found.gateway_bytes), (BASES, found.bases_bytes)):
+                self._ledger.account(name).measured(Holding(rest_gb=held_bytes / GB))
+            for live in self._functions.all():
+                memory = found.functions.get(live.record.function, FunctionMemory())
+                await self._measured(live, memory)
+        if any(live.revision.pool.replicas for live in self._functions.all()):
+            self._measure_in(EVERY_S)
+
+    async def _measured(self, live: Live, memory: FunctionMemory) -> None:
+        disk_gb = await self._disk_gb(live.record.function, live.record.revision)
         account = live.revision.history.account
-        account.measured(_holding(account.holding, processes, disk_gb, live.devices))
-        if live.revision.pool.replicas:
-            self._measure_in(EVERY_S, function)
+        account.measured(_holding(account.holding, memory, disk_gb, live.devices))
 
     async def _disk_gb(self, function: str, revision: str) -> float:
         """Return the size of all stored revisions. Weights that several functions share count for each."""
@@ -72,13 +101,13 @@ class Metering:
         return self._sizes[function][1]
 
 
-def _holding(before: Holding, processes: list[Process], disk_gb: float, devices: float) -> Holding:
+def _holding(before: Holding, memory: FunctionMemory, disk_gb: float, devices: float) -> Holding:
     """Return what a function holds. What has just ended is what it was when it was measured before."""
-    workers = [process.pss_mb * _MIB / GB for process in processes if process.role == "worker"]
-    rest = [process.pss_mb * _MIB / GB for process in processes if process.role != "worker"]
+    workers, rest_gb = memory.workers, memory.rest_bytes / GB
     return Holding(
-        worker_gb=fmean(workers) if workers else before.worker_gb,
-        rest_gb=sum(rest) if rest else before.rest_gb,
+        worker_gb=memory.workers_bytes / workers / GB if workers else before.worker_gb,
+        rest_gb=rest_gb if rest_gb and not workers else before.rest_gb,
         disk_gb=disk_gb,
         devices=devices if workers else before.devices,
+        beside_gb=rest_gb if workers else before.beside_gb,
     )

@@ -53,6 +53,8 @@ class FunctionEvents:
 
     activated: list[Callable[[str, str], None]] = field(default_factory=list)
     """Called when the start of a worker has succeeded or failed, with the function's name and the outcome."""
+    processes: list[Callable[[str], None]] = field(default_factory=list)
+    """Called with a function's name when a worker, a zygote or a standby of it has come or gone."""
     called: list[Callable[[str, float], None]] = field(default_factory=list)
     """Called with a function's name and the arrival of an invocation, in monotonic seconds: not for each of them,
     but at most once every BEAT_S."""
@@ -86,6 +88,8 @@ class Functions:
     limit: WorkerLimit
     gpus: GpuPlaces
     _live: dict[str, Live] = field(default_factory=dict, init=False)
+    # The revisions of `running`.
+    _running: set[Live] = field(default_factory=set, init=False)
     # A lock goes when no deploy and no delete holds it or waits for it: names come and go.
     _locks: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary, init=False)
     # Pairs of a function and its revision that may become live. Their files must stay.
@@ -123,6 +127,11 @@ class Functions:
     def all(self) -> list[Live]:
         """Return all functions, sorted by name."""
         return [self._live[name] for name in sorted(self._live)]
+
+    @property
+    def running(self) -> list[Live]:
+        """All revisions that may have processes: live revisions, revisions of a deploy, and retiring revisions."""
+        return list(self._running)
 
     def census(self) -> Mapping[str, Census]:
         """Return the census of each function's live revision, by the function's name."""
@@ -303,7 +312,7 @@ class Functions:
     async def _abandon(self, record: RevisionRecord, live: Live | None, withdraw: Callable[[], None]) -> None:
         try:
             if live is not None:
-                await live.revision.retire(0.0)
+                await self._end(live, 0.0)
             if record.function not in self._live:
                 await self.histories.forget(record.function)
             await self._thread(withdraw)
@@ -387,7 +396,7 @@ class Functions:
         del self._live[name]
         for callback in self.events.deleted:
             callback(name)
-        await live.revision.retire(self.drain_s)
+        await self._end(live, self.drain_s)
         await self.histories.forget(name)
         live.logs.write("gateway", f"{name} was deleted")
         # The secrets go first, so that a crash in between does not leave them to a new function of this name.
@@ -431,7 +440,7 @@ class Functions:
     async def close(self) -> None:
         """Refuse new requests, finish the accepted ones within `drain_s`, and end all processes."""
         self._closing = True
-        retiring = [live.revision.retire(self.drain_s) for live in self._live.values()]
+        retiring = [self._end(live, self.drain_s) for live in self._live.values()]
         # Replaced revisions may still be finishing their invocations.
         if ends := {*map(self.tasks.create_task, retiring), *self._retirements}:
             await asyncio.wait(ends)
@@ -467,12 +476,26 @@ class Functions:
             for callback in self.events.activated:
                 callback(record.function, outcome)
 
+        def processes_changed() -> None:
+            for callback in self.events.processes:
+                callback(record.function)
+
         revision = Revision(
             spec, policy_of(record), launcher, logs.of(record.revision), self.tasks, activated, self.weights,
             lambda: self.secrets.of(record.function), curves,
             history, self.limit, self.gpus, called, functools.partial(self._note_end, history, logs),
+            processes_changed,
         )  # fmt: skip
-        return Live(record, revision, logs)
+        live = Live(record, revision, logs)
+        self._running.add(live)
+        return live
+
+    async def _end(self, live: Live, timeout_s: float) -> None:
+        """End the processes of a revision, and its invocations within `timeout_s`."""
+        try:
+            await live.revision.retire(timeout_s)
+        finally:
+            self._running.discard(live)
 
     def _note_end(self, history: FunctionHistory, logs: LogBook, end: InvocationEnd) -> None:
         """Tell all that count invocations that one has ended."""
@@ -486,7 +509,7 @@ class Functions:
     async def _retire(self, name: str, old: Live | None) -> None:
         """Retire the replaced revision, if there is one, and remove old revisions from the store."""
         if old is not None:
-            await old.revision.retire(self.drain_s)
+            await self._end(old, self.drain_s)
         busy = self._busy(name) - ({old.record.revision} if old is not None else set())
         busy |= {revision for function, revision in self._proving if function == name}
         await self._tidy(old or self._live[name], lambda: self.store.prune(name, busy=busy))

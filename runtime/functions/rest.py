@@ -151,7 +151,7 @@ class Rest:
 
     async def _rest(self) -> float | None:
         """Let functions rest. Return after how many seconds to check again, None for no further check."""
-        shared_mb = await asyncio.to_thread(_held_mb, self._launcher.shared_pids())
+        shared_mb = await asyncio.to_thread(_held_mb, self._launcher.base_pids())
         stats = [await self._measure(live) for live in self._functions()]
         self._measured = {one.name: self._measured[one.name] for one in stats}
         now_s = time.monotonic()

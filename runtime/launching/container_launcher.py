@@ -88,8 +88,9 @@ class ContainerLauncher:
         """Remove what is left of the containers of a revision that has ended."""
         await self._remove_all([one for one in self._containers if one.spec is spec])
 
-    def shared_pids(self) -> list[int]:
-        return []
+    def base_pids(self) -> list[int]:
+        first = [container.first for container in self._containers]
+        return [child.pid for child in first if child is not None and not child.gone.is_set()]
 
     def end_unused(self) -> None:
         """Do nothing: a container ends with its zygote."""

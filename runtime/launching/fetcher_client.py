@@ -109,6 +109,12 @@ class FetcherClient:
         self._port: asyncio.Future[int] | None = None
         """On which the fetcher serves chunks to other nodes."""
 
+    @property
+    def pids(self) -> list[int]:
+        """The process of the fetcher, if it runs."""
+        running = self._process is not None and self._process.returncode is None
+        return [self._process.pid] if self._process is not None and running else []
+
     async def share(self) -> int:
         """Start the fetcher, if this node exchanges chunks with others. Return the port on which it serves them, or 0.
 

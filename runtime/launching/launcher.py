@@ -195,8 +195,8 @@ class Launcher(Protocol):
     async def forget(self, spec: WorkerSpec) -> None:
         """End what was started for `spec`, which must be the same object as at its launch, and for no other."""
 
-    def shared_pids(self) -> list[int]:
-        """Return the processes that belong to no single revision."""
+    def base_pids(self) -> list[int]:
+        """Return the bases: the processes with the heavy imports, from which zygotes are forked."""
 
     def end_unused(self) -> None:
         """End the shared processes that no launched revision needs now. A later launch starts them again."""
@@ -229,8 +229,8 @@ class LauncherByImage:
     async def forget(self, spec: WorkerSpec) -> None:
         await self._of(spec).forget(spec)
 
-    def shared_pids(self) -> list[int]:
-        return self._processes.shared_pids() + self._containers.shared_pids()
+    def base_pids(self) -> list[int]:
+        return self._processes.base_pids() + self._containers.base_pids()
 
     def end_unused(self) -> None:
         self._processes.end_unused()

@@ -108,7 +108,7 @@ class ProcessLauncher:
             base.child.kill_after(BASE_EXIT_S)
             await base.child.wait_killed(BASE_EXIT_S + KILLED_S)
 
-    def shared_pids(self) -> list[int]:
+    def base_pids(self) -> list[int]:
         return [base.child.pid for base in self._bases.values() if base.alive]
 
     def end_unused(self) -> None:

@@ -62,10 +62,11 @@ class Account:
         self.total = Usage()
         self.today, self.forgiven, self.holding = stored
         self.day = day_of(time.time())
-        self.owner = ""
+        self.owner: str | None = None
+        """The owner of the live revision; None before the first is live, and after the function was deleted."""
         # By owner: a deploy may change the owner before all is stored.
-        self._unwritten: dict[str, Usage] = {}
-        self._opened, self._counted = False, counted
+        self._unwritten: dict[str | None, Usage] = {}
+        self._counted = counted
         self.state = BudgetState.WITHIN
         self.share = 0.0
         """The used share of the limit that is reached first."""
@@ -90,11 +91,15 @@ class Account:
             self._ended_on = day_of(time.time())
         if not self._spenders:
             self._cancel()
+            if self.owner is None:
+                # The first deploy of the function has failed: there is no function that has used this.
+                self.settle()
+                self._unwritten.pop(None, None)
 
     def note_removed(self) -> None:
         """Learn that the function was deleted: the next one of its name may be another owner's."""
         self.settle()
-        self.owner, self._opened = "", False
+        self.owner = None
 
     def is_over(self, day: int) -> bool:
         """Return True if the function was deleted before that day, and all that it used is stored.
@@ -133,9 +138,12 @@ class Account:
         self.check()
 
     def unwritten(self) -> Mapping[str, Usage]:
-        """Return what is not yet stored, by owner; what the present one has used, also if it is nothing."""
+        """Return what is not yet stored, by owner; what the present one has used, also if it is nothing.
+
+        What a first deploy uses has no owner before its revision is live.
+        """
         present = {self.owner: Usage()} if self._spenders else {}
-        return {**present, **self._unwritten}
+        return {owner: used for owner, used in (present | self._unwritten).items() if owner is not None}
 
     def written(self, owner: str, used: Usage) -> None:
         """Learn that so much of `unwritten` is being stored."""
@@ -145,7 +153,7 @@ class Account:
         """Learn that this could not be stored."""
         self._owe(owner, used)
 
-    def _owe(self, owner: str, used: Usage) -> None:
+    def _owe(self, owner: str | None, used: Usage) -> None:
         owed = self._unwritten.pop(owner, Usage()) + used
         if owed != Usage():
             self._unwritten[owner] = owed
@@ -181,9 +189,8 @@ class Account:
         """
         self.settle()
         before, self.owner = self.owner, owner
-        if not self._opened:
-            self._opened = True
-            self._owe(owner, self._unwritten.pop(before, Usage()))
+        if before is None:
+            self._owe(owner, self._unwritten.pop(None, Usage()))
         self._budget = budget
         self.check()
 
@@ -239,7 +246,8 @@ class Account:
     def _rate(self) -> Spending:
         """Return what is used in a second, if no more workers are started."""
         workers, held, prices = sum(one.held_workers for one in self._spenders), self.holding, self._prices
-        per_h = (workers * held.worker_gb + held.rest_gb) * prices.memory_gb_hour
+        rest_gb = held.beside_gb if workers else held.rest_gb
+        per_h = (workers * held.worker_gb + rest_gb) * prices.memory_gb_hour
         per_h += held.disk_gb * prices.disk_gb_hour + workers * held.devices * prices.device_hour
         return Spending(per_h / HOUR_S, float(workers))
 

@@ -128,9 +128,10 @@ class Pool:
         )  # fmt: skip
 
     def _note_rung(self) -> None:
-        """Note that a worker or the zygote has come or gone."""
+        """Note that a worker, the zygote or the standby has come or gone."""
         rest = RungName.LOCAL if self.zygote.source is None else RungName.ZYGOTE
         self._rung.move(RungName.READY if self.replicas else rest, time.monotonic())
+        self._events.on_processes_changed()
 
     def load_s(self, now_s: float) -> float:
         """Return the seconds of all invocations at workers so far, dead ones included, summed."""

@@ -56,6 +56,9 @@ class RevisionEvents(Protocol):
     def on_parked(self, replica: Replica, freed_bytes: int) -> None:
         """A worker has given so much memory of devices back."""
 
+    def on_processes_changed(self) -> None:
+        """A worker, the zygote or the standby has come or gone."""
+
     def on_lost(self, replica: Replica, unstarted: list[Invocation], started: list[Invocation]) -> None:
         """A worker's link is closed. It had started, or may have started, the `started` invocations."""
 

@@ -72,14 +72,17 @@ class Revision(RevisionEvents):
         curves: LatencyCurveStore, history: FunctionHistory, limit: WorkerLimit, gpus: GpuPlaces,
         on_called: Callable[[float], None] = lambda _at_s: None,
         on_ended: Callable[[InvocationEnd], None] = lambda _end: None,
+        on_processes_changed: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         """`on_activation` is called with "ready" or "failed" when a worker is ready or could not be started.
 
         `limit` and `gpus` are shared by all revisions. `on_called` is called with the arrival of an invocation, at most once every
-        BEAT_S. `on_ended` is called when an invocation has ended with an output or an error.
+        BEAT_S. `on_ended` is called when an invocation has ended with an output or an error. `on_processes_changed` is called
+        when a worker, the zygote or the standby has come or gone.
         """
         self.spec, self.policy, self.streaming = spec, policy, policy.streaming
         self.history, self._note_arrival = history, history.arrivals.note
+        self._on_processes_changed = on_processes_changed
         scale, measure = policy.settings.scale, not curves.known
         self.pool = Pool(spec, scale, launcher, logs, tasks, self, weights, secrets, measure, gpus, self)
         self.dispatcher = Dispatcher(spec, policy, self.pool, curves, self.scale, on_ended)
@@ -615,6 +618,9 @@ class Revision(RevisionEvents):
         self.dispatcher.limit_batch()
         if replica.state is ReplicaState.READY:
             self._on_room(replica)
+
+    def on_processes_changed(self) -> None:
+        self._on_processes_changed()
 
     def on_parked(self, replica: Replica, freed_bytes: int) -> None:
         cause = "gpus" if self._gpus.gives(replica) else "idle"

@@ -40,7 +40,11 @@ class ZygoteSupervisor:
         busy: Callable[[], bool], on_change: Callable[[], None] = lambda: None,
         secrets: Callable[[], Mapping[str, str]] = dict,
     ) -> None:  # fmt: skip
-        """`secrets` returns the environment variables that each new zygote gets over its link. `busy` returns True while invocations run. `on_change` is called when the zygote has come or gone."""
+        """`secrets` returns the environment variables that each new zygote gets over its link. `busy` returns True while
+        invocations run.
+
+        `on_change` is called when the zygote has come or gone, and when the standby is primed or has ended.
+        """
         self.standby: Child | None = None
         self.standby_primed = False
         self._spec, self._launcher, self._logs, self._tasks, self._busy = spec, launcher, logs, tasks, busy
@@ -239,10 +243,12 @@ class ZygoteSupervisor:
     def _on_standby_frame(self, frame: Frame) -> None:
         if frame.kind == FrameKind.PRIMED:
             self.standby_primed = True
+            self._on_change()
 
     def _on_standby_lost(self, child: Child) -> None:
         if self.standby is child:
             self.standby = None
+            self._on_change()
 
     def _drop_standby(self) -> None:
         """Close the standby's link, which ends its process."""

@@ -153,6 +153,11 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
         description="GPUs, or MIG slices of them, that functions with resources.gpus share, with their MiB, as 0:81920,1:81920."
         " By default those that NVML finds.",
     )
+    currency: str = Field(
+        "USD",
+        pattern=r"^[^\s\x00-\x1f]{1,8}$",
+        description="Currency of the prices, as usage shows it. Nothing is converted.",
+    )
     price_memory_gb_hour: float = Field(
         0.0108,
         ge=0,

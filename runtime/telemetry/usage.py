@@ -52,11 +52,11 @@ class Usage:
     activations: float = 0.0
     """Starts of workers."""
     memory_gb_s: float = 0.0
-    """Memory of workers, zygote and standby (PSS), times the seconds for which they held it."""
+    """Memory (PSS) times the seconds for which it was held: of workers, zygote and standby, or of bases or gateway."""
     disk_gb_s: float = 0.0
     """Size of the stored revisions, times the seconds for which they were there."""
     cost: float = 0.0
-    """What memory, disk and devices cost, at the prices of that time."""
+    """What memory, disk and devices cost, at the prices of that time: using and holding."""
     always_on_cost: float = 0.0
     """What it had cost if one worker had been ready all the time, and the others as they were."""
     invocations: float = 0.0
@@ -65,6 +65,10 @@ class Usage:
     """Callers who waited for the start of a worker. Jobs are not counted here."""
     waiting_s: float = 0.0
     """Seconds for which these waited."""
+    holding_gb_s: float = 0.0
+    """The part of `memory_gb_s` that no call used: of idle workers, zygote and standby, bases and gateway."""
+    holding_cost: float = 0.0
+    """The part of `cost` for what was held while no call used it, the files included."""
 
     def __add__(self, other: Self) -> Self:
         return type(self)(*map(operator.add, _figures(self), _figures(other)))
@@ -102,22 +106,26 @@ class Holding:
     worker_gb: float = 0.0
     """Memory of one worker, beside what it shares with others."""
     rest_gb: float = 0.0
-    """Memory of zygote and standby."""
+    """Memory of zygote and standby while there is no worker."""
     disk_gb: float = 0.0
     """Size of the stored revisions."""
     devices: float = 0.0
     """GPUs of one worker."""
+    beside_gb: float = 0.0
+    """Memory of zygote and standby beside workers, which share pages with them."""
 
 
 def priced(used: Usage, holding: Holding, prices: Prices) -> Usage:
     """Return what was used with its memory, disk, devices and cost, while as much was held as `holding` says."""
-    kept_s = used.occupied_s + used.zygote_s
-    memory_gb_s = used.worker_s * holding.worker_gb + kept_s * holding.rest_gb
+    # If only one case was measured, its figure stands for both.
+    beside_gb, alone_gb = holding.beside_gb or holding.rest_gb, holding.rest_gb or holding.beside_gb
+    holding_gb_s = used.idle_s * holding.worker_gb + used.occupied_s * beside_gb + used.zygote_s * alone_gb
+    memory_gb_s = (used.busy_s + used.starting_s) * holding.worker_gb + holding_gb_s
     disk_gb_s = used.deployed_s * holding.disk_gb
     device_s = used.worker_s * holding.devices
     # In the seconds without a worker there had been one, and a zygote beside it.
     on_s = used.worker_s + used.zygote_s + used.local_s
-    on_gb_s = on_s * holding.worker_gb + used.deployed_s * holding.rest_gb
+    on_gb_s = on_s * holding.worker_gb + used.deployed_s * max(beside_gb, alone_gb)
 
     def cost(gb_s: float, device_s: float) -> float:
         per_h = gb_s * prices.memory_gb_hour + disk_gb_s * prices.disk_gb_hour + device_s * prices.device_hour
@@ -125,7 +133,8 @@ def priced(used: Usage, holding: Holding, prices: Prices) -> Usage:
 
     return used + Usage(
         memory_gb_s=memory_gb_s, disk_gb_s=disk_gb_s, device_s=device_s, cost=cost(memory_gb_s, device_s),
-        always_on_cost=cost(on_gb_s, on_s * holding.devices),
+        always_on_cost=cost(on_gb_s, on_s * holding.devices), holding_gb_s=holding_gb_s,
+        holding_cost=cost(holding_gb_s, used.idle_s * holding.devices),
     )  # fmt: skip
 
 

@@ -59,10 +59,11 @@ class Standing:
     rest_gb: float = 0.0
     disk_gb: float = 0.0
     devices: float = 0.0
+    beside_gb: float = 0.0
 
     @property
     def holding(self) -> Holding:
-        return Holding(self.worker_gb, self.rest_gb, self.disk_gb, self.devices)
+        return Holding(self.worker_gb, self.rest_gb, self.disk_gb, self.devices, self.beside_gb)
 
 
 _STANDING = ", ".join(field.name for field in fields(Standing))
@@ -144,6 +145,12 @@ class UsageStore:
             connection.execute("DELETE FROM standings WHERE function NOT IN (SELECT function FROM days)")
         with self._using() as connection:
             connection.execute("PRAGMA incremental_vacuum").fetchall()
+
+    def knows(self, function: str) -> bool:
+        """Return True if something is stored of a function. Raise GatewayError."""
+        with self._using() as connection:
+            found = connection.execute("SELECT 1 FROM standings WHERE function = ?", (function,)).fetchone()
+        return found is not None
 
     def today(self, at: float) -> dict[str, tuple[Usage, Standing]]:
         """Return what each function that is known has used on this day, and its standing."""

@@ -114,7 +114,7 @@ def test_the_life_of_a_function(run, served, tmp_path: Path):
     shown = pilotflame("status", "life-of-one", "--memory")
     assert "handler.py, plain" in shown.stdout
     assert "zygote" in shown.stdout
-    assert "MB" in shown.stdout
+    assert "MiB" in shown.stdout
     assert pilotflame("delete", "life-of-one", "--yes").stdout == "life-of-one is deleted\n"
     one_paragraph(pilotflame("status", "life-of-one"), "life-of-one")
 

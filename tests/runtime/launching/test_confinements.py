@@ -240,7 +240,7 @@ async def test_a_revision_that_is_closed_while_its_base_starts_leaves_nothing(
         with pytest.raises(PilotflameError):
             await opening
         assert not [*tmp_root.iterdir()]
-        assert not launcher.shared_pids()
+        assert not launcher.base_pids()
 
 
 async def test_what_a_cancelled_launch_makes_is_removed(state: Path, tmp_root: Path) -> None:

@@ -109,7 +109,9 @@ async def test_from_zero_in_a_container_and_back(gateway: Gateway, image: str) -
         assert answer["echo"] == {"n": 1}
         assert answer["pid"] < 1000
         await function.settled(ready=0)
-    # One container served all of them.
+    # One container served all of them. Its first process is a base, which `list` counts with the others.
+    listed = (await gateway.client.get("/v1/functions", params={"memory": "1"})).json()
+    assert listed["memory"]["bases_bytes"] > 1e6
     assert [found["Id"] for found in containers(gateway.state, function)] == [container["Id"]]
     await gateway.client.delete(f"/v1/functions/{function.name}")
     assert containers(gateway.state, function) == []

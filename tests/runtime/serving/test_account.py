@@ -68,8 +68,24 @@ async def test_what_was_used_before_a_change_of_owner_is_the_last_owners(clock: 
     assert account.unwritten() == {"old": owed["old"], "new": Usage()}
 
 
+async def test_what_a_failed_first_deploy_has_used_is_nobodys(clock: Clock):
+    account = Account("f", Prices())
+    account.attach(failed := Workers(clock, 1))
+    clock.at += 3
+    account.settle()
+    assert account.unwritten() == {}
+    clock.at += 2
+    account.detach(failed)
+    account.attach(live := Workers(clock, 1))
+    clock.at += 4
+    account.open(BudgetSpec(), "key")
+    assert {owner: used.busy_s for owner, used in account.unwritten().items()} == {"key": 4}
+    account.detach(live)
+
+
 async def test_what_revisions_have_used_stays_when_they_end(clock: Clock):
     account = Account("f", Prices(), StoredUsage(Usage(busy_s=100)))
+    account.open(BudgetSpec(), "")
     old, new = Workers(clock, 2), Workers(clock, 1)
     account.attach(old)
     account.attach(new)

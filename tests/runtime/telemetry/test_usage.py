@@ -1,5 +1,7 @@
 """What a function uses: sums, prices, and the time on each rung."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +11,7 @@ FIGURE = st.integers(0, 1_000_000).map(float)
 USAGES = st.builds(Usage, **dict.fromkeys(FIGURES, FIGURE))
 RAW = ("busy_s", "idle_s", "starting_s", "occupied_s", "zygote_s", "local_s")
 USED = st.builds(Usage, **dict.fromkeys(RAW, FIGURE))
-HELD = st.builds(Holding, *[st.floats(0, 100)] * 3, st.sampled_from([0.0, 1.0]))
+HELD = st.builds(Holding, *[st.floats(0, 100)] * 3, st.sampled_from([0.0, 1.0]), st.floats(0, 100))
 PRICES = st.builds(Prices, *[st.floats(0, 100)] * 3)
 
 
@@ -28,6 +30,15 @@ def test_parts_cost_as_much_as_the_whole(one: Usage, other: Usage, held: Holding
 
 
 @given(USED, HELD, PRICES)
+def test_what_is_held_is_a_part_of_what_is_paid(used: Usage, held: Holding, prices: Prices) -> None:
+    found = priced(used, held, prices)
+    assert 0 <= found.holding_cost <= found.cost * (1 + 1e-9)
+    assert 0 <= found.holding_gb_s <= found.memory_gb_s * (1 + 1e-9)
+    resting = priced(replace(used, busy_s=0.0, starting_s=0.0), held, prices)
+    assert resting.holding_cost == pytest.approx(resting.cost)
+
+
+@given(USED, HELD, PRICES)
 def test_nothing_is_cheaper_when_it_is_always_on(used: Usage, held: Holding, prices: Prices) -> None:
     found = priced(used, held, prices)
     assert 0 <= found.cost <= found.always_on_cost * (1 + 1e-9)
@@ -42,6 +53,12 @@ def test_a_day_with_an_hour_of_work_costs_what_the_list_says() -> None:
     assert found.memory_gb_s == pytest.approx((2.0 + 5 * 0.1) * 3600)
     assert found.cost == pytest.approx(2.5 * 0.01 + 24 * 5 * 0.001)
     assert found.always_on_cost == pytest.approx(24 * 2.1 * 0.01 + 24 * 5 * 0.001)
+    # Idle seconds of the worker, zygote and files are held; the busy and the starting seconds are used.
+    assert found.holding_gb_s == pytest.approx(1700 * 2.0 + 5 * 3600 * 0.1)
+    assert found.cost - found.holding_cost == pytest.approx(1900 / 3600 * 2.0 * 0.01)
+    # Beside the worker, the zygote's share of the common pages is smaller.
+    shared = priced(used, Holding(2.0, 0.1, 5.0, beside_gb=0.06), Prices())
+    assert shared.memory_gb_s == pytest.approx((2.0 + 0.06 + 4 * 0.1) * 3600)
     on_device = priced(used, Holding(devices=1.0), Prices(device_hour=3.0))
     assert (on_device.device_s, on_device.cost) == (3600, pytest.approx(3.0))
     assert on_device.always_on_cost == pytest.approx(24 * 3.0)
