@@ -6,6 +6,7 @@ Each worker is forked from the zygote, and applies these plans in `open`.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -217,18 +218,36 @@ class Snapshot:
         from .restoring.gate import Uncopied, Unlanded  # noqa: PLC0415
 
         subject = subject_of(self.name)
-        found: list[Awaited] = [Uncopied(one, subject) for _, one in self._uploads if not one.complete]
+        until_s = self._deadline_s
+        found: list[Awaited] = [
+            Uncopied(one, subject, until_s) for _, one in self._uploads if not one.complete
+        ]
         if self._arrival is not None and not self._arrival.complete:
             found.append(Unlanded(self._mapping, self._arrival, subject))
         return found
 
+    def limit(self, deadline_s: float) -> None:
+        """Let waits for bytes that are arriving end at `deadline_s`, in monotonic seconds."""
+        if self._arrival is not None:
+            self._arrival.deadline_s = deadline_s
+
+    @property
+    def _deadline_s(self) -> float:
+        """When all bytes must be on the devices: the copy may go on for a while after the last one has arrived."""
+        arrival = self._arrival
+        landed_s = time.monotonic() if arrival is None or arrival.complete else arrival.deadline_s
+        return landed_s + UPLOAD_TIMEOUT_S
+
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait for all bytes. Raises the error of the fetch, or SourceUnavailable after `timeout_s`."""
+        """Wait for all bytes. Raises the error of the fetch, or SourceUnavailable after `timeout_s`.
+
+        By default, that is the deadline of the arrival, and UPLOAD_TIMEOUT_S later for copies to devices.
+        """
         with self._named():
             if self._arrival is not None and self._arrival.count:
                 self._arrival.wait(0, self._arrival.count - 1, timeout_s)
             for _, upload in self._uploads:
-                upload.wait(timeout_s)
+                upload.wait(UPLOAD_TIMEOUT_S if timeout_s is None else timeout_s)
 
     @property
     def copied(self) -> tuple[float, float] | None:

@@ -138,8 +138,13 @@ class Snapshots:
 
         return Gate(*awaited)
 
-    def wait(self, timeout_s: float) -> None:
-        """Wait for all bytes. Raises the error of the first fetch that fails, or SourceUnavailable after `timeout_s`."""
+    def limit(self, deadline_s: float) -> None:
+        """Let waits for bytes that are arriving end at `deadline_s`, in monotonic seconds."""
+        for one in self._named.values():
+            one.limit(deadline_s)
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Wait for all bytes. Raises the error of the first fetch that fails, or SourceUnavailable as `Snapshot.wait`."""
         if len(self._named) == 1:
             next(iter(self._named.values())).wait(timeout_s)
             return
@@ -167,7 +172,7 @@ class Snapshots:
         return f"Snapshots({list(self._named.values())!r})"
 
 
-def _wait_for(one: Snapshot, timeout_s: float, ended: SimpleQueue[Exception | None]) -> None:
+def _wait_for(one: Snapshot, timeout_s: float | None, ended: SimpleQueue[Exception | None]) -> None:
     try:
         one.wait(timeout_s)
     except Exception as error:  # noqa: BLE001  raised by `Snapshots.wait`

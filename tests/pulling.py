@@ -163,6 +163,9 @@ class Fetching:
         )  # fmt: skip
 
     def tell(self, **request: Any) -> None:
+        """Send a request. A hold has a minute, unless the request says otherwise."""
+        if request["op"] == "hold":
+            request = {"timeout_s": 60.0, **request}
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(request) + "\n")
         self.process.stdin.flush()

@@ -4,6 +4,7 @@ Workers have no credentials of object storage: they read the files that the fetc
 of JSON on standard input. Events are lines of JSON on standard output:
 
     {"op": "hold", "id": 1, "manifest": path, "url": "s3://..."}     fetch if needed; keep until released
+                                                "timeout_s": n is how long it may take;
                                                 with "copied": true, it is done when it is also on the disk;
                                                 "secrets": {...} are those of the function that sources use;
                                                 "assets": path is a folder with copies of the assets
@@ -57,7 +58,6 @@ if TYPE_CHECKING:
     from ...snapshot.peering.chunk_server import ChunkServer
     from ...snapshot.peering.peers import Peers
 
-WAIT_TIMEOUT_S = 6 * 3600.0
 MOST_MANIFESTS = 64
 CLOSE_TIMEOUT_S = 5.0
 """How long the fetcher waits at its end for fetches to stop. Then it ends, and with it their connections."""
@@ -206,7 +206,7 @@ class Fetcher:
             lease.close()
             return None
         self._emit(number, "held", digest=described.digest)
-        lease.wait(WAIT_TIMEOUT_S, copied=bool(request.get("copied")))
+        lease.wait(float(request["timeout_s"]), copied=bool(request.get("copied")))
         if not described.has_digests:
             # The next fetch verifies what it gets, and does not depend on the versions of the objects. Workers can
             # have the weights even if that cannot be written: the disk is full, or the revision is gone.

@@ -20,13 +20,15 @@ import orjson
 from ...errors import LauncherError, PilotflameError
 from ...snapshot.caching.node import DEFAULT_BUDGETS, Budgets
 from ...snapshot.sources.variables import of_sources
-from ..link.worker_spec import WEIGHTS_TIMEOUT_S, Weights, WorkerSpec
+from ..link.worker_spec import Weights, WorkerSpec
 from ..telemetry.snapshot_metrics import SnapshotMetrics
 from ..telemetry.timeline import Fetch
 from .launcher import KILLED_S
 
 LOG = logging.getLogger(__name__)
 HOLD_TIMEOUT_S = 300.0
+# How long all weights of a hold may take to arrive. The fetcher and the workers get what is left of this time.
+WEIGHTS_TIMEOUT_S = 3600.0
 SHARE_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 10.0
 MAX_LINE_BYTES = 1 << 20
@@ -54,9 +56,16 @@ class FetchProgress:
         self.number, self.weights, self.user = number, weights, user
         self.fetch = Fetch(time.monotonic(), name=weights.name)
         self.error: PilotflameError | None = None
+        self.deadline_s = time.monotonic() + WEIGHTS_TIMEOUT_S
+        """By when all bytes must be here, in monotonic seconds."""
         self.held: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when all bytes are here, or when the fetch has failed with `error`."""
+
+    @property
+    def left_s(self) -> float:
+        """How long the bytes may still take; all the time if they are here."""
+        return WEIGHTS_TIMEOUT_S if self.ended.done() else max(0.0, self.deadline_s - time.monotonic())
 
     def on_event(self, event: dict[str, Any]) -> None:
         """Update the state from an event of the fetcher."""
@@ -151,7 +160,7 @@ class FetcherClient:
     async def _prefetch(self, function: str, weights: Weights, secrets: Mapping[str, str]) -> int:
         progress = await self.hold(weights, secrets, copied=True)
         try:
-            async with asyncio.timeout(WEIGHTS_TIMEOUT_S):
+            async with asyncio.timeout(progress.left_s):
                 await asyncio.shield(progress.ended)
         except TimeoutError:
             message = f"The weights of {function} did not arrive within {WEIGHTS_TIMEOUT_S:.0f} s."
@@ -176,7 +185,13 @@ class FetcherClient:
         progress = FetchProgress(next(self._numbers), weights, user)
         self._held[progress.number] = progress
         self.metrics.began()
-        self._send(op="hold", id=progress.number, copied=copied, **_order(weights, secrets))
+        self._send(
+            op="hold",
+            id=progress.number,
+            timeout_s=progress.left_s,
+            copied=copied,
+            **_order(weights, secrets),
+        )
         try:
             async with asyncio.timeout(HOLD_TIMEOUT_S):
                 await progress.held

@@ -14,8 +14,6 @@ REQUEST_VARIABLE = "PILOTFLAME_ZYGOTE"
 """The environment variable of a container with the request to its first process, as JSON."""
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 """The environment variable that says which GPUs a process sees, and in which order. AMD's runtime heeds it as well."""
-WEIGHTS_TIMEOUT_S = 3600.0
-"""How long a worker waits until all of its weights have arrived."""
 
 # Zygotes and workers write the stacks of their threads to the log on this signal, also if they are stuck in native code.
 STACKS_SIGNAL = signal.SIGRTMIN + 5

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from ...errors import ActivationFailed, PilotflameError, SourceDenied
 from ..launching.fetcher_client import FetcherClient, FetchProgress, all_of
 from ..launching.launcher import KILLED_S, Child, Launcher
-from ..link.worker_spec import WEIGHTS_TIMEOUT_S, Weights, WorkerSpec
+from ..link.worker_spec import Weights, WorkerSpec
 from ..settings.function_settings import Scale
 from ..telemetry.logs import Log
 from ..telemetry.timeline import Activation
@@ -215,9 +215,11 @@ class Pool:
     def _activate(self, child: Child, activation: Activation, place: GpuPlace | None) -> None:
         activation.mark_forked(time.monotonic())
         # `setup` may have to wait for weights that are still being fetched.
-        timeout_s = START_TIMEOUT_S + (WEIGHTS_TIMEOUT_S if self._weights is not None else 0.0)
+        weights_s = min((one.left_s for one in self._fetching.values()), default=None)
         env = self._gpus.environment(self._spec.resources, place) if place is not None else {}
-        replica = Replica(child, activation, self._events, env, timeout_s, measure=self._measure)
+        replica = Replica(
+            child, activation, self._events, env, START_TIMEOUT_S, measure=self._measure, weights_s=weights_s
+        )
         self.replicas.append(replica)
         if place is not None:
             self._gpus.assign(place, replica)

@@ -68,9 +68,12 @@ class Replica:
 
     def __init__(
         self, child: Child, activation: Activation, events: RevisionEvents, env: dict[str, str],
-        start_timeout_s: float = START_TIMEOUT_S, *, measure: bool = False,
+        start_timeout_s: float = START_TIMEOUT_S, *, measure: bool = False, weights_s: float | None = None,
     ) -> None:  # fmt: skip
-        """If `measure` and the handler has examples, the worker first measures its latency curve."""
+        """If `measure` and the handler has examples, the worker first measures its latency curve.
+
+        `weights_s` is how long fetched weights may still take to arrive. The start may take that much longer.
+        """
         self.child, self.name, self.activation = child, child.name, activation
         self.state = ReplicaState.RESTORING
         self.outstanding: Outstanding[Invocation] = Outstanding()
@@ -95,11 +98,15 @@ class Replica:
         self._stuck: set[int] = set()
         # The channels of invocations whose printed lines are captured.
         self._recorded: set[int] = set()
+        start_timeout_s += weights_s or 0.0
         # Otherwise a worker that hangs while it starts would count as starting for ever.
         late = f"it was not ready after {start_timeout_s:.0f} s"
         self._start_timer = asyncio.get_running_loop().call_later(start_timeout_s, child.kill_stuck, late)
         child.link.bind(self._on_frame, self._on_lost)
-        child.link.send_json(FrameKind.ACTIVATE, 0, {"env": env} | ({"measure": True} if measure else {}))
+        head: dict[str, Any] = {"env": env} | ({"measure": True} if measure else {})
+        if weights_s is not None:
+            head["weights_s"] = weights_s
+        child.link.send_json(FrameKind.ACTIVATE, 0, head)
         # If the worker died while it was a standby, the link was closed before `_on_lost` was bound to it.
         if child.link.closed:
             asyncio.get_running_loop().call_soon(self._on_lost)

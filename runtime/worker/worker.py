@@ -39,7 +39,7 @@ from ..batching.latency_curve import Point
 from ..link.connection import Link
 from ..link.frames import Frame, FrameKind
 from ..link.stream_credit import Credit
-from ..link.worker_spec import STACKS_SIGNAL, VISIBLE_GPUS, WEIGHTS_TIMEOUT_S, WorkerSpec
+from ..link.worker_spec import STACKS_SIGNAL, VISIBLE_GPUS, WorkerSpec
 from ..settings.resources import CONTEXT_MB
 from . import fork_safety
 from .function_setup import Built, call_hook, configure_logging, run_hook, run_without_loop, warm_up_torch
@@ -75,6 +75,8 @@ class Worker:
         self._activated = threading.Event()
         self._draining = False
         self._measuring = False
+        # By when fetched weights must have arrived, in monotonic seconds. The gateway says it.
+        self._weights_by_s: float | None = None
         self._dtype = ""
         # True if a gate, which applies to one thread only, does not reach all that may use the weights.
         self._ungated = built.handler.kind.on_loop
@@ -182,6 +184,8 @@ class Worker:
         # loop's thread, and also use other threads.
         self._ungated = self._on_event_loop or threading.active_count() > 2
         snapshots.open()
+        if self._weights_by_s is not None:
+            snapshots.limit(self._weights_by_s)
         if snapshots.arriving and self._on_event_loop:
             await asyncio.to_thread(self._follow_weights, snapshots)
         else:
@@ -192,12 +196,12 @@ class Worker:
         if snapshots.arriving:
             self._start_thread("weights", self._await_weights, snapshots)
             if self._ungated:
-                snapshots.wait(WEIGHTS_TIMEOUT_S)
+                snapshots.wait()
 
     def _await_weights(self, snapshots: Snapshots) -> None:
         """Wait for all weights. If they do not arrive, drain: the next worker starts with another fetch."""
         try:
-            snapshots.wait(WEIGHTS_TIMEOUT_S)
+            snapshots.wait()
         except PilotflameError as error:
             sys.stderr.write(f"the weights did not arrive: {error}\n")
             self._loop.call_soon_threadsafe(self._drain)
@@ -260,6 +264,8 @@ class Worker:
     def _activate(self, head: dict[str, Any]) -> None:
         os.environ.update(head.get("env", {}))
         self._measuring = bool(head.get("measure"))
+        if (weights_s := head.get("weights_s")) is not None:
+            self._weights_by_s = time.monotonic() + weights_s
         self._activated.set()
         if self._on_event_loop:
             # On the loop's thread, because torch has a thread count for each calling thread. `setup` may

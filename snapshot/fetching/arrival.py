@@ -6,6 +6,7 @@ A chunk has landed once its bytes are in the file and verified.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
@@ -14,6 +15,9 @@ from ...errors import PilotflameError, SourceUnavailable
 from ..format.manifest import Manifest
 from ..sources.source import Progress
 from .ranges import Chunks
+
+# How long all chunks may take to land, unless those who wait set another deadline.
+ARRIVAL_TIMEOUT_S = 3600.0
 
 
 class View(Protocol):
@@ -51,6 +55,8 @@ class Arrival:
         self._on_demand: list[Callable[[int, int], None]] = []
         self._on_fail: list[Callable[[PilotflameError], None]] = []
         self._relayed_to: Arrival | None = None
+        self.deadline_s = time.monotonic() + ARRIVAL_TIMEOUT_S
+        """By when all chunks must have landed, in monotonic seconds: all waits for them end then."""
 
     @property
     def complete(self) -> bool:
@@ -141,7 +147,8 @@ class Arrival:
     def wait(self, first: int, last: int, timeout_s: float | None = None, *, demand: bool = True) -> None:
         """Block until chunks `first` to `last`, both included, have landed. With `demand`, they are fetched next.
 
-        Raises the error given to `fail`, or SourceUnavailable if they have not landed within `timeout_s`.
+        Raises the error given to `fail`, or SourceUnavailable if they have not landed within `timeout_s`, which is
+        by default the time until `deadline_s`.
         """
         if self.has(first, last):
             return
@@ -155,10 +162,13 @@ class Arrival:
             at = last + 1 if self._missing == 0 else self._first_missing(at, last)
             return at > last or self.error is not None
 
+        left_s = max(0.0, self.deadline_s - time.monotonic()) if timeout_s is None else timeout_s
         with self._changed:
-            self._changed.wait_for(over, timeout_s)
+            self._changed.wait_for(over, left_s)
             if at <= last:
-                raise self.error or SourceUnavailable(f"The weights did not arrive within {timeout_s:.0f} s.")
+                raise self.error or SourceUnavailable(
+                    f"The weights did not arrive: the wait ended after {left_s:.0f} s."
+                )
 
     def _first_missing(self, first: int, last: int) -> int:
         """Return the first of the chunks `first` to `last` that has to land still, or `last` + 1."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, Self
@@ -41,10 +42,10 @@ class Awaited(Protocol):
 
     def has(self, extent: Extent) -> bool: ...
 
-    def wait(self, extent: Extent, timeout_s: float) -> None:
+    def wait(self, extent: Extent, timeout_s: float | None) -> None:
         """Wait for these bytes, so that what this thread does next has them. Raises the error of the fetch."""
 
-    def wait_for_all(self, timeout_s: float) -> None:
+    def wait_for_all(self, timeout_s: float | None) -> None:
         """Block until all bytes are there for all threads. Raises the error of the fetch."""
 
 
@@ -62,11 +63,11 @@ class Unlanded:
     def has(self, extent: Extent) -> bool:
         return self._arrival.has(*self._arrival.chunks.covering(*extent))
 
-    def wait(self, extent: Extent, timeout_s: float) -> None:
+    def wait(self, extent: Extent, timeout_s: float | None) -> None:
         with _about(self._subject):
             self._arrival.wait(*self._arrival.chunks.covering(*extent), timeout_s)
 
-    def wait_for_all(self, timeout_s: float) -> None:
+    def wait_for_all(self, timeout_s: float | None) -> None:
         with _about(self._subject):
             self._arrival.wait(0, self._arrival.count - 1, timeout_s)
 
@@ -74,9 +75,10 @@ class Unlanded:
 class Uncopied:
     """A slab with bytes that are not on their device yet. Errors begin with `subject`, which names the snapshot."""
 
-    def __init__(self, upload: DeviceUpload, subject: str = "") -> None:
+    def __init__(self, upload: DeviceUpload, subject: str = "", deadline_s: float | None = None) -> None:
+        """`deadline_s` is when waits without a timeout of their own end, in monotonic seconds."""
         self.extents = Touched([upload.slab]).extents
-        self._upload, self._subject = upload, subject
+        self._upload, self._subject, self._deadline_s = upload, subject, deadline_s
 
     @property
     def complete(self) -> bool:
@@ -85,13 +87,18 @@ class Uncopied:
     def has(self, extent: Extent) -> bool:
         return self._upload.has(*extent[1:])
 
-    def wait(self, extent: Extent, timeout_s: float) -> None:
+    def wait(self, extent: Extent, timeout_s: float | None) -> None:
         with _about(self._subject):
-            self._upload.precede(*extent[1:], timeout_s)
+            self._upload.precede(*extent[1:], self._left_s(timeout_s))
 
-    def wait_for_all(self, timeout_s: float) -> None:
+    def wait_for_all(self, timeout_s: float | None) -> None:
         with _about(self._subject):
-            self._upload.wait(timeout_s)
+            self._upload.wait(self._left_s(timeout_s))
+
+    def _left_s(self, timeout_s: float | None) -> float | None:
+        if timeout_s is not None or self._deadline_s is None:
+            return timeout_s
+        return max(0.0, self._deadline_s - time.monotonic())
 
 
 @contextmanager
@@ -106,10 +113,11 @@ class Gate(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The context for operations on weights that are not all there: `with Gate(Unlanded(mapping, arrival)): model(x)`.
 
     Operations in it raise the error of the fetch if it failed, or SourceUnavailable if their tensors do not
-    arrive within `timeout_s`. Once all bytes have arrived, no gate is needed.
+    arrive within `timeout_s`, which is by default the time until the deadline of the arrival. Once all bytes have
+    arrived, no gate is needed.
     """
 
-    def __init__(self, *awaited: Awaited, timeout_s: float = 600.0) -> None:
+    def __init__(self, *awaited: Awaited, timeout_s: float | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         # The thread that entered the gate. It is 0 while the gate waits: a thread that it starts meanwhile
         # must not wait for the bytes (see `_start`).

@@ -73,7 +73,7 @@ class Mapping:
     def wait(self, shard: int, begin: int, end: int) -> None:
         """Block until bytes [begin, end) of a shard have landed. Raises the errors of Arrival.wait."""
         if self.arrival is not None and begin < end:
-            self.arrival.wait(*self.arrival.chunks.covering(shard, begin, end), 600.0)
+            self.arrival.wait(*self.arrival.chunks.covering(shard, begin, end))
 
     def read_ahead(self) -> ReadAhead | None:
         """Read all shards from the disk in threads. Return None if they are in memory already."""

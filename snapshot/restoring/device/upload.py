@@ -121,7 +121,7 @@ class DeviceUpload:
         pairs = zip(self.layout.tensors, self.layout.offsets, strict=True)
         return [(0, at, at + one.size_bytes, one.name) for one, at in pairs if one.size_bytes]
 
-    def precede(self, begin: int, end: int, timeout_s: float) -> None:
+    def precede(self, begin: int, end: int, timeout_s: float | None) -> None:
         """Let what this thread submits from now on run after bytes [begin, end) of the slab are there.
 
         Raises the error of the fetch, or SourceUnavailable if the copies are not submitted within `timeout_s`.

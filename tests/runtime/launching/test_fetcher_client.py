@@ -237,6 +237,20 @@ async def test_a_killed_fetcher_fails_its_callers_and_is_replaced(gateway: Gatew
     assert await function.answer([1.0] * WIDTH) == weights.right
 
 
+async def test_the_fetcher_and_the_worker_give_up_at_the_deadline_of_the_hold(
+    gateway: Gateway, weights: Weights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function = await deployed(gateway, weights, check=False)
+    monkeypatch.setattr("pilotflame.runtime.launching.fetcher_client.WEIGHTS_TIMEOUT_S", 1.0)
+    weights.server.faults = lambda request: Faults(
+        stall_share=float("model" in request.name), stall_s=60.0, stall_at=10_000
+    )
+    async with asyncio.timeout(20):
+        error = await function.error([1.0] * WIDTH)
+    assert error["details"]["cause"] == "source_unavailable"
+    assert "did not arrive" in error["message"]
+
+
 async def snapshot_metrics(gateway: Gateway) -> dict[str, float]:
     text = (await gateway.client.get("/metrics")).text
     lines = [line.rpartition(" ") for line in text.splitlines() if line.startswith("pilotflame_snapshot_")]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from pilotflame.errors import SnapshotChanged
+from pilotflame.errors import SnapshotChanged, SourceUnavailable
+from pilotflame.snapshot.fetching.arrival import Arrival
 from pilotflame.snapshot.format.manifest import Manifest
+from pilotflame.snapshot.restoring.gate import Gate, Unlanded
 from pilotflame.snapshot.restoring.mapping import Mapping
 from pilotflame.snapshot.sources.folder import FolderSource
 from pilotflame.snapshot.sources.source import ObjectInfo
@@ -56,6 +59,20 @@ def test_another_size_is_noticed_with_and_without_a_fingerprint(save: Save) -> N
     (root / "model.safetensors").unlink()
     with pytest.raises(SnapshotChanged, match="No such file"):
         Mapping(root, manifest)
+
+
+@pytest.mark.timeout(10)
+def test_a_wait_for_weights_ends_at_the_deadline_of_their_arrival(save: Save) -> None:
+    root, manifest = save({"a": torch.arange(4)})
+    mapping = Mapping(root, manifest, arrival=(arrival := Arrival(manifest)))
+    arrival.deadline_s = time.monotonic() + 0.05
+    for wait in (
+        lambda: mapping.wait(0, 0, 8),
+        lambda: arrival.wait(0, 0),
+        Gate(Unlanded(mapping, arrival)).wait_for_all,
+    ):
+        with pytest.raises(SourceUnavailable, match="did not arrive"):
+            wait()
 
 
 def test_a_fingerprint_of_something_else_is_refused(save: Save) -> None:
