@@ -276,7 +276,8 @@ class Pull:
             else:
                 self._fail(failure)
         except BaseException as error:
-            self._fail(CacheError(f"The pull of {self._digest} broke off: {error!r}.", remedy="Try again."))
+            # If the source has raised, the arrival has its error.
+            self._fail(self.arrival.error or self._broken_off(error))
             raise
         else:
             self._over.set()
@@ -299,6 +300,9 @@ class Pull:
         except PilotflameError as error:
             self._fail(StorageFull(f"{full.message} {error.message}", remedy=full.remedy))
             return
+        except Exception as error:
+            self._fail(self._broken_off(error))
+            raise
         landed = [chunk for chunk in range(self.arrival.count) if self.arrival.landed(chunk)]
         after.start(on_published)
         self._after = after
@@ -313,8 +317,14 @@ class Pull:
         except PilotflameError as error:
             self._fail(error)
             return
+        except Exception as error:
+            self._fail(self._broken_off(error))
+            raise
         self.arrival.move(after.files)
         after.arrival.relay(self.arrival)
+
+    def _broken_off(self, error: BaseException) -> CacheError:
+        return CacheError(f"The pull of {self._digest} broke off: {error!r}.", remedy="Try again.")
 
     def _fail(self, error: PilotflameError) -> None:
         self._error = error

@@ -16,7 +16,7 @@ from ..format.manifest import Manifest
 from ..sources.source import Progress
 from .ranges import Chunks
 
-# How long all chunks may take to land, unless those who wait set another deadline.
+# How long all chunks may take to land, unless the owner of the arrival sets another deadline.
 ARRIVAL_TIMEOUT_S = 3600.0
 
 

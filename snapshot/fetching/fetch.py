@@ -21,6 +21,7 @@ from ...errors import (
     FetchFailed,
     PilotflameError,
     SnapshotChanged,
+    SourceError,
     SourceUnavailable,
     StorageFull,
 )
@@ -94,8 +95,8 @@ def fetch(
     `connections` and `part_bytes` replace the numbers that are otherwise chosen by measuring. If the fetch
     fails, the error is raised here and in the threads that wait for chunks (see Arrival.fail):
     SnapshotCorrupt, SnapshotChanged, SourceMissing, SourceDenied, FetchFailed, CacheError or, once
-    `cancelled` is set, Cancelled. For any other exception, the waiting threads get Cancelled. But they are not
-    told of StorageFull: the caller may continue on another file system, or fail `arrival`.
+    `cancelled` is set, Cancelled. For any other exception, the waiting threads get a SourceError. But
+    StorageFull does not reach them: the caller may continue on another file system, or fail `arrival`.
 
     `count_received` is called with the number of received bytes at the end, also if the fetch fails.
     """
@@ -111,6 +112,10 @@ def fetch(
         raise
     except PilotflameError as error:
         arrival.fail(error)
+        raise
+    except Exception as error:
+        remedy = "This is a fault of the source: report it with the gateway's log."
+        arrival.fail(SourceError(f"The source of the weights broke off: {error!r}.", remedy=remedy))
         raise
     except BaseException:
         arrival.fail(Cancelled("The fetch was broken off."))

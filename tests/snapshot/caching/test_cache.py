@@ -21,6 +21,7 @@ from pilotflame.errors import (
     PilotflameError,
     SnapshotCorrupt,
     SourceDenied,
+    SourceError,
     SourceMissing,
     SourceUnavailable,
     StorageFull,
@@ -615,6 +616,55 @@ def test_when_both_tiers_are_full_the_error_names_both(
         with pytest.raises(StorageFull, match=r"No space left.*slow takes 1000 bytes"):
             lease.wait(LIMIT_S)
         with pytest.raises(StorageFull, match="No space left"):
+            lease.arrival.wait(0, lease.arrival.count - 1, LIMIT_S)
+
+
+class Raising(FolderSource):
+    """A source with a bug: where it should connect or read, it raises an error of Python."""
+
+    def __init__(self, folder: Path, where: str) -> None:
+        super().__init__(folder)
+        self._where = where
+
+    def connect(self) -> FolderConnection:
+        if self._where == "connect":
+            raise ZeroDivisionError("of the test")
+        connection = FolderConnection(self)
+        setattr(connection, self._where, lambda *_: 1 // 0)
+        return connection
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("where", ["connect", "begin", "read_into"])
+def test_a_source_that_raises_fails_those_who_wait_with_its_error(
+    tmp_path: Path, source: Path, manifest: Manifest, where: str
+) -> None:
+    with Cache([tier(tmp_path)]).open(manifest, Raising(source, where)) as lease:
+        mapping = Mapping(lease.root, manifest, keep=lease, arrival=lease.arrival)
+        for wait in (lambda: mapping.wait(0, 0, 1), lambda: lease.wait(LIMIT_S)):
+            with pytest.raises(SourceError, match="ZeroDivisionError"):
+                wait()
+    # What failed holds up no other fetch.
+    with Cache([tier(tmp_path)]).open(manifest, FolderSource(source)) as lease:
+        lease.wait(LIMIT_S)
+        check(lease.root, source)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_tier_that_raises_when_a_fetch_moves_there_fails_those_who_wait(
+    small: Path, tmp_path: Path, source: Path, manifest: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiers = [Tier(small / "fast", ROOMY, "tmpfs"), Tier(tmp_path / "slow", ROOMY)]
+    stopping = Stopping(source, stop_at=2 * CHUNK_BYTES)
+    with Cache(tiers).open(manifest, stopping) as lease:
+        lease.arrival.wait(0, 1, LIMIT_S)
+        fill(small, 256 << 10)
+        monkeypatch.setattr(tiers[1], "make_room", lambda *_: 1 // 0)
+        stopping.go()
+        with pytest.raises(CacheError, match="ZeroDivisionError"):
+            lease.wait(LIMIT_S)
+        with pytest.raises(CacheError, match="ZeroDivisionError"):
             lease.arrival.wait(0, lease.arrival.count - 1, LIMIT_S)
 
 
