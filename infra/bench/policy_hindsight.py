@@ -143,7 +143,9 @@ def _resting(idles: FloatArray, ladder: Ladder) -> FloatArray:
         costs[:, :, 0, rung] = staying
         for lower in range(rung + 1, len(holds)):
             climb_s = wakes[lower] - wakes[rung]
-            climbing = holds[lower] * (idles - climb_s) + holds[rung] * climb_s
+            # Rung by rung: an upper rung is paid once the one below it is reached.
+            paid = sum(holds[each] * (wakes[each + 1] - wakes[each]) for each in range(rung, lower))
+            climbing = holds[lower] * (idles - climb_s) + paid
             staying = np.where(idles >= climb_s, np.minimum(staying, climbing), staying)
         costs[:, :, 1, rung] = staying
     return costs

@@ -17,7 +17,7 @@ from ..functions.recorder import Recorder
 from ..functions.registry import Functions
 from ..scaling.rung_figures import HoldingPrices
 from ..telemetry.decisions import describe
-from ..telemetry.usage import RungName
+from ..telemetry.usage import GB, HOUR_S, RungName
 from .responses import Timestamp, timestamp
 from .routes import Number, Route, UnixTime
 
@@ -66,6 +66,14 @@ class RungFacts(TypedDict):
     wake_s: float
 
 
+class PriceFacts(TypedDict):
+    """What holding and waiting cost a function at present."""
+
+    memory_gb_hour: float
+    device_hour: float
+    waiting_s: float
+
+
 class HistoryApi:
     """The routes of what is remembered of functions."""
 
@@ -84,7 +92,9 @@ class HistoryApi:
             {"decisions": list[DecisionFacts]},
             {"now": Timestamp, "samples": list[LoadFacts]},
         )
-        arrivals = {"arrivals": list[float], "service_s": float | None, "rungs": list[RungFacts]}
+        arrivals = {
+            "arrivals": list[float], "service_s": float | None, "rungs": list[RungFacts], "prices": PriceFacts,
+        }  # fmt: skip
         return [
             Route(
                 "GET", f"{one}/decisions", self.decisions, Scope.READ, decided, decisions,
@@ -129,7 +139,7 @@ class HistoryApi:
         curve = live.revision.dispatcher.learned
         service_s = curve[0].p50_s if curve else None
         kept = found[len(found) - most if most < len(found) else 0 :]
-        body = {"arrivals": kept, "service_s": service_s, "rungs": _rungs(live)}
+        body = {"arrivals": kept, "service_s": service_s, "rungs": _rungs(live), "prices": _prices(live)}
         return await _json(lambda: orjson.dumps(body))
 
     def _live(self, request: web.Request) -> Live:
@@ -146,6 +156,13 @@ def _rungs(live: Live) -> list[RungFacts]:
         RungFacts(rung=name, held_bytes=rung.hold_per_s, devices=device, wake_s=rung.wake_s)
         for name, rung, device in zip(names, rungs, devices, strict=True)
     ]
+
+
+def _prices(live: Live) -> PriceFacts:
+    memory_byte_s, device_s, waiting_s = live.revision.history.ladder.prices
+    return PriceFacts(
+        memory_gb_hour=memory_byte_s * GB * HOUR_S, device_hour=device_s * HOUR_S, waiting_s=waiting_s
+    )
 
 
 async def _json(told: Callable[[], bytes]) -> web.Response:

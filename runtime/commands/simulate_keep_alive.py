@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
@@ -55,11 +55,16 @@ class ReplayOrder(NamedTuple):
     price_device: float | None = None
     price_waiting: float | None = None
 
-    def prices(self) -> GatewaySettings:
-        """Return settings with the prices: those of the options, else of the gateway's variables, else its defaults."""
+    def prices(self, known: Mapping[str, float]) -> GatewaySettings:
+        """Return settings with the prices: the options, else what a gateway uses (`known`), else variables and defaults."""
+
+        def price(option: float | None, name: str) -> float | None:
+            return known.get(name) if option is None else option
+
         return options.gateway_settings(
-            price_memory_gb_hour=self.price_memory, price_disk_gb_hour=self.price_disk,
-            price_device_hour=self.price_device, price_waiting_s=self.price_waiting,
+            price_memory_gb_hour=price(self.price_memory, "memory_gb_hour"), price_disk_gb_hour=self.price_disk,
+            price_device_hour=price(self.price_device, "device_hour"),
+            price_waiting_s=price(self.price_waiting, "waiting_s"),
         )  # fmt: skip
 
 
@@ -89,7 +94,7 @@ _REPLAY_OPTIONS = (
     ),
     click.option("--time-column", default=TIME_COLUMN, metavar="NAME", help="The column or field with the time of a call."),
     click.option("--function-column", default=FUNCTION_COLUMN, metavar="NAME", help="The one with the function's name."),
-    click.option("--price-memory", type=PRICE, help="Money for a GB of memory for an hour.  [default: PILOTFLAME_PRICE_*]"),
+    click.option("--price-memory", type=PRICE, help="Money for a GB of memory for an hour.  [default: the gateway's, else PILOTFLAME_PRICE_*]"),
     click.option("--price-disk", type=PRICE, help="Money for a GB of disk for an hour."),
     click.option("--price-device", type=PRICE, help="Money for a whole GPU for an hour."),
     click.option("--price-waiting", type=PRICE, help="What a second of one caller's waiting is worth."),
@@ -156,7 +161,7 @@ def _logged(order: ReplayOrder, speed: float, calls: RememberedCalls) -> list[Re
 
 def _function(arrivals: list[float], measured: dict[str, Any], order: ReplayOrder) -> ReplayedFunction:
     """Return a function with the figures of the options, else with those that a gateway has measured."""
-    prices = order.prices()
+    prices = order.prices(measured.get("prices", {}))
     given_s = order.service_ms / 1e3 if order.service_ms is not None else None
     service_s = given_s or measured.get("service_s") or SERVICE_S
     if not order.rungs and (rows := measured.get("rungs")):

@@ -62,6 +62,12 @@ class Hybrid:
         return HISTOGRAM_BINS
 
 
+def _climb(rung: int, wakes: Sequence[float], ready_s: float) -> Plan:
+    """Return the plan that stands on `rung` and is READY at `ready_s`. It ends there: the call has come."""
+    stages = (Step(ready_s - wakes[upper + 1], upper) for upper in reversed(range(rung)))
+    return (Step(0.0, rung), *stages)
+
+
 class Foreseeing:
     """The policy that knows all arrivals of its function, which no other can beat."""
 
@@ -79,7 +85,7 @@ class Foreseeing:
         costs = self._ladder.costs(waits)
         plans: list[Plan] = [(Step(0.0, rung),) for rung in range(len(rungs))]
         plans += [
-            (Step(0.0, rung), Step(idle_s - wake_s - ROUNDING_S, 0))
+            _climb(rung, costs.wakes, idle_s - ROUNDING_S)
             for rung, wake_s in enumerate(costs.wakes)
             if 0 < wake_s < idle_s - ROUNDING_S
         ]

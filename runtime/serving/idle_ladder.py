@@ -220,13 +220,13 @@ class IdleLadder:
             rung, asked_s = self._woken_from
             took_s = time.monotonic() - asked_s
             self.figures = self.figures.with_wake(rung, took_s, devices=devices)
-            self._measure()
+            self._measure_and_replan()
         self._woken_from = None
 
     def note_held(self, rung: RungName, held_bytes: float) -> None:
         """Note the memory of all processes on a rung."""
         self.figures = self.figures.with_held(rung, held_bytes)
-        self._measure()
+        self._measure_and_replan()
 
     # -- what others ask
 
@@ -333,11 +333,25 @@ class IdleLadder:
 
     # -- planning
 
-    def _measure(self) -> None:
+    @property
+    def prices(self) -> HoldingPrices:
+        """What holding and waiting cost this function at present."""
         prices = self._spec.prices
-        if self._spec.slow_share is not None:
-            prices = prices._replace(waiting_s=self.slow_share.price(prices.waiting_s))
-        self._measured = self.figures.ladder(self._spec.rungs, prices)
+        if self._spec.slow_share is None:
+            return prices
+        return prices._replace(waiting_s=self.slow_share.price(prices.waiting_s))
+
+    def _measure(self) -> None:
+        self._measured = self.figures.ladder(self._spec.rungs, self.prices)
+
+    def _measure_and_replan(self) -> None:
+        """Plan the present idle period anew if its plan was made for a ladder that has turned out to be another one."""
+        self._measure()
+        period = self._watch.period
+        if period is None or self._plan is None or self._tasks is None:
+            return
+        if differs(self._ladder, self._measured):
+            self._tasks.create_task(self._settle_and_plan(period), name="keep_alive")
 
     def _count_slow(self) -> None:
         """Learn how many requests were slow since the last idle period. All of them have ended."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import xml.etree.ElementTree as ET
+from datetime import datetime
 from itertools import accumulate
 from pathlib import Path
 from random import Random
@@ -150,3 +151,35 @@ async def test_what_a_gateway_remembers_is_replayed(state: Path, run: Any) -> No
         assert 0 < found["span_s"] < 60
         later = await asyncio.to_thread(simulate, "--since", "2099-01-01")
         assert "remembers no call" in later.stderr
+
+
+async def test_a_replay_of_a_gateway_s_log_holds_the_rungs_that_the_gateway_held(
+    state: Path, run: Any
+) -> None:
+    """The gateway's prices count, not those of the command's environment. Tolerance: 0.7 s for each step down."""
+    async with gateway_process(state, price_memory_gb_hour=5.0, price_waiting_s=0.002) as gateway:
+        await gateway.deploy("def handler(event):\n    return event\n", name="kept")
+        function, cold = gateway.function("kept"), list[bool]()
+        for gap_s in (0.0, 0.2, 2.2, 0.3, 2.4, 2.2):
+            await asyncio.sleep(gap_s)
+            cold.append((await function.call()).headers["x-cold-start"] == "true")
+        path = "/v1/functions/kept"
+        known = (await gateway.client.get(f"{path}/arrivals")).json()
+        decisions = (await gateway.client.get(f"{path}/decisions")).json()["decisions"]
+        command = ("simulate", "--from-log", "kept", "--policy", "policy", "--json", "--url", gateway.url)
+        found = policies(await asyncio.to_thread(run, *command))["the policy"]
+    assert known["prices"] == pytest.approx({"memory_gb_hour": 5.0, "device_hour": 2.88, "waiting_s": 0.002})
+    calls = known["arrivals"]
+    downs = [
+        datetime.fromisoformat(one["at"]).timestamp() for one in decisions if one["action"] == "step_down"
+    ]
+    lower_s = [
+        min(at_s for at_s in calls if at_s > down_s) - down_s
+        for down_s in downs
+        if calls[0] < down_s < calls[-1]
+    ]
+    # The log begins with the first call, so the replay does not know how that one found the function.
+    assert cold[1:] == [False, True, False, True, True]
+    assert found["cold_starts"] == len(lower_s) == 3
+    assert found["rung_s"]["zygote"] == pytest.approx(sum(lower_s), abs=0.7 * len(lower_s))
+    assert sum(found["rung_s"].values()) == pytest.approx(calls[-1] - calls[0], abs=0.5)

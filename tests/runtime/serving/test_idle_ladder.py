@@ -303,3 +303,22 @@ async def test_the_delays_at_which_a_plan_holds_a_worker_are_told_only_while_it_
         target.rung = RungName.LOCAL
         assert set(ladder.ready_shares()) == {0.0}
         ladder.release(target)
+
+
+async def test_a_plan_made_for_guessed_memory_is_made_anew_once_the_memory_was_measured():
+    async with BackgroundTasks() as tasks:
+        ladder, target = IdleLadder(Decisions()), Warm()
+        await ladder.adopt(target, LadderSpec(), 0.1, tasks)
+        guessed = ladder.next_step
+        assert guessed is not None
+        # The worker holds 1 MB more than the zygote, not 40: it is worth keeping for much longer.
+        ladder.note_held(RungName.ZYGOTE, 24e6)
+        ladder.note_held(RungName.READY, 25e6)
+
+        async def later() -> bool:
+            step = ladder.next_step
+            return step is None or step.at > guessed.at + 1000
+
+        await until(later, "a later step")
+        assert target.descents == []
+        ladder.release(target)
