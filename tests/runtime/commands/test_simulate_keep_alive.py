@@ -156,7 +156,7 @@ async def test_what_a_gateway_remembers_is_replayed(state: Path, run: Any) -> No
 async def test_a_replay_of_a_gateway_s_log_holds_the_rungs_that_the_gateway_held(
     state: Path, run: Any
 ) -> None:
-    """The gateway's prices count, not those of the command's environment. Tolerance: 0.7 s for each step down."""
+    """The replay uses the prices of the gateway, not of its own environment. Tolerance: 0.7 s for each step down."""
     async with gateway_process(state, price_memory_gb_hour=5.0, price_waiting_s=0.002) as gateway:
         await gateway.deploy("def handler(event):\n    return event\n", name="kept")
         function, cold = gateway.function("kept"), list[bool]()

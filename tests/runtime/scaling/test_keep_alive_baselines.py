@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import pytest
 from hypothesis import given
@@ -60,9 +60,12 @@ def test_foresight_climbs_just_in_time_and_its_bill_is_the_optimum() -> None:
     gaps = [3000.0] * 21
     found = replayed(gaps, Foreseeing(list(accumulate(gaps)), LADDER))
     assert found.waited_s == 0
-    assert found.rung_s[0] == pytest.approx(20 * 5, rel=1e-3)
-    bottom, climbing = LADDER.rungs[-1], LADDER.rungs[0]
-    ideal = bottom.hold_per_s * sum(found.periods) + 20 * 5 * (climbing.hold_per_s - bottom.hold_per_s)
+    # Rung by rung: each is paid for the time of the climb from the rung below it.
+    climbs = list(pairwise(LADDER.rungs))
+    assert found.rung_s[0] == pytest.approx(20 * climbs[0][1].wake_s, rel=1e-3)
+    bottom_per_s = LADDER.rungs[-1].hold_per_s
+    climb = sum((upper.hold_per_s - bottom_per_s) * (lower.wake_s - upper.wake_s) for upper, lower in climbs)
+    ideal = bottom_per_s * sum(found.periods) + 20 * climb
     assert found.bill(LADDER.wait_per_s) == pytest.approx(ideal, rel=1e-3)
 
 
