@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from .ladder import Costs, Plan, Step
-from .route import Route
+from .route import PlanRoute
 
 # Times beyond these are not told apart.
 SHORTEST_S, LONGEST_S = 0.05, 30 * 86400.0
@@ -169,7 +169,7 @@ class Strategy:
         law, wakes = self.law, self.costs.wakes
         first = min(len(law.masses) - 1, max(0, bisect.bisect_right(law.edges, since_s) - 1))
         rung = self.choices[first][0]
-        route = Route(rung, wakes)
+        route = PlanRoute(rung, wakes)
         for index in range(first + 1, len(law.masses)):
             following = self.choices[index][rung]
             if following != rung:
@@ -229,7 +229,7 @@ def _climb(
 
 
 def _climb_costs(costs: Costs) -> list[list[float]]:
-    """Return for each rung what a climb to each rung above costs, beyond staying. `Route` takes it rung by rung."""
+    """Return for each rung what a climb to each rung above costs, beyond staying. `PlanRoute` takes it rung by rung."""
     holds, wakes = costs.holds, costs.wakes
     return [
         [

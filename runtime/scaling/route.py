@@ -17,7 +17,7 @@ class _Arrival(NamedTuple):
     reached_s: float
 
 
-class Route:
+class PlanRoute:
     """Makes a plan of rungs and the times at which each must be reached."""
 
     def __init__(self, rung: int, wakes: Sequence[float]) -> None:
@@ -71,7 +71,7 @@ def clamped(plan: Plan, steady: Plan, lowest: int, wakes: Sequence[float]) -> Pl
     for at_s in sorted({step.offset_s for step in (*bold, *usual)}):
         following = min(_rung(bold, at_s), max(lowest, _rung(usual, at_s)))
         if route is None:
-            route = Route(following, wakes)
+            route = PlanRoute(following, wakes)
         elif following != rung:
             route.reach(following, at_s)
         rung = following

@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 from pilotflame.runtime.scaling.ladder import Ladder, Plan, Step
-from pilotflame.runtime.scaling.route import Route, clamped
+from pilotflame.runtime.scaling.route import PlanRoute, clamped
 
 from .test_ladder import THREE, assert_orderly, ladders
 
@@ -18,7 +18,7 @@ def routes(draw: st.DrawFn, ladder: Ladder, *, climbs: bool) -> Plan:
     rungs = draw(st.lists(st.integers(0, len(ladder.rungs) - 1), min_size=1, max_size=6))
     if not climbs:
         rungs.sort()
-    route, at_s = Route(rungs[0], ladder.costs().wakes), 0.0
+    route, at_s = PlanRoute(rungs[0], ladder.costs().wakes), 0.0
     for before, rung in pairwise(rungs):
         at_s += draw(st.floats(0.1, 300.0))
         if rung != before:
@@ -42,7 +42,7 @@ def test_a_clamped_plan_climbs_later_because_its_climb_is_shorter() -> None:
 
 
 def test_a_climb_goes_rung_by_rung_so_that_the_upper_one_is_paid_last() -> None:
-    route = Route(2, WAKES)
+    route = PlanRoute(2, WAKES)
     route.reach(0, 100.0)
     route.reach(2, 130.0)
     assert route.plan() == (Step(0.0, 2), Step(90.0, 1), Step(98.0, 0), Step(130.0, 2))
