@@ -12,7 +12,7 @@ from ...access.keys import Scope
 from ...api.backend import Backend
 from ...api.requests import caller_of
 from ...api.responses import json_response
-from ...api.routes import Route
+from ...api.routes import Parameter, Route
 from .models import OWNER, hardware_of
 from .problem import ERRORS, Problem
 
@@ -25,6 +25,10 @@ TRAININGS = (
     ("PUT", "/trainings/{id}"),
 )
 """Replicate's routes of trainings, and Cog's."""
+_PATH = {
+    name: Parameter(name, place="path", type="string", pattern="^[A-Za-z0-9._-]+$")
+    for name in ("id", "owner", "name", "version")
+}
 
 
 class KeyAccount(TypedDict):
@@ -62,18 +66,11 @@ class AccountApi:
         secret = "Show the secret that verifies webhooks."  # noqa: S105
         trainings = [
             Route(
-                method,
-                path,
-                self.train,
-                Scope.INVOKE,
-                "Trainings do not exist.",
-                Problem,
-                404,
-                errors=(),
-                **ERRORS,
+                method, path, self.train, Scope.INVOKE, "Trainings do not exist.", Problem, 404, errors=(),
+                parameters=tuple(_PATH[name] for name in _PATH if f"{{{name}}}" in path), **ERRORS,
             )
             for method, path in TRAININGS
-        ]
+        ]  # fmt: skip
         return [
             row("/v1/account", self.account, "Show the account.", KeyAccount),
             row("/v1/hardware", self.hardware, "List what functions run on.", list[Hardware]),
