@@ -4,9 +4,10 @@ import { element, setAttribute, setText, svg } from "./dom.js";
 import { clock, duration, NONE, span } from "./format.js";
 
 const HEIGHT = 120;
-const LEFT = 44;
+// Room for the longest label of the axis, as "1 min 30 s".
+const LEFT = 64;
 const BOTTOM = 18;
-const TOP = 6;
+const TOP = 10;
 
 // Return a round number that is at least `value`, for the top of an axis. Half of it is round, too.
 function roundUp(value, whole) {
@@ -185,6 +186,26 @@ export const PHASE_TEXTS = {
   exec: "in the handler",
   respond: "until the response",
 };
+
+// The phases of one cold start below each other, each where it began: one row of a table for each.
+export class Waterfall {
+  constructor() {
+    this.parts = PHASES.map((phase) => svg("rect", { class: `phase ${phase}`, height: 10, y: 0 }));
+    this.rows = this.parts.map((part, index) => svg("svg", { class: "phases", height: 10, role: "img", "aria-label": `${PHASES[index]}: none` }, part));
+  }
+
+  // `phases` are {name, start_ms, duration_ms}.
+  update(phases, total_ms) {
+    PHASES.forEach((phase, index) => {
+      const found = phases.find(({ name }) => name === phase) ?? { start_ms: 0, duration_ms: 0 };
+      const percent = (ms) => `${(total_ms > 0 ? (ms / total_ms) * 100 : 0).toFixed(2)}%`;
+      setAttribute(this.parts[index], "x", percent(found.start_ms));
+      setAttribute(this.parts[index], "width", percent(found.duration_ms));
+      const { start_ms, duration_ms } = found;
+      setAttribute(this.rows[index], "aria-label", duration_ms > 0 ? `${phase}: from ${duration(start_ms)}, for ${duration(duration_ms)}` : `${phase}: none`);
+    });
+  }
+}
 
 // A bar of phases, as long as its share of `most` milliseconds.
 export class PhaseBar {

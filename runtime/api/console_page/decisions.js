@@ -60,7 +60,7 @@ function numbered(decisions) {
 }
 
 // A sample holds until the next one: without the points in between, lines would be slanted.
-function steps(samples, end) {
+export function steps(samples, end) {
   const points = samples.map((one) => ({ ...one, at: Date.parse(one.at) / 1000 }));
   const found = points.flatMap((one, index) => (index ? [{ ...points[index - 1], at: one.at }, one] : [one]));
   if (points.length) found.push({ ...points.at(-1), at: end });

@@ -46,6 +46,12 @@ export function bytes(value) {
   return `${(value / 1024 ** (step + 1)).toPrecision(3)} ${units[step]}`;
 }
 
+// Three digits, in the currency of the gateway's prices; "" if it names none.
+export function money(value, currency = "") {
+  const digits = !value ? "0" : value >= 100 ? value.toFixed(0) : value.toFixed(Math.min(10, Math.max(2, 2 - Math.floor(Math.log10(value)))));
+  return currency ? `${digits} ${currency}` : digits;
+}
+
 const two = (value) => String(value).padStart(2, "0");
 
 // The time of day; with the date if it is not today. `at` is in Unix seconds.

@@ -1,11 +1,13 @@
 // The view of one function: what it does now, its log, jobs, revisions, and what may be done with it.
 
-import { LineChart, PHASES, PHASE_TEXTS, PhaseBar, swatch, total } from "./charts.js";
-import { decisionsPanel } from "./decisions.js";
+import { CallView, command, contract } from "./call.js";
+import { LineChart, PHASES, PHASE_TEXTS, PhaseBar, swatch, total, Waterfall } from "./charts.js";
+import { decisionsPanel, steps } from "./decisions.js";
 import { ask, explained, say } from "./dialog.js";
 import { element, reconcile, setAttribute, setText, table } from "./dom.js";
 import { clock, clockOf, count, duration, NONE, rate, share, snapshotsOf } from "./format.js";
 import { get, post } from "./gateway.js";
+import { JobView } from "./job.js";
 import { jobsPanel } from "./jobs.js";
 import { LogView } from "./logs.js";
 import { Figures, Rung, workersText } from "./overview.js";
@@ -17,48 +19,56 @@ const FIRST_WINDOWS_S = [60, 120];
 const NO_LINES = "No lines yet. What the function prints, and what happens to its workers, appears here.";
 const PARTS = [
   { id: "activity", title: "Activity", make: (view) => new Activity(view.fleet, view.name) },
-  { id: "logs", title: "Log", scope: "deploy", make: (view) => new LogView(`${view.base}/logs`, element("h2", {}, "Log"), NO_LINES) },
-  { id: "jobs", title: "Jobs", scope: "invoke", make: (view) => jobsPanel(view.name) },
+  { id: "call", title: "Call", scope: "invoke", make: (view) => new CallView(view.name) },
+  { id: "logs", title: "Log", scope: "deploy", make: (view, request) => logView(view, request) },
+  { id: "jobs", title: "Jobs", scope: "invoke", make: (view, id) => (id ? new JobView(view.name, id, view.fleet.may("deploy")) : jobsPanel(view.name)) },
   { id: "decisions", title: "Decisions", scope: "read", make: (view) => decisionsPanel(view.name) },
   { id: "usage", title: "Usage", scope: "read", make: (view) => new UsageView(view.name) },
   { id: "revisions", title: "Revisions", scope: "deploy", make: (view) => revisionsPanel(view.name) },
 ];
 
+// The log of a function, or the lines of one request.
+function logView(view, request) {
+  const title = request ? `Log of ${request}` : "Log";
+  return new LogView(`${view.base}/logs`, element("h2", {}, title), NO_LINES, { request, place: `${view.place}/logs` });
+}
+
 export class FunctionView {
-  constructor(fleet, name, part) {
-    Object.assign(this, { fleet, name, title: name, base: `/v1/functions/${encodeURIComponent(name)}` });
+  // `item` is what the part shows of several things, such as the id of a job.
+  constructor(fleet, name, part, item = "") {
+    Object.assign(this, { fleet, name, title: name, base: `/v1/functions/${encodeURIComponent(name)}`, place: `#/functions/${encodeURIComponent(name)}` });
     this.rung = new Rung();
     this.revision = element("span", { class: "note" });
     this.step = element("span", { class: "note" });
     this.trouble = element("p", { class: "problem" });
     this.figures = new Figures(["Workers", "Queued", "Running", "Requests/s", "Errors/s", "p95"]);
-    this.links = PARTS.map(({ id, title }) => element("a", { href: `#/functions/${encodeURIComponent(name)}/${id}` }, title));
-    this.place = element("div");
+    this.links = PARTS.map(({ id, title }) => element("a", { href: `${this.place}/${id}` }, title));
+    this.content = element("div");
     this.gone = element("p", { class: "problem", hidden: true }, `There is no function ${name}, or the key does not cover it.`);
     this.known = element(
       "div", {}, element("div", { class: "actions" }, this.buttons()), this.trouble, this.figures.node,
-      element("nav", { class: "parts", "aria-label": `Parts of ${name}` }, this.links), this.place,
+      element("nav", { class: "parts", "aria-label": `Parts of ${name}` }, this.links), this.content,
     );
     this.node = element("div", {}, element("h1", {}, name, " ", this.rung.node, " ", this.step, " ", this.revision), this.gone, this.known);
-    this.open(part);
+    this.open(part, item);
   }
 
   // Return true if this view shows the address, after opening the part that it names.
   accepts(hash) {
-    const [place, name, part] = hash.replace(/^#\/?/, "").split("/");
+    const [place, name, part, item = ""] = hash.replace(/^#\/?/, "").split("/");
     if (place !== "functions" || name !== encodeURIComponent(this.name)) return false;
-    this.open(part || "activity");
+    this.open(part || "activity", decodeURIComponent(item));
     return true;
   }
 
-  open(id) {
+  open(id, item) {
     const part = PARTS.find((one) => one.id === id) ?? PARTS[0];
-    if (this.part === part) return;
+    if (this.part === part && this.item === item) return;
     this.shown?.end();
-    this.part = part;
+    Object.assign(this, { part, item });
     const allowed = !part.scope || this.fleet.may(part.scope);
-    this.shown = allowed ? part.make(this) : null;
-    this.place.replaceChildren(this.shown?.node ?? element("p", { class: "note" }, `The API key lacks the scope ${part.scope}.`));
+    this.shown = allowed ? part.make(this, item) : null;
+    this.content.replaceChildren(this.shown?.node ?? element("p", { class: "note" }, `The API key lacks the scope ${part.scope}.`));
     PARTS.forEach((one, index) => setAttribute(this.links[index], "aria-current", one === part ? "page" : null));
   }
 
@@ -136,23 +146,43 @@ class Activity {
       this.cold.node, this.more, element("h2", {}, "Call it"), this.call,
     );
     this.aborter = new AbortController();
+    this.past = { loads: [], rates: [] };
+    this.remember();
+  }
+
+  // Read what the gateway remembers of the minutes before the page was opened. Latency is not among it.
+  async remember() {
+    const base = `/v1/functions/${encodeURIComponent(this.name)}`;
+    const since = this.fleet.times[0] - WINDOW_S;
+    try {
+      const [load, calls] = await Promise.all([get(`${base}/load?since=${since}`, this.aborter.signal), get(`${base}/arrivals?since=${since}`, this.aborter.signal)]);
+      const before = (one) => one.at <= this.fleet.times[0];
+      this.past = { loads: steps(load.samples, this.fleet.times[0]).filter(before), rates: rates(calls.arrivals, since).filter(before) };
+    } catch {
+      // The stream says if the gateway or the function is gone.
+    }
   }
 
   update(row) {
     const samples = this.fleet.functions.get(this.name);
     const points = samples.series(this.fleet.times);
     // At first the little that is known is shown large.
-    const known_s = this.fleet.at - this.fleet.times[0];
+    const { loads, rates: past } = this.past;
+    const known_s = this.fleet.at - (loads[0]?.at ?? this.fleet.times[0]);
     const window_s = FIRST_WINDOWS_S.find((seconds) => seconds >= known_s) ?? WINDOW_S;
-    for (const chart of this.charts) chart.update(points, this.fleet.at, window_s);
-    this.cold.update(row);
+    const begin = this.fleet.at - window_s;
+    [past, [], loads, loads].forEach((older, index) => {
+      const shown = older.filter((one) => one.at >= begin);
+      this.charts[index].update([...shown, ...points], this.fleet.at, window_s);
+    });
+    this.cold.update(row, this.latest);
     const codes = Object.entries(row.codes);
     const all = codes.reduce((found, [, many]) => found + many, 0);
     reconcile(this.codes.body, codes, ([code]) => code, codeRow, (child, [code, many]) => child.update(code, many, many / all));
     this.codes.node.hidden = !codes.length;
     // Errors are looked up when there are more of them, and the facts when there is a new revision.
     const errors = codes.filter(([code]) => Number(code) >= 400).reduce((found, [, many]) => found + many, 0);
-    const state = `${row.revision} ${errors} ${row.failed_starts}`;
+    const state = `${row.revision} ${errors} ${row.failed_starts} ${row.cold_starts}`;
     if (state !== this.state && !this.loading) this.load(state);
   }
 
@@ -170,8 +200,8 @@ class Activity {
   }
 
   describe(status) {
-    const body = JSON.stringify(status.input_example).replaceAll("'", "'\\''");
-    setText(this.call, `curl -s ${location.origin}/invoke/${encodeURIComponent(this.name)} -d '${body}'`);
+    setText(this.call, command(contract(status)));
+    this.latest = [...status.latest_cold_starts].reverse();
     const errors = [...status.last_errors].reverse();
     this.errors.replaceChildren(...errors.map((one) => element("li", {}, element("time", {}, clockOf(one.at)), " ", one.text)));
     if (!errors.length) this.errors.append(element("li", { class: "note" }, "None."));
@@ -202,36 +232,72 @@ function codeRow([code]) {
   };
 }
 
-// Where the time of cold starts went: the latest one, and the mean of all.
+const PART_S = 5;
+
+// Return the rate of the calls that arrived in each PART_S seconds after `since`, until the last call.
+function rates(arrivals, since) {
+  const counts = [];
+  for (const at of arrivals) {
+    const part = Math.floor((at - since) / PART_S);
+    counts[part] = (counts[part] ?? 0) + 1;
+  }
+  return Array.from(counts, (many, part) => ({ at: since + (part + 1) * PART_S, rate: (many ?? 0) / PART_S }));
+}
+
+// Where the time of cold starts went: one of the latest as a waterfall, and the mean of all.
 class ColdStarts {
   constructor() {
     this.bars = [new PhaseBar(14), new PhaseBar(14)];
     this.heads = [element("h3"), element("h3")];
+    this.fall = new Waterfall();
+    this.choice = element("select", { id: "cold", change: () => this.draw() });
+    this.chosen = element("p", { class: "tools" }, element("label", { for: "cold" }, "Show"), this.choice);
     this.totals = [element("td", { class: "number" }), element("td", { class: "number" })];
+    this.whole = element("td", { class: "number" });
     this.cells = PHASES.map(() => [element("td", { class: "number" }), element("td", { class: "number" })]);
-    const rows = PHASES.map((phase, index) => element("tr", {}, element("th", { scope: "row" }, swatch(`phase ${phase}`), ` ${phase}`), element("td", { class: "wide" }, PHASE_TEXTS[phase]), this.cells[index]));
-    const heads = ["Phase", "What", "Latest", "Mean"].map((text, index) => element("th", { scope: "col", class: ["", "wide", "number", "number"][index] || null }, text));
+    const rows = PHASES.map((phase, index) => element("tr", {}, element("th", { scope: "row" }, swatch(`phase ${phase}`), ` ${phase}`), element("td", { class: "wide", title: PHASE_TEXTS[phase] }, this.fall.rows[index]), this.cells[index]));
+    const heads = ["Phase", "When", "This one", "Mean"].map((text, index) => element("th", { scope: "col", class: ["", "wide", "number", "number"][index] || null }, text));
     this.table = element("table", {}, element("caption", { class: "unseen" }, "Cold starts by phase"), element("thead", {}, element("tr", {}, heads)),
-      element("tbody", {}, rows, element("tr", { class: "sum" }, element("th", { scope: "row" }, "total"), element("td", { class: "wide" }), this.totals)));
+      element("tbody", {}, rows, element("tr", { class: "sum" }, element("th", { scope: "row" }, "cold start"), element("td", { class: "wide" }, "until a worker has the request"), this.totals),
+        element("tr", {}, element("th", { scope: "row" }, "whole call"), element("td", { class: "wide" }), this.whole, element("td", { class: "number" }, NONE))));
     this.title = element("h2", {}, "Cold starts");
     this.none = element("p", { class: "note" }, "None yet since the gateway has started.");
-    this.shown = element("div", { class: "cold" }, element("div", {}, this.heads[0], this.bars[0].node, this.heads[1], this.bars[1].node), this.table);
+    this.shown = element("div", { class: "cold" }, element("div", {}, this.chosen, this.heads[0], this.bars[0].node, this.heads[1], this.bars[1].node), this.table);
     this.node = element("section", {}, this.title, this.none, this.shown);
   }
 
-  update(row) {
-    const latest = row.last_cold_phases_ms;
-    const mean = Object.fromEntries(Object.entries(row.cold_phases_s).map(([phase, seconds]) => [phase, (seconds * 1000) / row.cold_starts]));
+  // `latest` are the last cold starts, the newest first; undefined until they are known.
+  update(row, latest = []) {
+    Object.assign(this, { row, latest: latest.length ? latest : [row.last_cold_start].filter(Boolean) });
     const any = row.cold_starts > 0;
     setText(this.title, any ? `Cold starts: ${count(row.cold_starts)}` : "Cold starts");
     this.none.hidden = any;
     this.shown.hidden = !any;
-    const both = [latest, mean];
+    const keys = this.latest.map((one) => one.request_id);
+    if (keys.join() !== this.keys) {
+      const options = this.latest.map((one, index) => element("option", { value: index }, `${index ? "" : "latest, "}${clock(one.at)}, ${duration(one.total_ms)}`));
+      this.choice.replaceChildren(...options);
+      this.keys = keys.join();
+    }
+    this.chosen.hidden = keys.length < 2;
+    this.draw();
+  }
+
+  draw() {
+    const { row } = this;
+    const one = this.latest[Number(this.choice.value) || 0];
+    if (!one) return;
+    const shown = Object.fromEntries(one.phases.map(({ name, duration_ms }) => [name, duration_ms]));
+    const mean = Object.fromEntries(Object.entries(row.cold_phases_s).map(([phase, seconds]) => [phase, (seconds * 1000) / row.cold_starts]));
+    this.fall.update(one.phases, one.total_ms);
+    setText(this.whole, duration(one.total_ms));
+    const both = [shown, mean];
     const most = Math.max(...both.map(total));
     both.forEach((phases, column) => {
-      this.bars[column].update(phases, most, column ? "Mean of all cold starts" : "Latest cold start");
-      setText(this.totals[column], duration(total(phases)));
-      setText(this.heads[column], `${column ? "Mean" : "Latest"}: ${duration(total(phases))}`);
+      this.bars[column].update(phases, most, column ? "Mean of all cold starts" : "This cold start");
+      const cold_ms = column ? total(mean) : one.cold_start_ms;
+      setText(this.totals[column], duration(cold_ms));
+      setText(this.heads[column], `${column ? "Mean" : clock(one.at)}: ${duration(cold_ms)}`);
       PHASES.forEach((phase, index) => setText(this.cells[index][column], phases[phase] ? duration(phases[phase]) : NONE));
     });
   }

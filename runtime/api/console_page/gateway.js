@@ -60,6 +60,20 @@ async function send(path, options = {}) {
   return response;
 }
 
+// Call a function. The answer is returned whatever its status, with its text and the time that it took.
+export async function call(path, body, signal) {
+  const headers = { "Content-Type": "application/json", ...(key() ? { Authorization: `Bearer ${key()}` } : {}) };
+  const begun = performance.now();
+  try {
+    const response = await fetch(path, { method: "POST", body: JSON.stringify(body), headers, signal, credentials: "omit", redirect: "error" });
+    const text = await response.text();
+    return { response, text, elapsed_ms: performance.now() - begun };
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new GatewayError(0, "gone", "The gateway does not answer.");
+  }
+}
+
 export async function get(path, signal) {
   const late = AbortSignal.timeout(GET_TIMEOUT_MS);
   return (await send(path, { signal: signal ? AbortSignal.any([signal, late]) : late })).json();

@@ -35,7 +35,7 @@ export function jobsPanel(name, may) {
     Attempts: job.attempts, Error: job.error ?? "",
   }), {
     nodes: (job) => ({
-      Job: element("code", {}, job.id),
+      Job: element("a", { href: `#/functions/${encodeURIComponent(name)}/jobs/${encodeURIComponent(job.id)}` }, element("code", {}, job.id)),
       Actions: element("span", {},
         element("button", { type: "button", "aria-label": `Cancel ${job.id}`, click: () => cancel(job.id) }, "Cancel…"),
         element("button", { type: "button", "aria-label": `Retry ${job.id}`, click: () => retry(job.id) }, "Retry")),

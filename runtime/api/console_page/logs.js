@@ -14,8 +14,9 @@ const ESCAPES = /\x1b\[[0-9;?]*[A-Za-z]/g;
 const LEVELS = { debug: "all", info: "info", warning: "warning", error: "error" };
 
 export class LogView {
-  constructor(path, heading, none) {
-    Object.assign(this, { title: heading.textContent, path, last: 0, waiting: [], paused: false });
+  // `request`: show the lines of this invocation or job alone. `place`: where the lines of an invocation are shown.
+  constructor(path, heading, none, { request = "", place = "" } = {}) {
+    Object.assign(this, { title: heading.textContent, path, request, place, last: 0, waiting: [], paused: false });
     this.lines = element("ol", { hidden: true, class: "lines", tabindex: "0", "aria-label": "Log lines, the newest last" });
     this.level = element("select", { id: "level", change: () => this.restart() }, Object.entries(LEVELS).map(([value, text]) => element("option", { value }, text)));
     this.words = element("input", { id: "words", type: "search", autocomplete: "off", spellcheck: "false", input: () => this.filter() });
@@ -34,7 +35,8 @@ export class LogView {
   begin() {
     const query = () => {
       const since = this.last ? `&since=${this.last + 1e-6}` : "";
-      return `${this.path}?follow=1&lines=${FIRST_LINES}&level=${this.level.value}${since}`;
+      const request = this.request ? `&request=${encodeURIComponent(this.request)}` : "";
+      return `${this.path}?follow=1&lines=${FIRST_LINES}&level=${this.level.value}${since}${request}`;
     };
     this.following = keepFollowing(query, (line) => this.take(line), (state) => this.told(state));
     this.told("live");
@@ -92,11 +94,18 @@ export class LogView {
     const node = element(
       "li", { class: line.level },
       element("time", { datetime: new Date(line.at * 1000).toISOString() }, clock(line.at)), " ",
-      element("span", { class: "level" }, line.level), " ", element("span", { class: "source", title: line.request_id || null }, line.source), " ",
+      element("span", { class: "level" }, line.level), " ", element("span", { class: "source" }, line.source), " ",
+      this.requestOf(line), " ",
       element("span", { class: "text" }, text),
     );
     node.hidden = !this.fits(node);
     return node;
+  }
+
+  // The id of the invocation that logged the line, as a link to all of its lines.
+  requestOf({ request_id: id }) {
+    if (!id || id === this.request) return element("span", { class: "request" });
+    return this.place ? element("a", { class: "request", title: id, href: `${this.place}/${encodeURIComponent(id)}` }, id) : element("span", { class: "request", title: id }, id);
   }
 
   fits(node) {

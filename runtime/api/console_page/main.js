@@ -26,8 +26,8 @@ const PLACES = [
 ];
 
 function viewOf(hash) {
-  const [place, name, part] = hash.replace(/^#\/?/, "").split("/").map(decode);
-  if (place === "functions" && name) return () => new FunctionView(fleet, name, part || "activity");
+  const [place, name, part, item] = hash.replace(/^#\/?/, "").split("/").map(decode);
+  if (place === "functions" && name) return () => new FunctionView(fleet, name, part || "activity", item);
   if (place === "usage") return () => new UsageView();
   if (place === "log") return () => new LogView("/v1/logs/gateway", element("h1", {}, "Gateway log"), "No lines yet. What the gateway says of itself appears here.");
   return () => new Overview(fleet);

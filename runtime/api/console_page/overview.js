@@ -37,14 +37,14 @@ export function workersText(workers) {
 
 const COLUMNS = [
   { name: "Function", by: (one) => one.row.name, text: true },
-  { name: "Rung", by: (one) => RUNGS[one.row.rung] ?? 0, wide: false },
-  { name: "Workers", by: (one) => one.row.workers.ready, number: true },
+  { name: "Rung", by: (one) => RUNGS[one.row.rung] ?? 0 },
+  { name: "Workers", by: (one) => one.row.workers.ready, number: true, mid: true },
   { name: "Queued", by: (one) => one.row.queued, number: true, wide: true },
   { name: "Running", by: (one) => one.row.in_flight, number: true, wide: true },
   { name: "Requests/s", by: (one) => one.recent?.rate ?? 0, number: true },
-  { name: "Errors/s", by: (one) => one.recent?.errors ?? 0, number: true, wide: true },
+  { name: "Errors/s", by: (one) => one.recent?.errors ?? 0, number: true },
   { name: "p50", by: (one) => one.recent?.p50 ?? 0, number: true, wide: true },
-  { name: "p95", by: (one) => one.recent?.p95 ?? 0, number: true, wide: true },
+  { name: "p95", by: (one) => one.recent?.p95 ?? 0, number: true },
   { name: "Cold starts", by: (one) => one.row.cold_starts, number: true, wide: true },
   { name: "Latest cold start", by: (one) => total(one.row.last_cold_phases_ms), wide: true },
 ];

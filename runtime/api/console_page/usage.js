@@ -3,7 +3,7 @@
 import { swatch } from "./charts.js";
 import { explained } from "./dialog.js";
 import { classes, element, reconcile, setAttribute, setText, svg } from "./dom.js";
-import { clockOf, count, NONE, span } from "./format.js";
+import { clockOf, count, money, NONE, span } from "./format.js";
 import { get } from "./gateway.js";
 
 const DAY_S = 86_400;
@@ -21,15 +21,11 @@ const COLUMNS = [
   { name: "Invocations", of: (used) => count(used.invocations), wide: true },
   { name: "Cold starts", of: (used) => count(used.cold_starts), wide: true },
   { name: "They waited", of: (used) => span(used.waiting_s), wide: true },
-  { name: "Cost", of: (used) => money(used.cost) },
-  { name: "Always on", of: (used) => money(used.always_on_cost), wide: true },
+  { name: "Cost", of: (used, currency) => money(used.cost, currency) },
+  { name: "Always on", of: (used, currency) => money(used.always_on_cost, currency), wide: true },
   { name: "Saved", of: (used) => (used.always_on_cost > 0 ? `${Math.round((1 - used.cost / used.always_on_cost) * 100)} %` : NONE) },
 ];
 
-export function money(value) {
-  if (!value) return "0";
-  return value < 0.0095 ? value.toExponential(1) : value.toFixed(value < 100 ? 2 : 0);
-}
 
 class UsageRow {
   constructor(kind) {
@@ -40,9 +36,9 @@ class UsageRow {
     this.node = element("tr", { class: kind === "total" ? "sum" : null }, this.head, this.cells);
   }
 
-  update({ name, usage }) {
+  update({ name, usage, currency }) {
     setText(this.head, name);
-    COLUMNS.forEach((column, index) => column.of && setText(this.cells[index], column.of(usage)));
+    COLUMNS.forEach((column, index) => column.of && setText(this.cells[index], column.of(usage, currency)));
     const all = TIMES.reduce((found, [field]) => found + usage[field], 0);
     let left = 0;
     TIMES.forEach(([field], index) => {
@@ -106,19 +102,19 @@ export class UsageView {
     if (!signal.aborted && document.visibilityState === "visible") this.timer = setTimeout(() => this.load(), EVERY_S * 1000);
   }
 
-  show({ by, rows, total, prices }) {
+  show({ by, rows, total, prices, currency = "" }) {
     const dated = by === "day" || by === "hour";
-    const named = rows.map(({ key, usage }) => ({ key, usage, name: by === "day" ? key.slice(0, 10) : dated ? clockOf(key) : key || "no key" }));
+    const named = rows.map(({ key, usage }) => ({ key, usage, currency, name: by === "day" ? key.slice(0, 10) : dated ? clockOf(key) : key || "no key" }));
     if (dated) named.reverse();
     setText(this.state, "Nothing was used in this time.");
     this.state.hidden = Boolean(rows.length);
     this.shown.hidden = !rows.length;
     setText(this.first, (this.only ? { day: "Day", hour: "Hour" } : { function: "Function", day: "Day", hour: "Hour", owner: "Deployer" })[by]);
-    const all = named.length > 1 ? [...named, { key: "", name: "Total", usage: total, kind: "total" }] : named;
+    const all = named.length > 1 ? [...named, { key: "", name: "Total", usage: total, currency, kind: "total" }] : named;
     reconcile(this.body, all, (one) => `${one.kind} ${one.key}`, (one) => new UsageRow(one.kind), (child, one) => child.update(one));
     const set = Object.values(prices).some((price) => price > 0);
     setText(this.prices, set
-      ? `Prices an hour: ${prices.memory_gb_hour} for a GB of memory, ${prices.disk_gb_hour} for a GB of disk, ${prices.device_hour} for a device. "Always on" is what one worker that never stops had cost.`
+      ? `Prices an hour${currency && ` in ${currency}`}: ${prices.memory_gb_hour} for a GB of memory, ${prices.disk_gb_hour} for a GB of disk, ${prices.device_hour} for a device. "Always on" is what one worker that never stops had cost.`
       : "No prices are set: price_memory_gb_hour, price_disk_gb_hour and price_device_hour of the gateway.");
   }
 
