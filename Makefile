@@ -5,7 +5,7 @@ INSTALL := $(BIN)/python infra/install.py
 SOURCES := $(shell find runtime snapshot handlers templates -type f -not -name '*.pyc') $(wildcard *.py) pyproject.toml
 EXTRAS := test
 
-.PHONY: help demo test test-slow coverage lint bench bench-snapshot bench-gpu bench-cgroup bench-jobs bench-batch bench-clairvoyant bench-path bench-policy bench-policy-live bench-warm bench-containers check-api check-infra soak soak-gateway soak-jobs soak-containers soak-rolling bench-burst bench-starts bench-prewarm picture clean
+.PHONY: help demo test test-slow coverage lint bench bench-snapshot bench-gpu bench-cgroup bench-jobs bench-batch bench-clairvoyant bench-path bench-policy bench-policy-live bench-warm bench-containers check-api check-infra soak soak-gateway soak-jobs soak-containers soak-rolling bench-examples bench-burst bench-starts bench-prewarm picture clean
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
 
@@ -76,6 +76,9 @@ bench-jobs: .venv/installed-bench ## Durable jobs: submits, status among a milli
 
 bench-policy: .venv/wheel ## The keep-alive policy, beside fixed timeouts, the hybrid histogram and the optimum
 	$(BIN)/python infra/bench/policy_bench.py $(BENCH_ARGS)
+
+bench-examples: .venv/wheel ## The examples: cold start and memory of each
+	$(BIN)/python infra/bench/examples.py $(BENCH_ARGS)
 
 bench-burst: .venv/wheel ## A burst of 200 requests on functions at zero: waiting, and workers that start
 	$(BIN)/python infra/bench/burst.py $(BENCH_ARGS)

@@ -282,6 +282,7 @@ TOGETHER = {
     "container_limits",
     "cog_cases",
     "corruptions",
+    "examples",
     "faults",
     "unstored",
     "tenants",

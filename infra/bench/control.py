@@ -77,6 +77,16 @@ class Control:
             answer.headers.get("X-Worker-Id", ""),
         )
 
+    def post_ms(self, name: str, body: bytes, media: str) -> float:
+        """Call a function with this body. Return the milliseconds until its whole answer is read."""
+        started = time.perf_counter()
+        self._connection.request("POST", f"/invoke/{name}", body, {"Content-Type": media})
+        answer = self._connection.getresponse()
+        text = answer.read()
+        if answer.status != 200:
+            raise RuntimeError(f"{name}: {answer.status} {text.decode(errors='replace')}")
+        return (time.perf_counter() - started) * 1e3
+
     def wait_for(self, name: str, *, workers: int, standby: bool | None = None) -> dict[str, Any]:
         """Until the function has so many workers, all ready, and the standby is as asked."""
         deadline = time.monotonic() + WAIT_S
