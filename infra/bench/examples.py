@@ -15,8 +15,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import minilm
 from control import Control
+from pilotflame.runtime.commands import minilm
 from servers import start_pilotflame
 
 TEMPLATES = Path(__file__).resolve().parents[2] / "templates"
