@@ -31,7 +31,7 @@ def write_tokenizer(folder: Path) -> None:
 def write_bert(folder: Path, kind: str, **config: Any) -> Path:
     """Write a BERT with a head: `kind` is the name of its class."""
     torch.manual_seed(7)
-    getattr(transformers, kind)(transformers.BertConfig(**SIZES, **config)).save_pretrained(folder)
+    getattr(transformers, kind)(transformers.BertConfig(**(SIZES | config))).save_pretrained(folder)
     write_tokenizer(folder)
     return folder
 

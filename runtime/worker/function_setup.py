@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -28,8 +28,9 @@ from .output import MarkedHandler
 
 # Weights that are smaller than this are not worth a hint.
 HINT_BYTES = 8 << 20
-HUGGING_FACE = ("transformers", "sentence_transformers")
-FROM_CONFIG = "AutoModel.from_config(AutoConfig.from_pretrained(context.snapshot.path))"
+CONFIG = "AutoConfig.from_pretrained(context.snapshot.path)"
+# What a pipeline of transformers has beside its model. Each is loaded from the model's folder.
+PIPELINE_PARTS = ("tokenizer", "image_processor", "feature_extractor", "processor")
 WEIGHTS_HINT = """\
 {where} holds {mb:.0f} MiB of weights, which were loaded at import. That works, but the memory is held as long as
 the function is deployed. With `snapshot = "FOLDER"` (of safetensors files) in pilotflame.toml and these lines, workers
@@ -37,8 +38,8 @@ map the weights instead and share them, and `handler` finds the model in context
     def build(context):
         with context.snapshot.skeleton():
             model = {made}.eval()
-        context.snapshot.restore(model)
-        return model
+{piped}        context.snapshot.restore(model)
+        return {state}
 The template text-embedding (`pilotflame init --template text-embedding`) is a complete example.
 """
 
@@ -124,14 +125,41 @@ def weights_hint(code: Path) -> str:
             for model in (one for one in found if issubclass(type(one), torch.nn.Module)):
                 held_bytes = sum(tensor.numel() * tensor.element_size() for tensor in model.parameters())
                 if held_bytes >= HINT_BYTES:
-                    return _hint(f"`{name}` in {Path(str(module.__file__)).name}", held_bytes, type(model))
+                    where, mb = f"`{name}` in {Path(str(module.__file__)).name}", held_bytes / (1 << 20)
+                    made, piped = _made(module, type(model)), _piped(value)
+                    state = "pipe" if piped else "model"
+                    return WEIGHTS_HINT.format(where=where, mb=mb, made=made, piped=piped, state=state)
     return ""
 
 
-def _hint(where: str, held_bytes: int, kind: type) -> str:
+def _made(module: ModuleType, kind: type) -> str:
+    """Return the expression that makes a model of class `kind`, by the class that `module` has used for it."""
     library = kind.__module__.partition(".")[0]
-    made = FROM_CONFIG if library in HUGGING_FACE else f"{kind.__name__}(...)"
-    return WEIGHTS_HINT.format(where=where, mb=held_bytes / (1 << 20), made=made)
+    if library == "sentence_transformers":
+        return f"AutoModel.from_config({CONFIG})"
+    if library != "transformers":
+        return f"{kind.__name__}(...)"
+    for name, value in vars(module).items():
+        # The names of classes: to look up the classes themselves would import all models.
+        known = getattr(getattr(value, "_model_mapping", None), "_model_mapping", {})
+        if isinstance(value, type) and kind.__name__ in _flat(known.values()):
+            return f"{name}.from_config({CONFIG})"
+    return f"{kind.__name__}({CONFIG})"
+
+
+def _flat(names: Iterable[str | tuple[str, ...]]) -> set[str]:
+    return {name for entry in names for name in ((entry,) if isinstance(entry, str) else entry) if name}
+
+
+def _piped(value: object) -> str:
+    """Return the line that makes a pipeline of transformers as `value`; "" if that is none."""
+    held = getattr(value, "__dict__", {})
+    if not type(value).__module__.startswith("transformers.pipelines") or "task" not in held:
+        return ""
+    parts = "".join(
+        f", {part}=str(context.snapshot.path)" for part in PIPELINE_PARTS if held.get(part) is not None
+    )
+    return f'            pipe = pipeline("{held["task"]}", model=model{parts})\n'
 
 
 def _is_below(module: ModuleType, folder: Path) -> bool:

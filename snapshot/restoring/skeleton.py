@@ -41,6 +41,20 @@ _FILLING: frozenset[Callable[..., Any]] = frozenset(
 )
 
 
+# A meta tensor has no bytes that could be moved, as pipelines of transformers do with the model that they are given.
+_MOVING: frozenset[Callable[..., Any]] = frozenset({torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda})
+
+
+def _converted(
+    func: Callable[..., Any], tensor: torch.Tensor, args: Sequence[Any], options: Mapping[str, Any]
+) -> torch.Tensor:
+    """Return a meta tensor with the dtype of a call of `to`, but without its device."""
+    if func is not torch.Tensor.to:
+        return tensor
+    dtype = next((one for one in (*args, *options.values()) if isinstance(one, torch.dtype)), None)
+    return tensor if dtype is None else tensor.to(dtype)
+
+
 class _SkeletonMode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -53,6 +67,8 @@ class _SkeletonMode(TorchFunctionMode):
                 options.pop("pin_memory", None)
             return func(*args, **options)
         target = args[0] if args else options.get("tensor")
+        if func in _MOVING and isinstance(target, torch.Tensor) and target.is_meta:
+            return _converted(func, target, args[1:], options)
         if func in _FILLING and isinstance(target, torch.Tensor) and target.is_meta:
             return None if func is torch.Tensor.__setitem__ else target
         return func(*args, **options)

@@ -155,3 +155,12 @@ def test_plain_torch_modules_are_restored(tmp_path: Path) -> None:
     restore(make_plan(model, manifest), Mapping(tmp_path, manifest))
     x = torch.rand(2, 3, 3)
     assert torch.equal(model(x), reference(x))
+
+
+def test_meta_tensors_are_moved_nowhere_and_converted() -> None:
+    with skeleton():
+        made = nn.Linear(2, 2)
+        assert made.to("cpu").to(torch.device("cpu"), torch.bfloat16, non_blocking=True) is made
+        assert made.weight.cpu().is_meta
+    assert made.weight.is_meta
+    assert made.weight.dtype is torch.bfloat16
