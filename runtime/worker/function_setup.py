@@ -152,7 +152,7 @@ def _flat(names: Iterable[str | tuple[str, ...]]) -> set[str]:
 
 
 def _piped(value: object) -> str:
-    """Return the line that makes a pipeline of transformers as `value`; "" if that is none."""
+    """Return the line that makes a pipeline of transformers as `value`, and "" for other objects."""
     held = getattr(value, "__dict__", {})
     if not type(value).__module__.startswith("transformers.pipelines") or "task" not in held:
         return ""
