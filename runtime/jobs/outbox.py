@@ -1,8 +1,8 @@
 """Stores webhook deliveries as rows, which are added in the transaction that causes their event (an outbox).
 
 A delivery has a subject: a job, or an alert of a function. The events of a subject are sent in order: if a delivery
-fails, the subject's later deliveries wait until it is sent again, up to HELD_TRIES times. Of a job's pending
-deliveries of "output", and of "logs", only the latest is kept, so that a slow receiver gets fewer of them and no outdated ones.
+fails, the subject's later deliveries wait until it is sent again, up to HELD_TRIES times. A job's next
+delivery of "output" or "logs" replaces the pending one, so that a slow receiver gets fewer deliveries and no outdated ones.
 """
 
 from __future__ import annotations

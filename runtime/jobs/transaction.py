@@ -139,7 +139,7 @@ class Transaction:
         self.notify(row, "output")
 
     def notify(self, row: sqlite3.Row, event: str, logs: str = "") -> None:
-        """Add a webhook delivery if the job's webhook subscribes to the event. `logs` are those of a running job."""
+        """Add a webhook delivery if the job's webhook subscribes to the event. `logs` is what a running job has logged."""
         if (webhook := webhook_of(row)) is not None and event in webhook.events:
             select = SELECT_WHOLE if webhook.form else SELECT_WITH_RESULT
             job = read_job(self.connection, row["number"], select)

@@ -4,7 +4,7 @@ Workers have no credentials of object storage: they read the files that the fetc
 of JSON on standard input. Events are lines of JSON on standard output:
 
     {"op": "hold", "id": 1, "manifest": path, "url": "s3://..."}     fetch if needed; keep until released
-                                                "timeout_s": n is how long it may take;
+                                                "timeout_s": n seconds are the limit of the fetch;
                                                 with "copied": true, it is done when it is also on the disk;
                                                 "secrets": {...} are those of the function that sources use;
                                                 "assets": path is a folder with copies of the assets

@@ -383,7 +383,7 @@ class Pool:
         gone_by_s = time.monotonic() + timeout_s + KILLED_S
         for child in children:
             await child.wait_killed(gone_by_s - time.monotonic())
-            # One that has not ended tells nothing any more.
+            # A process that has not ended by now sends nothing any more.
             child.link.close()
         self._release_weights()
         if self._weights is not None:

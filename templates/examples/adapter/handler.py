@@ -12,7 +12,7 @@ Numbers = Annotated[list[float], Field(min_length=WIDTH, max_length=WIDTH)]
 
 
 class LoraLinear(nn.Linear):
-    """A linear layer of the base model, and two small ones of the adapter. Their names are those that PEFT saves."""
+    """A linear layer of the base model, and two small ones of the adapter, with the names that PEFT saves."""
 
     def __init__(self, width: int, rank: int) -> None:
         super().__init__(width, width)

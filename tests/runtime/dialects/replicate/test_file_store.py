@@ -51,7 +51,7 @@ def test_a_file_is_its_owners(store: FileStore, root: Path) -> None:
 
 
 def test_a_stored_file_is_on_the_disk(store: FileStore, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its content, what is stored beside it, and their names, before it has its place; then its place."""
+    """The content, the facts beside it and their folder are synced before the file gets its place, and the place after that."""
     synced: list[str] = []
     fsync = os.fsync
 
