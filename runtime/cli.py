@@ -45,7 +45,7 @@ COMMANDS = {
     "invoke": ("functions", "Call a function and print its answer."),
     "jobs": ("jobs", "List a function's jobs; show, cancel, retry or follow them."),
     "keys": ("keys", "Make, list and revoke API keys."),
-    "list": ("functions", "List the functions, with the number of their workers and requests."),
+    "list": ("functions", "List the functions, with their workers, requests and memory."),
     "logs": ("logs", "Print the log of a function, or of the gateway."),
     "prefetch": ("functions", "Bring images and weights to the gateway's machine, ahead of cold starts."),
     "reset": ("revisions", "Start workers of a function again at once, although the last starts failed."),

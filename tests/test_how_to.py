@@ -1,6 +1,6 @@
 """The pages in docs/how-to: their blocks run, as those of the README do, beside a gateway and moto's S3 and SQS.
 
-What an author has to know, beyond tests/test_readme.py:
+What an author has to know, beyond tests/doc_blocks.py:
 
 - A page finds a running gateway, which other pages use too, and an empty folder.
 - The word after a block's language is a file below that folder: the block is written there and not run.
@@ -17,8 +17,8 @@ from pathlib import Path
 
 import boto3
 import pytest
+from doc_blocks import ROOT, Background, Block, Terminal, blocks
 from moto_server import moto_server
-from test_readme import ROOT, Background, Block, Terminal, blocks
 
 PAGES = sorted((ROOT / "docs" / "how-to").glob("*.md"))
 MOTO = "http://127.0.0.1:5000"

@@ -1,7 +1,7 @@
 """Serves the route that deploys: a folder on the gateway's machine, or an uploaded archive.
 
 A client that accepts server-sent events gets the progress: `function` once the function is known, `step` when a
-step begins and when it ends, then `completed` with the function's status, or `error`. Other clients get one answer.
+step begins and when it ends, `note` when it takes long, then `completed` with the function's status, or `error`. Other clients get one answer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..access.keys import Scope
 from ..functions.code import identity
 from ..functions.deploy import Deployment
 from ..functions.live import Deployed, Live
-from ..functions.progress import DeployStep, DeployTarget, Progress
+from ..functions.progress import DeployNote, DeployStep, DeployTarget, Progress
 from ..functions.registry import Functions
 from ..functions.reuse import FileDigests, ReusedRevision
 from .audit import note
@@ -49,7 +49,7 @@ INSTALL = Flag("install", "Of an upload: install its requirements.")
 CHECK = Flag("check", "Of an upload: start a worker before the function goes live.", default=True)
 
 # The names of the events.
-_NAMES: dict[type[BaseModel], str] = {DeployTarget: "function", DeployStep: "step"}
+_NAMES: dict[type[BaseModel], str] = {DeployTarget: "function", DeployStep: "step", DeployNote: "note"}
 
 
 class DeployRequest(BaseModel, frozen=True, extra="forbid"):

@@ -171,6 +171,9 @@ def deploying(folder: str, *, quiet: bool) -> Iterator[Callable[[str, dict[str, 
     with console.status(f"deploying {folder}") if live else nullcontext() as status:
 
         def show(name: str, told: dict[str, Any]) -> None:
+            if name == "note":
+                # It says why the deploy takes long, so it does not wait for the end.
+                return None if quiet else console.print(f"  {told['text']}", markup=False)
             if (line := _deploy_line(name, told)) is None:
                 return status.update(f"{told['name']} …") if status is not None else None
             return console.print(line) if live else lines.append(line)

@@ -278,6 +278,8 @@ def _install(folder: Path, uv: UvCommand) -> None:
     # As in pip: if any line has a hash, then every package needs one.
     if any(line.hashes for line in parse_requirements(file.read_text(encoding="utf-8"))):
         arguments.append("--require-hashes")
+        # Every version is pinned then, and uv refuses constraints that pin none.
+        pip_options = {name: value for name, value in pip_options.items() if name != "constraint"}
     if pip_options.get("no-index", "0").lower() in ("1", "on", "true", "yes"):
         arguments.append("--no-index")
     with _placeholders(_site_packages(folder)):

@@ -25,7 +25,7 @@ from ..serving.revision import Revision
 from ..settings.function_settings import FunctionSettings
 from ..telemetry.cold_starts import ColdStart
 from ..telemetry.invocation_end import Source
-from ..telemetry.log_files import LogQuery, function_file
+from ..telemetry.log_files import LogLine, LogQuery, function_file
 from ..telemetry.logs import LogBook, Logs
 from ..telemetry.usage import RungName
 from .progress import DeployStep, Progress, Replaced
@@ -263,7 +263,8 @@ class Live:
         """
         began_s = time.monotonic()
         progress.begin("import")
-        source = await self.revision.pool.zygote.open()
+        with self.logs.listen(lambda line: _tell_warning(progress, line)):
+            source = await self.revision.pool.zygote.open()
         build_s = float(source.facts.get("build_s", 0.0)) - float(source.facts.get("import_s", 0.0))
         progress.add("import", time.monotonic() - began_s - build_s)
         progress.add("build", build_s)
@@ -382,6 +383,12 @@ def policy_of(record: RevisionRecord) -> Policy:
         aggregates=bool(record.handler.get("aggregate", True)),
         owner=record.deployed_by,
     )  # fmt: skip
+
+
+def _tell_warning(progress: Progress, line: LogLine) -> None:
+    """Pass on what the gateway warns of while it waits for an import or a build."""
+    if (line.source, line.level) == ("gateway", "warning"):
+        progress.note(line.text)
 
 
 def ladder_spec_of(record: RevisionRecord, prices: HoldingPrices) -> LadderSpec:

@@ -47,13 +47,19 @@ class DeployStep(BaseModel, frozen=True):
     seconds: float | None = None
 
 
+class DeployNote(BaseModel, frozen=True):
+    """A line about the step that runs, such as where a slow import is."""
+
+    text: str
+
+
 class Progress:
     """The target and the steps of one deploy. Methods may be called from any thread, one at a time.
 
     `tell` is called with each change, in the thread that made it.
     """
 
-    def __init__(self, tell: Callable[[DeployTarget | DeployStep], None] = lambda _change: None) -> None:
+    def __init__(self, tell: Callable[[DeployTarget | DeployStep | DeployNote], None] = lambda _change: None) -> None:
         self.target: DeployTarget | None = None
         self.steps: list[DeployStep] = []
         """The steps that have ended."""
@@ -73,6 +79,10 @@ class Progress:
         self.begin(name)
         yield
         self.add(name, time.monotonic() - began_s)
+
+    def note(self, text: str) -> None:
+        """Tell a line about the step that runs."""
+        self._tell(DeployNote(text=text))
 
     def begin(self, name: str) -> None:
         """Tell that a step has begun. `add` ends it."""

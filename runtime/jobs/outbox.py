@@ -277,7 +277,8 @@ def _read(connection: sqlite3.Connection, where: str, key: str | int) -> Deliver
     row = connection.execute(select, (key,)).fetchone()
     if row is None:
         return None
-    return dataclasses.replace(_delivery(row), trace=_trace(connection, row["job_id"]))
+    found = _delivery(row)
+    return dataclasses.replace(found, trace=_trace(connection, found.job_id))
 
 
 def _trace(connection: sqlite3.Connection, job_id: str) -> dict[str, str]:

@@ -38,6 +38,7 @@ class LogBook:
         self._keep = keep
         self._lines: deque[LogLine] = deque(maxlen=kept)
         self._followers: set[asyncio.Queue[LogLine]] = set()
+        self._listeners: list[Callable[[LogLine], None]] = []
         self._last_s = 0.0
 
     def of(self, revision: str) -> RevisionLog:
@@ -58,6 +59,17 @@ class LogBook:
         for follower in self._followers:
             with contextlib.suppress(asyncio.QueueFull):
                 follower.put_nowait(line)
+        for listener in self._listeners:
+            listener(line)
+
+    @contextlib.contextmanager
+    def listen(self, heard: Callable[[LogLine], None]) -> Iterator[None]:
+        """Call `heard` with each new line until the block ends."""
+        self._listeners.append(heard)
+        try:
+            yield
+        finally:
+            self._listeners.remove(heard)
 
     def tail(self, count: int, source: str = "") -> list[LogLine]:
         """Return the last `count` lines in memory, of one source or of all."""

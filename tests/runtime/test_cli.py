@@ -740,6 +740,6 @@ def test_deploy_names_the_platform_of_a_recognised_handler(pilotflame, tmp_path)
 def test_status_says_what_rest_costs(pilotflame, deployed):
     name, until_s, said = deployed("def handler(event):\n    return event"), time.monotonic() + 30, ""
     # It is measured some seconds after the deploy.
-    while "MB" not in said and time.monotonic() < until_s:
+    while "MiB" not in said and time.monotonic() < until_s:
         said = pilotflame("status", name).stdout
-    assert re.search(r"at rest +zygote \+ standby, [1-9]\d* MB", said)
+    assert re.search(r"at rest +zygote \+ standby, [1-9]\d* MiB", said)

@@ -308,7 +308,7 @@ async def test_usage_is_shown_of_all_functions_and_of_one(deploy, visit: Visit):
     await expect(row.locator(f":nth-child({answered})")).to_have_text("3")
     await expect(rows.filter(has_text=other.name)).to_have_count(1)
     await expect(row.get_by_role("img")).to_have_attribute("aria-label", re.compile(r"busy|idle|zygote"))
-    await expect(page.get_by_text("Prices an hour:")).to_be_visible()
+    await expect(page.get_by_text("Prices an hour in USD:")).to_be_visible()
     await page.get_by_label("By").select_option("day")
     await expect(rows.first).to_contain_text("Day")
     await page.goto(page.url.replace("#/usage", f"#/functions/{function.name}/usage"))

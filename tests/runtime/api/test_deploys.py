@@ -11,6 +11,7 @@ import pytest
 from live import GATE_MODULE, Gate, Gateway, failure, gateway_here, until
 from pilotflame.runtime.commands.client import parse_events
 from pilotflame.runtime.functions.code import file_digests, identity, pack
+from pilotflame.runtime.launching import slow_build
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -56,6 +57,18 @@ async def test_a_deploy_tells_its_function_and_its_steps(gateway: Gateway, tmp_p
     (target,) = [data for name, data in again if name == "function"]
     assert target["replaces"]["revision"] == deployed["revision"]
     assert (await gateway.client.delete("/v1/functions/told")).status_code == 200
+
+
+async def test_a_deploy_tells_where_a_slow_build_is(
+    gateway: Gateway, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(slow_build, "FIRST_REPORT_S", 0.1)
+    source = "import time\ndef build(context):\n    time.sleep(1)\n" + ECHO
+    events = await streamed(gateway.client, folder_of(tmp_path, source))
+    (text,) = [data["text"] for name, data in events if name == "note"]
+    assert "handler.py, line 3" in text
+    assert "build_timeout_s" in text
+    assert (await gateway.client.delete(f"/v1/functions/{events[-1][1]['name']}")).status_code == 200
 
 
 async def test_a_deploy_that_fails_ends_its_stream_with_the_error(gateway: Gateway, tmp_path: Path):
