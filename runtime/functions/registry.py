@@ -386,9 +386,11 @@ class Functions:
         Accepted invocations have `drain_s` to finish, and fail after that. Raise what `get` raises, or
         UnknownFunction if the function was deployed again or deleted while this waited for its lock.
         """
-        live = self.get(name)
+        revision = self.get(name).record.revision
         async with self._lock(name):
-            if self._live.get(name) is not live:
+            # Its processes may have been replaced while this waited, by `renew` or `restart`.
+            live = self._live.get(name)
+            if live is None or live.record.revision != revision:
                 raise UnknownFunction(f"{name!r} was changed meanwhile.", remedy="Check it, and try again.")
             await self._uninterrupted(self._take_away(name, live))
 
