@@ -97,7 +97,7 @@ def _variable_remedy(error: BaseException) -> str:
     name = error.args[0]
     return (
         f"The function's environment has no {name}. Run `pilotflame secrets set FUNCTION {name}`, or add it to [env]"
-        " in pilotflame.toml if it is not secret."
+        f" in pilotflame.toml if it is not secret. `pilotflame test` has no secrets: give it --set env.{name}=VALUE."
     )
 
 

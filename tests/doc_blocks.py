@@ -35,7 +35,7 @@ README = ROOT / "README.md"
 LIMIT_S = 60
 ADDRESS = re.compile(r"(127\.0\.0\.1|localhost):8600")
 # The commands that a shell runs: ours, also after variables or behind a pipe.
-RUN = re.compile(r"(export \w+=|echo [^;&]*\|\s*pilotflame\b|(\w+=\S+ )*pilotflame\b)")
+RUN = re.compile(r"(\(cd \w+ && python3 |export \w+=|echo [^;&]*\|\s*pilotflame\b|(\w+=\S+ )*pilotflame\b)")
 SKIP = re.compile(r"<!--\s*not run\s*:?\s*(.*?)\s*-->", re.DOTALL)
 
 

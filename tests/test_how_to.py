@@ -5,7 +5,6 @@ What an author has to know, beyond tests/doc_blocks.py:
 - A page finds a running gateway, which other pages use too, and an empty folder.
 - The word after a block's language is a file below that folder: the block is written there and not run.
 - The bucket `models` and the queues `greetings` and `greetings-done` exist. Write moto's address as 127.0.0.1:5000.
-- Commands that readers need not see stand in an HTML comment.
 """
 
 import shutil
@@ -44,7 +43,9 @@ def serving(aws: str) -> Iterator[Terminal]:
     with ExitStack() as stack:
         stack.callback(shutil.rmtree, folder)
         terminal = Terminal(folder, stack)
-        (folder / "bin" / "python3").symlink_to(sys.executable)
+        python = folder / "bin" / "python3"
+        python.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+        python.chmod(0o755)
         # `keys` uses the state folder of this machine's gateway, unless an address is given.
         wrapper = folder / "bin" / "pilotflame"
         wrapper.write_text(

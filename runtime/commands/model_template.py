@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from ...errors import SnapshotError, SourceMissing
+from ...errors import CodeError, SnapshotError, SourceMissing
 from ...snapshot.format.layout import SUFFIX
 from ...snapshot.sources.locate import is_remote, open_source
 from ...snapshot.sources.location import shown
@@ -33,18 +33,27 @@ TEMPLATES = {
 _MODULES = ("Transformer", "Pooling", "Normalize")
 _MAX_CONFIG_BYTES = 4 << 20
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+# Templates that read text, and the files in which a tokenizer keeps its vocabulary.
+_OF_TEXT = ("text-generation", "text-classification", "reranking", "text-embedding")
+_TOKENIZERS = ("tokenizer.json", "vocab.txt", "vocab.json", "tokenizer.model", "spiece.model")
+_SENTENCEPIECE = (".spm", ".bpe.model", ".tiktoken", "tokenizer.model")
 _SNAPSHOT_LINE = re.compile(r"^(# )?snapshot = .*$", re.MULTILINE)
 
 
-def write_function(model: str, folder: Path | None) -> Path:
+def write_function(model: str, folder: Path | None, name: str = "") -> Path:
     """Write the template for the task of `model` into a new folder, and return the folder.
 
-    `model` is a folder or the URL of one. Without `folder`, a folder in the working directory is named for it. Raise
-    SnapshotError if no template fits, CodeError if the folder is not empty, and the errors of the model's source.
+    `model` is a folder or the URL of one. Without `folder`, a folder in the working directory gets `name`, or that of
+    the model; if the model itself is there, `-function` follows. Raise SnapshotError if no template fits, CodeError if the
+    folder is not empty, and the errors of the model's source.
     """
     where = model if is_remote(model) else str(Path(model).expanduser().resolve())
     template = find_template(where)
-    made = folder or Path(slug(_last_part(where)) or template)
+    made = folder or _new_folder(name or slug(_last_part(where)) or template, where)
+    if made.is_dir() and any(made.iterdir()):
+        raise CodeError(
+            f"{made} already exists and is not empty.", remedy="Name another folder with --output."
+        )
     copy_template(template, made)
     # It makes the template's own model.
     (made / "make_weights.py").unlink(missing_ok=True)
@@ -54,6 +63,12 @@ def write_function(model: str, folder: Path | None) -> Path:
     text = _SNAPSHOT_LINE.sub(lambda _: line, settings.read_text(encoding="utf-8"), count=1)
     settings.write_text(text, encoding="utf-8")
     return made
+
+
+def _new_folder(name: str, where: str) -> Path:
+    folder = Path(name)
+    is_model = not is_remote(where) and folder.resolve() == Path(where)
+    return Path(f"{name}-function") if is_model else folder
 
 
 def find_template(where: str) -> str:
@@ -71,8 +86,10 @@ def find_template(where: str) -> str:
     modules = _read_json(source, "modules.json")
     if isinstance(modules, list):
         _check_modules(source, modules, where)
-        return "text-embedding"
-    return _template_of(config, where)
+    template = "text-embedding" if isinstance(modules, list) else _template_of(config, where)
+    if template in _OF_TEXT:
+        _check_tokenizer(source, where)
+    return template
 
 
 def _template_of(config: Mapping[str, Any], where: str) -> str:
@@ -104,6 +121,14 @@ def _check_format(source: Source, where: str) -> None:
     raise SnapshotError(
         f"{shown(where)} has weights as pickles (.bin, .pt) and no safetensors.", remedy=remedy
     )
+
+
+def _check_tokenizer(source: Source, where: str) -> None:
+    """Raise SnapshotError if the source has no tokenizer: transformers would make an empty one, and answers be wrong."""
+    names = source.names() if isinstance(source, Listing) else list(_TOKENIZERS)
+    if not any(name in _TOKENIZERS or name.endswith(_SENTENCEPIECE) for name in names):
+        remedy = f"Save the tokenizer there too, as tokenizer.save_pretrained does: one of {', '.join(_TOKENIZERS)}."
+        raise SnapshotError(f"{shown(where)} has no files of a tokenizer.", remedy=remedy)
 
 
 def _check_modules(source: Source, modules: list[Any], where: str) -> None:

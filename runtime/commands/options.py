@@ -180,7 +180,8 @@ def model(command: Callable[..., Any]) -> Callable[..., Any]:
 
             if source.folder != Path():
                 raise click.UsageError("--model makes its own FOLDER; name that with --output.")
-            source = source._replace(folder=write_function(model, output))
+            source = source._replace(folder=write_function(model, output, source.name or ""))
+            display.say(f"made {source.folder} for {model}: its handler.py is yours to change")
         elif output is not None:
             raise click.UsageError("--output needs --model.")
         return command(source=source, **values)

@@ -14,6 +14,8 @@ from .client import Client
 
 TIMES = ("busy", "idle", "starting", "zygote only", "files only")
 CALLS = ("calls", "cold starts", "waited")
+# What differences of floats leave over.
+NO_MONEY = 1e-12
 MONEY = ("using", "holding", "cost", "always on", "saved")
 
 
@@ -67,7 +69,11 @@ def _row(key: str, used: dict[str, float]) -> tuple[str, ...]:
     memory = f"{used['memory_gb_s'] / HOUR_S:.3g}"
     calls = (f"{used[kind]:.0f}" for kind in ("invocations", "cold_starts"))
     saved = used["always_on_cost"] - used["cost"]
-    share = f" ({saved / used['always_on_cost']:.0%})" if used["always_on_cost"] else ""
+    share = (
+        f" ({saved / used['always_on_cost']:.0%})"
+        if used["always_on_cost"] and abs(saved) >= NO_MONEY
+        else ""
+    )
     costs = (used["cost"] - used["holding_cost"], used["holding_cost"], used["cost"], used["always_on_cost"])
     money = (*map(_money, costs), _money(saved) + share)
     cells = (*times, memory, *calls, display.duration(used["waiting_s"]))
@@ -79,6 +85,8 @@ def _row(key: str, used: dict[str, float]) -> tuple[str, ...]:
 
 def _money(amount: float) -> str:
     """Return an amount with the digits that matter: 12.30, 0.0012, 0."""
+    if abs(amount) < NO_MONEY:
+        return "0"
     return f"{amount:.2f}" if abs(amount) >= 1 else f"{amount:.2g}"
 
 

@@ -59,7 +59,9 @@ class Progress:
     `tell` is called with each change, in the thread that made it.
     """
 
-    def __init__(self, tell: Callable[[DeployTarget | DeployStep | DeployNote], None] = lambda _change: None) -> None:
+    def __init__(
+        self, tell: Callable[[DeployTarget | DeployStep | DeployNote], None] = lambda _change: None
+    ) -> None:
         self.target: DeployTarget | None = None
         self.steps: list[DeployStep] = []
         """The steps that have ended."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from hub_server import HubServer
-from pilotflame.errors import PilotflameError, SnapshotError
+from pilotflame.errors import CodeError, PilotflameError, SnapshotError
 from pilotflame.runtime.commands.client import Client
 from pilotflame.runtime.commands.model_template import find_template, write_function
 
@@ -46,7 +46,27 @@ def write(folder: Path, config: object, *names: str, **files: object) -> Path:
     ],
 )  # fmt: skip
 def test_config_json_tells_the_template(tmp_path: Path, config: dict[str, Any], template: str) -> None:
-    assert find_template(str(write(tmp_path / "m", config, "model.safetensors"))) == template
+    folder = write(tmp_path / "m", config, "model.safetensors", "tokenizer.json")
+    assert find_template(str(folder)) == template
+
+
+def test_a_model_of_text_without_a_tokenizer_is_refused(tmp_path: Path) -> None:
+    folder = write(tmp_path / "m", {"architectures": ["BertForSequenceClassification"]}, "model.safetensors")
+    with pytest.raises(SnapshotError, match="no files of a tokenizer"):
+        find_template(str(folder))
+
+
+def test_the_new_folder_has_the_name_given_and_is_never_the_models_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = {"architectures": ["BertForSequenceClassification"]}
+    write(tmp_path / "clf", config, "model.safetensors", "tokenizer.json")
+    assert write_function("clf", None) == Path("clf-function")
+    assert write_function("clf", None, "sentiment") == Path("sentiment")
+    with pytest.raises(CodeError, match="already exists") as caught:
+        write_function("clf", None)
+    assert "--output" in caught.value.remedy
 
 
 POOLING = {"type": "sentence_transformers.models.Pooling"}
@@ -82,7 +102,7 @@ def test_a_model_of_the_hub_is_named_and_referred_to(tmp_path: Path, monkeypatch
     monkeypatch.chdir(tmp_path)
     with HubServer() as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.endpoint)
-        hub.add("org/Tiny-BERT", {"config.json": config, "model.safetensors": b""})
+        hub.add("org/Tiny-BERT", {"config.json": config, "model.safetensors": b"", "vocab.txt": b""})
         assert write_function("hf://org/Tiny-BERT@main", None) == Path("tiny-bert")
         text = (tmp_path / "tiny-bert" / "pilotflame.toml").read_text()
         assert 'name = "tiny-bert"' in text
