@@ -278,7 +278,10 @@ def private_files(version: int) -> Check:
 def _containers(settings: GatewaySettings) -> Check:
     engine, remedy = settings.engine or find_engine(), ""
     if engine is None:
-        remedy = "Functions with an image cannot run. Install docker or podman, and start its service."
+        remedy = (
+            "Functions with an image cannot run. Install docker or podman, and start its service: systemctl start podman.socket,"
+            " or podman system service --time=0 URL, with PILOTFLAME_ENGINE=URL for the gateway."
+        )
     elif find_spec("aiodocker") is None:
         remedy = "Functions with an image cannot run: pip install aiodocker"
     kept = f"{engine}: files, network, processes and all limits are kept apart"

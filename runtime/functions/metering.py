@@ -77,8 +77,14 @@ class Metering:
         self._tasks.create_task(self._measure())
 
     async def _measure(self) -> None:
+        found = await self._memory.measure()
+        if not self._memory.is_current and not any(
+            live.revision.pool.starting for live in self._functions.running
+        ):
+            # Processes changed after the measurement began, which callers share.
+            self.note_change()
         # None: a worker starts. Its start, or the failure of it, lets this be called again.
-        if (found := await self._memory.measure()) is not None:
+        if found is not None:
             for name, held_bytes in ((GATEWAY, found.gateway_bytes), (BASES, found.bases_bytes)):
                 self._ledger.account(name).measured(Holding(rest_gb=held_bytes / GB))
             for live in self._functions.all():

@@ -91,6 +91,11 @@ class MemoryMeter:
         self._changes += 1
 
     @property
+    def is_current(self) -> bool:
+        """True if no process has come or gone since the last complete measurement began."""
+        return self._measured_changes == self._changes
+
+    @property
     def pause_s(self) -> float:
         """How long the next measurement should wait, because of the time that the last one took."""
         return max(0.0, self._ended_s + PAUSE * self._took_s - time.monotonic())

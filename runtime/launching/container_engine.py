@@ -226,7 +226,7 @@ class ContainerEngine:
                     "Start its service.",
                 )
             elif error.status == HTTPStatus.NOT_FOUND:
-                message = f"The container engine does not have it: {error.message}."
+                message = f"The container engine does not have the image: {error.message}."
                 remedy = "Build or pull the image on this node."
             else:
                 message, remedy = f"The container engine refused: {error.message}.", "See the engine's log."
