@@ -82,7 +82,7 @@ async def test_list_and_usage_agree_with_the_process_tree(gateway, embedder) -> 
             assert held["bases_bytes"] > 30e6
     await asyncio.sleep(max(0.0, started_s + SAMPLES * EVERY_S - time.monotonic()))
     used = await used_gb_s(gateway) - before
-    # Of some seconds with one cold start. infra/bench/held_memory.py holds a whole minute to a tenth.
+    # The period is a few seconds with one cold start. infra/bench/held_memory.py holds a whole minute to a tenth.
     assert used == pytest.approx(sums / 1e9 * (time.monotonic() - started_s) / SAMPLES, rel=0.2)
 
 
