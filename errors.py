@@ -53,7 +53,7 @@ The text beside a class says what has happened when it is raised.
     │   ├── JobConflict                 the job's state does not allow the change
     │   ├── IdempotencyConflict         the same idempotency key was sent with another body
     │   ├── WebhookRefused              the URL of the webhook is not allowed
-    │   ├── UnknownDelivery             the webhook's delivery does not exist, or is another function's
+    │   ├── UnknownDelivery             the function has no webhook delivery of this id
     │   └── JobStoreFailed              the jobs database cannot be written or read
     ├── BusFailed                   a message queue, or the destination of its results, could not be used
     ├── BatchFailed                 the input or output of a batch cannot be used
@@ -69,7 +69,7 @@ The text beside a class says what has happened when it is raised.
     ├── UnknownRoute                no route has this path
     ├── MethodNotAllowed            the route does not accept this method
     ├── UnknownFunction             no function has this name
-    ├── UnknownFile                 no uploaded file has this id, or it is another caller's
+    ├── UnknownFile                 no uploaded file of this caller has this id
     ├── UnknownRevision             the function has no such revision
     ├── LinkError                   the link of gateway and worker broke, or its protocol was violated
     ├── LauncherError               a zygote, a worker or the fetcher could not be started, or ended

@@ -32,7 +32,7 @@ DEAR = 1e9
 async def gateway() -> AsyncIterator[Gateway]:
     with short_folder() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr("pilotflame.runtime.functions.metering.SETTLE_S", 0.01)
-        # This gateway runs in the process of the tests, whose memory takes far longer to measure than a gateway's.
+        # The tests and this gateway are one process. Its memory takes far longer to measure than that of a gateway alone.
         patch.setattr("pilotflame.runtime.functions.node_memory.PAUSE", 0.0)
         async with gateway_here(folder / "state", drain_s=5.0, price_memory_gb_hour=36.0) as found:
             yield found
@@ -75,7 +75,7 @@ async def test_seconds_memory_money_and_calls_of_a_function_are_summed_up(gatewa
 
     async def grown() -> bool:
         found = await used(gateway, function)
-        # The worker was measured too, not only what is held.
+        # The memory of the worker was measured too, beside that of the zygote.
         measured = found["memory_gb_s"] > found["holding_gb_s"] > 0
         return measured and found["busy_s"] > first["busy_s"] and found["always_on_cost"] > found["cost"] > 0
 
