@@ -211,7 +211,8 @@ class ZygoteProcess:
 
     def _on_lost(self) -> None:
         self._end("died")
-        if self._on_death is not None:
+        # After a reported failure, `launch` raises that error: the end of the process is no second one.
+        if self._on_death is not None and not self.reported_failure:
             self._on_death()
 
     def _end(self, how: str) -> None:

@@ -45,6 +45,15 @@ async def test_a_zygote_that_dies_again_and_again(deploy):
         await function.answer()
 
 
+async def test_a_failed_import_is_logged_as_one_error(deploy, gateway):
+    await deploy(PID)
+    for _ in range(8):
+        assert (await gateway.send("import nosuchmodule\n", name="broken")).status_code == 422
+    function = gateway.function("broken")
+    errors = [line["text"] for line in await function.lines() if line["level"] == "error"]
+    assert len(errors) == 8, errors
+
+
 async def test_a_killed_base_is_started_again(state):
     async with gateway_here(state) as gateway:
         function = await gateway.deploy(PID)
