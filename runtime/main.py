@@ -281,7 +281,7 @@ async def startup(
     guard = Guard(
         keyring, control, tasks, routes, cors, local=local,
         required=settings.auth == "always" or not (local or standalone is not None),
-        anybody=ANYBODY if standalone is None else standalone.caller,
+        names=lambda: [live.record.function for live in functions.all()], anybody=ANYBODY if standalone is None else standalone.caller,
         open_to_anybody=frozenset() if standalone is None else standalone.open_routes, on_quota=functools.partial(_count_refusal, functions, metrics),
         max_body_bytes=settings.max_body_bytes, body_timeout_s=settings.body_timeout_s,
     )  # fmt: skip

@@ -14,7 +14,7 @@ import functools
 import logging
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Sequence, Set
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence, Set
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -22,7 +22,15 @@ from aiohttp import hdrs, web
 from multidict import istr
 
 from ...addresses import is_loopback
-from ...errors import Forbidden, GatewayError, Overloaded, PilotflameError, QuotaExceeded, Unauthorized
+from ...errors import (
+    Forbidden,
+    GatewayError,
+    Overloaded,
+    PilotflameError,
+    QuotaExceeded,
+    Unauthorized,
+    UnknownFunction,
+)
 from ..access.aws_signature import SCHEME, Signature, SignedRequest, parse_signature, refused, verify
 from ..access.control_socket import ControlSocket
 from ..access.keyring import Held, Keyring, Meter
@@ -78,14 +86,14 @@ class Guard:
     def __init__(
         self, keyring: Keyring, control: ControlSocket, tasks: asyncio.TaskGroup, routes: Sequence[Route],
         cors: CrossOrigin, *, local: bool, required: bool, on_quota: Callable[[str, PilotflameError], None], max_body_bytes: int, body_timeout_s: float,
-        anybody: Caller = ANYBODY, open_to_anybody: Set[tuple[str, str]] = frozenset(),
+        names: Callable[[], Iterable[str]] = tuple, anybody: Caller = ANYBODY, open_to_anybody: Set[tuple[str, str]] = frozenset(),
     ) -> None:  # fmt: skip
         """`local`: only this machine can reach the gateway. `required`: requests need a key although there is none.
 
         While requests need no key, their caller is `anybody`, who may use the routes (method and path) in
         `open_to_anybody` whatever their scope. `on_quota` is called with the function and the error of a
         request that exceeds its key's quota. `max_body_bytes` and `body_timeout_s` limit the bodies of signed
-        requests, which the guard reads.
+        requests, which the guard reads. `names` returns the names of all functions.
         """
         self._keyring, self._control, self._tasks, self._cors = keyring, control, tasks, cors
         self._public = {
@@ -98,6 +106,7 @@ class Guard:
         self._local, self._required = local, required
         self._anybody = Admitted(anybody) if anybody is not ANYBODY else UNKNOWN_CALLER
         self._open_to_anybody, self._on_quota = open_to_anybody, on_quota
+        self._names = names
 
     @property
     def closed(self) -> bool:
@@ -123,6 +132,8 @@ class Guard:
         request[CALLER] = admitted.caller
         try:
             return await handler(request)
+        except UnknownFunction as error:
+            raise self._suggesting(error, request.headers, admitted.caller) from None
         finally:
             admitted.leave()
 
@@ -153,10 +164,19 @@ class Guard:
             self._check_scope(held.caller, route)
             if function is not None:
                 held.caller.check(function)
-        except PilotflameError:
+        except PilotflameError as error:
             held.meter.leave()
+            if isinstance(error, UnknownFunction):
+                raise self._suggesting(error, headers, held.caller) from None
             raise
         return Admitted(held.caller, held.meter)
+
+    def _suggesting(self, error: UnknownFunction, headers: Headers, caller: Caller) -> UnknownFunction:
+        """Return the error with the closest names among the functions visible to the caller."""
+        # A web page may call a function without the right to list them.
+        if not error.name or hdrs.ORIGIN in headers:
+            return error
+        return UnknownFunction.named(error.name, filter(caller.allows, self._names()))
 
     def _admit_anybody(
         self, headers: Headers, route: tuple[str, str], transport: asyncio.BaseTransport | None

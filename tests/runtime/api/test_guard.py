@@ -310,6 +310,26 @@ async def test_a_missing_function_and_a_hidden_one_give_the_same_404(gateway: Ga
         assert without_id(await everywhere.get(path)) == without_id(await mine.get(path))
 
 
+async def test_an_unknown_function_names_the_closest_ones_that_the_key_covers(
+    gateway: Gateway, keyed: Opened
+):
+    everywhere = await keyed(scopes=["invoke", "deploy"])
+    mine = await keyed(scopes=["invoke"], functions=["mine", "absent"])
+    for method, path in [
+        ("POST", "/invoke/{f}"),
+        ("GET", "/v1/functions/{f}"),
+        ("POST", "/v2/{f}/run"),
+    ]:
+        found = failure(await everywhere.request(method, path.format(f="theirz"), json={}))
+        assert found["remedy"].startswith("Did you mean 'theirs'?"), path
+    for wanted in ("theirz", "theirs", "abzent"):
+        assert "mean" not in failure(await mine.post(f"/invoke/{wanted}"))["remedy"]
+    assert failure(await mine.post("/invoke/mime"))["remedy"].startswith("Did you mean 'mine'?")
+    # A page may call a function without the right to list them.
+    page = {"Origin": "http://localhost:3000"}
+    assert "mean" not in failure(await everywhere.post("/invoke/theirz", headers=page))["remedy"]
+
+
 async def test_lists_hold_only_what_the_key_covers(gateway: Gateway, keyed: Opened):
     mine = await keyed(scopes=["invoke", "deploy"], functions=["mine", "absent"])
     everything = await keyed(scopes=["deploy"])
