@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..telemetry.timeline import COLD_START_PHASES
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -96,7 +98,9 @@ def print_timing(reply: InvokeReply) -> None:
     """Print the phases of one invocation as bars on stderr."""
     phases = {name: ms for name, ms in reply.timing_ms.items() if name != "total"}
     total = milliseconds(reply.timing_ms.get("total", sum(phases.values())))
-    say(f"{'cold start' if reply.cold else 'warm'}, {total} in all, worker {reply.worker or '-'}")
+    waited_ms = sum(phases.get(name, 0.0) for name in COLD_START_PHASES)
+    start = f"cold start {milliseconds(waited_ms)}, with the call" if reply.cold else "warm,"
+    say(f"{start} {total} in all, worker {reply.worker or '-'}")
     longest_ms = max(phases.values(), default=0.0) or 1.0
     for name, ms in phases.items():
         eighths = round(max(0.0, ms / longest_ms) * BAR_COLUMNS * 8)

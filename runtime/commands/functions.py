@@ -122,7 +122,8 @@ def list_functions(*, client: Client, as_json: bool) -> None:
     """List the functions, with their workers, requests and memory.
 
     Memory is that of all processes, a page that several of them map counted once. Functions share the bases: the
-    processes with the heavy imports.
+    processes with the heavy imports. Activations are starts of workers, without those of deploys. The last cold start is
+    the wait for a worker, without the call itself; `invoke --timing` shows both.
 
     Example: pilotflame list
     """

@@ -127,6 +127,7 @@ class FunctionStatus(BaseModel, frozen=True):
     queued: int
     in_flight: int
     activations: int
+    """How many workers of this revision were started, without those of its deploy."""
     rest_mb: float | None = None
     """The memory (PSS) of its zygote and standby in MiB, when it was last measured."""
     memory_bytes: int | None = None

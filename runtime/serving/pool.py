@@ -36,6 +36,7 @@ class Pool:
         """
         self.replicas: list[Replica] = []
         self.activations = 0
+        """How many workers were started, without those of a deploy."""
         self.used_s = 0.0
         """When a worker that had run invocations ended last; 0 if none has."""
         self._rung = RungClock(time.monotonic())
@@ -172,16 +173,19 @@ class Pool:
 
     # -- starting
 
-    def start(self, count: int, signal: str = "", place: GpuPlace | None = None) -> None:
+    def start(
+        self, count: int, signal: str = "", place: GpuPlace | None = None, *, deploying: bool = False
+    ) -> None:
         """Start `count` workers. The standby becomes the first, and the others are forked.
 
         `signal` is what asks for them ahead of need, if it is not the load. The GPUs must have room for them, but for the
-        first one if that has its `place`.
+        first one if that has its `place`. Workers that a deploy starts (`deploying`) are not counted as activations.
         """
+        if not deploying:
+            self.activations += count
         for _ in range(count):
             activation = Activation(time.monotonic(), signal=signal)
             taken, place = place or self._gpus.take(self._claimant), None
-            self.activations += 1
             standby = self.zygote.take_standby()
             if standby is not None and self._weights is None:
                 self._activate(standby, activation, taken)

@@ -504,7 +504,7 @@ class Revision(RevisionEvents):
         workers = 1 + self._gpus.room(self, max(0, self._limit.room(self, keep) - 1))
         self._starts.expect_first(workers)
         self._demand.note_need(keep, time.monotonic())
-        self.pool.start(workers, place=place)
+        self.pool.start(workers, place=place, deploying=True)
         self.history.account.check()
         await self._starts.wait_first()
         self._demand.note_need(keep, time.monotonic())

@@ -50,7 +50,7 @@ class Usage:
     device_s: float = 0.0
     """Seconds in which workers held a GPU, summed over the workers, by their shares of it."""
     activations: float = 0.0
-    """Starts of workers."""
+    """Starts of workers, without those of deploys."""
     memory_gb_s: float = 0.0
     """Memory (PSS) times the seconds for which it was held: of workers, zygote and standby, or of bases or gateway."""
     disk_gb_s: float = 0.0

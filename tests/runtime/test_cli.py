@@ -411,6 +411,19 @@ def test_timing_shows_the_phases_beside_the_answer(pilotflame, deployed):
     assert sum(phases.values()) == pytest.approx(2 * phases["total"], rel=0.02)
 
 
+def test_timing_shows_the_cold_start_that_list_shows(pilotflame, deployed):
+    name = deployed(ECHO, "--set", "scale.rest=local")
+    said = pilotflame("invoke", name, "7", "--timing").stderr
+    (row,) = (
+        one for one in json.loads(pilotflame("list", "--json").stdout)["functions"] if one["name"] == name
+    )
+    assert row["activations"] == 1
+    shown = re.match(r"cold start ([\d.]+) ms, with the call ([\d.]+) ms in all, worker ", said)
+    assert shown is not None, said
+    assert float(shown[1]) == pytest.approx(row["last_cold_start_ms"], abs=0.11)
+    assert float(shown[1]) < float(shown[2])
+
+
 def test_a_stream_is_printed_piece_by_piece(start, served, deployed):
     name = deployed(
         "import time\n\ndef handler(event):\n    yield {'n': 0}\n    time.sleep(1)\n    yield 'last\\u2028'\n"
