@@ -155,7 +155,7 @@ class Consumer:
                 retry_s = min(2 * retry_s, MAX_RETRY_S)
 
     def _note_received(self, messages: Sequence[Message]) -> None:
-        self._state = "connected"
+        self._state, self._last_error, self._last_error_at = "connected", "", None
         waited_s = [time.time() - message.sent_s for message in messages if message.received == 1]
         # A message that is delivered again says nothing of the queue.
         if waited_s or not messages:

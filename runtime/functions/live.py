@@ -90,6 +90,7 @@ class SourceStatus(BaseModel, frozen=True):
     backlog: int | None = None
     """About how many messages waited when the queue was asked last: when one request did not return all of them."""
     last_error: str
+    """Why the latest request to the queue failed; "" after one that succeeded."""
     last_error_at: datetime | None
 
 

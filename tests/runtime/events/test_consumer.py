@@ -315,7 +315,7 @@ async def test_a_new_revision_keeps_the_source(deploy, gate: Gate, queue) -> Non
     assert len(gate.arrived) == 2
 
 
-async def test_a_missing_queue_is_logged_and_in_the_status(deploy, queue) -> None:
+async def test_a_missing_queue_is_logged_and_in_the_status_until_it_is_there(deploy, queue, sqs) -> None:
     mine = queue()
     mine.url = mine.url.replace(mine.name, "nowhere")
     function = await deploy(PLAIN, source(mine), check=False)
@@ -326,6 +326,15 @@ async def test_a_missing_queue_is_logged_and_in_the_status(deploy, queue) -> Non
     assert (found["queue"], found["state"], found["lag_s"]) == (mine.url, "failing", None)
     assert "NonExistentQueue" in found["last_error"]
     assert found["last_error_at"]
+    await asyncio.to_thread(sqs.create_queue, QueueName="nowhere")
+
+    async def cured() -> bool:
+        (found,) = (await function.status())["sources"]
+        return found["state"] == "connected"
+
+    await until(cured, "the answer of the new queue")
+    (found,) = (await function.status())["sources"]
+    assert (found["last_error"], found["last_error_at"]) == ("", None)
 
 
 async def test_a_source_tells_its_state_its_lag_and_what_became_of_its_messages(
