@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -97,6 +98,8 @@ class FunctionHistory:
     cold_starts: ColdStarts = field(default_factory=ColdStarts)
     upstreams: dict[str, Delays] = field(default_factory=dict)
     """The functions after which it is called, as `Upstreams` has learned."""
+    worker_numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    """The numbers in the names of workers. Processes of one revision can be replaced, so revisions share them."""
     prewarms: Prewarms = field(init=False)
 
     def __post_init__(self) -> None:

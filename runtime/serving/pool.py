@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from ...errors import ActivationFailed, PilotflameError, SourceDenied
 from ..launching.fetcher_client import FetcherClient, FetchProgress, all_of
@@ -28,9 +28,10 @@ class Pool:
     def __init__(
         self, spec: WorkerSpec, scale: Scale, launcher: Launcher, logs: Log, tasks: asyncio.TaskGroup,
         events: RevisionEvents, weights: FetcherClient, secrets: Callable[[], dict[str, str]], measure: bool,
-        gpus: GpuPlaces, claimant: GpuClaimant,
+        gpus: GpuPlaces, claimant: GpuClaimant, numbers: Iterator[int],
     ) -> None:  # fmt: skip
-        """If `measure`, new workers measure their latency curve, until one worker has measured it.
+        """If `measure`, new workers measure their latency curve, until one worker has measured it. Their names end with
+        `numbers`.
 
         `secrets` returns the environment variables that only the zygote and its workers get, by name.
         """
@@ -49,6 +50,7 @@ class Pool:
             lambda: self.in_flight > 0,
             self._note_rung,
             secrets,
+            numbers,
         )
         self._spec, self._tasks, self._events, self._secrets = spec, tasks, events, secrets
         self._measure = measure

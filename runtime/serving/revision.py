@@ -84,7 +84,9 @@ class Revision(RevisionEvents):
         self.history, self._note_arrival = history, history.arrivals.note
         self._on_processes_changed = on_processes_changed
         scale, measure = policy.settings.scale, not curves.known
-        self.pool = Pool(spec, scale, launcher, logs, tasks, self, weights, secrets, measure, gpus, self)
+        self.pool = Pool(
+            spec, scale, launcher, logs, tasks, self, weights, secrets, measure, gpus, self, history.worker_numbers
+        )  # fmt: skip
         self.dispatcher = Dispatcher(spec, policy, self.pool, curves, self.scale, on_ended)
         self._limit, self._gpus = limit, gpus
         limit.join(self)

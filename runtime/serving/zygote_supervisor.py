@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 
 from ...errors import LauncherError, PilotflameError
 from ..launching.launcher import Child, Launcher, WorkerSource
@@ -38,10 +38,10 @@ class ZygoteSupervisor:
     def __init__(
         self, spec: WorkerSpec, scale: Scale, launcher: Launcher, logs: Log, tasks: asyncio.TaskGroup,
         busy: Callable[[], bool], on_change: Callable[[], None] = lambda: None,
-        secrets: Callable[[], Mapping[str, str]] = dict,
+        secrets: Callable[[], Mapping[str, str]] = dict, numbers: Iterator[int] | None = None,
     ) -> None:  # fmt: skip
         """`secrets` returns the environment variables that each new zygote gets over its link. `busy` returns True while
-        invocations run.
+        invocations run. The names of children end with `numbers`.
 
         `on_change` is called when the zygote has come or gone, and when the standby is primed or has ended.
         """
@@ -54,7 +54,7 @@ class ZygoteSupervisor:
         self._with_standby = self._keep and scale.standby
         self._source: WorkerSource | None = None
         self._launching = asyncio.Lock()
-        self._names = itertools.count(1)
+        self._numbers = numbers or itertools.count(1)
         self._forking_standby = False
         self._scheduled: asyncio.Task[None] | None = None
         self._relaunching: asyncio.TimerHandle | None = None
@@ -195,7 +195,7 @@ class ZygoteSupervisor:
         return await self._fork(await self.open())
 
     async def _fork(self, source: WorkerSource) -> Child:
-        name = f"{self._spec.function}-{self._spec.revision.partition('-')[0]}-{next(self._names)}"
+        name = f"{self._spec.function}-{self._spec.revision.partition('-')[0]}-{next(self._numbers)}"
         return await source.fork(name, self._logs)
 
     def take_standby(self) -> Child | None:

@@ -48,6 +48,10 @@ async def test_a_secret_reaches_all_code_of_its_function_and_no_other_function(g
     assert await stranger.answer() == [None] * 5
 
 
+def number_of(worker: str) -> int:
+    return int(worker.rpartition("-")[2])
+
+
 async def test_a_changed_secret_replaces_zygote_and_workers_and_loses_no_call(gateway: Gateway, gate: Gate):
     source = TELLS.replace(
         "def handler(event, context):", "def handler(event, context):\n    event and gate.wait()"
@@ -57,6 +61,7 @@ async def test_a_changed_secret_replaces_zygote_and_workers_and_loses_no_call(ga
     )
     assert await function.answer() == [*[None] * 4, "plain"]
     [zygote] = await function.pids("zygote")
+    used = number_of((await function.call()).headers["x-worker-id"])
     waiting = asyncio.create_task(function.answer(1))
     arrival = await gate.next()
     assert (await put(gateway, "changes", "TOKEN", "first"))["deployed"]
@@ -66,6 +71,7 @@ async def test_a_changed_secret_replaces_zygote_and_workers_and_loses_no_call(ga
         return await function.answer() == [*["first"] * 4, "over the settings'"]
 
     await until(changed, "an answer with the new secrets")
+    assert number_of((await function.call()).headers["x-worker-id"]) > used
     # The old worker still has its call, and with it its old environment.
     arrival.go()
     assert await waiting == [*[None] * 4, "plain"]
