@@ -63,8 +63,12 @@ class Admitted(NamedTuple):
 UNKNOWN_CALLER = Admitted(ANYBODY)
 
 
-def check_origin(headers: Headers, allows: Callable[[str], bool] = lambda _origin: False) -> None:
-    """Raise Forbidden if a web page of another origin has caused the request, unless `allows(origin)`.
+def check_origin(
+    headers: Headers, allows: Callable[[str], bool] = lambda _origin: False, *, own_pages: bool = False
+) -> None:
+    """Raise Forbidden if a web page that this machine does not serve has caused the request, unless `allows(origin)`.
+
+    With `own_pages`, also raise it for pages of this machine that the gateway does not serve itself.
 
     Any page can send requests to 127.0.0.1, also under a host name of its own that resolves to it. But the
     browser sets Host, Origin and Sec-Fetch-Site itself, and no page can forge them.
@@ -76,8 +80,13 @@ def check_origin(headers: Headers, allows: Callable[[str], bool] = lambda _origi
         return
     if origin is not None and not _names_loopback(origin):
         raise _forbidden(f"answers no web page of {origin[:80]!a}")
-    if headers.get(_FETCH_SITE) == "cross-site":
+    site = headers.get(_FETCH_SITE)
+    if site == "cross-site":
         raise _forbidden("answers no web page of another origin")
+    if own_pages and (
+        site == "same-site" or (site is None and origin is not None and not _same(origin, host))
+    ):
+        raise _forbidden("lets pages of other programs only call functions")
 
 
 class Guard:
@@ -101,6 +110,7 @@ class Guard:
         }
         self._signed = {route.path for route in routes if route.aws_signed}
         self._scopes = scopes_by_route(routes)
+        self._invoking = {route for route, scope in self._scopes.items() if scope is Scope.INVOKE}
         self._max_body_bytes, self._body_timeout_s = max_body_bytes, body_timeout_s
         self._unverified = asyncio.Semaphore(UNVERIFIED_BODIES)
         self._local, self._required = local, required
@@ -150,10 +160,11 @@ class Guard:
         if not self.closed:
             try:
                 if self._local:
-                    check_origin(headers)
+                    check_origin(headers, own_pages=route not in self._invoking)
             except Forbidden:
                 if not self._control.admits(headers, transport):
-                    check_origin(headers, lambda origin: self._cors.allows(origin, route[1], function))
+                    allows = functools.partial(self._cors.allows, path=route[1], function=function)
+                    check_origin(headers, allows, own_pages=route not in self._invoking)
             return self._admit_anybody(headers, route, transport)
         held = signer or self._find_key(headers, transport)
         if held is None:
@@ -304,6 +315,11 @@ def _forbidden(what: str) -> Forbidden:
         " origin call a function: [cors] in pilotflame.toml."
     )
     return Forbidden(f"Without API keys this gateway {what}.", remedy=remedy)
+
+
+def _same(origin: str, host: str | None) -> bool:
+    """Return True if an Origin names the address in Host. A proxy may have changed the scheme."""
+    return origin.partition("://")[2] == host
 
 
 # Cached because most requests have the same Host.

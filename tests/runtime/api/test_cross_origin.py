@@ -142,10 +142,24 @@ async def test_pages_of_this_machine_do_not_read_or_change_control_routes(deploy
     for method, path in routes:
         asked = await preflight(gateway.client, path, LOCAL[0], method)
         assert (asked.status_code >= 400, ALLOW in asked.headers) == (True, False), path
-        headers = {"Origin": LOCAL[0], "Sec-Fetch-Site": "cross-site"}
-        response = await gateway.client.request(method, path, headers=headers)
-        assert failure(response)["type"] == "forbidden", path
-        assert ALLOW not in response.headers
+        for headers in (
+            {"Origin": LOCAL[0]}, {"Origin": LOCAL[0], "Sec-Fetch-Site": "cross-site"}, {"Sec-Fetch-Site": "same-site"},
+            {"Origin": LOCAL[0], "Sec-Fetch-Site": "same-site"},
+        ):  # fmt: skip
+            response = await gateway.client.request(method, path, headers=headers)
+            assert failure(response)["type"] == "forbidden", (path, headers)
+            assert ALLOW not in response.headers
+
+
+async def test_the_gateways_own_pages_use_control_routes(deploy, gateway: Gateway):
+    function = await deploy(ECHO)
+    for headers in (
+        {"Origin": gateway.url}, {"Origin": gateway.url, "Sec-Fetch-Site": "same-origin"}, {"Sec-Fetch-Site": "none"},
+        # A proxy on this machine has changed Host.
+        {"Origin": "http://localhost:8080", "Sec-Fetch-Site": "same-origin"},
+    ):  # fmt: skip
+        path = f"/v1/functions/{function.name}/reset"
+        assert (await gateway.client.post(path, headers=headers)).status_code == 200, headers
 
 
 async def test_pages_do_not_read_the_webhook_secret(gateway: Gateway):
