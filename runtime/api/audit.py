@@ -27,7 +27,7 @@ class Audit:
         self._actions = {
             (route.method, route.path): route.summary.rstrip(".")
             for route in routes
-            if route.method not in _READS and route.scope in _SCOPES
+            if route.method not in _READS and not route.reads and route.scope in _SCOPES
         }
 
     @web.middleware

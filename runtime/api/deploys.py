@@ -84,7 +84,7 @@ class Deploys:
             Route(
                 "POST", "/v1/functions/{function}/lacking", self.lacking, Scope.DEPLOY,
                 "Tell which files of an upload the live revision lacks.", {"revision": str, "lacking": list[str]},
-                body=FileDigests, errors=(400, 404, 408, 413, 422, 503),
+                body=FileDigests, errors=(400, 404, 408, 413, 422, 503), reads=True,
             ),
         ]  # fmt: skip
 

@@ -159,6 +159,8 @@ class Route:
     """The headers of a successful response, described as in OpenAPI."""
     public: bool = False
     """True if no API key is needed."""
+    reads: bool = False
+    """True if it changes nothing although its method is not GET: the audit log leaves it out."""
     aws_signed: bool = False
     """True if, instead of sending an API key, a caller may sign the request with it, as AWS's clients do."""
     accepts: Callable[[Mapping[str, str]], bool] | None = None

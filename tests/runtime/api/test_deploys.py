@@ -141,6 +141,9 @@ async def test_an_upload_reuses_files_of_the_live_revision_of_its_own_function(
     files = list(file_digests(mine))
     found = (await client.post("/v1/functions/mine/lacking", json={"files": files})).json()
     assert found["lacking"] == ["handler.py"]
+    # It changes nothing, and a watching client asks again and again.
+    async with gateway.at_home() as owner:
+        assert "lacks" not in (await owner.get("/v1/logs/audit")).text
     kept, base = [file for file in files if file["path"] != "handler.py"], f"mine/{found['revision']}"
     response = await reuse(client, mine, kept, base)
     assert response.status_code == 201, response.text
