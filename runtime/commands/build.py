@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import tempfile
 import time
@@ -127,17 +128,19 @@ def _build(
         "engine": runner.name, "base": runner.pinned(context.recipe.base_image),
         "seconds": round(time.monotonic() - started_s, 1), "notices": context.notices,
     }  # fmt: skip
-    display.print_result(facts, _told(facts), as_json=as_json)
+    display.print_result(facts, f"{_told(facts)}\n{deploy_hint(folder, name)}", as_json=as_json)
 
 
 def _told(facts: dict[str, Any]) -> str:
     size = f", {display.size(facts['size_bytes'])}" if facts["size_bytes"] else ""
     base = f"\nits base image is {facts['base']}" if facts["base"] else ""
-    return (
-        f"{facts['tag']} is {'pushed' if facts['pushed'] else 'built'} in {facts['seconds']} s{size}{base}\n"
-        f"run it under a gateway: pilotflame deploy --set image.name={facts['image']}, or in pilotflame.toml:\n"
-        f'[image]\nname = "{facts["image"]}"'
-    )
+    return f"{facts['tag']} is {'pushed' if facts['pushed'] else 'built'} in {facts['seconds']} s{size}{base}"
+
+
+def deploy_hint(folder: Path, image: str) -> str:
+    """Return the lines that say how a gateway runs the function in `folder` in its image."""
+    command = f"pilotflame deploy {shlex.quote(str(folder))} --set image.name={image}"
+    return f'run it under a gateway: {command}\nor in pilotflame.toml:\n[image]\nname = "{image}"'
 
 
 def _checked(tag: str) -> str:

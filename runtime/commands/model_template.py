@@ -16,7 +16,7 @@ from ...snapshot.sources.locate import is_remote, open_source
 from ...snapshot.sources.location import shown
 from ...snapshot.sources.source import Listing, Source
 from ..settings.function_settings import SETTINGS_FILE, slug
-from .init import copy_template
+from .init import README_FILE, copy_template
 
 # What the class in config.json ends with, and the template for it.
 TEMPLATES = {
@@ -37,6 +37,17 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 _OF_TEXT = ("text-generation", "text-classification", "reranking", "text-embedding")
 _TOKENIZERS = ("tokenizer.json", "vocab.txt", "vocab.json", "tokenizer.model", "spiece.model")
 _SENTENCEPIECE = (".spm", ".bpe.model", ".tiktoken", "tokenizer.model")
+_README = """# {name}
+
+Made from the template {template} for the model {model}, whose weights stay where they are: `snapshot` in pilotflame.toml.
+`handler.py` is yours to change.
+
+```sh
+pilotflame test .
+pilotflame deploy .
+pilotflame invoke {name} @test_input.json --timing
+```
+"""
 _SNAPSHOT_LINE = re.compile(r"^(# )?snapshot = .*$", re.MULTILINE)
 
 
@@ -54,7 +65,9 @@ def write_function(model: str, folder: Path | None, name: str = "") -> Path:
         raise CodeError(
             f"{made} already exists and is not empty.", remedy="Name another folder with --output."
         )
-    copy_template(template, made)
+    given = copy_template(template, made)
+    readme = _README.format(name=given, template=template, model=shown(where))
+    (made / README_FILE).write_text(readme, encoding="utf-8")
     # It makes the template's own model.
     (made / "make_weights.py").unlink(missing_ok=True)
     settings = made / SETTINGS_FILE

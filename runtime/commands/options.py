@@ -48,7 +48,11 @@ config = click.option(
     "--config", envvar=CONFIG_VARIABLE, type=click.Path(dir_okay=False, path_type=Path), metavar="FILE",
     help="Read the gateway's settings from a TOML file; variables and options win.",
 )  # fmt: skip
-_snapshot = click.option("--snapshot", metavar="PATH", help="Use these weights: folder or .safetensors file.")
+_snapshot = click.option(
+    "--snapshot",
+    metavar="WEIGHTS",
+    help="Use these weights: a folder, a .safetensors file, or a URL as s3://, hf://, https://.",
+)
 _settings = click.option(
     "--set", "settings", metavar="KEY=VALUE", multiple=True,
     help="Override a setting of pilotflame.toml, for example scale.max=8 or env.MODE=fast. Repeatable.",

@@ -64,6 +64,11 @@ def test_the_new_folder_has_the_name_given_and_is_never_the_models_own(
     write(tmp_path / "clf", config, "model.safetensors", "tokenizer.json")
     assert write_function("clf", None) == Path("clf-function")
     assert write_function("clf", None, "sentiment") == Path("sentiment")
+    readme = Path("sentiment/README.md").read_text()
+    assert readme.startswith("# sentiment\n")
+    assert str(tmp_path / "clf") in readme
+    assert "hf://" not in readme
+    assert "--snapshot" not in readme
     with pytest.raises(CodeError, match="already exists") as caught:
         write_function("clf", None)
     assert "--output" in caught.value.remedy
