@@ -116,7 +116,11 @@ class PilotflameError(Exception):
         _BY_CODE[code] = cls
 
     def __str__(self) -> str:
-        return f"{self.message} {self.remedy}".strip()
+        if not self.remedy:
+            return self.message
+        # Messages that end with the text of another error may lack the full stop.
+        end = "" if self.message[-1:] in ("", ".", "!", "?", "…") else "."
+        return f"{self.message}{end} {self.remedy}".strip()
 
     @property
     def trace(self) -> str:

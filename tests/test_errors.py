@@ -66,6 +66,13 @@ def test_empty_parts_are_left_out() -> None:
     assert HandlerFailed("no").to_wire() == {"type": "handler_failed", "message": "no"}
 
 
+@pytest.mark.parametrize("message", ["It broke: 'x'", "It broke: 'x'.", "Did it break?"])
+def test_a_sentence_ends_before_the_remedy(message: str) -> None:
+    ended = message if message[-1] in ".?" else f"{message}."
+    assert str(HandlerFailed(message, remedy="Mend it.")) == f"{ended} Mend it."
+    assert str(HandlerFailed(message)) == message
+
+
 JSON = st.recursive(
     st.none() | st.integers() | st.text(), lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner)
 )

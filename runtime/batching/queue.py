@@ -86,6 +86,9 @@ class Queue(Generic[T]):
     def __len__(self) -> int:
         return len(self._waiting)
 
+    def _in_words(self) -> str:
+        return f"{len(self)} invocation{'' if len(self) == 1 else 's'} waiting"
+
     def __iter__(self) -> Iterator[T]:
         return iter(self._waiting)
 
@@ -101,7 +104,7 @@ class Queue(Generic[T]):
     def admit(self, item: T, now_s: float, slots: Slots) -> None:
         """Add an item that just arrived. Raise QueueFull, or Overloaded if it would miss its deadline."""
         if len(self._waiting) >= self._max_queue and self._used_its_share(item.tenant, self._max_queue):
-            waiting = f"{len(self)} invocations waiting; its limit is {self._max_queue} (max_queue)"
+            waiting = f"{self._in_words()}; its limit is {self._max_queue} (max_queue)"
             raise self._full(waiting, "max_queue", now_s, slots)
         # As with the number, one more is accepted below the limit, however large it is.
         if self._bytes >= self._max_bytes and self._used_its_share(item.tenant, len(self._waiting)):
@@ -172,7 +175,7 @@ class Queue(Generic[T]):
             message = f"A call of {self._name!r} takes {typical_s:.3g} s, longer than its time limit of {item.timeout_s:.3g} s."
             remedy = "Send a longer X-Request-Timeout, or raise timeout_s in pilotflame.toml."
             return Overloaded(message, remedy=remedy, details={"retry_after_s": round(wait_s, 3)})
-        message = f"Function {self._name!r} has {len(self)} invocations waiting; it would miss its deadline."
+        message = f"Function {self._name!r} has {self._in_words()}; it would miss its deadline."
         remedy = "Try again as Retry-After says, allow more time, or raise scale.max in pilotflame.toml."
         return Overloaded(message, remedy=remedy, details={"retry_after_s": round(wait_s, 3)})
 

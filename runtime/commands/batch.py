@@ -66,7 +66,9 @@ def batch(
             bucket.put(name, path)
         journal.finish()
     except KeyboardInterrupt:
-        display.say(f"interrupted after {journal.done} lines; the same command continues from there")
+        display.say(
+            f"interrupted after {display.counted(journal.done, 'line')}; the same command continues from there"
+        )
         raise
     finally:
         journal.close()
@@ -104,7 +106,7 @@ def _report(journal: Journal, resumed_at: int, output: str, seconds: float, *, a
     }  # fmt: skip
     before = f", {resumed_at} of them before" if resumed_at else ""
     failed = f"; {journal.failed} failed, their lines say why" if journal.failed else ""
-    text = f"{journal.done} lines{before}, {seconds:.1f} s, {rate:.0f}/s{failed}: {output}"
+    text = f"{display.counted(journal.done, 'line')}{before}, {seconds:.1f} s, {rate:.0f}/s{failed}: {output}"
     display.print_result(facts, text, as_json=as_json)
 
 

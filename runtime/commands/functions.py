@@ -268,7 +268,7 @@ def _prefetched(client: Client, name: str) -> dict[str, Any]:
 
 def _prefetched_row(found: dict[str, Any]) -> tuple[str, ...]:
     if error := found.get("error"):
-        return (found["function"], "-", "-", "-", f"{error['message']} {error.get('remedy', '')}".strip())
+        return (found["function"], "-", "-", "-", str(PilotflameError.from_wire(error)))
     snapshots = display.snapshots(found)
     fetched = display.size(found["fetched_bytes"]) if snapshots else "-"
     return (found["function"], found["image"] or "-", fetched, snapshots or "-", "")

@@ -170,7 +170,7 @@ def purge_jobs(*, name: str, yes: bool, client: Client, as_json: bool) -> None:
     if not yes:
         options.check_terminal()
         waiting = client.get("v2", name, "health")["jobs"]["inQueue"]
-        click.confirm(f"Cancel the {waiting} jobs that wait for {name}?", abort=True, err=True)
+        click.confirm(f"Cancel {display.counted(waiting, 'waiting job')} of {name}?", abort=True, err=True)
     removed = client.post("v2", name, "purge-queue")["removed"]
     display.print_result({"removed": removed}, f"{removed} cancelled", as_json=as_json)
 

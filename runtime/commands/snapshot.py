@@ -84,7 +84,8 @@ def contents(manifest: Manifest) -> str:
     kinds = ", ".join(f"{count} {dtype}" for dtype, count in types.most_common())
     assets = f" and {display.counted(len(manifest.assets), 'asset')}" if manifest.assets else ""
     files = f"{display.counted(len(manifest.shards), 'file')}{assets}"
-    return f"{display.size(manifest.total_bytes)} in {files}, {len(manifest.tensors)} tensors ({kinds})"
+    tensors = display.counted(len(manifest.tensors), "tensor")
+    return f"{display.size(manifest.total_bytes)} in {files}, {tensors} ({kinds})"
 
 
 def rate(size_bytes: float, elapsed_s: float) -> str:

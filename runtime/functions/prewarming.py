@@ -184,7 +184,8 @@ class Prewarming:
     def _fire(self, name: str, schedule: Schedule, left_s: float) -> None:
         live = self._functions.get(name)
         live.revision.warm(schedule.workers, f"schedule {schedule.cron}", left_s)
-        live.logs.write("gateway", f"schedule {schedule.cron}: {schedule.workers} workers for {left_s:.0f} s")
+        workers = f"{schedule.workers} worker{'' if schedule.workers == 1 else 's'}"
+        live.logs.write("gateway", f"schedule {schedule.cron}: {workers} for {left_s:.0f} s")
 
     # -- upstream functions
 

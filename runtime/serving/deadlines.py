@@ -127,9 +127,10 @@ class _Taken(NamedTuple):
 
 
 def _all_taken(reached: Cap) -> _Taken:
+    workers = "1 worker" if reached.most == 1 else f"{reached.most} workers"
     if reached.name == "max_workers":
         return _Taken(
-            f"The gateway may run {reached.most} workers (max_workers), and all are taken.",
+            f"The gateway may run {workers} (max_workers), and all are taken.",
             "Try again later, raise PILOTFLAME_MAX_WORKERS, or lower scale.max of other functions.",
         )
     if reached.name == "gpus":
@@ -138,7 +139,7 @@ def _all_taken(reached: Cap) -> _Taken:
             "Try again later, lower resources.gpu_memory_mb or scale.max of functions, or add GPUs.",
         )
     return _Taken(
-        f"The functions of its owner may have {reached.most} workers together, and all are taken.",
+        f"The functions of its owner may have {workers} together, and all are taken.",
         "Try again later, lower scale.max of the owner's other functions, or deploy with a key that allows more workers.",
     )
 

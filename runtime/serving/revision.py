@@ -263,7 +263,8 @@ class Revision(RevisionEvents):
         except TimeoutError:
             if (reached := self.reached) is not None:
                 raise activation_timeout(self.spec.function, timeout_s, reached) from None
-            message = f"{workers} workers of {self.spec.function!r} were not ready within {timeout_s:.0f} s."
+            wanted = "1 worker" if workers == 1 else f"{workers} workers"
+            message = f"Function {self.spec.function!r} did not have {wanted} ready within {timeout_s:.0f} s."
             raise ActivationTimeout(message, remedy="Wait longer: the start goes on.") from None
 
     def scale(self) -> None:

@@ -259,7 +259,7 @@ class LogFiles:
             missing = LogLine(
                 time.time(),
                 "gateway",
-                f"{count} lines were not stored: the disk is too slow or full",
+                f"{count} line{' was' if count == 1 else 's were'} not stored: the disk is too slow or full",
                 "warning",
             )
             texts[name].append(missing.encode())

@@ -13,7 +13,7 @@ export class GatewayError extends Error {
   }
 
   get text() {
-    return this.remedy ? `${this.message} ${this.remedy}` : this.message;
+    return this.remedy ? `${this.message}${/[.!?…]$/.test(this.message) ? "" : "."} ${this.remedy}` : this.message;
   }
 }
 

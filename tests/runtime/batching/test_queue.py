@@ -149,7 +149,7 @@ def test_a_time_limit_that_no_call_meets_is_named() -> None:
     with pytest.raises(Overloaded, match=r"takes 0\.021 s, longer than its time limit of 0\.005 s") as caught:
         queue.admit(Item(deadline_s=0.005, timeout_s=0.005), 0.0, busy())
     assert "X-Request-Timeout" in caught.value.remedy
-    with pytest.raises(Overloaded, match="has 1 invocations waiting"):
+    with pytest.raises(Overloaded, match="has 1 invocation waiting"):
         queue.admit(Item(deadline_s=0.025, timeout_s=0.025), 0.0, busy())
 
 

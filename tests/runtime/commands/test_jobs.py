@@ -211,7 +211,7 @@ def test_jobs_are_cancelled_and_purged(pilotflame: Run, does: str, fifo: Path):
 def test_a_purge_asks_a_person(pilotflame: Run, does: str):
     asked = pilotflame("jobs", "purge", does, given=b"n\n", person=True)
     assert (asked.returncode, asked.stdout.strip()) == (130, "")
-    assert f"0 jobs that wait for {does}?" in asked.stderr
+    assert f"0 waiting jobs of {does}?" in asked.stderr
     assert pilotflame("jobs", "purge", does, given=b"y\n", person=True).stdout.lstrip() == "0 cancelled\n"
 
 

@@ -119,7 +119,7 @@ def test_another_snapshot_is_overwritten_by_force_only(weights: Path, tmp_path: 
 
 def test_convert_both_ways(weights: Path, tmp_path: Path) -> None:
     made = run("convert", weights, tmp_path / "bf16", "--dtype", "bf16").output
-    assert "1 file and 1 asset, 1 tensors (1 BF16)" in made
+    assert "1 file and 1 asset, 1 tensor (1 BF16)" in made
     back = json.loads(run("convert", weights, tmp_path / "w.tensors", "--to", "tensorizer", "--json").output)
     assert back["bytes"] == 2400
     facts = json.loads(run("convert", tmp_path / "w.tensors", tmp_path / "again", "--json").output)

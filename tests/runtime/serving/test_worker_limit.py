@@ -172,7 +172,7 @@ async def test_who_gets_none_because_of_the_owners_limit_is_told_so_and_it_outli
         late = gateway.function("late")
         error = await late.error("late")
         assert (error["status"], error["type"]) == (504, "deadline_exceeded")
-        assert "functions of its owner may have 1 workers" in error["message"]
+        assert "functions of its owner may have 1 worker" in error["message"]
         assert error["details"]["owner_limit"] == 1
         assert actions(gateway, late, "owner_limit") == ["refuse"]
         gate.open()

@@ -101,7 +101,7 @@ def test_a_disk_that_cannot_be_written_ends_nothing(files: LogFiles, tmp_path: P
     (tmp_path / f"{name}.jsonl").rmdir()
     files.write(name, line(2))
     assert texts(files.search(name, LogQuery())) == [
-        "line 2", "1 lines were not stored: the disk is too slow or full",
+        "line 2", "1 line was not stored: the disk is too slow or full",
     ]  # fmt: skip
 
 
