@@ -3,9 +3,8 @@
 What an author has to know:
 
 - A ```python block is run as a program of its own, with warnings as errors; it must end without an exception.
-- A ```console block holds commands, on lines that begin with "$ " (a line that ends in a backslash goes on, and lines
-  after a command that begin with "> " belong to it). Every other line is output for the reader and is not compared:
-  figures differ. Each command is given to a shell and must end with 0.
+- A ```sh block holds commands, as a reader pastes them: no prompts, no output. Each line is a command, which is given to a shell
+  and must end with 0. A line that ends in a backslash goes on; after `export`, the rest of the block is given to the same shell.
 - A command that ends in " &" runs on, as `pilotflame serve &` does, until the README is over. The next command begins at once,
   as it does when a reader pastes the block. In the end the command is sent SIGTERM and must end with 0.
 - Write the address that people will have: http://127.0.0.1:8600 (or localhost:8600). The test puts a free port there, and
@@ -69,17 +68,15 @@ def blocks(text: str) -> Iterator[Block]:
 
 
 def commands(block: Block) -> list[str]:
-    """The commands of a console block, continued lines joined."""
+    """The commands of a shell block, continued lines joined."""
     found: list[str] = []
     goes_on = False
     for line in block.text.splitlines():
-        if goes_on or line.startswith("> "):
-            found[-1] += "\n" + line.removeprefix("> ")
-        elif line.startswith("$ "):
-            found.append(line.removeprefix("$ "))
+        if goes_on:
+            found[-1] += "\n" + line
         else:
-            continue
-        goes_on = line.endswith("\\")
+            found.append(line)
+        goes_on = line.endswith("\\") or found[-1].startswith("export ")
     return found
 
 
@@ -116,7 +113,7 @@ class Terminal:
         elif block.language == "python":
             done = self.run([sys.executable, "-W", "error", "-c", self.addressed(block.text)])
             assert done.returncode == 0, f"the python block of line {block.line}:\n{done.stdout}"
-        elif block.language == "console":
+        elif block.language == "sh":
             for command in commands(block):
                 self.command(command)
         elif block.language == "json":

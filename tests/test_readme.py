@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from doc_blocks import README, Block, Terminal, blocks, commands
+from doc_blocks import README, ROOT, Block, Terminal, blocks, commands
 
 
 @pytest.fixture
@@ -26,12 +26,13 @@ def terminal() -> Iterator[Terminal]:
 @pytest.mark.timeout(300)
 def test_the_readmes_blocks_run(terminal: Terminal) -> None:
     found = list(blocks(README.read_text()))
-    assert any(block.language == "console" and block.skipped is None for block in found)
+    assert any(block.language == "sh" and block.skipped is None for block in found)
     for block in found:
         terminal.block(block)
 
 
 # What replaces the commands that install: the test's own environment has pilotflame.
+PAGES = [README, *sorted((ROOT / "docs").rglob("*.md")), *sorted((ROOT / "templates").rglob("*.md"))]
 INSTALLERS = ("git", "pip", "pip3", "pipx", "python3", "uv", "virtualenv")
 PASTED = ("Install", "Quick start")
 # Appended to the pasted text. `$!` is `serve &`, the only job of this bash.
@@ -39,10 +40,17 @@ ENDING = "\nkill $! && wait $!; echo gateway ended with $?\n"
 
 
 def section(text: str, heading: str) -> str:
-    """Return the console commands of a section, as a reader copies them."""
+    """Return the commands of a section, as a reader copies them."""
     part = re.split(r"^#+ ", text.split(f"\n## {heading}\n", 1)[1], maxsplit=1, flags=re.MULTILINE)[0]
-    found = [block for block in blocks(part) if block.language == "console"]
-    return "".join(f"{command}\n" for block in found for command in commands(block))
+    return "".join(f"{block.text}\n" for block in blocks(part) if block.language == "sh")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_block_that_is_pasted_has_prompts(page: Path) -> None:
+    # A block without a language can be a recording, with output.
+    pasted = [block for block in blocks(page.read_text()) if block.language]
+    prompts = [line for block in pasted for line in block.text.splitlines() if line.startswith("$ ")]
+    assert not prompts
 
 
 @pytest.mark.timeout(120)
@@ -71,18 +79,17 @@ x = 1
 <!-- not run: it takes a minute,
      on a good day -->
 
-```console
-$ make demo
+```sh
+make demo
 ```
 <!-- not run: this one is not about the next block -->
 Words between.
-```console
-$ pilotflame init hello \\
+```sh
+pilotflame init hello \\
     --template hello
-made hello
-$ pilotflame invoke hello '{
-> "a": 1}'
-$ pilotflame serve &
+pilotflame serve &
+export KEY=x
+echo $KEY | pilotflame invoke hello -
 ```
 
 ```
@@ -92,16 +99,16 @@ no language
 
 
 def test_blocks_are_found_with_their_reasons() -> None:
-    python, demo, console, plain = blocks(SAMPLE)
+    python, demo, shell, plain = blocks(SAMPLE)
     assert (python.language, python.text, python.skipped, python.line) == ("python", "x = 1", None, 4)
     assert demo.skipped is not None
     assert demo.skipped.startswith("it takes a minute")
-    assert console.skipped is None
+    assert shell.skipped is None
     assert plain.language == ""
-    assert commands(console) == [
+    assert commands(shell) == [
         "pilotflame init hello \\\n    --template hello",
-        "pilotflame invoke hello '{\n\"a\": 1}'",
         "pilotflame serve &",
+        "export KEY=x\necho $KEY | pilotflame invoke hello -",
     ]
 
 
@@ -115,12 +122,12 @@ def test_a_block_without_an_end_is_an_error() -> None:
     [
         Block(1, "python", "1 / 0"),
         Block(1, "python", "import warnings; warnings.warn('x')"),
-        Block(1, "console", "$ make no-such-target"),
-        Block(1, "console", "$ rm -rf something"),
-        Block(1, "console", "$ pilotflame no-such-command"),
-        Block(1, "console", "$ pilotflame status nothing"),
-        Block(1, "console", "$ pilotflame deploy missing &"),
-        Block(1, "console", "$ make test", skipped=""),
+        Block(1, "sh", "make no-such-target"),
+        Block(1, "sh", "rm -rf something"),
+        Block(1, "sh", "pilotflame no-such-command"),
+        Block(1, "sh", "pilotflame status nothing"),
+        Block(1, "sh", "pilotflame deploy missing &"),
+        Block(1, "sh", "make test", skipped=""),
         Block(1, "json", "{"),
         Block(1, "toml", "x ="),
     ],
@@ -138,8 +145,8 @@ def test_a_block_that_does_not_work_fails(terminal: Terminal, block: Block) -> N
 def test_a_block_that_works_passes(terminal: Terminal) -> None:
     for block in (
         Block(1, "python", "import pilotflame\nassert pilotflame.__version__"),
-        Block(1, "console", "$ pilotflame --version\npilotflame 0.0\n$ make test\n$ git clone x\n$ cd x"),
-        Block(1, "console", "$ rm -rf /", skipped="no"),
+        Block(1, "sh", "pilotflame --version\nmake test\ngit clone x\ncd x"),
+        Block(1, "sh", "rm -rf /", skipped="no"),
         Block(1, "text", "anything"),
     ):
         terminal.block(block)
