@@ -59,7 +59,7 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
     )
     cache_dir: Path = Field(
         default_factory=lambda: _xdg(os.environ, "XDG_CACHE_HOME", ".cache") / "pilotflame" / "snapshots",
-        description="Folder of the node's cache of fetched snapshots.",
+        description="Folder of the node's cache of fetched snapshots. It does not follow state_dir: all gateways of a user share it.",
         json_schema_extra={"shown_default": "~/.cache/pilotflame/snapshots"},
     )
     cache_memory_mb: int | None = Field(
