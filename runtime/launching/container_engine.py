@@ -57,6 +57,12 @@ def _podman_of(version: dict[str, Any]) -> Version | None:
     return None
 
 
+# The remedy for an image in which no worker can start.
+NOT_BUILT = (
+    "Make the image with `pilotflame build`, or install pilotflame into its `python` (docs/containers.md)."
+)
+
+
 class ContainerEngine:
     """A connection to the engine, which is made when it is first needed. All methods raise LauncherError."""
 
@@ -109,7 +115,7 @@ class ContainerEngine:
 
         client = await self.connect()
         try:
-            async with self._errors(), asyncio.timeout(PULL_TIMEOUT_S):
+            async with self._errors(image), asyncio.timeout(PULL_TIMEOUT_S):
                 try:
                     await client.images.inspect(image)
                 except DockerError as error:
@@ -134,7 +140,7 @@ class ContainerEngine:
         """
         try:
             client = await self.connect()
-            async with self._errors(), asyncio.timeout(ENGINE_TIMEOUT_S):
+            async with self._errors(str(configuration["Image"])), asyncio.timeout(ENGINE_TIMEOUT_S):
                 created = await client.containers.create({**configuration, "User": self._user}, name=name)
                 if self.closing:
                     return LauncherError(SHUTTING_DOWN)
@@ -212,8 +218,8 @@ class ContainerEngine:
         return client
 
     @contextlib.asynccontextmanager
-    async def _errors(self) -> AsyncIterator[None]:
-        """Raise LauncherError for errors of the engine and of the connection to it."""
+    async def _errors(self, image: str = "") -> AsyncIterator[None]:
+        """Raise LauncherError for errors of the engine and of the connection to it. `image` is the image that it needs."""
         import aiodocker  # noqa: PLC0415
         import aiohttp  # noqa: PLC0415
 
@@ -225,9 +231,12 @@ class ContainerEngine:
                     f"The container engine at {self._url} cannot be reached.",
                     "Start its service.",
                 )
-            elif error.status == HTTPStatus.NOT_FOUND:
+            elif "executable file" in error.message:
+                message, remedy = f"The image has no `python`: {error.message}.", NOT_BUILT
+            elif error.status == HTTPStatus.NOT_FOUND and image:
                 message = f"The container engine does not have the image: {error.message}."
-                remedy = "Build or pull the image on this node."
+                tool = "docker" if self._podman is None else "podman"
+                remedy = f"Run `{tool} pull {image}` on this node, or build it there with `pilotflame build`, and deploy again."
             else:
                 message, remedy = f"The container engine refused: {error.message}.", "See the engine's log."
             raise LauncherError(message, remedy=remedy) from error

@@ -22,7 +22,14 @@ from ...snapshot.format.manifest import Manifest
 from ..link.worker_spec import REQUEST_VARIABLE, Weights, WorkerSpec
 from ..telemetry.logs import Log, LogBook
 from .container import Container, ContainerBase, ContainerChild
-from .container_engine import EXIT_TIMEOUT_S, GATEWAY_LABEL, REMOVE_TIMEOUT_S, SHUTTING_DOWN, ContainerEngine
+from .container_engine import (
+    EXIT_TIMEOUT_S,
+    GATEWAY_LABEL,
+    NOT_BUILT,
+    REMOVE_TIMEOUT_S,
+    SHUTTING_DOWN,
+    ContainerEngine,
+)
 from .launcher import NO_SECRETS
 from .listener import Listener
 from .process_launcher import SINGLE_THREADED
@@ -222,8 +229,7 @@ class ContainerLauncher:
                 return dialled.result()
             if not ended.done():
                 raise LauncherError(f"Container {name} did not connect within {START_TIMEOUT_S:.0f} s.")
-            remedy = "The image must have a `python` with pilotflame in it; see docs/containers.md."
-            raise LauncherError(f"Container {name} {ended.result()}", remedy=remedy)
+            raise LauncherError(f"Container {name} {ended.result()}", remedy=NOT_BUILT)
         finally:
             ended.cancel()
 
@@ -247,9 +253,7 @@ class ContainerLauncher:
                     words = await self._engine.last_words(container.engine_side)
             except TimeoutError:
                 raise error from None
-            remedy = (
-                "Correct the image. If the code is 137, it may need more memory: raise resources.memory_mb."
-            )
+            remedy = f"{NOT_BUILT} If the code is 137, it may need more memory: raise resources.memory_mb."
             raise LauncherError(f"Container {container.name} {words}", remedy=remedy) from None
         built = True
         return base

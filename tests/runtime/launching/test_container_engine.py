@@ -31,13 +31,15 @@ def podman_version(version: str) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def recording_engine(folder: Path, version: dict[str, Any]) -> AsyncIterator[tuple[str, list[Any]]]:
-    """The URL of an engine that creates no container, and what it was asked to create."""
+async def recording_engine(
+    folder: Path, version: dict[str, Any], message: str = "not here", status: int = 500
+) -> AsyncIterator[tuple[str, list[Any]]]:
+    """The URL of an engine that creates no container, for this reason, and what it was asked to create."""
     asked: list[Any] = []
 
     async def create(request: web.Request) -> web.StreamResponse:
         asked.append(await request.json())
-        return web.json_response({"message": "not here"}, status=500)
+        return web.json_response({"message": message}, status=status)
 
     async with scripted_engine(folder, create, {"ApiVersion": "1.43", **version}) as url:
         yield url, asked
@@ -61,6 +63,28 @@ async def refusal(url: str, state: Path, resources: Resources, image: str = "any
     finally:
         listener.close()
     return caught.value
+
+
+@pytest.mark.parametrize(
+    ("version", "command"),
+    [(DOCKER, "docker pull other/echo:1"), (podman_version("5.4.0"), "podman pull other/echo:1")],
+)
+async def test_an_image_that_is_not_on_the_node_can_be_pulled(
+    state: Path, version: dict[str, Any], command: str
+):
+    async with recording_engine(state, version, "No such image: other/echo:1", 404) as (url, _):
+        error = await refusal(url, state, Resources(), "other/echo:1")
+    assert "No such image" in error.message
+    assert f"`{command}`" in error.remedy
+    assert "deploy again" in error.remedy
+
+
+async def test_an_image_without_python_names_the_command_that_makes_images(state: Path):
+    said = 'exec: "python": executable file not found in $PATH'
+    async with recording_engine(state, DOCKER, said, 404) as (url, _):
+        error = await refusal(url, state, Resources())
+    assert "has no `python`" in error.message
+    assert "`pilotflame build`" in error.remedy
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,7 @@ async def test_a_base_that_dies_of_an_import_says_of_which(engine: Engine, state
             LauncherError, match=r"code 1 before (?s:.*)No module named 'no_such_package'"
         ) as told:
             await launcher.launch(spec, LogBook(), lambda: None)
-        assert "image" in told.value.remedy
+        assert "`pilotflame build`" in told.value.remedy
 
 
 async def test_a_container_that_somebody_removed_is_not_an_error(engine: Engine, state: Path) -> None:
