@@ -11,8 +11,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import boto3
 import pytest
 from hub_server import HubServer
+from moto_server import moto_server
 from pilotflame.errors import CodeError, PilotflameError, SnapshotError
 from pilotflame.runtime.commands.client import Client
 from pilotflame.runtime.commands.model_template import find_template, write_function
@@ -116,6 +118,27 @@ def test_a_model_of_the_hub_is_named_and_referred_to(tmp_path: Path, monkeypatch
             write_function("hf://org/Tiny-BERT@main", None)
         with pytest.raises(PilotflameError, match="org/None"):
             write_function("hf://org/None", None)
+
+
+def test_a_model_in_s3_is_named_and_referred_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = json.dumps({"architectures": ["BertModel"], "vocab_size": 9}).encode()
+    monkeypatch.chdir(tmp_path)
+    with moto_server() as endpoint:
+        for name, value in {
+            "AWS_ACCESS_KEY_ID": "x", "AWS_SECRET_ACCESS_KEY": "y", "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_ENDPOINT_URL": endpoint,
+        }.items():  # fmt: skip
+            monkeypatch.setenv(name, value)
+        s3 = boto3.client("s3")
+        s3.create_bucket(Bucket="models")
+        for name, body in (("config.json", config), ("model.safetensors", b""), ("vocab.txt", b"")):
+            s3.put_object(Bucket="models", Key=f"bert/tiny/{name}", Body=body)
+        assert write_function("s3://models/bert/tiny", None) == Path("tiny")
+        assert '\nsnapshot = "s3://models/bert/tiny"\n' in Path("tiny/pilotflame.toml").read_text()
+        assert "s3://models/bert/tiny" in Path("tiny/README.md").read_text()
+        with pytest.raises(SnapshotError, match="has no config"):
+            write_function("s3://models/bert", None)
+        s3.close()
 
 
 def caller(client: Client, name: str) -> Answer:
