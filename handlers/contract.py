@@ -176,6 +176,10 @@ class Context:
         first = items[0]
         return cls(first.function, first.revision, state=first.state, invocation_id=first.id, items=items)
 
+    def limit(self, deadline_s: float) -> None:
+        """Set the deadline, on the monotonic clock: a job's time counts from the start of its call."""
+        self._deadline_s = deadline_s
+
     @property
     def deadline(self) -> float | None:
         """The deadline as a Unix timestamp in seconds, or None."""

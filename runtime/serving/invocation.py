@@ -139,6 +139,8 @@ class Invocation:
     def head(self, now_s: float, more: int = 0) -> dict[str, Any]:
         """Return what is sent to the worker with the body. `more` invocations of its batch follow."""
         head: dict[str, Any] = {"id": self.id, "remaining_s": self.deadline_s - now_s}
+        if self.execution_s is not None:
+            head["execution_s"] = self.execution_s
         if more:
             head["more"] = more
         if self.attempt > 1:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import time
 from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -80,7 +79,7 @@ class LoopRunner(Runner):
         # No peers: a list with the call itself would be a reference cycle that only the collector frees.
         calls[0].set_task(asyncio.current_task())
         arguments = self.handler.arguments(calls[0].context, events[0])
-        started_s = time.monotonic()
+        started_s = self.started(calls)
         try:
             if self._streaming:
                 await self._stream(calls[0], arguments)
@@ -112,7 +111,7 @@ class LoopRunner(Runner):
         return run.frames
 
     async def _run_piece(self, run: BatchRun, calls: list[Call]) -> None:
-        started_s = time.monotonic()
+        started_s = self.started(calls)
         try:
             answer = await self.handler.call(*run.arguments(calls))
         except asyncio.CancelledError as error:

@@ -56,11 +56,17 @@ class Call:
     cancellation: Cancellation
     accept: str = ""
     credit: Credit | None = None
+    execution_s: float | None = None
+    """How long the call of a job may take, from its start."""
     received_s: float = field(default_factory=time.monotonic, init=False)
     event: Any = field(default=None, init=False)
     cost: float = field(default=1.0, init=False)
     task: asyncio.Task[Any] | None = field(default=None, init=False)
     peers: Sequence[Call] = field(default=(), init=False)
+
+    def start(self, now_s: float) -> None:
+        if self.execution_s is not None:
+            self.context.limit(now_s + self.execution_s)
 
     def set_task(self, task: asyncio.Task[Any] | None, peers: Sequence[Call] = ()) -> None:
         self.task, self.peers = task, peers
@@ -172,6 +178,14 @@ class Runner(ABC):
         if wanted != self.window:
             self.window = wanted
             self.link.send_json(FrameKind.WINDOW, 0, {"window": wanted})
+
+    @staticmethod
+    def started(calls: list[Call]) -> float:
+        """Return the time at which the handler is called, from which the time limits of jobs count."""
+        now_s = time.monotonic()
+        for call in calls:
+            call.start(now_s)
+        return now_s
 
     def decode(self, group: list[Call]) -> tuple[list[Call], list[Any], list[bytes]]:
         """Return the invocations to run, their events, and error frames for cancelled and invalid ones."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import queue
-import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -60,7 +59,7 @@ class ThreadRunner(Runner):
         if not calls:
             return frames
         arguments = self.handler.arguments(calls[0].context, events[0])
-        started_s = time.monotonic()
+        started_s = self.started(calls)
         try:
             with self.gate():
                 if self._streaming:
@@ -74,7 +73,7 @@ class ThreadRunner(Runner):
         run = BatchRun(self, group)
         while calls := run.next_piece():
             output.begin(calls)
-            started_s = time.monotonic()
+            started_s = self.started(calls)
             try:
                 with self.gate():
                     answer = self.handler.call(*run.arguments(calls))

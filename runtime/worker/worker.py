@@ -293,7 +293,7 @@ class Worker:
         credit = Credit() if self._streaming else None
         call = Call(
             frame.channel, frame.payload, head.get("type", ""), context, cancellation,
-            head.get("accept", ""), credit,
+            head.get("accept", ""), credit, head.get("execution_s"),
         )  # fmt: skip
         self._runner.submit(call, head.get("more", 0))
 

@@ -70,6 +70,18 @@ def test_secrets_and_state_are_there_in_setup_and_handler(
     assert answer == [[None, "p", "s", ""], "i4", 2, "00-a-b-01", "tone", "r1-abc", True, False]
 
 
+@pytest.mark.parametrize("prefix", ["", "async "])
+@pytest.mark.parametrize("batch", ["", "@pilotflame.batch(max_size=2)\n"])
+def test_the_time_of_a_job_counts_from_the_start_of_its_call(
+    worker: Callable[..., Process], prefix: str, batch: str
+) -> None:
+    event = "[(context.items or [context])[0].remaining_ms()]"
+    process = worker(f"import pilotflame\n{batch}{prefix}def handler(event, context):\n    return {event}\n")
+    process.ready()
+    left_ms = process.ask(1, None, remaining_s=0.001, execution_s=50.0)
+    assert 0 < (left_ms if batch else left_ms[0]) - 40_000 <= 10_000
+
+
 @pytest.mark.parametrize(("setup", "handler"), [("async ", ""), ("", "async ")])
 def test_hooks_and_handler_may_be_of_different_kinds(
     worker: Callable[..., Process], setup: str, handler: str
