@@ -155,6 +155,25 @@ def test_processors_are_shared_out_unless_the_settings_name_threads(store: Store
     assert fair_threads(one.model_copy(update={"resources": Resources(cpus=1.5)})) == 1
 
 
+@pytest.mark.xfail(reason="issue 27", strict=True)
+@pytest.mark.parametrize(
+    ("settings", "parks"),
+    [
+        ("", False),
+        ("scale.park_after_s = 5", True),
+        ("resources = {gpus = 1, gpu_memory_mb = 4096}", True),
+        # The gateway ends such workers to make room.
+        ("resources.gpus = 1", False),
+    ],
+)
+def test_workers_know_whether_the_gateway_may_park_them(
+    store: Store, folder: Path, settings: str, parks: bool
+) -> None:
+    (folder / "pilotflame.toml").write_text(f"wait_for_weights = true\n{settings}\n")
+    spec = worker_spec(store, published(store, prepared(store, folder)), Path("cache"))
+    assert (spec.parks, spec.wait_for_weights) == (parks, True)
+
+
 BROKEN: dict[str, tuple[Callable[[Path], object], type[PilotflameError], str]] = {
     "unknown setting": (lambda f: (f / "pilotflame.toml").write_text("concurency = 1\n"), SettingsError, "concurrency"),
     "broken settings": (lambda f: (f / "pilotflame.toml").write_text("x = ["), SettingsError, "pilotflame.toml"),

@@ -1,15 +1,27 @@
-"""The hint for handlers that load weights at import: it has the class that the code used, and works as it stands."""
+"""The hint for handlers that load weights at import: it has the class that the code used, and works as it stands.
+
+And what a worker's snapshots know of the function's settings.
+"""
 
 from __future__ import annotations
 
 import sys
 import types
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from pilotflame.runtime.link.frames import FrameKind
+from pilotflame.runtime.link.worker_spec import Weights
+from pilotflame.runtime.settings.resources import Resources
 from pilotflame.runtime.worker.function_setup import weights_hint
 from pilotflame.snapshot.format.create import create
+from pilotflame.snapshot.format.manifest import MANIFEST_NAME
 from pilotflame.snapshot.handle import Snapshot
+from safetensors.torch import save_file
+from worker_process import WorkerProcess
 
 CONFIG = "AutoConfig.from_pretrained(context.snapshot.path)"
 
@@ -63,3 +75,74 @@ def test_the_hint_for_a_pipeline_is_code_that_works(folder: Path, monkeypatch: p
     [wanted] = vars(sys.modules["hinted_handler"])["pipe"]("the sea is calm")
     assert found["label"] == wanted["label"]
     assert found["score"] == pytest.approx(wanted["score"], abs=1e-5)
+
+
+# -- what the snapshots of a worker know of the settings
+
+ON_DEVICE = """
+import ctypes
+from torch import nn
+from pilotflame.snapshot.restoring.device import simulated
+
+# Copies that take longer than the start of a worker.
+simulated.SimulatedDevice.__init__.__defaults__ = (0, 0.2)
+
+def build(context):
+    with context.snapshot.skeleton():
+        net = nn.Linear(8, 8)
+    context.snapshot.restore(net, device=DEVICE)
+    return net
+
+def handler(event, context):
+    if event == "checksums":
+        context.snapshot.wait()
+        return sum(len(upload.sums) for _, upload in context.snapshot._uploads)
+    # As an extension reads that gets the address past the dispatcher.
+    return list(ctypes.string_at(context.state.weight.untyped_storage().data_ptr(), 8))
+"""
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., WorkerProcess]]:
+    root, started = tmp_path / "weights", list[WorkerProcess]()
+    root.mkdir()
+    save_file({"weight": torch.ones(8, 8), "bias": torch.ones(8)}, root / "model.safetensors")
+    create(root).write(root / MANIFEST_NAME)
+    weights = Weights(name="", root=root, manifest=root / MANIFEST_NAME)
+
+    def start(device: str, **spec: Any) -> WorkerProcess:
+        started.append(
+            WorkerProcess(tmp_path, ON_DEVICE.replace("DEVICE", repr(device)), weights=(weights,), **spec)
+        )
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.close()
+
+
+XFAIL = pytest.mark.xfail(reason="issue 27", strict=True)
+
+
+@XFAIL
+def test_auto_is_an_error_in_a_function_with_gpus(start: Callable[..., WorkerProcess]) -> None:
+    worker = start("auto", resources=Resources(gpus=1))
+    worker.send(FrameKind.ACTIVATE, 0, {"env": {"CUDA_VISIBLE_DEVICES": "0"}})
+    assert 'resources.gpus is 1, but torch finds no CUDA device for "auto"' in str(
+        worker.expect(FrameKind.FAILED).json()
+    )
+
+
+@XFAIL
+def test_a_worker_waits_for_all_weights_if_the_function_says_so(start: Callable[..., WorkerProcess]) -> None:
+    worker = start("simulated", wait_for_weights=True)
+    worker.ready()
+    assert worker.ask(1) == [0, 0, 128, 63, 0, 0, 128, 63]
+
+
+@XFAIL
+@pytest.mark.parametrize("parks", [True, False])
+def test_checksums_are_made_where_a_function_parks(start: Callable[..., WorkerProcess], parks: bool) -> None:
+    worker = start("simulated", parks=parks)
+    worker.ready()
+    assert worker.ask(1, "checksums") == parks
