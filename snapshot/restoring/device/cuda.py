@@ -68,8 +68,7 @@ class CudaDevice:
     def empty(self, size_bytes: int) -> Tensor:
         with self._room(size_bytes), self._on(self._stream):
             found = torch.empty(size_bytes, dtype=torch.uint8, device=self.device)
-        # It is freed when operations that the default stream still has to run may use it.
-        found.record_stream(torch.cuda.default_stream(self.device))
+        self._record(found)
         return found
 
     def resize(self, storage: UntypedStorage, size_bytes: int, *, copied_to: bool) -> None:
@@ -77,10 +76,13 @@ class CudaDevice:
         stream = self._stream if copied_to else torch.cuda.current_stream(self.device)
         with self._room(size_bytes), self._on(stream):
             storage.resize_(size_bytes)
+        if size_bytes and copied_to:
+            # It is another block of the allocator.
+            self._record(torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage))
 
     def release(self) -> None:
+        # Pinned memory stays: its buffers are used again, and torch 2.11 cannot give it back.
         torch.cuda.empty_cache()
-        torch.accelerator.empty_host_cache()
 
     def finish(self) -> None:
         torch.cuda.synchronize(self.device)
@@ -107,6 +109,10 @@ class CudaDevice:
                 then()
                 event = CudaEvent(self.device, self._following)
         return event
+
+    def _record(self, memory: Tensor) -> None:
+        """Let memory that is freed be used again only after the operations that the default stream has by then."""
+        memory.record_stream(torch.cuda.default_stream(self.device))
 
     @contextmanager
     def _on(self, stream: torch.cuda.Stream) -> Iterator[None]:

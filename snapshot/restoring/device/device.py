@@ -70,7 +70,7 @@ class Device(Protocol):
         """
 
     def release(self) -> None:
-        """Give memory that was freed back to the driver and the host, where torch would keep it for later."""
+        """Give memory that was freed back to the driver, where torch would keep it for later."""
 
 
 def find_device(name: str) -> Device | None:

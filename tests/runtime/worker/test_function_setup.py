@@ -1,6 +1,6 @@
 """The hint for handlers that load weights at import: it has the class that the code used, and works as it stands.
 
-And what a worker's snapshots know of the function's settings.
+The last tests show that settings of the function reach the snapshots of its workers.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def test_the_hint_for_a_pipeline_is_code_that_works(folder: Path, monkeypatch: p
     assert found["score"] == pytest.approx(wanted["score"], abs=1e-5)
 
 
-# -- what the snapshots of a worker know of the settings
+# -- settings that reach the snapshots of a worker
 
 ON_DEVICE = """
 import ctypes

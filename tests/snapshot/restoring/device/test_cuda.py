@@ -147,12 +147,10 @@ def scripted(monkeypatch: pytest.MonkeyPatch) -> CudaDevice:
     return CudaDevice(0)
 
 
-@pytest.mark.xfail(reason="issue 27", strict=True)
 def test_memory_is_given_back_with_a_torch_that_cannot_empty_the_host_cache(scripted: CudaDevice) -> None:
     scripted.release()
 
 
-@pytest.mark.xfail(reason="issue 27", strict=True)
 def test_memory_that_is_allocated_again_is_recorded_for_the_default_stream_as_at_first(
     scripted: CudaDevice,
 ) -> None:
