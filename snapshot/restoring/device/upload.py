@@ -130,8 +130,8 @@ class DeviceUpload:
             if not event.done():
                 event.precede()
 
-    def end(self, timeout_s: float) -> bool:
-        """Wait until nothing is submitted any more. Return False if the fetch or a copy has failed.
+    def end(self, timeout_s: float | None) -> bool:
+        """Wait until nothing is submitted or freed any more. Return False if the fetch or a copy has failed.
 
         Raises SourceUnavailable after `timeout_s`.
         """
@@ -146,9 +146,14 @@ class DeviceUpload:
         )
 
     def wait(self, timeout_s: float | None) -> None:
-        """Block until all bytes are on the device. Raises as `precede`."""
+        """Block until all bytes are on the device, and nothing is freed any more. Raises as `precede`.
+
+        A graph can be captured then: to free memory meanwhile would spoil it.
+        """
+        begun_s = time.monotonic()
         for event in self._submitted(range(len(self._events)), timeout_s):
             event.wait()
+        self.end(None if timeout_s is None else max(0.0, begun_s + timeout_s - time.monotonic()))
 
     def _submitted(self, pieces: Sequence[int], timeout_s: float | None) -> list[Event]:
         missing = [number for number in pieces if self._events[number] is None]
@@ -231,7 +236,14 @@ class DeviceUpload:
             last = self._running == 1
             self._running -= not last
         if last:
-            self._end()
+            try:
+                self._end()
+            except (RuntimeError, OSError) as error:
+                self.fail(SnapshotError(f"What the copy to {self.device.name} used is not freed: {error!r}."))
+            finally:
+                with self._changed:
+                    self._running = 0
+                    self._changed.notify_all()
 
     def _next(self) -> int | None:
         """Wait for a piece whose bytes have landed. Return None if there will be none."""
@@ -330,9 +342,6 @@ class DeviceUpload:
         self.ended_s = time.monotonic()
         self._files.close()
         self.device.release()
-        with self._changed:
-            self._running = 0
-            self._changed.notify_all()
 
 
 def checksum(content: Tensor, factors: Tensor) -> Tensor:

@@ -352,7 +352,6 @@ def layers_on(device: SimulatedDevice, save: Save, **options: bool) -> upload.De
     return begin_upload(plan, Mapping(root, manifest), device, threads=3, **options)
 
 
-@XFAIL
 def test_an_upload_ends_although_the_device_cannot_give_memory_back(
     save: Save, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -366,7 +365,6 @@ def test_an_upload_ends_although_the_device_cannot_give_memory_back(
     assert uploaded.end(2)
 
 
-@XFAIL
 def test_nothing_is_pinned_or_freed_after_wait_has_returned(
     save: Save, monkeypatch: pytest.MonkeyPatch
 ) -> None:
