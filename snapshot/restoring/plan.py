@@ -401,7 +401,7 @@ def blank(plan: Plan, device: Device | None = None) -> None:
     """Give `plan.module` weights of zeros, to run it in a rehearsal. On the host they take no memory.
 
     All weights view one region that is never written: on the host, the kernel maps its one page of zeros there. On
-    a device, it is as large as the largest of the weights.
+    a device, it is as large as the largest of the weights, and the buffers for copying the real ones are pinned now.
     """
     largest = max((step.tensor.itemsize * math.prod(step.place.shape) for step in plan.steps), default=0)
     if not largest:
@@ -409,6 +409,8 @@ def blank(plan: Plan, device: Device | None = None) -> None:
     if device is not None:
         region = device.empty(-(-largest // ALIGN_BYTES) * ALIGN_BYTES).zero_()
         _view_in(plan, region, [0] * len(plan.steps))
+        if plan.layout is not None:
+            device.buffers.reserve(len(plan.layout.pieces), plan.layout.largest_bytes)
         return
     zeros = mmap.mmap(-1, largest, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     storage = torch.frombuffer(zeros, dtype=torch.uint8).untyped_storage()

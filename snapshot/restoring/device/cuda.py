@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, UntypedStorage
 
 from ....errors import SnapshotError
+from .buffers import HostBuffers
 
 if TYPE_CHECKING:
     from .device import Event
@@ -24,6 +26,16 @@ def described() -> list[str]:
     """Return the name and the memory of each device that torch finds, such as "NVIDIA H200, 139 GiB"."""
     found = [torch.cuda.get_device_properties(number) for number in range(torch.cuda.device_count())]
     return [f"{one.name}, {one.total_memory / (1 << 30):.0f} GiB" for one in found]
+
+
+def _pinned(size_bytes: int) -> Tensor:
+    return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+
+
+@cache
+def _buffers() -> HostBuffers:
+    """Return the buffers of this process. Copies to every CUDA device can use them."""
+    return HostBuffers(_pinned)
 
 
 class CudaEvent:
@@ -63,6 +75,7 @@ class CudaDevice:
         self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         # For what follows a copy, so that the next copy need not wait for it.
         self._following = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+        self.buffers = _buffers()
         self.made_s = begun_s, time.monotonic()
 
     def empty(self, size_bytes: int) -> Tensor:
@@ -88,7 +101,7 @@ class CudaDevice:
         torch.cuda.synchronize(self.device)
 
     def buffer(self, size_bytes: int) -> Tensor:
-        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+        return _pinned(size_bytes)
 
     def copy(
         self,

@@ -15,6 +15,7 @@ from torch import Tensor, UntypedStorage
 
 from ....errors import SnapshotError
 from . import cuda
+from .buffers import HostBuffers
 from .simulated import SimulatedDevice
 
 AUTO, CPU, SIMULATED = "auto", "cpu", "simulated"
@@ -40,12 +41,14 @@ class Device(Protocol):
     device: torch.device
     made_s: tuple[float, float]
     """When making it began and ended, by the monotonic clock. It includes the context that the process needs there."""
+    buffers: HostBuffers
+    """Made by `buffer`. All devices of one kind in this process may share them."""
 
     def empty(self, size_bytes: int) -> Tensor:
         """Return uninitialised bytes on the device. Raises SnapshotError if it has no room for them."""
 
     def buffer(self, size_bytes: int) -> Tensor:
-        """Return uninitialised bytes of the host, from which copies are fast."""
+        """Return uninitialised bytes of the host, from which copies are fast. Raises RuntimeError if it cannot pin them."""
 
     def copy(
         self,
@@ -57,7 +60,7 @@ class Device(Protocol):
         """Begin to copy `source`, which is on the host, to `target`, of `empty`.
 
         `then` submits operations that follow the copy and `after`, which are earlier copies. The event is the end of
-        all of it. It is fast if `source` is of `buffer`, which may be filled again after the event.
+        all of it. It is fast if `source` is of `buffers`; it may be filled again after the event.
         """
 
     def finish(self) -> None:

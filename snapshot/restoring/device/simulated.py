@@ -25,6 +25,7 @@ from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ....errors import SnapshotError
+from .buffers import HostBuffers
 
 if TYPE_CHECKING:
     from .device import Event
@@ -87,6 +88,7 @@ class SimulatedDevice:
         for number, stream in enumerate(self._streams):
             name = f"simulated-stream-{number}"
             threading.Thread(target=self._run, args=(stream,), name=name, daemon=True).start()
+        self.buffers = HostBuffers(self.buffer)
         # As long as the context of a device, in small.
         self._never.wait(delay_s)
         self.made_s = begun_s, time.monotonic()

@@ -119,6 +119,7 @@ class SlabLayout:
         position = {number: index for index, number in enumerate(order)}
         ranked.sort(key=lambda one: position[one[0]])
         self.pieces = tuple(piece for _, piece in ranked)
+        self.largest_bytes = max((piece.size_bytes for piece in self.pieces), default=0)
         self.spans = tuple(sorted(self._covered()))
         self._begins = [span.begin for span in self.spans]
 

@@ -12,7 +12,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -20,17 +19,15 @@ import torch
 from torch import Tensor
 
 from ....errors import PilotflameError, SnapshotChanged, SnapshotError, SourceUnavailable
-from ....machine import processors
 from ...fetching.arrival import Arrival
 from ...fetching.ranges import Chunks
 from ...format.manifest import Manifest
 from ...sources.folder import FolderSource, object_info
 from ...sources.source import ObjectInfo
 from ..mapping import Mapping
+from .buffers import copying_threads
 from .device import Device, Event
 from .slab import PIECE_BYTES, SLAB, RawGroup, Segment, SlabLayout, SlabPiece, Span
-
-MOST_THREADS = 8
 
 
 class DeviceUpload:
@@ -67,13 +64,12 @@ class DeviceUpload:
         """A heap of pieces whose bytes have landed: those that an operation waits for first, then by number."""
         self._demanded: set[int] = set()
         self._submitting = threading.Lock()
-        self._buffers: list[tuple[Tensor, Event | None]] = []
         self.kept = dict(kept or {})
         for number, content in self.kept.items():
             self._put_back(number, content)
         self._left = self._taken.count(0)
         if self._left:
-            self._start(threads or max(1, min(MOST_THREADS, int(processors()))))
+            self._start(threads or copying_threads())
         else:
             self.ended_s = self.started_s
 
@@ -263,28 +259,17 @@ class DeviceUpload:
             return None
 
     def _copy(self, number: int, piece: SlabPiece) -> None:
-        buffer, before = self._buffer()
-        if before is not None:
-            before.wait()
-        self._files.read(piece.segments, buffer.numpy().data)
-        source = buffer[: piece.size_bytes]
-        # The event is noted before the next piece of the same tensor is submitted: the last one converts.
-        with self._submitting:
-            event = self._submit(number, piece, source)
-            with self._changed:
-                self._events[number] = event
-                self._buffers.append((buffer, event))
-                self._changed.notify_all()
-
-    def _buffer(self) -> tuple[Tensor, Event | None]:
-        """Return a buffer, and the copy from it that may still run. Each thread has two, to fill one while one is sent."""
-        with self._changed:
-            if self._buffers:
-                _, before = self._buffers[0]
-                if len(self._buffers) > self._running or before is None or before.done():
-                    return self._buffers.pop(0)
-        largest = max(piece.size_bytes for piece in self.layout.pieces)
-        return self.device.buffer(largest), None
+        buffer, event = self.device.buffers.take(self.layout.largest_bytes), None
+        try:
+            self._files.read(piece.segments, buffer.numpy().data)
+            # The event is noted before the next piece of the same tensor is submitted: the last one converts.
+            with self._submitting:
+                event = self._submit(number, piece, buffer[: piece.size_bytes])
+                with self._changed:
+                    self._events[number] = event
+                    self._changed.notify_all()
+        finally:
+            self.device.buffers.give(buffer, event)
 
     def _submit(self, number: int, piece: SlabPiece, source: Tensor) -> Event:
         if piece.raw == SLAB:
@@ -332,13 +317,9 @@ class DeviceUpload:
 
     def _end(self) -> None:
         """Give back what only the copies need, once they have ended."""
-        with self._changed:
-            buffers, self._buffers = self._buffers, []
-        for _, event in buffers:
+        for event in self._events:
             if event is not None:
-                with suppress(RuntimeError):
-                    event.wait()
-        del buffers
+                event.wait()
         self.ended_s = time.monotonic()
         self._files.close()
         self.device.release()

@@ -14,7 +14,7 @@ from pilotflame.snapshot.format.create import create
 from pilotflame.snapshot.format.manifest import Manifest
 from pilotflame.snapshot.handle import Snapshot
 from pilotflame.snapshot.named import Snapshots
-from pilotflame.snapshot.restoring.device import slab, upload
+from pilotflame.snapshot.restoring.device import buffers, slab
 from pilotflame.snapshot.restoring.device.device import find_device
 from pilotflame.snapshot.restoring.device.simulated import SimulatedDevice
 from pilotflame.snapshot.restoring.device.upload import checksum, random_factors
@@ -46,7 +46,7 @@ class Net(nn.Module):
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upload, "MOST_THREADS", 3)
+    monkeypatch.setattr(buffers, "MOST_THREADS", 3)
     monkeypatch.setattr(slab.SlabLayout.__init__, "__defaults__", (24_000,))
 
 
@@ -260,7 +260,7 @@ def test_a_module_that_is_parked_without_checksums_is_kept_whole(stored: tuple[P
         assert torch.equal(answer(net, snapshots), right)
 
 
-@pytest.mark.xfail(reason="issue 27", strict=True)
+@pytest.mark.parametrize("stored", ["plain"], indirect=True)
 def test_neither_parking_nor_waking_pins_memory(stored: tuple[Path, Manifest]) -> None:
     net, snapshots = restored(stored)
     device = find_device("simulated")

@@ -1,0 +1,79 @@
+"""Buffers of the host from which copies to a device are fast. They are pinned once, and all uploads use them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ....machine import processors
+
+if TYPE_CHECKING:
+    from .device import Event
+
+MOST_THREADS = 8
+
+
+def copying_threads() -> int:
+    """Return how many threads fill buffers for one upload."""
+    return max(1, min(MOST_THREADS, int(processors())))
+
+
+class HostBuffers:
+    """At most two buffers for each thread of an upload: a thread fills one while the other is copied."""
+
+    def __init__(self, pin: Callable[[int], Tensor]) -> None:
+        """`pin` returns pinned memory of a size in bytes, or raises RuntimeError."""
+        self._pin, self._most = pin, 2 * copying_threads()
+        self._made = 0
+        self._free: list[tuple[Tensor, Event | None]] = []
+        self._changed = threading.Condition()
+
+    def reserve(self, count: int, size_bytes: int) -> None:
+        """Make buffers ahead of need, until there are `count` or the most that there may be."""
+        with self._changed:
+            new = max(0, min(count, self._most) - self._made)
+            self._made += new
+        for _ in range(new):
+            self.give(self._new(size_bytes), None)
+
+    def take(self, size_bytes: int) -> Tensor:
+        """Return a buffer of at least this size that no copy reads any more. Blocks while all are in use."""
+        with self._changed:
+            while (number := self._chosen(size_bytes)) is None and self._made == self._most:
+                self._changed.wait()
+            if number is None:
+                self._made += 1
+                buffer, event = torch.empty(0), None
+            else:
+                buffer, event = self._free.pop(number)
+        try:
+            if event is not None:
+                event.wait()
+            return buffer if buffer.numel() >= size_bytes else self._new(size_bytes)
+        except BaseException:
+            self.give(buffer, None)
+            raise
+
+    def give(self, buffer: Tensor, event: Event | None) -> None:
+        """Let a buffer be taken again once `event`, the end of the copy from it, has come."""
+        with self._changed:
+            self._free.append((buffer, event))
+            self._changed.notify()
+
+    def _chosen(self, size_bytes: int) -> int | None:
+        """Return the number of a free buffer: one that is ready and large enough, or any if no new one can be made."""
+        for number, (buffer, event) in enumerate(self._free):
+            if buffer.numel() >= size_bytes and (event is None or event.done()):
+                return number
+        return 0 if self._free and self._made == self._most else None
+
+    def _new(self, size_bytes: int) -> Tensor:
+        try:
+            return self._pin(size_bytes)
+        except RuntimeError:
+            # Copies from pageable memory are slower, and right.
+            return torch.empty(size_bytes, dtype=torch.uint8)
