@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, UntypedStorage, nn
 
+from ..inner_tensors import tensors_with_bytes
 from .device import Device
 from .upload import DeviceUpload
 
@@ -102,13 +103,22 @@ def _on_host(content: Tensor) -> Tensor:
 def _others(module: nn.Module | None, device: torch.device, slabs: Sequence[Tensor]) -> list[UntypedStorage]:
     """Return the storages of other tensors of the module that are on the device, and can be resized."""
     found: dict[int, UntypedStorage] = {}
-    for tensor in (*module.parameters(), *module.buffers()) if module is not None else ():
+    whole = (*module.parameters(), *module.buffers()) if module is not None else ()
+    for tensor in (inner for one in whole for inner in tensors_with_bytes(one)):
         storage = tensor.untyped_storage()
-        if storage.device == device and storage.nbytes() and storage.resizable():
+        if storage.device == device and storage.nbytes() and storage.resizable() and _has_data(storage):
             found[storage.data_ptr()] = storage
     for slab in slabs:
         found.pop(slab.untyped_storage().data_ptr(), None)
     return list(found.values())
+
+
+def _has_data(storage: UntypedStorage) -> bool:
+    """Return False for the storage of a tensor that stands for others, as a functional one: torch lets nobody read it."""
+    try:
+        return storage.data_ptr() != 0
+    except RuntimeError:
+        return False
 
 
 def _bytes_of(storage: UntypedStorage) -> Tensor:

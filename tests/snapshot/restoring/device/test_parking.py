@@ -50,9 +50,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slab.SlabLayout.__init__, "__defaults__", (24_000,))
 
 
-@pytest.fixture(
-    params=["plain", pytest.param("wrapped", marks=pytest.mark.xfail(reason="issue 27", strict=True))]
-)
+@pytest.fixture(params=["plain", "wrapped"])
 def stored(tmp_path: Path, request: pytest.FixtureRequest) -> tuple[Path, Manifest]:
     torch.manual_seed(0)
     inner = ".held" if request.param == "wrapped" else ""
@@ -223,7 +221,6 @@ def test_what_is_restored_in_inference_mode_can_be_parked(stored: tuple[Path, Ma
         assert torch.equal(answer(late, snapshots), right)
 
 
-@pytest.mark.parametrize("stored", ["plain"], indirect=True)
 def test_the_memory_of_a_module_that_is_gone_is_freed(stored: tuple[Path, Manifest]) -> None:
     _, snapshots = restored(stored)
     slabs = []
@@ -236,7 +233,6 @@ def test_the_memory_of_a_module_that_is_gone_is_freed(stored: tuple[Path, Manife
     assert [slab() is None for slab in slabs] == [True, True, False]
 
 
-@pytest.mark.xfail(reason="issue 27", strict=True)
 def test_a_tensor_whose_storage_has_no_data_is_left_alone(stored: tuple[Path, Manifest]) -> None:
     net, snapshots = restored(stored)
     net.register_buffer("functional", torch._to_functional_tensor(torch.ones(WIDTH)))
@@ -260,7 +256,6 @@ def test_a_module_that_is_parked_without_checksums_is_kept_whole(stored: tuple[P
         assert torch.equal(answer(net, snapshots), right)
 
 
-@pytest.mark.parametrize("stored", ["plain"], indirect=True)
 def test_neither_parking_nor_waking_pins_memory(stored: tuple[Path, Manifest]) -> None:
     net, snapshots = restored(stored)
     device = find_device("simulated")
