@@ -47,6 +47,7 @@ class Snapshot:
         name: str = "",
         cache: Path | None = None,
         mounted: Sequence[Path] = (),
+        parks: bool = True,
     ) -> None:
         """Describe a snapshot in `cache`, the folder of the node's cache, or else in folder `root`.
 
@@ -54,13 +55,14 @@ class Snapshot:
         the shards are in that cache or are still being fetched into it, and `root` holds only the assets. In
         a container, `mounted` are the folders of that snapshot in the cache. Without `cache`, `root` holds
         all files, and `open` refuses a shard that differs from its entry in `verified`, which is what
-        `FolderSource.stat` returned for the verified file.
+        `FolderSource.stat` returned for the verified file. Without `parks`, copies to devices make no checksums;
+        then `park` keeps all weights on the host.
         """
         self.root = root
         self.manifest = manifest
         self.name = name
         self._verified = verified
-        self._cache, self._mounted = cache, mounted
+        self._cache, self._mounted, self._parks = cache, mounted, parks
         self._arrival: Arrival | None = None
         self._plans: list[Plan] = []
         self._mapping: Mapping | None = None
@@ -138,7 +140,7 @@ class Snapshot:
             restore(plan, mapping)
             return None
         self._uploads = [(module, one) for module, one in self._uploads if module() is not None]
-        made = upload(plan, mapping, device)
+        made = upload(plan, mapping, device, parks=self._parks)
         self._uploads.append((weakref.ref(plan.module), made))
         return made
 

@@ -215,6 +215,7 @@ def worker_spec(store: Store, record: RevisionRecord, cache: Path) -> WorkerSpec
         build_timeout_s=settings.build_timeout_s,
         preload=heavy_imports(folder / recognise(folder, settings.handler).file),
         compiled=store.compiled(record),
+        parks=settings.scale.park_after_s is not None or settings.resources.gpu_memory_mb is not None,
     )  # fmt: skip
 
 

@@ -94,6 +94,8 @@ class WorkerSpec(BaseModel):
     image: str = ""
     """The container image that the function runs in; empty if it runs in processes of the gateway's machine."""
     resources: Resources = Resources()
+    parks: bool = True
+    """Whether the gateway may park its workers."""
     compiled: CompiledCode | None = None
 
     @property

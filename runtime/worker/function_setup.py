@@ -94,21 +94,26 @@ def _keep_compiled(spec: WorkerSpec) -> bool:
 
 
 def _snapshots(spec: WorkerSpec) -> Snapshots | None:
-    return Snapshots(map(_snapshot, spec.weights)) if spec.weights else None
+    return Snapshots(_snapshot(spec, one) for one in spec.weights) if spec.weights else None
 
 
-def _snapshot(weights: Weights) -> Snapshot:
+def _snapshot(spec: WorkerSpec, weights: Weights) -> Snapshot:
     from ...snapshot.format.manifest import Manifest  # noqa: PLC0415  only functions with weights need it
     from ...snapshot.sources.folder import FolderSource  # noqa: PLC0415
 
     manifest = Manifest.read(weights.manifest)
     if weights.cache is not None:
         return Snapshot(
-            weights.root, manifest, name=weights.name, cache=weights.cache, mounted=weights.mounted
+            weights.root,
+            manifest,
+            name=weights.name,
+            cache=weights.cache,
+            mounted=weights.mounted,
+            parks=spec.parks,
         )
     files = FolderSource(weights.root)
     verified = [files.stat(shard.name) for shard in manifest.shards]
-    return Snapshot(weights.root, manifest, verified, name=weights.name)
+    return Snapshot(weights.root, manifest, verified, name=weights.name, parks=spec.parks)
 
 
 def weights_hint(code: Path) -> str:

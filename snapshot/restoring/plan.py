@@ -383,16 +383,18 @@ def restore(plan: Plan, mapping: Mapping) -> None:
         _rebuild(plan)
 
 
-def upload(plan: Plan, mapping: Mapping, device: Device, *, threads: int = 0) -> DeviceUpload:
+def upload(
+    plan: Plan, mapping: Mapping, device: Device, *, threads: int = 0, parks: bool = True
+) -> DeviceUpload:
     """Give `plan.module` weights on `device`, to which the bytes of `mapping` are copied from now on.
 
-    Operations before the end of the copy need a `Gate`. Raises SnapshotMismatch if the plan was made for another
+    Operations before the end of the copy need a `Gate`. For `threads` and `parks` see `DeviceUpload`. Raises SnapshotMismatch if the plan was made for another
     manifest or for the host, and SnapshotError if the device has no room.
     """
     _check_manifest(plan, mapping)
     if plan.layout is None:
         raise SnapshotMismatch("The plan is for the host.", remedy="Make it with the name of a device.")
-    made = DeviceUpload(device, plan.layout, mapping, threads=threads)
+    made = DeviceUpload(device, plan.layout, mapping, threads=threads, parks=parks)
     _view_in(plan, made.slab, plan.layout.offsets)
     return made
 

@@ -114,7 +114,7 @@ def _others(module: nn.Module | None, device: torch.device, slabs: Sequence[Tens
 
 
 def _has_data(storage: UntypedStorage) -> bool:
-    """Return False for the storage of a tensor that stands for others, as a functional one: torch lets nobody read it."""
+    """Return False for a storage without memory, as that of a functional tensor. torch raises an error on access."""
     try:
         return storage.data_ptr() != 0
     except RuntimeError:

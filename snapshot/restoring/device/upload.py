@@ -29,20 +29,22 @@ from .buffers import copying_threads
 from .device import Device, Event
 from .slab import PIECE_BYTES, SLAB, RawGroup, Segment, SlabLayout, SlabPiece, Span
 
+_SEED = 27
+
 
 class DeviceUpload:
     """The copy of one layout to a device. `slab` has the bytes on the device; see `SlabLayout` for what is where."""
 
     def __init__(
         self, device: Device, layout: SlabLayout, mapping: Mapping, *,
-        threads: int = 0, slab: Tensor | None = None, kept: dict[int, Tensor] | None = None,
+        threads: int = 0, slab: Tensor | None = None, kept: dict[int, Tensor] | None = None, parks: bool = True,
     ) -> None:  # fmt: skip
         """Begin to copy the shards of `mapping` in `threads` threads, to `slab`, or else to a new one.
 
-        The spans whose numbers are in `kept` are copied from there instead. Raises SnapshotError if the device has
-        no room for a new slab.
+        The spans whose numbers are in `kept` are copied from there instead. Without `parks`, no checksums are made,
+        so `park` keeps all weights. Raises SnapshotError if the device has no room for a new slab.
         """
-        self.device, self.layout, self.mapping = device, layout, mapping
+        self.device, self.layout, self.mapping, self._parks = device, layout, mapping, parks
         self.started_s, self.ended_s = time.monotonic(), 0.0
         """When the copy began and ended, by the monotonic clock. The end is 0 while it runs."""
         # Other threads write to it, which they may not if it is a tensor of the inference mode.
@@ -289,7 +291,8 @@ class DeviceUpload:
 
         def then() -> None:
             self._convert(self.layout.raws[piece.raw], raw)
-            add_up()
+            if add_up is not None:
+                add_up()
 
         return self.device.copy(source, target, after, then)
 
@@ -302,7 +305,9 @@ class DeviceUpload:
             source = raw[at : at + tensor.file_bytes].view(where.dtype)
             target.copy_(source.as_strided(where.shape, where.stride))
 
-    def _sum(self, number: int) -> Callable[[], None]:
+    def _sum(self, number: int) -> Callable[[], None] | None:
+        if not self._parks:
+            return None
         span = self.layout.spans[number]
 
         def add_up() -> None:
@@ -345,7 +350,10 @@ def checksum(content: Tensor, factors: Tensor) -> Tensor:
 @cache
 def random_factors(device: torch.device) -> Tensor:
     """Return odd random numbers for `checksum`, always the same ones."""
-    return torch.randint(-(1 << 63), (1 << 63) - 1, (PIECE_BYTES // 8,), device=device).bitwise_or_(1)
+    # Not from the default generator: the handler may have seeded it.
+    generator = torch.Generator(device).manual_seed(_SEED)
+    found = torch.randint(-(1 << 63), (1 << 63) - 1, (PIECE_BYTES // 8,), device=device, generator=generator)
+    return found.bitwise_or_(1)
 
 
 class _Files:

@@ -140,7 +140,6 @@ def test_a_worker_waits_for_all_weights_if_the_function_says_so(start: Callable[
     assert worker.ask(1) == [0, 0, 128, 63, 0, 0, 128, 63]
 
 
-@XFAIL
 @pytest.mark.parametrize("parks", [True, False])
 def test_checksums_are_made_where_a_function_parks(start: Callable[..., WorkerProcess], parks: bool) -> None:
     worker = start("simulated", parks=parks)

@@ -242,7 +242,6 @@ def test_a_tensor_whose_storage_has_no_data_is_left_alone(stored: tuple[Path, Ma
     assert torch.equal(answer(net, snapshots), right)
 
 
-@pytest.mark.xfail(reason="issue 27", strict=True)
 def test_a_module_that_is_parked_without_checksums_is_kept_whole(stored: tuple[Path, Manifest]) -> None:
     net, snapshots = restored(stored, parks=False)
     with torch.no_grad():
@@ -270,7 +269,6 @@ def test_neither_parking_nor_waking_pins_memory(stored: tuple[Path, Manifest]) -
     assert device.pins_left == before
 
 
-@pytest.mark.xfail(reason="issue 27", strict=True)
 def test_a_cold_restore_draws_no_random_numbers_of_the_handler(stored: tuple[Path, Manifest]) -> None:
     torch.manual_seed(7)
     right = torch.rand(3)
