@@ -48,6 +48,7 @@ class Snapshot:
         cache: Path | None = None,
         mounted: Sequence[Path] = (),
         parks: bool = True,
+        gpus: int = 0,
     ) -> None:
         """Describe a snapshot in `cache`, the folder of the node's cache, or else in folder `root`.
 
@@ -56,13 +57,15 @@ class Snapshot:
         a container, `mounted` are the folders of that snapshot in the cache. Without `cache`, `root` holds
         all files, and `open` refuses a shard that differs from its entry in `verified`, which is what
         `FolderSource.stat` returned for the verified file. Without `parks`, copies to devices make no checksums;
-        then `park` keeps all weights on the host.
+        then `park` keeps all weights on the host. `gpus` is how many the function has: with some, the device "auto"
+        is never the host.
         """
         self.root = root
         self.manifest = manifest
         self.name = name
         self._verified = verified
-        self._cache, self._mounted, self._parks = cache, mounted, parks
+        self._cache, self._mounted = cache, mounted
+        self._parks, self._gpus = parks, gpus
         self._arrival: Arrival | None = None
         self._plans: list[Plan] = []
         self._mapping: Mapping | None = None
@@ -112,8 +115,8 @@ class Snapshot:
 
         On another `device` than "cpu", the weights are copied there, each tensor aligned to 256 bytes, while the
         module may already run, and tensors that the module has computed are moved there. "cuda" is the first CUDA
-        device, "cuda:1" the second, and "auto" the first one if there is one, otherwise the host. Raises
-        SnapshotError if there is no such device, or if it has no room.
+        device, "cuda:1" the second, and "auto" the first one if there is one, otherwise the host; with `resources.gpus`, that
+        is an error. Raises SnapshotError if there is no such device, or if it has no room.
         """
         with needs(_SUBJECT, "torch"):
             from .restoring.plan import make_plan  # noqa: PLC0415
@@ -136,7 +139,7 @@ class Snapshot:
         from .restoring.device.device import find_device  # noqa: PLC0415  only restoring loads torch
         from .restoring.plan import restore, upload  # noqa: PLC0415
 
-        if (device := find_device(plan.device)) is None:
+        if (device := find_device(plan.device, self._gpus)) is None:
             restore(plan, mapping)
             return None
         self._uploads = [(module, one) for module, one in self._uploads if module() is not None]
@@ -170,7 +173,7 @@ class Snapshot:
         from .restoring.plan import blank  # noqa: PLC0415
 
         for plan in self._plans:
-            blank(plan, find_device(plan.device))
+            blank(plan, find_device(plan.device, self._gpus))
 
     def open(self) -> None:
         """Map the files into memory and apply the plans that `build` made. What lies on a disk is read ahead.

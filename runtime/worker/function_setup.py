@@ -102,18 +102,14 @@ def _snapshot(spec: WorkerSpec, weights: Weights) -> Snapshot:
     from ...snapshot.sources.folder import FolderSource  # noqa: PLC0415
 
     manifest = Manifest.read(weights.manifest)
-    if weights.cache is not None:
-        return Snapshot(
-            weights.root,
-            manifest,
-            name=weights.name,
-            cache=weights.cache,
-            mounted=weights.mounted,
-            parks=spec.parks,
-        )
-    files = FolderSource(weights.root)
-    verified = [files.stat(shard.name) for shard in manifest.shards]
-    return Snapshot(weights.root, manifest, verified, name=weights.name, parks=spec.parks)
+    verified = None
+    if weights.cache is None:
+        files = FolderSource(weights.root)
+        verified = [files.stat(shard.name) for shard in manifest.shards]
+    return Snapshot(
+        weights.root, manifest, verified, name=weights.name, cache=weights.cache, mounted=weights.mounted,
+        parks=spec.parks, gpus=spec.resources.gpus or 0,
+    )  # fmt: skip
 
 
 def weights_hint(code: Path) -> str:

@@ -76,19 +76,30 @@ class Device(Protocol):
         """Give memory that was freed back to the driver, where torch would keep it for later."""
 
 
-def find_device(name: str) -> Device | None:
+def find_device(name: str, gpus: int = 0) -> Device | None:
     """Return the device `name`, always the same object; None if that is the host itself, where weights are mapped.
 
-    "auto" is the first CUDA device if there is one, and otherwise the host. Raises SnapshotError if there is no such
-    device. Call it in a worker: the zygote must not use a device, because it forks.
+    "auto" is the first CUDA device if there is one, and otherwise the host, but not if the function has `gpus`. Raises
+    SnapshotError if there is no such device. Call it in a worker: the zygote must not use a device, because it forks.
     """
     check_name(name)
-    if name == CPU or (name == AUTO and not cuda.available()):
+    if name == CPU or (name == AUTO and not _available(gpus)):
         return None
     if name == SIMULATED:
         return _simulated()
     found = _CUDA.fullmatch(name)
     return _cuda(int(found[1] or 0) if found else 0)
+
+
+def _available(gpus: int) -> bool:
+    if cuda.available():
+        return True
+    if gpus:
+        fault = f'resources.gpus is {gpus}, but torch finds no CUDA device for "auto".'
+        raise SnapshotError(
+            fault, remedy="Install a torch for CUDA, or remove resources.gpus to run on the host."
+        )
+    return False
 
 
 @cache

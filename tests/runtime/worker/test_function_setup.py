@@ -124,7 +124,6 @@ def start(tmp_path: Path) -> Iterator[Callable[..., WorkerProcess]]:
 XFAIL = pytest.mark.xfail(reason="issue 27", strict=True)
 
 
-@XFAIL
 def test_auto_is_an_error_in_a_function_with_gpus(start: Callable[..., WorkerProcess]) -> None:
     worker = start("auto", resources=Resources(gpus=1))
     worker.send(FrameKind.ACTIVATE, 0, {"env": {"CUDA_VISIBLE_DEVICES": "0"}})

@@ -476,7 +476,6 @@ def test_a_rehearsal_runs_on_the_device(save: Save) -> None:
     assert not net(TOKENS).any()
 
 
-@XFAIL
 def test_auto_is_an_error_if_the_function_has_gpus_and_torch_finds_none(
     save: Save, monkeypatch: pytest.MonkeyPatch
 ) -> None:
