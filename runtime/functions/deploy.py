@@ -216,6 +216,7 @@ def worker_spec(store: Store, record: RevisionRecord, cache: Path) -> WorkerSpec
         preload=heavy_imports(folder / recognise(folder, settings.handler).file),
         compiled=store.compiled(record),
         parks=settings.scale.park_after_s is not None or settings.resources.gpu_memory_mb is not None,
+        wait_for_weights=settings.wait_for_weights,
     )  # fmt: skip
 
 

@@ -96,6 +96,7 @@ class WorkerSpec(BaseModel):
     resources: Resources = Resources()
     parks: bool = True
     """Whether the gateway may park its workers."""
+    wait_for_weights: bool = False
     compiled: CompiledCode | None = None
 
     @property

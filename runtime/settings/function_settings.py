@@ -285,6 +285,11 @@ class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
     snapshot_part: SnapshotPart = Field(
         default_factory=SnapshotPart, description="What the function needs of its snapshot."
     )
+    wait_for_weights: bool = Field(
+        False,
+        description="Whether a worker waits for all its weights before `setup` and calls, as extensions need that read"
+        " them without torch's dispatcher; by default each torch operation waits for its own.",
+    )
     idempotent: bool = Field(False, description="Whether an invocation whose worker died may run again.")
     concurrency: int = Field(1, ge=1, le=1024, description="Invocations one worker runs at the same time.")
     threads: int | None = Field(

@@ -182,7 +182,7 @@ class Worker:
         """Map the weights. Some of their bytes may still be arriving when this returns."""
         # More than the main thread and the first handler thread: the rehearsal has started others. Tasks share the
         # loop's thread, and also use other threads.
-        self._ungated = self._on_event_loop or threading.active_count() > 2
+        self._ungated = self._on_event_loop or threading.active_count() > 2 or self._spec.wait_for_weights
         snapshots.open()
         if self._weights_by_s is not None:
             snapshots.limit(self._weights_by_s)

@@ -155,7 +155,6 @@ def test_processors_are_shared_out_unless_the_settings_name_threads(store: Store
     assert fair_threads(one.model_copy(update={"resources": Resources(cpus=1.5)})) == 1
 
 
-@pytest.mark.xfail(reason="issue 27", strict=True)
 @pytest.mark.parametrize(
     ("settings", "parks"),
     [

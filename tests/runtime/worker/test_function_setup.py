@@ -121,9 +121,6 @@ def start(tmp_path: Path) -> Iterator[Callable[..., WorkerProcess]]:
         one.close()
 
 
-XFAIL = pytest.mark.xfail(reason="issue 27", strict=True)
-
-
 def test_auto_is_an_error_in_a_function_with_gpus(start: Callable[..., WorkerProcess]) -> None:
     worker = start("auto", resources=Resources(gpus=1))
     worker.send(FrameKind.ACTIVATE, 0, {"env": {"CUDA_VISIBLE_DEVICES": "0"}})
@@ -132,7 +129,6 @@ def test_auto_is_an_error_in_a_function_with_gpus(start: Callable[..., WorkerPro
     )
 
 
-@XFAIL
 def test_a_worker_waits_for_all_weights_if_the_function_says_so(start: Callable[..., WorkerProcess]) -> None:
     worker = start("simulated", wait_for_weights=True)
     worker.ready()
