@@ -12,12 +12,15 @@ from typing import Protocol
 
 import torch
 from torch import Tensor, UntypedStorage
+from torch.torch_version import TorchVersion
 
 from ....errors import SnapshotError
 from . import cuda
 from .buffers import HostBuffers
 from .simulated import SimulatedDevice
 
+OLDEST_TORCH = "2.11"
+"""The oldest version for weights on a device. tests/torch_names has what is in it."""
 AUTO, CPU, SIMULATED = "auto", "cpu", "simulated"
 _CUDA = re.compile(r"cuda(?::(0|[1-9][0-9]{0,2}))?", re.ASCII)
 
@@ -93,6 +96,7 @@ def find_device(name: str, gpus: int = 0) -> Device | None:
 
 def _available(gpus: int) -> bool:
     if cuda.available():
+        _check_torch(AUTO)
         return True
     if gpus:
         fault = f'resources.gpus is {gpus}, but torch finds no CUDA device for "auto".'
@@ -113,7 +117,17 @@ def _simulated() -> Device:
 
 
 def check_name(name: str) -> None:
-    """Raise SnapshotError if no device can have this name."""
-    if name not in {AUTO, CPU, SIMULATED} and not _CUDA.fullmatch(name):
+    """Raise SnapshotError if no device can have this name, or if this torch is too old for it."""
+    if _CUDA.fullmatch(name):
+        _check_torch(name)
+    elif name not in {AUTO, CPU, SIMULATED}:
         fault = f"There is no device {name[:80]!r}."
         raise SnapshotError(fault, remedy='Pass "auto", "cpu", "cuda", or "cuda:N" with a number.')
+
+
+def _check_torch(name: str) -> None:
+    if TorchVersion(torch.__version__) < OLDEST_TORCH:
+        fault = (
+            f"torch {torch.__version__} is installed, and the device {name!r} needs {OLDEST_TORCH} or later."
+        )
+        raise SnapshotError(fault, remedy='Install torch>=2.11, or pass device="cpu".')

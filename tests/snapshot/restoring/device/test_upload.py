@@ -490,7 +490,6 @@ def test_auto_is_an_error_if_the_function_has_gpus_and_torch_finds_none(
             call()
 
 
-@XFAIL
 @pytest.mark.parametrize("device", ["cuda", "auto"])
 def test_a_torch_that_is_too_old_for_devices_is_refused(
     save: Save, monkeypatch: pytest.MonkeyPatch, device: str
