@@ -8,7 +8,7 @@ the files, and copied to the device in one go, however many tensors it has.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
@@ -16,7 +16,6 @@ from typing import NamedTuple
 import torch
 
 from ...format.manifest import Manifest
-from ...format.slices import contiguous_stride
 from ..place import Elements
 
 ALIGN_BYTES = 256
@@ -39,23 +38,57 @@ class Wanted(NamedTuple):
 
     @property
     def file_bytes(self) -> int:
-        """The size of what has to be read: with the bytes between its elements, if it is a slice."""
-        return self.place.end_bytes - self.place.begin_bytes
+        """The size of its elements in the file, without the bytes between them if it is a slice."""
+        return prod(self.place.shape) * self.place.dtype.itemsize
 
     @property
     def plain(self) -> bool:
-        """True if the bytes on the device are those of the file. Otherwise the device converts or gathers them."""
-        where = self.place
-        return where.dtype == self.dtype and where.stride == contiguous_stride(where.shape)
+        """True if the device needs no conversion: its bytes are the file's."""
+        return self.place.dtype == self.dtype
+
+    @property
+    def runs(self) -> tuple[int, int]:
+        """How many bytes lie together in the file, and how far one such run begins behind the last one.
+
+        All distances are equal, since a slice is along one dimension. A tensor that is no slice is one run.
+        """
+        run, itemsize = 1, self.place.dtype.itemsize
+        for size, step in zip(reversed(self.place.shape), reversed(self.place.stride), strict=True):
+            if size > 1 and step != run:
+                return run * itemsize, step * itemsize
+            run *= size
+        return run * itemsize, run * itemsize
+
+    def segments(self, begin: int, end: int, at: int) -> Iterator[Segment]:
+        """Yield where bytes [begin, end) of its `file_bytes` are in the shard. The first is at `at` in the piece."""
+        run, step = self.runs
+        while begin < end:
+            number, inside = divmod(begin, run)
+            first = self.place.begin_bytes + number * step + inside
+            count = 0 if inside else (end - begin) // run
+            if count < 2:
+                taken = min(end - begin, run - inside)
+                yield Segment(self.shard, first, first + taken, at)
+            else:
+                taken = count * run
+                yield Segment(self.shard, first, first + (count - 1) * step + run, at, run, step)
+            begin, at = begin + taken, at + taken
 
 
 class Segment(NamedTuple):
-    """Bytes [begin, end) of a shard, and their offset in the piece."""
+    """Bytes [begin, end) of a shard, and their offset in the piece. With a `step`, the first `run` of each `step` bytes."""
 
     shard: int
     begin: int
     end: int
     at: int
+    run: int = 0
+    step: int = 0
+
+    @property
+    def runs(self) -> int:
+        """How many runs it has."""
+        return (self.end - self.begin - self.run) // self.step + 1 if self.step else 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,17 +160,16 @@ class SlabLayout:
         """Yield the pieces of the slab, each with the number of its first tensor."""
         first, begin, end, segments = -1, 0, 0, list[Segment]()
         for number in numbers:
-            tensor, offset = self.tensors[number], self.offsets[number]
-            at, last = tensor.place.begin_bytes, tensor.place.end_bytes
-            while at < last:
+            tensor, offset, done = self.tensors[number], self.offsets[number], 0
+            while done < tensor.size_bytes:
                 if segments and offset - begin >= piece_bytes:
                     yield first, SlabPiece(SLAB, begin, end - begin, tuple(segments))
                     segments = []
                 if not segments:
                     first, begin = number, offset
-                taken = min(last - at, begin + piece_bytes - offset)
-                _append(segments, Segment(tensor.shard, at, at + taken, offset - begin))
-                at, offset = at + taken, offset + taken
+                taken = min(tensor.size_bytes - done, begin + piece_bytes - offset)
+                _extend(segments, tensor.segments(done, done + taken, offset - begin))
+                done, offset = done + taken, offset + taken
                 end = offset
         if segments:
             yield first, SlabPiece(SLAB, begin, end - begin, tuple(segments))
@@ -157,18 +189,13 @@ class SlabLayout:
 
     def _raw_pieces(self, piece_bytes: int) -> Iterator[tuple[int, SlabPiece]]:
         for number, group in enumerate(self.raws):
-            segments = list[Segment]()
-            for one, at in zip(group.tensors, group.offsets, strict=True):
-                tensor = self.tensors[one]
-                _append(segments, Segment(tensor.shard, tensor.place.begin_bytes, tensor.place.end_bytes, at))
-            if group.size_bytes <= piece_bytes:
-                yield group.tensors[0], SlabPiece(number, 0, group.size_bytes, tuple(segments))
-                continue
-            (whole,) = segments
+            # A group of several tensors is one piece.
             for begin in range(0, group.size_bytes, piece_bytes):
-                end = min(begin + piece_bytes, group.size_bytes)
-                part = Segment(whole.shard, whole.begin + begin, whole.begin + end, 0)
-                yield group.tensors[0], SlabPiece(number, begin, end - begin, (part,))
+                end, segments = min(begin + piece_bytes, group.size_bytes), list[Segment]()
+                for one, at in zip(group.tensors, group.offsets, strict=True):
+                    tensor = self.tensors[one]
+                    _extend(segments, tensor.segments(begin, min(end, tensor.file_bytes), at))
+                yield group.tensors[0], SlabPiece(number, begin, end - begin, tuple(segments))
 
     def _covered(self) -> Iterator[Span]:
         raws: dict[int, list[int]] = {}
@@ -195,11 +222,12 @@ class SlabLayout:
         return found
 
 
-def _append(segments: list[Segment], new: Segment) -> None:
-    """Append a segment. If it goes on where the last one ends, in the file and in the piece, lengthen that one."""
-    if segments:
-        last = segments[-1]
-        if (last.shard, last.end, last.at + last.end - last.begin) == (new.shard, new.begin, new.at):
+def _extend(segments: list[Segment], added: Iterable[Segment]) -> None:
+    """Append segments. Where one goes on at the end of the last one, in the file and in the piece, lengthen that one."""
+    for new in added:
+        last = segments[-1] if segments and not (segments[-1].step or new.step) else None
+        ends = last and (last.shard, last.end, last.at + last.end - last.begin)
+        if last is not None and ends == (new.shard, new.begin, new.at):
             segments[-1] = last._replace(end=new.end)
-            return
-    segments.append(new)
+        else:
+            segments.append(new)

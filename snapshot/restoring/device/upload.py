@@ -8,26 +8,22 @@ have ended. The files are read, not mapped: nothing of them stays in this proces
 from __future__ import annotations
 
 import heapq
-import os
 import threading
 import time
 from collections.abc import Callable, Sequence
 from functools import cache
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ....errors import PilotflameError, SnapshotChanged, SnapshotError, SourceUnavailable
+from ....errors import PilotflameError, SnapshotError, SourceUnavailable
 from ...fetching.arrival import Arrival
 from ...fetching.ranges import Chunks
-from ...format.manifest import Manifest
-from ...sources.folder import FolderSource, object_info
-from ...sources.source import ObjectInfo
 from ..mapping import Mapping
 from .buffers import copying_threads
 from .device import Device, Event
-from .slab import PIECE_BYTES, SLAB, RawGroup, Segment, SlabLayout, SlabPiece, Span
+from .open_shards import OpenShards, between
+from .slab import PIECE_BYTES, SLAB, RawGroup, SlabLayout, SlabPiece, Span
 
 _SEED = 27
 
@@ -79,7 +75,7 @@ class DeviceUpload:
         manifest, self._arrival = self.mapping.manifest, self.mapping.arrival
         # The files of a cache are its own, and a lease protects them.
         expected = self.mapping.infos if self._arrival is None else None
-        self._files, self._chunks = _Files(manifest, self.mapping.root, expected), Chunks(manifest)
+        self._files, self._chunks = OpenShards(manifest, self.mapping.root, expected), Chunks(manifest)
         self._wait_for_chunks(self._arrival)
         self._running = min(threads, self._left)
         for number in range(self._running):
@@ -202,7 +198,7 @@ class DeviceUpload:
             chunks = {
                 chunk
                 for one in piece.segments
-                for chunk in _between(*self._chunks.covering(one.shard, one.begin, one.end))
+                for chunk in between(*self._chunks.covering(one.shard, one.begin, one.end))
             }
             self._awaited[number] = len(chunks)
             for chunk in chunks:
@@ -302,8 +298,7 @@ class DeviceUpload:
             tensor = self.layout.tensors[number]
             where, offset = tensor.place, self.layout.offsets[number]
             target = self.slab[offset : offset + tensor.size_bytes].view(tensor.dtype).view(where.shape)
-            source = raw[at : at + tensor.file_bytes].view(where.dtype)
-            target.copy_(source.as_strided(where.shape, where.stride))
+            target.copy_(raw[at : at + tensor.file_bytes].view(where.dtype).view(where.shape))
 
     def _sum(self, number: int) -> Callable[[], None] | None:
         if not self._parks:
@@ -354,69 +349,3 @@ def random_factors(device: torch.device) -> Tensor:
     generator = torch.Generator(device).manual_seed(_SEED)
     found = torch.randint(-(1 << 63), (1 << 63) - 1, (PIECE_BYTES // 8,), device=device, generator=generator)
     return found.bitwise_or_(1)
-
-
-class _Files:
-    """The open shards. It is a view of the arrival, which says in which folder each chunk is."""
-
-    def __init__(self, manifest: Manifest, root: Path, expected: Sequence[ObjectInfo] | None) -> None:
-        """`expected` is what the files have to be, if they are nobody's own."""
-        self._shards, self._chunks, self._expected = manifest.shards, Chunks(manifest), expected
-        self._roots = [root]
-        self._moved: dict[int, int] = {}
-        """The number of the folder of each chunk that is not in the first one."""
-        self._open: dict[tuple[int, int], int] = {}
-        self._lock = threading.Lock()
-
-    def move(self, root: Path) -> None:
-        self._roots.append(root)
-
-    def show(self, chunk: int) -> None:
-        if len(self._roots) > 1:
-            self._moved[chunk] = len(self._roots) - 1
-
-    def read(self, segments: Sequence[Segment], into: memoryview) -> None:
-        """Read segments of files to their places in a piece. Raises SnapshotChanged if a file is shorter now."""
-        for segment in segments:
-            for root, begin, end in self._parts(segment):
-                at = segment.at + begin - segment.begin
-                self._read(root, segment.shard, begin, into[at : at + end - begin])
-
-    def _parts(self, segment: Segment) -> list[tuple[int, int, int]]:
-        if not self._moved:
-            return [(0, segment.begin, segment.end)]
-        parts = []
-        for chunk in _between(*self._chunks.covering(segment.shard, segment.begin, segment.end)):
-            extent = self._chunks.extent(chunk)
-            begin, end = max(extent.begin, segment.begin), min(extent.end, segment.end)
-            parts.append((self._moved.get(chunk, 0), begin, end))
-        return parts
-
-    def _read(self, root: int, shard: int, offset: int, view: memoryview) -> None:
-        descriptor, done = self._descriptor(root, shard), 0
-        while done < len(view):
-            count = os.preadv(descriptor, [view[done:]], offset + done)
-            if not count:
-                fault = f"Shard {self._shards[shard].name} ends at byte {offset + done}."
-                raise SnapshotChanged(fault, remedy="Fetch it again, or make the manifest anew.")
-            done += count
-
-    def _descriptor(self, root: int, shard: int) -> int:
-        with self._lock:
-            found = self._open.get((root, shard))
-            if found is None:
-                name = self._shards[shard].name
-                found = self._open[root, shard] = FolderSource(self._roots[root]).open(name)
-                if self._expected is not None and object_info(found) != self._expected[shard]:
-                    remedy = "Deploy again: publish new weights under a new name."
-                    raise SnapshotChanged(f"Shard {name} was replaced or written to.", remedy=remedy)
-            return found
-
-    def close(self) -> None:
-        with self._lock:
-            while self._open:
-                os.close(self._open.popitem()[1])
-
-
-def _between(first: int, last: int) -> range:
-    return range(first, last + 1)

@@ -6,12 +6,32 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from pilotflame.snapshot.format.manifest import Manifest
-from pilotflame.snapshot.restoring.device.slab import ALIGN_BYTES, SLAB, SlabLayout, Wanted
+from pilotflame.snapshot.restoring.device.slab import ALIGN_BYTES, SLAB, Segment, SlabLayout, Wanted
 from pilotflame.snapshot.restoring.place import Elements
 
 
 def contiguous(begin: int, count: int, dtype: torch.dtype = torch.float32) -> Elements:
     return Elements(dtype, (count,), (1,), begin, begin + count * dtype.itemsize)
+
+
+def sliced(begin: int, rows: int, width: int, world: int, dtype: torch.dtype = torch.float32) -> Elements:
+    """The last of `world` slices of columns."""
+    cut, size = width // world, dtype.itemsize
+    first = begin + (width - cut) * size
+    reach = (rows - 1) * width + cut if rows and cut else 0
+    return Elements(dtype, (rows, cut), (width, 1), first, first + reach * size)
+
+
+def read(segment: Segment, file: torch.Tensor) -> torch.Tensor:
+    found = file[segment.begin : segment.end]
+    if not segment.step:
+        return found
+    return found.as_strided((segment.runs, segment.run), (segment.step, 1)).reshape(-1)
+
+
+def stored_bytes(where: Elements, file: torch.Tensor) -> torch.Tensor:
+    found = file[where.begin_bytes : where.end_bytes].clone().view(where.dtype)
+    return found.as_strided(where.shape, where.stride).contiguous().view(-1).view(torch.uint8)
 
 
 @st.composite
@@ -23,9 +43,13 @@ def wanted(draw: st.DrawFn) -> tuple[list[Wanted], list[str]]:
         shard, gap = draw(st.integers(0, 2)), draw(st.sampled_from([0, 0, 4, 12]))
         count = draw(st.one_of(st.integers(0, 40), st.integers(0, 2000)))
         begin = ends[shard] + gap
-        ends[shard] = begin + 4 * count
         dtype = draw(st.sampled_from([torch.float32, torch.float32, torch.float64, torch.float16]))
-        tensors.append(Wanted(f"t{number}", shard, contiguous(begin, count), dtype))
+        place = contiguous(begin, count)
+        if world := draw(st.sampled_from([0, 0, 1, 2, 5])):
+            rows, width = count // 20, world * draw(st.integers(1, 20 // world))
+            place, count = sliced(begin, rows, width, world), rows * width
+        ends[shard] = begin + 4 * count
+        tensors.append(Wanted(f"t{number}", shard, place, dtype))
     names = [one.name for one in tensors]
     return tensors, draw(st.permutations(names))[: draw(st.integers(0, len(names)))] if names else []
 
@@ -54,18 +78,20 @@ def test_every_byte_is_copied_once_to_an_aligned_place_of_its_own(
     for piece in layout.pieces:
         assert 0 < piece.size_bytes <= piece_bytes
         buffer = torch.zeros(piece.size_bytes, dtype=torch.uint8)
-        for shard, begin, end, at in piece.segments:
-            buffer[at : at + end - begin] = files[shard][begin:end]
+        for segment in piece.segments:
+            data, at = read(segment, files[segment.shard]), segment.at
+            buffer[at : at + len(data)] = data
             if piece.raw == SLAB:
-                copied[piece.begin + at : piece.begin + at + end - begin] += 1
+                copied[piece.begin + at : piece.begin + at + len(data)] += 1
         target = slab if piece.raw == SLAB else raws[piece.raw]
         target[piece.begin : piece.begin + piece.size_bytes] = buffer
     taken = torch.zeros(layout.size_bytes, dtype=torch.int32)
     for number, tensor in enumerate(tensors):
         offset, where = layout.offsets[number], tensor.place
+        assert len(stored_bytes(where, files[tensor.shard])) == tensor.file_bytes
         assert offset % ALIGN_BYTES == 0
         taken[offset : offset + tensor.size_bytes] += 1
-        stored = files[tensor.shard][where.begin_bytes : where.end_bytes]
+        stored = stored_bytes(where, files[tensor.shard])
         if tensor.plain:
             assert torch.equal(slab[offset : offset + tensor.size_bytes], stored)
             assert (copied[offset : offset + tensor.size_bytes] == 1).all()
