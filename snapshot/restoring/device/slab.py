@@ -43,7 +43,7 @@ class Wanted(NamedTuple):
 
     @property
     def plain(self) -> bool:
-        """True if the device needs no conversion: its bytes are the file's."""
+        """True if the device converts nothing: the tensor has the dtype of the file."""
         return self.place.dtype == self.dtype
 
     @property
