@@ -38,6 +38,13 @@ THREADED = {
     "chatty.py": "import threading, time\nthreading.Thread(target=time.sleep, args=(3600,), daemon=True).start()\n",
 }
 
+# Its import opens a file that stands for the device file of a GPU, and keeps it open.
+OPENS_A_DEVICE = """
+from pilotflame.runtime.worker import fork_safety
+fork_safety.DEVICE_FILES = (__file__,)
+KEPT = open(__file__)
+"""
+
 
 def device_weights(folder: Path, seed: int) -> Callable[[float], Any]:
     """Write weights for ON_DEVICE into a folder. Return what the handler finds with them for an event."""

@@ -7,7 +7,7 @@ import asyncio
 import psutil
 import pytest
 from live import Gate, gateway_here, gone, until
-from serving_handlers import PID, THREADED, WAITS, kill
+from serving_handlers import OPENS_A_DEVICE, PID, THREADED, WAITS, kill
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -67,6 +67,24 @@ async def test_a_killed_base_is_started_again(state):
         assert psutil.Process(parent).ppid() not in (base, 1)
         other = await gateway.deploy(PID)
         assert (await other.answer())[0] != worker
+
+
+@pytest.mark.xfail(strict=True, reason="an open device file is not looked for")
+async def test_a_function_that_uses_a_device_at_import_is_spawned(deploy):
+    function = await deploy(OPENS_A_DEVICE + PID, {"scale.idle_timeout_s": 0})
+    (warning,) = function.described["warnings"]
+    assert "spawned, not forked" in warning
+    assert "handler.py is open" in warning
+    assert "into setup(context)" in warning
+    worker, _ = await function.answer()
+    await gone(worker)
+    assert (await function.answer())[0] != worker
+
+
+@pytest.mark.xfail(strict=True, reason="only functions with resources.gpus get the variable")
+async def test_every_base_asks_for_gpus_without_using_one(deploy):
+    source = "import os\nFOUND = os.environ.get('PYTORCH_NVML_BASED_CUDA_CHECK')\ndef handler(event):\n    return FOUND"
+    assert await (await deploy(source)).answer() == "1"
 
 
 async def test_a_function_with_threads_at_import_is_spawned(deploy):
