@@ -30,6 +30,7 @@ from .container_engine import (
     SHUTTING_DOWN,
     ContainerEngine,
 )
+from .gpus import ASK_WITHOUT_USE
 from .launcher import NO_SECRETS
 from .listener import Listener
 from .process_launcher import SINGLE_THREADED
@@ -183,6 +184,7 @@ class ContainerLauncher:
         request = {"address": str(self._listener.path), "token": token, "preload": spec.preload}
         environment = {
             **SINGLE_THREADED,
+            **ASK_WITHOUT_USE,
             "PYTHONUNBUFFERED": "",
             "HOME": TMP,
             REQUEST_VARIABLE: json.dumps(request),

@@ -18,6 +18,9 @@ from ..link.worker_spec import VISIBLE_GPUS
 from ..scaling.placement import Gpu
 
 LOG = logging.getLogger("pilotflame")
+# Every base has it: torch then asks the driver's library whether there are GPUs, and does not make a context to find out,
+# which no fork would survive.
+ASK_WITHOUT_USE = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 _MIB = 1 << 20
 
 

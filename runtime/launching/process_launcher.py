@@ -15,6 +15,7 @@ from ...errors import LauncherError
 from ..link.worker_spec import Confinement, WorkerSpec
 from ..telemetry.logs import Log, LogBook
 from .confinements import Confinements
+from .gpus import ASK_WITHOUT_USE
 from .launcher import KILLED_S, NO_SECRETS
 from .listener import Listener
 from .zygote_process import ChildProcess, ZygoteProcess, ZygoteSource
@@ -206,10 +207,10 @@ async def _spawn_base(python: str, request: dict[str, Any]) -> asyncio.subproces
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of a base: no credentials of the gateway, and thread pools turned off."""
+    """Return the environment of a base: no credentials of the gateway, thread pools turned off, no use of devices."""
     kept = {
         key: value
         for key, value in os.environ.items()
         if (key in INHERITED or key.startswith(INHERITED_PREFIXES)) and not key.endswith(SECRET_ENDINGS)
     }
-    return {**kept, **SINGLE_THREADED, "PYTHONUNBUFFERED": ""}
+    return {**kept, **SINGLE_THREADED, **ASK_WITHOUT_USE, "PYTHONUNBUFFERED": ""}

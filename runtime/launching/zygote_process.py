@@ -147,12 +147,8 @@ class ZygoteProcess:
             if died is not None:
                 raise died from error
             raise
-        reason = ""
-        if head["threads"] != 1:
+        if reason := _spawn_reason(head):
             zygote.close()
-            reason = (
-                f"{head['thread_source']} started threads, which no fork survives. {head['thread_remedy']}"
-            )
             text = f"workers are spawned, not forked, and each imports for itself: {reason}"
             logs.write("zygote", text, "warning")
         return self._source(zygote, self, spec, head["facts"], reason, secrets, confinement)
@@ -227,6 +223,16 @@ class ZygoteProcess:
         if not self._built.cancelled():
             # Retrieve the exception: otherwise asyncio logs an error if `wait_built` is never called.
             self._built.exception()
+
+
+def _spawn_reason(head: dict[str, Any]) -> str:
+    """Return why the zygote that sent this BUILT frame cannot fork workers; "" if it can."""
+    # The use of a device starts threads too: it is the cause to name.
+    if used := head.get("device_use"):
+        return str(used)
+    if head["threads"] == 1:
+        return ""
+    return f"{head['thread_source']} started threads, which no fork survives. {head['thread_remedy']}"
 
 
 async def _death(child: Child, spec: WorkerSpec) -> LauncherError:

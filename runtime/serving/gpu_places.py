@@ -261,8 +261,7 @@ class GpuPlaces:
         if resources.gpus is None:
             return {}
         seen = held.full if held is not None else [gpu.id for gpu in self.gpus if resources.gpus]
-        # Whether there are GPUs is to be found out without using them: a process that forks must not.
-        found = {VISIBLE_GPUS: ",".join(seen), "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+        found = {VISIBLE_GPUS: ",".join(seen)}
         if resources.gpus and (memory_mb := resources.gpu_memory_mb) is not None:
             # By the number of the GPU among those that the worker sees. Without MPS, the driver ignores it.
             found[MPS_MEMORY] = ",".join(f"{number}={memory_mb}M" for number in range(resources.gpus))

@@ -4,7 +4,7 @@ In the parent, before the first fork:
 1. `make_torch_single_threaded`: a fork copies only one thread, and a thread pool without its threads hangs.
    Environment variables do the same for other libraries (`SINGLE_THREADED` in process_launcher.py).
 2. `watch_threads`, `thread_count`: known monitor threads are turned off. If an import started threads anyway,
-   the zygote is not used for forks.
+   the zygote is not used for forks. `open_devices` finds a device that was used: its context survives no fork.
 3. `freeze_objects`: the garbage collector must not write to pages that parent and children share.
 
 In the child:
@@ -25,15 +25,18 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
 # How long a thread that ends may still be listed.
 ENDING_S = 0.1
+# A process that has a context on a device keeps one of these files open: NVIDIA's, AMD's.
+DEVICE_FILES = ("/dev/nvidia-uvm", "/dev/kfd")
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -63,6 +66,16 @@ def lasting_thread_count() -> int:
     while (count := thread_count()) > 1 and time.monotonic() < until_s:
         os.sched_yield()
     return count
+
+
+def open_devices() -> list[str]:
+    """Return the device files that this process has open: it has used a device."""
+    found = set[str]()
+    for descriptor in Path("/proc/self/fd").iterdir():
+        # OSError: the descriptor of the listing itself is closed by now.
+        with suppress(OSError):
+            found.add(str(descriptor.readlink()))
+    return sorted(found.intersection(DEVICE_FILES))
 
 
 def freeze_objects() -> None:
@@ -169,3 +182,14 @@ def describe_remedy(started: dict[str, int]) -> str:
     if lines:
         return f"To have them forked, put {' and '.join(lines)} into setup(context) instead"
     return "To have them forked, start threads in setup(context) instead"
+
+
+def describe_devices(files: list[str]) -> str:
+    """Return why a process that has opened these device files is not forked, and what to change; "" without any."""
+    if not files:
+        return ""
+    are = "are" if len(files) > 1 else "is"
+    return (
+        f"{', '.join(files)} {are} open after the build: the handler has used a device, and its context survives no fork."
+        " To have them forked, put what uses the device into setup(context) instead"
+    )

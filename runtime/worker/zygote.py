@@ -261,8 +261,11 @@ class RevisionZygote(Zygote):
         facts = {**self._built.handler.facts(), **times}
         threads = fork_safety.lasting_thread_count()
         source = fork_safety.describe_threads(started) if threads > 1 else ""
-        remedy = fork_safety.describe_remedy(started)
-        head = {"facts": facts, "threads": threads, "thread_source": source, "thread_remedy": remedy}
+        head = {
+            "facts": facts, "threads": threads, "thread_source": source,
+            "thread_remedy": fork_safety.describe_remedy(started),
+            "device_use": fork_safety.describe_devices(fork_safety.open_devices()),
+        }  # fmt: skip
         link.send(FrameKind.BUILT, head)
         if not self._spec.weights and (hint := weights_hint(self._spec.code)):
             sys.stderr.write(hint)

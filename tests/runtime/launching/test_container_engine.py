@@ -110,7 +110,6 @@ async def test_without_need_none_are_asked_for(state: Path, gpus: int | None):
     assert ["DeviceRequests" in one["HostConfig"] for one in asked] == [False]
 
 
-@pytest.mark.xfail(strict=True, reason="only functions with resources.gpus get the variable")
 async def test_its_base_asks_for_gpus_without_using_one(state: Path):
     async with recording_engine(state, DOCKER) as (url, asked):
         await refusal(url, state, Resources())

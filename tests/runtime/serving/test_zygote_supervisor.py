@@ -69,7 +69,6 @@ async def test_a_killed_base_is_started_again(state):
         assert (await other.answer())[0] != worker
 
 
-@pytest.mark.xfail(strict=True, reason="an open device file is not looked for")
 async def test_a_function_that_uses_a_device_at_import_is_spawned(deploy):
     function = await deploy(OPENS_A_DEVICE + PID, {"scale.idle_timeout_s": 0})
     (warning,) = function.described["warnings"]
@@ -81,7 +80,6 @@ async def test_a_function_that_uses_a_device_at_import_is_spawned(deploy):
     assert (await function.answer())[0] != worker
 
 
-@pytest.mark.xfail(strict=True, reason="only functions with resources.gpus get the variable")
 async def test_every_base_asks_for_gpus_without_using_one(deploy):
     source = "import os\nFOUND = os.environ.get('PYTORCH_NVML_BASED_CUDA_CHECK')\ndef handler(event):\n    return FOUND"
     assert await (await deploy(source)).answer() == "1"
