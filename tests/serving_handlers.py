@@ -33,6 +33,19 @@ def handler(event, context):
     return os.getpid(), context.state(torch.full(({DEVICE_WIDTH},), float(event))).sum().item()
 """
 
+# ON_DEVICE, but after "break" all that it does on the device fails, as after an illegal access; "raise" only raises.
+BREAKS_ITS_DEVICE = ON_DEVICE.replace(
+    "def handler(event, context):",
+    """def handler(event, context):
+    if event == "break":
+        from pilotflame.snapshot.restoring.device.simulated import SimulatedDevice
+        def broken(self):
+            raise RuntimeError("an illegal memory access was encountered")
+        SimulatedDevice.finish = broken
+    if isinstance(event, str):
+        raise RuntimeError(event)""",
+)
+
 # A module whose import starts a thread, so that it cannot be forked.
 THREADED = {
     "chatty.py": "import threading, time\nthreading.Thread(target=time.sleep, args=(3600,), daemon=True).start()\n",

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from pathlib import Path
 
 import pytest
 from live import Gate, gone
-from serving_handlers import PID, THREADED, WAITS, kill
+from serving_handlers import BREAKS_ITS_DEVICE, PID, THREADED, WAITS, device_weights, kill
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -66,3 +67,23 @@ async def test_handlers_that_fail_when_spawned_say_why(gateway):
     error = response.json()["error"]
     assert (response.status_code, error["type"]) == (500, "handler_setup_failed")
     assert error["details"]["line"] == 5
+
+
+@pytest.mark.xfail(strict=True, reason="the worker stays ready")
+@pytest.mark.parametrize("kind", ["def", "async def"])
+async def test_a_worker_whose_device_has_failed_is_replaced(deploy, tmp_path: Path, kind: str):
+    right = device_weights(tmp_path, 1)
+    source = BREAKS_ITS_DEVICE.replace("def handler", f"{kind} handler")
+    function = await deploy(source, {"snapshot": str(tmp_path), "scale.idle_timeout_s": 1000, "scale.max": 1})
+    worker, found = await function.answer(1)
+    assert found == right(1)
+    # An error of the handler alone costs no worker.
+    assert (await function.error("raise"))["type"] == "handler_failed"
+    assert await function.answer(2) == [worker, right(2)]
+    assert "break" in (await function.error("break"))["message"]
+    # The next call is not sent to it.
+    other, found = await function.answer(3)
+    assert other != worker
+    assert found == right(3)
+    await gone(worker)
+    await function.logged("a device of this worker has failed")
