@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .fetching.arrival import Arrival
     from .format.manifest import Manifest
     from .format.slices import Slices
+    from .restoring.device.device import Device
     from .restoring.device.parking import ParkedWeights
     from .restoring.device.upload import DeviceUpload
     from .restoring.gate import Awaited
@@ -72,6 +73,8 @@ class Snapshot:
         # The plans of `build` keep its modules. Those of `setup` end with the last use of them.
         self._uploads: list[tuple[weakref.ref[nn.Module], DeviceUpload]] = []
         self._parked: list[tuple[weakref.ref[nn.Module], ParkedWeights]] = []
+        # The devices that this process has used, by their names.
+        self._devices: dict[str, Device] = {}
 
     @property
     def path(self) -> Path:
@@ -142,6 +145,7 @@ class Snapshot:
         if (device := find_device(plan.device, self._gpus)) is None:
             restore(plan, mapping)
             return None
+        self._devices[device.name] = device
         self._uploads = [(module, one) for module, one in self._uploads if module() is not None]
         made = upload(plan, mapping, device, parks=self._parks)
         self._uploads.append((weakref.ref(plan.module), made))
@@ -173,7 +177,9 @@ class Snapshot:
         from .restoring.plan import blank  # noqa: PLC0415
 
         for plan in self._plans:
-            blank(plan, find_device(plan.device, self._gpus))
+            if (device := find_device(plan.device, self._gpus)) is not None:
+                self._devices[device.name] = device
+            blank(plan, device)
 
     def open(self) -> None:
         """Map the files into memory and apply the plans that `build` made. What lies on a disk is read ahead.
@@ -304,6 +310,11 @@ class Snapshot:
                 module, parked = self._parked[-1]
                 self._uploads.append((module, unpark(parked)))
                 self._parked.pop()
+
+    def finish(self) -> None:
+        """Wait until the devices that it has used have ended what was submitted. Raises the error of one that has failed."""
+        for device in self._devices.values():
+            device.finish()
 
     def record(self, run: Callable[[], Any]) -> Manifest:
         """Call `run`. Return a manifest with the order in which this thread first read the tensors."""

@@ -111,6 +111,11 @@ class Snapshots:
         slabs = [slab for one in self._named.values() for slab in one.slabs]
         return sum(one.park(slabs) for one in self._named.values())
 
+    def finish(self) -> None:
+        """Wait until the devices that they have used have ended what was submitted. Raises the error of one that has failed."""
+        for one in self._named.values():
+            one.finish()
+
     def unpark(self) -> None:
         """Copy the weights to their devices again. The objects of the modules are the same, their addresses are not.
 

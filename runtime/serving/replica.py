@@ -112,6 +112,11 @@ class Replica:
             asyncio.get_running_loop().call_soon(self._on_lost)
 
     @property
+    def uses_device(self) -> bool:
+        """True if it has reported another device than the host."""
+        return self.device.partition(" ")[0] not in {"", "cpu"}
+
+    @property
     def load(self) -> int:
         return self.outstanding.batches if self.outstanding.batching else len(self.outstanding.calls)
 

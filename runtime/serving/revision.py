@@ -474,7 +474,7 @@ class Revision(RevisionEvents):
     def devices(self, replica: Replica) -> float:
         """Return how many GPUs a worker holds: shares by its place, or a whole one if it uses one without a place."""
         placed = self._gpus.share(replica)
-        return float(replica.device.startswith("cuda")) if placed is None else placed
+        return float(replica.uses_device) if placed is None else placed
 
     @property
     def gpu_parked(self) -> list[Replica]:

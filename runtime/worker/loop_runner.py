@@ -62,6 +62,8 @@ class LoopRunner(Runner):
     async def _execute(self, group: list[Call]) -> None:
         try:
             frames = await (self._run(group) if self.handler.batch is None else self._run_batch(group))
+            if self.suspects_device:
+                await asyncio.to_thread(self.probe_if_suspected)
         finally:
             self._running -= 1
             if output.unfinished:

@@ -36,6 +36,7 @@ from ..batching.prefetch import window
 from ..link.connection import JOIN_BYTES, Link
 from ..link.frames import HEADER, MAX_PAYLOAD_BYTES, FrameKind, Timing, check_output, encode, encode_json
 from ..link.stream_credit import Credit
+from .devices import may_be_of_device
 
 # The weight of the newest duration in the moving average of durations.
 SMOOTHING = 0.2
@@ -79,7 +80,8 @@ class Call:
 class Runner(ABC):
     """Runs the invocations of one handler, whose files are in `root`, and sends their frames.
 
-    `on_idle` is called after `close`, once everything that runs has ended.
+    `on_idle` is called after `close`, once everything that runs has ended. `probe` blocks until it knows whether the
+    devices still work. It is called before the answers of a call are sent whose error may be that of a device.
     """
 
     handler: Handler
@@ -87,6 +89,7 @@ class Runner(ABC):
     link: Link
     concurrency: int
     on_idle: Callable[[], None]
+    probe: Callable[[], None] = field(default=lambda: None, kw_only=True)
 
     def __post_init__(self) -> None:
         self._streaming = self.handler.kind.streaming
@@ -94,6 +97,8 @@ class Runner(ABC):
         self._calls: dict[int, Call] = {}
         self._incomplete: list[Call] = []
         self._lock = threading.Lock()
+        self.suspects_device = False
+        """True if a call has failed with what may be the error of a device."""
         self.slots = self.window = self.concurrency
         # How many events one handler call may have. It is lowered when memory runs out.
         self.limit = self.handler.batch.max_size if self.handler.batch else 1
@@ -128,6 +133,12 @@ class Runner(ABC):
     def close(self) -> list[Call]:
         """Start no more groups, and return the invocations that were never started."""
         return self.stop() + self._incomplete
+
+    def probe_if_suspected(self) -> None:
+        """Find out whether the devices still work, if a call has failed as if they did not."""
+        if self.suspects_device:
+            self.suspects_device = False
+            self.probe()
 
     @abstractmethod
     def enqueue(self, group: list[Call]) -> None:
@@ -256,6 +267,7 @@ class Runner(ABC):
 
     def describe(self, error: BaseException, what: str = "The handler") -> PilotflameError:
         """Return the error that the caller gets for an exception of user code. `what` names that code."""
+        self.suspects_device = self.suspects_device or may_be_of_device(error)
         if isinstance(error, (BadInput, HandlerFailed, InputInvalid, OutputInvalid)):
             return error
         if isinstance(error, SnapshotError):

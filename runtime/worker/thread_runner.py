@@ -43,6 +43,7 @@ class ThreadRunner(Runner):
         """Run groups on this thread until `close`. The last thread that ends has the loop call `on_idle`."""
         while group := self._queue.get():
             frames = self._execute(group) if self.handler.batch is None else self._execute_batch(group)
+            self.probe_if_suspected()
             if output.unfinished:
                 output.finish(group)
             self.forget(group)

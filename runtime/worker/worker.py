@@ -41,7 +41,7 @@ from ..link.frames import Frame, FrameKind
 from ..link.stream_credit import Credit
 from ..link.worker_spec import STACKS_SIGNAL, VISIBLE_GPUS, WorkerSpec
 from ..settings.resources import CONTEXT_MB
-from . import fork_safety
+from . import devices, fork_safety
 from .function_setup import Built, call_hook, configure_logging, run_hook, run_without_loop, warm_up_torch
 from .host import WorkerHost
 from .loop_runner import LoopRunner
@@ -117,9 +117,10 @@ class Worker:
 
     def _make_runner(self, tasks: asyncio.TaskGroup) -> Runner:
         common = (self._handler, self._spec.code, self._link, self._spec.concurrency, self._on_idle)
+        probe = self._probe_devices
         if self._on_event_loop:
-            return LoopRunner(*common, tasks)
-        return ThreadRunner(*common, self._loop, self._gate)
+            return LoopRunner(*common, tasks, probe=probe)
+        return ThreadRunner(*common, self._loop, self._gate, probe=probe)
 
     def _run_first_thread(self, runner: ThreadRunner) -> None:
         fork_safety.set_threads(self._threads)
@@ -155,13 +156,16 @@ class Worker:
                 await call_hook(self._handler, self._handler.rehearse, self._context(self._host))
             except (Exception, SystemExit) as error:  # noqa: BLE001  the worker works without a rehearsal
                 self._log_failure("rehearse(context)", error)
+                if devices.may_be_of_device(error) and devices.failure(self._snapshots) is not None:
+                    # This process can use the device no more.
+                    os._exit(1)
         self._link.send(FrameKind.PRIMED)
 
     async def _set_up(self) -> bool:
         """Map the weights and call `setup`. Send FAILED and return False if that fails."""
         try:
             if (memory_mb := self._spec.resources.gpu_memory_mb) is not None:
-                limit_gpu_memory((memory_mb - CONTEXT_MB) << 20)
+                devices.limit_memory((memory_mb - CONTEXT_MB) << 20)
             if self._snapshots is not None:
                 await self._restore(self._snapshots)
             with self._gate():
@@ -221,7 +225,7 @@ class Worker:
         head = {
             "window": runner.window, "slots": runner.slots, "limit": runner.limit,
             "batching": self._handler.batch is not None,
-            "device": device_name(), "dtype": self._dtype,
+            "device": devices.describe(), "dtype": self._dtype,
         }  # fmt: skip
         if self._snapshots is not None and (copies := _copies(self._snapshots)):
             head["copies"] = copies
@@ -230,6 +234,23 @@ class Worker:
             head["curve"] = [list(point) for point in curve]
         self._link.send_json(FrameKind.READY, 0, head)
         setproctitle(f"pilotflame: worker {self._spec.label}")
+
+    def _probe_devices(self) -> None:
+        """Drain if a device has failed: every call would fail. The next worker makes a new context on the device.
+
+        Not on the loop's thread. When this returns, no group starts any more, and DRAIN was sent to the gateway.
+        """
+        if (error := devices.failure(self._snapshots)) is None:
+            return
+        sys.stderr.write(f"a device of this worker has failed, so another worker replaces it: {error}\n")
+        drained = threading.Event()
+
+        def drain() -> None:
+            self._drain()
+            drained.set()
+
+        self._loop.call_soon_threadsafe(drain)
+        drained.wait(RELEASE_TIMEOUT_S)
 
     def _log_failure(self, what: str, error: BaseException) -> None:
         sys.stderr.write(f"{explain(HandlerSetupError, what, error, self._spec.code)}\n")
@@ -353,24 +374,6 @@ def _copies(snapshots: Snapshots) -> list[dict[str, Any]]:
             context = {"ago_s": now_s - begun_s, "took_s": made_s - begun_s}
             found.append({"name": name, "ago_s": now_s - started_s, "took_s": took_s, "context": context})
     return found
-
-
-def limit_gpu_memory(size_bytes: int) -> None:
-    """Have torch allocate at most so much of each GPU: more is an error of this worker, not of others on the GPU."""
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_available():
-        return
-    for number in range(torch.cuda.device_count()):
-        total = torch.cuda.get_device_properties(number).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, size_bytes / total), number)
-
-
-def device_name() -> str:
-    """Return "cuda:" and the name of the GPU if the handler has initialized CUDA, else "cpu"."""
-    torch = sys.modules.get("torch")
-    if torch is None or not torch.cuda.is_initialized():
-        return "cpu"
-    return f"cuda:{torch.cuda.get_device_name()}"
 
 
 def most_common_dtype(snapshots: Snapshots | None) -> str:

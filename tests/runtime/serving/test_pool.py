@@ -69,7 +69,6 @@ async def test_handlers_that_fail_when_spawned_say_why(gateway):
     assert error["details"]["line"] == 5
 
 
-@pytest.mark.xfail(strict=True, reason="the worker stays ready")
 @pytest.mark.parametrize("kind", ["def", "async def"])
 async def test_a_worker_whose_device_has_failed_is_replaced(deploy, tmp_path: Path, kind: str):
     right = device_weights(tmp_path, 1)

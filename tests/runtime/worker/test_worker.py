@@ -10,9 +10,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from pilotflame.runtime.link.frames import FrameKind, encode
-from pilotflame.runtime.worker.worker import device_name, most_common_dtype
+from pilotflame.runtime.worker.worker import most_common_dtype
 from pilotflame.snapshot.named import Snapshots
 from worker_process import LIMIT_S
 from worker_process import WorkerProcess as Process
@@ -369,13 +368,6 @@ def test_a_rehearsal_that_fails_does_not_stop_the_worker(worker: Callable[..., P
     process.send(FrameKind.DRAIN)
     assert process.exit_code() == 0
     assert "rehearse(context) failed at handler.py, line 3: ValueError: lines" in process.errors()
-
-
-def test_the_device_is_the_processor_unless_the_handler_uses_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert device_name() == "cpu"
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H100")
-    assert device_name() == "cuda:H100"
 
 
 @pytest.mark.parametrize(

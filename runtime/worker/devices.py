@@ -1,0 +1,62 @@
+"""Asks torch about the devices that a worker uses. torch.cuda also stands for AMD's devices in torch's builds for ROCm."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+from ...errors import PilotflameError, SnapshotError
+from ...snapshot.named import Snapshots
+
+CPU = "cpu"
+
+
+def describe() -> str:
+    """Return torch's name for devices and that of the device, if the handler has used one, else "cpu"."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return CPU
+    return f"cuda:{torch.cuda.get_device_name()}"
+
+
+def limit_memory(size_bytes: int) -> None:
+    """Limit the memory that torch allocates of each GPU: then a worker that needs more fails, and no other worker on the GPU."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return
+    for number in range(torch.cuda.device_count()):
+        total = torch.cuda.get_device_properties(number).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, size_bytes / total), number)
+
+
+def may_be_of_device(error: BaseException) -> bool:
+    """Return True if an exception, or one that it came from, may be the error of a device: torch raises RuntimeError."""
+    return any(isinstance(one, (RuntimeError, SnapshotError)) for one in _causes(error))
+
+
+def failure(snapshots: Snapshots | None) -> PilotflameError | RuntimeError | None:
+    """Wait for the devices that this process uses. Return the error of a device that has failed, or None.
+
+    After an illegal access, for example, a process can do nothing more on the device: a new process can.
+    """
+    try:
+        if snapshots is not None:
+            snapshots.finish()
+        if (torch := sys.modules.get("torch")) is not None and torch.cuda.is_initialized():
+            for number in range(torch.cuda.device_count()):
+                # Waiting for a device that was not used would make a context there.
+                if torch.cuda.memory_reserved(number):
+                    torch.cuda.synchronize(number)
+    except (PilotflameError, RuntimeError) as error:
+        return error
+    return None
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an exception and those that it came from."""
+    seen = set[int]()
+    one: BaseException | None = error
+    while one is not None and id(one) not in seen:
+        seen.add(id(one))
+        yield one
+        one = one.__cause__ or one.__context__
