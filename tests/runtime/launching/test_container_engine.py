@@ -17,6 +17,7 @@ from pilotflame.runtime.launching.container_engine import PODMAN_WITH_GPUS
 from pilotflame.runtime.launching.container_launcher import ContainerLauncher
 from pilotflame.runtime.launching.listener import Listener
 from pilotflame.runtime.link.worker_spec import WorkerSpec
+from pilotflame.runtime.scaling.placement import Gpu
 from pilotflame.runtime.settings.resources import Resources
 from pilotflame.runtime.telemetry.background import BackgroundTasks
 from pilotflame.runtime.telemetry.logs import LogBook
@@ -45,7 +46,9 @@ async def recording_engine(
         yield url, asked
 
 
-async def refusal(url: str, state: Path, resources: Resources, image: str = "any") -> LauncherError:
+async def refusal(
+    url: str, state: Path, resources: Resources, image: str = "any", gpus: tuple[Gpu, ...] = ()
+) -> LauncherError:
     """Launch a function whose start must fail. Return the error."""
     (state / "code").mkdir(parents=True)
     (state / "code" / "handler.py").write_text("def handler(event):\n    return event\n")
@@ -54,7 +57,9 @@ async def refusal(url: str, state: Path, resources: Resources, image: str = "any
     listener.open()
     try:
         async with BackgroundTasks() as tasks:
-            launcher = ContainerLauncher(url, listener, tasks, str(state), print)
+            launcher = ContainerLauncher(
+                url, listener, tasks, str(state), print, **({"gpus": gpus} if gpus else {})
+            )
             try:
                 with pytest.raises(LauncherError) as caught:
                     await launcher.launch(spec, LogBook(), lambda: None)
@@ -63,6 +68,13 @@ async def refusal(url: str, state: Path, resources: Resources, image: str = "any
     finally:
         listener.close()
     return caught.value
+
+
+GPUS = (Gpu("GPU-a", 16384), Gpu("GPU-b", 16384), Gpu("MIG-c", 8192))
+
+
+def cdi(*names: str) -> list[dict[str, Any]]:
+    return [{"Driver": "cdi", "DeviceIDs": [f"nvidia.com/gpu={name}" for name in names]}]
 
 
 @pytest.mark.parametrize(
@@ -87,20 +99,34 @@ async def test_an_image_without_python_names_the_command_that_makes_images(state
     assert "`pilotflame build`" in error.remedy
 
 
+@pytest.mark.xfail(strict=True, reason="a container is given all GPUs of the node")
 @pytest.mark.parametrize(
-    ("version", "wanted"),
+    ("version", "resources", "wanted"),
     [
-        (DOCKER, [{"Driver": "", "Count": -1, "Capabilities": [["gpu"]]}]),
-        (podman_version("5.4.0"), [{"Driver": "cdi", "DeviceIDs": ["nvidia.com/gpu=all"]}]),
-        (podman_version("5.6-dev-x"), [{"Driver": "cdi", "DeviceIDs": ["nvidia.com/gpu=all"]}]),
+        (
+            DOCKER,
+            Resources(gpus=1),
+            [{"Driver": "", "DeviceIDs": ["GPU-a", "GPU-b", "MIG-c"], "Capabilities": [["gpu"]]}],
+        ),
+        (podman_version("5.4.0"), Resources(gpus=1), cdi("GPU-a", "GPU-b", "MIG-c")),
+        (podman_version("5.6-dev-x"), Resources(gpus=2), cdi("GPU-a", "GPU-b")),
+        (podman_version("5.4.0"), Resources(gpus=1, gpu_memory_mb=10000), cdi("GPU-a", "GPU-b")),
     ],
 )
-async def test_gpus_are_asked_for_as_the_engine_understands(
-    state: Path, version: dict[str, Any], wanted: list[Any]
+async def test_gpus_on_which_its_workers_may_be_are_asked_for(
+    state: Path, version: dict[str, Any], resources: Resources, wanted: list[Any]
 ):
     async with recording_engine(state, version) as (url, asked):
-        await refusal(url, state, Resources(gpus=1))
+        await refusal(url, state, resources, gpus=GPUS)
     assert [one["HostConfig"]["DeviceRequests"] for one in asked] == [wanted]
+
+
+@pytest.mark.xfail(strict=True, reason="a container is given all GPUs of the node")
+async def test_a_node_without_a_gpu_starts_no_container_that_needs_one(state: Path):
+    async with recording_engine(state, DOCKER) as (url, asked):
+        error = await refusal(url, state, Resources(gpus=1))
+    assert asked == []
+    assert "no GPU" in error.message
 
 
 @pytest.mark.parametrize("gpus", [None, 0])

@@ -39,7 +39,7 @@ async def one_gpu(state: Path) -> AsyncIterator[Gateway]:
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def two_gpus(state: Path) -> AsyncIterator[Gateway]:
-    async with gateway_here(state, gpus=("GPU-a:16384", "MIG-b:8192")) as gateway:
+    async with gateway_here(state, gpus=("GPU-a:16384", "GPU-b:8192")) as gateway:
         yield gateway
 
 
@@ -152,6 +152,18 @@ async def test_what_never_fits_is_refused_at_the_deploy(one_gpu: Gateway):
         assert "0 with 16384 MiB" in error["message"]
 
 
+@pytest.mark.xfail(strict=True, reason="two slices are given to one process, which can use one of them only")
+async def test_several_gpus_are_never_slices(state: Path, gate: Gate):
+    gate.open()
+    async with gateway_here(state, gpus=("MIG-a:16384", "MIG-b:8192", "GPU-c:8192")) as gateway:
+        error = failure(await gateway.send(PLAIN, needs(1024, gpus=2)))
+        assert (error["status"], error["type"]) == (422, "settings_invalid")
+        assert "a process can use one MIG slice only" in error["message"]
+        # One slice is as good as a GPU.
+        function = await gateway.deploy(PLAIN, needs(16384), gate=gate)
+        assert (await function.answer(1))[1] == "MIG-a"
+
+
 async def test_workers_are_told_which_gpus_are_theirs(two_gpus: Gateway, gate: Gate):
     gate.open()
     seen = {}
@@ -162,9 +174,9 @@ async def test_workers_are_told_which_gpus_are_theirs(two_gpus: Gateway, gate: G
         function = await two_gpus.deploy(PLAIN, overrides, gate=gate)
         seen[name] = (await function.answer(1))[1]
     # The small one goes where the least stays free. One that wants a whole one gets that of one that ends for it.
-    assert (seen["small"], seen["large"], seen["none"]) == ("MIG-b", "GPU-a", "")
-    assert seen["slice"] in {"MIG-b", "GPU-a"}
-    assert sorted(seen["both"].split(",")) == ["GPU-a", "MIG-b"]
+    assert (seen["small"], seen["large"], seen["none"]) == ("GPU-b", "GPU-a", "")
+    assert seen["slice"] in {"GPU-b", "GPU-a"}
+    assert sorted(seen["both"].split(",")) == ["GPU-a", "GPU-b"]
 
 
 async def test_several_workers_of_a_function_are_on_several_gpus(two_gpus: Gateway, gate: Gate):
@@ -173,8 +185,8 @@ async def test_several_workers_of_a_function_are_on_several_gpus(two_gpus: Gatew
     calls = [asyncio.create_task(function.answer("now")) for _ in range(3)]
     for arrival in [await gate.next("now") for _ in range(3)]:
         arrival.go()
-    assert sorted({seen for _, seen in await asyncio.gather(*calls)}) == ["GPU-a", "MIG-b"]
-    assert await held_mb(two_gpus) == {"GPU-a": 12000, "MIG-b": 6000}
+    assert sorted({seen for _, seen in await asyncio.gather(*calls)}) == ["GPU-a", "GPU-b"]
+    assert await held_mb(two_gpus) == {"GPU-a": 12000, "GPU-b": 6000}
 
 
 async def test_a_function_is_deployed_again_although_its_worker_holds_the_gpu(one_gpu: Gateway, gate: Gate):
