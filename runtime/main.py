@@ -225,14 +225,15 @@ async def startup(
     sharing = _sharing(settings)
     listener = _listen(state, stack)
     tasks = await stack.enter_async_context(BackgroundTasks())
-    launcher, fetcher = await _launcher(settings, listener, state, tasks, sharing, stack)
+    gpus = await asyncio.to_thread(_gpus, settings)
+    launcher, fetcher = await _launcher(settings, listener, state, tasks, sharing, gpus, stack)
     events = FunctionEvents()
     ledger = await _open_ledger(settings, state, lambda: metrics, stack)
     functions = Functions(
         store, state / "environments", launcher, tasks, fetcher, secrets, events, logs, settings.drain_s,
         await FunctionHistories.open(state / "habits", tasks, ledger.account), _prices(settings),
         WorkerLimit(settings.max_workers, keyring.max_workers),
-        GpuPlaces(await asyncio.to_thread(_gpus, settings)),
+        GpuPlaces(gpus),
     )  # fmt: skip
     stack.callback(functions.close_threads)
     metrics = Metrics(functions.census, tasks.failures, [fetcher.metrics], lambda: logs.files.dropped)
@@ -369,12 +370,12 @@ def _prices(settings: GatewaySettings) -> HoldingPrices:
 
 async def _launcher(
     settings: GatewaySettings, listener: Listener, state: Path, tasks: BackgroundTasks,
-    sharing: Sharing | None, stack: contextlib.AsyncExitStack,
+    sharing: Sharing | None, gpus: Sequence[Gpu], stack: contextlib.AsyncExitStack,
 ) -> tuple[LauncherByImage, FetcherClient]:  # fmt: skip
     """Make the launcher and the fetcher, and close them with `stack`. Raise LauncherError if chunks cannot be served."""
     budgets = Budgets(settings.cache_memory_mb, settings.cache_disk_mb)
     engine = settings.engine or find_engine()
-    containers = ContainerLauncher(engine, listener, tasks, str(state), LOG.warning, budgets)
+    containers = ContainerLauncher(engine, listener, tasks, str(state), LOG.warning, budgets, gpus)
     launcher = LauncherByImage(ProcessLauncher(listener, tasks, state, settings.cache_dir), containers)
     fetcher = FetcherClient(settings.cache_dir, tasks, budgets, sharing)
     # The launcher is closed first: containers have folders of the fetcher's cache mounted.

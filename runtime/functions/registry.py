@@ -455,7 +455,7 @@ class Functions:
     async def _create(self, record: RevisionRecord, logs: LogBook) -> Live:
         # `worker_spec` and `LatencyCurveStore.open` read files, so they run in threads.
         spec = await self._thread(functools.partial(worker_spec, self.store, record, self.weights.cache))
-        if seen := self.gpus.environment(spec.resources):
+        if seen := self.gpus.environment(spec.resources, contained=bool(spec.image)):
             spec = spec.model_copy(update={"env": {**spec.env, **seen}})
         # Measured latency curves are valid for revisions with the same `key` and the same weights. So the key
         # holds all else of a revision that affects the speed of its workers.

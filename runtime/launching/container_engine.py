@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,8 +29,8 @@ SOCKETS = ("/var/run/docker.sock", "/run/podman/podman.sock")
 UNREACHABLE = 900
 # The first podman that gives a container the devices which the request to create it names.
 PODMAN_WITH_GPUS = Version("5.4.0")
-# As `nvidia-ctk cdi generate` names all of them.
-CDI_GPUS = "nvidia.com/gpu=all"
+# The kind of devices under which `nvidia-ctk cdi generate` names GPUs, by number and by UUID.
+CDI_KIND = "nvidia.com/gpu"
 SHUTTING_DOWN = "The gateway is shutting down."
 _LAST_LINES = 20
 MAX_OUTPUT_CHARS = 2000
@@ -97,17 +97,17 @@ class ContainerEngine:
             raise LauncherError("The container engine is not connected.")
         return self._client.containers.container(name)
 
-    def gpu_requests(self) -> list[dict[str, Any]]:
-        """Return the request for all GPUs of the node, as the engine understands it. Call it after `connect`."""
+    def gpu_requests(self, ids: Sequence[str]) -> list[dict[str, Any]]:
+        """Return the request for these GPUs of the node, as the engine understands it. Call it after `connect`."""
         if self._podman is None:
-            return [{"Driver": "", "Count": -1, "Capabilities": [["gpu"]]}]
+            return [{"Driver": "", "DeviceIDs": list(ids), "Capabilities": [["gpu"]]}]
         if self._podman < PODMAN_WITH_GPUS:
             # It would start the container without any, and say nothing.
             raise LauncherError(
                 f"podman {self._podman} gives containers no GPUs through its API.",
                 remedy=f"Use podman {PODMAN_WITH_GPUS} or newer, docker, or a function without image.name.",
             )
-        return [{"Driver": "cdi", "DeviceIDs": [CDI_GPUS]}]
+        return [{"Driver": "cdi", "DeviceIDs": [f"{CDI_KIND}={one}" for one in ids]}]
 
     async def provide(self, image: str) -> bool:
         """Pull an image if the engine does not have it. Return True if it was pulled."""

@@ -11,7 +11,7 @@ import contextlib
 import json
 import resource
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from ...snapshot.caching.mounted import KeptFolders
 from ...snapshot.caching.node import DEFAULT_BUDGETS, Budgets, keep_folders
 from ...snapshot.format.manifest import Manifest
 from ..link.worker_spec import REQUEST_VARIABLE, Weights, WorkerSpec
+from ..scaling.placement import Gpu, candidates, need_of
 from ..telemetry.logs import Log, LogBook
 from .container import Container, ContainerBase, ContainerChild
 from .container_engine import (
@@ -61,9 +62,13 @@ class ContainerLauncher:
         gateway: str,
         log: Callable[[str], None],
         budgets: Budgets = DEFAULT_BUDGETS,
+        gpus: Sequence[Gpu] = (),
     ) -> None:
-        """`url` is the socket of the engine. `gateway` identifies the containers of this gateway."""
-        self._log, self._budgets = log, budgets
+        """`url` is the socket of the engine. `gateway` identifies the containers of this gateway.
+
+        Workers are placed on `gpus`.
+        """
+        self._log, self._budgets, self._gpus = log, budgets, gpus
         self._listener, self._tasks, self._gateway = listener, tasks, gateway
         self._engine = ContainerEngine(url, gateway)
         self._containers: set[Container] = set()
@@ -115,8 +120,7 @@ class ContainerLauncher:
 
     async def _start_base(self, spec: WorkerSpec, logs: Log) -> ContainerBase:
         await self._engine.connect()
-        # All of them: which ones each worker uses is told to it.
-        devices = self._engine.gpu_requests() if spec.resources.gpus else []
+        devices = self._devices(spec)
         weights = await self._keep_weights(spec)
         name = f"pilotflame-{spec.function}-{spec.revision.partition('-')[0]}-{secrets.token_hex(4)}"
         dialled: asyncio.Future[ContainerChild] = asyncio.get_running_loop().create_future()
@@ -143,6 +147,15 @@ class ContainerLauncher:
             self._listener.forget(token)
         logs.write("gateway", f"container {name} runs {spec.image}")
         return base
+
+    def _devices(self, spec: WorkerSpec) -> list[dict[str, Any]]:
+        """Return the request for the GPUs on which workers of the container may be placed. ACTIVATE names a worker's own."""
+        if (need := need_of(spec.resources)) is None:
+            return []
+        if not (ids := [gpu.id for gpu in candidates(self._gpus, need)]):
+            message = f"This node has no GPU for {spec.label} (resources.gpus)."
+            raise LauncherError(message, remedy="See `pilotflame doctor` and the gateway's setting `gpus`.")
+        return self._engine.gpu_requests(ids)
 
     async def _keep_weights(self, spec: WorkerSpec) -> dict[str, KeptFolders]:
         """Return the folders of the node's cache that a container needs, by snapshot, to be closed after its end."""

@@ -9,7 +9,7 @@ import contextlib
 import importlib
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -60,6 +60,12 @@ def gpu_uses() -> list[GpuUse]:
         return []
     with _initialised(nvml) as there:
         return list(_uses(nvml)) if there else []
+
+
+def names_within(given: Sequence[str], ids: Iterable[str]) -> list[str]:
+    """Return the names of GPUs in a container, which counts the GPUs that it is `given` from 0. It knows ids that are no numbers too."""
+    numbers = sorted(int(one) for one in given if one.isdecimal())
+    return [str(numbers.index(int(one))) if one.isdecimal() else one for one in ids]
 
 
 @contextlib.contextmanager

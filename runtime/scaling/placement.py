@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
+from ..settings.resources import Resources
+
 Holding: TypeAlias = Mapping[str, int]
 """How much memory something holds of each GPU, by the GPU's id."""
 
@@ -20,6 +22,11 @@ class Gpu(NamedTuple):
     id: str
     """As CUDA_VISIBLE_DEVICES names it: "0", "GPU-4e2b…" or "MIG-91fa…"."""
     memory_mb: int
+
+    @property
+    def slice(self) -> bool:
+        """True if it is a MIG slice. A process can use one of them, and no other GPU beside it."""
+        return self.id.startswith("MIG-")
 
 
 class GpuNeed(NamedTuple):
@@ -33,6 +40,11 @@ class GpuNeed(NamedTuple):
         return gpu.memory_mb if self.memory_mb is None else self.memory_mb
 
 
+def need_of(resources: Resources) -> GpuNeed | None:
+    """Return what each worker of a function needs; None if it has no GPU of its own."""
+    return GpuNeed(resources.gpus, resources.gpu_memory_mb) if resources.gpus else None
+
+
 class GpuHolder(NamedTuple):
     """What one worker holds, and what it would still hold if it had to make room."""
 
@@ -44,13 +56,18 @@ class GpuHolder(NamedTuple):
     """True if it makes room already."""
 
 
+def candidates(gpus: Iterable[Gpu], need: GpuNeed) -> list[Gpu]:
+    """Return the GPUs that one worker could use, if nothing else were there: several of them are no MIG slices."""
+    return [gpu for gpu in gpus if gpu.memory_mb >= need.of(gpu) and not (gpu.slice and need.gpus > 1)]
+
+
 def place(gpus: Sequence[Gpu], held: Iterable[Holding], need: GpuNeed) -> Holding | None:
     """Return where one more worker goes; None if there is no room.
 
     It is where the least memory stays free (best fit), so that room for large workers stays in one piece.
     """
     free = _free(gpus, held)
-    fitting = [gpu for gpu in gpus if free[gpu.id] >= need.of(gpu)]
+    fitting = [gpu for gpu in candidates(gpus, need) if free[gpu.id] >= need.of(gpu)]
     if len(fitting) < need.gpus:
         return None
     fitting.sort(key=lambda gpu: free[gpu.id] - need.of(gpu))

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ...errors import ActivationTimeout, SettingsError
-from ..launching.gpus import GpuUse, gpu_uses
+from ..launching.gpus import GpuUse, gpu_uses, names_within
 from ..link.worker_spec import VISIBLE_GPUS
 from ..scaling.node_limit import Cap
-from ..scaling.placement import Gpu, GpuHolder, GpuNeed, Holding, fits, make_room, place
+from ..scaling.placement import Gpu, GpuHolder, GpuNeed, Holding, candidates, fits, make_room, need_of, place
 from ..settings.resources import CONTEXT_MB, Resources
 from ..telemetry.metrics import Reading
 from .replica import Replica, ReplicaState
@@ -104,8 +104,10 @@ class GpuPlaces:
             return
         memory = f" with {need.memory_mb} MiB of each" if need.memory_mb is not None else ""
         there = ", ".join(f"{gpu.id} with {gpu.memory_mb} MiB" for gpu in self.gpus) or "none"
+        sliced = need.gpus > 1 and any(gpu.slice for gpu in self.gpus)
+        why = "; a process can use one MIG slice only" if sliced else ""
         raise SettingsError(
-            f"{function!r} needs {need.gpus} GPU{'s' if need.gpus > 1 else ''}{memory} (resources.gpus); this node has: {there}.",
+            f"{function!r} needs {need.gpus} GPU{'s' if need.gpus > 1 else ''}{memory} (resources.gpus); this node has: {there}{why}.",
             remedy="Lower resources.gpus or resources.gpu_memory_mb, leave them out to run without a GPU of its own, or"
             " see `pilotflame doctor` and the gateway's setting `gpus`.",
         )
@@ -252,15 +254,21 @@ class GpuPlaces:
         """Learn which worker has a place."""
         held.replica = replica
 
-    def environment(self, resources: Resources, held: GpuPlace | None = None) -> dict[str, str]:
+    def environment(
+        self, resources: Resources, held: GpuPlace | None = None, *, contained: bool = False
+    ) -> dict[str, str]:
         """Return the environment variables with which a worker sees its GPUs only, and has its part of their memory.
 
-        Without a place: those of its zygote, with which it sees all. So a standby that sees as many as it needs knows
-        which ones it will have.
+        Without a place: the variables of its zygote, with all GPUs that a worker may get. `contained`: in a container, which
+        numbers its GPUs from 0.
         """
         if resources.gpus is None:
             return {}
-        seen = held.full if held is not None else [gpu.id for gpu in self.gpus if resources.gpus]
+        need = need_of(resources)
+        given = [gpu.id for gpu in candidates(self.gpus, need)] if need is not None else []
+        seen = list(held.full) if held is not None else given
+        if contained:
+            seen = names_within(given, seen)
         found = {VISIBLE_GPUS: ",".join(seen)}
         if resources.gpus and (memory_mb := resources.gpu_memory_mb) is not None:
             # By the number of the GPU among those that the worker sees. Without MPS, the driver ignores it.
@@ -417,8 +425,3 @@ def _reading(name: str, text: str, by_gpu: Mapping[str, float]) -> Reading:
 def _more(parked: GpuPlace) -> Holding:
     """Return what a parked worker needs beside what it holds."""
     return {gpu: memory_mb - parked.holding.get(gpu, 0) for gpu, memory_mb in parked.full.items()}
-
-
-def need_of(resources: Resources) -> GpuNeed | None:
-    """Return what each worker of a function needs; None if it has no GPU of its own."""
-    return GpuNeed(resources.gpus, resources.gpu_memory_mb) if resources.gpus else None

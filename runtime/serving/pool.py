@@ -222,7 +222,12 @@ class Pool:
         activation.mark_forked(time.monotonic())
         # `setup` may have to wait for weights that are still being fetched.
         weights_s = min((one.left_s for one in self._fetching.values()), default=None)
-        env = self._gpus.environment(self._spec.resources, place) if place is not None else {}
+        contained = bool(self._spec.image)
+        env = (
+            self._gpus.environment(self._spec.resources, place, contained=contained)
+            if place is not None
+            else {}
+        )
         replica = Replica(
             child, activation, self._events, env, START_TIMEOUT_S, measure=self._measure, weights_s=weights_s
         )

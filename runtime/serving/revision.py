@@ -24,6 +24,7 @@ from ..scaling import autoscaler
 from ..scaling.eviction import waiting_per_byte
 from ..scaling.idle_period import QUIET_S
 from ..scaling.node_limit import Cap, Claim
+from ..scaling.placement import need_of
 from ..telemetry.invocation_end import InvocationEnd
 from ..telemetry.load_history import LoadState
 from ..telemetry.logs import RevisionLog
@@ -34,7 +35,7 @@ from .deadlines import activation_timeout
 from .demand import Demand
 from .dispatcher import Dispatcher, Policy
 from .function_history import FunctionHistory
-from .gpu_places import GpuPlaces, need_of
+from .gpu_places import GpuPlaces
 from .invocation import Invocation, Output
 from .latency_curve_store import LatencyCurveStore
 from .pool import STOP_TIMEOUT_S, Pool

@@ -57,9 +57,7 @@ async def refusal(
     listener.open()
     try:
         async with BackgroundTasks() as tasks:
-            launcher = ContainerLauncher(
-                url, listener, tasks, str(state), print, **({"gpus": gpus} if gpus else {})
-            )
+            launcher = ContainerLauncher(url, listener, tasks, str(state), print, gpus=gpus)
             try:
                 with pytest.raises(LauncherError) as caught:
                     await launcher.launch(spec, LogBook(), lambda: None)
@@ -99,7 +97,6 @@ async def test_an_image_without_python_names_the_command_that_makes_images(state
     assert "`pilotflame build`" in error.remedy
 
 
-@pytest.mark.xfail(strict=True, reason="a container is given all GPUs of the node")
 @pytest.mark.parametrize(
     ("version", "resources", "wanted"),
     [
@@ -121,7 +118,6 @@ async def test_gpus_on_which_its_workers_may_be_are_asked_for(
     assert [one["HostConfig"]["DeviceRequests"] for one in asked] == [wanted]
 
 
-@pytest.mark.xfail(strict=True, reason="a container is given all GPUs of the node")
 async def test_a_node_without_a_gpu_starts_no_container_that_needs_one(state: Path):
     async with recording_engine(state, DOCKER) as (url, asked):
         error = await refusal(url, state, Resources(gpus=1))
@@ -148,6 +144,6 @@ async def test_a_podman_that_would_leave_them_out_is_refused(state: Path):
     if Version(version) >= PODMAN_WITH_GPUS:
         pytest.skip(f"podman {version} gives containers GPUs")
     with short_folder() as folder, running_engine(folder) as engine:
-        error = await refusal(engine.url, state, Resources(gpus=1), made_image())
+        error = await refusal(engine.url, state, Resources(gpus=1), made_image(), GPUS)
     assert error.message == f"podman {version} gives containers no GPUs through its API."
     assert "docker" in error.remedy

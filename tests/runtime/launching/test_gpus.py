@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pilotflame.runtime.launching.gpus import names_within
 
 COMPILER = shutil.which("cc")
 # GPU 0 is whole, GPU 1 is cut into two MIG slices, at the places 0 and 2 of three, and GPU 2 is lost.
@@ -114,3 +115,8 @@ def test_a_machine_without_a_driver_has_none(tmp_path: Path):
     found, said = asked(tmp_path, None)
     assert found == [[], []]
     assert said == ""
+
+
+def test_a_container_counts_the_gpus_that_it_is_given_from_zero():
+    assert names_within(["2", "5", "7"], ["7", "2"]) == ["2", "0"]
+    assert names_within(["GPU-a", "MIG-b"], ["MIG-b"]) == ["MIG-b"]

@@ -24,6 +24,13 @@ def test_whole_gpus_are_nobody_elses():
     assert place(TWO, [{"0": 1}], GpuNeed(2, None)) is None
 
 
+def test_several_gpus_of_a_worker_are_no_slices():
+    sliced = [Gpu("MIG-a", 40), Gpu("GPU-b", 40), Gpu("MIG-c", 40), Gpu("GPU-d", 80)]
+    assert place(sliced, [], GpuNeed(2, 40)) == {"GPU-b": 40, "GPU-d": 40}
+    assert place(sliced, [{"GPU-d": 80}], GpuNeed(2, 40)) is None
+    assert place(sliced, [{"GPU-b": 1}], GpuNeed(1, None)) == {"MIG-a": 40}
+
+
 def test_room_is_made_by_those_who_lose_least():
     held = [GpuHolder({"0": 40}, cost=3.0), GpuHolder({"0": 40}, cost=1.0), GpuHolder({"1": 40}, cost=2.0)]
     room = make_room(TWO, held, GpuNeed(1, 40))

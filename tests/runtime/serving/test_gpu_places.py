@@ -152,7 +152,6 @@ async def test_what_never_fits_is_refused_at_the_deploy(one_gpu: Gateway):
         assert "0 with 16384 MiB" in error["message"]
 
 
-@pytest.mark.xfail(strict=True, reason="two slices are given to one process, which can use one of them only")
 async def test_several_gpus_are_never_slices(state: Path, gate: Gate):
     gate.open()
     async with gateway_here(state, gpus=("MIG-a:16384", "MIG-b:8192", "GPU-c:8192")) as gateway:
