@@ -46,6 +46,16 @@ BREAKS_ITS_DEVICE = ON_DEVICE.replace(
         raise RuntimeError(event)""",
 )
 
+# ON_DEVICE, beside a torch that says that its allocator keeps KEPT_MB of a GPU. No GPU is here.
+KEPT_MB = 4000
+KEEPS_MEMORY = f"""{ON_DEVICE}
+for name, found in {{
+    "is_initialized": lambda: True, "device_count": lambda: 1, "get_device_name": lambda: "stand-in",
+    "memory_reserved": lambda number: {KEPT_MB} << 20, "synchronize": lambda number: None, "empty_cache": lambda: None,
+}}.items():
+    setattr(torch.cuda, name, found)
+"""
+
 # A module whose import starts a thread, so that it cannot be forked.
 THREADED = {
     "chatty.py": "import threading, time\nthreading.Thread(target=time.sleep, args=(3600,), daemon=True).start()\n",
