@@ -157,8 +157,11 @@ class WorkerSource(Protocol):
     def zygote_pid(self) -> int | None:
         """Return the pid of the process that workers are forked from. None if workers are spawned."""
 
-    async def fork(self, name: str, logs: Log) -> Child:
-        """Return a new standby: a worker process that is connected, without weights. Raise LauncherError."""
+    async def fork(self, name: str, logs: Log, rehearsal_mb: int | None = None) -> Child:
+        """Return a new standby: a worker process that is connected, without weights. Raise LauncherError.
+
+        `rehearsal_mb` is how much memory of each GPU it may use to rehearse: 0 if it must not rehearse, None for no limit.
+        """
 
     def close(self) -> None:
         """End the zygote. The workers that were forked from it drain."""

@@ -81,7 +81,7 @@ class ZygoteProcess:
 
     async def fork(
         self, role: str, name: str, logs: Log, spec: WorkerSpec | None = None,
-        confinement: Confinement | None = None,
+        confinement: Confinement | None = None, rehearsal_mb: int | None = None,
     ) -> Child:  # fmt: skip
         """Return a new child once it has connected. Raise LauncherError if it dies before or is too slow.
 
@@ -102,7 +102,9 @@ class ZygoteProcess:
         # The URL of weights may hold credentials, and workers need none.
         without = {"weights": {"__all__": {"source"}}}
         described = spec.model_dump(mode="json", exclude=without) if spec else None
-        request = {"token": token, "role": role, "spec": described}
+        request: dict[str, Any] = {"token": token, "role": role, "spec": described}
+        if rehearsal_mb is not None:
+            request["rehearsal_mb"] = rehearsal_mb
         if confinement is not None:
             request["confinement"] = confinement.model_dump(mode="json")
         self.child.link.send_json(FrameKind.FORK, 0, request)
@@ -269,12 +271,12 @@ class ZygoteSource:
     def zygote_pid(self) -> int | None:
         return None if self.spawn_reason else self._zygote.child.pid
 
-    async def fork(self, name: str, logs: Log) -> Child:
+    async def fork(self, name: str, logs: Log, rehearsal_mb: int | None = None) -> Child:
         if self.spawn_reason:
-            child = await self._base.fork("solo", name, logs, self._spec, self._confinement)
+            child = await self._base.fork("solo", name, logs, self._spec, self._confinement, rehearsal_mb)
             send_secrets(child, self._secrets)
             return child
-        return await self._zygote.fork("worker", name, logs)
+        return await self._zygote.fork("worker", name, logs, rehearsal_mb=rehearsal_mb)
 
     def close(self) -> None:
         self._zygote.close()

@@ -62,7 +62,8 @@ class FrameKind(enum.IntEnum):
     BUILT = 17
     FORKED = 18
     EXITED = 19
-    # Up: a standby has done everything that is possible before ACTIVATE.
+    # Up: a standby has done everything that is possible before ACTIVATE. If it has rehearsed, the head has what torch's
+    # allocator keeps of its GPUs ("reserved", as in PARKED).
     PRIMED = 20
     # Up, from a zygote: the operating system refused to fork.
     UNFORKED = 21
@@ -76,7 +77,8 @@ class FrameKind(enum.IntEnum):
     # bring the weights back; an INVOKE does so, too. The channel of a PARK is its number.
     PARK = 25
     UNPARK = 26
-    # Up: the head has how many bytes were given back. The channel is the number of the PARK that it answers.
+    # Up: the head has how many bytes were given back, and how many torch's allocator keeps of each GPU that the process
+    # sees, in their order ("reserved"). The channel is the number of the PARK that it answers.
     PARKED = 27
     # Up: the weights of a snapshot are on a device now. The head is as an element of "copies" in that of READY.
     COPIED = 28

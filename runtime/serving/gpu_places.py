@@ -1,8 +1,8 @@
 """Gives the workers of all functions their places on the node's GPUs, within the memory of each.
 
-A worker has its place from before it is activated until its process has ended. A parked one keeps only what its context
-takes. If callers wait for a worker that has no place, idle workers of other functions make room: they are parked, or
-ended where that is not enough. The room that they make is reserved meanwhile for those who wait for it.
+A worker has its place from before it is activated until its process has ended. A parked one keeps only what its process
+still holds. A standby that rehearses has a place too, which its worker inherits. If callers wait for a worker that has no place, idle workers of other functions make room: they are parked, or
+ended where that is not enough. Standbys end first. That room is reserved for the functions that wait for it.
 """
 
 from __future__ import annotations
@@ -10,15 +10,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
 
 from ...errors import ActivationTimeout, SettingsError
 from ..launching.gpus import GpuUse, gpu_uses, names_within
+from ..launching.launcher import Child
 from ..link.worker_spec import VISIBLE_GPUS
+from ..scaling.gpu_ledger import Booking, GpuLedger
 from ..scaling.node_limit import Cap
-from ..scaling.placement import Gpu, GpuHolder, GpuNeed, Holding, candidates, fits, make_room, need_of, place
+from ..scaling.placement import Gpu, GpuHolder, GpuNeed, Holding, candidates, make_room, need_of, place
 from ..settings.resources import CONTEXT_MB, Resources
 from ..telemetry.metrics import Reading
 from .replica import Replica, ReplicaState
@@ -28,6 +30,13 @@ from .worker_limit import ASK_AGAIN_S, GIVE_AFTER_S
 MPS_MEMORY = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
 # Who has no worker, and has waited for so long, gets the room of one that has calls, once it has ended them.
 PATIENCE_S = 10.0
+# Standbys make room before all workers, whose callers lose at least 0.
+STANDBY_COST = -1.0
+_MIB = 1 << 20
+
+
+Measure: TypeAlias = Callable[[int], Mapping[str, int]]
+"""Returns how many bytes of each GPU the process with a pid holds, by the id of the GPU. It blocks."""
 
 
 class GpuClaimant(Protocol):
@@ -50,6 +59,12 @@ class GpuClaimant(Protocol):
     def gpu_cost(self, freed_bytes: float) -> float:
         """Return what its callers lose for each byte if a worker frees so many."""
 
+    def end_standby(self) -> None:
+        """End its standby in favour of another function."""
+
+    def renew_standby(self) -> None:
+        """Replace its standby if that could not rehearse: there is room now."""
+
     def give_gpu(self, replica: Replica, *, park: bool) -> None:
         """Park an idle worker, or end one, in favour of another function. What it has begun, it finishes before."""
 
@@ -58,27 +73,35 @@ class GpuClaimant(Protocol):
 
 
 @dataclass(eq=False)
-class GpuPlace:
-    """What one worker holds of the node's GPUs."""
+class GpuPlace(Booking):
+    """The GPU memory of one worker, or of a standby that rehearses."""
 
     owner: GpuClaimant
-    full: Holding
-    """What it holds while it is not parked."""
-    holding: Holding
+    child: Child | None = None
+    """The process that has it; None while that is being forked."""
+    standby: bool = False
     replica: Replica | None = None
     """None until it is activated."""
     left: Holding | None = None
     """What it will hold in a moment, when it has made room; None if it does not make any."""
     given: bool = False
     """True if it makes, or has made, room for another function."""
+    parked: Holding = field(init=False)
+    """Its holding if it parks: as when it parked last, or else an allowance for its context."""
+
+    def __post_init__(self) -> None:
+        self.parked = dict.fromkeys(self.full, CONTEXT_MB)
 
     @property
-    def parked(self) -> Holding:
-        return dict.fromkeys(self.full, CONTEXT_MB)
+    def inheritable(self) -> bool:
+        """True if it is of a standby that can become a worker."""
+        return self.standby and self.child is not None and not self.child.link.closed
 
     @property
     def ending(self) -> bool:
-        """True if its worker ends, and has no calls that may take long."""
+        """True if its process ends, and has no calls that may take long."""
+        if self.standby:
+            return self.child is not None and self.child.link.closed
         ends = (ReplicaState.DRAINING, ReplicaState.DEAD)
         return self.replica is not None and self.replica.state in ends and not self.replica.outstanding.calls
 
@@ -86,15 +109,18 @@ class GpuPlace:
 class GpuPlaces:
     """Who holds memory of which GPU, and who waits for some. Without GPUs, nobody who needs one can be deployed."""
 
-    def __init__(self, gpus: Sequence[Gpu] = ()) -> None:
-        self.gpus = tuple(gpus)
-        self._places: list[GpuPlace] = []
+    def __init__(self, gpus: Sequence[Gpu] = (), measure: Measure | None = None) -> None:
+        """`measure` asks the driver; without it, what torch's allocator keeps is known, and the rest is an allowance."""
+        self.gpus, self.measure = tuple(gpus), measure
+        self._ledger: GpuLedger[GpuPlace] = GpuLedger(self.gpus)
         # Those that want more workers than have a place, and since when. Who has waited longest is asked first.
         self._short: dict[GpuClaimant, float] = {}
         # The same for the first workers of revisions that are deployed. They come before all others.
         self._first: dict[GpuClaimant, tuple[float, asyncio.Future[GpuPlace]]] = {}
         # Where their next worker goes once others have made room.
         self._reserved: dict[GpuClaimant, Holding] = {}
+        # The revisions whose standby had no room to rehearse.
+        self._unrehearsed: dict[GpuClaimant, None] = {}
         self._offering = False
         self._timer: asyncio.TimerHandle | None = None
 
@@ -139,7 +165,7 @@ class GpuPlaces:
         """Return for how many of `workers` of a revision there is room now, without asking for it."""
         if one.gpu_need is None:
             return workers
-        held, count = list(self._kept(one)), 0
+        held, count = self._kept(one), 0
         while count < workers and (found := place(self.gpus, held, one.gpu_need)) is not None:
             held.append(found)
             count += 1
@@ -188,6 +214,7 @@ class GpuPlaces:
     def leave(self, one: GpuClaimant) -> None:
         """Forget what a revision waits for."""
         self._short.pop(one, None)
+        self._unrehearsed.pop(one, None)
         if self._reserved.pop(one, None) is not None:
             self._offer()
 
@@ -198,42 +225,92 @@ class GpuPlaces:
 
     # -- the places
 
-    def take(self, one: GpuClaimant) -> GpuPlace | None:
-        """Return a place for a worker that is about to start; None if there is no room."""
+    def take(self, one: GpuClaimant, standby: Child | None = None) -> GpuPlace | None:
+        """Return a place for a worker that is about to start; None if there is no room. A standby brings its own."""
         if (need := one.gpu_need) is None:
             return None
-        found = place(self.gpus, self._kept(one), need)
-        if found is None:
+        own, beside = self._of_standby(standby), self._reserved_beside(one)
+        if (found := self._ledger.room(need, beside, own)) is None:
             return None
-        taken = GpuPlace(one, found, found)
-        self._places.append(taken)
+        if own is not None:
+            self._ledger.promote(own, found)
+            own.standby, own.left = False, None
+            return own
+        taken = GpuPlace(found, found, one)
+        self._ledger.add(taken)
         return taken
+
+    def absorb(self, standby: Child | None) -> None:
+        """Drop the place of a standby that becomes a worker with another place, on the same GPUs."""
+        self.free(self._of_standby(standby))
+
+    def take_standby(self, one: GpuClaimant) -> GpuPlace | None:
+        """Return a place for a standby that is about to be forked; None if it must not rehearse."""
+        if (need := one.gpu_need) is None:
+            return None
+        room = self._ledger.rehearsal_room(need, self._reserved_beside(one))
+        if room is None or self._short or self._first:
+            self._unrehearsed[one] = None
+            return None
+        taken = GpuPlace(*room, one, standby=True)
+        self._ledger.add(taken)
+        return taken
+
+    def rehearsal_mb(self, one: GpuClaimant, held: GpuPlace | None) -> int | None:
+        """Return how many MiB of each GPU a process may use before it is activated; None if there is no limit.
+
+        It does not know its GPUs yet if the node has more than it needs.
+        """
+        if one.gpu_need is None:
+            return None
+        known = len(candidates(self.gpus, one.gpu_need)) == one.gpu_need.gpus
+        return min(held.holding.values()) if known and held is not None else 0
+
+    def note_rehearsed(self, held: GpuPlace, kept: Holding) -> None:
+        """Learn what a standby holds after its rehearsal."""
+        if held.standby:
+            self._ledger.note_held(held, kept)
+            self._offer()
+
+    async def kept(self, held: GpuPlace, child: Child, reserved: Sequence[int]) -> Holding:
+        """Return what a process holds that has given memory back: what the driver says, or else an estimate.
+
+        The estimate is what torch's allocator keeps of its GPUs (`reserved`, in bytes, in their order), and an allowance for
+        its context.
+        """
+        measured = await asyncio.to_thread(self.measure, child.pid) if self.measure is not None else {}
+        torchs = dict(zip(held.full, reserved, strict=False))
+        return {
+            gpu: -(-measured[gpu] // _MIB) if gpu in measured else CONTEXT_MB - (-torchs.get(gpu, 0) // _MIB)
+            for gpu in held.full
+        }
 
     def note_parking(self, replica: Replica) -> None:
         """Learn that a worker begins to give the memory of its GPUs back."""
-        if (held := self._of(replica)) is not None:
+        if (held := self.of(replica)) is not None:
             held.left = held.parked
 
     def share(self, replica: Replica) -> float | None:
         """Return how many GPUs a worker holds, as shares of their memory summed; None if it has no place."""
-        if (held := self._of(replica)) is None:
+        if (held := self.of(replica)) is None:
             return None
         sizes = {gpu.id: gpu.memory_mb for gpu in self.gpus}
         return sum(memory_mb / sizes[gpu] for gpu, memory_mb in held.holding.items())
 
     def gives(self, replica: Replica) -> bool:
         """Return True if a worker parks in favour of another function."""
-        held = self._of(replica)
+        held = self.of(replica)
         return held is not None and held.given
 
-    def note_parked(self, replica: Replica, freed_bytes: int) -> None:
-        """Learn that it has. One that gave nothing back, because its weights are no snapshot's, has to end for others."""
-        held = self._of(replica)
-        if held is None or held.left is None:
+    def note_parked(self, replica: Replica, freed_bytes: int, kept: Holding) -> None:
+        """Learn that it has, and how much it keeps. A worker without a snapshot gives nothing back, so it has to end for others."""
+        held = self.of(replica)
+        if held is None or held.left is None or replica.state is not ReplicaState.PARKED:
             return
         if freed_bytes:
-            held.holding, held.left = held.left, None
-        elif held.given and replica.state is ReplicaState.PARKED:
+            held.parked, held.left = kept, None
+            self._ledger.note_held(held, kept)
+        elif held.given:
             held.left = {}
             held.owner.give_gpu(replica, park=False)
         else:
@@ -242,17 +319,24 @@ class GpuPlaces:
 
     def resume(self, replica: Replica) -> bool:
         """Return True if a parked worker may have its memory back, which it then holds."""
-        if (held := self._of(replica)) is None:
+        if (held := self.of(replica)) is None:
             return True
         self._reserved.pop(held.owner, None)
-        if not fits(self.gpus, self._kept(held.owner, but=held), held.full):
+        if not self._ledger.wake(held, self._reserved_beside(held.owner)):
             return False
-        held.holding, held.left, held.given = held.full, None, False
+        held.left, held.given = None, False
         return True
 
     def assign(self, held: GpuPlace, replica: Replica) -> None:
         """Learn which worker has a place."""
-        held.replica = replica
+        held.replica, held.child = replica, replica.child
+
+    async def free_at_end(self, held: GpuPlace, child: Child) -> None:
+        """Give a place back when the process that has it has ended: until then it holds memory of its GPUs."""
+        await child.gone.wait()
+        # A standby that died may have left it to a worker.
+        if held.child is child:
+            self.free(held)
 
     def environment(
         self, resources: Resources, held: GpuPlace | None = None, *, contained: bool = False
@@ -277,8 +361,8 @@ class GpuPlaces:
 
     def free(self, held: GpuPlace | None) -> None:
         """Give a place back: the worker has ended, or could not start."""
-        if held is not None and held in self._places:
-            self._places.remove(held)
+        if held is not None:
+            self._ledger.remove(held)
             self._offer()
 
     # -- metrics
@@ -287,9 +371,7 @@ class GpuPlaces:
         """Return what is held and used of each GPU, for the metrics."""
         if not self.gpus:
             return []
-        held = Counter[str]()
-        for one in self._places:
-            held.update(one.holding)
+        held = self._ledger.booked
         uses = await asyncio.to_thread(gpu_uses)
         waiting = float(len(self._short) + len(self._first))
         return [
@@ -328,52 +410,82 @@ class GpuPlaces:
         They are parked, or ended if that is not enough. Who has no worker, and waits for long, gets one of a busy function.
         """
         patient = not lasting and time.monotonic() - since_s >= PATIENCE_S
-        parked = [place for place in map(self._of, one.gpu_parked) if place is not None]
+        parked = [place for place in map(self.of, one.gpu_parked) if place is not None]
+        places, own = list(self._ledger.bookings), None if one in self._first else self._standby_of(one)
         for ways in (_Ways(lasting, park=True), _Ways(lasting), _Ways(lasting, busy=True)):
             if ways.busy and not (patient or one in self._first):
                 return
-            held = self._holders(one, ways, patient=patient)
+            held = self._holders(places, one, ways, patient=patient)
+            # A new worker would be the standby, which needs no room then.
+            without = [
+                GpuHolder({}) if each is own else holder for each, holder in zip(places, held, strict=False)
+            ]
+            without += held[len(places) :]
             for only in (*map(_more, parked), None):
-                if (room := make_room(self.gpus, held, need, only)) is not None:
+                if (
+                    room := make_room(self.gpus, held if only is not None else without, need, only)
+                ) is not None:
                     self._reserved[one] = room.holding
-                    for giver in [self._places[number] for number in room.takes]:
+                    for giver in [places[number] for number in room.takes]:
                         self._take_from(giver, park=ways.park)
                     return
 
     def _take_from(self, giver: GpuPlace, *, park: bool) -> None:
+        if giver.standby:
+            giver.left = {}
+            giver.owner.end_standby()
+            return
         giver.left, giver.given = giver.parked if park else {}, True
         if giver.replica is not None:
             giver.owner.give_gpu(giver.replica, park=park)
 
-    def _holders(self, one: GpuClaimant, ways: _Ways, *, patient: bool) -> list[GpuHolder]:
-        """Return all places, and then what is reserved, as `make_room` sees them."""
+    def _holders(
+        self, givers: list[GpuPlace], one: GpuClaimant, ways: _Ways, *, patient: bool
+    ) -> list[GpuHolder]:
+        """Return these places, and then what is reserved, as `make_room` sees them."""
         held, offered = list[GpuHolder](), Counter[tuple[GpuClaimant, ReplicaState]]()
-        for each in self._places:
+        for each in givers:
             if each.left is not None or each.ending:
                 held.append(GpuHolder(each.holding, each.left or {}, leaving=True))
-                continue
-            left = each.parked if ways.park else {}
-            cost: float | None = None
-            old = one in self._first and each.owner.function == one.function
-            if (
-                (replica := each.replica) is not None
-                and each.owner is not one
-                and ways.allow(replica, old=old, patient=patient)
-            ):
-                offered[each.owner, replica.state] += 1
-                if old or offered[each.owner, replica.state] <= each.owner.gpu_spare(replica.state):
-                    freed_mb = sum(each.holding.values()) - sum(left.values())
-                    cost = 0.0 if old else each.owner.gpu_cost(float(freed_mb << 20))
-            held.append(GpuHolder(each.holding, left, cost))
-        return held + [GpuHolder(holding) for other, holding in self._reserved.items() if other is not one]
+            elif each.standby:
+                held.append(GpuHolder(each.holding, {}, STANDBY_COST if each.inheritable else None))
+            else:
+                held.append(self._holder(each, one, ways, offered, patient=patient))
+        return held + [GpuHolder(holding) for holding in self._reserved_beside(one)]
 
-    def _kept(self, one: GpuClaimant, but: GpuPlace | None = None) -> Iterable[Holding]:
-        """Yield what is held, or reserved for others than `one`."""
-        yield from (each.holding for each in self._places if each is not but)
-        yield from (holding for other, holding in self._reserved.items() if other is not one)
+    def _holder(
+        self, each: GpuPlace, one: GpuClaimant, ways: _Ways, offered: Counter[tuple[GpuClaimant, ReplicaState]],
+        *, patient: bool,
+    ) -> GpuHolder:  # fmt: skip
+        """Return the place of a worker as `make_room` sees it. `offered` counts those that each owner may lose."""
+        left = each.parked if ways.park else {}
+        replica, old = each.replica, one in self._first and each.owner.function == one.function
+        if replica is None or each.owner is one or not ways.allow(replica, old=old, patient=patient):
+            return GpuHolder(each.holding, left)
+        offered[each.owner, replica.state] += 1
+        if not old and offered[each.owner, replica.state] > each.owner.gpu_spare(replica.state):
+            return GpuHolder(each.holding, left)
+        freed_mb = sum(each.holding.values()) - sum(left.values())
+        return GpuHolder(each.holding, left, 0.0 if old else each.owner.gpu_cost(float(freed_mb << 20)))
 
-    def _of(self, replica: Replica) -> GpuPlace | None:
-        return next((each for each in self._places if each.replica is replica), None)
+    def _kept(self, one: GpuClaimant) -> list[Holding]:
+        """Return the holdings of processes, and the room that is reserved for others than `one`. Its standby becomes a worker, and so does not count."""
+        return [*self._ledger.held(self._standby_of(one)), *self._reserved_beside(one)]
+
+    def _reserved_beside(self, one: GpuClaimant) -> list[Holding]:
+        return [holding for other, holding in self._reserved.items() if other is not one]
+
+    def of(self, replica: Replica) -> GpuPlace | None:
+        """Return the place of a worker; None if it has none."""
+        return next((each for each in self._ledger.bookings if each.replica is replica), None)
+
+    def _of_standby(self, child: Child | None) -> GpuPlace | None:
+        found = (each for each in self._ledger.bookings if each.standby and each.child is child)
+        return next(found, None) if child is not None else None
+
+    def _standby_of(self, one: GpuClaimant) -> GpuPlace | None:
+        """Return the place of a standby that would be the next worker."""
+        return next((each for each in self._ledger.bookings if each.owner is one and each.inheritable), None)
 
     def _offer(self) -> None:
         if not self._offering:
@@ -385,6 +497,16 @@ class GpuPlaces:
         self._serve_first()
         for one in list(self._short):
             one.scale()
+        if not self._short and not self._first:
+            self._renew_standby()
+
+    def _renew_standby(self) -> None:
+        """Have one standby that could not rehearse replaced, if there is room now. The next follows when it has rehearsed."""
+        for one in self._unrehearsed:
+            if one.gpu_need is not None and self._ledger.rehearsal_room(one.gpu_need) is not None:
+                del self._unrehearsed[one]
+                one.renew_standby()
+                return
 
     def _ask_again(self) -> None:
         """Ask those who wait from time to time: no event tells that a worker is idle, or a caller waits, for long."""

@@ -16,6 +16,7 @@ from ..telemetry.timeline import Activation
 from ..telemetry.usage import RungClock, RungName, Usage
 from .gpu_places import GpuClaimant, GpuPlace, GpuPlaces
 from .replica import START_TIMEOUT_S, Replica, ReplicaState, RevisionEvents
+from .standby_places import StandbyPlaces
 from .zygote_supervisor import ZygoteSupervisor
 
 # An idle worker that is stopped is killed if it has not exited after this time.
@@ -51,6 +52,7 @@ class Pool:
             self._note_rung,
             secrets,
             numbers,
+            StandbyPlaces(gpus, claimant, tasks),
         )
         self._spec, self._tasks, self._events, self._secrets = spec, tasks, events, secrets
         self._measure = measure
@@ -187,8 +189,10 @@ class Pool:
             self.activations += count
         for _ in range(count):
             activation = Activation(time.monotonic(), signal=signal)
-            taken, place = place or self._gpus.take(self._claimant), None
             standby = self.zygote.take_standby()
+            if place is not None:
+                self._gpus.absorb(standby)
+            taken, place = place or self._gpus.take(self._claimant, standby), None
             if standby is not None and self._weights is None:
                 self._activate(standby, activation, taken)
             else:
@@ -201,13 +205,11 @@ class Pool:
             async with asyncio.TaskGroup() as tasks:
                 if self._weights is not None:
                     tasks.create_task(self._fetch(self._weights, activation))
-                child = child or await self.zygote.fork()
+                child = child or await self.zygote.fork(self._gpus.rehearsal_mb(self._claimant, place))
             self.zygote.check_open()
         except BaseException as failed:
             self._asked.remove(activation.asked_s)
-            if child is not None:
-                child.link.close()
-            self._gpus.free(place)
+            self._give_back(place, child)
             error = failed.exceptions[0] if isinstance(failed, ExceptionGroup) else failed
             if not isinstance(error, Exception):
                 raise
@@ -234,13 +236,18 @@ class Pool:
         self.replicas.append(replica)
         if place is not None:
             self._gpus.assign(place, replica)
-            self._tasks.create_task(self._free_at_end(child, place))
+            self._tasks.create_task(self._gpus.free_at_end(place, child))
         self._note_rung()
 
-    async def _free_at_end(self, child: Child, place: GpuPlace) -> None:
-        """Give the place of a worker back when its process has ended: until then it holds memory of its GPUs."""
-        await child.gone.wait()
-        self._gpus.free(place)
+    def _give_back(self, place: GpuPlace | None, child: Child | None) -> None:
+        """End a process that cannot become a worker, if it was forked, and give back its place when it has ended."""
+        if child is None:
+            self._gpus.free(place)
+            return
+        child.link.close()
+        if place is not None:
+            place.child = child
+            self._tasks.create_task(self._gpus.free_at_end(place, child))
 
     def note_ready(self, replica: Replica) -> None:
         """Learn that a worker is ready. If it measured its latency curve, later workers do not measure."""

@@ -53,8 +53,8 @@ class RevisionEvents(Protocol):
 
     def on_start_failed(self, error: PilotflameError) -> None: ...
     def on_resized(self, replica: Replica) -> None: ...
-    def on_parked(self, replica: Replica, freed_bytes: int) -> None:
-        """A worker has given so much memory of devices back."""
+    def on_parked(self, replica: Replica, freed_bytes: int, reserved: list[int]) -> None:
+        """A worker has given memory of devices back. `reserved` has the bytes that torch's allocator keeps of each of its GPUs."""
 
     def on_processes_changed(self) -> None:
         """A worker, the zygote or the standby has come or gone."""
@@ -90,8 +90,9 @@ class Replica:
         """The latency curve that it measured before it was ready."""
         self.left = False
         """True if its end was to be expected: it drained."""
+        self.parks = 0
+        """How many times it was asked to park."""
         self._parked_since_s = self._past_parked_s = 0.0
-        self._parks = 0
         self._park_timer: asyncio.TimerHandle | None = None
         self._events = events
         # The channels of invocations whose handler call does not end.
@@ -216,8 +217,8 @@ class Replica:
     def park(self, now_s: float) -> None:
         """Have a ready worker without invocations give the memory of its devices back."""
         self.state, self._parked_since_s = ReplicaState.PARKED, now_s
-        self._parks += 1
-        self.child.link.send(FrameKind.PARK, self._parks)
+        self.parks += 1
+        self.child.link.send(FrameKind.PARK, self.parks)
         late = f"it was not parked after {EXIT_TIMEOUT_S:.0f} s"
         self._park_timer = asyncio.get_running_loop().call_later(EXIT_TIMEOUT_S, self.child.kill_stuck, late)
 
@@ -344,9 +345,10 @@ class Replica:
 
     def _on_parked(self, frame: Frame) -> None:
         # If it was woken and parked again meanwhile, only the answer to the last PARK tells that the memory is free.
-        if self.state is not ReplicaState.PARKED or frame.channel == self._parks:
+        if self.state is not ReplicaState.PARKED or frame.channel == self.parks:
             self._drop_park_timer()
-            self._events.on_parked(self, int(frame.json()["freed_bytes"]))
+            head = frame.json()
+            self._events.on_parked(self, int(head["freed_bytes"]), list(head.get("reserved", ())))
 
     def _on_window(self, head: dict[str, Any]) -> None:
         self.window = int(head["window"])

@@ -35,7 +35,7 @@ from .deadlines import activation_timeout
 from .demand import Demand
 from .dispatcher import Dispatcher, Policy
 from .function_history import FunctionHistory
-from .gpu_places import GpuPlaces
+from .gpu_places import GpuPlace, GpuPlaces
 from .invocation import Invocation, Output
 from .latency_curve_store import LatencyCurveStore
 from .pool import STOP_TIMEOUT_S, Pool
@@ -490,6 +490,13 @@ class Revision(RevisionEvents):
         below = ladder.below(RungName.READY)[0]
         return waiting_per_byte(ladder.step_down(self.spec.function, RungName.READY, below, freed_bytes))
 
+    def end_standby(self) -> None:
+        self.pool.zygote.end_standby()
+
+    def renew_standby(self) -> None:
+        if not self.retiring:
+            self.pool.zygote.end_standby()
+
     def give_gpu(self, replica: Replica, *, park: bool) -> None:
         self.pool.give(replica, park=park)
         # The next invocation has to find it a place again.
@@ -626,10 +633,20 @@ class Revision(RevisionEvents):
     def on_processes_changed(self) -> None:
         self._on_processes_changed()
 
-    def on_parked(self, replica: Replica, freed_bytes: int) -> None:
+    def on_parked(self, replica: Replica, freed_bytes: int, reserved: list[int]) -> None:
         cause = "gpus" if self._gpus.gives(replica) else "idle"
         self.history.decisions.note("park", cause, freed_bytes=freed_bytes)
-        self._gpus.note_parked(replica, freed_bytes)
+        if (place := self._gpus.of(replica)) is not None:
+            self._tasks.create_task(self._note_kept(place, replica, freed_bytes, reserved))
+
+    async def _note_kept(
+        self, place: GpuPlace, replica: Replica, freed_bytes: int, reserved: list[int]
+    ) -> None:
+        """Let other functions have what a parked worker has given back."""
+        parks, kept = replica.parks, await self._gpus.kept(place, replica.child, reserved)
+        # It may have been woken meanwhile, and parked again.
+        if parks == replica.parks:
+            self._gpus.note_parked(replica, freed_bytes, kept)
 
     def on_start_failed(self, error: PilotflameError) -> None:
         """Fail the waiting invocations, unless a worker is ready: the next start would probably fail too."""

@@ -14,6 +14,8 @@ from ..link.frames import Frame, FrameKind
 from ..link.worker_spec import WorkerSpec
 from ..settings.function_settings import Scale
 from ..telemetry.logs import Log
+from .gpu_places import GpuPlace
+from .standby_places import StandbyPlaces
 
 # A zygote that was closed is killed if it has not ended after this time.
 EXIT_TIMEOUT_S = 10.0
@@ -39,16 +41,19 @@ class ZygoteSupervisor:
         self, spec: WorkerSpec, scale: Scale, launcher: Launcher, logs: Log, tasks: asyncio.TaskGroup,
         busy: Callable[[], bool], on_change: Callable[[], None] = lambda: None,
         secrets: Callable[[], Mapping[str, str]] = dict, numbers: Iterator[int] | None = None,
+        places: StandbyPlaces | None = None,
     ) -> None:  # fmt: skip
         """`secrets` returns the environment variables that each new zygote gets over its link. `busy` returns True while
         invocations run. The names of children end with `numbers`.
 
-        `on_change` is called when the zygote has come or gone, and when the standby is primed or has ended.
+        `places` books what standbys use of GPUs; None if that is not limited. `on_change` is called when the zygote has come or gone, and when the standby is primed or has ended.
         """
         self.standby: Child | None = None
         self.standby_primed = False
         self._spec, self._launcher, self._logs, self._tasks, self._busy = spec, launcher, logs, tasks, busy
-        self._on_change, self._secrets = on_change, secrets
+        self._on_change, self._secrets, self._places = on_change, secrets, places
+        # The place on GPUs of the standby; None if it has none.
+        self._place: GpuPlace | None = None
         # If it is not kept, the zygote is ended after the last worker.
         self._keep = scale.rest == "zygote"
         self._with_standby = self._keep and scale.standby
@@ -182,21 +187,21 @@ class ZygoteSupervisor:
 
     # -- the zygote's children
 
-    async def fork(self) -> Child:
-        """Return a new child, of another zygote if this one dies. Raise HandlerError or LauncherError."""
+    async def fork(self, rehearsal_mb: int | None = None) -> Child:
+        """Return a new child, which may rehearse with `rehearsal_mb` of each GPU (None: no limit). It is a child of another zygote if this one dies. Raise HandlerError or LauncherError."""
         for _ in range(MAX_LAUNCHES - 1):
             try:
-                return await self._fork(await self.open())
+                return await self._fork(await self.open(), rehearsal_mb)
             except LauncherError as error:
                 # If the zygote still runs, its death is not the cause.
                 if self._closed or self.source is not None:
                     raise
                 self._logs.write("gateway", f"starting a worker once more: {error}", "warning")
-        return await self._fork(await self.open())
+        return await self._fork(await self.open(), rehearsal_mb)
 
-    async def _fork(self, source: WorkerSource) -> Child:
+    async def _fork(self, source: WorkerSource, rehearsal_mb: int | None) -> Child:
         name = f"{self._spec.function}-{self._spec.revision.partition('-')[0]}-{next(self._numbers)}"
-        return await source.fork(name, self._logs)
+        return await source.fork(name, self._logs, rehearsal_mb)
 
     def take_standby(self) -> Child | None:
         """Return the standby, which then belongs to the caller; None if there is none."""
@@ -226,29 +231,42 @@ class ZygoteSupervisor:
         self.replenish()
 
     async def _fork_standby(self, source: WorkerSource) -> None:
+        place, rehearsal_mb = self._places.take(source.facts) if self._places is not None else (None, None)
+        child: Child | None = None
         try:
-            child = await self._fork(source)
+            child = await self._fork(source, rehearsal_mb)
         except LauncherError as error:
             if source is self._source:
                 self._logs.write("gateway", f"no standby: {error}", "warning")
             return
         finally:
             self._forking_standby = False
+            if self._places is not None and place is not None:
+                self._places.bind(place, child)
         if self._closed or self.standby is not None or source is not self._source:
             child.link.close()
             return
-        self.standby, self.standby_primed = child, False
+        self.standby, self.standby_primed, self._place = child, False, place
         child.link.bind(self._on_standby_frame, lambda: self._on_standby_lost(child))
 
     def _on_standby_frame(self, frame: Frame) -> None:
         if frame.kind == FrameKind.PRIMED:
             self.standby_primed = True
+            if self._places is not None and self._place is not None and self.standby is not None:
+                self._places.note_primed(self._place, self.standby, frame.json())
             self._on_change()
 
     def _on_standby_lost(self, child: Child) -> None:
         if self.standby is child:
             self.standby = None
             self._on_change()
+
+    def end_standby(self) -> None:
+        """End the standby, because its memory of GPUs is needed, or it could not have any. Another follows later."""
+        if self.standby is not None:
+            self._drop_standby()
+            self._on_change()
+            self.schedule_standby()
 
     def _drop_standby(self) -> None:
         """Close the standby's link, which ends its process."""

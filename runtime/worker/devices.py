@@ -19,14 +19,29 @@ def describe() -> str:
     return f"cuda:{torch.cuda.get_device_name()}"
 
 
-def limit_memory(size_bytes: int) -> None:
-    """Limit the memory that torch allocates of each GPU: then a worker that needs more fails, and no other worker on the GPU."""
+def limit_memory(size_bytes: int | None) -> None:
+    """Limit the memory that torch allocates of each GPU, in place of an earlier limit; None: all that a GPU has.
+
+    A worker that needs more fails, and no other worker on the GPU. Without GPUs, nothing is done.
+    """
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
         return
+    if size_bytes is None and not torch.cuda.is_initialized():
+        return
     for number in range(torch.cuda.device_count()):
         total = torch.cuda.get_device_properties(number).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, size_bytes / total), number)
+        share = 1.0 if size_bytes is None else min(1.0, size_bytes / total)
+        torch.cuda.set_per_process_memory_fraction(share, number)
+
+
+def reserved_bytes() -> list[int]:
+    """Give back what torch's allocator does not use. Return how much it keeps of each GPU, in their order."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return []
+    torch.cuda.empty_cache()
+    return [torch.cuda.memory_reserved(number) for number in range(torch.cuda.device_count())]
 
 
 def may_be_of_device(error: BaseException) -> bool:

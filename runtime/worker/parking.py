@@ -14,6 +14,7 @@ from ...errors import PilotflameError
 from ...snapshot.named import Snapshots
 from ..link.connection import Link
 from ..link.frames import Frame, FrameKind
+from . import devices
 
 
 class WorkerParking:
@@ -75,8 +76,10 @@ class WorkerParking:
 
     async def _run(self) -> None:
         while self._asked and not self._closed:
-            freed_bytes = await asyncio.to_thread(self._give_back)
-            self._link.send_json(FrameKind.PARKED, self._number, {"freed_bytes": freed_bytes})
+            freed_bytes, reserved = await asyncio.to_thread(self._give_back)
+            self._link.send_json(
+                FrameKind.PARKED, self._number, {"freed_bytes": freed_bytes, "reserved": reserved}
+            )
             await self._needed.wait()
             if not self._closed:
                 await self._bring_back()
@@ -85,15 +88,17 @@ class WorkerParking:
         for frame in held:
             self._deliver(frame)
 
-    def _give_back(self) -> int:
+    def _give_back(self) -> tuple[int, list[int]]:
+        """Return how many bytes were given back, and how many torch keeps of each GPU."""
         try:
             with self._lock:
                 self._parked = True
-                return self._snapshots.park() if self._snapshots is not None else 0
+                freed_bytes = self._snapshots.park() if self._snapshots is not None else 0
+                return freed_bytes, devices.reserved_bytes()
         except (PilotflameError, RuntimeError) as error:
             # What is not parked stays where it is.
             sys.stderr.write(f"the weights could not be parked: {error}\n")
-            return 0
+            return 0, []
 
     async def _bring_back(self) -> None:
         try:

@@ -39,7 +39,7 @@ from ..batching.latency_curve import Point
 from ..link.connection import Link
 from ..link.frames import Frame, FrameKind
 from ..link.stream_credit import Credit
-from ..link.worker_spec import STACKS_SIGNAL, VISIBLE_GPUS, WorkerSpec
+from ..link.worker_spec import STACKS_SIGNAL, WorkerSpec
 from ..settings.resources import CONTEXT_MB
 from . import devices, fork_safety
 from .function_setup import Built, call_hook, configure_logging, run_hook, run_without_loop, warm_up_torch
@@ -59,8 +59,11 @@ FLUSH_TIMEOUT_S = 10.0
 class Worker:
     """One worker process. Async handlers are set up on the event loop, others on their first thread."""
 
-    def __init__(self, sock: socket.socket, spec: WorkerSpec, built: Built) -> None:
-        self._sock = sock
+    def __init__(
+        self, sock: socket.socket, spec: WorkerSpec, built: Built, rehearsal_mb: int | None = None
+    ) -> None:
+        """`rehearsal_mb` is how much memory of each GPU `rehearse` may use: 0 if it must not run, None for no limit."""
+        self._sock, self._rehearsal_mb = sock, rehearsal_mb
         self._spec = spec
         self._handler = built.handler
         self._on_event_loop = built.handler.kind.on_loop
@@ -146,11 +149,10 @@ class Worker:
         warm_up_torch()
         # Here, because it takes as long as mapping the weights does (0.7 ms).
         self._dtype = most_common_dtype(self._snapshots)
-        # Where there are more GPUs than it needs, ACTIVATE tells which ones it may use.
-        seen = os.environ.get(VISIBLE_GPUS, "").split(",")
-        unplaced = bool(gpus := self._spec.resources.gpus) and len(seen) != gpus
-        if self._handler.rehearse is not None and not unplaced and not self._activated.is_set():
+        head = {}
+        if self._handler.rehearse is not None and self._rehearsal_mb != 0 and not self._activated.is_set():
             try:
+                devices.limit_memory(_torchs_part(self._rehearsal_mb))
                 if self._snapshots is not None:
                     self._snapshots.blank()
                 await call_hook(self._handler, self._handler.rehearse, self._context(self._host))
@@ -159,13 +161,15 @@ class Worker:
                 if devices.may_be_of_device(error) and devices.failure(self._snapshots) is not None:
                     # This process can use the device no more.
                     os._exit(1)
-        self._link.send(FrameKind.PRIMED)
+            head["reserved"] = devices.reserved_bytes()
+        self._link.send_json(FrameKind.PRIMED, 0, head)
 
     async def _set_up(self) -> bool:
         """Map the weights and call `setup`. Send FAILED and return False if that fails."""
         try:
-            if (memory_mb := self._spec.resources.gpu_memory_mb) is not None:
-                devices.limit_memory((memory_mb - CONTEXT_MB) << 20)
+            if self._spec.resources.gpus:
+                # Another one held for the rehearsal.
+                devices.limit_memory(_torchs_part(self._spec.resources.gpu_memory_mb))
             if self._snapshots is not None:
                 await self._restore(self._snapshots)
             with self._gate():
@@ -374,6 +378,11 @@ def _copies(snapshots: Snapshots) -> list[dict[str, Any]]:
             context = {"ago_s": now_s - begun_s, "took_s": made_s - begun_s}
             found.append({"name": name, "ago_s": now_s - started_s, "took_s": took_s, "context": context})
     return found
+
+
+def _torchs_part(memory_mb: int | None) -> int | None:
+    """Return how many bytes torch may allocate of a GPU if the process may use `memory_mb` there: the rest is its context."""
+    return None if memory_mb is None else (memory_mb - CONTEXT_MB) << 20
 
 
 def most_common_dtype(snapshots: Snapshots | None) -> str:

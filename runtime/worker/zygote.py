@@ -221,7 +221,7 @@ class Base(Zygote):
         if request["role"] == "zygote":
             spec = WorkerSpec.model_validate(request["spec"])
             return RevisionZygote(ticket, spec, self.kill_files(request)).run
-        return partial(spawn_worker, ticket, request["spec"])
+        return partial(spawn_worker, ticket, request["spec"], request.get("rehearsal_mb"))
 
     def kill_files(self, request: dict[str, Any]) -> tuple[str, ...]:
         file = _confinement(request).memory_kills
@@ -258,7 +258,11 @@ class RevisionZygote(Zygote):
             return False
         fork_safety.make_torch_single_threaded()
         times = {"import_s": round(self._built.import_s, 3), "build_s": round(time.monotonic() - began_s, 3)}
-        facts = {**self._built.handler.facts(), **times}
+        facts = {
+            **self._built.handler.facts(),
+            **times,
+            "rehearses": self._built.handler.rehearse is not None,
+        }
         threads = fork_safety.lasting_thread_count()
         source = fork_safety.describe_threads(started) if threads > 1 else ""
         head = {
@@ -287,7 +291,7 @@ class RevisionZygote(Zygote):
             signal.signal(POSITION_SIGNAL, signal.SIG_IGN)
 
     def child_role(self, ticket: Ticket, request: dict[str, Any]) -> Role:
-        return partial(run_worker, ticket, self._spec, self._built)
+        return partial(run_worker, ticket, self._spec, self._built, request.get("rehearsal_mb"))
 
 
 def _confinement(request: dict[str, Any]) -> Confinement:
@@ -303,12 +307,12 @@ def _refuse(ticket: Ticket, role: str, error: OSError | PilotflameError) -> None
     link.send(FrameKind.FAILED, error.to_wire(private=True))
 
 
-def spawn_worker(ticket: Ticket, spec: dict[str, Any]) -> None:
+def spawn_worker(ticket: Ticket, spec: dict[str, Any], rehearsal_mb: int | None) -> None:
     """Replace this process, which the base has forked and will reap, with a new interpreter for a worker.
 
     Used for handlers whose imports start threads, which a fork would not copy.
     """
-    request = {"address": ticket.address, "token": ticket.token, "spec": spec}
+    request = {"address": ticket.address, "token": ticket.token, "spec": spec, "rehearsal_mb": rehearsal_mb}
     memory = os.memfd_create("request", 0)
     os.write(memory, json.dumps(request).encode())
     os.lseek(memory, 0, os.SEEK_SET)
@@ -316,8 +320,13 @@ def spawn_worker(ticket: Ticket, spec: dict[str, Any]) -> None:
     os.execv(sys.executable, [sys.executable, "-m", "pilotflame.runtime.worker.zygote", "solo"])  # noqa: S606
 
 
-def run_worker(ticket: Ticket, spec: WorkerSpec, built: Built | None) -> None:
-    """Run a worker. If it inherits no `built` function from a zygote, import and build the handler first."""
+def run_worker(
+    ticket: Ticket, spec: WorkerSpec, built: Built | None, rehearsal_mb: int | None = None
+) -> None:
+    """Run a worker. If it inherits no `built` function from a zygote, import and build the handler first.
+
+    `rehearsal_mb` is as `Worker` takes it.
+    """
     gc.enable()
     setproctitle(f"pilotflame: standby {spec.label}")
     redirect_output(ticket)
@@ -331,7 +340,7 @@ def run_worker(ticket: Ticket, spec: WorkerSpec, built: Built | None) -> None:
         except PilotflameError as error:
             link.send(FrameKind.FAILED, error.to_wire(private=True))
             return
-    Worker(sock, spec, built).run()
+    Worker(sock, spec, built, rehearsal_mb).run()
 
 
 def _receive_secrets(link: BlockingLink) -> dict[str, str] | None:
@@ -373,7 +382,7 @@ def main() -> None:
     fork_safety.detach(os.getppid())
     ticket = Ticket(request["address"], request["token"])
     if kind == "solo":
-        run_worker(ticket, WorkerSpec.model_validate(request["spec"]), None)
+        run_worker(ticket, WorkerSpec.model_validate(request["spec"]), None, request.get("rehearsal_mb"))
     else:
         gc.disable()
         role: Role | None = Base(ticket, request["preload"], MEMORY_KILLS if given else (MACHINE_KILLS,)).run

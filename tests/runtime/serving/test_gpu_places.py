@@ -17,7 +17,7 @@ import pytest_asyncio
 from live import Gate, Gateway, failure, gateway_here, until
 from pilotflame.runtime.serving import gpu_places, replica
 from pilotflame.runtime.settings.resources import CONTEXT_MB
-from serving_handlers import KEEPS_MEMORY, KEPT_MB, ON_DEVICE, device_weights
+from serving_handlers import KEEPS_MEMORY, KEPT_MB, ON_DEVICE, PID, device_weights
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -385,7 +385,6 @@ async def test_mps_is_told_how_much_memory_a_worker_has(state: Path, gpus: int, 
         assert await function.answer() == limit
 
 
-@pytest.mark.xfail(strict=True, reason="a parked worker is booked with 512 MiB, whatever it holds")
 async def test_a_parked_worker_is_booked_with_what_it_keeps(one_gpu: Gateway, tmp_path: Path):
     functions, rights = [], []
     for number in range(2):
@@ -410,7 +409,6 @@ async def test_a_parked_worker_is_booked_with_what_it_keeps(one_gpu: Gateway, tm
     assert await booked_mb(one_gpu) <= MEMORY_MB
 
 
-# Its rehearsals are those of processes that use a GPU.
 REHEARSES_ON_GPU = """
 import os
 def rehearse(context):
@@ -421,11 +419,10 @@ def handler(event):
 """
 
 
-@pytest.mark.xfail(strict=True, reason="no account includes the contexts of standbys")
 async def test_standbys_are_booked_limited_and_end_first(state: Path, tmp_path: Path):
     source = REHEARSES_ON_GPU.format(folder=tmp_path)
     (tmp_path / "rehearsed").touch()
-    # Two rehearse, of which each keeps a context. Beside them, a third has too little room.
+    # Two standbys rehearse, and each keeps a context. Beside them, a third one has too little room.
     async with gateway_here(state, gpus=("0:1700",)) as gateway:
         functions = [
             await gateway.deploy(source, needs(1024) | {"scale.idle_timeout_s": 0}) for _ in range(4)
@@ -436,13 +433,13 @@ async def test_standbys_are_booked_limited_and_end_first(state: Path, tmp_path: 
                 await one.settled(ready=0, draining=0, standby=True)
             return await booked_mb(gateway) == 2 * CONTEXT_MB
 
-        await until(rest, "standbys, of which two hold contexts")
+        await until(rest, "standbys, two of them with contexts")
         standbys = {pid for one in functions for pid in await one.pids("standby")}
         rehearsed = {int(line) for line in (tmp_path / "rehearsed").read_text().split()}
         assert len(standbys) == 4
         assert len(standbys & rehearsed) == 2
-        # A worker that needs all of it gets the room of the standbys, and no parked or idle worker had to end.
-        large = await gateway.deploy(PLAIN, needs(1700) | {"scale.idle_timeout_s": 0}, check=False)
+        # A worker that needs all of it gets the room of the standbys.
+        large = await gateway.deploy(PID, needs(1700) | {"scale.idle_timeout_s": 0}, check=False)
         await large.answer(1)
         for one in functions:
             assert await one.answer(1)

@@ -157,6 +157,6 @@ def test_a_worker_without_weights_is_parked_too(tmp_path: Path) -> None:
     process = Process(tmp_path, "def handler(event):\n    return event\n")
     process.ready()
     process.send(FrameKind.PARK)
-    assert process.expect(FrameKind.PARKED).json() == {"freed_bytes": 0}
+    assert process.expect(FrameKind.PARKED).json() == {"freed_bytes": 0, "reserved": []}
     assert process.ask(1, "still there") == "still there"
     process.close()

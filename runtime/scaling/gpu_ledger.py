@@ -1,0 +1,95 @@
+"""Books the memory of a node's GPUs: what each worker, parked worker and standby may hold. It does no I/O and reads no clock.
+
+A process is booked before it may use a GPU, and with less only once it is known to hold less. So the bookings are never less
+than what the processes hold, and fit into the memory, as long as each process keeps to its booking. Sizes are in MiB.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from ..settings.resources import CONTEXT_MB
+from .placement import Gpu, GpuNeed, Holding, candidates, fits, place
+
+# With less, a rehearsal would have no room beside its context.
+REHEARSAL_MB = 2 * CONTEXT_MB
+
+
+@dataclass(eq=False)
+class Booking:
+    """The memory of the node's GPUs that one process may use."""
+
+    full: Holding
+    """Its limit as a worker that is not parked."""
+    holding: Holding
+    """Its limit now."""
+
+
+AnyBooking = TypeVar("AnyBooking", bound=Booking)
+
+
+class GpuLedger(Generic[AnyBooking]):
+    """The bookings of a node. `beside` are holdings for which room is kept, although no process has them yet."""
+
+    def __init__(self, gpus: Sequence[Gpu]) -> None:
+        self.gpus = tuple(gpus)
+        self.bookings: list[AnyBooking] = []
+
+    @property
+    def booked(self) -> Counter[str]:
+        """How much is booked of each GPU."""
+        total = Counter[str]()
+        for one in self.bookings:
+            total.update(one.holding)
+        return total
+
+    def held(self, but: Booking | None = None) -> list[Holding]:
+        return [one.holding for one in self.bookings if one is not but]
+
+    def room(
+        self, need: GpuNeed, beside: Iterable[Holding] = (), but: Booking | None = None
+    ) -> Holding | None:
+        """Return where one more worker goes, or the standby `but`, which becomes it; None if there is no room."""
+        return place(self.gpus, [*self.held(but), *beside], need)
+
+    def rehearsal_room(self, need: GpuNeed, beside: Iterable[Holding] = ()) -> tuple[Holding, Holding] | None:
+        """Return the holding of a standby as a worker, and its holding while it rehearses; None if it must not.
+
+        It rehearses where its worker will be. That is known if the node has as many GPUs as a worker needs.
+        """
+        known = candidates(self.gpus, need)
+        if len(known) != need.gpus:
+            return None
+        booked = Counter[str]()
+        for one in (*self.held(), *beside):
+            booked.update(one)
+        full = {gpu.id: need.of(gpu) for gpu in known}
+        found = {gpu.id: min(full[gpu.id], gpu.memory_mb - booked[gpu.id]) for gpu in known}
+        return (full, found) if min(found.values()) >= REHEARSAL_MB else None
+
+    def add(self, booking: AnyBooking) -> None:
+        """Book a process that has not begun to use GPUs. There must be room for it."""
+        self.bookings.append(booking)
+
+    def promote(self, booking: Booking, found: Holding) -> None:
+        """Book a standby as the worker that it becomes, where `room` found a place for it."""
+        booking.full = booking.holding = found
+
+    def wake(self, booking: Booking, beside: Iterable[Holding] = ()) -> bool:
+        """Book a parked worker with all that a worker may hold, if there is room."""
+        if not fits(self.gpus, [*self.held(booking), *beside], booking.full):
+            return False
+        booking.holding = booking.full
+        return True
+
+    def note_held(self, booking: Booking, held: Holding) -> None:
+        """Learn what a process holds that gave memory back, and does not take any until `wake`."""
+        booking.holding = held
+
+    def remove(self, booking: AnyBooking) -> None:
+        """Drop a booking: the process has ended."""
+        if booking in self.bookings:
+            self.bookings.remove(booking)
