@@ -69,7 +69,8 @@ from .jobs.webhook_signing import load_key
 from .launching.container_engine import find_engine
 from .launching.container_launcher import ContainerLauncher
 from .launching.fetcher_client import FetcherClient, Sharing
-from .launching.gpus import find_gpus
+from .launching.gpu_driver import GpuDriver
+from .launching.gpus import find_driver
 from .launching.launcher import LauncherByImage
 from .launching.listener import Listener
 from .launching.process_launcher import ProcessLauncher
@@ -225,15 +226,17 @@ async def startup(
     sharing = _sharing(settings)
     listener = _listen(state, stack)
     tasks = await stack.enter_async_context(BackgroundTasks())
-    gpus = await asyncio.to_thread(_gpus, settings)
-    launcher, fetcher = await _launcher(settings, listener, state, tasks, sharing, gpus, stack)
+    gpus, driver = await asyncio.to_thread(_find_gpus, settings)
+    launcher, fetcher = await _launcher(
+        settings, listener, state, tasks, sharing, (gpus, driver.cdi_kind), stack
+    )
     events = FunctionEvents()
     ledger = await _open_ledger(settings, state, lambda: metrics, stack)
     functions = Functions(
         store, state / "environments", launcher, tasks, fetcher, secrets, events, logs, settings.drain_s,
         await FunctionHistories.open(state / "habits", tasks, ledger.account), _prices(settings),
         WorkerLimit(settings.max_workers, keyring.max_workers),
-        GpuPlaces(gpus),
+        GpuPlaces(gpus, driver),
     )  # fmt: skip
     stack.callback(functions.close_threads)
     metrics = Metrics(functions.census, tasks.failures, [fetcher.metrics], lambda: logs.files.dropped)
@@ -370,12 +373,12 @@ def _prices(settings: GatewaySettings) -> HoldingPrices:
 
 async def _launcher(
     settings: GatewaySettings, listener: Listener, state: Path, tasks: BackgroundTasks,
-    sharing: Sharing | None, gpus: Sequence[Gpu], stack: contextlib.AsyncExitStack,
+    sharing: Sharing | None, gpus: tuple[Sequence[Gpu], str], stack: contextlib.AsyncExitStack,
 ) -> tuple[LauncherByImage, FetcherClient]:  # fmt: skip
     """Make the launcher and the fetcher, and close them with `stack`. Raise LauncherError if chunks cannot be served."""
     budgets = Budgets(settings.cache_memory_mb, settings.cache_disk_mb)
     engine = settings.engine or find_engine()
-    containers = ContainerLauncher(engine, listener, tasks, str(state), LOG.warning, budgets, gpus)
+    containers = ContainerLauncher(engine, listener, tasks, str(state), LOG.warning, budgets, *gpus)
     launcher = LauncherByImage(ProcessLauncher(listener, tasks, state, settings.cache_dir), containers)
     fetcher = FetcherClient(settings.cache_dir, tasks, budgets, sharing)
     # The launcher is closed first: containers have folders of the fetcher's cache mounted.
@@ -490,12 +493,13 @@ async def _open_ledger(
     return ledger
 
 
-def _gpus(settings: GatewaySettings) -> list[Gpu]:
-    """Return the GPUs on which workers are placed."""
+def _find_gpus(settings: GatewaySettings) -> tuple[list[Gpu], GpuDriver]:
+    """Return the GPUs on which workers are placed, and their driver."""
+    driver = find_driver()
     if settings.gpus is None:
-        return find_gpus()
+        return driver.find(), driver
     pairs = (text.split(":") for text in settings.gpus)
-    return [Gpu(name, int(memory_mb)) for name, memory_mb in pairs]
+    return [Gpu(name, int(memory_mb)) for name, memory_mb in pairs], driver
 
 
 def _observe(

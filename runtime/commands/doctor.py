@@ -22,7 +22,7 @@ from ...errors import SourceError
 from ...machine import free_memory_bytes, processors
 from ..launching.cgroups import CONTROLLERS, find_controllers
 from ..launching.container_engine import find_engine
-from ..launching.gpus import gpu_uses
+from ..launching.gpus import AMD_MODULE, NVIDIA_MODULE, find_driver
 from ..settings.gateway_settings import GatewaySettings
 from ..worker.confinement import SINCE_SCOPE, landlock_version
 from . import display, exit_codes, options
@@ -37,7 +37,6 @@ NO_SNAPSHOT = "0" * 64
 PROBE_BYTES = 64 << 20
 SLOW_FORK_MS = 50.0
 # Here NVIDIA's driver tells of itself.
-DRIVER = Path("/proc/driver/nvidia")
 SLOW_READ_BYTES_S = 1 << 30
 SLOW = "Slow: check whether this machine is busy."
 
@@ -238,15 +237,16 @@ def _torch() -> Check:
 
 def _gpus() -> Iterator[Check]:
     """Tell which GPUs functions with resources.gpus share. Say nothing where there is no driver."""
-    if found := gpu_uses():
+    driver = find_driver()
+    if found := driver.uses():
         used = [
             f"{one.id} ({one.name}, {one.used_bytes >> 20} of {one.memory_bytes >> 20} MiB used)"
             for one in found
         ]
         yield Check("GPUs", "ok", "; ".join(used))
-    elif DRIVER.exists():
-        remedy = "pip install nvidia-ml-py, or say which GPUs there are: PILOTFLAME_GPUS=0:81920"
-        yield Check("GPUs", "note", "NVML does not tell which there are", remedy)
+    elif NVIDIA_MODULE.exists() or AMD_MODULE.exists():
+        remedy = f"pip install {driver.package}, or say which GPUs there are: PILOTFLAME_GPUS=0:81920"
+        yield Check("GPUs", "note", f"{driver.library} does not tell which there are", remedy)
 
 
 def _limits() -> Check:

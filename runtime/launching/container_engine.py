@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from packaging.version import InvalidVersion, Version
 
 from ...errors import LauncherError
+from .nvidia_gpus import NvidiaDriver
 
 if TYPE_CHECKING:
     import aiodocker
@@ -29,8 +30,6 @@ SOCKETS = ("/var/run/docker.sock", "/run/podman/podman.sock")
 UNREACHABLE = 900
 # The first podman that gives a container the devices which the request to create it names.
 PODMAN_WITH_GPUS = Version("5.4.0")
-# The kind of devices under which `nvidia-ctk cdi generate` names GPUs, by number and by UUID.
-CDI_KIND = "nvidia.com/gpu"
 SHUTTING_DOWN = "The gateway is shutting down."
 _LAST_LINES = 20
 MAX_OUTPUT_CHARS = 2000
@@ -97,17 +96,17 @@ class ContainerEngine:
             raise LauncherError("The container engine is not connected.")
         return self._client.containers.container(name)
 
-    def gpu_requests(self, ids: Sequence[str]) -> list[dict[str, Any]]:
+    def gpu_requests(self, ids: Sequence[str], cdi_kind: str) -> list[dict[str, Any]]:
         """Return the request for these GPUs of the node, as the engine understands it. Call it after `connect`."""
-        if self._podman is None:
+        if self._podman is None and cdi_kind == NvidiaDriver.cdi_kind:
             return [{"Driver": "", "DeviceIDs": list(ids), "Capabilities": [["gpu"]]}]
-        if self._podman < PODMAN_WITH_GPUS:
+        if self._podman is not None and self._podman < PODMAN_WITH_GPUS:
             # It would start the container without any, and say nothing.
             raise LauncherError(
                 f"podman {self._podman} gives containers no GPUs through its API.",
                 remedy=f"Use podman {PODMAN_WITH_GPUS} or newer, docker, or a function without image.name.",
             )
-        return [{"Driver": "cdi", "DeviceIDs": [f"{CDI_KIND}={one}" for one in ids]}]
+        return [{"Driver": "cdi", "DeviceIDs": [f"{cdi_kind}={one}" for one in ids]}]
 
     async def provide(self, image: str) -> bool:
         """Pull an image if the engine does not have it. Return True if it was pulled."""

@@ -34,6 +34,7 @@ from .container_engine import (
 from .gpus import ASK_WITHOUT_USE
 from .launcher import NO_SECRETS
 from .listener import Listener
+from .nvidia_gpus import NvidiaDriver
 from .process_launcher import SINGLE_THREADED
 from .zygote_process import ZygoteSource
 
@@ -63,12 +64,13 @@ class ContainerLauncher:
         log: Callable[[str], None],
         budgets: Budgets = DEFAULT_BUDGETS,
         gpus: Sequence[Gpu] = (),
+        cdi_kind: str = NvidiaDriver.cdi_kind,
     ) -> None:
         """`url` is the socket of the engine. `gateway` identifies the containers of this gateway.
 
-        Workers are placed on `gpus`.
+        Workers are placed on `gpus`, which CDI names by `cdi_kind`.
         """
-        self._log, self._budgets, self._gpus = log, budgets, gpus
+        self._log, self._budgets, self._gpus, self._cdi_kind = log, budgets, gpus, cdi_kind
         self._listener, self._tasks, self._gateway = listener, tasks, gateway
         self._engine = ContainerEngine(url, gateway)
         self._containers: set[Container] = set()
@@ -155,7 +157,7 @@ class ContainerLauncher:
         if not (ids := [gpu.id for gpu in candidates(self._gpus, need)]):
             message = f"This node has no GPU for {spec.label} (resources.gpus)."
             raise LauncherError(message, remedy="See `pilotflame doctor` and the gateway's setting `gpus`.")
-        return self._engine.gpu_requests(ids)
+        return self._engine.gpu_requests(ids, self._cdi_kind)
 
     async def _keep_weights(self, spec: WorkerSpec) -> dict[str, KeptFolders]:
         """Return the folders of the node's cache that a container needs, by snapshot, to be closed after its end."""

@@ -15,7 +15,7 @@ from ...errors import LauncherError
 from ..link.worker_spec import Confinement, WorkerSpec
 from ..telemetry.logs import Log, LogBook
 from .confinements import Confinements
-from .gpus import ASK_WITHOUT_USE
+from .gpus import ASK_WITHOUT_USE, PREFIXES
 from .launcher import KILLED_S, NO_SECRETS
 from .listener import Listener
 from .zygote_process import ChildProcess, ZygoteProcess, ZygoteSource
@@ -27,7 +27,7 @@ BASE_EXIT_S = 10.0
 # The variables of the gateway's environment that functions inherit. Credentials are not among them.
 INHERITED = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "TZ", "LANG", "LANGUAGE", "VIRTUAL_ENV",
              "LD_LIBRARY_PATH")  # fmt: skip
-INHERITED_PREFIXES = ("LC_", "HF_", "TRANSFORMERS_", "OMP_", "MKL_", "KMP_", "CUDA_", "NVIDIA_", "COVERAGE_")
+INHERITED_PREFIXES = ("LC_", "HF_", "TRANSFORMERS_", "OMP_", "MKL_", "KMP_", "COVERAGE_", *PREFIXES)
 SECRET_ENDINGS = ("_TOKEN", "_KEY", "_SECRET", "_PASSWORD")
 # These stop libraries from starting thread pools at import: a zygote must not have them. In workers,
 # `fork_safety.set_threads` raises the thread counts of torch, BLAS and numexpr again.

@@ -12,8 +12,6 @@ from ..settings.resources import Resources
 
 REQUEST_VARIABLE = "PILOTFLAME_ZYGOTE"
 """The environment variable of a container with the request to its first process, as JSON."""
-VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
-"""The environment variable that says which GPUs a process sees, and in which order. AMD's runtime heeds it as well."""
 
 # Zygotes and workers write the stacks of their threads to the log on this signal, also if they are stuck in native code.
 STACKS_SIGNAL = signal.SIGRTMIN + 5

@@ -20,7 +20,7 @@ class Gpu(NamedTuple):
     """A GPU of the node, or a slice of one."""
 
     id: str
-    """As CUDA_VISIBLE_DEVICES names it: "0", "GPU-4e2b…" or "MIG-91fa…"."""
+    """As the driver's environment variable names it: "0", "GPU-4e2b…" or "MIG-91fa…"."""
     memory_mb: int
 
     @property

@@ -10,14 +10,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
 from ...errors import ActivationTimeout, SettingsError
-from ..launching.gpus import GpuUse, gpu_uses, names_within
+from ..launching.gpu_driver import MIB, GpuDriver, GpuUse
+from ..launching.gpus import names_within
 from ..launching.launcher import Child
-from ..link.worker_spec import VISIBLE_GPUS
+from ..launching.nvidia_gpus import NvidiaDriver
 from ..scaling.gpu_ledger import Booking, GpuLedger
 from ..scaling.node_limit import Cap
 from ..scaling.placement import Gpu, GpuHolder, GpuNeed, Holding, candidates, make_room, need_of, place
@@ -26,17 +27,10 @@ from ..telemetry.metrics import Reading
 from .replica import Replica, ReplicaState
 from .worker_limit import ASK_AGAIN_S, GIVE_AFTER_S
 
-# With NVIDIA's MPS, the driver lets a process allocate no more than that.
-MPS_MEMORY = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
 # Who has no worker, and has waited for so long, gets the room of one that has calls, once it has ended them.
 PATIENCE_S = 10.0
 # Standbys make room before all workers, whose callers lose at least 0.
 STANDBY_COST = -1.0
-_MIB = 1 << 20
-
-
-Measure: TypeAlias = Callable[[int], Mapping[str, int]]
-"""Returns how many bytes of each GPU the process with a pid holds, by the id of the GPU. It blocks."""
 
 
 class GpuClaimant(Protocol):
@@ -109,9 +103,8 @@ class GpuPlace(Booking):
 class GpuPlaces:
     """Who holds memory of which GPU, and who waits for some. Without GPUs, nobody who needs one can be deployed."""
 
-    def __init__(self, gpus: Sequence[Gpu] = (), measure: Measure | None = None) -> None:
-        """`measure` asks the driver; without it, what torch's allocator keeps is known, and the rest is an allowance."""
-        self.gpus, self.measure = tuple(gpus), measure
+    def __init__(self, gpus: Sequence[Gpu] = (), driver: GpuDriver | None = None) -> None:
+        self.gpus, self._driver = tuple(gpus), driver or NvidiaDriver()
         self._ledger: GpuLedger[GpuPlace] = GpuLedger(self.gpus)
         # Those that want more workers than have a place, and since when. Who has waited longest is asked first.
         self._short: dict[GpuClaimant, float] = {}
@@ -278,10 +271,10 @@ class GpuPlaces:
         The estimate is what torch's allocator keeps of its GPUs (`reserved`, in bytes, in their order), and an allowance for
         its context.
         """
-        measured = await asyncio.to_thread(self.measure, child.pid) if self.measure is not None else {}
+        measured = await asyncio.to_thread(self._driver.held_by, child.pid)
         torchs = dict(zip(held.full, reserved, strict=False))
         return {
-            gpu: -(-measured[gpu] // _MIB) if gpu in measured else CONTEXT_MB - (-torchs.get(gpu, 0) // _MIB)
+            gpu: -(-measured[gpu] // MIB) if gpu in measured else CONTEXT_MB - (-torchs.get(gpu, 0) // MIB)
             for gpu in held.full
         }
 
@@ -353,11 +346,7 @@ class GpuPlaces:
         seen = list(held.full) if held is not None else given
         if contained:
             seen = names_within(given, seen)
-        found = {VISIBLE_GPUS: ",".join(seen)}
-        if resources.gpus and (memory_mb := resources.gpu_memory_mb) is not None:
-            # By the number of the GPU among those that the worker sees. Without MPS, the driver ignores it.
-            found[MPS_MEMORY] = ",".join(f"{number}={memory_mb}M" for number in range(resources.gpus))
-        return found
+        return self._driver.environment(seen, resources.gpu_memory_mb)
 
     def free(self, held: GpuPlace | None) -> None:
         """Give a place back: the worker has ended, or could not start."""
@@ -372,7 +361,7 @@ class GpuPlaces:
         if not self.gpus:
             return []
         held = self._ledger.booked
-        uses = await asyncio.to_thread(gpu_uses)
+        uses = await asyncio.to_thread(self._driver.uses)
         waiting = float(len(self._short) + len(self._first))
         return [
             Reading("gpu_waiting", "Functions, and deploys, that wait for room on GPUs.", {(): waiting}, ()),

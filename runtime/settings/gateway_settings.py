@@ -151,7 +151,7 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
     gpus: tuple[GpuText, ...] | None = Field(
         None,
         description="GPUs, or MIG slices of them, that functions with resources.gpus share, with their MiB, as 0:81920,1:81920."
-        " By default those that NVML finds.",
+        " By default those that NVML or amdsmi finds.",
     )
     currency: str = Field(
         "USD",

@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import BaseModel, Field, model_validator
 
-# What is set aside for the CUDA context of each worker, which stays when it is parked. An allowance: no GPU was measured.
+# The memory that is set aside for the context of a process on a GPU, which stays when a worker is parked. An allowance: no GPU was measured.
 CONTEXT_MB = 512
 
 
@@ -31,7 +31,7 @@ class Resources(BaseModel, frozen=True, extra="forbid", strict=True):
         None,
         ge=2 * CONTEXT_MB,
         le=16 << 20,
-        description="MiB that a worker may use of each of its `gpus`, its CUDA context included; by default the whole GPU.",
+        description="MiB that a worker may use of each of its `gpus`, its context there included; by default the whole GPU.",
     )
     network: Literal["none", "bridge", "host"] | None = Field(
         None,

@@ -73,7 +73,7 @@ GPU = re.compile(r"([A-Za-z0-9][A-Za-z0-9-]{0,63}):([1-9][0-9]{0,7})", re.ASCII)
 def _gpu_problem(text: str) -> str | None:
     if GPU.fullmatch(text):
         return None
-    return f"{text[:80]!r} is no GPU; write its id, as CUDA_VISIBLE_DEVICES has it, and its MiB: 0:81920 or MIG-4f1c...:20096"
+    return f"{text[:80]!r} is no GPU; write its id, as `pilotflame doctor` has it, and its MiB: 0:81920 or MIG-4f1c...:20096"
 
 
 GpuText = Annotated[str, checked(_gpu_problem)]

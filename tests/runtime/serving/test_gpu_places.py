@@ -431,13 +431,12 @@ async def test_standbys_are_booked_limited_and_end_first(state: Path, tmp_path: 
         async def rest() -> bool:
             for one in functions:
                 await one.settled(ready=0, draining=0, standby=True)
-            return await booked_mb(gateway) == 2 * CONTEXT_MB
+            standbys = {pid for one in functions for pid in await one.pids("standby")}
+            rehearsed = {int(line) for line in (tmp_path / "rehearsed").read_text().split()}
+            booked = await booked_mb(gateway)
+            return (len(standbys), len(standbys & rehearsed), booked) == (4, 2, 2 * CONTEXT_MB)
 
         await until(rest, "standbys, two of them with contexts")
-        standbys = {pid for one in functions for pid in await one.pids("standby")}
-        rehearsed = {int(line) for line in (tmp_path / "rehearsed").read_text().split()}
-        assert len(standbys) == 4
-        assert len(standbys & rehearsed) == 2
         # A worker that needs all of it gets the room of the standbys.
         large = await gateway.deploy(PID, needs(1700) | {"scale.idle_timeout_s": 0}, check=False)
         await large.answer(1)
