@@ -40,28 +40,10 @@ def _runai(path: Path, device: str) -> dict[str, Any]:
         return {name: tensor.to(device, copy=True) for name, tensor in streamer.get_tensors()}
 
 
-def _tensorizer(path: Path, device: str) -> dict[str, Any]:
-    from tensorizer import TensorDeserializer  # noqa: PLC0415
-
-    with TensorDeserializer(path.with_suffix(".tensors"), device=device, lazy_load=False) as found:
-        return dict(found)
-
-
-def write_tensorizer(path: Path) -> None:
-    """Write what `_tensorizer` reads beside a safetensors file."""
-    from safetensors.torch import load_file  # noqa: PLC0415
-    from tensorizer import TensorSerializer  # noqa: PLC0415
-
-    serializer = TensorSerializer(path.with_suffix(".tensors"))
-    serializer.write_state_dict(load_file(path))
-    serializer.close()
-
-
 LOADERS: dict[str, tuple[str, Load]] = {
     "safetensors": ("safetensors", _safetensors),
     "fastsafetensors": ("fastsafetensors", _fastsafetensors),
     "Run:ai streamer": ("runai_model_streamer", _runai),
-    "tensorizer": ("tensorizer", _tensorizer),
 }
 
 

@@ -25,6 +25,12 @@ def mounted(size_bytes: int = _SIZE_BYTES) -> Iterator[None]:
             unmount(_MOUNTED)
 
 
+def unmount_left() -> None:
+    """Unmount what a benchmark that was killed has left mounted, which deletes all files in it."""
+    if _MOUNTED.is_mount():
+        unmount(_MOUNTED)
+
+
 def memory_folder() -> Path:
     """The one with huge pages if there is one, else shared memory as everybody has it."""
     return _MOUNTED if _MOUNTED.is_mount() else SMALL_PAGES

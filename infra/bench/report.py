@@ -118,10 +118,22 @@ class Report:
 
     def write(self) -> Path:
         """Write build/bench/<target>.json."""
-        path = _ROOT / "build" / "bench" / f"{self.target}.json"
+        path = path_of(self.target)
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(self._content(), indent=2, default=str) + "\n")
+        # A process that is killed leaves no half report.
+        partial = path.with_suffix(".partial")
+        partial.write_text(json.dumps(self._content(), indent=2, default=str) + "\n")
+        partial.replace(path)
         return path
+
+    def include(self, path: Path) -> None:
+        """Enter the figures, rows, notes and failures that another report wrote to `path`."""
+        found = json.loads(path.read_text())
+        for name, value in found["figures"].items():
+            self.add(name, value, found["units"][name], found["targets"].get(name, ""))
+        self._rows += found["rows"]
+        self._notes += [note for note in found["notes"] if note not in self._notes]
+        self._failures += found["failures"]
 
     def _content(self) -> dict[str, Any]:
         figures = self._figures.values()
@@ -139,6 +151,7 @@ class Report:
             "seconds": (datetime.datetime.now(datetime.UTC) - self._started).total_seconds(),
             "notes": self._notes,
             "fell_short": self.shortfalls,
+            "failures": self._failures,
             "rows": self._rows,
         }
 
@@ -168,6 +181,11 @@ class Report:
             console.print(f"  {note}", highlight=False, markup=False)
 
 
+def path_of(target: str) -> Path:
+    """Return where the report of a target is written."""
+    return _ROOT / "build" / "bench" / f"{target}.json"
+
+
 def _short(value: float) -> str:
     """Four significant digits; whole numbers from a thousand on."""
     return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
@@ -190,7 +208,7 @@ def _cpu_name() -> str:
 
 def copy_figure(name: str, source: str, target: str) -> None:
     """Enter a figure of one target's last report into another's, if both were written."""
-    paths = [_ROOT / "build" / "bench" / f"{one}.json" for one in (source, target)]
+    paths = [path_of(one) for one in (source, target)]
     if not all(path.exists() for path in paths):
         return
     found, content = (json.loads(path.read_text()) for path in paths)

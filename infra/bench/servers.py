@@ -50,6 +50,7 @@ class Server:
                 stderr=errors,
                 env={**os.environ, **(env or {}), process_tree.MARK: self._mark},
                 start_new_session=True,
+                preexec_fn=process_tree.end_with_parent,  # noqa: PLW1509  it takes no lock
             )
 
     @property
