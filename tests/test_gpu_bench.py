@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from pilotflame.snapshot.restoring.device.simulated import SimulatedDevice
 from pilotflame.snapshot.restoring.device.upload import DeviceUpload
 from wheels import write_wheel
@@ -24,6 +25,7 @@ sys.path.append(str(ROOT / BENCH))
 
 import gpu  # noqa: E402
 import gpu_case  # noqa: E402
+import llama  # noqa: E402
 import report  # noqa: E402
 
 FIGURES = {
@@ -84,6 +86,15 @@ def test_a_part_is_done_if_its_figures_are_there_and_nothing_failed(
     assert "parking has no figures yet: run this again" in found["failures"]
 
 
+def test_a_language_model_answers_each_token_differently(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    bench = gpu_case.GpuBench(report.Report("test"), cuda=False)
+    with bench.llama(gpu_case.LLAMA_SMALL, tmp_path / "llama") as case:
+        case.seconds()
+        answers = {llama.next_token(case.module, token) for token in range(8)}
+    assert len(answers) > 4
+
+
 def copied(root: Path) -> Path:
     """Copy the benchmark, and return its folder."""
     shutil.copytree(ROOT / BENCH, root / BENCH)
@@ -129,7 +140,9 @@ def test_a_run_that_was_killed_in_each_part_goes_on_there(tmp_path: Path) -> Non
             assert run.stdout is not None
             assert LATE.get(part, f"{part}: measured") + "\n" in iter(run.stdout.readline, "")
             time.sleep(random.uniform(0.3, 2.5))
-            run.kill()
+            killed = [psutil.Process(run.pid), *psutil.Process(run.pid).children()]
+            for process in killed:
+                process.kill()
         left = sorted(path.stem for path in written.glob("bench-gpu-*.json"))
         print(f"killed in {part}; there are figures of {left}")
         assert gpu.target("simulated", part) not in left

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import shutil
 import subprocess
 import sys
 import time
@@ -52,6 +53,8 @@ def measure(device: str, part: str) -> None:
     report = Report(target(device, part), packages=PACKAGES)
     with mounted(_MEMORY_BYTES):
         bench = GpuBench(report, cuda=device == "cuda")
+        # A part that was killed has left files there.
+        shutil.rmtree(bench.folder, ignore_errors=True)
         bench.folder.mkdir()
         for one in PARTS[part][1]:
             with report.part(one.__name__):

@@ -27,7 +27,6 @@ from torch import nn
 
 MB, GB = 10**6, 10**9
 ROUNDS = 3
-TOKEN = 7
 LLAMA_8B = Shape("llama-8b", hidden=4096, intermediate=14_336, layers=32, kv_share=4, vocabulary=128_256)
 # With the bytes of one that has twice the vocabulary and ties its embeddings.
 LLAMA_3B = Shape("llama-3b", hidden=3072, intermediate=8192, layers=28, kv_share=4, vocabulary=64_128)
@@ -119,8 +118,6 @@ class GpuBench:
         self.report, self.cuda = report, cuda
         self.name, self.where = ("cuda", "cuda:0") if cuda else ("simulated", "cpu")
         self.folder = memory_folder() / "bench-gpu"
-        # A run that was killed left them.
-        shutil.rmtree(self.folder, ignore_errors=True)
 
     def held(self, name: str, value: float, unit: str, target: str) -> None:
         """Enter a figure that says nothing where the device is simulated: there it is held to nothing."""
@@ -151,10 +148,6 @@ class GpuBench:
         """Block until the device has done all that was submitted."""
         if self.cuda:
             torch.cuda.synchronize()
-
-    def tokens(self) -> torch.Tensor:
-        """Return the input of a language model: one token."""
-        return torch.tensor([[TOKEN]], device=self.where)
 
     @contextmanager
     def case(

@@ -36,8 +36,8 @@ def _runai(path: Path, device: str) -> dict[str, Any]:
     from runai_model_streamer import SafetensorsStreamer  # noqa: PLC0415
 
     with SafetensorsStreamer() as streamer:
-        streamer.stream_file(str(path))
-        return {name: tensor.to(device, copy=True) for name, tensor in streamer.get_tensors()}
+        streamer.stream_file(str(path), device=device)
+        return dict(streamer.get_tensors())
 
 
 LOADERS: dict[str, tuple[str, Load]] = {

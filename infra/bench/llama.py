@@ -100,5 +100,12 @@ def skeleton(shape: Shape) -> Llama:
         return Llama(shape).requires_grad_(False)
 
 
+@torch.inference_mode()
+def next_token(model: nn.Module, token: int) -> int:
+    """Return the token that a llama finds most likely after one other."""
+    tokens = torch.tensor([[token]], device=next(model.parameters()).device)
+    return int(model(tokens)[0].argmax())
+
+
 def _linear(inputs: int, outputs: int) -> nn.Linear:
     return nn.Linear(inputs, outputs, bias=False, dtype=_DTYPE)
