@@ -26,6 +26,7 @@ import gpu_process
 import torch
 from gpu_case import GpuBench
 from memory_folder import mounted, unmount_left
+from pilotflame.runtime.launching.gpus import gpu_uses
 from process_tree import end_with_parent
 from report import Report, path_of
 
@@ -51,6 +52,10 @@ def target(device: str, part: str) -> str:
 def measure(device: str, part: str) -> None:
     """Measure one part in this process, and write its figures."""
     report = Report(target(device, part), packages=PACKAGES)
+    if device == "cuda":
+        report.note(f"Measured on {', '.join(one.name for one in gpu_uses())}.")
+    else:
+        report.note("SIMULATED device: these are copies in the host's memory, and no speed of any GPU.")
     with mounted(_MEMORY_BYTES):
         bench = GpuBench(report, cuda=device == "cuda")
         # A part that was killed has left files there.
@@ -59,10 +64,6 @@ def measure(device: str, part: str) -> None:
         for one in PARTS[part][1]:
             with report.part(one.__name__):
                 one(bench)
-    report.note(
-        f"Measured on {torch.cuda.get_device_name()}." if bench.cuda else
-        "SIMULATED device: these are copies in the host's memory, and no speed of any GPU."
-    )  # fmt: skip
     report.write()
 
 

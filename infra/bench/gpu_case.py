@@ -22,6 +22,7 @@ from pilotflame.snapshot.format.create import create
 from pilotflame.snapshot.format.manifest import MANIFEST_NAME, Manifest
 from pilotflame.snapshot.handle import Snapshot
 from pilotflame.snapshot.named import Snapshots
+from pilotflame.snapshot.restoring.device.device import find_device
 from report import Report
 from torch import nn
 
@@ -155,6 +156,8 @@ class GpuBench:
     ) -> Iterator[Case]:
         """Weights of these shapes in `folder`, by default in memory, until the end of the block."""
         folder = folder or self.folder / "case"
+        # As a standby does: the context is not on the clock.
+        find_device(self.name)
         shutil.rmtree(folder, ignore_errors=True)
         try:
             yield Case(folder, module, shapes, self.name)

@@ -19,6 +19,8 @@ def dense(bench: GpuBench) -> None:
     with bench.chain(size, max(8, size // (256 * MB)), 4096) as case:
         first_s, *later_s = [case.seconds() for _ in range(1 + ROUNDS)]
         peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3 - before_mb
+        # The other loaders may need all of the device.
+        case.snapshots.park()
         floor_s, best_s = case.bytes * bench.ceiling_s_per_byte, _peers(bench, case)
         bench.report.row(
             part="dense", gb=case.bytes / GB, first_s=first_s, later_s=median(later_s), ceiling_s=floor_s,
