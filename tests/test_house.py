@@ -275,13 +275,13 @@ def test_tests_mirror_the_sources() -> None:
 
 # Tests of several files at once, by what they show.
 TOGETHER = {
-    "autoscaler_over_time",
     "cached_parts",
     "compiled",
     "console_browser",
     "container_limits",
     "cog_cases",
     "corruptions",
+    "desired_state_over_time",
     "examples",
     "faults",
     "unstored",

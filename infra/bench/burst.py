@@ -26,7 +26,7 @@ from report import Report
 from servers import start_pilotflame
 from tally import Tally
 
-# As runtime/scaling/autoscaler.py.
+# As runtime/scaling/seen.py.
 TARGET_S = 0.1
 WORKERS = 4
 SPIN = """

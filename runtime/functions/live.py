@@ -16,9 +16,9 @@ from pydantic import BaseModel, computed_field
 
 from ...handlers.example import example_of
 from ...snapshot.sources.location import shown
-from ..scaling.autoscaler import WINDOW_S, ScaleSpec
 from ..scaling.budget import BudgetSpec, BudgetState
 from ..scaling.rung_figures import HoldingPrices
+from ..scaling.scale_spec import WINDOW_S, ScaleSpec
 from ..serving.dispatcher import Policy
 from ..serving.idle_ladder import PLANNED, LadderSpec
 from ..serving.revision import Revision

@@ -43,7 +43,7 @@ class Limits(NamedTuple):
     """Of all functions of each owner that has a limit."""
 
 
-class Cap(NamedTuple):
+class ReachedLimit(NamedTuple):
     """The limit because of which a revision has fewer workers than it wants."""
 
     name: Literal["max_workers", "owner_limit", "gpus"]
@@ -96,12 +96,14 @@ def granted(claims: Sequence[Claim], asking: int, limits: Limits) -> int:
     return given[asking]
 
 
-def cap(claims: Sequence[Claim], asking: int, limits: Limits) -> Cap | None:
+def cap(claims: Sequence[Claim], asking: int, limits: Limits) -> ReachedLimit | None:
     """Return the limit that is reached for a revision; None if it may have more workers."""
     room, owner = _Room(claims, limits), claims[asking].owner
     if not room.left_to(owner):
-        return Cap("owner_limit", limits.owners[owner])
-    return Cap("max_workers", limits.node) if limits.node is not None and room.of(owner) <= 0 else None
+        return ReachedLimit("owner_limit", limits.owners[owner])
+    return (
+        ReachedLimit("max_workers", limits.node) if limits.node is not None and room.of(owner) <= 0 else None
+    )
 
 
 def poorest_first(claims: Sequence[Claim]) -> list[int]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
+
+from .seen import Peak
 
 
 class RecentNeed:
@@ -20,9 +21,14 @@ class RecentNeed:
             peaks.pop()
         peaks.append((now_s, workers))
 
-    def peak(self, now_s: float, window_s: float) -> tuple[int, float]:
-        """Return the largest number of the last `window_s` seconds, and when it leaves the window."""
-        peaks = self._peaks
-        while peaks and peaks[0][0] + window_s <= now_s:
-            peaks.popleft()
-        return (peaks[0][1], peaks[0][0] + window_s) if peaks else (0, math.inf)
+    def peak(self, now_s: float, window_s: float) -> Peak:
+        """Return the largest number of the last `window_s` seconds."""
+        return next(
+            (Peak(workers, at_s + window_s) for at_s, workers in self._peaks if at_s + window_s > now_s),
+            Peak(),
+        )
+
+    def forget(self, now_s: float, window_s: float) -> None:
+        """Forget what was needed before the last `window_s` seconds."""
+        while self._peaks and self._peaks[0][0] + window_s <= now_s:
+            self._peaks.popleft()

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ...errors import ActivationTimeout, DeadlineExceeded
-from ..scaling.node_limit import Cap
+from ..scaling.node_limit import ReachedLimit
 from .invocation import Invocation
 
 # An invocation that is due within this time gets its own timer. A later one waits in a slot, which opens
@@ -126,7 +126,7 @@ class _Taken(NamedTuple):
     remedy: str
 
 
-def _all_taken(reached: Cap) -> _Taken:
+def _all_taken(reached: ReachedLimit) -> _Taken:
     workers = "1 worker" if reached.most == 1 else f"{reached.most} workers"
     if reached.name == "max_workers":
         return _Taken(
@@ -145,7 +145,7 @@ def _all_taken(reached: Cap) -> _Taken:
 
 
 def deadline_exceeded(
-    waited_s: float, reached: Cap | None = None, *, allowed_s: float | None = None
+    waited_s: float, reached: ReachedLimit | None = None, *, allowed_s: float | None = None
 ) -> DeadlineExceeded:
     """Return the error of a late invocation. `reached` is the limit of workers, if it waited because of that.
 
@@ -170,7 +170,9 @@ def execution_timeout(limit_s: float) -> DeadlineExceeded:
     return DeadlineExceeded(message, remedy="Raise execution_timeout_s, or do less in one call.")
 
 
-def activation_timeout(function: str, waited_s: float, reached: Cap | None = None) -> ActivationTimeout:
+def activation_timeout(
+    function: str, waited_s: float, reached: ReachedLimit | None = None
+) -> ActivationTimeout:
     """Return the error of an invocation that waited for its hold time. `reached` is as for `deadline_exceeded`."""
     message = f"No worker of {function!r} was ready within the hold time ({waited_s:.1f} s)."
     if reached is not None:

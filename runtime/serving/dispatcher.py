@@ -22,8 +22,8 @@ from ..batching.outstanding import BatchEnd
 from ..batching.queue import Queue, Slots
 from ..launching.launcher import EndCause
 from ..link.worker_spec import WorkerSpec
-from ..scaling.autoscaler import ScaleSpec
-from ..scaling.node_limit import Cap
+from ..scaling.node_limit import ReachedLimit
+from ..scaling.scale_spec import ScaleSpec
 from ..settings.function_settings import FunctionSettings
 from ..telemetry.invocation_end import InvocationEnd
 from ..telemetry.timeline import WorkerTiming
@@ -93,10 +93,10 @@ class Dispatcher:
         """How many invocations have failed because their time was up before a worker had started."""
         self._closed = False
         # The limit of workers of several functions, if more are wanted than it allows.
-        self._limit: Cap | None = None
+        self._limit: ReachedLimit | None = None
         self._refusal: Callable[[], PilotflameError] | None = None
 
-    def note_limit(self, reached: Cap | None) -> None:
+    def note_limit(self, reached: ReachedLimit | None) -> None:
         """Learn that no more workers start because of a limit, or with None, that this has ended."""
         self._limit = reached
 
@@ -298,7 +298,9 @@ class Dispatcher:
         else:
             self._deadlines.set(invocation, deadlines.limit_s(invocation, now_s), now_s)
 
-    def _late(self, invocation: Invocation, waited_s: float, reached: Cap | None = None) -> DeadlineExceeded:
+    def _late(
+        self, invocation: Invocation, waited_s: float, reached: ReachedLimit | None = None
+    ) -> DeadlineExceeded:
         """Return the error of an invocation whose deadline has passed. `reached` is the limit that held it up."""
         allowed_s = self._policy.settings.timeout_s
         by_caller = not invocation.patient and invocation.timeout_s < allowed_s

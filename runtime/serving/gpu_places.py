@@ -20,7 +20,7 @@ from ..launching.gpus import names_within
 from ..launching.launcher import Child
 from ..launching.nvidia_gpus import NvidiaDriver
 from ..scaling.gpu_ledger import Booking, GpuLedger
-from ..scaling.node_limit import Cap
+from ..scaling.node_limit import ReachedLimit
 from ..scaling.placement import Gpu, GpuHolder, GpuNeed, Holding, candidates, make_room, need_of, place
 from ..settings.resources import CONTEXT_MB, Resources
 from ..telemetry.metrics import Reading
@@ -200,9 +200,9 @@ class GpuPlaces:
                 self._make_room(one, one.gpu_need, since_s, lasting=False)
                 self._ask_again()
 
-    def reached(self, one: GpuClaimant) -> Cap | None:
+    def reached(self, one: GpuClaimant) -> ReachedLimit | None:
         """Return why a revision has fewer workers than it wants; None if GPUs are not the reason."""
-        return Cap("gpus", len(self.gpus)) if one in self._short else None
+        return ReachedLimit("gpus", len(self.gpus)) if one in self._short else None
 
     def leave(self, one: GpuClaimant) -> None:
         """Forget what a revision waits for."""

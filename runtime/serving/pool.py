@@ -359,14 +359,6 @@ class Pool:
             for replica in busy[: count - len(idle)]:
                 replica.drain(None)
 
-    def stop_all(self) -> None:
-        """Drain all ready and parked workers. Each finishes what it has begun, until the deadlines of its callers."""
-        now_s = time.monotonic()
-        for replica in self.ready + self.parked:
-            calls = replica.outstanding.calls.values()
-            left_s = max((invocation.deadline_s for invocation in calls), default=now_s) - now_s
-            replica.drain(max(0.0, left_s) + STOP_TIMEOUT_S)
-
     def remove(self, replica: Replica) -> None:
         """Remove a dead worker from the replicas, and add its seconds to the sums."""
         self.replicas.remove(replica)

@@ -13,9 +13,6 @@ from .replica import Replica
 
 HOLD_S = 60.0
 """For how long workers that are started ahead of need are kept, if the signal does not say."""
-LOAD = "load"
-"""The cause of a start that no signal asked for."""
-
 
 # How many callers may wait at a time until workers of a function are ready.
 MAX_WAITING = 1000

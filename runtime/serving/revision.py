@@ -20,17 +20,23 @@ from ..batching.outstanding import BatchEnd
 from ..launching.fetcher_client import FetcherClient
 from ..launching.launcher import UNKNOWN_CAUSE, EndCause, Launcher
 from ..link.worker_spec import WorkerSpec
-from ..scaling import autoscaler
+from ..scaling.desired_state import desired
 from ..scaling.eviction import waiting_per_byte
 from ..scaling.idle_period import QUIET_S
-from ..scaling.node_limit import Cap, Claim
+from ..scaling.load import BUFFER, CALLS, NEAR_LIMIT, sufficient_load
+from ..scaling.node_limit import Claim, ReachedLimit
 from ..scaling.placement import need_of
+from ..scaling.revision_state import RevisionState
+from ..scaling.scale_spec import ScaleSpec
+from ..scaling.seen import Seen
+from ..scaling.table import Proposal, Rank, Row
 from ..telemetry.invocation_end import InvocationEnd
 from ..telemetry.load_history import LoadState
 from ..telemetry.logs import RevisionLog
 from ..telemetry.metrics import Census
 from ..telemetry.timeline import WorkerTiming
 from ..telemetry.usage import RungName, Usage
+from .account import Account
 from .deadlines import activation_timeout
 from .demand import Demand
 from .dispatcher import Dispatcher, Policy
@@ -39,7 +45,7 @@ from .gpu_places import GpuPlace, GpuPlaces
 from .invocation import Invocation, Output
 from .latency_curve_store import LatencyCurveStore
 from .pool import STOP_TIMEOUT_S, Pool
-from .prewarms import HOLD_S, LOAD, WarmHold, signal_of
+from .prewarms import HOLD_S, WarmHold, signal_of
 from .replica import Replica, ReplicaState, RevisionEvents
 from .start_outcomes import FIRST_START_TIMEOUT_S, StartOutcomes
 from .worker_limit import GIVE_AFTER_S, WorkerLimit
@@ -60,6 +66,8 @@ EXPECTED_S = 10.0
 PREDICTED_S = 1.0
 # The signals for which other functions make room on the GPUs.
 URGENT = ("refused", "warmup")
+# How often `scale` looks again at most, after workers woke, stopped or parked.
+MOST_LOOKS = 3
 # How long the error of a start that failed waits for the fetcher's reason.
 CAUSE_TIMEOUT_S = 2.0
 
@@ -246,7 +254,7 @@ class Revision(RevisionEvents):
     def expect(self, invocations: int, cause: str) -> None:
         """Start the workers that so many invocations need, which run already or are about to come."""
         now_s = time.monotonic()
-        workers = self._demand.ahead(self._scale_spec(now_s), invocations, now_s)
+        workers = self._demand.ahead(self._scale_spec(), invocations, now_s)
         if workers > len(self.pool.ready) + self.pool.starting:
             self.warm(workers, cause, EXPECTED_S)
 
@@ -269,60 +277,59 @@ class Revision(RevisionEvents):
             raise ActivationTimeout(message, remedy="Wait longer: the start goes on.") from None
 
     def scale(self) -> None:
-        """Start and stop workers as the autoscaler decides."""
-        now_s, pool, queued = time.monotonic(), self.pool, len(self.dispatcher.queue)
-        if queued and not (pool.held_workers or self.gpu_need or self._limit.limits(self)):
-            # At zero, the decision is at least one worker. It starts before the figures are gathered.
-            self._start_first(queued, now_s)
-        follow_at_s = self._follow_idling(now_s, queued + pool.in_flight)
-        spec, hold = self._scale_spec(now_s), self._hold(now_s)
-        stats = self._demand.stats(spec, hold.workers if hold is not None else 0, now_s)
-        self._sufficient_load = autoscaler.sufficient_load(spec, stats)
-        decision = autoscaler.decide(spec, stats, now_s)
-        if decision.start and stats.parked and self._wake(decision.start, stats.queued):
-            # They count from here on, and what waited has been sent.
-            self.scale()
-            return
-        if start := self._granted(self._allowed(decision.start, now_s), stats, hold):
-            self._start_wanted(start, spec, stats, hold)
-        self._stop_and_park(decision, stats)
-        if self.history.ladder.idle:
-            # The next invocation ends the idle period, so it must come here.
-            self._sufficient_load = -1.0
-        self._look_again(now_s, decision.wake_at_s, follow_at_s, hold.until_s if hold is not None else None)
+        """Start, wake, stop and park workers until there are as many as the desired state names."""
+        now_s = time.monotonic()
+        follow_at_s = self._follow_idling(now_s, len(self.dispatcher.queue) + self.pool.in_flight)
+        for _ in range(MOST_LOOKS):
+            spec = self._scale_spec()
+            seen, hold = self._demand.see(spec, now_s), self.history.prewarms.holds.at(now_s)
+            ahead = (
+                None if hold is None else Proposal(Rank.AHEAD, hold.cause, hold.workers, until_s=hold.until_s)
+            )
+            row = desired(spec, seen, now_s, self._state(now_s), ahead)
+            if not self._carry_out(row, seen, spec, hold):
+                break
+        # The next invocation ends the idle period, or may have to wake a worker. So it must come here.
+        looks_first = self.history.ladder.idle or seen.parked
+        self._sufficient_load = -1.0 if looks_first else sufficient_load(spec, seen)
+        if (again_s := min(row.again_s, math.inf if follow_at_s is None else follow_at_s)) < math.inf:
+            self._scale_at(again_s, now_s)
         self.history.prewarms.settle()
         self.note_load()
-        if self.retiring and not queued and not pool.in_flight:
+        if self.retiring and not seen.calls:
             self._empty.set()
 
-    def _stop_and_park(self, decision: autoscaler.Decision, stats: autoscaler.Stats) -> None:
-        if decision.stop:
-            self.pool.stop(decision.stop)
-            self._note("stop", "idle", stats, workers=decision.stop, recent=stats.recent)
-        if decision.park:
-            self.pool.park(decision.park)
-            # The next invocation may have to wake them.
-            self._sufficient_load = -1.0
+    def _state(self, now_s: float) -> RevisionState:
+        """Return what holds for the revision, beside its load."""
+        breaker = self.breaker
+        return RevisionState(
+            self.retiring, self.history.account.exhausted, breaker.failures, breaker.backoff_until_s,
+            open=breaker.open(now_s), unexplained=self._unexplained_failures > 0,
+        )  # fmt: skip
 
-    def _look_again(self, now_s: float, *times_s: float | None) -> None:
-        """Set the timer for scaling to the earliest of these times, or to the end of the backoff."""
-        known_s = [at_s for at_s in times_s if at_s is not None]
-        if (retry_at_s := self.breaker.backoff_until_s) > now_s:
-            known_s.append(retry_at_s)
-        if known_s:
-            self._scale_at(min(known_s), now_s)
+    def _carry_out(self, row: Row, seen: Seen, spec: ScaleSpec, hold: WarmHold | None) -> bool:
+        """Do what a row says. Return True if workers woke, stop or park, so that there is another row."""
+        if (missing := row.start(seen)) and seen.parked and self._wake(missing, seen.queued):
+            return True
+        granted, room = self._granted(missing, seen, hold), max(0, spec.max - seen.held)
+        for proposal, count in row.causes(seen, min(granted, room)):
+            self._start(count, proposal, seen)
+        # Parked workers that cannot wake count against `max`: they end before others start.
+        stop, park = row.stop(seen) + min(seen.parked, max(0, granted - room)), row.park(seen)
+        if stop:
+            self.pool.stop(stop)
+            self._note("stop", "idle", seen, workers=stop, recent=seen.recent.workers)
+        if park:
+            self.pool.park(park)
+        return stop + park > 0
 
     def _wake(self, count: int, waiting: int) -> int:
         """Wake parked workers, at most `count`, and send them what waits. Return how many there were."""
         if woken := 0 if self.history.account.exhausted else self.pool.wake(count):
-            self.history.decisions.note("wake", LOAD, workers=woken, queued=waiting)
+            self.history.decisions.note("wake", CALLS, workers=woken, queued=waiting)
             self._readiness.note_ready(len(self.pool.ready))
             self.dispatcher.dispatch()
         return woken
-
-    def _start_first(self, queued: int, now_s: float) -> None:
-        if self._allowed(1, now_s):
-            self._start(1, "", autoscaler.Stats(queued, in_flight=0, starting=0, ready=0))
 
     def note_load(self) -> None:
         """Note the present load in the history of the function. A revision that retires is not the function's."""
@@ -333,13 +340,13 @@ class Revision(RevisionEvents):
         state = LoadState(waiting, pool.in_flight, pool.starting, ready, self.stands_on)
         self.history.load.note(time.monotonic(), state)
 
-    def _note(self, action: str, cause: str, stats: autoscaler.Stats, **figures: float) -> None:
+    def _note(self, action: str, cause: str, seen: Seen, **figures: float) -> None:
         """Keep a decision about the number of workers with the figures behind it."""
-        load = stats.load
+        load = seen.load
         predicted = {"work_s": load.work_s, "wake_s": load.wake_s, "lasting": load.lasting} if load else {}
         self.history.decisions.note(
-            action, cause, **figures, queued=stats.queued, in_flight=stats.in_flight,
-            starting=stats.starting, ready=stats.ready, **predicted,
+            action, cause, **figures, queued=seen.queued, in_flight=seen.in_flight,
+            starting=seen.starting, ready=seen.ready, **predicted,
         )  # fmt: skip
 
     def _hold(self, now_s: float) -> WarmHold | None:
@@ -348,23 +355,13 @@ class Revision(RevisionEvents):
             return None
         return self.history.prewarms.holds.at(now_s)
 
-    def _start_wanted(
-        self, count: int, spec: autoscaler.ScaleSpec, stats: autoscaler.Stats, hold: WarmHold | None
-    ) -> None:
-        """Start `count` workers. Those that only the hold wants get its cause."""
-        without = autoscaler.wanted(spec, replace(stats, prewarm=0)) - stats.ready - stats.starting
-        for_load = count if hold is None else min(count, max(0, without))
-        if for_load:
-            self._start(for_load, "", stats)
-        if hold is not None and count > for_load:
-            self._start(count - for_load, hold.cause, stats)
-
-    def _start(self, workers: int, signal: str, stats: autoscaler.Stats) -> None:
-        """Start workers. `signal` is what asks for them ahead of need, if it is not the load."""
-        if not stats.ready and not stats.starting:
+    def _start(self, workers: int, proposal: Proposal, seen: Seen) -> None:
+        """Start workers for a proposal."""
+        if not seen.awake:
             self.history.ladder.note_start(self)
-        self.pool.start(workers, signal)
-        self._note("start", signal or LOAD, stats, workers=workers)
+        ahead = proposal.rank is Rank.AHEAD and proposal.cause != BUFFER
+        self.pool.start(workers, proposal.cause if ahead else "")
+        self._note("start", proposal.cause, seen, workers=workers)
         self.history.account.check()
 
     def _scale_at(self, when_s: float, now_s: float) -> None:
@@ -382,7 +379,7 @@ class Revision(RevisionEvents):
         self._scale_timer = None
         self.scale()
 
-    def _scale_spec(self, now_s: float) -> autoscaler.ScaleSpec:
+    def _scale_spec(self) -> ScaleSpec:
         """Return the owner's limits, with the concurrency of the ready workers if that is higher."""
         spec, ready = self.policy.scale, self.pool.ready
         windows = [replica.window for replica in ready if replica.prefetches]
@@ -391,50 +388,35 @@ class Revision(RevisionEvents):
             # Prefetched invocations are very short. So a full window, of invocations that run or are
             # prefetched, is no sign that one more worker is needed. The division makes a full window
             # NEAR_LIMIT of the concurrency.
-            spec = replace(spec, concurrency=math.ceil(min(windows) / autoscaler.NEAR_LIMIT))
+            spec = replace(spec, concurrency=math.ceil(min(windows) / NEAR_LIMIT))
         elif slots and min(slots) > spec.concurrency:
             spec = replace(spec, concurrency=min(slots))
-        if self.retiring:
-            return replace(spec, min=0, buffer=0, scale_to_zero_s=0.0, scale_down_s=0.0)
-        if self.breaker.backoff_until_s > now_s:
-            return replace(spec, min=0, buffer=0)
         ladder = self.history.ladder
         if ladder.plans and ladder.drives(self):
             # The ladder takes the step from READY down. Workers below that rung are those of signals.
             spec = replace(spec, scale_to_zero_s=math.inf if ladder.keeps_worker else 0.0)
         return spec
 
-    def _allowed(self, start: int, now_s: float) -> int:
-        """Return how many of `start` workers may be started: after a failed start, one at a time.
-
-        It is none when the budget of the day is used up, and until those who wait for a failed start have its error.
-        """
-        if self.history.account.exhausted or (self._unexplained_failures and not self.pool.ready):
-            return 0
-        if not self.breaker.failures or self.pool.ready:
-            return start
-        return 0 if self.breaker.open(now_s) or self.pool.starting else min(1, start)
-
     # -- the limits of all functions together
 
-    def _granted(self, start: int, stats: autoscaler.Stats, hold: WarmHold | None) -> int:
+    def _granted(self, start: int, seen: Seen, hold: WarmHold | None) -> int:
         """Return how many of `start` workers the limits leave. Note it when they become too few."""
         before = self.reached
         if not start and before is None:
             return 0
         # A caller whom the start takes too long tries again, and one who warms it up waits as well.
-        waiting = stats.queued > 0 or (hold is not None and signal_of(hold.cause) in URGENT)
-        may = self._limit.ask(self, start, waiting=stats.queued > 0)
+        waiting = seen.queued > 0 or (hold is not None and signal_of(hold.cause) in URGENT)
+        may = self._limit.ask(self, start, waiting=seen.queued > 0)
         # Where one has a worker, only those of others that are idle for a while make room for more.
-        may = self._gpus.ask(self, may, waiting=waiting, lasting=stats.awake > 0)
+        may = self._gpus.ask(self, may, waiting=waiting, lasting=seen.awake > 0)
         reached = self.reached
         if reached is not None and (before is None or before.name != reached.name):
-            self._note("refuse", reached.name, stats, **{"workers": start - may, reached.name: reached.most})
+            self._note("refuse", reached.name, seen, **{"workers": start - may, reached.name: reached.most})
         self.dispatcher.note_limit(reached)
         return may
 
     @property
-    def reached(self) -> Cap | None:
+    def reached(self) -> ReachedLimit | None:
         """Return the limit that keeps workers from starting that are wanted, or None."""
         return self._limit.reached(self) or self._gpus.reached(self)
 
@@ -465,12 +447,11 @@ class Revision(RevisionEvents):
             least=least,
         )
 
-    def give(self, reached: Cap) -> None:
-        stats = autoscaler.Stats(
-            len(self.dispatcher.queue), self.pool.in_flight, self.pool.starting, len(self.pool.ready)
-        )
-        self.pool.stop(1)
-        self._note("stop", reached.name, stats, workers=1)
+    def give(self, reached: ReachedLimit) -> None:
+        pool = self.pool
+        seen = Seen(len(self.dispatcher.queue), pool.in_flight, pool.starting, len(pool.ready))
+        pool.stop(1)
+        self._note("stop", reached.name, seen, workers=1)
 
     def devices(self, replica: Replica) -> float:
         """Return how many GPUs a worker holds: shares by its place, or a whole one if it uses one without a place."""
@@ -564,14 +545,17 @@ class Revision(RevisionEvents):
         account = self.history.account
         self.dispatcher.bar(account.refusal if account.exhausted else None)
         if account.exhausted:
-            self.pool.stop_all()
             self._readiness.note_failure(account.refusal())
-        if changed and not self.retiring:
-            spent = account.spent
-            figures = {"used_share": account.share, "money": spent.money, "worker_s": spent.seconds}
-            self.history.decisions.note("budget", account.state, **figures)
-            self._logs.write("gateway", account.describe(), "warning" if account.scarce else "info")
+        if changed:
+            if not self.retiring:
+                self._tell_budget(account)
             self.scale()
+
+    def _tell_budget(self, account: Account) -> None:
+        spent = account.spent
+        figures = {"used_share": account.share, "money": spent.money, "worker_s": spent.seconds}
+        self.history.decisions.note("budget", account.state, **figures)
+        self._logs.write("gateway", account.describe(), "warning" if account.scarce else "info")
 
     # -- events
 
@@ -583,8 +567,6 @@ class Revision(RevisionEvents):
         self._starts.note_ready(len(self.pool.ready))
         self.history.ladder.note_ready(self, usual=not replica.measured, devices=self.devices(replica))
         self._on_activation("ready")
-        if self.history.account.exhausted:
-            self.pool.stop_all()
         self.scale()
 
     def on_end(

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
-from ..scaling.node_limit import Cap, Claim, Limits, cap, giving, granted, poorest_first
+from ..scaling.node_limit import Claim, Limits, ReachedLimit, cap, giving, granted, poorest_first
 
 # A worker that was idle for so long may be stopped or parked if callers of another function wait for one.
 GIVE_AFTER_S = 1.0
@@ -24,7 +24,7 @@ class Claimant(Protocol):
     def claim(self) -> Claim:
         """Return what it has. What it wants is told by `WorkerLimit.ask`."""
 
-    def give(self, reached: Cap) -> None:
+    def give(self, reached: ReachedLimit) -> None:
         """Stop one worker in favour of another function, because this limit is reached."""
 
     def scale(self) -> None:
@@ -43,7 +43,7 @@ class WorkerLimit:
         # For each revision, how many workers it wants and may not start, and whether callers wait for them.
         self._missing: dict[Claimant, tuple[int, bool]] = {}
         # Those that want more than they may start, and why they may not.
-        self._short: dict[Claimant, Cap] = {}
+        self._short: dict[Claimant, ReachedLimit] = {}
         self._offering = self._moved = False
         self._timer: asyncio.TimerHandle | None = None
 
@@ -67,7 +67,7 @@ class WorkerLimit:
         claims = [Claim(0, missing=workers, owner=one.owner), *(other.claim() for other in members)]
         return granted(claims, 0, self._limits(members))
 
-    def reached(self, one: Claimant) -> Cap | None:
+    def reached(self, one: Claimant) -> ReachedLimit | None:
         """Return the limit because of which a revision has fewer workers than it wants; None if there is none."""
         return self._short.get(one)
 
@@ -142,11 +142,11 @@ class WorkerLimit:
             self._offer()
             self._ask_again()
 
-    def _likely(self, one: Claimant, limits: Limits) -> Cap:
+    def _likely(self, one: Claimant, limits: Limits) -> ReachedLimit:
         return (
-            Cap("max_workers", self._most)
+            ReachedLimit("max_workers", self._most)
             if self._most is not None
-            else Cap("owner_limit", limits.owners[one.owner])
+            else ReachedLimit("owner_limit", limits.owners[one.owner])
         )
 
     def _rivals(self, one: Claimant) -> list[Claimant] | None:

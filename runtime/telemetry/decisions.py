@@ -65,7 +65,7 @@ _EXPERTS = {
 # The causes that sentences name in other words.
 _CAUSES = {
     "warmup": "a call asked for it", "schedule": "the schedule asks for it", "plan": "the keep-alive policy",
-    "pressure": "memory is short", "budget": "the budget", "min": "scale.min", "predicted": "a call is expected",
+    "pressure": "memory is short", "budget": "the budget", "min": "scale.min", "buffer": "scale.buffer", "predicted": "a call is expected",
     "upstream": "the function that comes before it was called", "backlog": "messages wait in its queue",
     "refused": "a caller could not wait for a start", "max_workers": "all functions together may have no more",
     "owner_limit": "the functions of its owner may have no more", "gpus": "the GPUs have no room",

@@ -15,7 +15,7 @@ from pilotflame.runtime.jobs.dispatcher import JobDispatcher
 from pilotflame.runtime.jobs.job import Job, JobOutcome, JobState, NewJob
 from pilotflame.runtime.jobs.schema import SCRIPTS
 from pilotflame.runtime.jobs.store import JobStore
-from pilotflame.runtime.scaling.autoscaler import ScaleSpec
+from pilotflame.runtime.scaling.scale_spec import ScaleSpec
 from pilotflame.runtime.serving.invocation import Invocation, Output
 from pilotflame.runtime.telemetry.background import BackgroundTasks
 from pilotflame.runtime.telemetry.logs import LogBook

@@ -5,7 +5,15 @@ from __future__ import annotations
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from pilotflame.runtime.scaling.node_limit import Cap, Claim, Limits, cap, giving, granted, poorest_first
+from pilotflame.runtime.scaling.node_limit import (
+    Claim,
+    Limits,
+    ReachedLimit,
+    cap,
+    giving,
+    granted,
+    poorest_first,
+)
 
 
 @st.composite
@@ -78,7 +86,7 @@ def test_grants_stay_within_the_limits_of_owners_and_node_and_use_them_up(
         reached = cap(after, number, limits)
         if grant < one.missing:
             assert reached is not None
-        if reached == Cap("owner_limit", limits.owners.get(one.owner, 0)):
+        if reached == ReachedLimit("owner_limit", limits.owners.get(one.owner, 0)):
             assert owned(after, one.owner) >= limits.owners[one.owner]
 
 
@@ -177,7 +185,7 @@ def test_an_owner_at_their_limit_takes_from_their_own_functions_alone() -> None:
         Claim(3, owner="a"),
         Claim(9, idle=9, resting=9, owner="b"),
     ]
-    assert cap(found, 0, limits) == Cap("owner_limit", 3)
+    assert cap(found, 0, limits) == ReachedLimit("owner_limit", 3)
     assert giving(found, 0, limits) == 1
     # Another owner's functions give no more than this one may still have.
     found = [Claim(2, missing=5, waiting=True, owner="a"), Claim(18, owner="b")]

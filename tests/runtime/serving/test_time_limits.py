@@ -26,7 +26,7 @@ from pilotflame.runtime.batching.outstanding import BatchEnd
 from pilotflame.runtime.launching.launcher import EndCause
 from pilotflame.runtime.link.frames import Frame, FrameKind, Timing
 from pilotflame.runtime.link.worker_spec import WorkerSpec
-from pilotflame.runtime.scaling.autoscaler import ScaleSpec
+from pilotflame.runtime.scaling.scale_spec import ScaleSpec
 from pilotflame.runtime.serving.dispatcher import Dispatcher, Policy
 from pilotflame.runtime.serving.invocation import Invocation, Output
 from pilotflame.runtime.serving.latency_curve_store import LatencyCurveStore

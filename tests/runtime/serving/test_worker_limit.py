@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from live import Gate, Gateway, failure, gateway_here
-from pilotflame.runtime.scaling.node_limit import Cap, Claim
+from pilotflame.runtime.scaling.node_limit import Claim, ReachedLimit
 from pilotflame.runtime.serving.worker_limit import WorkerLimit
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -197,7 +197,7 @@ class Poor:
     def claim(self) -> Claim:
         return Claim(self.workers, owner=self.owner)
 
-    def give(self, reached: Cap) -> None:
+    def give(self, reached: ReachedLimit) -> None:
         raise AssertionError("it has none")
 
     def scale(self) -> None:
@@ -227,7 +227,7 @@ async def test_what_a_revision_missed_under_a_limit_that_has_ended_takes_no_plac
     first, late, poor = Poor(limit, "key"), Poor(limit, "key"), Poor(limit, "key")
     first.scale()
     late.scale()
-    assert (late.workers, limit.reached(late)) == (0, Cap("owner_limit", 1))
+    assert (late.workers, limit.reached(late)) == (0, ReachedLimit("owner_limit", 1))
     late.owner = "other"
     late.scale()
     assert (late.workers, limit.reached(late)) == (1, None)

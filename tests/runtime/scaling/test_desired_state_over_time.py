@@ -1,4 +1,4 @@
-"""The autoscaler over simulated time: callers, workers that take a while to start, and calls that take a while."""
+"""The desired state over simulated time: callers, workers that take a while to start, and calls that take a while."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ from dataclasses import dataclass, field, replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from pilotflame.runtime.scaling.autoscaler import Load, ScaleSpec, Stats, decide, wanted
+from pilotflame.runtime.scaling.desired_state import desired
+from pilotflame.runtime.scaling.load import wanted
 from pilotflame.runtime.scaling.recent_load import RecentLoad
 from pilotflame.runtime.scaling.recent_need import RecentNeed
+from pilotflame.runtime.scaling.scale_spec import ScaleSpec
+from pilotflame.runtime.scaling.seen import Load, Seen
 
 
 @dataclass
@@ -96,28 +99,30 @@ class Node:
         self._scale()
 
     def _scale(self) -> None:
-        decision = decide(self.spec, self.stats(), self.now_s)
-        self.starts += decision.start
-        self.stops += decision.stop
-        for _ in range(decision.start):
+        seen = self.see()
+        row = desired(self.spec, seen, self.now_s)
+        start, stop = row.start(seen), row.stop(seen)
+        self.starts += start
+        self.stops += stop
+        for _ in range(start):
             self.starting.append(self.now_s)
             self.at(self.now_s + self.wake_s, self._ready)
         # Only idle workers are stopped here: a busy one would stop after its call.
-        del self.idle[: decision.stop]
-        self._wake_at_s = math.inf if decision.wake_at_s is None else decision.wake_at_s
+        del self.idle[:stop]
+        self._wake_at_s = row.again_s
 
-    def stats(self) -> Stats:
+    def see(self) -> Seen:
         lasting = self._load.note(self.now_s, self._ran_s, self.queued, self.admitted, self.emptied)
         load = None
         if self.known:
             started_s = sum(min(self.wake_s, self.now_s - asked_s) for asked_s in self.starting)
             load = Load(self.queued * self.exec_s, self.wake_s, started_s, 0.0, lasting)
         ready = self.running + len(self.idle)
-        present = Stats(self.queued, self.running, len(self.starting), ready, load=load)
+        present = Seen(self.queued, self.running, len(self.starting), ready, load=load)
         self._need.note(self.now_s, wanted(self.spec, present))
         recent = self._need.peak(self.now_s, self.spec.scale_down_s)
         idle = tuple(sorted(self.idle))
-        return Stats(self.queued, self.running, len(self.starting), ready, idle, 0, load, *recent)
+        return Seen(self.queued, self.running, len(self.starting), ready, idle, load, recent)
 
 
 def nodes(most_buffer: int = 0) -> st.SearchStrategy[Node]:

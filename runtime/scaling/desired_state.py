@@ -1,0 +1,24 @@
+"""Computes the row of one revision from what is observed. It does no I/O and reads no clock."""
+
+from __future__ import annotations
+
+from itertools import chain
+
+from . import load, revision_state
+from .revision_state import NOTHING_WRONG, RevisionState
+from .scale_spec import ScaleSpec
+from .seen import Seen
+from .table import Proposal, Row, combine
+
+
+def desired(
+    spec: ScaleSpec,
+    seen: Seen,
+    now_s: float,
+    state: RevisionState = NOTHING_WRONG,
+    ahead: Proposal | None = None,
+) -> Row:
+    """Return how many workers a revision should have at `now_s`. `ahead` is what a signal wants before calls arrive."""
+    proposals = load.proposals(spec, seen, now_s)
+    caps = chain(revision_state.caps(spec, seen, state, now_s), load.caps(spec, seen, now_s))
+    return combine(proposals if ahead is None else chain(proposals, (ahead,)), caps, seen)

@@ -1,0 +1,135 @@
+"""Proposes workers for the load of a revision, and keeps the workers that the load needed in its window.
+
+How long the waiting invocations will take is predicted from the time that their batches take. A worker is started
+if it would still have enough to do when it is awake. While it is not known how long invocations take, the number depends on
+the load (the waiting and the running invocations) divided by the concurrency of one worker, as in Knative's pod autoscaler.
+So it does for a load that lasts: that needs workers before it has to wait.
+
+A worker is stopped when the load of a whole window has not needed it, and the last one when there was no load for a
+time of its own. It does no I/O and reads no clock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from .scale_spec import ScaleSpec
+from .seen import Load, Seen
+from .table import Cap, Proposal, Rank
+
+# A load that lasts and is larger by this little counts as equal: it is a difference of large sums.
+ROUNDING = 1e-3
+# This share of a worker's load needs no further worker.
+HUNDREDTH = 0.01
+# The load should use at most this share of the workers' concurrency: above it one more worker is started,
+# before invocations have to wait.
+NEAR_LIMIT = 0.8
+# How often a load that is near the limit is checked again, while no event reports it.
+NEAR_CHECK_S = 1.0
+# While there is load, it is checked this often per window whether workers are not needed any more, but not more
+# often than every MIN_RECHECK_S: no event reports that the load has become less.
+CHECKS = 4
+MIN_RECHECK_S = 1.0
+# The causes of these proposals.
+CALLS, BUFFER, MINIMUM, WINDOW, IDLE_TIMEOUT = "load", "buffer", "min", "window", "idle_timeout"
+
+
+def needed(spec: ScaleSpec, seen: Seen) -> int:
+    """Return how many workers the load needs, whatever the limits are."""
+    return _by_share(spec, seen.calls) if seen.load is None else _by_work(spec, seen, seen.load)
+
+
+def wanted(spec: ScaleSpec, seen: Seen) -> int:
+    """Return how many workers the load, its buffer and the owner want, within the owner's limits."""
+    need = needed(spec, seen)
+    return min(spec.max, max(spec.min, need + spec.buffer if seen.calls else need))
+
+
+def _by_share(spec: ScaleSpec, load: float) -> int:
+    """Return how many workers a load needs that are to use their concurrency up to NEAR_LIMIT."""
+    # A load of one is typically a single caller, who sends requests in sequence. One worker is enough.
+    if load <= 1 + ROUNDING:
+        return math.ceil(min(load, 1))
+    return math.ceil(load / (spec.concurrency * NEAR_LIMIT) - HUNDREDTH)
+
+
+def _by_work(spec: ScaleSpec, seen: Seen, load: Load) -> int:
+    """Return how many workers are needed to end the waiting invocations in time, and to carry the load that lasts."""
+    running = math.ceil(seen.in_flight / spec.concurrency)
+    need = max(running, _by_share(spec, load.lasting)) if seen.calls else 0
+    if not seen.queued:
+        return need
+    # The work that is left when a worker that starts now is awake. All workers share it then.
+    ready = max(0.0, seen.ready - load.stuck)
+    left_s = load.work_s - ready * load.wake_s - load.started_s
+    sharing = math.ceil(max(0.0, left_s) / load.delay_s + min(load.stuck, seen.ready))
+    useful = math.ceil(seen.calls / spec.concurrency)
+    return max(need, 1, min(sharing, useful))
+
+
+def sufficient_load(spec: ScaleSpec, seen: Seen) -> float:
+    """Return the largest load for which the present workers suffice without another look; infinity if there are `max`."""
+    if seen.awake >= spec.max:
+        return math.inf
+    # Any load also needs the buffer. If only the buffer's workers are there, or fewer, no load suffices.
+    enough = seen.awake - spec.buffer
+    near = max(1.0, enough * spec.concurrency * NEAR_LIMIT) if enough > 0 else 0.0
+    # If it is not known whether a load near the limit lasts, the row names a time for another look.
+    lasting = seen.load is not None and not seen.queued and 0 < near < seen.in_flight
+    return math.inf if lasting else near
+
+
+def proposals(spec: ScaleSpec, seen: Seen, now_s: float) -> Iterator[Proposal]:
+    """Yield what the load, its recent past and the owner want."""
+    if seen.calls:
+        need = needed(spec, seen)
+        # The need is predicted for the workers that are awake. With fewer, it would grow while invocations wait.
+        keep = max(1, need, seen.awake if seen.queued else 0)
+        yield Proposal(Rank.LOAD, CALLS, need, keep, _next_check_s(spec, seen, now_s))
+        if spec.buffer:
+            yield Proposal(Rank.AHEAD, BUFFER, need + spec.buffer)
+    if spec.min:
+        yield Proposal(Rank.OWNER, MINIMUM, spec.min)
+    if seen.recent.workers:
+        until_s = math.inf if seen.calls or seen.recent.until_s <= now_s else seen.recent.until_s
+        yield Proposal(Rank.KEEP, WINDOW, keep=seen.recent.workers, until_s=until_s)
+    if (zero_at_s := _zero_at_s(spec, seen)) is not None and zero_at_s > now_s:
+        yield Proposal(Rank.KEEP, IDLE_TIMEOUT, keep=1, until_s=zero_at_s)
+
+
+def caps(spec: ScaleSpec, seen: Seen, now_s: float) -> Iterator[Cap]:
+    """Yield the end of the idle time, after which only what is wanted stays, and the parking of workers without work."""
+    if (zero_at_s := _zero_at_s(spec, seen)) is not None and zero_at_s <= now_s:
+        yield Cap(IDLE_TIMEOUT, frozenset({Rank.KEEP}), held=0)
+    # With fewer workers that are awake, waiting invocations would take longer.
+    if spec.park_after_s < math.inf and not seen.queued and seen.idle_since_s:
+        due_s = [since_s + spec.park_after_s for since_s in seen.idle_since_s]
+        parked = sum(at_s <= now_s for at_s in due_s)
+        awake = max(seen.recent_awake.workers, seen.awake - parked)
+        ends_s = [seen.recent_awake.until_s] if seen.recent_awake.until_s > now_s else []
+        yield Cap(
+            "park_after",
+            frozenset({Rank.KEEP}),
+            awake=awake,
+            until_s=min([*due_s[parked:], *ends_s], default=math.inf),
+        )
+
+
+def _zero_at_s(spec: ScaleSpec, seen: Seen) -> float | None:
+    """Return when the last worker without work ends; None if there is load, or no such worker."""
+    idle_since_s = (*seen.parked_since_s, *seen.idle_since_s)
+    return None if seen.calls or not idle_since_s else max(idle_since_s) + spec.scale_to_zero_s
+
+
+def _next_check_s(spec: ScaleSpec, seen: Seen, now_s: float) -> float:
+    """Return when to look at the load again. No event reports that it has become less, or that it lasts."""
+    checks = list[float]()
+    if seen.held > max(1, spec.min):
+        checks.append(max(spec.scale_down_s / CHECKS, MIN_RECHECK_S))
+    if seen.load is not None and seen.awake < spec.max:
+        if seen.queued:
+            checks.append(seen.load.delay_s)
+        elif seen.in_flight > (seen.awake - spec.buffer) * spec.concurrency * NEAR_LIMIT:
+            checks.append(NEAR_CHECK_S)
+    return now_s + min(checks) if checks else math.inf

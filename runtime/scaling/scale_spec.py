@@ -1,0 +1,27 @@
+"""The owner's limits on the workers of a revision."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+# The default window, as in Knative: workers that no moment of it needed are stopped.
+WINDOW_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class ScaleSpec:
+    """How many workers there may be, and for how long workers stay that are not needed."""
+
+    min: int = 0
+    max: int = 4
+    buffer: int = 0
+    """How many workers to have above the need while there is any load."""
+    concurrency: int = 1
+    """How many invocations one worker runs at a time, those of all its batches included."""
+    scale_to_zero_s: float = 60.0
+    """How long the last worker stays without load. Infinity if a plan decides about its end."""
+    scale_down_s: float = WINDOW_S
+    """The window whose largest need decides how many workers stay besides the last one."""
+    park_after_s: float = math.inf
+    """A worker that was not needed in this time is parked."""

@@ -1,0 +1,139 @@
+"""The desired state of a revision: what proposes workers, what caps them, and the row that follows from both.
+
+Mechanisms yield proposals and caps. A proposal *wants* workers (missing ones start) and *keeps* workers (present ones stay). The
+band between both is the hysteresis: nothing else is remembered. A cap bounds the proposals of named ranks. `combine` takes
+minima and maxima only, so the order of mechanisms is irrelevant, and a cap never raises a number. It does no I/O and reads no
+clock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from enum import IntEnum
+from typing import NamedTuple
+
+from .seen import Seen
+
+
+class Rank(IntEnum):
+    """The class of a proposal. Caps name the classes that they bound."""
+
+    KEEP = 0
+    """Workers that stay for a while although nothing needs them: the plan, the window, the idle timeout."""
+    AHEAD = 1
+    """Workers that are wanted before calls arrive, by warm-ups, schedules and the buffer."""
+    LOAD = 2
+    """Workers that the waiting and running calls need."""
+    OWNER = 3
+    """`scale.min`."""
+
+
+EVERY = frozenset(Rank)
+
+
+class Proposal(NamedTuple):
+    """How many workers a mechanism asks for."""
+
+    rank: Rank
+    cause: str
+    want: int = 0
+    """This number is to be awake. Parked workers wake and missing ones start."""
+    keep: int = 0
+    """Up to this number may stay, awake or parked. It is at least `want`."""
+    until_s: float = math.inf
+    """When the proposal changes although no event occurs."""
+
+
+class Cap(NamedTuple):
+    """A bound on the proposals of some ranks."""
+
+    cause: str
+    on: frozenset[Rank]
+    held: float = math.inf
+    """At most this number of workers stay."""
+    awake: float = math.inf
+    """At most this number stay awake. More than that park, unless a proposal wants them awake."""
+    starts: float = math.inf
+    """At most this number of further workers start."""
+    until_s: float = math.inf
+    """When the cap changes although no event occurs. It counts if the cap refuses a start, or if it may park a worker."""
+
+
+class Row(NamedTuple):
+    """How many workers a revision should have, and why."""
+
+    awake: int
+    held: int
+    """The awake and the parked ones."""
+    wanted: tuple[Proposal, ...] = ()
+    """The proposals that want workers, as far as the caps leave them, the highest rank first."""
+    capped: str = ""
+    """The cause of the cap that leaves fewer workers awake than a proposal wants; "" without one."""
+    again_s: float = math.inf
+    """When to look again although no event occurs."""
+
+    def start(self, seen: Seen) -> int:
+        """How many workers are missing. Parked ones wake before others start."""
+        return max(0, self.awake - seen.awake)
+
+    def stop(self, seen: Seen) -> int:
+        """How many workers end: parked ones first, then ready ones. A worker that starts cannot be stopped.
+
+        While workers are missing, parked ones wake first. The next look stops those that are left.
+        """
+        surplus = 0 if self.start(seen) else seen.held - self.held
+        return max(0, min(surplus, seen.ready + seen.parked))
+
+    def park(self, seen: Seen) -> int:
+        """How many of the workers without work are parked, once `stop` have ended."""
+        if self.start(seen):
+            return 0
+        stopping = max(0, self.stop(seen) - seen.parked)
+        idle = len(seen.idle_since_s) - stopping
+        return max(0, min(seen.awake - stopping - self.awake, idle))
+
+    def causes(self, seen: Seen, start: int) -> Iterator[tuple[Proposal, int]]:
+        """Yield why the next `start` workers start: the proposal of the highest rank that wants each, and how many."""
+        number, last = seen.awake, seen.awake + start
+        for proposal in self.wanted:
+            if (count := min(proposal.want, last) - number) > 0:
+                yield proposal, count
+                number += count
+
+
+def combine(proposals: Iterable[Proposal], caps: Iterable[Cap], seen: Seen) -> Row:
+    """Return the row: the largest numbers of the proposals, after the caps on their ranks."""
+    bounds, wanted = tuple(caps), list[Proposal]()
+    want = keep = keep_awake = 0
+    again_s, refused = math.inf, list[tuple[int, float, str]]()
+    lasting_until_s = math.inf
+    for proposal in proposals:
+        held = awake = starts = math.inf
+        for cap in bounds:
+            if proposal.rank in cap.on:
+                held, awake, starts = min(held, cap.held), min(awake, cap.awake), min(starts, cap.starts)
+                if proposal.want > (most := min(cap.held, seen.awake + cap.starts)):
+                    refused.append((-proposal.want, most, cap.cause))
+                    again_s = min(again_s, cap.until_s)
+        wants = int(min(proposal.want, held, seen.awake + starts))
+        keeps = int(min(max(proposal.keep, proposal.want), held))
+        if wants:
+            wanted.append(proposal._replace(want=wants))
+            again_s = min(again_s, proposal.until_s)
+        elif keeps:
+            lasting_until_s = min(lasting_until_s, proposal.until_s)
+        want, keep = max(want, wants), max(keep, keeps)
+        keep_awake = max(keep_awake, int(min(keeps, max(awake, wants))))
+    target = min(max(seen.held, want), max(want, keep))
+    if target > want:
+        # The end of a proposal that only keeps workers may change the row.
+        again_s = min(again_s, lasting_until_s)
+    again_s = min([again_s, *(cap.until_s for cap in bounds if cap.awake < math.inf)])
+    return Row(
+        awake=min(max(seen.awake, want), max(want, keep_awake), max(want, target)),
+        held=target,
+        wanted=tuple(sorted(wanted, key=lambda one: (-one.rank, -one.want, one.cause))),
+        capped=min(refused)[2] if refused else "",
+        again_s=again_s,
+    )

@@ -1,0 +1,98 @@
+"""The table: the properties of `combine` for any proposals and caps."""
+
+import math
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+from pilotflame.runtime.scaling.seen import Seen
+from pilotflame.runtime.scaling.table import EVERY, Cap, Proposal, Rank, Row, combine
+
+CAUSES = st.sampled_from(["a", "b", "c"])
+BOUNDS = st.just(math.inf) | st.integers(0, 12)
+PROPOSALS = st.lists(
+    st.builds(
+        Proposal, st.sampled_from(Rank), CAUSES, st.integers(0, 10), st.integers(0, 10), st.floats(0, 100)
+    ),
+    max_size=6,
+)
+CAPS = st.builds(Cap, CAUSES, st.frozensets(st.sampled_from(Rank)), BOUNDS, BOUNDS, BOUNDS, st.floats(0, 100))
+SEEN = st.builds(
+    Seen, st.integers(0, 5), st.integers(0, 5), st.integers(0, 5), st.integers(0, 5),
+    parked_since_s=st.lists(st.floats(0, 100), max_size=3).map(tuple),
+)  # fmt: skip
+
+
+@given(PROPOSALS, st.lists(CAPS, max_size=4), SEEN, st.randoms())
+def test_the_order_of_mechanisms_and_their_repetition_are_irrelevant(
+    proposals: list[Proposal], caps: list[Cap], seen: Seen, random: object
+) -> None:
+    row = combine(proposals, caps, seen)
+    shuffled, shuffled_caps = proposals * 2, caps * 2
+    random.shuffle(shuffled)  # type: ignore[attr-defined]
+    random.shuffle(shuffled_caps)  # type: ignore[attr-defined]
+    again = combine(shuffled, shuffled_caps, seen)
+    assert again._replace(wanted=()) == row._replace(wanted=())
+    start = row.start(seen)
+    assert list(again.causes(seen, start)) == list(row.causes(seen, start))
+
+
+@given(PROPOSALS, st.lists(CAPS, max_size=4), CAPS, SEEN)
+def test_a_cap_never_raises_a_number(
+    proposals: list[Proposal], caps: list[Cap], cap: Cap, seen: Seen
+) -> None:
+    free, bounded = combine(proposals, caps, seen), combine(proposals, [*caps, cap], seen)
+    assert bounded.awake <= free.awake
+    assert bounded.held <= free.held
+    assert bounded.start(seen) <= free.start(seen)
+
+
+@given(PROPOSALS, st.lists(CAPS, max_size=4), SEEN)
+def test_each_bound_holds_if_it_is_on_every_rank(
+    proposals: list[Proposal], caps: list[Cap], seen: Seen
+) -> None:
+    row = combine(proposals, [cap._replace(on=EVERY) for cap in caps], seen)
+    assert row.held <= min((cap.held for cap in caps), default=math.inf)
+    assert row.start(seen) <= min((cap.starts for cap in caps), default=math.inf)
+
+
+@given(PROPOSALS, SEEN)
+def test_workers_start_up_to_what_is_wanted_and_stay_up_to_what_is_kept(
+    proposals: list[Proposal], seen: Seen
+) -> None:
+    row = combine(proposals, [], seen)
+    want = max((one.want for one in proposals), default=0)
+    keep = max((max(one.want, one.keep) for one in proposals), default=0)
+    assert row.awake == min(max(seen.awake, want), max(keep, want))
+    assert row.awake <= row.held <= max(keep, want)
+
+
+@given(PROPOSALS, st.lists(CAPS, max_size=4), SEEN)
+def test_each_start_has_a_cause(proposals: list[Proposal], caps: list[Cap], seen: Seen) -> None:
+    row = combine(proposals, caps, seen)
+    assert sum(count for _, count in row.causes(seen, row.start(seen))) == row.start(seen)
+
+
+def test_the_highest_rank_is_the_cause_of_a_worker_that_several_proposals_want() -> None:
+    ahead, load = Proposal(Rank.AHEAD, "warmup", 3), Proposal(Rank.LOAD, "load", 2)
+    row = combine([ahead, load], [], seen := Seen(2, 0, starting=0, ready=0))
+    assert [(one.cause, count) for one, count in row.causes(seen, 3)] == [("load", 2), ("warmup", 1)]
+    # If fewer may start, what calls need comes first.
+    assert [(one.cause, count) for one, count in row.causes(seen, 1)] == [("load", 1)]
+
+
+def test_a_row_names_the_cap_that_refused_a_start() -> None:
+    proposal, seen = Proposal(Rank.LOAD, "load", 3), Seen(3, 0, starting=0, ready=0)
+    assert combine([proposal], [Cap("max", EVERY, held=2)], seen).capped == "max"
+    assert combine([proposal], [Cap("max", EVERY, held=3)], seen).capped == ""
+    assert (
+        combine([proposal], [Cap("max", EVERY, held=2), Cap("breaker", EVERY, starts=1)], seen).capped
+        == "breaker"
+    )
+
+
+def test_what_stays_beyond_the_wanted_is_looked_at_when_it_ends() -> None:
+    keep, seen = Proposal(Rank.KEEP, "window", keep=2, until_s=9.0), Seen(0, 0, starting=0, ready=2)
+    assert combine([keep], [], seen).again_s == 9.0
+    assert combine([keep, Proposal(Rank.OWNER, "min", 2)], [], seen).again_s == math.inf
+    assert combine([keep], [], replace(seen, ready=0)) == Row(awake=0, held=0)
