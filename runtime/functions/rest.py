@@ -159,7 +159,7 @@ class Rest:
         for live in self._functions():
             # It may have been called during the measurement.
             if live.record.function in unused and _idle(live.revision):
-                live.revision.pool.zygote.rest()
+                live.revision.history.ladder.yield_to(live.revision.history.ladder.below(RungName.ZYGOTE)[0])
                 live.note_rest(0.0)
                 live.logs.write("gateway", _GIVEN_UP[RungName.ZYGOTE])
         await self._relieve()
@@ -270,7 +270,7 @@ def _descents(live: Live, private_bytes: float | None, *, weights: bool) -> Iter
     """
     revision, upper = live.revision, live.revision.rung
     if revision.held_until_s is not None:
-        # `descend` would do nothing.
+        # The signal is stronger than an eviction.
         return
     spare = private_bytes is not None and _spare(revision)
     if not (spare or (_idle(revision) and upper in (RungName.ZYGOTE, RungName.RESIDENT))):

@@ -1,13 +1,14 @@
 """Lets the keep-alive policy move an idle function down its ladder, and up again ahead of the next request.
 
 Requests do not pass here. `Revision.scale` tells whether there is work; a plan is made in a thread once nothing ran for
-QUIET_S, and a timer takes each of its steps.
+QUIET_S. `IdleLadder.stand` says which rung the plan holds now, and when it takes the next step.
 """
 
 from __future__ import annotations
 
 import asyncio
 import functools
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -32,8 +33,12 @@ NOTHING_KNOWN = SlowShare()
 PLANNED = (RungName.READY, RungName.ZYGOTE, RungName.RESIDENT, RungName.LOCAL)
 
 
+# Timers may fire this early.
+EARLY_S = 0.002
+
+
 class LadderTarget(Protocol):
-    """The live revision, which takes the steps."""
+    """The live revision."""
 
     @property
     def rung(self) -> RungName: ...
@@ -49,11 +54,27 @@ class LadderTarget(Protocol):
     def held_until_s(self) -> float | None:
         """Until when a signal holds workers; None if none does."""
 
-    def descend(self, rung: RungName) -> None:
-        """Give up what is held above `rung`, unless there is work or a signal holds workers."""
+    def scale(self) -> None:
+        """Ask for the present stand, and act on it."""
 
-    def ascend(self, rung: RungName) -> None:
-        """Make what `rung` holds."""
+
+class Stand(NamedTuple):
+    """The rung of an idle function."""
+
+    rung: RungName | None = None
+    """The highest rung that may be held; None if neither a plan nor an eviction says so."""
+    climbs: bool = False
+    """True at a step up: the rung is made now, ahead of the next call."""
+    again_s: float = math.inf
+    """When the next step is due."""
+
+    @property
+    def keeps_worker(self) -> bool:
+        return self.rung in (None, RungName.READY)
+
+    @property
+    def keeps_zygote(self) -> bool:
+        return self.keeps_worker or self.rung is RungName.ZYGOTE
 
 
 @dataclass(slots=True)
@@ -115,9 +136,9 @@ class IdleLadder:
         self._ladder = self._measured = self.figures.ladder(self._spec.rungs, self._spec.prices)
         self._plan: Plan | None = None
         self._expert = 0
-        # The rung of the plan, and whether less is held because memory was short.
-        self._stands_on, self._evicted = 0, False
-        self._step_timer: asyncio.TimerHandle | None = None
+        # The rung of the plan, and the highest one that may be held until the next call because memory was short.
+        self._stands_on = 0
+        self._evicted_to: RungName | None = None
         self._count_timer: asyncio.TimerHandle | None = None
         # The wake of the present target that has not ended: the rung, and when the worker was asked for.
         self._woken_from: tuple[RungName, float] | None = None
@@ -168,7 +189,7 @@ class IdleLadder:
     def follow(self, now_s: float, load: int, last_end_s: float | None) -> float | None:
         """Note how many invocations there are. Return when to call again, if that is known."""
         if load:
-            self._evicted = False
+            self._evicted_to = None
             if (ended := self._watch.busy(now_s)) is not None:
                 self._on_wake(ended, now_s, load)
             return None
@@ -188,10 +209,26 @@ class IdleLadder:
         """True if the policy decides when the last worker ends."""
         return self._spec.planned
 
-    @property
-    def keeps_worker(self) -> bool:
-        """True if the last worker is to stay although it is idle."""
-        return self._spec.planned and self._stands_on == 0 and not self._evicted
+    def stand(self, now_s: float) -> Stand:
+        """Take the step of the plan that is due, and return the rung that may be held now."""
+        period, plan = self._watch.period, self._plan
+        if period is None or plan is None or self._target is None:
+            return Stand(self._evicted_to)
+        wanted, before = period.rung(plan, now_s + EARLY_S), self._stands_on
+        if wanted > before and (held_s := self._target.held_until_s) is not None:
+            # A signal asked for workers. The plan goes on where it is then.
+            return Stand(self._spec.rungs[before], again_s=held_s)
+        if wanted != before:
+            self._stands_on = wanted
+            self._note(period, before, wanted, now_s)
+            if wanted < before:
+                self._evicted_to = None
+        due_s = next((step.offset_s for step in period.later(plan, now_s + EARLY_S)), math.inf)
+        return Stand(self._lower(self._spec.rungs[wanted]), climbs=wanted < before, again_s=due_s)
+
+    def _lower(self, rung: RungName) -> RungName:
+        """Return the lower one of `rung` and that of the last eviction."""
+        return max(rung, self._evicted_to or rung, key=PLANNED.index)
 
     @property
     def plans_zygote(self) -> bool:
@@ -263,7 +300,7 @@ class IdleLadder:
     def ready_shares(self) -> tuple[float, ...]:
         """Return for each delay from now on how much of it the present plan holds a worker. See `upstream.ready_shares`."""
         period, plan = self._watch.period, self._plan
-        if period is None or plan is None or self._target is None or self._evicted:
+        if period is None or plan is None or self._target is None or self._evicted_to is not None:
             return NEVER_READY
         elapsed_s = time.monotonic() - period.planned_from_s
         if self._target.rung is not RungName.READY:
@@ -295,9 +332,13 @@ class IdleLadder:
         figures = {"freed_bytes": step.freed_bytes, "extra_wake_s": step.extra_wake_s}
         rate = step.gaps.rate(step.idle_s)
         self._decisions.note("evict", cause, rung=float(NUMBERED_RUNGS.index(rung)), idle_s=step.idle_s, calls_per_s=rate, **figures)  # fmt: skip
-        self._evicted = True
+        self.yield_to(rung)
+
+    def yield_to(self, rung: RungName) -> None:
+        """Hold no more than `rung` until the next call, or until the plan climbs."""
+        self._evicted_to = rung
         if self._target is not None:
-            self._target.descend(rung)
+            self._target.scale()
 
     def learning(self) -> Callable[[], History]:
         """Return what makes, in a thread, the history with all periods that have ended."""
@@ -395,42 +436,9 @@ class IdleLadder:
         if self._target is None:
             return
         rungs, now_s = self._spec.rungs, time.monotonic()
-        wanted = period.rung(plan, now_s)
         actual = rungs.index(self._target.rung) if self._target.rung in rungs else len(rungs) - 1
-        self._stands_on = min(actual, wanted)
-        self._take_step(wanted, now_s)
-
-    def _take_step(self, wanted: int, now_s: float) -> None:
-        period, plan, before = self._watch.period, self._plan, self._stands_on
-        if period is None or plan is None or self._target is None:
-            return
-        if wanted > before and (held_s := self._target.held_until_s) is not None:
-            # A signal asked for workers. The plan goes on where it is then.
-            self._set_step_timer(held_s, now_s)
-            return
-        if wanted != before:
-            self._stands_on = wanted
-            rung = self._spec.rungs[wanted]
-            self._note(period, before, wanted, now_s)
-            if wanted > before:
-                self._target.descend(rung)
-            else:
-                self._evicted = False
-                self._target.ascend(rung)
-        if (step := next(period.later(plan, now_s), None)) is not None:
-            self._set_step_timer(step.offset_s, now_s)
-
-    def _set_step_timer(self, due_s: float, now_s: float) -> None:
-        if self._step_timer is not None:
-            self._step_timer.cancel()
-        self._step_timer = self._loop.call_later(max(0.0, due_s - now_s), self._on_step)
-
-    def _on_step(self) -> None:
-        self._step_timer = None
-        period, now_s = self._watch.period, time.monotonic()
-        if period is not None and self._plan is not None:
-            # Timers may fire a moment early.
-            self._take_step(period.rung(self._plan, now_s + 0.002), now_s + 0.002)
+        self._stands_on = min(actual, period.rung(plan, now_s))
+        self._target.scale()
 
     def _note(self, period: IdlePeriod, before: int, wanted: int, now_s: float) -> None:
         ladder, history = self._ladder, self.history
@@ -451,10 +459,7 @@ class IdleLadder:
         )  # fmt: skip
 
     def _forget_plan(self) -> None:
-        self._plan, self._stands_on, self._evicted = None, 0, False
-        if self._step_timer is not None:
-            self._step_timer.cancel()
-            self._step_timer = None
+        self._plan, self._stands_on, self._evicted_to = None, 0, None
 
 
 def _settle(

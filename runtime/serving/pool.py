@@ -53,6 +53,7 @@ class Pool:
             secrets,
             numbers,
             StandbyPlaces(gpus, claimant, tasks),
+            events.keeps_zygote,
         )
         self._spec, self._tasks, self._events, self._secrets = spec, tasks, events, secrets
         self._measure = measure

@@ -59,6 +59,9 @@ class RevisionEvents(Protocol):
     def on_processes_changed(self) -> None:
         """A worker, the zygote or the standby has come or gone."""
 
+    def keeps_zygote(self) -> bool:
+        """Return True if a zygote that has died is to be launched again."""
+
     def on_lost(self, replica: Replica, unstarted: list[Invocation], started: list[Invocation]) -> None:
         """A worker's link is closed. It had started, or may have started, the `started` invocations."""
 

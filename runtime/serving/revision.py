@@ -42,6 +42,7 @@ from .demand import Demand
 from .dispatcher import Dispatcher, Policy
 from .function_history import FunctionHistory
 from .gpu_places import GpuPlace, GpuPlaces
+from .idle_ladder import Stand
 from .invocation import Invocation, Output
 from .latency_curve_store import LatencyCurveStore
 from .pool import STOP_TIMEOUT_S, Pool
@@ -113,6 +114,8 @@ class Revision(RevisionEvents):
         self._sufficient_load = 0.0
         self._scale_timer: asyncio.TimerHandle | None = None
         self._scale_at_s = 0.0
+        # What the plan said at the last look.
+        self._stand = Stand()
         self._deaths = self._slow = self._refused = 0
         # Starts that have failed, and the fetcher is yet to say why.
         self._unexplained_failures = 0
@@ -210,25 +213,6 @@ class Revision(RevisionEvents):
         hold = self._hold(time.monotonic())
         return hold.until_s if hold is not None else None
 
-    def descend(self, rung: RungName) -> None:
-        """Give up what is held above `rung`, unless there is work or a signal holds workers."""
-        if self.pool.in_flight or len(self.dispatcher.queue) or self.held_until_s is not None:
-            return
-        held = len(self.pool.ready) + len(self.pool.parked)
-        self.pool.stop(max(0, held - self.policy.scale.min))
-        if rung not in (RungName.READY, RungName.ZYGOTE):
-            self.pool.zygote.rest()
-        if rung is RungName.LOCAL:
-            self.pool.drop_weights()
-
-    def ascend(self, rung: RungName) -> None:
-        """Make what `rung` holds, ahead of the next invocation."""
-        if rung is RungName.READY:
-            # Once it is ready, the plan keeps it.
-            self.warm(1, "predicted", PREDICTED_S)
-        elif rung is RungName.ZYGOTE:
-            self._tasks.create_task(self.pool.zygote.warm())
-
     def _follow_idling(self, now_s: float, load: int) -> float | None:
         """Tell the ladder whether there is work. Return when to tell it again, if that is known."""
         ladder = self.history.ladder
@@ -280,6 +264,7 @@ class Revision(RevisionEvents):
         """Start, wake, stop and park workers until there are as many as the desired state names."""
         now_s = time.monotonic()
         follow_at_s = self._follow_idling(now_s, len(self.dispatcher.queue) + self.pool.in_flight)
+        stand = self._stand = self._take_stand(now_s)
         for _ in range(MOST_LOOKS):
             spec = self._scale_spec()
             seen, hold = self._demand.see(spec, now_s), self.history.prewarms.holds.at(now_s)
@@ -292,12 +277,39 @@ class Revision(RevisionEvents):
         # The next invocation ends the idle period, or may have to wake a worker. So it must come here.
         looks_first = self.history.ladder.idle or seen.parked
         self._sufficient_load = -1.0 if looks_first else sufficient_load(spec, seen)
-        if (again_s := min(row.again_s, math.inf if follow_at_s is None else follow_at_s)) < math.inf:
+        if not row.held and not seen.calls:
+            self._hold_rung(stand)
+        if (
+            again_s := min(row.again_s, stand.again_s, math.inf if follow_at_s is None else follow_at_s)
+        ) < math.inf:
             self._scale_at(again_s, now_s)
         self.history.prewarms.settle()
         self.note_load()
         if self.retiring and not seen.calls:
             self._empty.set()
+
+    def _take_stand(self, now_s: float) -> Stand:
+        """Return the rung that the plan holds now. If it climbs to READY, a worker is wanted."""
+        ladder = self.history.ladder
+        if not ladder.drives(self):
+            return Stand()
+        stand = ladder.stand(now_s)
+        if stand.climbs and stand.rung is RungName.READY:
+            # Once the worker is ready, the plan keeps it.
+            self.history.prewarms.holds.add(WarmHold(1, now_s + PREDICTED_S, "predicted"))
+        return stand
+
+    def _hold_rung(self, stand: Stand) -> None:
+        """Without workers and calls, make or give up the zygote and the weights as the plan says."""
+        if not stand.keeps_zygote:
+            self.pool.zygote.rest()
+        elif stand.climbs and stand.rung is RungName.ZYGOTE:
+            self._tasks.create_task(self.pool.zygote.warm())
+        if stand.rung is RungName.LOCAL and self.pool.resident_bytes:
+            self.pool.drop_weights()
+
+    def keeps_zygote(self) -> bool:
+        return self._stand.keeps_zygote or self.pool.held_workers > 0
 
     def _state(self, now_s: float) -> RevisionState:
         """Return what holds for the revision, beside its load."""
@@ -392,9 +404,11 @@ class Revision(RevisionEvents):
         elif slots and min(slots) > spec.concurrency:
             spec = replace(spec, concurrency=min(slots))
         ladder = self.history.ladder
+        if not self._stand.keeps_worker:
+            return replace(spec, scale_to_zero_s=0.0)
         if ladder.plans and ladder.drives(self):
-            # The ladder takes the step from READY down. Workers below that rung are those of signals.
-            spec = replace(spec, scale_to_zero_s=math.inf if ladder.keeps_worker else 0.0)
+            # The plan decides when the last worker ends.
+            return replace(spec, scale_to_zero_s=math.inf)
         return spec
 
     # -- the limits of all functions together

@@ -41,17 +41,18 @@ class ZygoteSupervisor:
         self, spec: WorkerSpec, scale: Scale, launcher: Launcher, logs: Log, tasks: asyncio.TaskGroup,
         busy: Callable[[], bool], on_change: Callable[[], None] = lambda: None,
         secrets: Callable[[], Mapping[str, str]] = dict, numbers: Iterator[int] | None = None,
-        places: StandbyPlaces | None = None,
+        places: StandbyPlaces | None = None, keeps: Callable[[], bool] = lambda: True,
     ) -> None:  # fmt: skip
         """`secrets` returns the environment variables that each new zygote gets over its link. `busy` returns True while
-        invocations run. The names of children end with `numbers`.
+        invocations run, `keeps` if a zygote that has died is to be launched again. The names of children end with `numbers`.
 
-        `places` books what standbys use of GPUs; None if that is not limited. `on_change` is called when the zygote has come or gone, and when the standby is primed or has ended.
+        `places` books what standbys use of GPUs; None if that is not limited. `on_change` is called when the zygote has come or gone,
+        and when the standby is primed or has ended.
         """
         self.standby: Child | None = None
         self.standby_primed = False
         self._spec, self._launcher, self._logs, self._tasks, self._busy = spec, launcher, logs, tasks, busy
-        self._on_change, self._secrets, self._places = on_change, secrets, places
+        self._on_change, self._secrets, self._places, self._keeps = on_change, secrets, places, keeps
         # The place on GPUs of the standby; None if it has none.
         self._place: GpuPlace | None = None
         # If it is not kept, the zygote is ended after the last worker.
@@ -139,8 +140,12 @@ class ZygoteSupervisor:
         self._delay_s = min(LAST_RELAUNCH_DELAY_S, max(FIRST_RELAUNCH_DELAY_S, self._delay_s * 2))
 
     def _relaunch(self) -> None:
-        if not self._closed:
+        if self._closed:
+            return
+        if self._keeps():
             self._tasks.create_task(self.warm())
+        else:
+            self._logs.write("gateway", "no new zygote is launched: an idle function holds none now")
 
     def reset_delay(self) -> None:
         """Relaunch the zygote without a delay if it dies next: a worker became ready, so the zygote works."""

@@ -129,8 +129,5 @@ class _Nothing:
     arrived, slow = 0, (0, 0)
     held_until_s = None
 
-    def descend(self, rung: RungName) -> None:
-        raise AssertionError(rung)
-
-    def ascend(self, rung: RungName) -> None:
-        raise AssertionError(rung)
+    def scale(self) -> None:
+        """Nothing is held."""

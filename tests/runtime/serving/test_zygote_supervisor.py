@@ -7,6 +7,7 @@ import asyncio
 import psutil
 import pytest
 from live import Gate, gateway_here, gone, until
+from pilotflame.runtime.telemetry.usage import RungName
 from serving_handlers import OPENS_A_DEVICE, PID, THREADED, WAITS, kill
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -52,6 +53,20 @@ async def test_a_failed_import_is_logged_as_one_error(deploy, gateway):
     function = gateway.function("broken")
     errors = [line["text"] for line in await function.lines() if line["level"] == "error"]
     assert len(errors) == 8, errors
+
+
+async def test_a_zygote_that_died_is_not_launched_again_below_its_rung(gateway, deploy):
+    function = await deploy(PID, {"scale.idle_timeout_s": 600})
+    for _ in range(2):
+        await until(lambda: function.pids("zygote"), "a zygote")
+        (zygote,) = await function.pids("zygote")
+        await kill(zygote)
+        await gone(zygote)
+    # The second launch comes after a delay, in which memory becomes short.
+    gateway.server.functions.live(function.name).history.ladder.yield_to(RungName.LOCAL)
+    await until(lambda: logged(function, "no new zygote is launched"), "the line in the log")
+    assert await function.pids("zygote") == []
+    assert await function.answer() is not None
 
 
 async def test_a_killed_base_is_started_again(state):
