@@ -26,7 +26,7 @@ import gpu_process
 import torch
 from gpu_case import GpuBench
 from memory_folder import mounted, unmount_left
-from pilotflame.runtime.launching.gpus import gpu_uses
+from pilotflame.runtime.launching.gpus import find_driver
 from process_tree import end_with_parent
 from report import Report, path_of
 
@@ -53,7 +53,7 @@ def measure(device: str, part: str) -> None:
     """Measure one part in this process, and write its figures."""
     report = Report(target(device, part), packages=PACKAGES)
     if device == "cuda":
-        report.note(f"Measured on {', '.join(one.name for one in gpu_uses())}.")
+        report.note(f"Measured on {', '.join(one.name for one in find_driver().uses())}.")
     else:
         report.note("SIMULATED device: these are copies in the host's memory, and no speed of any GPU.")
     with mounted(_MEMORY_BYTES):

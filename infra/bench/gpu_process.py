@@ -23,7 +23,7 @@ import torch
 from gpu_case import GB, LLAMA_SMALL, GpuBench
 from llama import next_token
 from memory_folder import SMALL_PAGES, memory_folder
-from pilotflame.runtime.launching.gpus import gpu_uses
+from pilotflame.runtime.launching.gpus import find_driver
 from pilotflame.runtime.launching.process_launcher import SINGLE_THREADED
 
 _TESTS = Path(__file__).resolve().parents[2] / "tests/snapshot/restoring/device/test_cuda.py"
@@ -96,7 +96,7 @@ def context(bench: GpuBench) -> None:
 
 def _used_mib(bench: GpuBench) -> int:
     # torch could not say it without making the context.
-    return gpu_uses()[0].used_bytes >> 20 if bench.cuda else 0
+    return find_driver().uses()[0].used_bytes >> 20 if bench.cuda else 0
 
 
 def pinning(bench: GpuBench) -> None:

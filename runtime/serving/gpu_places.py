@@ -1,8 +1,9 @@
 """Gives the workers of all functions their places on the node's GPUs, within the memory of each.
 
 A worker has its place from before it is activated until its process has ended. A parked one keeps only what its process
-still holds. A standby that rehearses has a place too, which its worker inherits. If callers wait for a worker that has no place, idle workers of other functions make room: they are parked, or
-ended where that is not enough. Standbys end first. That room is reserved for the functions that wait for it.
+still holds. A standby that rehearses has a place too, which its worker inherits. If callers wait for a worker that has no place,
+idle workers of other functions make room: they are parked, or ended where that is not enough. Standbys end first. That room is
+reserved for the functions that wait for it.
 """
 
 from __future__ import annotations
