@@ -5,9 +5,11 @@ Only `cuda.py` knows torch.cuda, which also stands for AMD's devices in torch's 
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -21,6 +23,8 @@ from .simulated import SimulatedDevice
 
 OLDEST_TORCH = "2.11"
 """The oldest version for weights on a device. tests/torch_names has what is in it."""
+SIMULATED_DEVICE = "PILOTFLAME_SIMULATED_DEVICE"
+"""The environment variable FOLDER:BYTES of processes that share a simulated device of this size."""
 AUTO, CPU, SIMULATED = "auto", "cpu", "simulated"
 _CUDA = re.compile(r"cuda(?::(0|[1-9][0-9]{0,2}))?", re.ASCII)
 
@@ -113,7 +117,10 @@ def _cuda(number: int) -> Device:
 
 @cache
 def _simulated() -> Device:
-    return SimulatedDevice()
+    folder, _, capacity_bytes = os.environ.get(SIMULATED_DEVICE, "").rpartition(":")
+    if not folder:
+        return SimulatedDevice()
+    return SimulatedDevice(capacity_bytes=int(capacity_bytes), folder=Path(folder))
 
 
 def check_name(name: str) -> None:

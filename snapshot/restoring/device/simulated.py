@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -24,8 +25,8 @@ import torch
 from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ....errors import SnapshotError
 from .buffers import HostBuffers
+from .simulated_memory import SimulatedMemory
 
 if TYPE_CHECKING:
     from .device import Event
@@ -71,10 +72,12 @@ class SimulatedDevice:
 
     def __init__(
         self, seed: int = 0, delay_s: float = DELAY_S, *,
-        capacity_bytes: int = CAPACITY_BYTES, context_bytes: int = CONTEXT_BYTES,
+        capacity_bytes: int = CAPACITY_BYTES, context_bytes: int = CONTEXT_BYTES, folder: Path | None = None,
     ) -> None:  # fmt: skip
+        """Processes with the same `folder` share the capacity. Raises SnapshotError if the context has no room."""
         begun_s = time.monotonic()
-        self.capacity_bytes, self.context_bytes = capacity_bytes, context_bytes
+        self.context_bytes, self._counted = context_bytes, SimulatedMemory(capacity_bytes, folder)
+        self._counted.hold(0, context_bytes)
         self.pins_left = 1 << 30
         """How many more buffers the host can pin."""
         self._random, self._delay_s = random.Random(seed), delay_s  # noqa: S311  not a secret
@@ -96,7 +99,7 @@ class SimulatedDevice:
     def empty(self, size_bytes: int) -> Tensor:
         self.check(capturable=False)
         with self._memory:
-            self._check_room(size_bytes)
+            self._counted.hold(self.held_bytes, size_bytes)
             found = torch.full((size_bytes,), POISON, dtype=torch.uint8)
             self._note(found.untyped_storage())
         return found
@@ -143,13 +146,14 @@ class SimulatedDevice:
         self.check()
 
     def release(self) -> None:
-        # Nothing is kept.
+        # Nothing is kept, but other processes may not know yet what was freed.
         self.check(capturable=False)
+        self._counted.hold(self.held_bytes)
 
     def resize(self, storage: UntypedStorage, size_bytes: int, *, copied_to: bool) -> None:
         self.check(capturable=False)
         with self._memory:
-            self._check_room(size_bytes - storage.nbytes())
+            self._counted.hold(self.held_bytes, size_bytes - storage.nbytes())
             storage.resize_(size_bytes)
             torch.empty(0, dtype=torch.uint8).set_(storage).fill_(POISON)
             self._note(storage)
@@ -187,12 +191,6 @@ class SimulatedDevice:
         if self._capturing and not capturable:
             self._spoilt = f"thread {threading.current_thread().name} called what a capture does not allow"
             raise RuntimeError("The simulated device does not allow this while a graph is captured.")
-
-    def _check_room(self, size_bytes: int) -> None:
-        free_bytes = self.capacity_bytes - self.held_bytes
-        if size_bytes > free_bytes:
-            fault = f"The weights need {size_bytes} bytes on simulated, which has {free_bytes} of {self.capacity_bytes} free."
-            raise SnapshotError(fault, remedy="Free memory there, or use a smaller model.")
 
     def _note(self, storage: UntypedStorage) -> None:
         ref = StorageWeakRef(storage)  # type: ignore[no-untyped-call]

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
+from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 import torch
@@ -32,6 +36,38 @@ def test_memory_is_limited_with_the_context_and_free_again_when_no_tensor_has_it
     assert int(view[0]) == 0x7F
 
 
+OTHER = """
+import sys
+from pilotflame.snapshot.restoring.device.device import find_device
+device = find_device("simulated")
+held = device.empty(2 << 20)
+print("held", flush=True)
+sys.stdin.readline()
+device.resize(held.untyped_storage(), 1 << 20, copied_to=True)
+print("resized", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_processes_share_the_capacity_until_they_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "device"
+    monkeypatch.setenv("PILOTFLAME_SIMULATED_DEVICE", f"{folder}:{6 * MIB}")
+    with subprocess.Popen([sys.executable, "-c", OTHER], stdin=PIPE, stdout=PIPE, text=True) as other:
+        assert other.stdin is not None
+        assert other.stdout is not None
+        assert other.stdout.readline() == "held\n"
+        # Two contexts of 1 MiB.
+        device = SimulatedDevice(capacity_bytes=6 * MIB, folder=folder)
+        with pytest.raises(SnapshotError, match=f"which has {2 * MIB} of {6 * MIB} free"):
+            device.empty(3 * MIB)
+        other.stdin.write("go on\n")
+        other.stdin.flush()
+        assert other.stdout.readline() == "resized\n"
+        held = device.empty(3 * MIB)
+        other.kill()
+    assert device.empty(2 * MIB).numel() + held.numel() == 5 * MIB
+
+
 def test_a_copy_to_memory_that_was_given_back_is_a_fault_after_which_every_call_fails() -> None:
     device = SimulatedDevice(delay_s=0.05)
     target = device.empty(1000)
@@ -42,6 +78,7 @@ def test_a_copy_to_memory_that_was_given_back_is_a_fault_after_which_every_call_
             call()
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_process_that_was_forked_after_the_first_use_cannot_use_it() -> None:
     device = SimulatedDevice()
     device.empty(1)
