@@ -373,7 +373,7 @@ class GpuPlaces:
             ),
             _reading(
                 "held_bytes",
-                "Memory of GPUs that workers have their places in.",
+                "Memory of GPUs that is booked for workers, parked workers and standbys.",
                 {gpu.id: held[gpu.id] << 20 for gpu in self.gpus},
             ),
             _reading(
@@ -493,7 +493,8 @@ class GpuPlaces:
     def _renew_standby(self) -> None:
         """Have one standby that could not rehearse replaced, if there is room now. The next follows when it has rehearsed."""
         for one in self._unrehearsed:
-            if one.gpu_need is not None and self._ledger.rehearsal_room(one.gpu_need) is not None:
+            need, beside = one.gpu_need, self._reserved_beside(one)
+            if need is not None and self._ledger.rehearsal_room(need, beside) is not None:
                 del self._unrehearsed[one]
                 one.renew_standby()
                 return

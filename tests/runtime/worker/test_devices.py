@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from pilotflame.errors import SnapshotError
 from pilotflame.runtime.worker import devices
+from worker_process import WorkerProcess
 
 
 @pytest.fixture
@@ -54,3 +57,27 @@ def test_the_causes_of_an_error_count() -> None:
     # A chain that the user has closed to a ring ends too.
     wrapped.__cause__ = wrapped
     assert not devices.may_be_of_device(wrapped)
+
+
+# Its device fails for good in the rehearsal.
+BREAKS_IN_REHEARSAL = """
+import torch
+def fail(number):
+    raise RuntimeError("an illegal memory access was encountered")
+for name, found in {
+    "is_initialized": lambda: True, "device_count": lambda: 1, "memory_reserved": lambda number: 4096, "synchronize": fail,
+}.items():
+    setattr(torch.cuda, name, found)
+def rehearse(context):
+    raise RuntimeError("an illegal memory access was encountered")
+def handler(event):
+    return event
+"""
+
+
+def test_a_standby_whose_device_fails_in_the_rehearsal_ends(tmp_path: Path) -> None:
+    process = WorkerProcess(tmp_path, BREAKS_IN_REHEARSAL)
+    assert process.frame() is None
+    assert process.exit_code() == 1
+    assert "rehearse(context)" in process.errors()
+    process.close()
