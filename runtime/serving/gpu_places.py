@@ -57,8 +57,8 @@ class GpuClaimant(Protocol):
     def end_standby(self) -> None:
         """End its standby in favour of another function."""
 
-    def renew_standby(self) -> None:
-        """Replace its standby if that could not rehearse: there is room now."""
+    def renew_standby(self) -> bool:
+        """Replace its standby, which could not rehearse: there is room now. Return False if it is being forked."""
 
     def give_gpu(self, replica: Replica, *, park: bool) -> None:
         """Park an idle worker, or end one, in favour of another function. What it has begun, it finishes before."""
@@ -145,7 +145,8 @@ class GpuPlaces:
             return 0
         reserved = self._reserved.pop(one, None)
         if (may := self.room(one, workers)) == workers:
-            self._short.pop(one, None)
+            if self._short.pop(one, None) is not None and self._unrehearsed:
+                self._offer()
             if reserved is not None:
                 self.offer()
             return may
@@ -188,7 +189,7 @@ class GpuPlaces:
             raise ActivationTimeout(message, remedy=remedy) from None
         finally:
             del self._first[one]
-            self.leave(one)
+            self._forget(one)
 
     def _serve_first(self) -> None:
         for one, (since_s, found) in self._first.items():
@@ -207,15 +208,24 @@ class GpuPlaces:
 
     def leave(self, one: GpuClaimant) -> None:
         """Forget what a revision waits for."""
-        self._short.pop(one, None)
         self._unrehearsed.pop(one, None)
-        if self._reserved.pop(one, None) is not None:
+        self._forget(one)
+
+    def _forget(self, one: GpuClaimant) -> None:
+        self._short.pop(one, None)
+        if self._reserved.pop(one, None) is not None or self._unrehearsed:
             self._offer()
 
     def offer(self) -> None:
         """Let those who wait ask again: a worker has nothing to do."""
         if self._short or self._first:
             self._offer()
+
+    def note_forked(self) -> None:
+        """Learn that a standby was forked: it can become a worker now, or be replaced."""
+        if self._unrehearsed:
+            self._offer()
+        self.offer()
 
     # -- the places
 
@@ -494,9 +504,9 @@ class GpuPlaces:
         """Have one standby that could not rehearse replaced, if there is room now. The next follows when it has rehearsed."""
         for one in self._unrehearsed:
             need, beside = one.gpu_need, self._reserved_beside(one)
-            if need is not None and self._ledger.rehearsal_room(need, beside) is not None:
+            room = self._ledger.rehearsal_room(need, beside) if need is not None else None
+            if room is not None and one.renew_standby():
                 del self._unrehearsed[one]
-                one.renew_standby()
                 return
 
     def _ask_again(self) -> None:

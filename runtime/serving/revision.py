@@ -488,9 +488,8 @@ class Revision(RevisionEvents):
     def end_standby(self) -> None:
         self.pool.zygote.end_standby()
 
-    def renew_standby(self) -> None:
-        if not self.retiring:
-            self.pool.zygote.end_standby()
+    def renew_standby(self) -> bool:
+        return self.pool.zygote.end_standby()
 
     def give_gpu(self, replica: Replica, *, park: bool) -> None:
         self.pool.give(replica, park=park)

@@ -34,7 +34,10 @@ class StandbyPlaces:
             return
         place.child = child
         self._tasks.create_task(self._gpus.free_at_end(place, child))
-        self._gpus.offer()
+
+    def note_forked(self) -> None:
+        """Learn that a standby was forked: it can become a worker now, or be replaced."""
+        self._gpus.note_forked()
 
     def note_primed(self, place: GpuPlace, child: Child, head: Mapping[str, Any]) -> None:
         """Learn from the PRIMED frame of a standby what it keeps after its rehearsal."""

@@ -253,6 +253,8 @@ class ZygoteSupervisor:
             return
         self.standby, self.standby_primed, self._place = child, False, place
         child.link.bind(self._on_standby_frame, lambda: self._on_standby_lost(child))
+        if self._places is not None:
+            self._places.note_forked()
 
     def _on_standby_frame(self, frame: Frame) -> None:
         if frame.kind == FrameKind.PRIMED:
@@ -266,12 +268,17 @@ class ZygoteSupervisor:
             self.standby = None
             self._on_change()
 
-    def end_standby(self) -> None:
-        """End the standby, because its memory of GPUs is needed, or it could not have any. Another follows later."""
-        if self.standby is not None:
-            self._drop_standby()
-            self._on_change()
-            self.schedule_standby()
+    def end_standby(self) -> bool:
+        """End the standby, because its memory of GPUs is needed, or it could not have any. Another follows later.
+
+        Return False if there is none.
+        """
+        if self.standby is None:
+            return False
+        self._drop_standby()
+        self._on_change()
+        self.schedule_standby()
+        return True
 
     def _drop_standby(self) -> None:
         """Close the standby's link, which ends its process."""
