@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import policy_memory
-from pilotflame.runtime.scaling.ladder import Ladder, Rung
+from pilotflame.runtime.scaling.ladder import BurstWait, Ladder, Rung
 from pilotflame.runtime.scaling.ladder_simulator import Habits, LadderRun, Learned, Replay, run_together
 from policy_hindsight import optimum, own_best
 from policy_replays import SERVICE_S, FloatArray, Hybrids, Totals, begins_of, descend, timeouts
@@ -80,7 +80,7 @@ class Recorded(Learned):
         self.idles: list[float] = []
         self.intervals: list[float] = []
 
-    def learn(self, idle_s: float, since_s: float, burst_waits: Sequence[float]) -> None:
+    def learn(self, idle_s: float, since_s: float, burst_waits: Sequence[BurstWait]) -> None:
         self.idles.append(idle_s)
         self.intervals.append(since_s + idle_s)
         super().learn(idle_s, since_s, burst_waits)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from .idle_law import LONGEST_S
-from .ladder import Plan, Step
+from .ladder import BurstWait, Plan, Step
 
 # An idle period counts if it lasts longer. Its length is counted from the end of the last request nevertheless.
 QUIET_S = 0.5
@@ -94,10 +94,17 @@ class IdleWatch:
 
 
 class Followers:
-    """Counts the arrivals in the first seconds after a wake, and tells for how long they would have waited."""
+    """Counts the arrivals in the first seconds after an idle period, and sums what they would have waited."""
 
-    def __init__(self, woken_s: float, wakes_s: Sequence[float]) -> None:
-        """`wakes_s` are the wake times of the rungs."""
+    def __init__(self, woken_s: float, wakes_s: Sequence[float], before: Followers | None = None) -> None:
+        """`wakes_s` are the wake times of the rungs. No wake begins from a rung whose wake before is under way."""
+        past_s = before.begun_s if before is not None and len(before.begun_s) == len(wakes_s) else ()
+        lasts_s = past_s or (-math.inf,) * len(wakes_s)
+        self.begun_s: tuple[float, ...] = tuple(
+            last_s if woken_s < last_s + wake_s else woken_s
+            for last_s, wake_s in zip(lasts_s, wakes_s, strict=True)
+        )
+        """When the last wake from each rung began."""
         parts = range(1, COUNTS_PER_WAKE + 1)
         points = {woken_s + wake_s * part / COUNTS_PER_WAKE for wake_s in wakes_s if wake_s for part in parts}
         self._left_s = sorted(points, reverse=True)
@@ -117,12 +124,16 @@ class Followers:
         if after_s > before[0]:
             self._counts.append((after_s, max(arrived, before[1])))
 
-    def waits(self, wakes_s: Sequence[float]) -> tuple[float, ...]:
+    def waits(self, wakes_s: Sequence[float]) -> tuple[BurstWait, ...]:
         """Return for each wake time how many seconds the arrivals within it would have waited, summed.
 
         An arrival after a seconds waits for the rest, so the sum is the integral of the number of arrivals.
         """
-        return tuple(self._waited(wake_s) for wake_s in wakes_s)
+        begun_s = self.begun_s if len(self.begun_s) == len(wakes_s) else (self._woken_s,) * len(wakes_s)
+        return tuple(
+            BurstWait(self._waited(wake_s), 1) if last_s == self._woken_s else BurstWait()
+            for last_s, wake_s in zip(begun_s, wakes_s, strict=True)
+        )
 
     def _waited(self, wake_s: float) -> float:
         waited_s, last = 0.0, self._counts[-1]

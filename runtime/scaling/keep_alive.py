@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from .idle_law import Prior, Strategy, cheapest, law_of
-from .ladder import Costs, Ladder, Plan
+from .ladder import BurstWait, Costs, Ladder, Plan
 from .route import clamped
 
 IDLES, INTERVALS, RECENT = 1024, 128, 32
@@ -53,8 +53,8 @@ class History:
     """The last idle periods in seconds, the newest last."""
     intervals: tuple[float, ...] = ()
     """The last seconds between the arrivals that ended two idle periods one after the other."""
-    waits: tuple[float, ...] = ()
-    """For each rung, the seconds that an arrival on it and those after it would have waited, summed over periods."""
+    waits: tuple[BurstWait, ...] = ()
+    """For each rung, what an arrival on it and those after it would have waited, summed over periods."""
     periods: int = 0
     bills: tuple[float, ...] = (0.0,) * EXPERTS
     lasting_bills: tuple[float, ...] = (0.0,) * EXPERTS
@@ -66,7 +66,7 @@ class History:
             return ladder.costs()
         # The wake time counts as a first sample.
         pairs = zip(self.waits, ladder.rungs, strict=True)
-        return ladder.costs([(total + rung.wake_s) / (self.periods + 1) for total, rung in pairs])
+        return ladder.costs([(past.waited_s + rung.wake_s) / (past.wakes + 1) for past, rung in pairs])
 
     def unplanned(self) -> History:
         """Return this history without the plans that were made for another ladder."""
@@ -128,24 +128,27 @@ def _risk(bold: Plan, steady: Plan, costs: Costs) -> float:
 
 
 def learn(
-    history: History, ladder: Ladder, idle_s: float, since_s: float, burst_waits: Sequence[float],
-    prior: Prior = NO_PRIOR,
+    history: History, ladder: Ladder, idle_s: float, since_s: float,
+    burst_waits: Sequence[BurstWait], prior: Prior = NO_PRIOR,
 ) -> History:  # fmt: skip
     """Return the history with an idle period that has ended after `idle_s` seconds.
 
-    `since_s` is what `decide` was given at its beginning. `burst_waits` has for each rung the seconds that arrivals
-    since the last call, this one included, would have waited for a wake from it. Each arrival that ends an idle period
-    begins such a wake, whatever the rung was. Later arrivals within it count when they have come.
+    `since_s` is what `decide` was given at its beginning. `burst_waits` has for each rung what arrivals since the last
+    call, this one included, would have waited for a wake from it. An arrival that ends an idle period begins such a
+    wake, whatever the rung was, unless one is under way. Later arrivals within it count when they have come.
     """
     experts = _experts(history, ladder, prior)
     costs = history.costs(ladder)
     due = [costs.bill(experts.plan(expert, since_s), idle_s) for expert in range(EXPERTS)]
-    waits = history.waits if len(history.waits) == len(burst_waits) else (0.0,) * len(burst_waits)
+    waits = history.waits if len(history.waits) == len(burst_waits) else (BurstWait(),) * len(burst_waits)
     learned = replace(
         history,
         idles=(*history.idles, idle_s)[-IDLES:],
         intervals=(*history.intervals, since_s + idle_s)[-INTERVALS:],
-        waits=tuple(total + waited for total, waited in zip(waits, burst_waits, strict=True)),
+        waits=tuple(
+            BurstWait(past.waited_s + new.waited_s, past.wakes + new.wakes)
+            for past, new in zip(waits, burst_waits, strict=True)
+        ),
         periods=history.periods + 1,
         bills=_added(history.bills, due, DECAY),
         lasting_bills=_added(history.lasting_bills, due, LASTING_DECAY),

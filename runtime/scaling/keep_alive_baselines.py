@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
-from .ladder import Ladder, Plan, Step
+from .ladder import BurstWait, Ladder, Plan, Step
 
 # Serverless in the Wild (Shahrad et al., USENIX ATC 2020): a histogram of four hours, its 5th and 99th percentiles, and a
 # margin of 10 %. Where the histogram says little (its bins' counts vary by less than 2), the function stays.
@@ -41,7 +41,7 @@ class Hybrid:
             return timeout(tail_s, self._floor)
         return (Step(0.0, self._floor), Step(head_s - wake_s, 0), Step(tail_s, self._floor))
 
-    def learn(self, idle_s: float, since_s: float, burst_waits: Sequence[float]) -> None:
+    def learn(self, idle_s: float, since_s: float, burst_waits: Sequence[BurstWait]) -> None:
         index = int(idle_s / self._width_s)
         if index < HISTOGRAM_BINS:
             self._counts[index] += 1
@@ -91,7 +91,7 @@ class Foreseeing:
         ]
         return min(plans, key=lambda plan: costs.bill(plan, idle_s))
 
-    def learn(self, idle_s: float, since_s: float, burst_waits: Sequence[float]) -> None:
+    def learn(self, idle_s: float, since_s: float, burst_waits: Sequence[BurstWait]) -> None:
         self._woken_at_s += since_s + idle_s
 
     def _burst_wait(self, number: int, wake_s: float) -> float:

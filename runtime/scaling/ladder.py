@@ -66,6 +66,13 @@ def course(plan: Plan, wakes: Sequence[float], idle_s: float) -> Course:
     return Course(stays, rung, max(wakes[rung], to_ready_s - (idle_s - begun_s)))
 
 
+class BurstWait(NamedTuple):
+    """What arrivals would have waited, summed, for wakes from one rung. During a wake, no other one begins."""
+
+    waited_s: float = 0.0
+    wakes: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Ladder:
     """The rungs from READY down, and what a second of one caller's waiting is worth, in the same money."""

@@ -7,7 +7,7 @@ worker is READY, and those that come meanwhile wait for the rest of that.
 from __future__ import annotations
 
 import bisect
-from collections import deque
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -16,7 +16,7 @@ from typing import Protocol
 from . import keep_alive
 from .idle_law import Prior
 from .keep_alive import History
-from .ladder import Ladder, Plan, Step, course
+from .ladder import BurstWait, Ladder, Plan, Step, course
 
 # A caller notices a wait that is longer.
 FELT_S = 0.1
@@ -28,7 +28,7 @@ class KeepAlivePolicy(Protocol):
     def plan(self, since_s: float) -> Plan:
         """Return the plan of an idle period. See `keep_alive.decide`."""
 
-    def learn(self, idle_s: float, since_s: float, burst_waits: Sequence[float]) -> None:
+    def learn(self, idle_s: float, since_s: float, burst_waits: Sequence[BurstWait]) -> None:
         """Learn how the idle period ended. See `keep_alive.learn`."""
 
 
@@ -49,7 +49,7 @@ class Learned:
     def plan(self, since_s: float) -> Plan:
         return keep_alive.decide(self.history, self._ladder, since_s, self._habits.prior)
 
-    def learn(self, idle_s: float, since_s: float, burst_waits: Sequence[float]) -> None:
+    def learn(self, idle_s: float, since_s: float, burst_waits: Sequence[BurstWait]) -> None:
         prior = self._habits.prior
         self._habits.prior = prior.learn(idle_s, self.history.periods)
         self.history = keep_alive.learn(self.history, self._ladder, idle_s, since_s, burst_waits, prior)
@@ -64,7 +64,7 @@ class Fixed:
     def plan(self, since_s: float) -> Plan:
         return self._plan
 
-    def learn(self, idle_s: float, since_s: float, burst_waits: Sequence[float]) -> None:
+    def learn(self, idle_s: float, since_s: float, burst_waits: Sequence[BurstWait]) -> None:
         """Learn nothing."""
 
 
@@ -105,33 +105,28 @@ class LadderRun:
 
 
 class BurstWaits:
-    """Sums what arrivals would have waited for a wake of `wake_s` seconds, knowing only those that have come.
+    """Sums what arrivals would have waited for wakes of `wake_s` seconds, knowing only those that have come.
 
-    A wake begins with each arrival that ends an idle period, on whatever rung it was.
+    A wake begins with each arrival that ends an idle period, on whatever rung it was, unless one is under way.
     """
 
     def __init__(self, wake_s: float) -> None:
         self._wake_s = wake_s
-        self._waking = deque[float]()
-        self._sum_s = self._waited_s = 0.0
+        self._ready_s = -math.inf
+        self._sum = BurstWait()
 
     def arrive(self, arrival_s: float, *, ends_idle: bool) -> None:
-        """Add what an arrival would have waited for the wakes under way, its own included."""
-        if self._wake_s <= 0:
-            return
-        while self._waking and self._waking[0] + self._wake_s <= arrival_s:
-            self._sum_s -= self._waking.popleft()
-        if ends_idle:
-            self._waking.append(arrival_s)
-            self._sum_s += arrival_s
-        self._waited_s += self._sum_s + len(self._waking) * (self._wake_s - arrival_s)
-        if not self._waking:
-            self._sum_s = 0.0
+        """Add what an arrival would have waited for the wake under way or its own."""
+        waited_s, wakes = self._sum
+        if ends_idle and arrival_s >= self._ready_s:
+            self._ready_s = arrival_s + self._wake_s
+            wakes += 1
+        self._sum = BurstWait(waited_s + max(0.0, self._ready_s - arrival_s), wakes)
 
-    def take(self) -> float:
-        """Return the seconds since the last call."""
-        waited_s, self._waited_s = max(0.0, self._waited_s), 0.0
-        return waited_s
+    def take(self) -> BurstWait:
+        """Return the sum since the last call."""
+        taken, self._sum = self._sum, BurstWait()
+        return taken
 
 
 class Replay:

@@ -21,6 +21,7 @@ from ...errors import SnapshotError
 from ...snapshot.publish import publish
 from ..scaling.idle_law import PRIOR_BINS, Prior
 from ..scaling.keep_alive import EXPERTS, IDLES, INTERVALS, History
+from ..scaling.ladder import BurstWait
 from ..scaling.rung_figures import RungFigures
 from ..scaling.slow_share import MOST_DOUBLINGS, SlowShare
 from ..scaling.upstream import BOUNDS_S, MOST_UPSTREAMS, Delays
@@ -69,7 +70,7 @@ class _Remembered(BaseModel, frozen=True):
 
     idles: tuple[_Amount, ...] = Field((), max_length=IDLES)
     intervals: tuple[_Amount, ...] = Field((), max_length=INTERVALS)
-    waits: tuple[_Amount, ...] = Field((), max_length=len(RungName))
+    burst_waits: tuple[tuple[_Amount, Annotated[int, Field(ge=0)]], ...] = Field((), max_length=len(RungName))
     periods: int = Field(0, ge=0)
     bills: tuple[_Amount, ...] = Field((0.0,) * EXPERTS, min_length=EXPERTS, max_length=EXPERTS)
     lasting_bills: tuple[_Amount, ...] | None = Field(None, min_length=EXPERTS, max_length=EXPERTS)
@@ -202,7 +203,7 @@ def _remembering(known: FunctionHistory) -> Callable[[], _Remembered]:
     def remembered() -> _Remembered:
         history = learning()
         return _Remembered(
-            idles=_rounded(history.idles), intervals=_rounded(history.intervals), waits=history.waits, periods=history.periods,
+            idles=_rounded(history.idles), intervals=_rounded(history.intervals), burst_waits=history.waits, periods=history.periods,
             bills=history.bills, lasting_bills=history.lasting_bills, held_bytes=dict(figures.held_bytes), wakes_s=dict(figures.wakes_s),
             build_s=figures.build_s, devices=figures.devices, idling=idling,
             upstreams=upstreams, slow_share=slow_share,
@@ -222,9 +223,8 @@ def _restore(known: FunctionHistory, stored: _Remembered) -> None:
         (name, Delays(one.calls, list(one.hits))) for name, one in stored.upstreams.items()
     )
     lasting_bills = stored.lasting_bills or stored.bills
-    history = History(
-        stored.idles, stored.intervals, stored.waits, stored.periods, stored.bills, lasting_bills
-    )
+    waits = tuple(BurstWait(*pair) for pair in stored.burst_waits)
+    history = History(stored.idles, stored.intervals, waits, stored.periods, stored.bills, lasting_bills)
     figures = RungFigures(stored.held_bytes, stored.wakes_s, stored.build_s, stored.devices)
     ladder.remember(history, figures, SlowShare(**dict(stored.slow_share)))
     if stored.idling is not None:

@@ -143,6 +143,7 @@ class IdleLadder:
         # The wake of the present target that has not ended: the rung, and when the worker was asked for.
         self._woken_from: tuple[RungName, float] | None = None
         self._lessons: deque[_Lesson] = deque()
+        self._followers: Followers | None = None
 
     # -- the live revision
 
@@ -351,7 +352,8 @@ class IdleLadder:
         self._forget_plan()
         if not ended.known or self._target is None:
             return
-        followers = Followers(now_s, [rung.wake_s for rung in self._measured.rungs])
+        wakes_s = [rung.wake_s for rung in self._measured.rungs]
+        followers = self._followers = Followers(now_s, wakes_s, self._followers)
         arrived = self._target.arrived - load
         self._lessons.append(_Lesson(now_s - ended.begun_s, ended.since_s, followers, arrived))
         self._set_count_timer(now_s)

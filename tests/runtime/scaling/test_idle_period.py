@@ -79,7 +79,7 @@ def counted(arrivals_s: list[float], wakes_s: list[float], *, late_s: float = 0.
     while (due_s := count.next_s) is not None:
         now_s = due_s + late_s
         count.count(now_s, 1 + sum(100.0 + after_s <= now_s for after_s in arrivals_s))
-    return count.waits(wakes_s)
+    return tuple(one.waited_s for one in count.waits(wakes_s))
 
 
 @given(st.lists(st.floats(1e-3, 15), max_size=40), st.lists(st.floats(0.01, 20), max_size=3), st.floats(0, 3))
@@ -101,4 +101,21 @@ def test_one_caller_alone_waits_for_the_wake_time() -> None:
 def test_what_was_not_counted_yet_is_taken_as_quiet() -> None:
     count = Followers(0.0, [0.0, 4.0])
     count.count(1.0, 3)
-    assert count.waits([0.0, 4.0]) == pytest.approx((0.0, 2.0 + 3 * 3.0))
+    assert count.waits([0.0, 4.0])[1].waited_s == pytest.approx(2.0 + 3 * 3.0)
+
+
+def test_no_wake_begins_while_another_one_is_under_way() -> None:
+    wakes_s = [0.0, 2.0, 10.0]
+    first = Followers(100.0, wakes_s)
+    second = Followers(105.0, wakes_s, first)
+    third = Followers(110.0, wakes_s, second)
+    assert [[one.wakes for one in each.waits(wakes_s)] for each in (first, second, third)] == [
+        [1, 1, 1], [1, 1, 0], [1, 1, 1]
+    ]  # fmt: skip
+    assert second.waits(wakes_s)[2].waited_s == 0.0
+
+
+def test_followers_of_another_ladder_begin_all_wakes() -> None:
+    after = Followers(101.0, [0.0, 5.0], Followers(100.0, [0.0, 2.0, 10.0]))
+    assert [one.wakes for one in after.waits([0.0, 5.0])] == [1, 1]
+    assert [one.wakes for one in after.waits([0.0, 2.0, 10.0])] == [1, 1, 1]

@@ -1,5 +1,6 @@
 """The keep-alive policy: what it promises for every history, and what it learns."""
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pilotflame.runtime.scaling.idle_law import Prior, cheapest, law_of
 from pilotflame.runtime.scaling.keep_alive import IDLES, INTERVALS, History, choose, decide, learn
-from pilotflame.runtime.scaling.ladder import Costs, Ladder, Plan, Rung, Step
+from pilotflame.runtime.scaling.ladder import BurstWait, Costs, Ladder, Plan, Rung, Step
 from pilotflame.runtime.scaling.ladder_simulator import BurstWaits, Fixed, Learned, Replay, run
 from pilotflame.runtime.scaling.route import clamped
 
@@ -24,8 +25,13 @@ SLICE = Ladder(
 idle_periods = st.lists(st.tuples(st.floats(0, 1e6), st.floats(0, 1e4)), max_size=40)
 
 
+def once(waits_s: Sequence[float]) -> list[BurstWait]:
+    """Return what is waited for one wake from each rung."""
+    return [BurstWait(waited_s, 1) for waited_s in waits_s]
+
+
 def taught(ladder: Ladder, periods: list[tuple[float, float]], prior: Prior | None = None) -> History:
-    history, waits = History(), [rung.wake_s for rung in ladder.rungs]
+    history, waits = History(), once([rung.wake_s for rung in ladder.rungs])
     for idle_s, since_s in periods:
         history = learn(history, ladder, idle_s, since_s, waits, prior or Prior())
     return history
@@ -76,7 +82,7 @@ def test_what_was_planned_for_another_ladder_is_not_looked_at(
     before: Ladder, after: Ladder, periods: list[tuple[float, float]], idle_s: float
 ) -> None:
     if len(before.rungs) != len(after.rungs):
-        history, waits = taught(before, periods), [0.0] * len(after.rungs)
+        history, waits = taught(before, periods), once([0.0] * len(after.rungs))
         assert learn(history, after, idle_s, 0.0, waits).periods == len(periods) + 1
         assert_orderly(decide(history, after, 0.0), len(after.rungs))
 
@@ -149,16 +155,26 @@ def test_bursts_are_kept_warm_for_longer_than_single_calls() -> None:
     lonely = taught(SLICE, [(100.0, 1.0)] * 3)
     crowded = History()
     for _ in range(3):
-        crowded = learn(crowded, SLICE, 100.0, 1.0, [0.0, 0.4, 50.0, 300.0, 700.0])
+        crowded = learn(crowded, SLICE, 100.0, 1.0, once([0.0, 0.4, 50.0, 300.0, 700.0]))
     assert crowded.costs(SLICE).penalties[2] > 10 * lonely.costs(SLICE).penalties[2]
     assert crowded.costs(SLICE).envelope[2].offset_s > lonely.costs(SLICE).envelope[2].offset_s
+
+
+def test_a_call_within_a_burst_begins_no_wake_of_its_own() -> None:
+    ladder = Ladder((Rung(0.0008, 0.0), Rung(0.0, 12.0)), 0.01)
+    bursts = [3600.0 * burst + 0.3 * call for burst in range(20) for call in range(40)]
+    policy = Learned(ladder)
+    run(Replay(bursts, 0.2, ladder, policy))
+    waited_s = sum(12.0 - 0.3 * call for call in range(40))
+    # The first burst begins with no idle period, so its rest is a wake; and a wake time alone counts as a first sample.
+    assert policy.history.costs(ladder).penalties[1] > 0.9 * 0.01 * waited_s
 
 
 def test_waits_of_another_ladder_are_forgotten_and_the_idle_times_are_kept() -> None:
     history = taught(SLICE, [(60.0, 1.0)] * 5)
     shorter = Ladder(SLICE.rungs[:3], SLICE.wait_per_s)
     assert history.costs(shorter) == shorter.costs()
-    following = learn(history, shorter, 60.0, 1.0, [0.0, 0.1, 3.0])
+    following = learn(history, shorter, 60.0, 1.0, once([0.0, 0.1, 3.0]))
     assert len(following.waits) == 3
     assert len(following.idles) == 6
 
@@ -214,9 +230,9 @@ class Witness(Fixed):
 
     def __init__(self) -> None:
         super().__init__((Step(0.0, 0),))
-        self.told: list[tuple[float, float, list[float]]] = []
+        self.told: list[tuple[float, float, list[BurstWait]]] = []
 
-    def learn(self, idle_s: float, since_s: float, burst_waits: Sequence[float]) -> None:
+    def learn(self, idle_s: float, since_s: float, burst_waits: Sequence[BurstWait]) -> None:
         self.told.append((idle_s, since_s, list(burst_waits)))
 
 
@@ -233,20 +249,21 @@ def test_a_policy_is_told_nothing_of_later_arrivals(following: list[float], know
 
 
 @given(gaps, st.floats(0.0, 30.0), st.data())
-def test_all_who_come_during_a_wake_are_counted_once_they_have_come(
+def test_all_who_come_during_a_wake_are_counted_once_they_have_come_and_begin_no_other(
     following: list[float], wake_s: float, data: st.DataObject
 ) -> None:
     arrivals = list(accumulate(following))
     ending = data.draw(st.lists(st.booleans(), min_size=len(arrivals), max_size=len(arrivals)))
-    waits, told_s = BurstWaits(wake_s), 0.0
+    waits, told = BurstWaits(wake_s), list[BurstWait]()
     for arrival_s, ends_idle in zip(arrivals, ending, strict=True):
         waits.arrive(arrival_s, ends_idle=ends_idle)
-        told_s += waits.take()
-    wakes = [(number, at_s) for number, at_s in enumerate(arrivals) if ending[number]]
-    later = ((at_s, arrival_s) for number, at_s in wakes for arrival_s in arrivals[number:])
-    assert told_s == pytest.approx(
-        sum(max(0.0, at_s + wake_s - arrival_s) for at_s, arrival_s in later), abs=1e-6
-    )
+        told.append(waits.take())
+    begun = -math.inf
+    for arrival_s, ends_idle, found in zip(arrivals, ending, told, strict=True):
+        begins = ends_idle and arrival_s >= begun + wake_s
+        begun = arrival_s if begins else begun
+        assert found.wakes == begins
+        assert found.waited_s == pytest.approx(max(0.0, begun + wake_s - arrival_s))
 
 
 def test_the_first_interval_begins_with_the_first_arrival() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pilotflame.runtime.scaling.keep_alive import History, choose, learn
-from pilotflame.runtime.scaling.ladder import Ladder, Plan, Rung
+from pilotflame.runtime.scaling.ladder import BurstWait, Ladder, Plan, Rung
 from pilotflame.runtime.scaling.rung_figures import differs
 from pilotflame.runtime.scaling.slow_share import MOST_DOUBLINGS, MOST_STEP, SlowShare
 
@@ -97,7 +97,7 @@ def test_with_the_policy_itself_as_many_requests_are_slow_as_allowed(
         idle_s = gap(chance)
         slow = int(rung_at(choose(history, ladder, 0.0).plan, idle_s) > 0)
         found.append((slow, 1 + int(chance.expovariate(1 / 3))))
-        history = learn(history, ladder, idle_s, 0.0, [rung.wake_s for rung in rungs])
+        history = learn(history, ladder, idle_s, 0.0, [BurstWait(rung.wake_s, 1) for rung in rungs])
         state = state.learn(target, *found[-1])
         if differs(ladder, measured := Ladder(rungs, state.price(0.001))):
             ladder, history = measured, history.unplanned()

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from pilotflame.runtime.scaling.idle_law import Prior
 from pilotflame.runtime.scaling.keep_alive import History
+from pilotflame.runtime.scaling.ladder import BurstWait
 from pilotflame.runtime.scaling.rung_figures import RungFigures
 from pilotflame.runtime.scaling.slow_share import SlowShare
 from pilotflame.runtime.scaling.upstream import BOUNDS_S, Delays
@@ -22,7 +23,8 @@ from pilotflame.runtime.telemetry.usage import Prices, RungName
 
 pytestmark = pytest.mark.asyncio
 
-KNOWN = History((1.5, 2.5), (3.0, 4.0), (0.0, 0.1, 0.5), 2, (1.0, 2.0, 3.0, 4.0, 5.0))
+WAITS = (BurstWait(0.0, 2), BurstWait(0.1, 2), BurstWait(0.5, 1))
+KNOWN = History((1.5, 2.5), (3.0, 4.0), WAITS, 2, (1.0, 2.0, 3.0, 4.0, 5.0))
 FIGURES = RungFigures({RungName.READY: 5e8}, {RungName.LOCAL: (0.5, 0.6)}, 0.4, devices=0.5)
 
 SLOW = SlowShare(3.5, 2.0, 1.5, 80.0)
@@ -61,7 +63,7 @@ async def test_a_file_of_a_thousand_idle_times_is_small_and_one_with_fewer_is_st
         file = tmp_path / str(known) / "functions" / "one.json"
         async with BackgroundTasks() as tasks:
             histories = await FunctionHistories.open(tmp_path / str(known), tasks, account)
-            kept = History(times_s[:known], times_s[:128], (0.0, 0.1, 0.5), known)
+            kept = History(times_s[:known], times_s[:128], WAITS, known)
             (await histories.of("one")).ladder.remember(kept, FIGURES)
             await histories.close()
             again = await (await FunctionHistories.open(tmp_path / str(known), tasks, account)).of("one")
@@ -84,7 +86,7 @@ async def test_a_forgotten_function_is_not_written_again(tmp_path: Path):
 
 @pytest.mark.parametrize(
     "damage", ["", "{", "[1]", '{"periods": -1}', '{"idles": [1e999]}', '{"idles": [-1]}', '{"bills": []}',
-               '{"waits": [1, 2, 3, 4, 5, 6, 7]}', '{"held_bytes": {"cellar": 1}}', '{"weights": [1]}',
+               '{"burst_waits": [[1, 1], [2, 1], [3, 1], [4, 1], [5, 1], [6, 1], [7, 1]]}', '{"burst_waits": [[1, -1]]}', '{"held_bytes": {"cellar": 1}}', '{"weights": [1]}',
                '{"slow_share": {"doublings": 21}}', '{"slow_share": {"burst": 0}}', '{"upstreams": {"../a": {"calls": 1, "hits": []}}}', '{"upstreams": {"a": {"calls": 1, "hits": [1]}}}'],
 )  # fmt: skip
 async def test_a_damaged_file_counts_as_empty(tmp_path: Path, damage: str):

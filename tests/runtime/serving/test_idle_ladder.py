@@ -184,7 +184,7 @@ async def test_a_timer_is_prewarmed_and_its_call_is_not_cold(state):
     file = stored(state, "timer")
     file.parent.mkdir(parents=True)
     habits = {
-        "idles": intervals, "intervals": intervals, "waits": [0, 0.6 * 100], "periods": 100,
+        "idles": intervals, "intervals": intervals, "burst_waits": [[0, 100], [0.6 * 100, 100]], "periods": 100,
         "bills": [9, 9, 9, 0, 0], "held_bytes": {"ready": 1e9, "local": 0}, "wakes_s": {"local": [0.6]},
     }  # fmt: skip
     file.write_text(json.dumps(habits))
