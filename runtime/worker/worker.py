@@ -207,10 +207,13 @@ class Worker:
                 snapshots.wait()
 
     def _await_weights(self, snapshots: Snapshots) -> None:
-        """Wait for all weights. If they do not arrive, drain: the next worker starts with another fetch."""
+        """Wait for all weights. If they do not arrive, drain: the next worker starts with another fetch.
+
+        torch reports the failure of a device as a RuntimeError.
+        """
         try:
             snapshots.wait()
-        except PilotflameError as error:
+        except (PilotflameError, RuntimeError) as error:
             sys.stderr.write(f"the weights did not arrive: {error}\n")
             self._loop.call_soon_threadsafe(self._drain)
         else:
