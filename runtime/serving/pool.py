@@ -394,8 +394,9 @@ class Pool:
         gone_by_s = time.monotonic() + timeout_s + KILLED_S
         for child in children:
             await child.wait_killed(gone_by_s - time.monotonic())
-            # A process that has not ended by now sends nothing any more.
-            child.link.close()
+            if not child.gone.is_set():
+                # A process that has ended closes its link once its last answers were read. This one answers no more.
+                child.link.close()
         self._release_weights()
         if self._weights is not None:
             self._weights.forget(self)

@@ -120,6 +120,8 @@ class Revision(RevisionEvents):
         # Starts that have failed, and the fetcher is yet to say why.
         self._unexplained_failures = 0
         self._empty = asyncio.Event()
+        # The tasks that recover the calls of workers that have ended, and log these ends.
+        self._endings: set[asyncio.Task[None]] = set()
         history.account.attach(self)
         self.on_budget(changed=False)
 
@@ -539,6 +541,9 @@ class Revision(RevisionEvents):
         left_s = timeout_s - (time.monotonic() - started_s)
         try:
             await self.pool.close(max(left_s, min(timeout_s, MIN_TEARDOWN_S)))
+            if self._endings:
+                # The function's log says how its last workers have ended.
+                await asyncio.wait(self._endings, timeout=STOP_TIMEOUT_S)
         finally:
             self._limit.leave(self)
             self._gpus.leave(self)
@@ -677,7 +682,9 @@ class Revision(RevisionEvents):
         self.pool.remove(replica)
         self._limit.offer()
         self.history.prewarms.end(replica, used=bool(replica.completed or started))
-        self._tasks.create_task(self._recover(replica, unstarted, started))
+        ending = self._tasks.create_task(self._recover(replica, unstarted, started))
+        self._endings.add(ending)
+        ending.add_done_callback(self._endings.discard)
 
     async def _recover(
         self, replica: Replica, unstarted: list[Invocation], started: list[Invocation]

@@ -84,7 +84,7 @@ async def test_a_slow_reader_holds_back_its_own_handler_only(deploy, gateway: Ga
 async def test_a_reader_that_never_reads_is_disconnected(
     deploy, gateway: Gateway, gate: Gate, monkeypatch, kind: str
 ):
-    monkeypatch.setattr(gateway_module, "LAST_EVENT_S", 0.05)
+    monkeypatch.setattr(gateway_module, "LAST_EVENT_S", 0.5)
     function = await deploy(source(kind), gate=gate)
     async with not_reading(gateway, function.path, "X-Request-Timeout: 0.3") as sock:
         await gate.next("closed")

@@ -68,7 +68,7 @@ def test_at_the_next_look_the_state_has_just_changed_and_never_before(
         used = Spending(spent.money + wait_s * rate.money, spent.seconds + wait_s * rate.seconds)
         return decide_budget(spec, used, rate, left_s - wait_s).state
 
-    assert after(now.again_in_s * (1 - 1e-3) - LEAST_WAIT_S) is now.state
+    assert after(max(0.0, now.again_in_s * (1 - 1e-3) - LEAST_WAIT_S)) is now.state
     assert ORDER.index(after(now.again_in_s * (1 + 1e-6) + 1e-6)) > ORDER.index(now.state)
 
 
