@@ -7,6 +7,9 @@ depends on neither the order of copies nor their speed. These are errors, as wit
 - any use in a process forked after the first use
 - a copy to memory that was given back: like any other fault of the device, it lets all later calls fail
 - during the capture of a graph: allocating, pinning, freeing, or asking whether a copy has ended
+
+An operation that was submitted to a stream does not keep its memory allocated. After the memory is freed, the operation
+reads poison, unless `record` was called before. It does what `record_stream` does for CUDA.
 """
 
 from __future__ import annotations
@@ -18,15 +21,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, UntypedStorage
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from .buffers import HostBuffers
-from .simulated_memory import SimulatedMemory
+from .simulated_memory import POISON, SimulatedBlock, SimulatedMemory
+from .simulated_stream import SimulatedStream
 
 if TYPE_CHECKING:
     from .device import Event
@@ -35,8 +37,6 @@ STREAMS = 3
 DELAY_S = 0.002
 CAPACITY_BYTES = 1 << 40
 CONTEXT_BYTES = 1 << 20
-POISON = 0x7F
-"""What uninitialised memory has. Not 0, so that weights that are read too early are wrong."""
 
 
 class SimulatedEvent:
@@ -65,7 +65,7 @@ class SimulatedEvent:
 
 
 class SimulatedDevice:
-    """Threads that each make the copies of one stream, every copy after a random time of up to 2 * `delay_s`."""
+    """Several streams. Each operation on them takes a random time of up to 2 * `delay_s`."""
 
     name = "simulated"
     device = torch.device("cpu")
@@ -82,18 +82,16 @@ class SimulatedDevice:
         """How many more buffers the host can pin."""
         self._random, self._delay_s = random.Random(seed), delay_s  # noqa: S311  not a secret
         self._pid, self._fault, self._capturing, self._spoilt = os.getpid(), "", False, ""
-        self._sizes: dict[int, tuple[StorageWeakRef, int]] = {}
-        # Held while the device uses memory, so that nothing is given back in the middle of a copy.
+        self._blocks: list[SimulatedBlock] = []
+        # Held while the device uses memory, so that nothing is given back in the middle of an operation.
         self._memory = threading.RLock()
-        self._never = threading.Event()
-        self._running, self._changed = 0, threading.Condition()
-        self._streams: list[SimpleQueue[Callable[[], None]]] = [SimpleQueue() for _ in range(STREAMS)]
-        for number, stream in enumerate(self._streams):
-            name = f"simulated-stream-{number}"
-            threading.Thread(target=self._run, args=(stream,), name=name, daemon=True).start()
+        self.streams = [
+            SimulatedStream(f"simulated-stream-{number}", lambda error: self.fail(repr(error)))
+            for number in range(STREAMS)
+        ]
         self.buffers = HostBuffers(self.buffer)
         # As long as the context of a device, in small.
-        self._never.wait(delay_s)
+        threading.Event().wait(delay_s)
         self.made_s = begun_s, time.monotonic()
 
     def empty(self, size_bytes: int) -> Tensor:
@@ -101,7 +99,7 @@ class SimulatedDevice:
         with self._memory:
             self._counted.hold(self.held_bytes, size_bytes)
             found = torch.full((size_bytes,), POISON, dtype=torch.uint8)
-            self._note(found.untyped_storage())
+            self._blocks.append(SimulatedBlock(found.untyped_storage()))
         return found
 
     def buffer(self, size_bytes: int) -> Tensor:
@@ -119,30 +117,50 @@ class SimulatedDevice:
         then: Callable[[], None] | None = None,
     ) -> Event:
         self.check()
-        event = SimulatedEvent(self)
+        event, stream = SimulatedEvent(self), self._random.choice(self.streams)
+        block = self._block_of(target.untyped_storage())
+
+        def run(memory: Tensor) -> None:
+            if block.given_back:
+                raise IndexError("an illegal access: a copy to memory that was given back")
+            memory.copy_(source)
+            if then is not None:
+                then()
+
+        for one in after:
+            stream.put(one.precede)
+        self.submit(stream, run, target)
+        self.record(target, stream)
+        stream.put(event.end)
+        return event
+
+    def submit(self, stream: SimulatedStream, operation: Callable[[Tensor], object], memory: Tensor) -> None:
+        """Let a stream call `operation` with `memory`, or with poison if that is freed by then."""
+        block, dtype = self._block_of(memory.untyped_storage()), memory.dtype
+        place = memory.storage_offset(), memory.shape, memory.stride()
 
         def run() -> None:
-            try:
-                for one in after:
-                    one.precede()
-                with self._memory:
-                    _check_backed(target)
-                    target.copy_(source)
-                    if then is not None:
-                        then()
-            except Exception as error:  # noqa: BLE001  every later call gets it
-                self.fail(repr(error))
-            event.end()
+            with self._memory:
+                operation(torch.empty(0, dtype=dtype).set_(block.storage(), *place))
 
-        with self._changed:
-            self._running += 1
-        self._random.choice(self._streams).put(run)
-        return event
+        stream.put(run, self._random.random() * 2 * self._delay_s)
+
+    def record(self, memory: Tensor, stream: SimulatedStream) -> None:
+        """Let memory that is freed stay as it is until a stream has run what was submitted to it so far."""
+        block = self._block_of(memory.untyped_storage())
+
+        def passed() -> None:
+            with self._memory:
+                block.passed()
+
+        with self._memory:
+            block.record()
+        stream.put(passed)
 
     def finish(self) -> None:
         self.check(capturable=False)
-        with self._changed:
-            self._changed.wait_for(lambda: not self._running)
+        for stream in self.streams:
+            stream.finish()
         self.check()
 
     def release(self) -> None:
@@ -154,9 +172,10 @@ class SimulatedDevice:
         self.check(capturable=False)
         with self._memory:
             self._counted.hold(self.held_bytes, size_bytes - storage.nbytes())
+            self._block_of(storage).give_back()
             storage.resize_(size_bytes)
             torch.empty(0, dtype=torch.uint8).set_(storage).fill_(POISON)
-            self._note(storage)
+            self._blocks.append(SimulatedBlock(storage))
 
     # -- what can go wrong
 
@@ -164,8 +183,8 @@ class SimulatedDevice:
     def held_bytes(self) -> int:
         """How many bytes of the device this process has, with its context."""
         with self._memory:
-            self._sizes = {key: one for key, one in self._sizes.items() if not one[0].expired()}  # type: ignore[no-untyped-call]
-            return self.context_bytes + sum(size_bytes for _, size_bytes in self._sizes.values())
+            self._blocks = [one for one in self._blocks if not one.freed]
+            return self.context_bytes + sum(one.size_bytes for one in self._blocks)
 
     def fail(self, fault: str) -> None:
         """Let every call fail from now on, as after an illegal access."""
@@ -192,25 +211,7 @@ class SimulatedDevice:
             self._spoilt = f"thread {threading.current_thread().name} called what a capture does not allow"
             raise RuntimeError("The simulated device does not allow this while a graph is captured.")
 
-    def _note(self, storage: UntypedStorage) -> None:
-        ref = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-        self._sizes[storage._cdata] = ref, storage.nbytes()  # noqa: SLF001
-
-    def _run(self, stream: SimpleQueue[Callable[[], None]]) -> None:
-        while True:
-            run = stream.get()
-            # Nobody sets it: this is the time that the copy takes.
-            self._never.wait(self._random.random() * 2 * self._delay_s)
-            run()
-            # It refers to the tensors.
-            del run
-            with self._changed:
-                self._running -= 1
-                self._changed.notify_all()
-
-
-def _check_backed(target: Tensor) -> None:
-    """Raise IndexError if the memory of a tensor was given back."""
-    end = (target.storage_offset() + target.numel()) * target.itemsize
-    if end > target.untyped_storage().nbytes():
-        raise IndexError("an illegal access: a copy to memory that was given back")
+    def _block_of(self, storage: UntypedStorage) -> SimulatedBlock:
+        with self._memory:
+            found = (one for one in self._blocks if one.is_of(storage))
+            return next(found, None) or SimulatedBlock(storage)

@@ -1,18 +1,25 @@
-"""Counts the bytes of a simulated device. Processes share the device if they name the same folder."""
+"""The memory of a simulated device: its bytes are counted, and its blocks keep their content for recorded streams."""
 
 from __future__ import annotations
 
 import fcntl
 import os
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import torch
+from torch import UntypedStorage
+
 from ....errors import SnapshotError
+
+POISON = 0x7F
+"""The bytes of memory that is uninitialised or freed. Not 0, so that weights that are read then are wrong."""
 
 
 class SimulatedMemory:
-    """How many bytes this process holds, and in a folder, how many the other processes hold.
+    """How many bytes this process holds, and how many other processes with the same folder hold.
 
     Each process keeps a file there, which has its bytes as text. The kernel drops the lock on it when the process ends.
     """
@@ -62,3 +69,48 @@ class SimulatedMemory:
         with (folder / "lock").open("ab") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
+
+
+class SimulatedBlock:
+    """Memory from its allocation until it is freed and the recorded streams have passed."""
+
+    def __init__(self, storage: UntypedStorage) -> None:
+        self.size_bytes, self.given_back = storage.nbytes(), False
+        self._storage = weakref.ref(storage)
+        self._recorded = 0
+        self._kept: UntypedStorage | None = None
+
+    @property
+    def freed(self) -> bool:
+        return self._found() is None
+
+    def storage(self) -> UntypedStorage:
+        """Return the memory, or poison if it is freed."""
+        found = self._found()
+        return poison(self.size_bytes) if found is None else found
+
+    def record(self) -> None:
+        """Keep the content for one more stream, until it has `passed`."""
+        self._recorded += 1
+        self._kept = self._found()
+
+    def passed(self) -> None:
+        self._recorded -= 1
+        if not self._recorded:
+            self._kept = None
+
+    def give_back(self) -> None:
+        """Free it, before its storage gets other memory."""
+        self.given_back = True
+        if self._kept is not None:
+            self._kept = self._kept.clone()  # type: ignore[no-untyped-call]
+
+    def is_of(self, storage: UntypedStorage) -> bool:
+        return not self.given_back and self._storage() is storage
+
+    def _found(self) -> UntypedStorage | None:
+        return self._kept if self._kept is not None or self.given_back else self._storage()
+
+
+def poison(size_bytes: int) -> UntypedStorage:
+    return torch.full((size_bytes,), POISON, dtype=torch.uint8).untyped_storage()

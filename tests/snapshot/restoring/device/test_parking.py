@@ -102,6 +102,20 @@ def test_the_memory_is_given_back_and_the_answers_stay(stored: tuple[Path, Manif
     assert all(one is other for one, other in zip(objects, net.parameters(), strict=True))
 
 
+def test_operations_that_still_run_read_the_weights_before_their_memory_is_given_back(
+    stored: tuple[Path, Manifest],
+) -> None:
+    (net, snapshots), device = restored(stored), find_device("simulated")
+    assert isinstance(device, SimulatedDevice)
+    (weight,), seen = tensors_with_bytes(net.layers[0].weight), list[torch.Tensor]()
+    wanted = weight.clone()
+    for _ in range(20):
+        device.submit(device.streams[0], lambda found: seen.append(found.clone()), weight)
+    snapshots.park()
+    assert len(seen) == 20
+    assert all(torch.equal(one, wanted) for one in seen)
+
+
 def test_what_the_handler_has_changed_is_kept_also_for_the_second_time(stored: tuple[Path, Manifest]) -> None:
     net, snapshots = restored(stored)
     with torch.no_grad():

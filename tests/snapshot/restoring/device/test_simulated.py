@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from subprocess import PIPE
 
@@ -15,6 +16,7 @@ from pilotflame.errors import SnapshotError
 from pilotflame.snapshot.restoring.device.simulated import SimulatedDevice
 
 MIB = 1 << 20
+WAIT_S = 20.0
 
 
 def test_memory_is_limited_with_the_context_and_free_again_when_no_tensor_has_it() -> None:
@@ -68,14 +70,73 @@ def test_processes_share_the_capacity_until_they_end(tmp_path: Path, monkeypatch
     assert device.empty(2 * MIB).numel() + held.numel() == 5 * MIB
 
 
-def test_a_copy_to_memory_that_was_given_back_is_a_fault_after_which_every_call_fails() -> None:
-    device = SimulatedDevice(delay_s=0.05)
+@pytest.fixture
+def device() -> SimulatedDevice:
+    """A device with one stream."""
+    found = SimulatedDevice(delay_s=0.0005)
+    del found.streams[1:]
+    return found
+
+
+@pytest.fixture
+def resume(device: SimulatedDevice) -> Iterator[Callable[[], None]]:
+    """Hold the stream of `device` until this is called."""
+    held = threading.Event()
+    device.streams[0].put(lambda: held.wait(WAIT_S))
+    yield held.set
+    held.set()
+
+
+@pytest.mark.parametrize("size_bytes", [0, 1000])
+def test_a_copy_to_memory_that_was_given_back_is_a_fault_after_which_every_call_fails(
+    device: SimulatedDevice, resume: Callable[[], None], size_bytes: int
+) -> None:
     target = device.empty(1000)
     event = device.copy(torch.ones(1000, dtype=torch.uint8), target)
     device.resize(target.untyped_storage(), 0, copied_to=True)
+    # Memory that is allocated again is other memory.
+    device.resize(target.untyped_storage(), size_bytes, copied_to=True)
+    resume()
     for call in (event.wait, event.done, device.finish, device.release, lambda: device.empty(1)):
         with pytest.raises(RuntimeError, match=r"has failed: .*given back"):
             call()
+
+
+def free(device: SimulatedDevice, memory: list[torch.Tensor], how: str) -> None:
+    """Free the only tensor in a list that refers to its memory."""
+    if how == "resized":
+        for size_bytes in (0, 8):
+            device.resize(memory[0].untyped_storage(), size_bytes, copied_to=False)
+    memory.clear()
+
+
+@pytest.mark.parametrize("how", ["resized", "dropped"])
+@pytest.mark.parametrize(("recorded", "byte"), [(False, 0x7F), (True, 1)])
+def test_freed_memory_is_poison_for_a_stream_that_was_not_recorded(
+    device: SimulatedDevice, resume: Callable[[], None], how: str, recorded: bool, byte: int
+) -> None:
+    (stream,), memory, seen = device.streams, [device.empty(8).fill_(1)], list[list[int]]()
+    device.submit(stream, lambda found: seen.append(found.tolist()), memory[0][2:5])
+    if recorded:
+        device.record(memory[0], stream)
+    free(device, memory, how)
+    resume()
+    device.finish()
+    assert seen == [[byte] * 3]
+
+
+@pytest.mark.parametrize("how", ["resized", "dropped"])
+def test_freed_memory_counts_until_the_recorded_streams_have_passed(
+    device: SimulatedDevice, resume: Callable[[], None], how: str
+) -> None:
+    (stream,), memory = device.streams, [device.empty(8)]
+    device.record(memory[0], stream)
+    device.record(memory[0], stream)
+    free(device, memory, how)
+    assert device.held_bytes == MIB + 8
+    resume()
+    device.finish()
+    assert device.held_bytes == MIB
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -123,10 +184,8 @@ def test_pinning_can_fail() -> None:
         device.buffer(8)
 
 
-def test_each_stream_makes_its_copies_in_order() -> None:
-    device, target = SimulatedDevice(delay_s=0.0005), torch.zeros(1, dtype=torch.int64)
-    order = list[int]()
-    del device._streams[1:]
+def test_each_stream_makes_its_copies_in_order(device: SimulatedDevice) -> None:
+    target, order = torch.zeros(1, dtype=torch.int64), list[int]()
     for number in range(30):
         device.copy(torch.tensor([number]), target, then=lambda: order.append(int(target[0])))
     device.finish()
