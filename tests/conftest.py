@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
-import shutil
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -19,9 +17,7 @@ import pytest_asyncio
 import uvloop
 from browser import REQUIRED as BROWSER_REQUIRED
 from containers import REQUIRED as CONTAINERS_REQUIRED
-from live import Function, Gate, Gateway, gateway_here, short_folder
-from pilotflame.snapshot.caching.memory import unmount
-from pilotflame.snapshot.caching.stored import is_mounted
+from live import Function, Gate, Gateway, gateway_here, give_memory_back, short_folder
 
 # Half of hypothesis' default number of examples keeps CI short. PILOTFLAME_TEST_EXAMPLES draws more.
 # No example has a deadline of its own: on a machine that others use, any of them may take long.
@@ -72,22 +68,10 @@ def pytest_asyncio_loop_factories() -> Mapping[str, Callable[[], asyncio.Abstrac
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _memory_given_back() -> Iterator[None]:
-    """Remove the cache tiers in shared memory that tests have left."""
-    shared = Path("/dev/shm")
-    # Another test process may still use its tiers; fetchers sweep unused ones later.
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        yield
-        return
-    before = set(shared.glob(f"pilotflame-{os.getuid()}-*"))
+def _memory_given_back(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Remove the caches in shared memory that tests with `tmp_path` have left."""
     yield
-    for root in set(shared.glob(f"pilotflame-{os.getuid()}-*")) - before:
-        if any(is_mounted(folder) for folder in root.glob("snapshots/*")):
-            # A container of another test session uses it.
-            continue
-        if root.is_mount():
-            unmount(root)
-        shutil.rmtree(root, ignore_errors=True)
+    give_memory_back(tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import json
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -22,6 +23,8 @@ from pilotflame.runtime.functions.registry import Functions
 from pilotflame.runtime.link.worker_spec import WorkerSpec
 from pilotflame.runtime.main import Server, serve
 from pilotflame.runtime.settings.gateway_settings import GatewaySettings
+from pilotflame.snapshot.caching.memory import unmount
+from pilotflame.snapshot.caching.node import node_tiers
 
 LIMIT_S = float(os.environ.get("PILOTFLAME_TEST_LIMIT_S", "30"))
 CALL_LIMIT_S = 100.0
@@ -337,11 +340,27 @@ class Gateway:
         return Function(name, self.client, described or {})
 
 
+def give_memory_back(folder: Path) -> None:
+    """Remove from shared memory the caches whose folder is in `folder`. Fetchers that were killed have left them.
+
+    Other caches may belong to gateways that run: of other test processes, or of the user.
+    """
+    for parent, _, files in os.walk(folder):
+        # The folder of a cache has a lock.
+        for tier in node_tiers(Path(parent)) if "lock" in files else ():
+            if tier.kind == "tmpfs":
+                unmount(tier.root)
+                shutil.rmtree(tier.root, ignore_errors=True)
+
+
 @contextlib.contextmanager
 def short_folder() -> Any:
-    """A temporary folder whose path is short enough for a unix socket in it."""
+    """A temporary folder whose path is short enough for a unix socket in it. Caches in it leave no memory in use."""
     with tempfile.TemporaryDirectory(prefix="pf-", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        yield Path(folder)
+        try:
+            yield Path(folder)
+        finally:
+            give_memory_back(Path(folder))
 
 
 @contextlib.asynccontextmanager
