@@ -110,8 +110,13 @@ class Tier:
         path = self.root / "lock"
         while True:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with locked_file(path, timeout_s) as descriptor:
-                # The file may have been removed during the wait (see `release`); then lock the new one.
+            with ExitStack() as lock:
+                try:
+                    descriptor = lock.enter_context(locked_file(path, timeout_s))
+                except FileNotFoundError:
+                    # Another process has removed the root in the meantime (see `release`).
+                    continue
+                # The file may have been removed during the wait; then lock the new one.
                 if is_at(descriptor, path):
                     yield
                     return

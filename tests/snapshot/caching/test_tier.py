@@ -9,6 +9,7 @@ import mmap
 import os
 import shutil
 import threading
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -448,3 +449,18 @@ def test_a_lock_file_that_is_removed_meanwhile_locks_nobody_out(tmp_path: Path) 
         (tier.root / "lock").unlink()
     waiter.join(20)
     assert at_the_path == [True]
+
+
+def test_a_tier_that_another_process_removes_meanwhile_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tier = Tier(tmp_path / "tier", 1 << 20)
+
+    def removed_before(path: Path, timeout_s: float) -> AbstractContextManager[int]:
+        monkeypatch.undo()
+        tier.root.rmdir()
+        return locked_file(path, timeout_s)
+
+    monkeypatch.setattr("pilotflame.snapshot.caching.tier.locked_file", removed_before)
+    with tier.locked():
+        assert (tier.root / "lock").exists()
