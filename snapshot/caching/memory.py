@@ -26,7 +26,7 @@ from ..sources.folder import FolderSource
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108  a private folder is made below it
 LEFT_AFTER_S = 3600.0
-"""An empty root that was unchanged for this long was left by a process that was killed."""
+"""An empty mounted root that was unchanged for this long was left by a process that was killed."""
 SLACK_BYTES = 16 << 20
 """Size of the mount beyond the budget, for manifests, locks and rounding, which no budget includes."""
 
@@ -87,14 +87,17 @@ def give_back(root: Path) -> None:
 
 
 def sweep(roots: Iterable[Path], own: Path) -> None:
-    """Unmount and remove empty `roots` that killed processes left, except `own` and those in use."""
+    """Unmount and remove empty mounted `roots` that killed processes left, except `own` and those in use."""
     # A root that changed recently may have just been made by another process.
     before_s = time.time() - LEFT_AFTER_S
     for root in roots:
         # Another process may remove it at the same time.
         with suppress(OSError):
             status = root.lstat()
-            if root != own and is_ours(root) and max(status.st_mtime, status.st_ctime) < before_s:
+            # A folder that is not mounted here may be mounted, and in use, in another mount namespace. The kernel would
+            # unmount it there if it were removed here.
+            old = root.is_mount() and max(status.st_mtime, status.st_ctime) < before_s
+            if root != own and is_ours(root) and old:
                 give_back(root)
 
 

@@ -44,6 +44,19 @@ resource.getrusage = getrusage
 enlarge_cached_pages(root, Manifest.read(root))
 """
 
+# In a mount namespace of its own: at the end of its input it prints what is left in the root.
+ELSEWHERE = """
+import os, sys
+from pathlib import Path
+from pilotflame.snapshot.caching.memory import prepare
+root = Path(sys.argv[1])
+prepare(root, 1 << 20)
+(root / "snapshot").touch()
+print("mounted" if root.is_mount() else "plain", flush=True)
+sys.stdin.read()
+print(os.listdir(root))
+"""
+
 
 @pytest.fixture
 def mounted(tmp_path: Path) -> Iterator[Path]:
@@ -131,17 +144,36 @@ def test_what_killed_fetchers_left_is_taken_away(tmp_path: Path, monkeypatch: py
         os.utime(roots["young"], (0, time.time() + 3600))
         sweep(everything, roots["own"])
         # The kernel keeps a mount that is in use.
-        assert roots["used"].is_dir() == mounts
+        assert roots["used"].is_dir()
     finally:
         os.close(held)
-    assert not roots["left"].exists()
+    assert roots["left"].exists() != mounts
     assert all(roots[name].is_dir() for name in ("own", "full", "young"))
     assert stranger.is_dir()
 
     os.utime(roots["young"], (0, 0))
     sweep(everything, tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "stranger"]
+    if mounts:
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "stranger"]
     unmount(roots["full"])
+
+
+def test_a_root_that_is_mounted_in_another_mount_namespace_is_not_swept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To remove the folder, which looks empty here, would unmount it there."""
+    root = tmp_path / "root"
+    command = ["unshare", "--mount", "--propagation", "private", sys.executable, "-c", ELSEWHERE, str(root)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as elsewhere:
+        assert elsewhere.stdin is not None
+        assert elsewhere.stdout is not None
+        if elsewhere.stdout.readline() != "mounted\n":
+            pytest.skip("this user may not mount")
+        monkeypatch.setattr(memory, "LEFT_AFTER_S", -60.0)
+        sweep([root], tmp_path)
+        said, _ = elsewhere.communicate(timeout=30)
+    assert said == "['snapshot']\n"
+    root.rmdir()
 
 
 def test_a_nodes_cache_sweeps_when_it_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,8 +186,9 @@ def test_a_nodes_cache_sweeps_when_it_starts(tmp_path: Path, monkeypatch: pytest
         assert prepare(root, MIB)
     cache = node_cache(tmp_path / "cache")
     # By its name, the other is not this program's.
-    assert [root.exists() for root in left] == [False, True]
-    give_back(left[1])
+    assert [root.exists() for root in left] == [not cache.tiers[0].root.is_mount(), True]
+    for root in left:
+        give_back(root)
     release_memory(cache)
     assert list(shared.iterdir()) == []
 
