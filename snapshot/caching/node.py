@@ -57,11 +57,14 @@ def node_cache(folder: Path, budgets: Budgets = DEFAULT_BUDGETS) -> Cache:
 
 def _prepared_tiers(folder: Path, budgets: Budgets) -> list[Tier]:
     """Make the memory tier if it is absent. Return the tiers."""
+    root = _memory_root(folder)
+    prepared = is_ours(root)
     # On a read-only disk the lock cannot be taken. The disk's snapshots can still be used.
     with suppress(OSError, CacheError), _disk_tier(folder, budgets).locked():
         if budgets.memory_bytes:
-            prepare(_memory_root(folder), budgets.memory_bytes)
-    return node_tiers(folder, budgets)
+            prepared = prepare(root, budgets.memory_bytes)
+    # Another process that ends may remove the root right now. The first fetch makes it again.
+    return _tiers(folder, budgets, in_memory=prepared)
 
 
 def keep_folders(folder: Path, digest: str, budgets: Budgets = DEFAULT_BUDGETS) -> KeptFolders:
@@ -71,11 +74,14 @@ def keep_folders(folder: Path, digest: str, budgets: Budgets = DEFAULT_BUDGETS) 
 
 def node_tiers(folder: Path, budgets: Budgets = DEFAULT_BUDGETS) -> list[Tier]:
     """Return the tiers of that cache: the memory tier, if `node_cache` has made it, then the disk tier."""
-    disk, root = _disk_tier(folder, budgets), _memory_root(folder)
-    if not is_ours(root):
+    return _tiers(folder, budgets, in_memory=is_ours(_memory_root(folder)))
+
+
+def _tiers(folder: Path, budgets: Budgets, *, in_memory: bool) -> list[Tier]:
+    disk, budget_bytes = _disk_tier(folder, budgets), budgets.memory_bytes
+    if not in_memory:
         return [disk]
-    budget_bytes = budgets.memory_bytes
-    return [Tier(root, budget_bytes, "tmpfs", spare_bytes=budget_bytes // 2), disk]
+    return [Tier(_memory_root(folder), budget_bytes, "tmpfs", spare_bytes=budget_bytes // 2), disk]
 
 
 def _disk_tier(folder: Path, budgets: Budgets) -> Tier:

@@ -212,6 +212,27 @@ def test_a_cache_is_prepared_to_fetch_and_leaves_nothing(tmp_path: Path) -> None
     assert [tier.kind for tier in node_tiers(folder)] == ["disk"]
 
 
+def test_a_cache_has_its_tier_in_memory_if_another_process_gives_the_root_back_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, folder = tmp_path / "source", tmp_path / "cache"
+    manifest = make(source)
+
+    def given_back(root: Path, size_bytes: int) -> bool:
+        prepared = prepare(root, size_bytes)
+        give_back(root)
+        return prepared
+
+    monkeypatch.setattr(node, "prepare", given_back)
+    cache = node_cache(folder)
+    assert [tier.kind for tier in cache.tiers] == ["tmpfs", "disk"]
+    with cache.open(manifest, FolderSource(source)) as lease:
+        lease.wait(30, copied=True)
+        assert lease.root.is_relative_to(cache.tiers[0].root)
+    release_memory(cache)
+    assert not cache.tiers[0].root.exists()
+
+
 def test_a_snapshot_beyond_the_budget_of_memory_goes_to_the_disk_and_beyond_that_it_is_refused(
     tmp_path: Path,
 ) -> None:
