@@ -5,7 +5,7 @@ INSTALL := $(BIN)/python infra/install.py
 SOURCES := $(shell find runtime snapshot handlers templates -type f -not -name '*.pyc') $(wildcard *.py) pyproject.toml
 EXTRAS := test
 
-.PHONY: help demo test test-slow coverage lint bench bench-snapshot bench-gpu bench-cgroup bench-jobs bench-batch bench-clairvoyant bench-path bench-policy bench-policy-live bench-warm bench-containers check-api check-infra soak soak-gateway soak-jobs soak-containers soak-rolling bench-examples bench-burst bench-starts bench-prewarm picture clean
+.PHONY: help demo test test-slow coverage lint bench bench-snapshot bench-gpu bench-cgroup bench-jobs bench-batch bench-clairvoyant bench-path bench-policy bench-policy-live bench-warm bench-containers check-api check-infra soak soak-gateway soak-jobs soak-containers soak-rolling bench-examples bench-burst bench-starts bench-fleet bench-prewarm picture clean
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
 
@@ -85,6 +85,9 @@ bench-burst: .venv/wheel ## A burst of 200 requests on functions at zero: waitin
 
 bench-starts: .venv/wheel ## 500 workers of a small function at once, from zero: seconds, and memory of each
 	$(BIN)/python infra/bench/starts.py $(BENCH_ARGS)
+
+bench-fleet: .venv/wheel ## A function's cost among 10, 100 and 1,000: starts, calls, deploys, the gateway's memory
+	$(BIN)/python infra/bench/fleet.py $(BENCH_ARGS)
 
 bench-prewarm: .venv/wheel ## Warm-up, schedule and learned upstream calls: how many calls are cold
 	$(BIN)/python infra/bench/prewarm.py $(BENCH_ARGS)
