@@ -18,8 +18,8 @@ from ...errors import LinkError
 from .frames import HEADER, Frame, FrameKind, FrameReader, encode, encode_json
 
 LOG = logging.getLogger(__name__)
-# The size of a link's receive buffer, which is allocated once. With a new buffer for each recv, the kernel
-# would map, clear and unmap its pages each time, which takes half of the time of a short invocation.
+# The size of the receive buffer. With a new buffer for each recv, the kernel would map, clear and unmap its pages
+# each time, which takes half of the time of a short invocation.
 RECEIVE_BYTES = 256 << 10
 # Up to this size, the parts of a message are copied into one buffer and sent in one system call. Larger parts
 # are sent in separate system calls, because a copy would then take longer than a second system call.
@@ -78,6 +78,16 @@ class BlockingLink:
         return self._reader.feed(data) if data else None
 
 
+class _Received(threading.local):
+    """The receive buffer that all links of a thread share: each copies the received bytes before it parses them."""
+
+    def __init__(self) -> None:
+        self.buffer = memoryview(bytearray(RECEIVE_BYTES))
+
+
+_received = _Received()
+
+
 class Link:
     """A link on an event loop. It passes received frames to a callback, and any thread may send.
 
@@ -92,7 +102,6 @@ class Link:
         self.closed = False
         self._loop = asyncio.get_running_loop()
         self._reader = FrameReader()
-        self._buffer = memoryview(bytearray(RECEIVE_BYTES))
         self._lock = threading.Lock()
         self._unsent: deque[memoryview] = deque()
         self._join_writes = join_writes
@@ -151,8 +160,6 @@ class Link:
                 return
             self._write_joined()
             self.closed = True
-            # Other objects may refer to the closed link for long, so do not keep the buffer in memory.
-            self._buffer = memoryview(bytearray())
             self._unsent.clear()
         self._loop.remove_reader(self.sock)
         self._loop.remove_writer(self.sock)
@@ -220,8 +227,9 @@ class Link:
 
     def _receive(self) -> bool:
         """Receive once, and pass the complete frames on. Return False if nothing had arrived."""
+        buffer = _received.buffer
         try:
-            size = self.sock.recv_into(self._buffer)
+            size = self.sock.recv_into(buffer)
         except BlockingIOError:
             return False
         except OSError:
@@ -230,7 +238,7 @@ class Link:
             self._lost()
             return True
         try:
-            for frame in self._reader.feed(bytes(self._buffer[:size])):
+            for frame in self._reader.feed(bytes(buffer[:size])):
                 if self.closed:
                     return True
                 self._on_frame(frame)

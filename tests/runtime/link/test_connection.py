@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import socket
 import threading
+import tracemalloc
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -110,6 +111,16 @@ async def ends(request: pytest.FixtureRequest) -> AsyncIterator[tuple[End, End]]
     yield pair
     for end in pair:
         end.link.close()
+
+
+async def test_an_idle_link_holds_little_memory() -> None:
+    pairs = [socket.socketpair() for _ in range(20)]
+    tracemalloc.start()
+    links = [Link(sock) for pair in pairs for sock in pair]
+    assert tracemalloc.get_traced_memory()[0] < len(links) * 16_000
+    tracemalloc.stop()
+    for link in links:
+        link.close()
 
 
 @pytest.mark.parametrize("size", [0, 1, JOIN_BYTES, JOIN_BYTES + 1, 4 << 20])
