@@ -168,13 +168,17 @@ def _is_whole(folder: Path) -> bool:
     return marker.read_text(encoding="utf-8").splitlines()[1:] in ([], [str(folder)])
 
 
-def discard_unused(root: Path, digests: Collection[str]) -> int:
-    """Remove the environments in `root` whose requirements are not among `digests`. Return how many.
+def discard_unused(root: Path, digests: Callable[[], Collection[str]]) -> int:
+    """Remove the environments in `root` whose requirements are not among `digests()`. Return how many.
+
+    If there are no environments, `digests` is not called: it reads the records of all revisions.
 
     One that another deploy is building stays. A function whose environment is missing gets it built again.
     """
-    kept, removed = {_key(digest) for digest in digests}, 0
-    for folder in root.glob("py*-*/"):
+    if not (folders := list(root.glob("py*-*/"))):
+        return 0
+    kept, removed = {_key(digest) for digest in digests()}, 0
+    for folder in folders:
         if folder.name not in kept:
             with contextlib.suppress(BlockingIOError), _locked(folder.with_name(f"{folder.name}.lock")):
                 # Without its marker, what a crash leaves of the folder is an unfinished environment.

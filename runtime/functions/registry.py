@@ -525,7 +525,7 @@ class Functions:
         def tidy() -> None:
             prune()
             # The cache has files of its own alone once the environments that have them too are gone.
-            if discard_unused(self.environments, self.store.environments()):
+            if discard_unused(self.environments, self.store.environments):
                 shrink_cache(self.environments)
 
         try:

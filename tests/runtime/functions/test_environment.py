@@ -162,7 +162,7 @@ def test_the_cache_of_uv_is_limited_to_what_environments_use(
     deploy()
     # Its files are those of the environment, so removing them would free nothing.
     assert len(kept()) == 1
-    assert discard_unused(environments, ()) == 1
+    assert discard_unused(environments, tuple) == 1
     shrink_cache(environments)
     assert kept() == []
     deploy()
@@ -223,3 +223,7 @@ def test_uv_ends_when_progress_fails(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
     with pytest.raises(KeyError):
         ensure_environment(tmp_path / "envs", "tinything", progress)
+
+
+def test_without_environments_the_records_of_revisions_are_not_read(tmp_path: Path) -> None:
+    assert discard_unused(tmp_path / "envs", lambda: pytest.fail("read")) == 0
