@@ -13,6 +13,7 @@ import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 from ...errors import GatewayError, LinkError
 from ..link.connection import Link
@@ -57,8 +58,8 @@ class Listener:
         self.path = path
         self._expected: dict[str, Expected] = {}
         self._greetings: set[_Greeting] = set()
-        # The log connections by the first half of the token.
-        self._streams: dict[str, LogStream] = {}
+        # The log connections by the first half of the token. The event loop holds each of them until its end.
+        self._streams: WeakValueDictionary[str, LogStream] = WeakValueDictionary()
         self._paused: asyncio.TimerHandle | None = None
         self._failing = False
 
@@ -82,7 +83,7 @@ class Listener:
         self.path.unlink(missing_ok=True)
         for greeting in list(self._greetings):
             greeting.close()
-        for stream in self._streams.values():
+        for stream in list(self._streams.values()):
             stream.close()
 
     def expect(self, role: str, source: str, logs: Log, on_link: OnLink) -> str:
@@ -116,7 +117,6 @@ class Listener:
         if uid not in (os.getuid(), 0):
             return False
         if role == "log" and name not in self._streams:
-            self._streams = {of: stream for of, stream in self._streams.items() if stream.alive}
             self._streams[name] = LogStream(sock, expected.logs, expected.source, mark)
             return True
         if role != expected.role:

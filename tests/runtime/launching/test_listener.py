@@ -8,6 +8,7 @@ import stat
 from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from weakref import WeakSet
 
 import pytest
 from pilotflame.errors import GatewayError
@@ -186,6 +187,23 @@ async def test_one_log_connection_comes_before_the_link(place: Place) -> None:
         await asyncio.wait_for(anext(follow), LIMIT_S)
     ).text == "second"  # it outlives the HELLO of the link
     await follow.aclose()  # type: ignore[attr-defined]
+
+
+async def test_a_log_connection_is_forgotten_at_its_end(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    streams, closed = WeakSet[LogStream](), asyncio.Event()
+
+    class Stream(LogStream):
+        def close(self) -> None:
+            streams.add(self)
+            super().close()
+            closed.set()
+
+    monkeypatch.setattr(module, "LogStream", Stream)
+    (await place.dial(hello(place.expect(), "log"))).close()
+    await asyncio.wait_for(closed.wait(), LIMIT_S)
+    assert not streams
 
 
 async def test_a_silent_connection_is_closed_in_time(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
