@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import itertools
 import sys
 import tempfile
 import time
@@ -68,13 +69,19 @@ class Fleet:
         return [self.names[(turn * CALLS + number) % self.size] for number in range(min(CALLS, self.size))]
 
     def deploy(self, names: Sequence[str]) -> None:
+        self.reconnect()
         for name in names:
             self.control.deploy(self.code, name=name, **SETTINGS)
             # A light function that is not called after its deploy loses its zygote.
             self.control.invoke(name, {})
 
+    def reconnect(self) -> None:
+        """Open a new connection at the next request: the gateway may have closed this one while others had their turn."""
+        self.control.close()
+
     def wait_at_zero(self) -> None:
         """Wait until each function has a standby and no worker."""
+        self.reconnect()
         deadline = time.monotonic() + WAIT_S
         while not all(map(_at_zero, self.control.request("GET", "/v1/functions")["functions"])):
             if time.monotonic() > deadline:
@@ -144,22 +151,21 @@ def fleets(sizes: Sequence[int]) -> Iterator[list[Fleet]]:
 
 def play(entered: Sequence[Fleet], rounds: int) -> None:
     """Measure all but what grows with the time that a gateway runs."""
-    for turn in range(DEPLOY_ROUNDS):
-        for fleet in entered:
-            with fleet.cpu_ms(fleet.deploy_cpu_ms, len(fleet.some(turn))):
-                fleet.deploy(fleet.some(turn))
+    for turn, fleet in itertools.product(range(DEPLOY_ROUNDS), entered):
+        with fleet.cpu_ms(fleet.deploy_cpu_ms, len(fleet.some(turn))):
+            fleet.deploy(fleet.some(turn))
     for turn in range(rounds):
-        for number in range(CALLS):
-            for fleet in entered:
-                fleet.call(fleet.some(turn)[number % fleet.size])
         for fleet in entered:
-            fleet.control.wait_for(name := fleet.some(turn)[-1], workers=0, standby=True)
+            fleet.reconnect()
+        for number, fleet in itertools.product(range(CALLS), entered):
+            fleet.call(fleet.some(turn)[number % fleet.size])
+        for fleet in entered:
+            name = fleet.some(turn)[-1]
             fleet.control.invoke(name, {})
             fleet.warm_ms += [fleet.control.invoke(name, {}).ms for _ in range(WARM_CALLS)]
-    for _ in range(BURSTS):
-        for fleet in entered:
-            with fleet.cpu_ms(fleet.cold_cpu_ms, fleet.size):
-                fleet.burst()
+    for _, fleet in itertools.product(range(BURSTS), entered):
+        with fleet.cpu_ms(fleet.cold_cpu_ms, fleet.size):
+            fleet.burst()
     for fleet in entered:
         fleet.gateway_mb = memory.held(fleet.server.pid).rss_mb
 
