@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import enum
 import math
+import operator
 import sqlite3
 import threading
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import NamedTuple
 
 from ...errors import GatewayError
-from .usage import DAY_S, FIGURES, HOUR_S, Holding, Usage
+from .usage import DAY_S, FIGURES, HOUR_S, Holding, Usage, figures
 
 HOURS_KEPT_S, DAYS_KEPT_S = 14 * DAY_S, 400 * DAY_S
 BUSY_TIMEOUT_S = 10.0
@@ -66,8 +67,9 @@ class Standing:
         return Holding(self.worker_gb, self.rest_gb, self.disk_gb, self.devices, self.beside_gb)
 
 
-_STANDING = ", ".join(field.name for field in fields(Standing))
-_MARKS = f"?{', ?' * len(fields(Standing))}"
+_NAMES = [field.name for field in fields(Standing)]
+_STANDING, _MARKS = ", ".join(_NAMES), f"?{', ?' * len(_NAMES)}"
+_standing = operator.attrgetter(*_NAMES)
 
 
 class UsageRecord(NamedTuple):
@@ -113,7 +115,7 @@ class UsageStore:
                 )
                 _add_columns(connection, table, FIGURES)
             connection.execute("CREATE TABLE IF NOT EXISTS standings (function TEXT PRIMARY KEY)")
-            _add_columns(connection, "standings", [field.name for field in fields(Standing)])
+            _add_columns(connection, "standings", _NAMES)
 
     def close(self) -> None:
         with self._lock:
@@ -128,12 +130,12 @@ class UsageStore:
                 start = math.floor(at / span_s) * span_s
                 connection.executemany(
                     _upsert(table),
-                    ((start, one.function, one.owner, *asdict(one.usage).values()) for one in records),
+                    ((start, one.function, one.owner, *figures(one.usage)) for one in records),
                 )
             replace = f"INSERT OR REPLACE INTO standings (function, {_STANDING}) VALUES ({_MARKS})"  # noqa: S608
             connection.executemany(
                 replace,
-                ((one.function, *asdict(one.standing).values()) for one in records),
+                ((one.function, *_standing(one.standing)) for one in records),
             )
 
     def forget_old(self, at: float) -> None:
