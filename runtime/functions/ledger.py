@@ -100,6 +100,7 @@ class Ledger:
     async def write(self) -> None:
         """Store what was used since the last time. Raise GatewayError."""
         async with self._writing:
+            await self._settle()
             records, at = self._records(), self._begun_at
             self._begun_at = time.time()
             # Before it is stored: the thread goes on if this is cancelled, and nothing is to be stored twice.
@@ -126,6 +127,7 @@ class Ledger:
         """Return sums by key, up to now. Raise GatewayError."""
         async with self._writing:
             found = dict(await asyncio.to_thread(self._store.read, query, time.time()))
+            await self._settle()
             at = time.time()
             for record in self._records() if query.since <= at < query.until else ():
                 if query.functions is None or record.function in query.functions:
@@ -158,9 +160,13 @@ class Ledger:
             Reading("budget_used_ratio", "Used share of today's budget.", budget),
         ]
 
-    def _records(self) -> Sequence[UsageRecord]:
-        for account in self._accounts.values():
+    async def _settle(self) -> None:
+        for account in list(self._accounts.values()):
             account.settle()
+            # Let requests go on: there may be a thousand accounts.
+            await asyncio.sleep(0)
+
+    def _records(self) -> Sequence[UsageRecord]:
         return [
             UsageRecord(function, owner, used, _standing(account))
             for function, account in self._accounts.items()

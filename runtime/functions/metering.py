@@ -90,6 +90,8 @@ class Metering:
             for live in self._functions.all():
                 memory = found.functions.get(live.record.function, FunctionMemory())
                 await self._measured(live, memory)
+                # Let requests go on: there may be a thousand functions.
+                await asyncio.sleep(0)
         if any(live.revision.pool.replicas for live in self._functions.all()):
             self._measure_in(EVERY_S)
 

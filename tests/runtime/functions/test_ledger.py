@@ -239,6 +239,29 @@ def ledger_in(folder: Path) -> Ledger:
     return ledger
 
 
+async def test_requests_go_on_while_many_accounts_are_settled(tmp_path: Path) -> None:
+    turn, settled_in = 0, list[int]()
+
+    async def request() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    def totals(_function: str) -> Totals:
+        settled_in.append(turn)
+        return Totals({})
+
+    ledger = Ledger(UsageStore(tmp_path / "usage.sqlite3"), Prices(), totals)
+    ledger.open()
+    for number in range(20):
+        ledger.account(f"f{number}")
+    task = asyncio.create_task(request())
+    await ledger.close()
+    task.cancel()
+    assert len(set(settled_in)) == 20
+
+
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The wall clock of ledgers and accounts. The test sets `at`."""
