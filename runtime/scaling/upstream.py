@@ -68,7 +68,8 @@ class Delays:
     def note_call(self) -> None:
         """Note that the time for a call to follow has begun anew."""
         self.calls = self.calls * DECAY + 1
-        self.hits = [hit * DECAY for hit in self.hits]
+        # All zeros are one object: most bounds have no hits, and there may be sixteen pairs for each of many functions.
+        self.hits = [hit * DECAY if hit else 0.0 for hit in self.hits]
 
     def note_hit(self, delay_s: float) -> None:
         """Note that the latest call was followed. A delay beyond HORIZON_S is ignored."""

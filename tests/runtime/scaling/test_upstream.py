@@ -96,6 +96,13 @@ def test_a_window_is_worth_what_it_costs(delays_s: list[float], hold: float, sav
         assert delays.best_window(ClimbCost(hold * 2 + 1e-9, saved, wake_s)) is None
 
 
+def test_bounds_without_hits_hold_no_memory() -> None:
+    delays = Delays()
+    delays.note_hit(20.0)
+    delays.note_call()
+    assert len({id(hit) for hit in delays.hits}) == 2
+
+
 def test_no_window_is_opened_for_calls_that_the_plan_meets_ready_anyway():
     """The head of a chain of functions follows the chain's end, and its own timer prewarms it."""
     delays = Delays()
