@@ -30,6 +30,7 @@ from report import Report
 from servers import Server, start_pilotflame
 
 SIZES = [10, 100, 1000]
+JSON = {"Content-Type": "application/json"}
 HANDLER = "def handler(event):\n    return event\n"
 CALLS = 10
 """Cold starts, and deploys, of each fleet in a round."""
@@ -39,6 +40,7 @@ BURSTS, DEPLOY_ROUNDS = 3, 3
 # in the same order in each round, so the gateway would learn which function is next, and start its worker.
 ENVIRONMENT = {"PILOTFLAME_REST_MB": "100000", "PILOTFLAME_LEARN_UPSTREAMS": "false"}
 SETTINGS: dict[str, Any] = {"threads": 1, "scale.max": 1, "scale.idle_timeout_s": 0.3}
+RATIOS = {"cold_p50_ms": 1.2, "cold_p99_ms": 2, "warm_p50_ms": 1.1, "deploy_cpu_ms": 1.2}
 IDLE_S = 20.0
 # Memory is measured SETTLE_S after the last start (runtime/functions/rest.py). Only then is a gateway idle.
 SETTLE_S = 8.0
@@ -46,7 +48,10 @@ SETTLE_S = 8.0
 
 @dataclass
 class Fleet:
-    """A gateway with functions that do nothing, and what was measured of it."""
+    """A gateway with functions that do nothing, and what was measured of it.
+
+    A gateway closes connections that are idle for long, so each turn begins with `control.close()` and a new one.
+    """
 
     size: int
     server: Server
@@ -54,34 +59,30 @@ class Fleet:
     code: str
     cold_ms: list[float] = field(default_factory=list)
     warm_ms: list[float] = field(default_factory=list)
-    cold_cpu_ms: list[float] = field(default_factory=list)
+    start_cpu_ms: list[float] = field(default_factory=list)
     deploy_cpu_ms: list[float] = field(default_factory=list)
     starts_per_s: list[float] = field(default_factory=list)
     gateway_mb: float = 0.0
     idle_share: float = 0.0
 
-    @property
-    def names(self) -> list[str]:
-        return [f"f{number}" for number in range(self.size)]
+    def __post_init__(self) -> None:
+        self.names = [f"f{number}" for number in range(self.size)]
 
     def some(self, turn: int) -> list[str]:
         """Return the functions that are called or deployed in this turn."""
         return [self.names[(turn * CALLS + number) % self.size] for number in range(min(CALLS, self.size))]
 
     def deploy(self, names: Sequence[str]) -> None:
-        self.reconnect()
+        """Deploy functions, and call each of them once."""
+        self.control.close()
         for name in names:
             self.control.deploy(self.code, name=name, **SETTINGS)
-            # A light function that is not called after its deploy loses its zygote.
+            # Otherwise it loses its zygote after a while (runtime/functions/rest.py).
             self.control.invoke(name, {})
-
-    def reconnect(self) -> None:
-        """Open a new connection at the next request: the gateway may have closed this one while others had their turn."""
-        self.control.close()
 
     def wait_at_zero(self) -> None:
         """Wait until each function has a standby and no worker."""
-        self.reconnect()
+        self.control.close()
         deadline = time.monotonic() + WAIT_S
         while not all(map(_at_zero, self.control.request("GET", "/v1/functions")["functions"])):
             if time.monotonic() > deadline:
@@ -106,15 +107,22 @@ class Fleet:
 
     def burst(self) -> None:
         """Call all functions at one instant, all of which are at zero."""
-        headers = {"Content-Type": "application/json"}
-        requests = [
-            Request(f"{self.server.url}/invoke/{name}", body=b"{}", headers=headers) for name in self.names
-        ]
+        urls = [f"{self.server.url}/invoke/{name}" for name in self.names]
+        requests = [Request(url, body=b"{}", headers=JSON) for url in urls]
         tally = asyncio.run(_Each(requests).run([0] * self.size, self.size, 120.0))
         if not tally.clean or tally.right != self.size:
             raise RuntimeError(f"{tally.right} of {self.size} answered; {tally.statuses} {tally.errors}")
         self.starts_per_s.append(self.size / tally.wall_s)
-        self.wait_at_zero()
+
+    def figures(self) -> dict[str, float]:
+        """Return what was measured: medians, and percentiles of the cold starts."""
+        return {
+            "functions": self.size,
+            "cold_p50_ms": percentile(self.cold_ms, 0.5), "cold_p99_ms": percentile(self.cold_ms, 0.99),
+            "warm_p50_ms": median(self.warm_ms), "starts_per_s": median(self.starts_per_s),
+            "start_cpu_ms": median(self.start_cpu_ms), "deploy_cpu_ms": median(self.deploy_cpu_ms),
+            "gateway_mb": self.gateway_mb, "idle_cpu_share": self.idle_share,
+        }  # fmt: skip
 
 
 class _Each(OpenLoop):
@@ -150,13 +158,13 @@ def fleets(sizes: Sequence[int]) -> Iterator[list[Fleet]]:
 
 
 def play(entered: Sequence[Fleet], rounds: int) -> None:
-    """Measure all but what grows with the time that a gateway runs."""
+    """Measure the deploys, the calls and the bursts, and then the gateways at rest."""
     for turn, fleet in itertools.product(range(DEPLOY_ROUNDS), entered):
         with fleet.cpu_ms(fleet.deploy_cpu_ms, len(fleet.some(turn))):
             fleet.deploy(fleet.some(turn))
     for turn in range(rounds):
         for fleet in entered:
-            fleet.reconnect()
+            fleet.control.close()
         for number, fleet in itertools.product(range(CALLS), entered):
             fleet.call(fleet.some(turn)[number % fleet.size])
         for fleet in entered:
@@ -164,42 +172,24 @@ def play(entered: Sequence[Fleet], rounds: int) -> None:
             fleet.control.invoke(name, {})
             fleet.warm_ms += [fleet.control.invoke(name, {}).ms for _ in range(WARM_CALLS)]
     for _, fleet in itertools.product(range(BURSTS), entered):
-        with fleet.cpu_ms(fleet.cold_cpu_ms, fleet.size):
+        with fleet.cpu_ms(fleet.start_cpu_ms, fleet.size):
             fleet.burst()
-    for fleet in entered:
-        fleet.gateway_mb = memory.held(fleet.server.pid).rss_mb
-
-
-def rest(entered: Sequence[Fleet]) -> None:
-    """Measure the CPU time of the idle gateways."""
     time.sleep(SETTLE_S)
     before_s = [fleet.server.cpu_s() for fleet in entered]
     time.sleep(IDLE_S)
     for fleet, used_s in zip(entered, before_s, strict=True):
         fleet.idle_share = (fleet.server.cpu_s() - used_s) / IDLE_S
+        fleet.gateway_mb = memory.held(fleet.server.pid).rss_mb
 
 
-def enter(report: Report, few: Fleet, many: Fleet) -> None:
-    """Enter the ratios, and what is bounded by itself."""
-    p50, p99 = ([percentile(fleet.cold_ms, share) for fleet in (few, many)] for share in (0.5, 0.99))
-    report.add("cold_p50_ratio", p50[1] / p50[0], "x", "<= 1.2")
-    report.add("cold_p99_ratio", p99[1] / p99[0], "x", "<= 2")
-    report.add("warm_p50_ratio", median(many.warm_ms) / median(few.warm_ms), "x", "<= 1.1")
-    report.add("burst_starts_per_s", median(many.starts_per_s), "/s", ">= 200")
-    report.add("deploy_cpu_ratio", median(many.deploy_cpu_ms) / median(few.deploy_cpu_ms), "x", "<= 1.2")
-    added_kb = (many.gateway_mb - few.gateway_mb) * 1e3 / max(1, many.size - few.size)
+def enter(report: Report, few: dict[str, float], many: dict[str, float]) -> None:
+    """Enter the targets: ratios of many functions to few, and what is bounded by itself."""
+    for name, most in RATIOS.items():
+        report.add(f"{name}_ratio", many[name] / few[name], "x", f"<= {most}")
+    report.add("starts_per_s", many["starts_per_s"], "/s", ">= 200")
+    added_kb = (many["gateway_mb"] - few["gateway_mb"]) * 1e3 / max(1, many["functions"] - few["functions"])
     report.add("gateway_kb_per_function", added_kb, "KB", "<= 150")
-    report.add("idle_cpu_share", many.idle_share, "of a core", "<= 0.002")
-
-
-def row(fleet: Fleet) -> dict[str, Any]:
-    return {
-        "functions": fleet.size,
-        "cold_p50_ms": percentile(fleet.cold_ms, 0.5), "cold_p99_ms": percentile(fleet.cold_ms, 0.99),
-        "warm_p50_ms": median(fleet.warm_ms), "starts_per_s": median(fleet.starts_per_s),
-        "start_cpu_ms": median(fleet.cold_cpu_ms), "deploy_cpu_ms": median(fleet.deploy_cpu_ms),
-        "gateway_mb": fleet.gateway_mb, "idle_cpu_share": fleet.idle_share,
-    }  # fmt: skip
+    report.add("idle_cpu_share", many["idle_cpu_share"], "of a core", "<= 0.002")
 
 
 def main() -> int:
@@ -210,11 +200,11 @@ def main() -> int:
     report = Report("bench-fleet")
     with fleets(sorted(arguments.functions)) as entered:
         play(entered, arguments.rounds)
-        rest(entered)
-        for fleet in entered:
-            report.row(**row(fleet))
-            print("  " + ", ".join(f"{name} {value:.4g}" for name, value in row(fleet).items()), flush=True)
-        enter(report, entered[0], entered[-1])
+        rows = [fleet.figures() for fleet in entered]
+    for row in rows:
+        report.row(**row)
+        print("  " + ", ".join(f"{name} {value:.4g}" for name, value in row.items()), flush=True)
+    enter(report, rows[0], rows[-1])
     return 0 if report.finish() else 1
 
 
