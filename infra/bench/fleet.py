@@ -42,8 +42,11 @@ ENVIRONMENT = {"PILOTFLAME_REST_MB": "100000", "PILOTFLAME_LEARN_UPSTREAMS": "fa
 SETTINGS: dict[str, Any] = {"threads": 1, "scale.max": 1, "scale.idle_timeout_s": 0.3}
 RATIOS = {"cold_p50_ms": 1.2, "cold_p99_ms": 2, "warm_p50_ms": 1.1, "deploy_cpu_ms": 1.2}
 IDLE_S = 20.0
-# Memory is measured SETTLE_S after the last start (runtime/functions/rest.py). Only then is a gateway idle.
-SETTLE_S = 8.0
+# After the last start, the memory of all processes is measured (runtime/functions/node_memory.py): once more, and that
+# takes at most 2 % of a core. Only then is a gateway idle.
+SETTLE_S = 60.0
+# Standbys are forked, and workers end, after the cold starts.
+QUIET_S = 1.0
 
 
 @dataclass
@@ -167,6 +170,7 @@ def play(entered: Sequence[Fleet], rounds: int) -> None:
             fleet.control.close()
         for number, fleet in itertools.product(range(CALLS), entered):
             fleet.call(fleet.some(turn)[number % fleet.size])
+        time.sleep(QUIET_S)
         for fleet in entered:
             name = fleet.some(turn)[-1]
             fleet.control.invoke(name, {})
