@@ -165,6 +165,11 @@ class Link:
         self._loop.remove_writer(self.sock)
         self.sock.close()
 
+    def drain(self) -> None:
+        """Receive all that is left, and close: the process at the other end has ended. The link is bound."""
+        self._receive_rest()
+        self.close()
+
     def note_peer_ended(self) -> None:
         """Receive all that is left, and then the end of the link: the process at its other end has ended.
 

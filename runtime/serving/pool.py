@@ -394,8 +394,10 @@ class Pool:
         gone_by_s = time.monotonic() + timeout_s + KILLED_S
         for child in children:
             await child.wait_killed(gone_by_s - time.monotonic())
-            if not child.gone.is_set():
-                # A process that has ended closes its link once its last answers were read. This one answers no more.
+            if child.gone.is_set():
+                # Its last answers may not have been read yet.
+                child.link.drain()
+            else:
                 child.link.close()
         self._release_weights()
         if self._weights is not None:

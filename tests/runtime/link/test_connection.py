@@ -232,6 +232,18 @@ async def test_a_process_that_ends_without_reading_everything_is_noticed_after_i
     assert near.frames.qsize() == (2 if bound else 3)
 
 
+async def test_draining_reads_all_that_an_ended_peer_has_sent() -> None:
+    one, other = socket.socketpair()
+    near = End(one).bind()
+    for channel in range(3):
+        other.sendall(encode(FrameKind.CHUNK, channel, b"", bytes(60_000)))
+    other.close()
+    near.link.drain()
+    assert near.link.closed
+    assert near.closed.is_set()
+    assert near.frames.qsize() == 3
+
+
 async def test_closing_a_link_does_not_call_its_own_on_close(ends: tuple[End, End]) -> None:
     near, far = ends
     near.bind()
