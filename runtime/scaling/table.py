@@ -68,8 +68,6 @@ class Row(NamedTuple):
     """The awake and the parked ones."""
     wanted: tuple[Proposal, ...] = ()
     """The proposals that want workers, as far as the caps leave them, the highest rank first."""
-    capped: str = ""
-    """The cause of the cap that leaves fewer workers awake than a proposal wants; "" without one."""
     again_s: float = math.inf
     """When to look again although no event occurs."""
 
@@ -106,15 +104,13 @@ def combine(proposals: Iterable[Proposal], caps: Iterable[Cap], seen: Seen) -> R
     """Return the row: the largest numbers of the proposals, after the caps on their ranks."""
     bounds, wanted = tuple(caps), list[Proposal]()
     want = keep = keep_awake = 0
-    again_s, refused = math.inf, list[tuple[int, float, str]]()
-    lasting_until_s = math.inf
+    again_s = lasting_until_s = math.inf
     for proposal in proposals:
         held = awake = starts = math.inf
         for cap in bounds:
             if proposal.rank in cap.on:
                 held, awake, starts = min(held, cap.held), min(awake, cap.awake), min(starts, cap.starts)
-                if proposal.want > (most := min(cap.held, seen.awake + cap.starts)):
-                    refused.append((-proposal.want, most, cap.cause))
+                if proposal.want > min(cap.held, seen.awake + cap.starts):
                     again_s = min(again_s, cap.until_s)
         wants = int(min(proposal.want, held, seen.awake + starts))
         keeps = int(min(max(proposal.keep, proposal.want), held))
@@ -134,6 +130,5 @@ def combine(proposals: Iterable[Proposal], caps: Iterable[Cap], seen: Seen) -> R
         awake=min(max(seen.awake, want), max(want, keep_awake), max(want, target)),
         held=target,
         wanted=tuple(sorted(wanted, key=lambda one: (-one.rank, -one.want, one.cause))),
-        capped=min(refused)[2] if refused else "",
         again_s=again_s,
     )

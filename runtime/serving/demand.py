@@ -8,7 +8,7 @@ from ..scaling.load import wanted
 from ..scaling.recent_load import RecentLoad
 from ..scaling.recent_need import RecentNeed
 from ..scaling.scale_spec import ScaleSpec
-from ..scaling.seen import Load, Peak, Seen
+from ..scaling.seen import Load, Seen
 from .dispatcher import Dispatcher
 from .pool import Pool
 
@@ -39,17 +39,13 @@ class Demand:
         # What is wanted ahead of need is kept as long as its signal says.
         self._need.note(now_s, wanted(spec, peak))
         self._peak = in_flight
+        parks_s = spec.park_after_s if spec.park_after_s < math.inf else 0.0
+        self._need.forget(now_s, max(spec.scale_down_s, parks_s))
         return Seen(
             queued, in_flight, starting, ready, tuple(replica.idle_since_s for replica in pool.idle()), load,
             self._need.peak(now_s, spec.scale_down_s), tuple(replica.idle_since_s for replica in pool.parked),
-            self._recent_awake(spec, now_s),
+            self._need.peak(now_s, parks_s),
         )  # fmt: skip
-
-    def _recent_awake(self, spec: ScaleSpec, now_s: float) -> Peak:
-        """Return the need of the window in which workers are not parked."""
-        parks = spec.park_after_s < math.inf
-        self._need.forget(now_s, max(spec.scale_down_s, spec.park_after_s if parks else 0.0))
-        return self._need.peak(now_s, spec.park_after_s) if parks else Peak()
 
     def ahead(self, spec: ScaleSpec, invocations: int, now_s: float) -> int:
         """Return how many workers are wanted for this number of invocations, which run already or are about to come."""

@@ -469,7 +469,10 @@ class GpuPlaces:
         return GpuHolder(each.holding, left, 0.0 if old else each.owner.gpu_cost(float(freed_mb << 20)))
 
     def _kept(self, one: GpuClaimant) -> list[Holding]:
-        """Return the holdings of processes, and the room that is reserved for others than `one`. Its standby becomes a worker, and so does not count."""
+        """Return the holdings of processes, and the room that is reserved for other revisions than `one`.
+
+        The standby of `one` becomes its worker, so it does not count.
+        """
         return [*self._ledger.held(self._standby_of(one)), *self._reserved_beside(one)]
 
     def _reserved_beside(self, one: GpuClaimant) -> list[Holding]:

@@ -279,7 +279,7 @@ class Revision(RevisionEvents):
         # The next invocation ends the idle period, or may have to wake a worker. So it must come here.
         looks_first = self.history.ladder.idle or seen.parked
         self._sufficient_load = -1.0 if looks_first else sufficient_load(spec, seen)
-        if not row.held and not seen.calls:
+        if not (row.held or seen.starting or seen.calls):
             self._hold_rung(stand)
         if (
             again_s := min(row.again_s, stand.again_s, math.inf if follow_at_s is None else follow_at_s)
@@ -302,7 +302,7 @@ class Revision(RevisionEvents):
         return stand
 
     def _hold_rung(self, stand: Stand) -> None:
-        """Without workers and calls, make or give up the zygote and the weights as the plan says."""
+        """Without workers, starts and calls, make or give up the zygote and the weights as the plan says."""
         if not stand.keeps_zygote:
             self.pool.zygote.rest()
         elif stand.climbs and stand.rung is RungName.ZYGOTE:

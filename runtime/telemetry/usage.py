@@ -29,8 +29,8 @@ class RungName(enum.StrEnum):
     """Only files: the code and, unless the node's cache has given them up, the weights on the disk."""
 
 
-# Not frozen: the ledger makes about fifteen of these for each function and minute, and a frozen one takes four times as
-# long. No code changes one.
+# Not frozen, because a frozen dataclass is slow to make, and the ledger makes several for each function and minute. No code
+# changes one.
 @dataclass(slots=True)
 class Usage:
     """Figures of one function over some time. All of them can be added up."""

@@ -224,7 +224,7 @@ def test_none_starts_for_what_has_ended_before_it_is_awake(
     start = decide(spec, seen, NOW_S).start
     if queued * each_s <= (ready + starting) * wake_s:
         assert not start
-    # What is left then is enough for each of them, and no caller waits longer than for a start.
+    # The remaining work keeps each worker busy for a start's time, and no caller waits longer than that.
     if start and ready + starting:
         left_s = queued * each_s - (ready + starting) * wake_s
         have = ready + starting + start

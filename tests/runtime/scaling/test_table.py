@@ -81,14 +81,10 @@ def test_the_highest_rank_is_the_cause_of_a_worker_that_several_proposals_want()
     assert [(one.cause, count) for one, count in row.causes(seen, 1)] == [("load", 1)]
 
 
-def test_a_row_names_the_cap_that_refused_a_start() -> None:
+def test_a_cap_that_refuses_a_start_is_looked_at_when_it_ends() -> None:
     proposal, seen = Proposal(Rank.LOAD, "load", 3), Seen(3, 0, starting=0, ready=0)
-    assert combine([proposal], [Cap("max", EVERY, held=2)], seen).capped == "max"
-    assert combine([proposal], [Cap("max", EVERY, held=3)], seen).capped == ""
-    assert (
-        combine([proposal], [Cap("max", EVERY, held=2), Cap("breaker", EVERY, starts=1)], seen).capped
-        == "breaker"
-    )
+    assert combine([proposal], [Cap("backoff", EVERY, starts=1, until_s=9.0)], seen).again_s == 9.0
+    assert combine([proposal], [Cap("backoff", EVERY, starts=3, until_s=9.0)], seen).again_s == math.inf
 
 
 def test_what_stays_beyond_the_wanted_is_looked_at_when_it_ends() -> None:

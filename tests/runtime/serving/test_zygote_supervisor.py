@@ -46,6 +46,20 @@ async def test_a_zygote_that_dies_again_and_again(deploy):
         await function.answer()
 
 
+async def test_a_zygote_does_not_end_under_a_worker_that_starts_for_nobody(gateway, deploy, gate: Gate):
+    source = "import gate\ndef setup(context):\n    gate.wait('setup')\ndef handler(event):\n    return event"
+    settings = {"hold_s": 0.2, "scale.idle_timeout_s": 0}
+    function = await deploy(source, settings, gate=gate, check=False)
+    # The caller has given up, and the worker still starts.
+    assert (await function.error())["type"] == "activation_timeout"
+    (zygote,) = await function.pids("zygote")
+    gateway.server.functions.live(function.name).history.ladder.yield_to(RungName.LOCAL)
+    assert await function.pids("zygote") == [zygote]
+    gate.open()
+    # It is idle once it is ready, so that both end.
+    await function.settled(ready=0, zygote=False)
+
+
 async def test_a_failed_import_is_logged_as_one_error(deploy, gateway):
     await deploy(PID)
     for _ in range(8):
