@@ -42,7 +42,7 @@ class Metering:
     ) -> None:
         self._functions, self._ledger, self._memory, self._tasks = functions, ledger, memory, tasks
         self._timer: asyncio.TimerHandle | None = None
-        self._due_s = math.inf
+        self._due_s, self._closed = math.inf, False
         # By function: the live revision when its files were measured, and the size of all its revisions.
         self._sizes: dict[str, tuple[str, float]] = {}
         self._processes = NodeProcesses()
@@ -59,6 +59,8 @@ class Metering:
         self.note_change()
 
     def close(self) -> None:
+        """Measure no more, although the ends of processes may still be reported."""
+        self._closed = True
         for name in (GATEWAY, BASES):
             self._ledger.account(name).detach(self._processes)
         if self._timer is not None:
@@ -66,7 +68,7 @@ class Metering:
 
     def _measure_in(self, delay_s: float) -> None:
         loop = asyncio.get_running_loop()
-        if (due_s := loop.time() + delay_s) >= self._due_s:
+        if (due_s := loop.time() + delay_s) >= self._due_s or self._closed:
             return
         if self._timer is not None:
             self._timer.cancel()

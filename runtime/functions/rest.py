@@ -110,7 +110,7 @@ class Rest:
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._check_at_s = math.inf
-        self._checking = False
+        self._checking = self._closed = False
         self._pressure = MemoryPressure(self._start_relief)
         self._relieving, self._reported = asyncio.Lock(), False
         # By function: its processes when they were measured, and the MiB that they held.
@@ -121,6 +121,8 @@ class Rest:
         self._check_in(SETTLE_S)
 
     def close(self) -> None:
+        """Check no more, although the ends of processes may still be reported."""
+        self._closed = True
         self._pressure.close()
         self._cancel_timer()
 
@@ -130,7 +132,7 @@ class Rest:
 
     def _check_in(self, delay_s: float) -> None:
         at_s = time.monotonic() + delay_s
-        if self._checking or at_s >= self._check_at_s:
+        if self._closed or self._checking or at_s >= self._check_at_s:
             return
         self._cancel_timer()
         self._check_at_s = at_s

@@ -452,3 +452,22 @@ async def test_who_waits_for_workers_learns_of_the_cap(gateway, deploy, gate: Ga
     assert failure(response)["type"] == "budget_exhausted"
     gate.open()
     await function.settled()
+
+
+async def test_a_gateway_that_has_ended_measures_no_more(state, monkeypatch):
+    monkeypatch.setattr("pilotflame.runtime.functions.metering.SETTLE_S", 0.01)
+    monkeypatch.setattr("pilotflame.runtime.functions.rest.SETTLE_S", 0.01)
+    loop = asyncio.get_running_loop()
+    async with gateway_here(state) as gateway:
+        function = await gateway.deploy("def handler(event):\n    return event")
+        events = gateway.server.functions.events
+    # The end of a process may be heard late.
+    started, call_later = [], loop.call_later
+    monkeypatch.setattr(
+        loop, "call_later", lambda *how, **more: started.append(how) or call_later(*how, **more)
+    )
+    for notice in (*events.processes, *events.removed):
+        notice(function.name)
+    for notice in events.activated:
+        notice(function.name, "ready")
+    assert started == []
