@@ -461,7 +461,7 @@ async def test_a_gateway_that_has_ended_measures_no_more(state, monkeypatch):
     async with gateway_here(state) as gateway:
         function = await gateway.deploy("def handler(event):\n    return event")
         events = gateway.server.functions.events
-    # The end of a process may be heard late.
+    # A process may end after its gateway.
     started, call_later = [], loop.call_later
     monkeypatch.setattr(
         loop, "call_later", lambda *how, **more: started.append(how) or call_later(*how, **more)

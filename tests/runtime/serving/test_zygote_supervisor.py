@@ -56,7 +56,7 @@ async def test_a_zygote_does_not_end_under_a_worker_that_starts_for_nobody(gatew
     gateway.server.functions.live(function.name).history.ladder.yield_to(RungName.LOCAL)
     assert await function.pids("zygote") == [zygote]
     gate.open()
-    # It is idle once it is ready, so that both end.
+    # The worker is idle once it is ready. Then worker and zygote end.
     await function.settled(ready=0, zygote=False)
 
 
