@@ -284,6 +284,14 @@ class BudgetExhausted(ActivationFailed, code="budget_exhausted", status=503):
     """The day's budget is used up. It is there again after `details["retry_after_s"]` seconds."""
 
 
+class FunctionPaused(ActivationFailed, code="function_paused", status=503):
+    """The owner has paused the function. It runs nothing until somebody resumes it."""
+
+    @classmethod
+    def named(cls, function: str) -> FunctionPaused:
+        return cls(f"{function} is paused.", remedy=f"Resume it: pilotflame resume {function}")
+
+
 class RevisionRetired(ActivationFailed, code="revision_retired", status=503): ...
 
 

@@ -44,7 +44,7 @@ class Figures:
 
 
 class House:
-    """The modules below `root`, by dotted name without the distribution's: `runtime.serving.pool`."""
+    """The modules below `root`, by dotted name without the distribution's: `runtime.reconciling.pool`."""
 
     def __init__(self, root: Path = ROOT) -> None:
         self._root = root

@@ -74,11 +74,11 @@ from .launching.gpus import find_driver
 from .launching.launcher import LauncherByImage
 from .launching.listener import Listener
 from .launching.process_launcher import ProcessLauncher
+from .reconciling.function_history import FunctionHistories
+from .reconciling.gpu_places import GpuPlaces
+from .reconciling.reconciler import Reconciler
 from .scaling.placement import Gpu
 from .scaling.rung_figures import HoldingPrices
-from .serving.function_history import FunctionHistories
-from .serving.gpu_places import GpuPlaces
-from .serving.worker_limit import WorkerLimit
 from .settings.function_settings import FunctionSettings, read_settings
 from .settings.gateway_settings import GatewaySettings
 from .settings.state_dir import free_bytes, is_disk_full, locked_state_dir, running_marker
@@ -235,8 +235,7 @@ async def startup(
     functions = Functions(
         store, state / "environments", launcher, tasks, fetcher, secrets, events, logs, settings.drain_s,
         await FunctionHistories.open(state / "habits", tasks, ledger.account), _prices(settings),
-        WorkerLimit(settings.max_workers, keyring.max_workers),
-        GpuPlaces(gpus, driver),
+        Reconciler(GpuPlaces(gpus, driver), settings.max_workers, keyring.max_workers),
     )  # fmt: skip
     stack.callback(functions.close_threads)
     metrics = Metrics(functions.census, tasks.failures, [fetcher.metrics], lambda: logs.files.dropped)

@@ -189,18 +189,18 @@ class Console:
                 await asyncio.sleep(0)
 
     def _row(self, live: Live) -> ConsoleFunction:
-        record, census, revision = live.record, live.revision.census(), live.revision
-        totals, step = self._metrics.totals(record.function), revision.history.ladder.next_step
-        latest = revision.history.cold_starts.told(1)
+        record, census, workers = live.record, live.workers.census(), live.workers
+        totals, step = self._metrics.totals(record.function), live.history.ladder.next_step
+        latest = live.history.cold_starts.told(1)
         return ConsoleFunction(
             name=record.function, revision=record.revision, standby=census.standby,
-            rung=revision.stands_on, next_rung=step.rung if step else None, next_rung_at=round(step.at) if step else None,
+            rung=workers.stands_on, next_rung=step.rung if step else None, next_rung_at=round(step.at) if step else None,
             workers=ConsoleWorkers(
                 ready=census.ready, parked=census.parked, starting=census.starting, draining=census.draining,
                 max=record.settings.scale.max,
             ),
             queued=census.queued, in_flight=census.in_flight,
-            failed_starts=revision.breaker.failures, rest_mb=live.rest_mb,
+            failed_starts=workers.breaker.failures, rest_mb=live.rest_mb,
             codes={str(code): count for code, count in totals.codes.items()}, durations=list(totals.durations),
             cold_starts=totals.cold_starts, cold_phases_s=_rounded(totals.cold_phases_s, 6),
             last_cold_phases_ms=_rounded(live.last_cold_phases_ms(), 3),

@@ -57,7 +57,7 @@ class Standalone:
     def is_starting(self) -> bool:
         """Return True if no worker is ready."""
         live = [live for live in self._functions.all() if live.record.function == self.name]
-        return not (self._live.is_set() and live and live[0].revision.pool.ready)
+        return not (self._live.is_set() and live and live[0].workers.replicas.ready)
 
     def follow(self, deploying: asyncio.Task[None]) -> None:
         """Remember the task of the first deploy, which `close` ends."""

@@ -13,7 +13,7 @@ from ...handlers.codec import JSON_TYPE
 from ..access.keys import Scope
 from ..functions.live import Workers
 from ..functions.registry import Functions
-from ..serving.prewarms import HOLD_S
+from ..reconciling.prewarms import HOLD_S
 from .requests import load_json, media_type_of, read_body, validate
 from .responses import json_response
 from .routes import Number, Parameter, Route
@@ -70,11 +70,11 @@ class WarmupApi:
         workers = _number(request, WORKERS, body.workers, most)
         for_s, wait_s = _number(request, FOR_S, body.for_s), _number(request, WAIT_S, body.wait_s)
         cause = _cause_of(request, sent, body)
-        if (account := live.revision.history.account).exhausted:
+        if (account := live.history.account).exhausted:
             raise account.refusal()
-        live.revision.warm(workers, cause, for_s)
+        live.workers.warm(workers, cause, for_s)
         if wait_s:
-            await live.revision.wait_ready(workers, wait_s)
+            await live.workers.wait_ready(workers, wait_s)
         return json_response({"workers": live.status().workers.model_dump()})
 
 

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from ...errors import GatewayError
+from ..reconciling.account import Account, Spender, StoredUsage
 from ..scaling.budget import BudgetSpec, Spending, day_of
-from ..serving.account import Account, Spender, StoredUsage
 from ..telemetry.metrics import Reading, Totals
 from ..telemetry.usage import HOUR_S, Prices, Usage
 from ..telemetry.usage_store import Standing, UsageQuery, UsageRecord, UsageStore

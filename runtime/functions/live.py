@@ -16,12 +16,13 @@ from pydantic import BaseModel, computed_field
 
 from ...handlers.example import example_of
 from ...snapshot.sources.location import shown
+from ..reconciling.function_history import FunctionHistory
+from ..reconciling.idle_ladder import PLANNED, LadderSpec
+from ..reconciling.revision_workers import RevisionWorkers
 from ..scaling.budget import BudgetSpec, BudgetState
 from ..scaling.rung_figures import HoldingPrices
 from ..scaling.scale_spec import WINDOW_S, ScaleSpec
 from ..serving.dispatcher import Policy
-from ..serving.idle_ladder import PLANNED, LadderSpec
-from ..serving.revision import Revision
 from ..settings.function_settings import FunctionSettings
 from ..telemetry.cold_starts import ColdStart
 from ..telemetry.invocation_end import Source
@@ -211,19 +212,24 @@ _FACTS = {"dialect": "pilotflame", "entry": "", "kind": "plain", "streaming": Fa
 
 
 class Live:
-    """A deployed function: the record of a revision, the revision itself, and the function's log.
+    """A deployed function: the record of a revision, the revision with its workers, and the function's log.
 
     During a deploy there is such an object for the new revision before it is live.
     """
 
-    def __init__(self, record: RevisionRecord, revision: Revision, logs: LogBook) -> None:
+    def __init__(self, record: RevisionRecord, workers: RevisionWorkers, logs: LogBook) -> None:
         self.record = record
-        self.revision = revision
+        self.workers, self.revision = workers, workers.revision
         self.logs = logs
         self.warnings = list(record.warnings)
         self.since_s = time.monotonic()
         """When this object was made, in monotonic seconds."""
         self._rest_mb: float | None = None
+
+    @property
+    def history(self) -> FunctionHistory:
+        """What its revisions share."""
+        return self.workers.history
 
     def builds_within(self, seconds: float) -> bool:
         """Return True if the zygote took at most so long to import and build the handler."""
@@ -232,18 +238,18 @@ class Live:
     @property
     def devices(self) -> float:
         """How many GPUs one of its workers holds, in the mean; shares of them by their memory."""
-        held = [self.revision.devices(replica) for replica in self.revision.pool.replicas]
+        held = [self.workers.devices(replica) for replica in self.workers.replicas]
         return fmean(held) if held else 0.0
 
     def open_account(self) -> None:
         """Let the function's budget be that of this revision, which is live now."""
         budget = self.record.settings.budget
         spec = BudgetSpec(budget.money_per_day, budget.seconds_per_day, budget.warn_at)
-        self.revision.history.account.open(spec, self.record.deployed_by)
+        self.history.account.open(spec, self.record.deployed_by)
 
     def budget(self) -> BudgetUse | None:
         """Return how much of the budget is used today; None if there is none."""
-        account = self.revision.history.account
+        account = self.history.account
         limits = account.budget
         if not account.limited:
             return None
@@ -266,7 +272,7 @@ class Live:
         began_s = time.monotonic()
         progress.begin("import")
         with self.logs.listen(lambda line: _tell_warning(progress, line)):
-            source = await self.revision.pool.zygote.open()
+            source = await self.workers.open()
         build_s = float(source.facts.get("build_s", 0.0)) - float(source.facts.get("import_s", 0.0))
         progress.add("import", time.monotonic() - began_s - build_s)
         progress.add("build", build_s)
@@ -278,7 +284,7 @@ class Live:
         self.revision.configure(policy_of(self.record))
         if check:
             with progress.step("proof start"):
-                await self.revision.try_start(min(ready, self.record.settings.scale.max))
+                await self.workers.prove(min(ready, self.record.settings.scale.max))
 
     @property
     def rest_mb(self) -> float | None:
@@ -287,7 +293,7 @@ class Live:
 
     def last_cold_phases_ms(self) -> dict[str, float]:
         """Return the milliseconds of each phase of the latest cold start, or nothing if there was none."""
-        latest = self.revision.history.cold_starts.latest
+        latest = self.history.cold_starts.latest
         phases = latest.cold_start_phases() if latest is not None else {}
         return {name: seconds * 1000 for name, seconds in phases.items()}
 
@@ -305,11 +311,11 @@ class Live:
 
     def status(self, processes: Sequence[Process] = ()) -> FunctionStatus:
         """Return the status of the function. It shows `processes` if these were measured."""
-        record, census, cold = self.record, self.revision.census(), self.revision.history.cold_starts.latest
+        record, census, cold = self.record, self.workers.census(), self.history.cold_starts.latest
         facts, settings = record.handler, record.settings
-        budget, account = self.budget(), self.revision.history.account
+        budget, account = self.budget(), self.history.account
         warnings = [*self.warnings, *([account.describe()] if account.scarce else [])]
-        snapshots, step = snapshots_of(record), self.revision.history.ladder.next_step
+        snapshots, step = snapshots_of(record), self.history.ladder.next_step
         if urls := {name: snapshots[name] for name in settings.snapshot_urls}:
             shown_urls = {"snapshot": urls.pop("", None), "snapshots": settings.snapshots | urls}
             settings = settings.model_copy(update=shown_urls)
@@ -319,10 +325,10 @@ class Live:
             snapshots=snapshots, workers=Workers(
                 ready=census.ready, parked=census.parked, starting=census.starting, draining=census.draining
             ),
-            standby=census.standby, zygote=census.zygote, rung=self.revision.stands_on,
+            standby=census.standby, zygote=census.zygote, rung=self.workers.stands_on,
             next_rung=step.rung if step else None, next_rung_at=datetime.fromtimestamp(step.at, UTC) if step else None,
             queued=census.queued, in_flight=census.in_flight,
-            activations=self.revision.pool.activations,
+            activations=self.workers.activations,
             rest_mb=self.rest_mb,
             last_cold_start_ms=cold.cold_start_s * 1000 if cold else None,
             last_cold_start_phases_ms=self.last_cold_phases_ms(),
@@ -347,14 +353,7 @@ class Live:
     @property
     def process_rows(self) -> list[tuple[int, str, str]]:
         """The pid, the role and the name of each of its processes."""
-        pool = self.revision.pool
-        rows = [(replica.child.pid, "worker", replica.name) for replica in pool.replicas]
-        zygote = pool.zygote
-        if zygote.standby is not None:
-            rows.append((zygote.standby.pid, "standby", zygote.standby.name))
-        if zygote.source is not None and zygote.source.zygote_pid is not None:
-            rows.append((zygote.source.zygote_pid, "zygote", "zygote"))
-        return rows
+        return self.workers.processes()
 
 
 def snapshots_of(record: RevisionRecord) -> dict[str, str]:

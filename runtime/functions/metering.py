@@ -81,7 +81,7 @@ class Metering:
     async def _measure(self) -> None:
         found = await self._memory.measure()
         if not self._memory.is_current and not any(
-            live.revision.pool.starting for live in self._functions.running
+            live.workers.replicas.starting for live in self._functions.running
         ):
             # Processes changed after the measurement began, which callers share.
             self.note_change()
@@ -94,12 +94,12 @@ class Metering:
                 await self._measured(live, memory)
                 # Let requests go on: there may be a thousand functions.
                 await asyncio.sleep(0)
-        if any(live.revision.pool.replicas for live in self._functions.all()):
+        if any(live.workers.replicas.held for live in self._functions.all()):
             self._measure_in(EVERY_S)
 
     async def _measured(self, live: Live, memory: FunctionMemory) -> None:
         disk_gb = await self._disk_gb(live.record.function, live.record.revision)
-        account = live.revision.history.account
+        account = live.history.account
         account.measured(_holding(account.holding, memory, disk_gb, live.devices))
 
     async def _disk_gb(self, function: str, revision: str) -> float:

@@ -130,7 +130,7 @@ class MemoryMeter:
         for holder, pid, role in list(self._processes()):
             if may_stop and self._changes != changes:
                 changes = self._changes
-                if any(live.revision.pool.starting for live in self._functions.running):
+                if any(live.workers.replicas.starting for live in self._functions.running):
                     break
             held_bytes, took_s = await asyncio.to_thread(_timed_pss_bytes, pid)
             self._took_s += took_s

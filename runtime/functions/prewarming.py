@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from ...errors import GatewayError, UnknownFunction
+from ..reconciling.prewarms import HOLD_S
 from ..scaling.upstream import Upstreams, Window
-from ..serving.prewarms import HOLD_S
 from ..settings.schedule import Schedule
 from ..telemetry.metrics import Reading
 from .live import Live
@@ -128,7 +128,7 @@ class Prewarming:
         if self._owners.get(name) != owner:
             self._forget_pairs(name)
             self._owners[name] = owner
-            self._upstreams.setdefault(owner, Upstreams()).adopt(name, live.revision.history.upstreams)
+            self._upstreams.setdefault(owner, Upstreams()).adopt(name, live.history.upstreams)
 
     def forget(self, name: str) -> None:
         """Forget the signals of a deleted function."""
@@ -155,7 +155,7 @@ class Prewarming:
         """Return the metrics of the workers that were started ahead of need."""
         counts = Counter[tuple[str, ...]]()
         for live in self._functions.all():
-            prewarms = live.revision.history.prewarms
+            prewarms = live.history.prewarms
             prewarms.settle()
             for (signal, used), count in prewarms.counts.items():
                 counts[live.record.function, signal, str(used).lower()] = count
@@ -183,7 +183,7 @@ class Prewarming:
 
     def _fire(self, name: str, schedule: Schedule, left_s: float) -> None:
         live = self._functions.get(name)
-        live.revision.warm(schedule.workers, f"schedule {schedule.cron}", left_s)
+        live.workers.warm(schedule.workers, f"schedule {schedule.cron}", left_s)
         workers = f"{schedule.workers} worker{'' if schedule.workers == 1 else 's'}"
         live.logs.write("gateway", f"schedule {schedule.cron}: {workers} for {left_s:.0f} s")
 
@@ -203,7 +203,7 @@ class Prewarming:
         declared = self._declared.get(name, ())
         for follower, delays in upstreams.followers(name) if self._learned else ():
             if follower not in declared and (live := self._find(follower)) is not None:
-                ladder = live.revision.history.ladder
+                ladder = live.history.ladder
                 window = delays.best_window(ladder.climb_cost(), ladder.ready_shares())
                 if window is not None:
                     self._expect(follower, name, "upstream", called_s, window)
@@ -239,10 +239,10 @@ class Prewarming:
         until_s = self._expected.pop((follower, name)).until_s
         if (live := self._find(follower)) is None:
             return
-        revision, for_s = live.revision, until_s - time.monotonic()
-        if not revision.pool.ready and not revision.pool.starting:
-            revision.history.decisions.note("expect", cause, probability_share=probability, for_s=for_s)
-        revision.warm(1, cause, for_s)
+        workers, for_s = live.workers, until_s - time.monotonic()
+        if not workers.replicas.ready and not workers.replicas.starting:
+            live.history.decisions.note("expect", cause, probability_share=probability, for_s=for_s)
+        workers.warm(1, cause, for_s)
 
     def _find(self, name: str) -> Live | None:
         """Return a function; None if it is gone, or if the gateway is shutting down."""

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import orjson
 
-from ..serving.function_history import FunctionHistory
+from ..reconciling.function_history import FunctionHistory
 from ..telemetry.decisions import DecisionRecord
 from ..telemetry.load_history import LoadSample
 from .live import Live
@@ -116,8 +116,8 @@ class Recorder:
             for live in self._functions():
                 if only not in (None, live.record.function):
                     continue
-                live.revision.note_load()
-                if any(rows := _take(live.revision.history, now_s)):
+                live.workers.note_load(now_s)
+                if any(rows := _take(live.history, now_s)):
                     due[live.record.function] = rows
             if due:
                 await asyncio.to_thread(self._append, due)

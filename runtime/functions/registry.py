@@ -18,12 +18,13 @@ from ...errors import GatewayError, PilotflameError, UnknownFunction
 from ..access.secrets import Secrets
 from ..launching.fetcher_client import FetcherClient
 from ..launching.launcher import Launcher
+from ..reconciling.function_history import FunctionHistories, FunctionHistory
+from ..reconciling.gpu_places import GpuPlaces
+from ..reconciling.reconciler import Reconciler
+from ..reconciling.revision_workers import Listeners, NodeParts, RevisionWorkers
 from ..scaling.rung_figures import HoldingPrices
-from ..serving.function_history import FunctionHistories, FunctionHistory
-from ..serving.gpu_places import GpuPlaces
 from ..serving.latency_curve_store import LatencyCurveStore
 from ..serving.revision import FAILURES, Revision
-from ..serving.worker_limit import WorkerLimit
 from ..telemetry.background import BackgroundTasks
 from ..telemetry.invocation_end import InvocationEnd
 from ..telemetry.logs import LogBook, Logs
@@ -85,8 +86,7 @@ class Functions:
     drain_s: float
     histories: FunctionHistories
     prices: HoldingPrices
-    limit: WorkerLimit
-    gpus: GpuPlaces
+    reconciler: Reconciler
     _live: dict[str, Live] = field(default_factory=dict, init=False)
     # The revisions of `running`.
     _running: set[Live] = field(default_factory=set, init=False)
@@ -101,6 +101,10 @@ class Functions:
     _threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(DEPLOY_THREADS, "deploy"), init=False
     )
+
+    @property
+    def gpus(self) -> GpuPlaces:
+        return self.reconciler.gpus
 
     def live(self, name: str) -> Revision:
         """Return the live revision of the function `name`. Raise what `get` raises."""
@@ -119,7 +123,7 @@ class Functions:
     def reset(self, name: str) -> Live:
         """Let a function start workers at once, although the last starts failed, and run the jobs that wait for it."""
         live = self.get(name)
-        live.revision.reset()
+        live.workers.reset()
         for callback in self.events.live:
             callback(name)
         return live
@@ -135,12 +139,12 @@ class Functions:
 
     def census(self) -> Mapping[str, Census]:
         """Return the census of each function's live revision, by the function's name."""
-        return {name: live.revision.census() for name, live in self._live.items()}
+        return {name: live.workers.census() for name, live in self._live.items()}
 
     def expect(self, name: str, invocations: int) -> None:
         """Start workers for the messages that wait for a function, unless that is gone or the gateway shuts down."""
         with contextlib.suppress(GatewayError, UnknownFunction):
-            self.get(name).revision.expect(invocations, "backlog")
+            self.get(name).workers.expect(invocations, "backlog")
 
     def log(self, name: str, text: str) -> None:
         """Write a line with the source `gateway` to the log of a function, if that exists."""
@@ -223,11 +227,11 @@ class Functions:
             # From here on the present secrets are read, so a later change needs another replacement.
             self._renewing.discard(name)
             live = self._live.get(name)
-            if live is None or self._closing or not live.revision.pool.holds_processes:
+            if live is None or self._closing or not live.workers.holds_processes:
                 return
             try:
                 # Without a ready worker, none is started to check the secrets.
-                await self._replace(live.record, live.logs, check=bool(live.revision.pool.ready))
+                await self._replace(live.record, live.logs, check=bool(live.workers.replicas.ready))
             except PilotflameError as error:
                 text = f"{name} does not have its changed secrets: {error.message}"
                 live.logs.write("gateway", text, "error")
@@ -299,7 +303,7 @@ class Functions:
         self._proving.append((record.function, record.revision))
         try:
             live = await self._create(record, old.logs if old is not None else logs)
-            ready = len(old.revision.pool.ready) if old is not None else 0
+            ready = len(old.workers.replicas.ready) if old is not None else 0
             await live.prove(check=check, ready=ready, progress=progress or Progress())
             self._check_open()
         except BaseException as error:
@@ -331,7 +335,7 @@ class Functions:
         self._proving.remove((name, live.record.revision))
         self._live[name] = live
         self._adopt(live)
-        live.revision.scale()
+        live.workers.go_live()
         live.logs.write("gateway", f"revision {live.record.revision} is live")
         for callback in self.events.live:
             callback(name)
@@ -416,9 +420,9 @@ class Functions:
             planning = self._adopt(live)
             # The plan of an idle period goes on with its age: it may have no zygote any more.
             await asyncio.wait([planning])
-            if record.settings.scale.rest == "zygote" and live.revision.history.ladder.plans_zygote:
+            if record.settings.scale.rest == "zygote" and live.history.ladder.plans_zygote:
                 warming.append(live)
-            live.revision.scale()
+            live.workers.go_live()
         warming.sort(key=_expected_waiting, reverse=True)
         self.tasks.create_task(self._warm(warming), name="warm")
 
@@ -429,15 +433,15 @@ class Functions:
         """
         for live in functions:
             if self._live.get(live.record.function) is live and not self._closing:
-                zygote, light = live.revision.pool.zygote, live.builds_within(LIGHT_S)
-                warm = self.tasks.create_task(zygote.warm(shared_only=light))
+                light = live.builds_within(LIGHT_S)
+                warm = self.tasks.create_task(live.workers.warm_zygote(shared_only=light))
                 await asyncio.wait([warm], timeout=WARM_TURN_S)
 
     def _adopt(self, live: Live) -> asyncio.Task[None]:
         """Let the function's ladder move this revision from now on, within its budget. Return the task that plans its idle period."""
         live.open_account()
-        ladder, build_s = live.revision.history.ladder, float(live.record.handler.get("build_s", 0.0))
-        return ladder.adopt(live.revision, ladder_spec_of(live.record, self.prices), build_s, self.tasks)
+        ladder, build_s = live.history.ladder, float(live.record.handler.get("build_s", 0.0))
+        return ladder.adopt(live.workers, ladder_spec_of(live.record, self.prices), build_s, self.tasks)
 
     async def close(self) -> None:
         """Refuse new requests, finish the accepted ones within `drain_s`, and end all processes."""
@@ -470,32 +474,39 @@ class Functions:
 
         history = await self.histories.of(record.function)
 
-        def called(at_s: float) -> None:
-            for callback in self.events.called:
-                callback(record.function, at_s)
-
-        def activated(outcome: str) -> None:
-            for callback in self.events.activated:
-                callback(record.function, outcome)
-
-        def processes_changed() -> None:
-            for callback in self.events.processes:
-                callback(record.function)
-
-        revision = Revision(
-            spec, policy_of(record), launcher, logs.of(record.revision), self.tasks, activated, self.weights,
-            lambda: self.secrets.of(record.function), curves,
-            history, self.limit, self.gpus, called, functools.partial(self._note_end, history, logs),
-            processes_changed,
+        workers = RevisionWorkers(
+            spec, policy_of(record), NodeParts(self.reconciler, launcher, self.weights, self.tasks),
+            logs.of(record.revision), lambda: self.secrets.of(record.function), curves, history,
+            self._listeners(history, logs),
         )  # fmt: skip
-        live = Live(record, revision, logs)
+        live = Live(record, workers, logs)
         self._running.add(live)
         return live
+
+    def _listeners(self, history: FunctionHistory, logs: LogBook) -> Listeners:
+        """Return what passes the events of a revision on to all who subscribed."""
+        name, events = history.name, self.events
+
+        def called(at_s: float) -> None:
+            for callback in events.called:
+                callback(name, at_s)
+
+        def activated(outcome: str) -> None:
+            for callback in events.activated:
+                callback(name, outcome)
+
+        def processes_changed() -> None:
+            for callback in events.processes:
+                callback(name)
+
+        return Listeners(
+            activated, called, functools.partial(self._note_end, history, logs), processes_changed
+        )
 
     async def _end(self, live: Live, timeout_s: float) -> None:
         """End the processes of a revision, and its invocations within `timeout_s`."""
         try:
-            await live.revision.retire(timeout_s)
+            await live.workers.retire(timeout_s)
         finally:
             self._running.discard(live)
 
@@ -554,5 +565,5 @@ def _remove(folder: Path) -> None:
 
 def _expected_waiting(live: Live) -> float:
     """Return how long the callers of a function are expected to wait in each second while it has no zygote."""
-    ladder = live.revision.history.ladder
+    ladder = live.history.ladder
     return ladder.step_down(live.record.function, RungName.ZYGOTE, RungName.LOCAL).waiting

@@ -23,9 +23,9 @@ import psutil
 
 from ...machine import memory_bytes
 from ..launching.launcher import Child, Launcher
+from ..reconciling.revision_workers import RevisionWorkers
 from ..scaling.eviction import StepDown, steps_down
 from ..serving.replica import ReplicaState
-from ..serving.revision import Revision
 from ..telemetry.background import BackgroundTasks
 from ..telemetry.usage import RungName
 from .live import Live, memory_of
@@ -62,7 +62,7 @@ class RestStats:
     """True if it has no worker and no invocation."""
     light: bool
     used_s: float
-    """`Pool.used_s`: when a worker that had run invocations ended last; 0 if none has."""
+    """`RevisionWorkers.used_s`: when a worker that had run invocations ended last; 0 if none has."""
     since_s: float
     """When its revision became live."""
 
@@ -160,8 +160,8 @@ class Rest:
         unused = set(never_used(stats, now_s))
         for live in self._functions():
             # It may have been called during the measurement.
-            if live.record.function in unused and _idle(live.revision):
-                live.revision.history.ladder.yield_to(live.revision.history.ladder.below(RungName.ZYGOTE)[0])
+            if live.record.function in unused and _idle(live.workers):
+                live.history.ladder.yield_to(live.history.ladder.below(RungName.ZYGOTE)[0])
                 live.note_rest(0.0)
                 live.logs.write("gateway", _GIVEN_UP[RungName.ZYGOTE])
         await self._relieve()
@@ -173,32 +173,32 @@ class Rest:
             self._launcher.end_unused()
             return RECHECK_S
         next_s = next_check_s([one for one in stats if one.name not in unused], now_s)
-        if any(_unmeasured(live.revision) for live in self._functions()):
+        if any(_unmeasured(live.workers) for live in self._functions()):
             return RECHECK_S if next_s is None else min(next_s, RECHECK_S)
         return next_s
 
     async def _measure(self, live: Live) -> RestStats:
         """Measure the zygote and the standby, and the idle worker if there is one, unless that was done before."""
-        name, pool, ladder = live.record.function, live.revision.pool, live.revision.history.ladder
-        pids, workers = pool.zygote.pids, [replica.child.pid for replica in pool.idle()[:1]]
-        present = _Processes(tuple(pids), tuple(workers), len(pool.replicas))
+        name, workers, ladder = live.record.function, live.workers, live.history.ladder
+        pids, idle = workers.zygote_pids, [replica.child.pid for replica in workers.replicas.idle[:1]]
+        present = _Processes(tuple(pids), tuple(idle), len(workers.replicas))
         if name not in self._measured or self._measured[name][0] != present:
-            held_mb, resident_bytes = await asyncio.to_thread(_held_mb, pids), pool.resident_bytes
+            held_mb, resident_bytes = await asyncio.to_thread(_held_mb, pids), workers.resident_bytes
             self._measured[name] = present, held_mb
-            if workers:
+            if idle:
                 ladder.note_held(RungName.RESIDENT, resident_bytes)
-                worker_mb, own_mb = await asyncio.to_thread(_worker_mb, workers)
+                worker_mb, own_mb = await asyncio.to_thread(_worker_mb, idle)
                 ladder.note_held(RungName.READY, (held_mb + worker_mb) * _MIB)
-                if pids and len(pool.replicas) == 1:
+                if pids and len(workers.replicas) == 1:
                     # When the worker ends, what it shares is held by the others alone, and the weights stay.
                     rest_bytes = (held_mb + worker_mb - own_mb) * _MIB
                     ladder.note_held(RungName.ZYGOTE, rest_bytes + resident_bytes)
-            elif pids and not pool.replicas:
+            elif pids and not len(workers.replicas):
                 ladder.note_held(RungName.ZYGOTE, held_mb * _MIB + resident_bytes)
         held_mb = self._measured[name][1]
         live.note_rest(held_mb)
         return RestStats(
-            name, held_mb, _idle(live.revision), live.builds_within(LIGHT_S), pool.used_s, live.since_s
+            name, held_mb, _idle(workers), live.builds_within(LIGHT_S), workers.used_s, live.since_s
         )
 
     # -- giving memory back
@@ -224,8 +224,8 @@ class Rest:
                     # If it does not suffice, functions are next.
                     self._loop.call_later(RELIEF_S, self._start_relief)
                     return
-                spare = [live for live in self._functions() if _spare(live.revision)]
-                families = {live.record.function: _Family.of(live.revision) for live in spare}
+                spare = [live for live in self._functions() if _spare(live.workers)]
+                families = {live.record.function: _Family.of(live.workers) for live in spare}
                 private = await asyncio.to_thread(_private, families)
                 if not self._free(short, PRESSURE, private):
                     return
@@ -239,7 +239,7 @@ class Rest:
 
     def _ending(self) -> Iterator[Child]:
         for live in self._functions():
-            for replica in live.revision.pool.replicas:
+            for replica in live.workers.replicas:
                 if replica.state is ReplicaState.DRAINING:
                     yield replica.child
 
@@ -257,7 +257,7 @@ class Rest:
         chosen = steps_down([[one.step for one in of] for of in descents.values()], needed_bytes)
         for step in chosen:
             live, descent = lives[step.name], descents[step.name].pop(0)
-            live.revision.history.ladder.evict(descent.lower, cause, step)
+            live.history.ladder.evict(descent.lower, cause, step)
             if descent.upper is RungName.ZYGOTE:
                 live.note_rest(0.0)
             live.logs.write("gateway", _GIVEN_UP[descent.upper])
@@ -270,19 +270,19 @@ def _descents(live: Live, private_bytes: float | None, *, weights: bool) -> Iter
     `private_bytes` are those of its workers, None if these must stay. With `weights`, fetched weights may leave the
     memory, too.
     """
-    revision, upper = live.revision, live.revision.rung
-    if revision.held_until_s is not None:
+    workers, upper = live.workers, live.workers.rung
+    if workers.held_until_s is not None:
         # The signal is stronger than an eviction.
         return
-    spare = private_bytes is not None and _spare(revision)
-    if not (spare or (_idle(revision) and upper in (RungName.ZYGOTE, RungName.RESIDENT))):
+    spare = private_bytes is not None and _spare(workers)
+    if not (spare or (_idle(workers) and upper in (RungName.ZYGOTE, RungName.RESIDENT))):
         return
-    resident_bytes = float(revision.pool.resident_bytes)
+    resident_bytes = float(workers.resident_bytes)
     freed = {RungName.READY: private_bytes, RungName.RESIDENT: resident_bytes}
-    for lower in revision.history.ladder.below(upper):
+    for lower in live.history.ladder.below(upper):
         if upper is RungName.RESIDENT and not (weights and resident_bytes):
             return
-        step = revision.history.ladder.step_down(live.record.function, upper, lower, freed.get(upper))
+        step = live.history.ladder.step_down(live.record.function, upper, lower, freed.get(upper))
         yield Descent(upper, lower, step)
         upper = lower
 
@@ -294,10 +294,9 @@ class _Family(NamedTuple):
     workers: tuple[int, ...]
 
     @classmethod
-    def of(cls, revision: Revision) -> _Family:
-        source = revision.pool.zygote.source
-        workers = tuple(replica.child.pid for replica in revision.pool.ready + revision.pool.parked)
-        return cls(source.zygote_pid if source is not None else None, workers)
+    def of(cls, workers: RevisionWorkers) -> _Family:
+        pids = (replica.child.pid for replica in workers.replicas.ready + workers.replicas.parked)
+        return cls(workers.zygote_pid, tuple(pids))
 
 
 def _private(families: Mapping[str, _Family]) -> dict[str, float]:
@@ -317,24 +316,23 @@ def _anonymous(pid: int | None) -> int:
     return 0
 
 
-def _unmeasured(revision: Revision) -> bool:
+def _unmeasured(workers: RevisionWorkers) -> bool:
     """Return True if it holds a rung whose memory is not known yet, because its workers were busy whenever it was checked."""
-    known = revision.history.ladder.figures.held_bytes
-    held = {RungName.READY: revision.pool.ready, RungName.ZYGOTE: revision.pool.zygote.pids}
+    known = workers.history.ladder.figures.held_bytes
+    held = {RungName.READY: workers.replicas.ready, RungName.ZYGOTE: workers.zygote_pids}
     return any(processes and rung not in known for rung, processes in held.items())
 
 
-def _idle(revision: Revision) -> bool:
-    pool = revision.pool
-    return not pool.replicas and not pool.starting and not len(revision.dispatcher.queue)
+def _idle(workers: RevisionWorkers) -> bool:
+    return not workers.replicas.held and not len(workers.revision.dispatcher.queue)
 
 
-def _spare(revision: Revision) -> bool:
+def _spare(workers: RevisionWorkers) -> bool:
     """Return True if it has ready or parked workers, nobody needs them, and neither settings nor a signal keep them."""
-    pool = revision.pool
-    calls = pool.in_flight or pool.starting or len(revision.dispatcher.queue)
-    kept = revision.policy.scale.min or revision.held_until_s is not None
-    return bool(pool.ready or pool.parked) and not calls and not kept
+    replicas, revision = workers.replicas, workers.revision
+    calls = replicas.in_flight or replicas.starting or len(revision.dispatcher.queue)
+    kept = revision.policy.scale.min or workers.held_until_s is not None
+    return bool(replicas.ready or replicas.parked) and not calls and not kept
 
 
 def _held_mb(pids: list[int]) -> float:

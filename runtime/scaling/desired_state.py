@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import chain
 
 from . import load, revision_state
-from .revision_state import NOTHING_WRONG, RevisionState
+from .revision_state import NOTHING_WRONG, Phase, RevisionState
 from .scale_spec import ScaleSpec
 from .seen import Seen
 from .table import Proposal, Row, combine
+
+NOT_LIVE = (Phase.NEW, Phase.PROVING)
 
 
 def desired(
@@ -19,6 +22,9 @@ def desired(
     ahead: Proposal | None = None,
 ) -> Row:
     """Return how many workers a revision should have at `now_s`. `ahead` is what a signal wants before calls arrive."""
-    proposals = load.proposals(spec, seen, now_s)
+    if state.phase in NOT_LIVE and spec.min:
+        # What the owner keeps, the live revision has.
+        spec = replace(spec, min=0)
+    proposals = chain(revision_state.proposals(state), load.proposals(spec, seen, now_s))
     caps = chain(revision_state.caps(spec, seen, state, now_s), load.caps(spec, seen, now_s))
     return combine(proposals if ahead is None else chain(proposals, (ahead,)), caps, seen)

@@ -119,7 +119,7 @@ def caps(spec: ScaleSpec, seen: Seen, now_s: float) -> Iterator[Cap]:
 def _zero_at_s(spec: ScaleSpec, seen: Seen) -> float | None:
     """Return when the last worker without work ends; None if there is load, or no such worker."""
     idle_since_s = (*seen.parked_since_s, *seen.idle_since_s)
-    return None if seen.calls or not idle_since_s else max(idle_since_s) + spec.scale_to_zero_s
+    return None if seen.unfinished or not idle_since_s else max(idle_since_s) + spec.scale_to_zero_s
 
 
 def _next_check_s(spec: ScaleSpec, seen: Seen, now_s: float) -> float:

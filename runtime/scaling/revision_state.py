@@ -1,20 +1,46 @@
-"""Caps the workers of a revision that retires, has used up its budget, or whose starts fail. It does no I/O and reads no clock."""
+"""Proposes the workers of a deploy, and caps the workers of a revision that retires, is paused, has used up its budget, or fails.
+
+It does no I/O and reads no clock.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from enum import StrEnum
 from typing import NamedTuple
 
 from .scale_spec import ScaleSpec
 from .seen import Seen
-from .table import EVERY, Cap, Rank
+from .table import EVERY, Cap, Proposal, Rank
+
+DEPLOY, ROLLOVER = "deploy", "rollover"
+# The proof of a deploy needs a worker whatever was used, and whether or not the function is paused.
+PROVEN = EVERY - {Rank.PROOF}
+
+
+class Phase(StrEnum):
+    """Where a revision is between its deploy and its end."""
+
+    NEW = "new"
+    """It is made, and starts no worker yet."""
+    PROVING = "proving"
+    """It has to show that its workers start, before it replaces the live revision."""
+    PROVEN = "proven"
+    """It has shown that, and is about to replace the live revision. Only workers stay that it needs then."""
+    LIVE = "live"
+    RETIRING = "retiring"
+    """It runs what it has accepted, and accepts nothing more."""
 
 
 class RevisionState(NamedTuple):
     """The state of a revision, beside its load."""
 
-    retiring: bool = False
+    phase: Phase = Phase.LIVE
+    rollover: int = 0
+    """How many workers are wanted at the end of the proof: those of the revision that it replaces."""
+    paused: bool = False
+    """True if the owner has paused the function."""
     exhausted: bool = False
     """True if today's budget is used up."""
     failures: int = 0
@@ -30,14 +56,26 @@ class RevisionState(NamedTuple):
 NOTHING_WRONG = RevisionState()
 
 
+def proposals(state: RevisionState) -> Iterator[Proposal]:
+    """Yield the workers of a deploy: one that proves the revision, and those that its predecessor has."""
+    if state.phase is Phase.PROVING:
+        yield Proposal(Rank.PROOF, DEPLOY, 1)
+    if state.rollover and state.phase in (Phase.PROVING, Phase.PROVEN):
+        yield Proposal(Rank.AHEAD, ROLLOVER, state.rollover)
+
+
 def caps(spec: ScaleSpec, seen: Seen, state: RevisionState, now_s: float) -> Iterator[Cap]:
     """Yield what bounds the workers, whatever the load is."""
     yield Cap("max", EVERY, held=spec.max)
-    if state.retiring:
+    if state.phase is Phase.PROVEN:
+        yield Cap("proven", frozenset({Rank.KEEP}), held=0)
+    if state.phase is Phase.RETIRING:
         # Its own queue still runs.
         yield Cap("retired", EVERY - {Rank.LOAD}, held=0)
+    if state.paused:
+        yield Cap("paused", PROVEN, held=0)
     if state.exhausted:
-        yield Cap("budget", EVERY, held=0)
+        yield Cap("budget", PROVEN, held=0)
     if state.backoff_until_s > now_s:
         yield Cap("backoff", EVERY - {Rank.LOAD}, starts=0, until_s=state.backoff_until_s)
     if state.unexplained and not seen.ready:

@@ -60,10 +60,16 @@ class Seen:
     """For each parked worker when its last work ended, the earliest first. `ready` does not count them."""
     recent_awake: Peak = NO_NEED
     """The need of the last `park_after_s` seconds."""
+    leaving: int = 0
+    """The invocations of workers that drain. They need no other worker, and `in_flight` does not count them."""
 
     @property
     def calls(self) -> int:
         return self.queued + self.in_flight
+
+    @property
+    def unfinished(self) -> int:
+        return self.calls + self.leaving
 
     @property
     def parked(self) -> int:

@@ -9,6 +9,7 @@ clock.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable, Iterator
 from enum import IntEnum
 from typing import NamedTuple
@@ -27,6 +28,8 @@ class Rank(IntEnum):
     """Workers that the waiting and running calls need."""
     OWNER = 3
     """`scale.min`."""
+    PROOF = 4
+    """The first worker of a revision that is deployed: it shows that workers of the revision start."""
 
 
 EVERY = frozenset(Rank)
@@ -70,6 +73,10 @@ class Row(NamedTuple):
     """The proposals that want workers, as far as the caps leave them, the highest rank first."""
     again_s: float = math.inf
     """When to look again although no event occurs."""
+    most: int = sys.maxsize
+    """The number of workers that no proposal can exceed."""
+    capped: str = ""
+    """The cause of the cap that leaves fewer workers than a proposal wants; "" if none does."""
 
     def start(self, seen: Seen) -> int:
         """How many workers are missing. Parked ones wake before others start."""
@@ -104,14 +111,17 @@ def combine(proposals: Iterable[Proposal], caps: Iterable[Cap], seen: Seen) -> R
     """Return the row: the largest numbers of the proposals, after the caps on their ranks."""
     bounds, wanted = tuple(caps), list[Proposal]()
     want = keep = keep_awake = 0
+    cut, capped = 0.0, ""
     again_s = lasting_until_s = math.inf
     for proposal in proposals:
         held = awake = starts = math.inf
         for cap in bounds:
             if proposal.rank in cap.on:
                 held, awake, starts = min(held, cap.held), min(awake, cap.awake), min(starts, cap.starts)
-                if proposal.want > min(cap.held, seen.awake + cap.starts):
+                missing = proposal.want - min(cap.held, seen.awake + cap.starts)
+                if missing > 0:
                     again_s = min(again_s, cap.until_s)
+                    cut, capped = max((cut, capped), (missing, cap.cause))
         wants = int(min(proposal.want, held, seen.awake + starts))
         keeps = int(min(max(proposal.keep, proposal.want), held))
         if wants:
@@ -129,6 +139,8 @@ def combine(proposals: Iterable[Proposal], caps: Iterable[Cap], seen: Seen) -> R
     return Row(
         awake=min(max(seen.awake, want), max(want, keep_awake), max(want, target)),
         held=target,
-        wanted=tuple(sorted(wanted, key=lambda one: (-one.rank, -one.want, one.cause))),
+        wanted=tuple(sorted(wanted, key=lambda one: (-one.rank, -one.want, *one[1:]))),
         again_s=again_s,
+        most=int(min([sys.maxsize, *(cap.held for cap in bounds if cap.on == EVERY)])),
+        capped=capped,
     )

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ...errors import ActivationTimeout, DeadlineExceeded
-from ..scaling.node_limit import ReachedLimit
+from ..scaling.allocation import ReachedLimit
 from .invocation import Invocation
 
 # An invocation that is due within this time gets its own timer. A later one waits in a slot, which opens

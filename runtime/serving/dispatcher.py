@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from ...errors import (
     BudgetExhausted,
@@ -22,7 +23,7 @@ from ..batching.outstanding import BatchEnd
 from ..batching.queue import Queue, Slots
 from ..launching.launcher import EndCause
 from ..link.worker_spec import WorkerSpec
-from ..scaling.node_limit import ReachedLimit
+from ..scaling.allocation import ReachedLimit
 from ..scaling.scale_spec import ScaleSpec
 from ..settings.function_settings import FunctionSettings
 from ..telemetry.invocation_end import InvocationEnd
@@ -31,8 +32,8 @@ from . import deadlines
 from .deadlines import EARLY_S, Deadlines
 from .invocation import Invocation, Output
 from .latency_curve_store import LatencyCurveStore
-from .pool import Pool
 from .replica import Replica
+from .replicas import Replicas
 
 # How many attempts an idempotent invocation has if its workers die.
 MAX_ATTEMPTS = 3
@@ -43,6 +44,7 @@ SMOOTHING = 0.3
 OBSERVED_EVERY = 16
 # So many of them give the median time in the handler.
 KEPT = 31
+Refusal: TypeAlias = Callable[[], PilotflameError | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,7 @@ class Dispatcher:
     """Sends the invocations of one revision to its workers, and ends each of them."""
 
     def __init__(
-        self, spec: WorkerSpec, policy: Policy, pool: Pool, curves: LatencyCurveStore,
+        self, spec: WorkerSpec, policy: Policy, replicas: Replicas, curves: LatencyCurveStore,
         on_left: Callable[[], None], on_ended: Callable[[InvocationEnd], None] = lambda _end: None,
     ) -> None:  # fmt: skip
         """`on_left` is called when fewer workers may be needed: after a cancellation or a time limit.
@@ -76,7 +78,7 @@ class Dispatcher:
             spec.function, max_batch=policy.max_batch, max_queue=settings.max_queue,
             max_bytes=settings.max_queue_bytes,
         )  # fmt: skip
-        self._spec, self._policy, self._pool = spec, policy, pool
+        self._spec, self._policy, self._replicas = spec, policy, replicas
         self._curves, self._on_left, self._on_ended = curves, on_left, on_ended
         self._device = ""
         self._loop = asyncio.get_running_loop()
@@ -94,7 +96,8 @@ class Dispatcher:
         self._closed = False
         # The limit of workers of several functions, if more are wanted than it allows.
         self._limit: ReachedLimit | None = None
-        self._refusal: Callable[[], PilotflameError] | None = None
+        self._refusal: Refusal | None = None
+        self._fails_queued = True
 
     def note_limit(self, reached: ReachedLimit | None) -> None:
         """Learn that no more workers start because of a limit, or with None, that this has ended."""
@@ -105,11 +108,17 @@ class Dispatcher:
         limits = {"max_queue": policy.settings.max_queue, "max_bytes": policy.settings.max_queue_bytes}
         self.queue.configure(max_batch=policy.max_batch, **limits)
 
-    def bar(self, refusal: Callable[[], PilotflameError] | None) -> None:
-        """Refuse what no worker is free for with the error that `refusal` returns, until this is called with None."""
-        self._refusal = refusal
-        if refusal is not None:
-            self.fail_queued(refusal())
+    def bar(self, refusal: Refusal | None, *, queued: bool = True) -> None:
+        """Refuse what no worker is free for with the error that `refusal` returns, if it returns one. None ends that.
+
+        Unless `queued` is False, invocations that wait already fail with it too.
+        """
+        self._refusal, self._fails_queued = refusal, queued
+        if queued and (error := self._refused()) is not None:
+            self.fail_queued(error)
+
+    def _refused(self) -> PilotflameError | None:
+        return None if self._refusal is None else self._refusal()
 
     def close(self) -> None:
         """Send nothing more. Fail the waiting invocations, and later those that exiting workers give back."""
@@ -129,13 +138,17 @@ class Dispatcher:
         if self._closed:
             raise self.retired()
         now_s = time.monotonic()
-        if self._policy.max_batch == 1 and not len(self.queue) and (replica := self._pool.pick()) is not None:
+        if (
+            self._policy.max_batch == 1
+            and not len(self.queue)
+            and (replica := self._replicas.pick()) is not None
+        ):
             self._deadlines.set(invocation, invocation.deadline_s, now_s)
             self._send(replica, [invocation], now_s)
             return True
-        if self._refusal is not None:
-            raise self._refusal()
-        invocation.mark_queued(cold=not self._pool.ready)
+        if (error := self._refused()) is not None:
+            raise error
+        invocation.mark_queued(cold=not self._replicas.ready)
         self.queue.admit(invocation, now_s, self._slots(now_s))
         self._deadlines.set(invocation, min(invocation.deadline_s, invocation.hold_until_s), now_s)
         self.dispatch()
@@ -143,14 +156,14 @@ class Dispatcher:
 
     def _slots(self, now_s: float) -> Slots:
         """Return the slots of all workers, starting ones too. Without batches, each invocation needs one."""
-        ready = self._pool.ready
+        ready = self._replicas.ready
         at_once = self._at_once
-        count = sum(replica.outstanding.slots for replica in ready) + at_once * self._pool.starting
+        count = sum(replica.outstanding.slots for replica in ready) + at_once * self._replicas.starting
         if ready:
             curve = self.queue.curve
             return Slots(count, min(replica.outstanding.expected_at(now_s, curve) for replica in ready))
         # The next slot should be free when the oldest activation has taken the mean time of an activation.
-        asked_s = min((replica.activation.asked_s for replica in self._pool.replicas), default=now_s)
+        asked_s = min((replica.activation.asked_s for replica in self._replicas), default=now_s)
         return Slots(max(count, at_once), max(now_s, asked_s + self.activation_s))
 
     @property
@@ -163,7 +176,7 @@ class Dispatcher:
         curve, most = self._curve, self.queue.max_batch
         if not curve.points:
             return None
-        slots = [replica.outstanding.slots for replica in self._pool.ready]
+        slots = [replica.outstanding.slots for replica in self._replicas.ready]
         at_once = min(slots) if slots else self._at_once
         if most == 1 and self._each_s:
             # The curve has the way to the worker too, which takes long while many are sent.
@@ -189,8 +202,8 @@ class Dispatcher:
         if self._closed:
             self._fail(invocation, self.retired())
             return
-        if self._refusal is not None:
-            self._fail(invocation, self._refusal())
+        if self._fails_queued and (error := self._refused()) is not None:
+            self._fail(invocation, error)
             return
         now_s = time.monotonic()
         self._deadlines.set(invocation, deadlines.limit_s(invocation, now_s), now_s)
@@ -201,7 +214,7 @@ class Dispatcher:
     def dispatch(self) -> None:
         """Send waiting invocations to workers that have room."""
         now_s = time.monotonic()
-        for replica, selection in assign(self.queue, self._pool.pick, self._pool.ready, now_s):
+        for replica, selection in assign(self.queue, self._replicas.pick, self._replicas.ready, now_s):
             for invocation in selection.refused:
                 self._fail(invocation, self.queue.refusal(invocation, now_s, self._slots(now_s)))
             if replica is not None and selection.batch:
@@ -246,7 +259,7 @@ class Dispatcher:
         self._on_left()
 
     def _replica_of(self, invocation: Invocation) -> Replica | None:
-        return next((one for one in self._pool.replicas if one.name == invocation.worker), None)
+        return next((one for one in self._replicas if one.name == invocation.worker), None)
 
     def fail_queued(self, error: PilotflameError) -> None:
         """Fail all waiting invocations with `error`, because no worker will run them."""
@@ -284,7 +297,7 @@ class Dispatcher:
     def _on_due(self, invocation: Invocation) -> None:
         now_s = time.monotonic()
         waited_s = now_s - invocation.timeline.received_s
-        cold = not (invocation.worker or self._pool.ready)
+        cold = not (invocation.worker or self._replicas.ready)
         if (replica := self._replica_of(invocation)) is not None:
             self._on_due_at_worker(invocation, replica, now_s)
         elif now_s >= invocation.deadline_s - EARLY_S:
@@ -365,7 +378,7 @@ class Dispatcher:
                 self._each_s = sorted(self._exec_s)[len(self._exec_s) // 2]
             self._observe(BatchEnd(1, 1.0, now_s - timeline.sent_s - timeline.wait_s))
         self._deadlines.cancel(invocation)
-        self._end(invocation, outcome if isinstance(outcome, Output) else self._pool.explain(outcome))
+        self._end(invocation, outcome)
         if batch is not None:
             self._observe(batch)
 
@@ -401,7 +414,7 @@ class Dispatcher:
 
     def limit_batch(self) -> None:
         """Limit batches to what fits into the memory of every ready worker: each may get any batch."""
-        limits = [replica.batch_limit for replica in self._pool.ready if replica.batch_limit is not None]
+        limits = [replica.batch_limit for replica in self._replicas.ready if replica.batch_limit is not None]
         self.queue.configure(max_batch=max(1, min([self._policy.max_batch, *limits])))
 
     def recover(self, unstarted: list[Invocation], started: list[Invocation], cause: EndCause) -> None:

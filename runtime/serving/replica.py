@@ -35,10 +35,9 @@ class ReplicaState(enum.StrEnum):
     DEAD = "dead"
 
 
-class RevisionEvents(Protocol):
-    """The events that replicas and the pool report to their revision, on its event loop."""
+class CallEvents(Protocol):
+    """The events of invocations that replicas report to their revision, on its event loop."""
 
-    def on_ready(self, replica: Replica) -> None: ...
     def on_end(
         self, replica: Replica, invocation: Invocation, outcome: Output | PilotflameError,
         timing: WorkerTiming, now_s: float, batch: BatchEnd | None,
@@ -51,16 +50,17 @@ class RevisionEvents(Protocol):
     def on_split(self, invocations: list[Invocation]) -> None:
         """A worker makes one more handler call for `invocations`, those of a batch that have not ended."""
 
+    def on_resized(self, replica: Replica) -> None:
+        """A worker takes more or fewer invocations at a time than before."""
+
+
+class WorkerEvents(Protocol):
+    """The events of workers that replicas report to whoever decides about the workers."""
+
+    def on_ready(self, replica: Replica) -> None: ...
     def on_start_failed(self, error: PilotflameError) -> None: ...
-    def on_resized(self, replica: Replica) -> None: ...
     def on_parked(self, replica: Replica, freed_bytes: int, reserved: list[int]) -> None:
         """A worker has given memory of devices back. `reserved` has the bytes that torch's allocator keeps of each of its GPUs."""
-
-    def on_processes_changed(self) -> None:
-        """A worker, the zygote or the standby has come or gone."""
-
-    def keeps_zygote(self) -> bool:
-        """Return True if a zygote that has died is to be launched again."""
 
     def on_lost(self, replica: Replica, unstarted: list[Invocation], started: list[Invocation]) -> None:
         """A worker's link is closed. It had started, or may have started, the `started` invocations."""
@@ -70,7 +70,7 @@ class Replica:
     """One worker: how much it may be sent, and which invocations it has. It changes no invocation."""
 
     def __init__(
-        self, child: Child, activation: Activation, events: RevisionEvents, env: dict[str, str],
+        self, child: Child, activation: Activation, calls: CallEvents, events: WorkerEvents, env: dict[str, str],
         start_timeout_s: float = START_TIMEOUT_S, *, measure: bool = False, weights_s: float | None = None,
     ) -> None:  # fmt: skip
         """If `measure` and the handler has examples, the worker first measures its latency curve.
@@ -97,7 +97,7 @@ class Replica:
         """How many times it was asked to park."""
         self._parked_since_s = self._past_parked_s = 0.0
         self._park_timer: asyncio.TimerHandle | None = None
-        self._events = events
+        self._calls, self._events = calls, events
         # The channels of invocations whose handler call does not end.
         self._stuck: set[int] = set()
         # The channels of invocations whose printed lines are captured.
@@ -297,10 +297,10 @@ class Replica:
         if invocation is None:
             return
         if outcome is None:
-            self._events.on_returned(invocation)
+            self._calls.on_returned(invocation)
         else:
             self.completed += 1
-            self._events.on_end(self, invocation, outcome, timing, now_s, batch)
+            self._calls.on_end(self, invocation, outcome, timing, now_s, batch)
 
     def _on_piece(self, frame: Frame) -> None:
         invocation = self.outstanding.calls.get(frame.channel)
@@ -360,12 +360,12 @@ class Replica:
         if "limit" in head:
             self.batch_limit = int(head["limit"])
         if "slots" in head or "limit" in head:
-            self._events.on_resized(self)
+            self._calls.on_resized(self)
         if "call" in head:
             calls, call = self.outstanding.calls, int(head["call"])
             self.outstanding.note_call(call, time.monotonic())
             channels = self.outstanding.batch_of(call)
-            self._events.on_split([calls[channel] for channel in channels if channel in calls])
+            self._calls.on_split([calls[channel] for channel in channels if channel in calls])
 
     def _on_ready(self, head: dict[str, Any]) -> None:
         self.idle_since_s = time.monotonic()

@@ -175,7 +175,7 @@ async def test_a_process_that_the_kernel_cannot_end_holds_up_no_shutdown(
     state, gate: Gate, monkeypatch, caplog
 ):
     """As a worker in a call of a driver, it does not end when it is killed. It also holds a place on a GPU."""
-    monkeypatch.setattr("pilotflame.runtime.serving.pool.KILLED_S", 0.3)
+    monkeypatch.setattr("pilotflame.runtime.reconciling.pool.KILLED_S", 0.3)
     monkeypatch.setattr("pilotflame.runtime.telemetry.background.END_S", 0.3)
     kill = ChildProcess.kill
     monkeypatch.setattr(ChildProcess, "kill", lambda child: None if child.pid == stuck else kill(child))

@@ -153,11 +153,11 @@ class PredictionsApi:
 
     def _health(self, name: str) -> Health:
         try:
-            revision = self._backend.functions.live(name)
+            live = self._backend.functions.get(name)
         except (UnknownFunction, GatewayError):
             return "DEFUNCT"
-        census, scale = revision.census(), revision.policy.scale
-        if not census.ready and revision.breaker.failures:
+        census, scale = live.workers.census(), live.revision.policy.scale
+        if not census.ready and live.workers.breaker.failures:
             return "SETUP_FAILED"
         if not census.ready and census.starting:
             return "STARTING"

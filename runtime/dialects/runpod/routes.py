@@ -192,8 +192,8 @@ class QueueApi:
     async def health(self, request: web.Request) -> web.StreamResponse:
         live = self._live(request)
         counts = await self._jobs.store.counts(live.record.function, owner_of(request))
-        census = live.revision.census()
-        running, failures = min(census.ready, census.in_flight), live.revision.breaker.failures
+        census = live.workers.census()
+        running, failures = min(census.ready, census.in_flight), live.workers.breaker.failures
         health = {
             "jobs": {
                 "completed": counts.completed, "failed": counts.failed, "inProgress": counts.in_progress,
@@ -257,10 +257,10 @@ class QueueApi:
 
 def _throttled(live: Live, queued: int) -> int:
     """Return how many workers the queue needs that a limit of the node, or failed starts, keep from starting."""
-    revision = live.revision
-    if revision.reached is None and not revision.breaker.failures:
+    workers = live.workers
+    if workers.reached is None and not workers.breaker.failures:
         return 0
-    census, scale = revision.census(), revision.policy.scale
+    census, scale = workers.census(), live.revision.policy.scale
     missing = scale.max - census.ready - census.parked - census.starting
     return max(0, min(math.ceil(queued / scale.concurrency) - census.starting, missing))
 

@@ -266,7 +266,7 @@ async def test_requests_go_on_while_many_accounts_are_settled(tmp_path: Path) ->
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The wall clock of ledgers and accounts. The test sets `at`."""
     found = SimpleNamespace(at=20_779 * 86400.0 + 3600, time=lambda: found.at, monotonic=time.monotonic)
-    for module in ("functions.ledger", "serving.account"):
+    for module in ("functions.ledger", "reconciling.account"):
         monkeypatch.setattr(f"pilotflame.runtime.{module}.time", found)
     return found
 
@@ -364,7 +364,7 @@ async def test_at_the_cap_the_running_call_ends_and_others_get_the_reason(gatewa
     text = (await gateway.client.get("/metrics")).text
     assert f'pilotflame_budget_used_ratio{{function="{function.name}"}} 1' in text
     assert gateway.server is not None
-    decisions = gateway.server.functions.live(function.name).history.decisions.since(0)
+    decisions = gateway.server.functions.get(function.name).workers.history.decisions.since(0)
     assert [one.cause for one in decisions if one.action == "budget"] == ["warned", "exhausted"]
 
 

@@ -23,7 +23,7 @@ from pilotflame.runtime.launching.confinements import Confinements
 from pilotflame.runtime.launching.listener import Listener
 from pilotflame.runtime.launching.process_launcher import ProcessLauncher
 from pilotflame.runtime.link.worker_spec import WorkerSpec
-from pilotflame.runtime.serving.zygote_supervisor import ZygoteSupervisor
+from pilotflame.runtime.reconciling.zygote_supervisor import ZygoteSupervisor
 from pilotflame.runtime.settings.function_settings import Scale
 from pilotflame.runtime.settings.resources import Resources
 from pilotflame.runtime.telemetry.logs import LogBook

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pilotflame.runtime.scaling.desired_state import desired
 from pilotflame.runtime.scaling.load import sufficient_load, wanted
-from pilotflame.runtime.scaling.revision_state import NOTHING_WRONG, RevisionState
+from pilotflame.runtime.scaling.revision_state import NOTHING_WRONG, Phase, RevisionState
 from pilotflame.runtime.scaling.scale_spec import ScaleSpec
 from pilotflame.runtime.scaling.seen import TARGET_S, Load, Peak, Seen
 from pilotflame.runtime.scaling.table import Proposal, Rank
@@ -383,7 +383,7 @@ def test_a_revision_that_retires_has_workers_for_its_own_calls_only(
     spec: ScaleSpec, seen: Seen, ahead: int
 ) -> None:
     seen = without_calls(seen)
-    decision = decide(spec, seen, NOW_S, ahead, RevisionState(retiring=True))
+    decision = decide(spec, seen, NOW_S, ahead, RevisionState(Phase.RETIRING))
     assert (decision.start, decision.stop) == (0, seen.ready + seen.parked)
 
 

@@ -184,6 +184,6 @@ async def test_an_invocation_sent_to_a_draining_worker_is_not_lost(gateway, depl
     now_s = time.monotonic()
     invocation = Invocation("late", b"null", now_s=now_s, deadline_s=now_s + 60, hold_until_s=now_s + 60)
     revision.submit(invocation)
-    assert invocation.worker == revision.pool.replicas[0].name
+    assert invocation.worker == next(iter(revision.replicas)).name
     assert int((await invocation.output).payload) != before
     await gone(before)

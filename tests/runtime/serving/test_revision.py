@@ -221,8 +221,8 @@ async def test_a_failing_setup_fails_those_that_wait(deploy, tmp_path):
 
 
 async def test_workers_that_no_invocation_needs_are_not_started_again_and_again(deploy, monkeypatch):
-    monkeypatch.setattr("pilotflame.runtime.serving.breaker.FIRST_BACKOFF_S", 3600.0)
-    monkeypatch.setattr("pilotflame.runtime.serving.breaker.MAX_BACKOFF_S", 3600.0)
+    monkeypatch.setattr("pilotflame.runtime.reconciling.breaker.FIRST_BACKOFF_S", 3600.0)
+    monkeypatch.setattr("pilotflame.runtime.reconciling.breaker.MAX_BACKOFF_S", 3600.0)
     source = "def setup(context):\n    raise OSError\ndef handler(event):\n    return event"
     function = await deploy(source, {"scale.min": 1}, check=False)
     await function.logged("activation failed")
@@ -234,9 +234,9 @@ async def test_the_first_delay_after_a_failed_start_is_half_a_second(gateway, de
     source = "def setup(context):\n    raise OSError\ndef handler(event):\n    return event"
     function = await deploy(source, check=False)
     assert gateway.server is not None
-    revision = gateway.server.functions.live(function.name)
+    breaker = gateway.server.functions.get(function.name).workers.breaker
     assert (await function.error())["type"] == "handler_setup_failed"
-    assert 0.3 < revision.breaker.backoff_until_s - time.monotonic() <= 0.5
+    assert 0.3 < breaker.backoff_until_s - time.monotonic() <= 0.5
 
 
 async def test_a_crash_loop_costs_five_starts_and_then_callers_get_the_reason_at_once(deploy):
@@ -271,7 +271,7 @@ async def test_a_burst_on_a_function_that_cannot_start_costs_its_workers_and_one
 
 
 async def test_the_breaker_closes_when_a_start_after_the_back_off_succeeds(deploy, tmp_path, monkeypatch):
-    monkeypatch.setattr("pilotflame.runtime.serving.breaker.FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr("pilotflame.runtime.reconciling.breaker.FIRST_BACKOFF_S", 0.01)
     function = await deploy(STARTS_LATER, {"env.OK": str(tmp_path / "ok")}, check=False)
     types = [(await function.error())["type"] for _ in range(6)]
     assert types == ["handler_setup_failed"] * 5 + ["crash_loop"]
@@ -286,8 +286,8 @@ async def test_the_breaker_closes_when_a_start_after_the_back_off_succeeds(deplo
 
 async def test_reset_closes_the_breaker_and_runs_the_jobs_that_wait(gateway, deploy, tmp_path, monkeypatch):
     # Without the reset, nothing would start for an hour.
-    monkeypatch.setattr("pilotflame.runtime.serving.breaker.FIRST_BACKOFF_S", 3600.0)
-    monkeypatch.setattr("pilotflame.runtime.serving.breaker.MAX_BACKOFF_S", 3600.0)
+    monkeypatch.setattr("pilotflame.runtime.reconciling.breaker.FIRST_BACKOFF_S", 3600.0)
+    monkeypatch.setattr("pilotflame.runtime.reconciling.breaker.MAX_BACKOFF_S", 3600.0)
     function = await deploy(STARTS_LATER, {"env.OK": str(tmp_path / "ok")}, check=False)
     for _ in range(5):
         await function.error()
@@ -319,10 +319,11 @@ async def test_starts_of_workers_are_counted_by_outcome(gateway, deploy, tmp_pat
 async def test_a_revision_that_retires_accepts_nothing_more(gateway, deploy, gate: Gate):
     function = await deploy(WAITS, {"scale.max": 1}, gate=gate)
     assert gateway.server is not None
-    revision = gateway.server.functions.live(function.name)
+    workers = gateway.server.functions.get(function.name).workers
+    revision = workers.revision
     running = asyncio.create_task(function.answer("runs"))
     await gate.next("runs")
-    retiring = asyncio.create_task(revision.retire(20.0))
+    retiring = asyncio.create_task(workers.retire(20.0))
     await asyncio.sleep(0)
     now_s = time.monotonic()
     late = Invocation("late", b"1", now_s=now_s, deadline_s=now_s + 60, hold_until_s=now_s + 60)

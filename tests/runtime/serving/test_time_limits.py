@@ -31,6 +31,7 @@ from pilotflame.runtime.serving.dispatcher import Dispatcher, Policy
 from pilotflame.runtime.serving.invocation import Invocation, Output
 from pilotflame.runtime.serving.latency_curve_store import LatencyCurveStore
 from pilotflame.runtime.serving.replica import Replica, ReplicaState
+from pilotflame.runtime.serving.replicas import ReplicaList
 from pilotflame.runtime.settings.function_settings import FunctionSettings
 from pilotflame.runtime.telemetry.timeline import Activation, WorkerTiming
 
@@ -178,22 +179,13 @@ class Worker:
 class Revision:
     """The pool and the revision of the dispatcher, with at most one worker that is sent invocations."""
 
-    starting = 0
-
     def __init__(self, make: Callable[[str], Worker], policy: Policy) -> None:
-        self.replicas: list[Replica] = []
+        self.replicas = ReplicaList()
         self.workers: list[Worker] = []
         self._make = make
         spec = WorkerSpec(function="f", revision="r1-1", code=Path("/"))
         curves = LatencyCurveStore(Path("/nonexistent"))
-        self.dispatcher = Dispatcher(spec, policy, self, curves, self.scale)  # type: ignore[arg-type]
-
-    @property
-    def ready(self) -> list[Replica]:
-        return [replica for replica in self.replicas if replica.state is ReplicaState.READY]
-
-    def pick(self) -> Replica | None:
-        return next((replica for replica in self.replicas if replica.credit > 0), None)
+        self.dispatcher = Dispatcher(spec, policy, self.replicas, curves, self.scale)
 
     def explain(self, error: PilotflameError) -> PilotflameError:
         return error
@@ -203,7 +195,7 @@ class Revision:
         states = (ReplicaState.READY, ReplicaState.RESTORING)
         if not any(replica.state in states for replica in self.replicas):
             self.workers.append(self._make(f"w{len(self.workers)}"))
-            self.replicas.append(Replica(self.workers[-1], Activation(time.monotonic()), self, {}))  # type: ignore[arg-type]
+            self.replicas.add(Replica(self.workers[-1], Activation(time.monotonic()), self, self, {}))  # type: ignore[arg-type]
 
     def on_ready(self, replica: Replica) -> None:
         self.dispatcher.dispatch()

@@ -9,67 +9,64 @@ from ..scaling.recent_load import RecentLoad
 from ..scaling.recent_need import RecentNeed
 from ..scaling.scale_spec import ScaleSpec
 from ..scaling.seen import Load, Seen
-from .dispatcher import Dispatcher
+from ..serving.revision import Revision
 from .pool import Pool
 
 
 class Demand:
     """The numbers of one revision on which its number of workers depends."""
 
-    def __init__(self, pool: Pool, dispatcher: Dispatcher) -> None:
-        self._pool, self._dispatcher = pool, dispatcher
+    def __init__(self, pool: Pool, revision: Revision) -> None:
+        self._pool, self._replicas, self._revision = pool, pool.replicas, revision
+        self._dispatcher = revision.dispatcher
         self._need, self._load = RecentNeed(), RecentLoad()
-        # The largest number of running invocations since the last call of `see`.
-        self._peak = 0
-
-    def note_running(self, in_flight: int) -> None:
-        """Learn how many invocations run, while that is too few for another decision."""
-        self._peak = max(self._peak, in_flight)
 
     def note_need(self, workers: int, now_s: float) -> None:
         """Learn that this number of workers is needed now, for other reasons than the load."""
         self._need.note(now_s, workers)
 
-    def see(self, spec: ScaleSpec, now_s: float) -> Seen:
-        """Return the present numbers, and remember how many workers were needed since the last call."""
-        pool, queued, in_flight = self._pool, len(self._dispatcher.queue), self._pool.in_flight
-        starting, ready = pool.starting, len(pool.ready)
+    def see(self, spec: ScaleSpec, now_s: float, arriving: int = 0) -> Seen:
+        """Return the present numbers, and remember how many workers were needed since the last call.
+
+        `arriving` invocations are about to be queued.
+        """
+        replicas, queued = self._replicas, len(self._dispatcher.queue) + arriving
+        leaving, starting, ready = replicas.leaving, replicas.starting, len(replicas.ready)
+        in_flight = replicas.in_flight - leaving
         load = self._predict(queued, starting, now_s)
-        peak = Seen(queued, max(in_flight, self._peak), starting, ready, load=load)
+        peak = Seen(queued, max(in_flight, self._revision.peak), starting, ready, load=load)
         # What is wanted ahead of need is kept as long as its signal says.
         self._need.note(now_s, wanted(spec, peak))
-        self._peak = in_flight
+        self._revision.peak = in_flight
         parks_s = spec.park_after_s if spec.park_after_s < math.inf else 0.0
         self._need.forget(now_s, max(spec.scale_down_s, parks_s))
         return Seen(
-            queued, in_flight, starting, ready, tuple(replica.idle_since_s for replica in pool.idle()), load,
-            self._need.peak(now_s, spec.scale_down_s), tuple(replica.idle_since_s for replica in pool.parked),
-            self._need.peak(now_s, parks_s),
+            queued, in_flight, starting, ready, tuple(replica.idle_since_s for replica in replicas.idle), load,
+            self._need.peak(now_s, spec.scale_down_s), tuple(replica.idle_since_s for replica in replicas.parked),
+            self._need.peak(now_s, parks_s), leaving,
         )  # fmt: skip
 
     def ahead(self, spec: ScaleSpec, invocations: int, now_s: float) -> int:
         """Return how many workers are wanted for this number of invocations, which run already or are about to come."""
-        pool, in_flight = self._pool, self._pool.in_flight
-        queued, wake_s = (
-            max(len(self._dispatcher.queue), invocations - in_flight),
-            self._dispatcher.activation_s,
-        )
-        starting, load = pool.starting, None
+        replicas, wake_s = self._replicas, self._dispatcher.activation_s
+        in_flight = replicas.in_flight
+        queued = max(len(self._dispatcher.queue), invocations - in_flight)
+        starting, load = replicas.starting, None
         if (work_s := self._dispatcher.work_s(queued)) is not None:
-            started_s = pool.started_s(now_s, wake_s) if starting else 0.0
+            started_s = replicas.started_s(now_s, wake_s) if starting else 0.0
             load = Load(work_s, wake_s, started_s, stuck=0.0, lasting=0.0)
-        return wanted(spec, Seen(queued, in_flight, starting, len(pool.ready), load=load))
+        return wanted(spec, Seen(queued, in_flight, starting, len(replicas.ready), load=load))
 
     def _predict(self, queued: int, starting: int, now_s: float) -> Load | None:
         """Return what the load will take; None while it is not known how long invocations take."""
-        pool, wake_s, queue = self._pool, self._dispatcher.activation_s, self._dispatcher.queue
-        lasting = self._load.note(now_s, pool.load_s(now_s), queued, queue.admitted, queue.emptied)
+        replicas, wake_s, queue = self._replicas, self._dispatcher.activation_s, self._dispatcher.queue
+        lasting = self._load.note(now_s, self._pool.load_s(now_s), queued, queue.admitted, queue.emptied)
         if (work_s := self._dispatcher.work_s(queued)) is None:
             return None
-        started_s = pool.started_s(now_s, wake_s) if starting else 0.0
+        started_s = replicas.started_s(now_s, wake_s) if starting else 0.0
         load = Load(work_s, wake_s, started_s, 0.0, lasting)
         if not queued:
             return load
         overdue_s = now_s - load.delay_s - self._dispatcher.longest_s()
-        stuck = sum(replica.outstanding.overdue(overdue_s) for replica in pool.ready)
+        stuck = sum(replica.outstanding.overdue(overdue_s) for replica in replicas.ready)
         return load._replace(stuck=stuck) if stuck else load

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pilotflame.runtime.serving.prewarms import WarmHold, WarmHolds, signal_of
+from pilotflame.runtime.reconciling.prewarms import WarmHold, WarmHolds, signal_of
 from pilotflame.runtime.telemetry.decisions import DecisionRecord
 
 ECHO = "def handler(event):\n    return event"
@@ -60,10 +60,10 @@ class TestWorkers:
 
     async def test_a_warm_up_keeps_workers_that_would_be_idle_for_too_long(self, gateway, deploy):
         function = await deploy(ECHO, {"scale.idle_timeout_s": 0})
-        revision = gateway.server.functions.live(function.name)
+        workers = gateway.server.functions.get(function.name).workers
         await function.settled(ready=0)
         stops = notes(gateway, function, "stop")
-        revision.warm(2, "warmup", 100.0)
+        workers.warm(2, "warmup", 100.0)
         await function.settled(ready=2)
         assert (await function.call(1)).headers["x-cold-start"] == "false"
         await function.settled(ready=2)
@@ -72,22 +72,22 @@ class TestWorkers:
 
     async def test_a_used_worker_is_told_from_an_unused_one(self, gateway, deploy):
         function = await deploy(ECHO, {"scale.idle_timeout_s": 0})
-        revision = gateway.server.functions.live(function.name)
-        revision.warm(2, "schedule 0 8 * * *", 100.0)
+        workers = gateway.server.functions.get(function.name).workers
+        workers.warm(2, "schedule 0 8 * * *", 100.0)
         await function.settled(ready=2)
         await function.answer(1)
         await gateway.client.delete(f"/v1/functions/{function.name}")
         found = sorted(
             (one.cause, one.figures["used"])
-            for one in revision.history.decisions.since(0)
+            for one in workers.history.decisions.since(0)
             if one.action == "prewarm"
         )
         assert found == [("schedule 0 8 * * *", 0.0), ("schedule 0 8 * * *", 1.0)]
-        assert revision.history.prewarms.counts == {("schedule", True): 1, ("schedule", False): 1}
+        assert workers.history.prewarms.counts == {("schedule", True): 1, ("schedule", False): 1}
 
     async def test_workers_end_with_the_hold(self, gateway, deploy):
         function = await deploy(ECHO, {"scale.idle_timeout_s": 0})
-        gateway.server.functions.live(function.name).warm(1, "warmup", 0.5)
+        gateway.server.functions.get(function.name).workers.warm(1, "warmup", 0.5)
         await function.settled(ready=1)
         await function.settled(ready=0)
         (found,) = notes(gateway, function, "prewarm")
@@ -96,7 +96,7 @@ class TestWorkers:
     async def test_a_held_worker_that_dies_is_replaced(self, gateway, deploy):
         source = "import os, signal\ndef handler(event):\n    os.kill(os.getpid(), signal.SIGKILL)"
         function = await deploy(source, {"scale.idle_timeout_s": 0})
-        gateway.server.functions.live(function.name).warm(1, "warmup", 100.0)
+        gateway.server.functions.get(function.name).workers.warm(1, "warmup", 100.0)
         await function.settled(ready=1)
         assert (await function.error())["type"] == "worker_died"
         await function.settled(ready=1)
@@ -104,7 +104,7 @@ class TestWorkers:
 
     async def test_a_hold_goes_on_in_the_next_revision(self, gateway, deploy):
         function = await deploy(ECHO, {"scale.idle_timeout_s": 0}, name="held")
-        gateway.server.functions.live("held").warm(1, "warmup", 100.0)
+        gateway.server.functions.get("held").workers.warm(1, "warmup", 100.0)
         await function.settled(ready=1)
         again = await deploy(ECHO + "\n", {"scale.idle_timeout_s": 0}, name="held")
         await again.settled(ready=1)
@@ -117,7 +117,7 @@ class TestWorkers:
         # Two that run want a third worker.
         await function.settled(ready=3, in_flight=2)
         assert {one.cause for one in notes(gateway, function, "start")} <= {"load"}
-        gateway.server.functions.live(function.name).warm(4, "warmup", 100.0)
+        gateway.server.functions.get(function.name).workers.warm(4, "warmup", 100.0)
         await function.settled(ready=4, in_flight=2)
         (ahead,) = [one for one in notes(gateway, function, "start") if one.cause == "warmup"]
         assert ahead.figures["workers"] == 1
@@ -127,5 +127,5 @@ class TestWorkers:
 
 def notes(gateway: Any, function: Any, action: str) -> list[DecisionRecord]:
     """Return the function's decisions of one kind."""
-    history = gateway.server.functions.live(function.name).history
+    history = gateway.server.functions.get(function.name).workers.history
     return [one for one in history.decisions.since(0) if one.action == action]

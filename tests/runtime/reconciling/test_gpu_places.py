@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from live import Gate, Gateway, failure, gateway_here, until
-from pilotflame.runtime.serving import gpu_places, replica
+from pilotflame.runtime.scaling import allocation
+from pilotflame.runtime.serving import replica
 from pilotflame.runtime.settings.resources import CONTEXT_MB
 from serving_handlers import KEEPS_MEMORY, KEPT_MB, ON_DEVICE, PID, device_weights
 
@@ -60,7 +61,7 @@ async def booked_mb(gateway: Gateway) -> int:
 
 
 def actions(gateway: Gateway, function: Any, cause: str = "gpus") -> list[str]:
-    history = gateway.server.functions.live(function.name).history
+    history = gateway.server.functions.get(function.name).workers.history
     return [one.action for one in history.decisions.since(0) if one.cause == cause]
 
 
@@ -122,7 +123,7 @@ async def test_two_that_fit_share_the_gpu(one_gpu: Gateway, gate: Gate):
     # Each is billed for its half of the GPU.
     lives = [one_gpu.server.functions.get(one.name) for one in functions]
     assert [live.devices for live in lives] == [0.5, 0.5]
-    assert [live.revision.history.ladder.figures.devices for live in lives] == [0.5, 0.5]
+    assert [live.workers.history.ladder.figures.devices for live in lives] == [0.5, 0.5]
 
 
 async def test_a_busy_worker_is_left_alone_and_the_caller_is_told(one_gpu: Gateway, gate: Gate):
@@ -226,24 +227,26 @@ async def test_a_busy_function_is_deployed_again(one_gpu: Gateway, gate: Gate):
 
 async def test_a_deploy_comes_before_those_who_wait(one_gpu: Gateway, gate: Gate):
     busy = await one_gpu.deploy(PLAIN, needs(), gate=gate, check=False)
-    calls = [asyncio.create_task(busy.answer("busy")) for _ in range(2)]
+    calls = [asyncio.create_task(busy.answer("busy"))]
     first = await gate.next("busy")
-    new = one_gpu.send(PLAIN, needs() | {"scale.min": 1}, gate=gate)
-    deploying = asyncio.create_task(new)
+    other = await one_gpu.deploy(PLAIN, needs(), gate=gate, check=False)
+    waiting = asyncio.create_task(other.answer("other"))
+    await other.settled(queued=1)
+    deploying = asyncio.create_task(one_gpu.send(PLAIN, needs(), gate=gate))
 
     async def waits() -> bool:
         readings = await one_gpu.server.functions.gpus.readings()
-        return next(one for one in readings if one.name == "gpu_waiting").values == {(): 1.0}
+        return next(one for one in readings if one.name == "gpu_waiting").values == {(): 2.0}
 
     await until(waits, "a deploy that waits for room")
-    other = await one_gpu.deploy(PLAIN, needs(), gate=gate, check=False)
-    waiting = asyncio.create_task(other.call("other"))
-    await other.settled(queued=1)
+    # The worker takes no further call, and its place is the deploy's.
+    await busy.settled(draining=1, in_flight=1)
+    calls.append(asyncio.create_task(busy.answer("busy")))
     first.go()
-    (await gate.next("busy")).go()
-    await asyncio.gather(*calls)
     assert (await deploying).status_code == 201
-    waiting.cancel()
+    assert not waiting.done()
+    gate.open()
+    await asyncio.gather(*calls, waiting)
 
 
 async def test_who_becomes_idle_for_long_makes_room_for_more(two_gpus: Gateway, gate: Gate):
@@ -279,7 +282,7 @@ async def test_workers_that_the_owner_keeps_stay(one_gpu: Gateway, gate: Gate):
 async def test_who_waits_for_long_gets_the_gpu_of_a_busy_function(
     one_gpu: Gateway, gate: Gate, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(gpu_places, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(allocation, "PATIENCE_S", 0.1)
     busy = await one_gpu.deploy(PLAIN, needs(), gate=gate, check=False)
     calls = [asyncio.create_task(busy.answer("busy")) for _ in range(3)]
     first = await gate.next("busy")
@@ -314,8 +317,8 @@ async def test_a_warm_up_makes_others_make_room(one_gpu: Gateway, gate: Gate):
     first = await one_gpu.deploy(PLAIN, needs(), gate=gate, check=False)
     second = await one_gpu.deploy(PLAIN, needs(), gate=gate, check=False)
     await first.answer(1)
-    await one_gpu.server.functions.live(second.name).pool.zygote.open()
-    one_gpu.server.functions.live(second.name).warm(1)
+    await one_gpu.server.functions.get(second.name).workers.pool.zygote.open()
+    one_gpu.server.functions.get(second.name).workers.warm(1)
     await second.settled(ready=1)
     assert (await first.status())["workers"]["ready"] == 0
 
@@ -326,7 +329,7 @@ async def test_one_that_parks_by_itself_is_not_ended_for_others(two_gpus: Gatewa
     arrived = await gate.next("busy")
     # It fits only where the busy one is, and nobody waits for it.
     other = await two_gpus.deploy(PLAIN, needs(16000), gate=gate, check=False)
-    two_gpus.server.functions.live(other.name).warm(1, "schedule")
+    two_gpus.server.functions.get(other.name).workers.warm(1, "schedule")
     parks = await two_gpus.deploy(PLAIN, needs(8000) | {"scale.park_after_s": 0}, gate=gate, check=False)
     once = asyncio.create_task(parks.answer("parks"))
     (await gate.next("parks")).go()
@@ -345,7 +348,9 @@ async def test_a_worker_that_ends_anyway_is_waited_for(one_gpu: Gateway, gate: G
     await functions[0].answer(1)
     before, _ = await functions[1].answer(1)
     os.kill((await functions[0].pids("worker"))[0], signal.SIGSTOP)
-    one_gpu.server.functions.live(functions[0].name).pool.stop(1)
+    one_gpu.server.functions.get(functions[0].name).workers.pool.stop(
+        one_gpu.server.functions.get(functions[0].name).workers.replicas
+    )
     waiting = asyncio.create_task(functions[2].answer(1))
     await functions[2].settled(queued=1)
     os.kill((await functions[0].pids("worker"))[0], signal.SIGCONT)

@@ -17,7 +17,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, Field, ValidationError
 
-from ...errors import SnapshotError
+from ...errors import FunctionPaused, SnapshotError
 from ...snapshot.publish import publish
 from ..scaling.idle_law import PRIOR_BINS, Prior
 from ..scaling.keep_alive import EXPERTS, IDLES, INTERVALS, History
@@ -87,10 +87,11 @@ class _RememberedNode(BaseModel, frozen=True):
     weights: tuple[_Amount, ...] = Field((0.0,) * PRIOR_BINS, min_length=PRIOR_BINS, max_length=PRIOR_BINS)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class FunctionHistory:
     """What is remembered of a function when a revision of it ends, for the next one."""
 
+    name: str
     ladder: IdleLadder
     account: Account
     decisions: Decisions = field(default_factory=Decisions)
@@ -102,9 +103,15 @@ class FunctionHistory:
     worker_numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     """The numbers in the names of workers. Processes of one revision can be replaced, so revisions share them."""
     prewarms: Prewarms = field(init=False)
+    paused: bool = False
+    """True if the owner has paused it."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "prewarms", Prewarms(self.decisions))
+        self.prewarms = Prewarms(self.decisions)
+
+    def paused_refusal(self) -> FunctionPaused | None:
+        """Return the error of a call while the function is paused."""
+        return FunctionPaused.named(self.name) if self.paused else None
 
     def note_cold(self, end: InvocationEnd) -> None:
         """Remember an invocation that had a cold start."""
@@ -113,11 +120,15 @@ class FunctionHistory:
 
     @classmethod
     def new(
-        cls, account: Account, habits: NodeHabits | None = None, on_change: Callable[[], None] = lambda: None
+        cls,
+        name: str,
+        account: Account,
+        habits: NodeHabits | None = None,
+        on_change: Callable[[], None] = lambda: None,
     ) -> FunctionHistory:
         """Return the history of a function of which nothing is known."""
         decisions = Decisions()
-        return cls(IdleLadder(decisions, habits, on_change), account, decisions)
+        return cls(name, IdleLadder(decisions, habits, on_change), account, decisions)
 
 
 class FunctionHistories:
@@ -146,7 +157,9 @@ class FunctionHistories:
         if (known := self._histories.get(name)) is not None:
             return known
         stored = await asyncio.to_thread(_read, self._file(name))
-        history = FunctionHistory.new(self._accounts(name), self._habits, lambda: self._note_change(name))
+        history = FunctionHistory.new(
+            name, self._accounts(name), self._habits, lambda: self._note_change(name)
+        )
         _restore(history, stored)
         self._histories[name] = history
         return history

@@ -1,21 +1,24 @@
-"""Starts, picks and stops the replicas of one revision. The revision decides when and how many."""
+"""Starts, parks, wakes and ends the workers of one revision. It decides nothing: the reconciler calls it."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
 
 from ...errors import ActivationFailed, PilotflameError, SourceDenied
 from ..launching.fetcher_client import FetcherClient, FetchProgress, all_of
 from ..launching.launcher import KILLED_S, Child, Launcher
 from ..link.worker_spec import Weights, WorkerSpec
+from ..scaling.placement import Holding
+from ..serving.replica import START_TIMEOUT_S, CallEvents, Replica, WorkerEvents
+from ..serving.replicas import ReplicaList
 from ..settings.function_settings import Scale
 from ..telemetry.logs import Log
 from ..telemetry.timeline import Activation
 from ..telemetry.usage import RungClock, RungName, Usage
 from .gpu_places import GpuClaimant, GpuPlace, GpuPlaces
-from .replica import START_TIMEOUT_S, Replica, ReplicaState, RevisionEvents
 from .standby_places import StandbyPlaces
 from .zygote_supervisor import ZygoteSupervisor
 
@@ -23,20 +26,30 @@ from .zygote_supervisor import ZygoteSupervisor
 STOP_TIMEOUT_S = 30.0
 
 
+class PoolEvents(WorkerEvents, Protocol):
+    """What the pool reports, beside the events of its workers."""
+
+    def on_processes_changed(self) -> None:
+        """A worker, the zygote or the standby has come or gone."""
+
+    def keeps_zygote(self) -> bool:
+        """Return True if a zygote that has died is to be launched again."""
+
+
 class Pool:
     """The workers of one revision, and their holds on the weights, which they share on this node."""
 
     def __init__(
-        self, spec: WorkerSpec, scale: Scale, launcher: Launcher, logs: Log, tasks: asyncio.TaskGroup,
-        events: RevisionEvents, weights: FetcherClient, secrets: Callable[[], dict[str, str]], measure: bool,
-        gpus: GpuPlaces, claimant: GpuClaimant, numbers: Iterator[int],
+        self, spec: WorkerSpec, scale: Scale, replicas: ReplicaList, launcher: Launcher, logs: Log, tasks: asyncio.TaskGroup,
+        calls: CallEvents, events: PoolEvents, weights: FetcherClient, secrets: Callable[[], dict[str, str]],
+        measure: bool, gpus: GpuPlaces, claimant: GpuClaimant, numbers: Iterator[int],
     ) -> None:  # fmt: skip
         """If `measure`, new workers measure their latency curve, until one worker has measured it. Their names end with
         `numbers`.
 
         `secrets` returns the environment variables that only the zygote and its workers get, by name.
         """
-        self.replicas: list[Replica] = []
+        self.replicas = replicas
         self.activations = 0
         """How many workers were started, without those of a deploy."""
         self.used_s = 0.0
@@ -48,22 +61,26 @@ class Pool:
             launcher,
             logs,
             tasks,
-            lambda: self.in_flight > 0,
+            lambda: replicas.in_flight > 0,
             self._note_rung,
             secrets,
             numbers,
             StandbyPlaces(gpus, claimant, tasks),
             events.keeps_zygote,
         )
-        self._spec, self._tasks, self._events, self._secrets = spec, tasks, events, secrets
+        self._spec, self._tasks, self._calls, self._events, self._secrets = (
+            spec,
+            tasks,
+            calls,
+            events,
+            secrets,
+        )
         self._measure = measure
+        self.forking: list[GpuPlace | None] = []
+        """The places of the workers that are being forked; None for a worker without GPUs."""
         self._gpus, self._claimant = gpus, claimant
-        # When the workers were asked for that are being forked.
-        self._asked: list[float] = []
-        self._last: Replica | None = None
         self._past_busy_s = self._past_ready_s = self._past_load_s = 0.0
         self._past_held_s = self._past_parked_s = 0.0
-        self._past_completed = 0
         self._weights = weights if spec.remote else None
         self._fetching: dict[str, FetchProgress] = {}
         self._holding = asyncio.Lock()
@@ -74,34 +91,6 @@ class Pool:
 
     # -- state
 
-    @property
-    def ready(self) -> list[Replica]:
-        return [replica for replica in self.replicas if replica.state is ReplicaState.READY]
-
-    @property
-    def parked(self) -> list[Replica]:
-        """The parked workers, the one that is idle for the longest time first."""
-        parked = [replica for replica in self.replicas if replica.state is ReplicaState.PARKED]
-        return sorted(parked, key=lambda replica: replica.idle_since_s)
-
-    @property
-    def starting(self) -> int:
-        """The number of workers that are not ready yet: they are being forked, or restore their weights."""
-        return len(self._asked) + sum(replica.state is ReplicaState.RESTORING for replica in self.replicas)
-
-    @property
-    def in_flight(self) -> int:
-        count = 0
-        # A loop, because this runs for every invocation: with a generator it takes twice as long.
-        for replica in self.replicas:
-            count += len(replica.outstanding.calls)
-        return count
-
-    @property
-    def completed(self) -> int:
-        """How many invocations all workers, dead ones included, have ended."""
-        return self._past_completed + sum(replica.completed for replica in self.replicas)
-
     def worked_s(self, now_s: float) -> tuple[float, float]:
         """Return how many seconds all workers, dead ones included, had work, and how many they were ready."""
         busy_s, ready_s = self._past_busy_s, self._past_ready_s
@@ -111,14 +100,9 @@ class Pool:
         return busy_s, ready_s
 
     @property
-    def held_workers(self) -> int:
-        """The number of workers, also of those that are being forked."""
-        return len(self.replicas) + len(self._asked)
-
-    @property
     def holds_processes(self) -> bool:
         """True if there is a zygote or a worker, or one is being started."""
-        return self.zygote.exists or self.held_workers > 0
+        return self.zygote.exists or self.replicas.held > 0
 
     def usage(self, now_s: float) -> Usage:
         """Return what all workers, dead ones included, and the zygote have used so far."""
@@ -130,13 +114,13 @@ class Pool:
         )
         return Usage(
             busy_s=busy_s, idle_s=ready_s - busy_s, starting_s=held_s - ready_s, occupied_s=occupied_s,
-            parked_s=parked_s, zygote_s=zygote_s, local_s=local_s, activations=self.activations, invocations=self.completed,
+            parked_s=parked_s, zygote_s=zygote_s, local_s=local_s, activations=self.activations, invocations=self.replicas.completed,
         )  # fmt: skip
 
     def _note_rung(self) -> None:
         """Note that a worker, the zygote or the standby has come or gone."""
         rest = RungName.LOCAL if self.zygote.source is None else RungName.ZYGOTE
-        self._rung.move(RungName.READY if self.replicas else rest, time.monotonic())
+        self._rung.move(RungName.READY if len(self.replicas) else rest, time.monotonic())
         self._events.on_processes_changed()
 
     def load_s(self, now_s: float) -> float:
@@ -146,59 +130,29 @@ class Pool:
             load_s += replica.outstanding.load_s(now_s)
         return load_s
 
-    def started_s(self, now_s: float, most_s: float) -> float:
-        """Return for how long the starting workers have been starting, summed, each for at most `most_s`."""
-        restoring = [one for one in self.replicas if one.state is ReplicaState.RESTORING]
-        asked = [replica.activation.asked_s for replica in restoring] + list(self._asked)
-        return sum(min(most_s, now_s - asked_s) for asked_s in asked)
-
-    def has(self, workers: int) -> bool:
-        """Return True if so many workers are ready or starting."""
-        return len(self.ready) + self.starting >= workers
-
-    def idle(self) -> list[Replica]:
-        """Return the ready workers without work, the one that is idle for the longest time first."""
-        idle = [replica for replica in self.ready if not replica.outstanding.calls]
-        return sorted(idle, key=lambda replica: replica.idle_since_s)
-
-    def pick(self) -> Replica | None:
-        """Return the worker for the next invocation or batch; None if no worker has room.
-
-        It is the least busy worker, and of equally busy ones the newest, so that older ones can stop. If
-        workers prefetch, it is the busiest one that has room: its process is awake, others must be woken.
-        """
-        if self._last is not None and self._last.can_prefetch:
-            return self._last
-        best: Replica | None = None
-        for replica in self.replicas:
-            if replica.credit > 0 and (best is None or _preferred(replica, best)):
-                best = replica
-        self._last = best
-        return best
-
     # -- starting
 
     def start(
-        self, count: int, signal: str = "", place: GpuPlace | None = None, *, deploying: bool = False
+        self, count: int, signal: str = "", places: Sequence[Holding | None] = (), *, deploying: bool = False
     ) -> None:
         """Start `count` workers. The standby becomes the first, and the others are forked.
 
-        `signal` is what asks for them ahead of need, if it is not the load. The GPUs must have room for them, but for the
-        first one if that has its `place`. Workers that a deploy starts (`deploying`) are not counted as activations.
+        `signal` is what asks for them ahead of need, if it is not the load. The GPUs must have room for them, at `places` if
+        these are given. Workers that a deploy starts (`deploying`) are not counted as activations.
         """
         if not deploying:
             self.activations += count
-        for _ in range(count):
+        for number in range(count):
             activation = Activation(time.monotonic(), signal=signal)
             standby = self.zygote.take_standby()
-            if place is not None:
-                self._gpus.absorb(standby)
-            taken, place = place or self._gpus.take(self._claimant, standby), None
+            at = places[number] if number < len(places) else None
+            place = self._gpus.take(self._claimant, standby, at)
             if standby is not None and self._weights is None:
-                self._activate(standby, activation, taken)
+                self._activate(standby, activation, place)
             else:
-                self._asked.append(activation.asked_s)
-                self._tasks.create_task(self._start(activation, standby, taken))
+                self.replicas.note_asked(activation.asked_s)
+                self.forking.append(place)
+                self._tasks.create_task(self._start(activation, standby, place))
 
     async def _start(self, activation: Activation, child: Child | None, place: GpuPlace | None) -> None:
         """Activate `child`, or a forked child if it is None. The weights are fetched at the same time."""
@@ -209,7 +163,7 @@ class Pool:
                 child = child or await self.zygote.fork(self._gpus.rehearsal_mb(self._claimant, place))
             self.zygote.check_open()
         except BaseException as failed:
-            self._asked.remove(activation.asked_s)
+            self._note_answered(activation, place)
             self._give_back(place, child)
             error = failed.exceptions[0] if isinstance(failed, ExceptionGroup) else failed
             if not isinstance(error, Exception):
@@ -218,8 +172,12 @@ class Pool:
             if not isinstance(error, PilotflameError):
                 raise
         else:
-            self._asked.remove(activation.asked_s)
+            self._note_answered(activation, place)
             self._activate(child, activation, place)
+
+    def _note_answered(self, activation: Activation, place: GpuPlace | None) -> None:
+        self.replicas.note_answered(activation.asked_s)
+        self.forking.remove(place)
 
     def _activate(self, child: Child, activation: Activation, place: GpuPlace | None) -> None:
         activation.mark_forked(time.monotonic())
@@ -232,9 +190,16 @@ class Pool:
             else {}
         )
         replica = Replica(
-            child, activation, self._events, env, START_TIMEOUT_S, measure=self._measure, weights_s=weights_s
+            child,
+            activation,
+            self._calls,
+            self._events,
+            env,
+            START_TIMEOUT_S,
+            measure=self._measure,
+            weights_s=weights_s,
         )
-        self.replicas.append(replica)
+        self.replicas.add(replica)
         if place is not None:
             self._gpus.assign(place, replica)
             self._tasks.create_task(self._gpus.free_at_end(place, child))
@@ -295,7 +260,7 @@ class Pool:
         self._drop_unused_weights()
 
     def _drop_unused_weights(self) -> None:
-        used = self.replicas or self.starting or self._ending
+        used = self.replicas.held or self._ending
         if self._drops_weights and self._weights is not None and not used:
             self._drops_weights = False
             self._release_weights()
@@ -318,56 +283,40 @@ class Pool:
 
     # -- parking
 
-    def park(self, count: int) -> None:
-        """Park `count` ready workers without work, those that are idle for the longest time."""
+    def park(self, replicas: Iterable[Replica], *, given: bool = False) -> None:
+        """Park ready workers without work; `given` tells whether that makes room for other revisions."""
         now_s = time.monotonic()
-        for replica in self.idle()[:count]:
+        for replica in replicas:
             replica.park(now_s)
-            self._gpus.note_parking(replica)
-        self._last = None
+            self._gpus.note_parking(replica, given=given)
+        self.replicas.forget_last()
 
-    def wake(self, count: int) -> int:
-        """Wake at most `count` parked workers, the latest used first, and return how many. They are ready at once.
+    def wake(self, replicas: Iterable[Replica], most: int) -> int:
+        """Wake at most this number of parked workers, and return how many. They are ready at once.
 
-        Those whose GPUs have no room stay parked.
+        Workers whose GPUs have no room stay parked.
         """
         now_s, woken = time.monotonic(), 0
-        for replica in self.parked[::-1]:
-            if woken < count and self._gpus.resume(replica):
+        for replica in replicas:
+            if woken < most and self._gpus.resume(replica):
                 replica.wake(now_s)
                 woken += 1
         return woken
 
-    def give(self, replica: Replica, *, park: bool) -> None:
-        """Park a ready worker without work, or drain one. What it has begun ends before, within its callers' deadlines."""
-        if park:
-            replica.park(time.monotonic())
-        else:
-            replica.drain(None if replica.outstanding.calls else STOP_TIMEOUT_S)
-        self._last = None
-
     # -- stopping
 
-    def stop(self, count: int) -> None:
-        """Drain `count` workers: parked ones, then those that are idle for the longest time, then the least busy ones."""
-        idle = self.parked + self.idle()
-        for replica in idle[:count]:
-            replica.drain(STOP_TIMEOUT_S)
-        if count > len(idle):
-            busy = sorted(
-                (replica for replica in self.ready if replica.load), key=lambda replica: replica.load
-            )
-            for replica in busy[: count - len(idle)]:
-                replica.drain(None)
+    def stop(self, replicas: Iterable[Replica]) -> None:
+        """Drain workers. What they have begun ends before, within its callers' deadlines."""
+        for replica in replicas:
+            replica.drain(None if replica.outstanding.calls else STOP_TIMEOUT_S)
+        self.replicas.forget_last()
 
     def remove(self, replica: Replica) -> None:
         """Remove a dead worker from the replicas, and add its seconds to the sums."""
         self.replicas.remove(replica)
         self._ending += 1
-        self._last = None
         self._past_busy_s += replica.outstanding.busy_s
         self._past_load_s += replica.outstanding.load_s(time.monotonic())
-        self._past_completed += replica.completed
         if replica.completed:
             self.used_s = time.monotonic()
         if replica.activation.ready_s:
@@ -376,12 +325,12 @@ class Pool:
         self._past_parked_s += replica.parked_s(time.monotonic())
         self._note_rung()
         # Without workers, forking a standby disturbs no invocation, and the next activation may come soon.
-        if not self.replicas:
+        if not len(self.replicas):
             self.zygote.replenish()
 
     def release(self) -> None:
         """If there is no worker, release the weights, and end the zygote unless it is to be kept."""
-        if not self.replicas and not self.starting:
+        if not self.replicas.held:
             self._release_weights()
             self.zygote.release()
 
@@ -413,8 +362,3 @@ def _only_missing(error: PilotflameError) -> bool:
 def _unexpected(error: Exception) -> ActivationFailed:
     message = f"A worker could not be started: {type(error).__name__}: {error}"
     return ActivationFailed(message, remedy="See the gateway's log for the traceback.")
-
-
-def _preferred(replica: Replica, other: Replica) -> bool:
-    """Return True if `pick` prefers `replica` to an older one that also has room."""
-    return replica.load > other.load if replica.prefetches else replica.load <= other.load

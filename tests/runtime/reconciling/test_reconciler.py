@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from live import Gate, Gateway, failure, gateway_here
-from pilotflame.runtime.scaling.node_limit import Claim, ReachedLimit
-from pilotflame.runtime.serving.worker_limit import WorkerLimit
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -27,7 +25,7 @@ async def small(state: Path) -> AsyncIterator[Gateway]:
 
 
 def actions(gateway: Any, function: Any, cause: str) -> list[str]:
-    history = gateway.server.functions.live(function.name).history
+    history = gateway.server.functions.get(function.name).workers.history
     return [one.action for one in history.decisions.since(0) if one.cause == cause]
 
 
@@ -185,54 +183,3 @@ async def test_a_key_that_deploys_nothing_has_no_limit_of_workers(gateway: Gatew
         response = await home.post("/v1/keys", json={"name": "caller", "max_workers": 3})
     assert failure(response)["status"] == 400
     assert "max_workers needs the scope deploy" in response.text
-
-
-class Poor:
-    """A revision that wants a worker for callers who wait."""
-
-    def __init__(self, limit: WorkerLimit, owner: str = "") -> None:
-        self.limit, self.asked, self.workers, self.owner = limit, 0, 0, owner
-        limit.join(self)
-
-    def claim(self) -> Claim:
-        return Claim(self.workers, owner=self.owner)
-
-    def give(self, reached: ReachedLimit) -> None:
-        raise AssertionError("it has none")
-
-    def scale(self) -> None:
-        self.asked += 1
-        self.workers += self.limit.ask(self, 1 - self.workers, waiting=True)
-
-
-async def test_when_there_is_no_worker_for_one_the_others_are_not_asked():
-    limit = WorkerLimit(1)
-    many = [Poor(limit) for _ in range(50)]
-    for one in many:
-        one.scale()
-    assert [one.workers for one in many[:2]] == [1, 0]
-    limit.offer()
-    await asyncio.sleep(0)
-    assert sum(one.asked for one in many) == 51
-    # The one worker ends, and the next one gets it.
-    limit.leave(many[0])
-    await asyncio.sleep(0)
-    assert [one.workers for one in many[1:4]] == [1, 0, 0]
-    assert sum(one.asked for one in many) == 53
-
-
-async def test_what_a_revision_missed_under_a_limit_that_has_ended_takes_no_place():
-    """Its next owner has no limit, and the one after that has."""
-    limit = WorkerLimit(None, {"key": 1}.get)
-    first, late, poor = Poor(limit, "key"), Poor(limit, "key"), Poor(limit, "key")
-    first.scale()
-    late.scale()
-    assert (late.workers, limit.reached(late)) == (0, ReachedLimit("owner_limit", 1))
-    late.owner = "other"
-    late.scale()
-    assert (late.workers, limit.reached(late)) == (1, None)
-    # It ends for want of calls, and wants none any more.
-    late.workers, late.owner = 0, "key"
-    limit.leave(first)
-    poor.scale()
-    assert poor.workers == 1

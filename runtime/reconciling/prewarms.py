@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections import Counter
 from typing import NamedTuple
 
-from ...errors import PilotflameError, QueueFull
+from ..serving.replica import Replica
 from ..telemetry.decisions import Decisions
-from .replica import Replica
 
 HOLD_S = 60.0
 """For how long workers that are started ahead of need are kept, if the signal does not say."""
-
-# How many callers may wait at a time until workers of a function are ready.
-MAX_WAITING = 1000
 
 
 class WarmHold(NamedTuple):
@@ -47,37 +42,6 @@ class WarmHolds:
         while self._steps and self._steps[0].until_s <= now_s:
             del self._steps[0]
         return self._steps[0] if self._steps else None
-
-
-class Readiness:
-    """Those who wait until a revision has a number of ready workers."""
-
-    def __init__(self) -> None:
-        self._waiting: list[tuple[int, asyncio.Future[None]]] = []
-
-    async def wait(self, workers: int, timeout_s: float) -> None:
-        """Wait for so many ready workers. Raise TimeoutError, QueueFull, or the error of a start that fails."""
-        if len(self._waiting) >= MAX_WAITING:
-            raise QueueFull(f"{MAX_WAITING} callers wait for workers already.", remedy="Try again later.")
-        entry = workers, asyncio.get_running_loop().create_future()
-        self._waiting.append(entry)
-        try:
-            async with asyncio.timeout(timeout_s):
-                await entry[1]
-        finally:
-            self._waiting.remove(entry)
-
-    def note_ready(self, ready: int) -> None:
-        """Learn how many workers are ready now."""
-        for workers, done in self._waiting:
-            if ready >= workers and not done.done():
-                done.set_result(None)
-
-    def note_failure(self, error: PilotflameError) -> None:
-        """Learn that a worker could not be started, or that none will be."""
-        for _, done in self._waiting:
-            if not done.done():
-                done.set_exception(error)
 
 
 class Prewarms:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from live import Function, Gateway, gateway_here, short_folder, until
-from pilotflame.runtime.serving.function_history import FunctionHistory
-from pilotflame.runtime.serving.idle_ladder import IdleLadder, LadderSpec
+from pilotflame.runtime.reconciling.function_history import FunctionHistory
+from pilotflame.runtime.reconciling.idle_ladder import IdleLadder, LadderSpec
 from pilotflame.runtime.telemetry.background import BackgroundTasks
 from pilotflame.runtime.telemetry.decisions import DecisionRecord, Decisions
 from pilotflame.runtime.telemetry.usage import RungName
@@ -35,7 +35,7 @@ async def gateway() -> AsyncIterator[Gateway]:
 
 def history_of(gateway: Gateway, function: Function) -> FunctionHistory:
     assert gateway.server is not None
-    return gateway.server.functions.live(function.name).history
+    return gateway.server.functions.get(function.name).workers.history
 
 
 async def decided(gateway: Gateway, function: Function, action: str, number: int = 1) -> DecisionRecord:
@@ -275,7 +275,7 @@ class Warm:
     def __init__(self) -> None:
         self.looks = 0
 
-    def scale(self) -> None:
+    def look(self) -> None:
         self.looks += 1
 
 

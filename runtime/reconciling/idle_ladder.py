@@ -1,6 +1,6 @@
 """Lets the keep-alive policy move an idle function down its ladder, and up again ahead of the next request.
 
-Requests do not pass here. `Revision.scale` tells whether there is work; a plan is made in a thread once nothing ran for
+Requests do not pass here. `RevisionWorkers.look` tells whether there is work; a plan is made in a thread once nothing ran for
 QUIET_S. `IdleLadder.stand` says which rung the plan holds now, and when it takes the next step.
 """
 
@@ -54,7 +54,7 @@ class LadderTarget(Protocol):
     def held_until_s(self) -> float | None:
         """Until when a signal holds workers; None if none does."""
 
-    def scale(self) -> None:
+    def look(self) -> None:
         """Ask for the present stand, and act on it."""
 
 
@@ -339,7 +339,7 @@ class IdleLadder:
         """Hold no more than `rung` until the next call, or until the plan climbs."""
         self._evicted_to = rung
         if self._target is not None:
-            self._target.scale()
+            self._target.look()
 
     def learning(self) -> Callable[[], History]:
         """Return what makes, in a thread, the history with all periods that have ended."""
@@ -440,7 +440,7 @@ class IdleLadder:
         rungs, now_s = self._spec.rungs, time.monotonic()
         actual = rungs.index(self._target.rung) if self._target.rung in rungs else len(rungs) - 1
         self._stands_on = min(actual, period.rung(plan, now_s))
-        self._target.scale()
+        self._target.look()
 
     def _note(self, period: IdlePeriod, before: int, wanted: int, now_s: float) -> None:
         ladder, history = self._ladder, self.history

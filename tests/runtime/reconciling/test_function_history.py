@@ -9,15 +9,15 @@ import time
 from pathlib import Path
 
 import pytest
+from pilotflame.runtime.reconciling.account import Account
+from pilotflame.runtime.reconciling.function_history import NODE_FILE, FunctionHistories
+from pilotflame.runtime.reconciling.idle_ladder import LadderSpec
 from pilotflame.runtime.scaling.idle_law import Prior
 from pilotflame.runtime.scaling.keep_alive import History
 from pilotflame.runtime.scaling.ladder import BurstWait
 from pilotflame.runtime.scaling.rung_figures import RungFigures
 from pilotflame.runtime.scaling.slow_share import SlowShare
 from pilotflame.runtime.scaling.upstream import BOUNDS_S, Delays
-from pilotflame.runtime.serving.account import Account
-from pilotflame.runtime.serving.function_history import NODE_FILE, FunctionHistories
-from pilotflame.runtime.serving.idle_ladder import LadderSpec
 from pilotflame.runtime.telemetry.background import BackgroundTasks
 from pilotflame.runtime.telemetry.usage import Prices, RungName
 
@@ -112,7 +112,7 @@ async def test_a_disk_that_takes_nothing_costs_the_memory_nothing(tmp_path: Path
 
 
 async def test_what_has_changed_is_written_a_while_later(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr("pilotflame.runtime.serving.function_history.WRITE_AFTER_S", 0.0)
+    monkeypatch.setattr("pilotflame.runtime.reconciling.function_history.WRITE_AFTER_S", 0.0)
     file = tmp_path / "functions" / "one.json"
     async with BackgroundTasks() as tasks:
         ladder = (await (await FunctionHistories.open(tmp_path, tasks, account)).of("one")).ladder

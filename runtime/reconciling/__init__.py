@@ -1,0 +1,12 @@
+"""Decides how many workers each revision of this node has, and makes and ends its processes. Start reading at `reconciler.py`.
+
+    Reconciler          compares what each revision should have with what it has, and acts; has the only timer that decides
+      RevisionWorkers   observes one revision, asks `scaling` for its row of the desired state, and carries it out
+        Demand          measures the load of a revision
+        Pool            starts, parks, wakes and ends its workers
+          ZygoteSupervisor  has the zygote that workers are forked from, and the standby
+      GpuPlaces         books the memory of the node's GPUs
+      FunctionHistory   what the revisions of a function share: the keep-alive plan, the budget, the signals that hold workers
+
+Decisions are pure functions of `scaling`. This room must not know HTTP, jobs or what is deployed.
+"""

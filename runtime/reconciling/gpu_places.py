@@ -1,0 +1,320 @@
+"""Books the places of workers and standbys on the node's GPUs, within the memory of each.
+
+A worker has its place from before it is activated until its process has ended. A parked one keeps only what its process
+still holds. A standby that rehearses has a place too, which its worker inherits. Who has to make room for whom is not decided
+here (scaling/allocation.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ...errors import SettingsError
+from ..launching.gpu_driver import MIB, GpuDriver, GpuUse
+from ..launching.gpus import names_within
+from ..launching.launcher import Child
+from ..launching.nvidia_gpus import NvidiaDriver
+from ..scaling.gpu_ledger import Booking, GpuLedger
+from ..scaling.placement import Gpu, GpuNeed, Holding, candidates, fits, need_of, place
+from ..serving.replica import Replica, ReplicaState
+from ..settings.resources import CONTEXT_MB, Resources
+from ..telemetry.metrics import Reading
+
+
+class GpuClaimant(Protocol):
+    """A revision whose workers need GPUs, as the places see it."""
+
+    @property
+    def gpu_need(self) -> GpuNeed | None:
+        """What each of its workers needs; None if that is nothing."""
+
+    def renew_standby(self) -> bool:
+        """Replace its standby, which could not rehearse: there is room now. Return False if it is being forked."""
+
+
+@dataclass(eq=False)
+class GpuPlace(Booking):
+    """The GPU memory of one worker, or of a standby that rehearses."""
+
+    owner: GpuClaimant
+    child: Child | None = None
+    """The process that has it; None while that is being forked."""
+    standby: bool = False
+    replica: Replica | None = None
+    """None until it is activated."""
+    given: bool = False
+    """True if its worker parks, or has parked, to make room for another one."""
+    parked: Holding = field(init=False)
+    """Its holding if it parks: as when it parked last, or else an allowance for its context."""
+
+    def __post_init__(self) -> None:
+        self.parked = dict.fromkeys(self.full, CONTEXT_MB)
+
+    @property
+    def inheritable(self) -> bool:
+        """True if it is of a standby that can become a worker."""
+        return self.standby and self.child is not None and not self.child.link.closed
+
+
+class GpuPlaces:
+    """Who holds memory of which GPU. Without GPUs, nobody who needs one can be deployed."""
+
+    def __init__(self, gpus: Sequence[Gpu] = (), driver: GpuDriver | None = None) -> None:
+        self.gpus, self._driver = tuple(gpus), driver or NvidiaDriver()
+        self._ledger: GpuLedger[GpuPlace] = GpuLedger(self.gpus)
+        # The revisions whose standby had no room to rehearse.
+        self._unrehearsed: dict[GpuClaimant, None] = {}
+        self.on_freed: Callable[[], None] = lambda: None
+        """Called when less is booked than before, and when a standby can become a worker."""
+        self.waiting = 0
+        """How many revisions wait for room. While there are any, no standby takes a place."""
+
+    def check(self, function: str, resources: Resources) -> None:
+        """Raise SettingsError if no worker of a function could ever have a place here."""
+        if (need := need_of(resources)) is None or place(self.gpus, (), need) is not None:
+            return
+        memory = f" with {need.memory_mb} MiB of each" if need.memory_mb is not None else ""
+        there = ", ".join(f"{gpu.id} with {gpu.memory_mb} MiB" for gpu in self.gpus) or "none"
+        sliced = need.gpus > 1 and any(gpu.slice for gpu in self.gpus)
+        why = "; a process can use one MIG slice only" if sliced else ""
+        raise SettingsError(
+            f"{function!r} needs {need.gpus} GPU{'s' if need.gpus > 1 else ''}{memory} (resources.gpus); this node has: {there}{why}.",
+            remedy="Lower resources.gpus or resources.gpu_memory_mb, leave them out to run without a GPU of its own, or"
+            " see `pilotflame doctor` and the gateway's setting `gpus`.",
+        )
+
+    # -- the places
+
+    def fits(self, one: GpuClaimant, parked: Sequence[Replica], missing: int) -> bool:
+        """Return True if there is room for `missing` workers of a revision that wake or start. Parked ones wake first."""
+        if one.gpu_need is None:
+            return True
+        # The standby becomes the first one that starts.
+        own = self.standby_of(one) if missing > len(parked) else None
+        waking = {id(self.of(replica)) for replica in parked[::-1][:missing]}
+        beside = [each for each in self._ledger.bookings if each is not own]
+        holdings = [each.full if id(each) in waking else each.holding for each in beside]
+        if not fits(self.gpus, holdings, dict.fromkeys((gpu.id for gpu in self.gpus), 0)):
+            return False
+        for _ in range(missing - len(parked)):
+            if (found := place(self.gpus, holdings, one.gpu_need)) is None:
+                return False
+            holdings.append(found)
+        return True
+
+    def take(
+        self, one: GpuClaimant, standby: Child | None = None, at: Holding | None = None
+    ) -> GpuPlace | None:
+        """Return a place for a worker that is about to start, at `at` if that is given; None if it needs none or there is no room.
+
+        A standby brings its own place.
+        """
+        if (need := one.gpu_need) is None:
+            return None
+        own = self._of_standby(standby)
+        if (found := at if at is not None else self._ledger.room(need, (), own)) is None:
+            return None
+        if own is not None:
+            self._ledger.promote(own, found)
+            own.standby = False
+            own.parked = dict.fromkeys(found, CONTEXT_MB)
+            return own
+        taken = GpuPlace(found, found, one)
+        self._ledger.add(taken)
+        return taken
+
+    def take_standby(self, one: GpuClaimant) -> GpuPlace | None:
+        """Return a place for a standby that is about to be forked; None if it must not rehearse."""
+        if (need := one.gpu_need) is None:
+            return None
+        room = self._ledger.rehearsal_room(need)
+        if room is None or self.waiting:
+            self._unrehearsed[one] = None
+            return None
+        taken = GpuPlace(*room, one, standby=True)
+        self._ledger.add(taken)
+        return taken
+
+    def rehearsal_mb(self, one: GpuClaimant, held: GpuPlace | None) -> int | None:
+        """Return how many MiB of each GPU a process may use before it is activated; None if there is no limit.
+
+        It does not know its GPUs yet if the node has more than it needs.
+        """
+        if one.gpu_need is None:
+            return None
+        known = len(candidates(self.gpus, one.gpu_need)) == one.gpu_need.gpus
+        return min(held.holding.values()) if known and held is not None else 0
+
+    def note_rehearsed(self, held: GpuPlace, kept: Holding) -> None:
+        """Learn what a standby holds after its rehearsal."""
+        if held.standby:
+            self._ledger.note_held(held, kept)
+            self.on_freed()
+
+    def note_forked(self) -> None:
+        """Learn that a standby was forked: it can become a worker now, or be replaced."""
+        self.on_freed()
+
+    async def kept(self, held: GpuPlace, child: Child, reserved: Sequence[int]) -> Holding:
+        """Return what a process holds that has given memory back: what the driver says, or else an estimate.
+
+        The estimate is what torch's allocator keeps of its GPUs (`reserved`, in bytes, in their order), and an allowance for
+        its context.
+        """
+        measured = await asyncio.to_thread(self._driver.held_by, child.pid)
+        torchs = dict(zip(held.full, reserved, strict=False))
+        return {
+            gpu: -(-measured[gpu] // MIB) if gpu in measured else CONTEXT_MB - (-torchs.get(gpu, 0) // MIB)
+            for gpu in held.full
+        }
+
+    def share(self, replica: Replica) -> float | None:
+        """Return how many GPUs a worker holds, as shares of their memory summed; None if it has no place."""
+        if (held := self.of(replica)) is None:
+            return None
+        sizes = {gpu.id: gpu.memory_mb for gpu in self.gpus}
+        return sum(memory_mb / sizes[gpu] for gpu, memory_mb in held.holding.items())
+
+    def note_parking(self, replica: Replica, *, given: bool) -> None:
+        """Learn that a worker begins to give the memory of its GPUs back; `given` tells whether for another one."""
+        if (held := self.of(replica)) is not None:
+            held.given = given
+
+    def gives(self, replica: Replica) -> bool:
+        """Return True if a worker parks in favour of another one."""
+        held = self.of(replica)
+        return held is not None and held.given
+
+    def note_parked(self, replica: Replica, freed_bytes: int, kept: Holding) -> None:
+        """Learn that it has, and how much it keeps: all, if it has no snapshot from which it can bring its weights back."""
+        held = self.of(replica)
+        if held is None or replica.state is not ReplicaState.PARKED:
+            return
+        held.parked = kept if freed_bytes else held.full
+        self._ledger.note_held(held, held.parked)
+        self.on_freed()
+
+    def resume(self, replica: Replica) -> bool:
+        """Return True if a parked worker may have its memory back, which it then holds."""
+        if (held := self.of(replica)) is None:
+            return True
+        if not self._ledger.wake(held):
+            return False
+        held.given = False
+        return True
+
+    def assign(self, held: GpuPlace, replica: Replica) -> None:
+        """Learn which worker has a place."""
+        held.replica, held.child = replica, replica.child
+
+    def of(self, replica: Replica) -> GpuPlace | None:
+        """Return the place of a worker; None if it has none."""
+        return next((each for each in self._ledger.bookings if each.replica is replica), None)
+
+    def standby_of(self, one: GpuClaimant) -> GpuPlace | None:
+        """Return the place of a standby that would be the next worker."""
+        return next((each for each in self._ledger.bookings if each.owner is one and each.inheritable), None)
+
+    def _of_standby(self, child: Child | None) -> GpuPlace | None:
+        found = (each for each in self._ledger.bookings if each.standby and each.child is child)
+        return next(found, None) if child is not None else None
+
+    def of_owner(self, one: GpuClaimant) -> list[GpuPlace]:
+        """Return the places of a revision, those of processes that end included."""
+        return [each for each in self._ledger.bookings if each.owner is one]
+
+    @property
+    def owners(self) -> set[GpuClaimant]:
+        """The revisions that hold memory of GPUs."""
+        return {each.owner for each in self._ledger.bookings}
+
+    def leave(self, one: GpuClaimant) -> None:
+        """Forget that a revision's standby could not rehearse: the revision ends."""
+        self._unrehearsed.pop(one, None)
+
+    def renew_standby(self) -> None:
+        """Have one standby that could not rehearse replaced, if there is room now. The next follows when it has rehearsed."""
+        for one in self._unrehearsed:
+            if one.gpu_need is None or self.waiting:
+                continue
+            if self._ledger.rehearsal_room(one.gpu_need) is not None and one.renew_standby():
+                del self._unrehearsed[one]
+                return
+
+    async def free_at_end(self, held: GpuPlace, child: Child) -> None:
+        """Give a place back when the process that has it has ended: until then it holds memory of its GPUs."""
+        await child.gone.wait()
+        # A standby that died may have left it to a worker.
+        if held.child is child:
+            self.free(held)
+
+    def environment(
+        self, resources: Resources, held: GpuPlace | None = None, *, contained: bool = False
+    ) -> dict[str, str]:
+        """Return the environment variables with which a worker sees its GPUs only, and has its part of their memory.
+
+        Without a place: the variables of its zygote, with all GPUs that a worker may get. `contained`: in a container, which
+        numbers its GPUs from 0.
+        """
+        if resources.gpus is None:
+            return {}
+        need = need_of(resources)
+        given = [gpu.id for gpu in candidates(self.gpus, need)] if need is not None else []
+        seen = list(held.full) if held is not None else given
+        if contained:
+            seen = names_within(given, seen)
+        return self._driver.environment(seen, resources.gpu_memory_mb)
+
+    def free(self, held: GpuPlace | None) -> None:
+        """Give a place back: the worker has ended, or could not start."""
+        if held is not None:
+            self._ledger.remove(held)
+            self.on_freed()
+
+    # -- metrics
+
+    async def readings(self) -> list[Reading]:
+        """Return what is held and used of each GPU, for the metrics."""
+        if not self.gpus:
+            return []
+        held = self._ledger.booked
+        uses = await asyncio.to_thread(self._driver.uses)
+        return [
+            Reading(
+                "gpu_waiting",
+                "Functions, and deploys, that wait for room on GPUs.",
+                {(): float(self.waiting)},
+                (),
+            ),
+            _reading(
+                "memory_bytes",
+                "Memory of the node's GPUs.",
+                {gpu.id: gpu.memory_mb << 20 for gpu in self.gpus},
+            ),
+            _reading(
+                "held_bytes",
+                "Memory of GPUs that is booked for workers, parked workers and standbys.",
+                {gpu.id: held[gpu.id] << 20 for gpu in self.gpus},
+            ),
+            _reading(
+                "used_bytes",
+                "Memory of GPUs that all processes of the machine use.",
+                {self._label(one): one.used_bytes for one in uses},
+            ),
+            _reading(
+                "busy_ratio",
+                "Share of the time in which a GPU ran something.",
+                {self._label(one): one.busy_share for one in uses if one.busy_share is not None},
+            ),
+        ]
+
+    def _label(self, use: GpuUse) -> str:
+        """Return the id by which the settings name a GPU."""
+        return next((gpu.id for gpu in self.gpus if use.is_named(gpu.id)), use.id)
+
+
+def _reading(name: str, text: str, by_gpu: Mapping[str, float]) -> Reading:
+    return Reading(f"gpu_{name}", text, {(gpu,): float(value) for gpu, value in by_gpu.items()}, ("gpu",))

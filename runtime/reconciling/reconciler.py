@@ -1,0 +1,322 @@
+"""The one loop of a node that decides about workers: it compares what each revision should have with what it has, and acts.
+
+A look at one revision computes its row and carries it out, in the same call: the first request's worker starts without another turn
+of the event loop. Only starts that do not fit beside the processes of all revisions wait for an allocation (scaling/allocation.py),
+which looks at all of them at most once a turn. One timer wakes the loop, at the earliest time that a row or an allocation names.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import math
+import time
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from ..scaling.allocation import Allocation, Grant, Limits, ReachedLimit, RevisionClaim, allocate
+from ..scaling.seen import Seen
+from ..scaling.table import Row
+from .gpu_places import GpuClaimant, GpuPlaces
+
+NOTHING_SEEN = Seen(0, 0, 0, 0)
+# How often a look repeats at most, after workers woke, stopped or parked.
+MOST_LOOKS = 3
+# Allocations take at most this share of the event loop's time, however many events there are.
+MOST_SHARE = 0.1
+
+
+class Member(GpuClaimant, Protocol):
+    """The workers of one revision, as the reconciler sees them (revision_workers.py)."""
+
+    @property
+    def key(self) -> str:
+        """Its id among the members."""
+
+    @property
+    def owner(self) -> str:
+        """Whose limit counts for its workers, beside that of the gateway."""
+
+    @property
+    def held_workers(self) -> int:
+        """The number of its workers, also of those that are being forked."""
+
+    @property
+    def urgent(self) -> bool:
+        """True if callers wait, or a deploy or a signal for which others make room."""
+
+    def __hash__(self) -> int: ...
+
+    # -- one look
+
+    def look(self) -> None:
+        """Call `Reconciler.look`."""
+
+    def follow_plan(self, now_s: float) -> float:
+        """Take the step of its keep-alive plan that is due. Return when to look again."""
+
+    def decide(self, now_s: float, arriving: int = 0) -> tuple[Row, Seen]:
+        """Return its row, and what it follows from. `arriving` invocations are about to be queued."""
+
+    def settle(self, row: Row, seen: Seen, now_s: float) -> None:
+        """Do what follows from the row once it is carried out."""
+
+    # -- what is done
+
+    def start(self, workers: int, row: Row, seen: Seen) -> None: ...
+    def wake(self, workers: int, queued: int) -> int:
+        """Wake this number of parked workers at most, as far as their GPUs have room. Return how many woke."""
+
+    def stop(self, workers: int, seen: Seen) -> None: ...
+    def park(self, workers: int) -> None: ...
+
+    # -- what all share
+
+    def fits_gpus(self, workers: int) -> bool:
+        """Return True if the GPUs have room for this number of further workers awake."""
+
+    def claim(self, waiting_since_s: float) -> RevisionClaim:
+        """Return what it has and wants of what all revisions share."""
+
+    def carry_out(self, grant: Grant, seen: Seen) -> None:
+        """Do what the allocation says."""
+
+    def note_limit(self, reached: ReachedLimit | None, missing: int, seen: Seen) -> None:
+        """Learn that `missing` workers do not start because of a limit, or with None, that this has ended."""
+
+
+class _Short(NamedTuple):
+    """A revision that wants more workers than fit."""
+
+    since_s: float
+    """Since when; infinity if neither callers nor a deploy wait."""
+    reached: ReachedLimit | None = None
+    """None until the next allocation."""
+
+
+class Reconciler:
+    """The revisions of a node, their rows, and what they share."""
+
+    def __init__(
+        self, gpus: GpuPlaces, most: int | None = None, of_owner: Callable[[str], int | None] = lambda _owner: None,
+        clock: Callable[[], float] = time.monotonic, loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:  # fmt: skip
+        """`most` is the largest number of workers of all functions, `of_owner` returns that of one owner's functions;
+        None for no limit. `clock` returns monotonic seconds, and `loop` calls back; simulations have their own."""
+        self.gpus, self._most, self._of_owner = gpus, most, of_owner
+        self._clock, self._loop = clock, loop or asyncio.get_running_loop()
+        self._members: dict[str, Member] = {}
+        self._short: dict[Member, _Short] = {}
+        # By key when to look at each revision again, and the same as a heap. Entries of the heap that differ are outdated.
+        self._due: dict[str, float] = {}
+        self._heap: list[tuple[float, str]] = []
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at_s = math.inf
+        # When to allocate: an event may have changed the result, or it changes by itself then.
+        self._allocate_at_s = math.inf
+        self._pending = False
+        self._rested_at_s = 0.0
+        gpus.on_freed = self.note_change
+
+    def join(self, one: Member) -> None:
+        self._members[one.key] = one
+
+    def leave(self, one: Member) -> None:
+        """Look at a revision no more: it ends. Its processes count until `forget`."""
+        self._due.pop(one.key, None)
+        self._note_short(one, None)
+
+    def forget(self, one: Member) -> None:
+        """Forget a revision whose processes have ended."""
+        self._members.pop(one.key, None)
+        self._due.pop(one.key, None)
+        self._note_short(one, None)
+        self.gpus.leave(one)
+        self.note_change()
+
+    def reached(self, one: Member) -> ReachedLimit | None:
+        """Return the limit because of which a revision has fewer workers than it wants; None if there is none."""
+        short = self._short.get(one)
+        return short.reached if short is not None else None
+
+    def due_s(self, one: Member) -> float:
+        """Return when it looks at a revision again although no event occurs."""
+        return self._due.get(one.key, math.inf)
+
+    # -- one revision
+
+    def look(self, one: Member, arriving: int = 0) -> None:
+        """Have a revision start, wake, stop and park workers until there are as many as its row names."""
+        now_s = self._clock()
+        again_s = one.follow_plan(now_s)
+        for _ in range(MOST_LOOKS):
+            row, seen = one.decide(now_s, arriving)
+            if not self._act(one, row, seen, now_s):
+                break
+        one.settle(row, seen, now_s)
+        self._look_at(one, min(row.again_s, again_s))
+
+    def _act(self, one: Member, row: Row, seen: Seen, now_s: float) -> bool:
+        """Do what a row says. Return True if workers woke, stop or park, so that there is another row."""
+        missing = row.start(seen)
+        if missing and not self._fits(one, missing, seen):
+            self._wait(one, now_s)
+            return False
+        self._note_short(one, None)
+        if missing and seen.parked and one.wake(missing, seen.queued):
+            return True
+        # Parked workers that cannot wake count against `max`: they end before others start.
+        room = max(0, row.most - seen.held)
+        if missing:
+            one.start(min(missing, room), row, seen)
+        stop, park = row.stop(seen) + min(seen.parked, max(0, missing - room)), row.park(seen)
+        if stop:
+            one.stop(stop, seen)
+        if park:
+            one.park(park)
+        return stop + park > 0
+
+    def _look_at(self, one: Member, when_s: float) -> None:
+        """Look again at this time, unless it is done earlier anyway: one more look takes less time than to move a timer."""
+        if when_s < self._due.get(one.key, math.inf):
+            self._due[one.key] = when_s
+            heapq.heappush(self._heap, (when_s, one.key))
+            self._set_timer(when_s)
+
+    def _set_timer(self, when_s: float) -> None:
+        if self._timer is not None:
+            # Not `TimerHandle.when`: for a delay of zero, uvloop returns a handle without it.
+            if self._timer_at_s <= when_s:
+                return
+            self._timer.cancel()
+        self._timer_at_s = when_s
+        self._timer = self._loop.call_at(self._loop.time() + max(0.0, when_s - self._clock()), self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer, now_s = None, self._clock()
+        if self._allocate_at_s <= now_s:
+            self._allocate(now_s)
+        while self._heap and self._heap[0][0] <= now_s:
+            due_s, key = heapq.heappop(self._heap)
+            if self._due.get(key) == due_s:
+                del self._due[key]
+                self._members[key].look()
+        next_s = min(self._allocate_at_s, self._heap[0][0] if self._heap else math.inf)
+        if next_s < math.inf:
+            self._set_timer(next_s)
+
+    # -- what all of them share
+
+    def _fits(self, one: Member, missing: int, seen: Seen) -> bool:
+        """Return True if a revision may have `missing` more workers awake now, and no other one waits for their places."""
+        if any(self._rivals(one, other) for other in self._short if other is not one):
+            return False
+        starting = max(0, missing - seen.parked)
+        if self._most is not None and self._held() + starting > self._most:
+            return False
+        most = self._of_owner(one.owner)
+        if most is not None and self._held(one.owner) + starting > most:
+            return False
+        return one.fits_gpus(missing)
+
+    def _rivals(self, one: Member, waiting: Member) -> bool:
+        """Return True if the places that one revision wants may be those for which the other one waits."""
+        reached = self._short[waiting].reached
+        if reached is None or reached.name == "max_workers":
+            return True
+        if reached.name == "owner_limit":
+            return one.owner == waiting.owner
+        return one.gpu_need is not None
+
+    def _held(self, owner: str | None = None) -> int:
+        return sum(one.held_workers for one in self._members.values() if owner in (None, one.owner))
+
+    def _wait(self, one: Member, now_s: float) -> None:
+        """Have the next allocation decide what a revision gets."""
+        since_s = now_s if one.urgent else math.inf
+        if (short := self._short.get(one)) is None:
+            self._note_short(one, _Short(since_s))
+        elif (since_s < math.inf) != (short.since_s < math.inf):
+            self._short[one] = short._replace(since_s=since_s)
+        self.note_change()
+
+    def _note_short(self, one: Member, short: _Short | None) -> None:
+        before = self._short.pop(one, None)
+        if short is not None:
+            self._short[one] = short
+        elif before is not None:
+            one.note_limit(None, 0, NOTHING_SEEN)
+            self.note_change()
+        if before is not short:
+            self.gpus.waiting = sum(other.gpu_need is not None for other in self._short)
+
+    def note_change(self) -> None:
+        """Learn that a place may be free, or that a worker has nothing to do: revisions that wait may get more."""
+        if not self._short:
+            self._allocate_at_s = math.inf
+            self.gpus.renew_standby()
+        elif not self._pending:
+            self._pending = True
+            now_s = self._clock()
+            if self._rested_at_s <= now_s:
+                self._loop.call_soon(self._allocate_pending)
+            else:
+                self._allocate_at_s = min(self._allocate_at_s, self._rested_at_s)
+                self._set_timer(self._allocate_at_s)
+
+    def _allocate_pending(self) -> None:
+        if self._pending:
+            self._allocate(self._clock())
+
+    def _allocate(self, now_s: float) -> None:
+        """Share the workers and the memory of GPUs among all revisions, and have them do what follows."""
+        self._pending, self._allocate_at_s = False, math.inf
+        if not self._short:
+            return
+        holders = self.gpus.owners
+        members = [
+            one for one in self._members.values() if one.held_workers or one in self._short or one in holders
+        ]
+        claims = [one.claim(self._short[one].since_s if one in self._short else math.inf) for one in members]
+        allocation = allocate(claims, self._limits(members), self.gpus.gpus, now_s)
+        self._rested_at_s = self._clock() + (self._clock() - now_s) * (1 / MOST_SHARE - 1)
+        self._carry_out(allocation, members, now_s)
+        if self._short:
+            self._allocate_at_s = min(self._allocate_at_s, max(allocation.again_s, self._rested_at_s))
+            if self._allocate_at_s < math.inf:
+                self._set_timer(self._allocate_at_s)
+
+    def _limits(self, members: list[Member]) -> Limits:
+        owners = {owner: self._of_owner(owner) for owner in {one.owner for one in members}}
+        return Limits(self._most, {owner: most for owner, most in owners.items() if most is not None})
+
+    def _carry_out(self, allocation: Allocation, members: list[Member], now_s: float) -> None:
+        changed = list[Member]()
+        # Workers that make room first.
+        for one in members:
+            if (grant := allocation.grants.get(one.key)) is not None and (grant.stop or grant.park):
+                one.carry_out(grant._replace(start=(), wake=()), one.decide(now_s)[1])
+                changed.append(one)
+                if (short := self._short.get(one)) is not None and short.since_s < math.inf:
+                    # It has just had what it waits for.
+                    self._short[one] = short._replace(since_s=now_s)
+        for one in members:
+            grant = allocation.grants.get(one.key, Grant())
+            if grant.start or grant.wake:
+                one.carry_out(grant._replace(stop=(), park=()), one.decide(now_s)[1])
+                changed.append(one)
+            if one in self._short:
+                self._learn(one, grant, now_s)
+        for one in dict.fromkeys(changed):
+            self._loop.call_soon(one.look)
+
+    def _learn(self, one: Member, grant: Grant, now_s: float) -> None:
+        """Note why a revision has fewer workers than it wants, or that this has ended."""
+        short = self._short[one]
+        if grant.limit is None:
+            self._note_short(one, None)
+            return
+        if short.reached is None or short.reached.name != grant.limit.name:
+            row, seen = one.decide(now_s)
+            one.note_limit(grant.limit, row.start(seen), seen)
+        self._short[one] = short._replace(reached=grant.limit)

@@ -1,0 +1,755 @@
+"""The workers of one revision: what is observed of them, the row that follows from it, and how the row is carried out.
+
+The reconciler (reconciler.py) calls it; nobody else makes or ends workers, zygotes, standbys and weights in memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import math
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from ...errors import ActivationTimeout, CrashLoop, PilotflameError
+from ..launching.fetcher_client import FetcherClient
+from ..launching.launcher import EndCause, Launcher, WorkerSource
+from ..link.worker_spec import WorkerSpec
+from ..scaling.allocation import Grant, NodeProcess, ProcessState, ReachedLimit, RevisionClaim, WorkerTier
+from ..scaling.desired_state import desired
+from ..scaling.eviction import waiting_per_byte
+from ..scaling.idle_period import QUIET_S
+from ..scaling.load import BUFFER, CALLS, NEAR_LIMIT, sufficient_load
+from ..scaling.placement import GpuNeed, Holding, need_of
+from ..scaling.revision_state import Phase, RevisionState
+from ..scaling.scale_spec import ScaleSpec
+from ..scaling.seen import Seen
+from ..scaling.table import Proposal, Rank, Row
+from ..serving.deadlines import activation_timeout
+from ..serving.dispatcher import Policy, Refusal
+from ..serving.invocation import Invocation
+from ..serving.latency_curve_store import LatencyCurveStore
+from ..serving.replica import Replica, ReplicaState
+from ..serving.replicas import ReplicaList
+from ..serving.revision import Revision
+from ..telemetry.invocation_end import InvocationEnd
+from ..telemetry.load_history import LoadState
+from ..telemetry.logs import RevisionLog
+from ..telemetry.metrics import Census
+from ..telemetry.usage import RungName, Usage
+from .account import Account
+from .demand import Demand
+from .function_history import FunctionHistory
+from .gpu_places import GpuPlace, GpuPlaces
+from .idle_ladder import Stand
+from .pool import STOP_TIMEOUT_S, Pool, PoolEvents
+from .prewarms import HOLD_S, WarmHold, signal_of
+from .reconciler import Reconciler
+from .start_outcomes import StartOutcomes
+from .worker_ends import describe_end
+
+# Workers have at least this long for their `teardown` (or the whole timeout of `retire`, if that is shorter),
+# even if all the time was used to end invocations.
+MIN_TEARDOWN_S = 2.0
+# For how long workers are held for invocations that are about to come.
+EXPECTED_S = 10.0
+# For how long the plan's prewarm holds a worker.
+PREDICTED_S = 1.0
+# The signals for which other functions make room, as they do for callers.
+URGENT = ("refused", "warmup")
+# How long the error of a start that failed waits for the fetcher's reason.
+CAUSE_TIMEOUT_S = 2.0
+# A deploy fails if its first worker is not ready after this time.
+FIRST_START_TIMEOUT_S = 900.0
+_NUMBERS = itertools.count()
+_STATES = {
+    ReplicaState.RESTORING: ProcessState.STARTING,
+    ReplicaState.READY: ProcessState.READY,
+    ReplicaState.PARKED: ProcessState.PARKED,
+    ReplicaState.DRAINING: ProcessState.DRAINING,
+    ReplicaState.DEAD: ProcessState.DRAINING,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class NodeParts:
+    """What the revisions of a node share."""
+
+    reconciler: Reconciler
+    launcher: Launcher
+    weights: FetcherClient
+    tasks: asyncio.TaskGroup
+
+    @property
+    def gpus(self) -> GpuPlaces:
+        return self.reconciler.gpus
+
+
+@dataclass(frozen=True, slots=True)
+class Listeners:
+    """Who is told of the workers and the calls of a revision."""
+
+    activated: Callable[[str], None] = lambda _outcome: None
+    """Called with "ready" or "failed" when a worker is ready or could not be started."""
+    called: Callable[[float], None] = lambda _at_s: None
+    """Called with the arrival of an invocation, not for each of them (`Revision`)."""
+    ended: Callable[[InvocationEnd], None] = lambda _end: None
+    """Called when an invocation has ended with an output or an error."""
+    processes: Callable[[], None] = lambda: None
+    """Called when a worker, the zygote or the standby has come or gone."""
+
+
+class RevisionWorkers(PoolEvents):
+    """The workers, the zygote and the standby of one revision."""
+
+    def __init__(
+        self, spec: WorkerSpec, policy: Policy, node: NodeParts, logs: RevisionLog, secrets: Callable[[], dict[str, str]],
+        curves: LatencyCurveStore, history: FunctionHistory, listeners: Listeners,
+    ) -> None:  # fmt: skip
+        """`secrets` returns the environment variables that only its own processes get, by name."""
+        self.spec, self.history, self.phase = spec, history, Phase.NEW
+        # Two members may be of the same revision, while its processes are replaced.
+        self.key = f"{spec.function}/{next(_NUMBERS)}"
+        self._node, self._logs, self._listeners, self._tasks = node, logs, listeners, node.tasks
+        self.replicas = ReplicaList()
+        self.revision = Revision(
+            spec, policy, self.replicas, self, curves, logs, history.load, history.arrivals, listeners.called,
+            listeners.ended,
+        )  # fmt: skip
+        self.pool = Pool(
+            spec, policy.settings.scale, self.replicas, node.launcher, logs, node.tasks, self.revision, self,
+            node.weights, secrets, not curves.known, node.gpus, self, history.worker_numbers,
+        )  # fmt: skip
+        self.gpu_need: GpuNeed | None = need_of(spec.resources)
+        """What each worker needs of the node's GPUs."""
+        self.row, self._seen = Row(0, 0), Seen(0, 0, 0, 0)
+        """Its row of the table, which says how many workers it should have and why, and what the row follows from."""
+        self._demand = Demand(self.pool, self.revision)
+        self._starts = StartOutcomes()
+        self.breaker = self._starts.breaker
+        # What the plan said at the last look.
+        self._stand = Stand()
+        self._rollover = self._deaths = 0
+        # Starts that have failed, and the fetcher is yet to say why.
+        self._unexplained = 0
+        self._barred = ""
+        self._empty = asyncio.Event()
+        # The tasks that recover the calls of workers that have ended, and log these ends.
+        self._endings: set[asyncio.Task[None]] = set()
+        node.reconciler.join(self)
+        history.account.attach(self)
+        self._bar()
+
+    # -- what is observed
+
+    @property
+    def function(self) -> str:
+        return self.spec.function
+
+    @property
+    def owner(self) -> str:
+        """Who deployed it, whose other functions share a limit of workers with it."""
+        return self.revision.policy.owner
+
+    @property
+    def held_workers(self) -> int:
+        return self.replicas.held
+
+    @property
+    def holds_processes(self) -> bool:
+        """True if there is a zygote or a worker, or one is being started."""
+        return self.pool.holds_processes
+
+    @property
+    def resident_bytes(self) -> int:
+        """How many bytes of its fetched weights are in memory."""
+        return self.pool.resident_bytes
+
+    @property
+    def activations(self) -> int:
+        """How many workers were started, without those of a deploy."""
+        return self.pool.activations
+
+    @property
+    def used_s(self) -> float:
+        """When a worker that had run invocations ended last; 0 if none has."""
+        return self.pool.used_s
+
+    @property
+    def zygote_pid(self) -> int | None:
+        source = self.pool.zygote.source
+        return source.zygote_pid if source is not None else None
+
+    @property
+    def zygote_pids(self) -> list[int]:
+        """The processes that are kept without workers: the zygote and the standby."""
+        return self.pool.zygote.pids
+
+    def processes(self) -> list[tuple[int, str, str]]:
+        """Return the pid, the role and the name of each of its processes."""
+        rows = [(replica.child.pid, "worker", replica.name) for replica in self.replicas]
+        if (standby := self.pool.zygote.standby) is not None:
+            rows.append((standby.pid, "standby", standby.name))
+        if self.zygote_pid is not None:
+            rows.append((self.zygote_pid, "zygote", "zygote"))
+        return rows
+
+    @property
+    def rung(self) -> RungName:
+        """The highest rung that is held now, of those that the ladder plans: a parked worker is a worker."""
+        if self.replicas.ready or self.replicas.parked:
+            return RungName.READY
+        if self.pool.zygote.source is not None:
+            return RungName.ZYGOTE
+        return RungName.RESIDENT if self.pool.resident_bytes else RungName.LOCAL
+
+    @property
+    def stands_on(self) -> RungName:
+        """The highest rung that is held now, for those who look: PARKED if all workers are parked."""
+        rung = self.rung
+        return RungName.PARKED if rung is RungName.READY and not self.replicas.ready else rung
+
+    @property
+    def arrived(self) -> int:
+        return self.revision.arrived
+
+    @property
+    def slow(self) -> tuple[int, int]:
+        return self.revision.slow
+
+    @property
+    def held_until_s(self) -> float | None:
+        """Until when a signal holds workers; None if none does."""
+        if self.phase is Phase.RETIRING or self.breaker.backoff_until_s > (now_s := time.monotonic()):
+            return None
+        hold = self.history.prewarms.holds.at(now_s)
+        return hold.until_s if hold is not None else None
+
+    @property
+    def reached(self) -> ReachedLimit | None:
+        """The limit that keeps workers from starting that are wanted, or None."""
+        return self._node.reconciler.reached(self)
+
+    def census(self) -> Census:
+        replicas, zygote = self.replicas, self.pool.zygote
+        busy_s, ready_s = self.pool.worked_s(time.monotonic())
+        return Census(
+            queued=len(self.revision.dispatcher.queue),
+            in_flight=replicas.in_flight,
+            starting=replicas.starting,
+            ready=len(replicas.ready),
+            parked=len(replicas.parked),
+            draining=replicas.draining,
+            standby=zygote.standby is not None and zygote.standby_primed,
+            zygote=zygote.source is not None,
+            busy_s=busy_s,
+            ready_s=ready_s,
+            deaths=self._deaths,
+        )
+
+    def usage(self, now_s: float) -> Usage:
+        return self.pool.usage(now_s)
+
+    def devices(self, replica: Replica) -> float:
+        """Return how many GPUs a worker holds: shares by its place, or a whole one if it uses one without a place."""
+        placed = self._node.gpus.share(replica)
+        return float(replica.uses_device) if placed is None else placed
+
+    def keeps_zygote(self) -> bool:
+        return self.replicas.held > 0 or (
+            self._stand.keeps_zygote and not self._state(time.monotonic()).paused
+        )
+
+    # -- the row
+
+    def decide(self, now_s: float, arriving: int = 0) -> tuple[Row, Seen]:
+        """Return the present row, and what it follows from. `arriving` invocations are about to be queued."""
+        spec, hold = self._scale_spec(), self.history.prewarms.holds.at(now_s)
+        seen = self._seen = self._demand.see(spec, now_s, arriving)
+        ahead = None if hold is None else Proposal(Rank.AHEAD, hold.cause, hold.workers, until_s=hold.until_s)
+        self.row = desired(spec, seen, now_s, self._state(now_s), ahead)
+        # The next invocation ends the idle period, or may have to wake a worker. So it must look again.
+        looks_first = self.history.ladder.idle or seen.parked
+        self.revision.enough = -1.0 if looks_first else sufficient_load(spec, seen)
+        return self.row, seen
+
+    def follow_plan(self, now_s: float) -> float:
+        """Tell the ladder whether there is work, and take the step of its plan that is due. Return when to look again."""
+        follow_at_s = self._follow_idling(now_s)
+        stand = self._stand = self._take_stand(now_s)
+        return min(stand.again_s, math.inf if follow_at_s is None else follow_at_s)
+
+    def _follow_idling(self, now_s: float) -> float | None:
+        ladder = self.history.ladder
+        if not ladder.drives(self):
+            return None
+        if self.breaker.failures and not self.replicas.ready:
+            ladder.interrupt()
+            return None
+        load = len(self.revision.dispatcher.queue) + self.replicas.in_flight
+        workers = self.replicas.ready + self.replicas.parked
+        last_end_s = max((one.idle_since_s for one in workers), default=None) if not load else None
+        return ladder.follow(now_s, load, last_end_s)
+
+    def _take_stand(self, now_s: float) -> Stand:
+        """Return the rung that the plan holds now. If it climbs to READY, a worker is wanted."""
+        ladder = self.history.ladder
+        if not ladder.drives(self):
+            return Stand()
+        stand = ladder.stand(now_s)
+        if stand.climbs and stand.rung is RungName.READY:
+            # Once the worker is ready, the plan keeps it.
+            self.history.prewarms.holds.add(WarmHold(1, now_s + PREDICTED_S, "predicted"))
+        return stand
+
+    def _state(self, now_s: float) -> RevisionState:
+        """Return what holds for the revision, beside its load."""
+        breaker = self.breaker
+        return RevisionState(
+            self.phase, self._rollover, self.history.paused, self.history.account.exhausted, breaker.failures,
+            breaker.backoff_until_s, open=breaker.open(now_s), unexplained=self._unexplained > 0,
+        )  # fmt: skip
+
+    def _scale_spec(self) -> ScaleSpec:
+        """Return the owner's limits, with the concurrency of the ready workers if that is higher."""
+        spec, ready = self.revision.policy.scale, self.replicas.ready
+        windows = [replica.window for replica in ready if replica.prefetches]
+        slots = [replica.outstanding.slots for replica in ready if not replica.outstanding.batching]
+        if windows:
+            # What a worker asks for beyond what it runs waits there, so it may be less than that.
+            spec = replace(spec, concurrency=max(spec.concurrency, math.ceil(min(windows) / NEAR_LIMIT)))
+        elif slots and min(slots) > spec.concurrency:
+            spec = replace(spec, concurrency=min(slots))
+        ladder = self.history.ladder
+        if not self._stand.keeps_worker:
+            return replace(spec, scale_to_zero_s=0.0)
+        if ladder.plans and ladder.drives(self):
+            # The plan decides when the last worker ends.
+            return replace(spec, scale_to_zero_s=math.inf)
+        return spec
+
+    # -- the row is carried out
+
+    def start(self, workers: int, row: Row, seen: Seen, places: Sequence[Holding | None] = ()) -> None:
+        """Start workers for the proposals of a row."""
+        number = 0
+        for proposal, count in row.causes(seen, workers):
+            if not seen.awake:
+                self.history.ladder.note_start(self)
+            ahead = proposal.rank is Rank.AHEAD and proposal.cause != BUFFER
+            deploying = self.phase is Phase.PROVING
+            signal = proposal.cause if ahead and not deploying else ""
+            self.pool.start(count, signal, places[number : number + count], deploying=deploying)
+            number += count
+            if not deploying:
+                self.note("start", proposal.cause, seen, workers=count)
+        self.history.account.check()
+
+    def wake(self, workers: int, queued: int) -> int:
+        """Wake this number of parked workers at most, the latest used first, and send them what waits. Return how many."""
+        return self._sent(self.pool.wake(self.replicas.parked[::-1], workers), queued)
+
+    def _sent(self, woken: int, queued: int) -> int:
+        if woken:
+            self.history.decisions.note("wake", CALLS, workers=woken, queued=queued)
+            self._starts.note_workers(len(self.replicas.ready), self.replicas.starting)
+            self.revision.dispatcher.dispatch()
+        return woken
+
+    def stop(self, workers: int, seen: Seen) -> None:
+        """Drain workers: parked ones, then those that are idle for the longest time, then the least busy ones."""
+        replicas = self.replicas
+        busy = sorted((one for one in replicas.ready if one.load), key=lambda one: one.load)
+        self.pool.stop([*replicas.parked, *replicas.idle, *busy][:workers])
+        self.note("stop", "idle", seen, workers=workers, recent=seen.recent.workers)
+
+    def park(self, workers: int) -> None:
+        """Park ready workers without work, those that are idle for the longest time."""
+        self.pool.park(self.replicas.idle[:workers])
+
+    def settle(self, row: Row, seen: Seen, now_s: float) -> None:
+        """Hold the rung of the plan if there is no worker, and tell what follows from the row."""
+        if not (row.held or seen.starting or seen.unfinished):
+            self._hold_rung()
+        self._bar()
+        self.history.prewarms.settle()
+        self.note_load(now_s)
+        if self.phase is Phase.RETIRING and not seen.unfinished:
+            self._empty.set()
+
+    def _hold_rung(self) -> None:
+        """Without workers, starts and calls, make or give up the zygote and the weights as the plan says."""
+        stand = self._stand
+        if not self.keeps_zygote():
+            self.pool.zygote.rest()
+        elif stand.climbs and stand.rung is RungName.ZYGOTE:
+            self._tasks.create_task(self.pool.zygote.warm())
+        if stand.rung is RungName.LOCAL and self.pool.resident_bytes:
+            self.pool.drop_weights()
+
+    def _bar(self) -> None:
+        """Refuse what no worker is free for while the function is paused or over its budget, or its starts fail."""
+        account, dispatcher = self.history.account, self.revision.dispatcher
+        barred: str = ""
+        refusal: Refusal | None = None
+        if self.history.paused:
+            barred, refusal = "paused", self.history.paused_refusal
+        elif account.exhausted:
+            barred, refusal = "budget", account.refusal
+        elif self.breaker.failures:
+            barred, refusal = "breaker", self._crash_loop
+        if barred != self._barred:
+            self._barred = barred
+            dispatcher.bar(refusal, queued=barred != "breaker")
+            if refusal is not None and barred != "breaker" and (error := refusal()) is not None:
+                self._starts.refuse(error)
+
+    def _crash_loop(self) -> CrashLoop | None:
+        """Return the error of an invocation while so many starts have failed that none is tried for it."""
+        now_s = time.monotonic()
+        if self.replicas.ready or not self.breaker.open(now_s):
+            return None
+        return self.breaker.refusal(self.function, now_s)
+
+    def note_load(self, now_s: float) -> None:
+        """Note the present load in the history of the function. A revision that retires is not the function's."""
+        if self.phase is not Phase.RETIRING:
+            replicas, waiting = self.replicas, len(self.revision.dispatcher.queue)
+            state = LoadState(
+                waiting, replicas.in_flight, replicas.starting, len(replicas.ready), self.stands_on
+            )
+            self.history.load.note(now_s, state)
+
+    def note(self, action: str, cause: str, seen: Seen, **figures: float) -> None:
+        """Keep a decision about the number of workers with the figures behind it."""
+        load = seen.load
+        predicted = {"work_s": load.work_s, "wake_s": load.wake_s, "lasting": load.lasting} if load else {}
+        self.history.decisions.note(
+            action, cause, **figures, queued=seen.queued, in_flight=seen.in_flight,
+            starting=seen.starting, ready=seen.ready, **predicted,
+        )  # fmt: skip
+
+    # -- what all revisions share
+
+    @property
+    def urgent(self) -> bool:
+        """True if callers wait, or a deploy or a signal that others make room for."""
+        hold = self.history.prewarms.holds.at(time.monotonic())
+        asked = hold is not None and signal_of(hold.cause) in URGENT
+        return len(self.revision.dispatcher.queue) > 0 or asked or self.phase is Phase.PROVING
+
+    def fits_gpus(self, workers: int) -> bool:
+        return self._node.gpus.fits(self, self.replicas.parked, workers)
+
+    def note_limit(self, reached: ReachedLimit | None, missing: int, seen: Seen) -> None:
+        if reached is not None:
+            self.note("refuse", reached.name, seen, **{"workers": missing, reached.name: reached.most})
+        self.revision.dispatcher.note_limit(reached)
+
+    def claim(self, waiting_since_s: float) -> RevisionClaim:
+        """Return what it has and wants of what all revisions share."""
+        replicas = self.replicas
+        # Calls that start and end do not all lead to a look.
+        if self._seen.unfinished != len(self.revision.dispatcher.queue) + replicas.in_flight:
+            self.decide(time.monotonic())
+        row = self.row
+        wants = dict[WorkerTier, int]()
+        for proposal in row.wanted:
+            tier = _TIERS[proposal.rank]
+            wants[tier] = max(wants.get(tier, 0), proposal.want)
+        first_s = min(
+            (one.activation.asked_s for one in replicas if one.state is not ReplicaState.DRAINING),
+            default=min(replicas.asked_s, default=math.inf),
+        )
+        return RevisionClaim(
+            self.key, self.function, self.owner, wants, row.awake, row.held, tuple(self._processes()), self.gpu_need,
+            waiting_since_s, first_s, self._cost,
+        )  # fmt: skip
+
+    def _processes(self) -> Iterator[NodeProcess]:
+        places = {} if self.gpu_need is None else dict.fromkeys(self._node.gpus.of_owner(self))
+        for replica in self.replicas:
+            place = self._node.gpus.of(replica) if places else None
+            used_s = replica.idle_since_s if replica.activation.ready_s else replica.activation.asked_s
+            yield _process(replica, _STATES[replica.state], place, len(replica.outstanding.calls), used_s)
+            if place is not None:
+                del places[place]
+        for number, place in enumerate(self.pool.forking):
+            yield _process(place or ("forking", number), ProcessState.STARTING, place)
+            if place is not None:
+                del places[place]
+        for place in places:
+            yield _process(place, ProcessState.STANDBY if place.inheritable else ProcessState.LEAVING, place)
+
+    def _cost(self, freed_bytes: float) -> float:
+        ladder = self.history.ladder
+        below = ladder.below(RungName.READY)[0]
+        return waiting_per_byte(ladder.step_down(self.function, RungName.READY, below, freed_bytes))
+
+    def carry_out(self, grant: Grant, seen: Seen) -> None:
+        """Do what the allocation says."""
+        cause = grant.limit.name if grant.limit is not None else "gpus"
+        for key in grant.stop:
+            if isinstance(key, Replica):
+                self.pool.stop([key])
+                self.note("stop", cause, seen, workers=1)
+            else:
+                self.pool.zygote.end_standby()
+        self.pool.park([key for key in grant.park if isinstance(key, Replica)], given=True)
+        wakes = [key for key in grant.wake if isinstance(key, Replica)]
+        self._sent(self.pool.wake(wakes, len(wakes)), seen.queued)
+        if grant.start:
+            self.start(len(grant.start), self.row, seen, grant.start)
+
+    def renew_standby(self) -> bool:
+        return self.pool.zygote.end_standby()
+
+    # -- who wants workers
+
+    def look(self, arriving: int = 0) -> None:
+        self._node.reconciler.look(self, arriving)
+
+    scale = look
+
+    def warm(self, workers: int, cause: str = "warmup", for_s: float = HOLD_S) -> None:
+        """Start workers before they are needed, until there are `workers`, and keep as many for `for_s` seconds.
+
+        `cause` is the signal that asks for them. Its first word is the kind of signal.
+        """
+        self.history.prewarms.holds.add(WarmHold(workers, time.monotonic() + for_s, cause))
+        self.look()
+
+    def on_refused(self) -> None:
+        # Start a worker nevertheless, for the caller's retry.
+        self.warm(1, "refused")
+
+    def expect(self, invocations: int, cause: str) -> None:
+        """Start the workers that so many invocations need, which run already or are about to come."""
+        now_s = time.monotonic()
+        workers = self._demand.ahead(self._scale_spec(), invocations, now_s)
+        if workers > len(self.replicas.ready) + self.replicas.starting:
+            self.warm(workers, cause, EXPECTED_S)
+
+    async def wait_ready(self, workers: int, timeout_s: float) -> None:
+        """Wait until `workers` are ready. Raise ActivationTimeout, or the error of a start that fails meanwhile."""
+        if self.phase is Phase.RETIRING:
+            raise self.revision.dispatcher.retired()
+        if len(self.replicas.ready) >= workers:
+            return
+        if (error := self._crash_loop()) is not None:
+            raise error
+        try:
+            await self._starts.reached(workers, timeout_s)
+        except TimeoutError:
+            if (reached := self.reached) is not None:
+                raise activation_timeout(self.function, timeout_s, reached) from None
+            wanted = "1 worker" if workers == 1 else f"{workers} workers"
+            message = f"Function {self.function!r} did not have {wanted} ready within {timeout_s:.0f} s."
+            raise ActivationTimeout(message, remedy="Wait longer: the start goes on.") from None
+
+    def reset(self) -> None:
+        """Try to start workers again at once, although the last starts failed, or the budget was used up."""
+        self.breaker.reset()
+        self.history.account.forgive()
+        self.look()
+
+    # -- its life
+
+    async def open(self) -> WorkerSource:
+        """Launch its zygote. Raise HandlerError or LauncherError."""
+        return await self.pool.zygote.open()
+
+    async def warm_zygote(self, *, shared_only: bool) -> None:
+        """Launch its zygote and standby, or if `shared_only`, what the zygote shares with others. A failure is only logged."""
+        await self.pool.zygote.warm(shared_only=shared_only)
+
+    async def prove(self, rollover: int = 0) -> None:
+        """Show that a worker starts. Raise the error if it does not.
+
+        As many workers as `rollover` start with it, as far as the limits have room. They stay once the revision is live.
+        """
+        self.phase, self._rollover = Phase.PROVING, rollover
+        self.look()
+        self.history.account.check()
+        await self.wait_ready(1, FIRST_START_TIMEOUT_S)
+        if self.replicas.starting:
+            # Workers that fail, for lack of memory say, are not the revision's fault: one has shown that it works.
+            await self._starts.reached(rollover, FIRST_START_TIMEOUT_S, settled=True)
+        self.phase = Phase.PROVEN
+        self.look()
+        self.pool.zygote.replenish()
+
+    def go_live(self) -> None:
+        """Follow its load from now on: it has replaced the revision before."""
+        self._demand.note_need(self._rollover, time.monotonic())
+        self.phase, self._rollover = Phase.LIVE, 0
+        self.look()
+
+    async def retire(self, timeout_s: float) -> None:
+        """Run the accepted invocations for at most `timeout_s`, fail the others, and end the processes."""
+        started_s = time.monotonic()
+        self.phase, self.revision.retiring = Phase.RETIRING, True
+        self._starts.refuse(self.revision.dispatcher.retired())
+        self.history.ladder.release(self)
+        self.look()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._empty.wait()
+        # From now on, invocations that exiting workers give back fail: no worker would run them.
+        self.revision.dispatcher.close()
+        self._node.reconciler.leave(self)
+        left_s = timeout_s - (time.monotonic() - started_s)
+        try:
+            await self.pool.close(max(left_s, min(timeout_s, MIN_TEARDOWN_S)))
+            if self._endings:
+                # The function's log says how its last workers have ended.
+                await asyncio.wait(self._endings, timeout=STOP_TIMEOUT_S)
+        finally:
+            self._node.reconciler.forget(self)
+            self.history.account.detach(self)
+
+    def on_budget(self, *, changed: bool) -> None:
+        """If the budget is used up, let workers finish what they have begun, and refuse the rest."""
+        self._bar()
+        if changed:
+            account = self.history.account
+            if self.phase is not Phase.RETIRING:
+                self._tell_budget(account)
+            self.look()
+
+    def _tell_budget(self, account: Account) -> None:
+        spent = account.spent
+        figures = {"used_share": account.share, "money": spent.money, "worker_s": spent.seconds}
+        self.history.decisions.note("budget", account.state, **figures)
+        self._logs.write("gateway", account.describe(), "warning" if account.scarce else "info")
+
+    # -- events
+
+    def on_room(self, replica: Replica, *, waiting: bool) -> None:
+        self.pool.zygote.schedule_standby()
+        idle = not replica.outstanding.calls
+        if idle:
+            self._node.reconciler.note_change()
+        # The timer that finds the idle period is due QUIET_S after the last end, or sooner.
+        untimed = idle and self._node.reconciler.due_s(self) > replica.idle_since_s + QUIET_S
+        if waiting or untimed or self.phase is Phase.RETIRING:
+            self.look()
+
+    def on_ready(self, replica: Replica) -> None:
+        self.history.prewarms.watch(replica)
+        self.revision.dispatcher.adopt(replica)
+        # Callers wait no longer: what is learned of the start comes after their invocations are sent.
+        self.pool.note_ready(replica)
+        self._starts.note_ready()
+        self._starts.note_workers(len(self.replicas.ready), self.replicas.starting)
+        self.history.ladder.note_ready(self, usual=not replica.measured, devices=self.devices(replica))
+        self._listeners.activated("ready")
+        # A worker that starts makes no room. Now it can.
+        self._node.reconciler.note_change()
+        self.look()
+
+    def on_processes_changed(self) -> None:
+        self._listeners.processes()
+
+    def on_parked(self, replica: Replica, freed_bytes: int, reserved: list[int]) -> None:
+        gpus = self._node.gpus
+        self.history.decisions.note(
+            "park", "gpus" if gpus.gives(replica) else "idle", freed_bytes=freed_bytes
+        )
+        if (place := gpus.of(replica)) is not None:
+            self._tasks.create_task(self._note_kept(place, replica, freed_bytes, reserved))
+
+    async def _note_kept(
+        self, place: GpuPlace, replica: Replica, freed_bytes: int, reserved: list[int]
+    ) -> None:
+        """Let other functions have what a parked worker has given back."""
+        parks, kept = replica.parks, await self._node.gpus.kept(place, replica.child, reserved)
+        # It may have been woken meanwhile, and parked again.
+        if parks == replica.parks:
+            self._node.gpus.note_parked(replica, freed_bytes, kept)
+
+    def explain(self, error: PilotflameError) -> PilotflameError:
+        return self.pool.explain(error)
+
+    def on_start_failed(self, error: PilotflameError) -> None:
+        """Fail the waiting invocations, unless a worker is ready: the next start would probably fail too."""
+        if self.pool.unheard(error):
+            self._unexplained += 1
+            self._tasks.create_task(self._fail_start_later(error))
+        else:
+            self._fail_start(error)
+
+    async def _fail_start_later(self, error: PilotflameError) -> None:
+        """Wait until the fetcher says why the weights are missing: that may come after what the worker says."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CAUSE_TIMEOUT_S):
+                while fetching := self.pool.unheard(error):
+                    ended = [one.ended for one in fetching]
+                    await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)
+        self._unexplained -= 1
+        self._fail_start(error)
+
+    def _fail_start(self, error: PilotflameError) -> None:
+        error = self.pool.explain(error)
+        self._logs.write("gateway", f"activation failed: {error}\n{error.trace}".rstrip(), "error")
+        self._listeners.activated("failed")
+        self._starts.note_failure(error)
+        self._starts.note_workers(len(self.replicas.ready), self.replicas.starting)
+        if not self.replicas.ready:
+            self.revision.dispatcher.fail_queued(error)
+        self._node.reconciler.note_change()
+        self.look()
+        if not len(self.revision.dispatcher.queue):
+            self.pool.release()
+
+    def on_lost(self, replica: Replica, unstarted: list[Invocation], started: list[Invocation]) -> None:
+        self.pool.remove(replica)
+        self._node.reconciler.note_change()
+        self.history.prewarms.end(replica, used=bool(replica.completed or started))
+        ending = self._tasks.create_task(self._recover(replica, unstarted, started))
+        self._endings.add(ending)
+        ending.add_done_callback(self._endings.discard)
+
+    async def _recover(
+        self, replica: Replica, unstarted: list[Invocation], started: list[Invocation]
+    ) -> None:
+        was_ready = replica.activation.ready_s > 0
+        cause = await replica.child.cause() if started or not was_ready else EndCause()
+        self.revision.dispatcher.recover(unstarted, started, cause)
+        if not was_ready and not replica.reported_failure:
+            self._note_death(cause)
+        self.look()
+        if not len(self.replicas) and not len(self.revision.dispatcher.queue):
+            self.pool.release()
+            self._tasks.create_task(self.revision.dispatcher.store_curve())
+        text = cause.text or (await replica.child.cause()).text
+        end = describe_end(replica, text, started, self._logs, retiring=self.phase is Phase.RETIRING)
+        self._deaths += end.unexpected
+        self._logs.write("gateway", end.text, end.level, request_id=end.request_id)
+        await replica.child.wait_gone(STOP_TIMEOUT_S)
+        self.pool.note_gone()
+
+    def _note_death(self, cause: EndCause) -> None:
+        """Count a worker that died while it started. If many do, fail the invocations that wait."""
+        self._listeners.activated("failed")
+        error = self._starts.note_death(cause.text)
+        self._starts.note_workers(len(self.replicas.ready), self.replicas.starting)
+        if not self.replicas.ready and self._starts.give_up():
+            self.revision.dispatcher.fail_queued(error)
+
+
+_TIERS = {
+    Rank.PROOF: WorkerTier.PROOF, Rank.OWNER: WorkerTier.OWNER, Rank.LOAD: WorkerTier.LOAD, Rank.AHEAD: WorkerTier.AHEAD, Rank.KEEP: WorkerTier.KEEP,
+}  # fmt: skip
+
+
+def _process(
+    key: Hashable, state: ProcessState, place: GpuPlace | None, calls: int = 0, used_s: float = 0.0
+) -> NodeProcess:
+    if place is None:
+        return NodeProcess(key, state, calls, used_s)
+    # A worker that freed nothing when it parked has to end to make room.
+    parks = place.parked if place.parked != place.full else None
+    return NodeProcess(key, state, calls, used_s, place.holding, place.full, parks)

@@ -1,0 +1,627 @@
+"""Shares the workers of a node, the workers of each owner and the memory of GPUs among revisions. It does no I/O and reads no clock.
+
+All workers, the present and the wanted ones, are served in one order (`_Revision.order`). Each takes a place within the limits and
+its GPU memory. A present worker that finds no room parks or ends, and a wanted one is refused. So room for a wanted worker is
+in the result at once, but the worker starts only when the processes that exist leave the room: the caller asks again after each
+event.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum, StrEnum
+from types import MappingProxyType
+from typing import Literal, NamedTuple, TypeAlias
+
+from .placement import Gpu, GpuNeed, Holding, candidates
+
+# A worker that had a call within this time counts as a worker that callers need.
+LATELY_S = 1.0
+# A revision keeps its first worker for this time. A revision whose callers waited this long without a worker comes next.
+PATIENCE_S = 10.0
+# The bytes for which the cost of a worker without GPUs is computed.
+CPU_WORKER_BYTES = float(1 << 30)
+NOTHING: Holding = MappingProxyType({})
+
+
+class WorkerTier(IntEnum):
+    """What a worker is for. Lower tiers are served first."""
+
+    PROOF = 0
+    """The first worker of a revision that is being deployed. It may be one more than `max_workers` and the owner's limit."""
+    OWNER = 1
+    """`scale.min`."""
+    FIRST = 2
+    """The first worker of a revision for its callers."""
+    LOAD = 3
+    """Further workers for callers, and present workers that had a call within LATELY_S."""
+    AHEAD = 4
+    """Workers for calls that are expected."""
+    KEEP = 5
+    """Present workers that nothing needs now."""
+    STANDBY = 6
+    """A standby that holds GPU memory, because it rehearsed. It is no worker and does not count against the limits."""
+
+
+class ProcessState(StrEnum):
+    """The state of a process. The workers of a revision keep their places in this order."""
+
+    STARTING = "starting"
+    """It starts or wakes, and cannot be displaced."""
+    READY = "ready"
+    PARKED = "parked"
+    """It is parked, or is about to be: then `holding` is still more than `parked`."""
+    STANDBY = "standby"
+    DRAINING = "draining"
+    LEAVING = "leaving"
+    """A standby that ends. As STANDBY, it is no worker and does not count against the limits."""
+
+
+class NodeProcess(NamedTuple):
+    """A worker or a standby of a revision."""
+
+    key: Hashable
+    state: ProcessState
+    calls: int = 0
+    used_s: float = 0.0
+    """The time at which its last call ended, or before its first call the time of its start (monotonic, in seconds)."""
+    holding: Holding = NOTHING
+    """The GPU memory that is booked for it now."""
+    full: Holding = NOTHING
+    """The GPU memory of an awake worker."""
+    parked: Holding | None = None
+    """The GPU memory of a parked worker; None if it cannot park, or frees nothing."""
+
+
+class RevisionClaim(NamedTuple):
+    """What a revision has and wants."""
+
+    key: str
+    """Its id on the node."""
+    function: str
+    """Two revisions of one function exist during a deploy."""
+    owner: str
+    wants: Mapping[WorkerTier, int]
+    """The cumulative number of awake workers that PROOF, OWNER, LOAD and AHEAD want, after all caps."""
+    awake: int
+    """The number of workers that should be awake (`Row.awake`), at least each number of `wants`."""
+    held: int
+    """The number of workers that should be awake or parked (`Row.held`). The row stops those beyond it."""
+    processes: tuple[NodeProcess, ...] = ()
+    need: GpuNeed | None = None
+    waiting_since_s: float = math.inf
+    """The time since which callers, a deploy or an urgent warm-up wait for a worker that is refused; infinity if none is.
+    A revision whose worker was displaced waits from that time on, although its calls are older."""
+    first_since_s: float = math.inf
+    """The time since which it has an awake or starting worker; infinity without one."""
+    cost: Callable[[float], float] = lambda _freed_bytes: 0.0
+    """Returns the callers' loss for each byte if one idle worker frees a number of bytes (eviction.py)."""
+
+
+class Limits(NamedTuple):
+    """How many workers there may be at most."""
+
+    node: int | None = None
+    """The limit of the node (`max_workers`); None for no limit."""
+    owners: Mapping[str, int] = {}
+    """The limits of the owners that have one, each for all functions of the owner."""
+
+
+class ReachedLimit(NamedTuple):
+    """The limit that keeps workers from a revision."""
+
+    name: Literal["max_workers", "owner_limit", "gpus"]
+    """The limit of the gateway, the limit of the owner's API key, or the memory of the GPUs (placement.py)."""
+    most: int
+
+
+class Grant(NamedTuple):
+    """What a revision does now."""
+
+    start: tuple[Holding | None, ...] = ()
+    """For each worker that starts, its GPU memory; None without GPUs. The first one is the standby, if the revision has one."""
+    wake: tuple[Hashable, ...] = ()
+    park: tuple[Hashable, ...] = ()
+    stop: tuple[Hashable, ...] = ()
+    """Workers and standbys that end to make room. Busy workers finish their calls first."""
+    limit: ReachedLimit | None = None
+    """Why workers park, stop, or are missing."""
+
+
+NO_GRANT = Grant()
+
+
+class Allocation(NamedTuple):
+    """What all revisions do now."""
+
+    grants: Mapping[str, Grant]
+    """By the key of the claim. Revisions that have nothing to do and miss no worker are left out."""
+    again_s: float = math.inf
+    """The time at which the result may change although no event occurs. It is later than now."""
+
+
+def allocate(
+    claims: Iterable[RevisionClaim], limits: Limits, gpus: Sequence[Gpu], now_s: float
+) -> Allocation:
+    """Return which workers start, wake, park and end.
+
+    The result is idempotent: after it was applied, a second call at the same time returns nothing to do. The keys of claims must
+    differ. Their order is irrelevant.
+    """
+    revisions = [_Revision(claim, now_s) for claim in claims if claim.processes or claim.wants]
+    _Sharing(revisions, limits, gpus).share()
+    grants = {one.claim.key: one.grant for one in revisions if one.grant is not NO_GRANT}
+    again_s = min((one.due_s for one in revisions), default=math.inf)
+    return Allocation(grants, again_s if any(one.refused for one in revisions) else math.inf)
+
+
+_Order: TypeAlias = tuple[int, int, int, int, float, float, str]
+"""Tier, turn within the tier, number of the worker, 0 for a busy one, 1 for an idle one and 2 for a missing one, waiting since,
+negative cost, and the key of the claim."""
+
+
+@dataclass(slots=True, eq=False)
+class _Member:
+    """A present worker or standby that is not fixed."""
+
+    process: NodeProcess
+    order: _Order
+    stays: Holding
+    """The GPU memory that it needs to stay as it is."""
+    undecided: bool = True
+
+
+_STATE_ORDER = {state: number for number, state in enumerate(ProcessState)}
+
+
+def _strength(process: NodeProcess) -> tuple[int, int, float]:
+    return _STATE_ORDER[process.state], -process.calls, -process.used_s
+
+
+def _tiers(wants: Mapping[WorkerTier, int]) -> list[WorkerTier]:
+    """Return what each wanted worker is for: the strongest tier that wants it."""
+    tiers = list[WorkerTier]()
+    for tier in sorted(wants):
+        tiers += [tier] * (wants[tier] - len(tiers))
+    if tiers and tiers[0] is WorkerTier.LOAD:
+        tiers[0] = WorkerTier.FIRST
+    return tiers
+
+
+class _Revision:
+    """A claim, its members that are not decided yet, and what was decided. Lists of members have the strongest at the end."""
+
+    def __init__(self, claim: RevisionClaim, now_s: float) -> None:
+        self.claim, self.now_s = claim, now_s
+        self.grant, self.due_s = NO_GRANT, math.inf
+        # True if a further worker was refused.
+        self.refused = False
+        # Its valid entry in the queue.
+        self.entry: _Order | None = None
+        self.tiers = _tiers(claim.wants)
+        self.processes = (
+            sorted(claim.processes, key=_strength) if len(claim.processes) > 1 else claim.processes
+        )
+        starting = sum(one.state is ProcessState.STARTING for one in self.processes)
+        # The number of workers that are awake in the result. `kept` are the ready ones among them, the strongest first.
+        self.awake = starting
+        self.kept: list[_Member] = []
+        self.ready: list[_Member] = []
+        # Parked workers, and ready ones that can only stay if they park.
+        self.parked: list[_Member] = []
+        self.standbys: list[_Member] = []
+        # A worker that starts cannot be displaced. So the ready ones have the first numbers.
+        for number, one in enumerate(self.processes[starting:], 1):
+            if one.state is ProcessState.STANDBY:
+                last = (WorkerTier.STANDBY, 0, 0, 0, 0.0, 0.0, claim.key)
+                self.standbys.append(_Member(one, last, one.holding))
+            elif one.state is ProcessState.READY and number + starting <= claim.held:
+                self.ready.insert(0, _Member(one, self.order(number, one), one.holding))
+            elif one.state is ProcessState.PARKED and number + starting <= claim.held:
+                stays = one.holding if one.parked is None else one.parked
+                self.parked.insert(0, _Member(one, self.spare_order(number + starting, one), stays))
+
+    @property
+    def deployed(self) -> bool:
+        """True if its first worker is the proof of a deploy."""
+        return bool(self.tiers) and self.tiers[0] is WorkerTier.PROOF
+
+    @property
+    def lacks(self) -> bool:
+        """True if it wants a further worker that was not refused."""
+        return self.awake < len(self.tiers) and not self.refused
+
+    def note(
+        self, limit: ReachedLimit | None = None, *, start: tuple[Holding | None, ...] = (),
+        wake: tuple[Hashable, ...] = (), park: tuple[Hashable, ...] = (), stop: tuple[Hashable, ...] = (),
+    ) -> None:  # fmt: skip
+        """Add to the grant. The first limit stays."""
+        had = self.grant
+        self.grant = Grant(
+            had.start + start, had.wake + wake, had.park + park, had.stop + stop, had.limit or limit
+        )
+
+    def next_order(self) -> _Order | None:
+        """Return the order of the next decision; None if all are made."""
+        if self.ready:
+            member, number = self.ready[-1], len(self.kept) + 1
+            # A worker moves up if one before it was displaced.
+            return member.order if member.order[2] == number else self.order(number, member.process)
+        if self.lacks:
+            return self.order(self.awake + 1)
+        rest = self.parked or self.standbys
+        return rest[-1].order if rest else None
+
+    def order(self, number: int, ready: NodeProcess | None = None) -> _Order:
+        """Return the order of the worker with a number, from 1. It is a ready one, or a missing one that is to wake or start.
+
+        Ready workers of `scale.min` come before a missing PROOF, which displaces only those of its own function.
+        """
+        tier = self.tiers[number - 1] if number <= len(self.tiers) else WorkerTier.KEEP
+        if ready is not None and tier > WorkerTier.LOAD and self._lately(ready):
+            tier = WorkerTier.LOAD
+        turn = self._turn(ready) if tier is WorkerTier.FIRST else 0
+        if tier is WorkerTier.PROOF and ready is None:
+            turn = 2
+        elif tier is WorkerTier.OWNER and ready is not None:
+            tier, turn = WorkerTier.PROOF, 1
+        if ready is None:
+            return tier, turn, number, 2, self.claim.waiting_since_s, 0.0, self.claim.key
+        if ready.calls:
+            return tier, turn, number, 0, math.inf, 0.0, self.claim.key
+        return tier, turn, number, 1, math.inf, -self._cost(ready), self.claim.key
+
+    def spare_order(self, number: int, process: NodeProcess) -> _Order:
+        """Return the order of a worker that stays parked, or parks."""
+        return WorkerTier.KEEP, 0, number, 1, math.inf, -self._cost(process), self.claim.key
+
+    def _lately(self, ready: NodeProcess) -> bool:
+        return ready.calls > 0 or self._ahead(ready.used_s + LATELY_S)
+
+    def _turn(self, ready: NodeProcess | None) -> int:
+        claim = self.claim
+        if ready is None:
+            return 3 if self._ahead(claim.waiting_since_s + PATIENCE_S) else 1
+        return 0 if claim.first_since_s < math.inf and self._ahead(claim.first_since_s + PATIENCE_S) else 2
+
+    def _ahead(self, at_s: float) -> bool:
+        """Return True if a time is ahead. At that time the order changes, so it is the time of the next look."""
+        if at_s <= self.now_s:
+            return False
+        self.due_s = min(self.due_s, at_s)
+        return True
+
+    def _cost(self, idle: NodeProcess) -> float:
+        freed_mb = sum(idle.holding.values()) - sum(_left(idle).values())
+        return self.claim.cost(float(freed_mb << 20) if freed_mb > 0 else CPU_WORKER_BYTES)
+
+
+class _Places:
+    """How many more workers there may be, on the node and by owner."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        scopes = ((None, limits.node), *limits.owners.items())
+        self._left = {scope: most for scope, most in scopes if most is not None}
+        # The limits that a worker of a deploy exceeds. Only one does at a time.
+        self._exceeded: set[str | None] = set()
+
+    def reached(self, owner: str, *, proves: bool = False) -> ReachedLimit | None:
+        for scope in (owner, None):
+            left = self._left.get(scope, 1)
+            if left <= 0 and not (left == 0 and proves and scope not in self._exceeded):
+                return self._limit(scope)
+        return None
+
+    def _limit(self, scope: str | None) -> ReachedLimit:
+        if scope is not None:
+            return ReachedLimit("owner_limit", self._limits.owners[scope])
+        return ReachedLimit("max_workers", self._limits.node or 0)
+
+    def take(self, owner: str, *, proves: bool = False) -> None:
+        for scope in (None, owner):
+            if proves and scope not in self._exceeded:
+                self._exceeded.add(scope)
+            elif scope in self._left:
+                self._left[scope] -= 1
+
+    def give_back(self, owner: str) -> None:
+        for scope in (None, owner):
+            if scope in self._left:
+                self._left[scope] += 1
+
+
+class _Loss(NamedTuple):
+    """What a worker displaces on GPUs."""
+
+    busy_mb: float = 0
+    """The memory of workers with calls."""
+    cost: float = 0.0
+    """The callers' loss by the displacement of workers without calls."""
+    idle_mb: float = 0
+    """The memory of workers without calls."""
+
+
+NO_LOSS = _Loss()
+
+
+class _GpuMemory:
+    """The free memory of the GPUs, beside the workers that are decided, and beside the processes that exist."""
+
+    def __init__(self, gpus: Sequence[Gpu]) -> None:
+        self.gpus = gpus
+        self._free = Counter({gpu.id: gpu.memory_mb for gpu in gpus})
+        self._free_now = Counter(self._free)
+        self._members: dict[str, list[_Member]] = {}
+
+    def add(self, member: _Member) -> None:
+        for gpu in member.stays:
+            self._members.setdefault(gpu, []).append(member)
+
+    def fits(self, wanted: Holding) -> bool:
+        return all(self._free[gpu] >= memory_mb for gpu, memory_mb in wanted.items())
+
+    def take(self, holding: Holding) -> None:
+        if holding:
+            self._free.subtract(holding)
+
+    def give_back(self, holding: Holding) -> None:
+        self._free.update(holding)
+
+    def observe(self, holding: Holding) -> None:
+        if holding:
+            self._free_now.subtract(holding)
+
+    def book(self, wanted: Holding, instead: Holding) -> bool:
+        """Reserve memory that replaces `instead`. Return True if it is free already."""
+        more = {gpu: memory_mb - instead.get(gpu, 0) for gpu, memory_mb in wanted.items()}
+        self._free_now.subtract(more)
+        return all(self._free_now[gpu] >= 0 for gpu in more if more[gpu] > 0)
+
+    def place(self, need: GpuNeed, aside: Sequence[_Member], own: Holding) -> Holding | None:
+        """Return where a worker displaces least; None if there is no room beside stronger workers. `aside` make room first."""
+        able = [gpu for gpu in candidates(self.gpus, need) if self._room(gpu.id, aside) >= need.of(gpu)]
+        if len(able) < need.gpus:
+            return None
+        # Without a displacement on either GPU: the GPU that is free already, and then the fuller one.
+        if len(able) > need.gpus:
+            able.sort(key=lambda gpu: self._key(gpu.id, need.of(gpu), aside, own))
+        return {gpu.id: need.of(gpu) for gpu in able[: need.gpus]}
+
+    def _key(self, gpu: str, memory_mb: int, aside: Sequence[_Member], own: Holding) -> tuple[float, ...]:
+        beside = self._beside_all(gpu)
+        short, waits = max(0, memory_mb - beside), self._free_now[gpu] + own.get(gpu, 0) < memory_mb
+        return *self._loss(gpu, memory_mb, aside), short, waits, beside
+
+    def loss(self, wanted: Holding, aside: Sequence[_Member]) -> _Loss:
+        """Return what a worker displaces."""
+        losses = [self._loss(gpu, memory_mb, aside) for gpu, memory_mb in wanted.items()]
+        return _Loss(*map(sum, zip(*losses, strict=True)))
+
+    def _loss(self, gpu: str, memory_mb: int, aside: Sequence[_Member]) -> _Loss:
+        undecided = [one for one in self._members.get(gpu, ()) if one.undecided and one not in aside]
+        short_mb = memory_mb - self._room(gpu, aside) + sum(one.stays[gpu] for one in undecided)
+        busy_mb, cost, idle_mb = 0, 0.0, 0
+        if short_mb > 0:
+            undecided.sort(key=lambda one: one.order)
+        while short_mb > 0 and undecided:
+            weakest = undecided.pop()
+            freed_mb = weakest.stays[gpu] - _left(weakest.process).get(gpu, 0)
+            short_mb -= freed_mb
+            if weakest.process.calls:
+                busy_mb += freed_mb
+            else:
+                cost, idle_mb = cost - weakest.order[5] * freed_mb, idle_mb + freed_mb
+        return _Loss(busy_mb, cost, idle_mb)
+
+    def short(self, wanted: Holding) -> list[str]:
+        """Return the GPUs without room beside all present workers."""
+        return [gpu for gpu, memory_mb in wanted.items() if self._beside_all(gpu) < memory_mb]
+
+    def _beside_all(self, gpu: str) -> int:
+        return self._free[gpu] - sum(one.stays[gpu] for one in self._members.get(gpu, ()) if one.undecided)
+
+    def _room(self, gpu: str, aside: Sequence[_Member]) -> int:
+        return self._free[gpu] + sum(one.stays.get(gpu, 0) for one in aside if not one.undecided)
+
+
+def _can_park(process: NodeProcess) -> bool:
+    return process.state is ProcessState.READY and not process.calls and process.parked is not None
+
+
+def _left(process: NodeProcess) -> Holding:
+    """Return the memory that a process holds after it made room. It parks if it can, or ends."""
+    return process.parked or NOTHING if _can_park(process) else NOTHING
+
+
+class _Way(NamedTuple):
+    """How a revision gets a further worker."""
+
+    loss: _Loss
+    member: _Member | None
+    """The parked worker that wakes; None if one starts."""
+    holding: Holding
+
+
+class _Sharing:
+    """Serves the members of all revisions in their order."""
+
+    def __init__(self, revisions: Sequence[_Revision], limits: Limits, gpus: Sequence[Gpu]) -> None:
+        self._revisions = revisions
+        # The places beside the workers that are decided, and beside the processes that exist.
+        self._places, self._places_now = _Places(limits), _Places(limits)
+        self._memory = _GpuMemory(gpus)
+        self._gpus = ReachedLimit("gpus", len(gpus))
+        self._queue: list[tuple[_Order, int, _Revision]] = []
+        self._count = itertools.count()
+
+    def share(self) -> None:
+        for one in self._revisions:
+            self._observe(one)
+            self._push(one)
+        while self._queue:
+            order, _, one = heapq.heappop(self._queue)
+            if order is one.entry:
+                self._serve(one)
+                self._push(one)
+
+    def _observe(self, one: _Revision) -> None:
+        """Note all processes. Starting ones keep their room."""
+        owner, proves, first = one.claim.owner, one.deployed and not one.ready, one.deployed
+        for process in one.processes:
+            state = process.state
+            self._memory.observe(process.holding)
+            if state is ProcessState.STARTING:
+                self._places.take(owner, proves=proves)
+                self._memory.take(process.holding)
+                proves = False
+            if state is not ProcessState.STANDBY and state is not ProcessState.LEAVING:
+                self._places_now.take(owner, proves=first and state is not ProcessState.DRAINING)
+                first = False
+        for member in (*one.ready, *one.parked):
+            if member.stays:
+                self._memory.add(member)
+
+    def _push(self, one: _Revision) -> None:
+        one.entry = one.next_order()
+        if one.entry is not None:
+            heapq.heappush(self._queue, (one.entry, next(self._count), one))
+
+    def _serve(self, one: _Revision) -> None:
+        if one.ready:
+            self._keep(one, one.ready.pop())
+        elif one.lacks:
+            self._extend(one)
+        elif one.parked:
+            self._spare(one, one.parked.pop())
+        else:
+            self._stand_by(one, one.standbys.pop())
+
+    def _keep(self, one: _Revision, member: _Member) -> None:
+        """Let a ready worker stay, if there is room."""
+        member.undecided, proves = False, one.deployed and not one.kept
+        if (limit := self._reached(one, member.stays, proves=proves)) is not None:
+            self._displace(one, member, limit)
+            return
+        self._take(one, member.stays, proves=proves)
+        one.awake += 1
+        one.kept.append(member)
+
+    def _spare(self, one: _Revision, member: _Member) -> None:
+        """Let a worker stay parked, or park, if there is room."""
+        member.undecided = False
+        if (limit := self._reached(one, member.stays)) is not None:
+            one.note(limit, stop=(member.process.key,))
+            return
+        self._take(one, member.stays)
+        if member.process.state is ProcessState.READY:
+            one.note(park=(member.process.key,))
+
+    def _stand_by(self, one: _Revision, member: _Member) -> None:
+        if self._memory.fits(member.stays):
+            self._memory.take(member.stays)
+        else:
+            one.note(self._gpus, stop=(member.process.key,))
+
+    def _extend(self, one: _Revision) -> None:
+        """Wake or start a worker, or reserve the room for that until other processes have left it."""
+        proves = one.deployed and not one.awake
+        rivals = self._replaced(one) if proves else ()
+        limit = self._places.reached(one.claim.owner, proves=proves)
+        way = self._way(one, [member for _, member in rivals]) if limit is None else None
+        if way is None:
+            one.refused = True
+            one.note(limit or self._gpus)
+            return
+        self._make_way(way.holding, rivals)
+        if way.member is not None:
+            self._wake(one, way.member)
+        else:
+            self._start(one, way.holding, proves=proves)
+        self._take(one, way.holding, proves=proves)
+        one.awake += 1
+
+    def _way(self, one: _Revision, aside: Sequence[_Member]) -> _Way | None:
+        """Choose between the parked workers and a new one: first by busy memory, then a parked one; None without room."""
+        memory, need = self._memory, one.claim.need
+        if need is None:
+            return _Way(NO_LOSS, one.parked[-1] if one.parked else None, NOTHING)
+        ways = [
+            _Way(memory.loss(member.process.full, [member]), member, member.process.full)
+            for member in reversed(one.parked)
+            if member.process.state is ProcessState.PARKED and memory.fits(member.process.full)
+        ]
+        own = one.standbys[-1].stays if one.standbys else NOTHING
+        if (found := memory.place(need, aside, own)) is not None:
+            ways.append(_Way(memory.loss(found, aside), None, found))
+        return min(ways, key=lambda way: (way.loss[0], way.member is None, way.loss), default=None)
+
+    def _wake(self, one: _Revision, member: _Member) -> None:
+        one.parked.remove(member)
+        member.undecided = False
+        if self._memory.book(member.process.full, member.process.holding):
+            one.note(wake=(member.process.key,))
+        else:
+            one.note(self._gpus)
+
+    def _start(self, one: _Revision, holding: Holding, *, proves: bool) -> None:
+        own = one.standbys.pop().stays if one.standbys else NOTHING
+        limit = self._places_now.reached(one.claim.owner, proves=proves)
+        if limit is None:
+            self._places_now.take(one.claim.owner, proves=proves)
+        if not self._memory.book(holding, own):
+            limit = limit or self._gpus
+        if limit is None:
+            one.note(start=(holding or None,))
+        else:
+            one.note(limit)
+
+    # -- a deploy
+
+    def _replaced(self, one: _Revision) -> list[tuple[_Revision, _Member]]:
+        """Return the workers of the old revision, the weakest first."""
+        return [
+            (other, member)
+            for other in self._revisions
+            if other.claim.function == one.claim.function and other is not one
+            for member in (*other.parked, *other.ready, *reversed(other.kept))
+        ]
+
+    def _make_way(self, wanted: Holding, rivals: Iterable[tuple[_Revision, _Member]]) -> None:
+        """Displace workers of the old revision until there is room beside all other workers."""
+        for other, member in rivals:
+            short = self._memory.short(wanted)
+            if not any(gpu in member.stays for gpu in short):
+                continue
+            if member.undecided:
+                (other.ready if member in other.ready else other.parked).remove(member)
+                member.undecided = False
+            else:
+                other.kept.remove(member)
+                other.awake -= 1
+                self._places.give_back(other.claim.owner)
+                self._memory.give_back(member.stays)
+            self._displace(other, member, self._gpus)
+            self._push(other)
+
+    def _reached(self, one: _Revision, holding: Holding, *, proves: bool = False) -> ReachedLimit | None:
+        limit = self._places.reached(one.claim.owner, proves=proves)
+        return limit or (None if self._memory.fits(holding) else self._gpus)
+
+    def _take(self, one: _Revision, holding: Holding, *, proves: bool = False) -> None:
+        self._places.take(one.claim.owner, proves=proves)
+        self._memory.take(holding)
+
+    def _displace(self, one: _Revision, member: _Member, limit: ReachedLimit) -> None:
+        """Have a worker park, if there is room for what it holds then, or end."""
+        process = member.process
+        if limit is not self._gpus or not _can_park(process):
+            one.note(limit, stop=(process.key,))
+            return
+        one.note(limit)
+        one.parked.append(_Member(process, one.spare_order(one.awake + 1, process), _left(process)))

@@ -1,0 +1,133 @@
+"""Lists the replicas of one revision. The dispatcher only reads it; the pool (reconciling/pool.py) changes it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from .replica import Replica, ReplicaState
+
+
+class Replicas:
+    """The replicas of one revision, without those that have ended."""
+
+    def __init__(self) -> None:
+        self._present: list[Replica] = []
+        # When the workers were asked for that are being forked.
+        self._asked: list[float] = []
+        self._past_completed = 0
+        # Where the last invocation went.
+        self._last: Replica | None = None
+
+    def __iter__(self) -> Iterator[Replica]:
+        return iter(self._present)
+
+    def __len__(self) -> int:
+        return len(self._present)
+
+    @property
+    def ready(self) -> list[Replica]:
+        return [replica for replica in self._present if replica.state is ReplicaState.READY]
+
+    @property
+    def parked(self) -> list[Replica]:
+        """The parked workers, the one that is idle for the longest time first."""
+        parked = [replica for replica in self._present if replica.state is ReplicaState.PARKED]
+        return sorted(parked, key=lambda replica: replica.idle_since_s)
+
+    @property
+    def idle(self) -> list[Replica]:
+        """The ready workers without work, the one that is idle for the longest time first."""
+        idle = [replica for replica in self.ready if not replica.outstanding.calls]
+        return sorted(idle, key=lambda replica: replica.idle_since_s)
+
+    @property
+    def draining(self) -> int:
+        return sum(replica.state is ReplicaState.DRAINING for replica in self._present)
+
+    @property
+    def starting(self) -> int:
+        """The number of workers that are not ready yet: they are being forked, or restore their weights."""
+        return len(self._asked) + sum(replica.state is ReplicaState.RESTORING for replica in self._present)
+
+    @property
+    def held(self) -> int:
+        """The number of workers, also of those that are being forked."""
+        return len(self._present) + len(self._asked)
+
+    @property
+    def in_flight(self) -> int:
+        count = 0
+        # A loop, because this runs for every invocation: with a generator it takes twice as long.
+        for replica in self._present:
+            count += len(replica.outstanding.calls)
+        return count
+
+    @property
+    def leaving(self) -> int:
+        """The number of invocations at workers that drain."""
+        draining = (one for one in self._present if one.state is ReplicaState.DRAINING)
+        return sum(len(replica.outstanding.calls) for replica in draining)
+
+    @property
+    def completed(self) -> int:
+        """How many invocations all workers, dead ones included, have ended."""
+        return self._past_completed + sum(replica.completed for replica in self._present)
+
+    @property
+    def asked_s(self) -> list[float]:
+        """When each worker was asked for that is neither ready nor draining yet."""
+        restoring = [one for one in self._present if one.state is ReplicaState.RESTORING]
+        return [replica.activation.asked_s for replica in restoring] + list(self._asked)
+
+    def started_s(self, now_s: float, most_s: float) -> float:
+        """Return for how long the starting workers have been starting, summed, each for at most `most_s`."""
+        return sum(min(most_s, now_s - asked_s) for asked_s in self.asked_s)
+
+    def has(self, workers: int) -> bool:
+        """Return True if this number of workers is ready or starting."""
+        return len(self.ready) + self.starting >= workers
+
+    def pick(self) -> Replica | None:
+        """Return the worker for the next invocation or batch; None if no worker has room.
+
+        It is the least busy worker, and of equally busy ones the newest, so that older ones can stop. If
+        workers prefetch, it is the busiest one that has room: its process is awake, others must be woken.
+        """
+        if self._last is not None and self._last.can_prefetch:
+            return self._last
+        best: Replica | None = None
+        for replica in self._present:
+            if replica.credit > 0 and (best is None or _preferred(replica, best)):
+                best = replica
+        self._last = best
+        return best
+
+
+class ReplicaList(Replicas):
+    """The list, as its pool changes it."""
+
+    def note_asked(self, asked_s: float) -> None:
+        """Learn that a worker is being forked, which was asked for at this time, in monotonic seconds."""
+        self._asked.append(asked_s)
+
+    def note_answered(self, asked_s: float) -> None:
+        """Learn that the fork of such a worker has ended."""
+        self._asked.remove(asked_s)
+
+    def add(self, replica: Replica) -> None:
+        self._present.append(replica)
+
+    def remove(self, replica: Replica) -> None:
+        """Remove a worker that has ended."""
+        self._present.remove(replica)
+        self._past_completed += replica.completed
+        self.forget_last()
+
+    def forget_last(self) -> None:
+        """Pick the next worker anew: the last one may take nothing any more."""
+        self._last = None
+
+
+def _preferred(replica: Replica, other: Replica) -> bool:
+    """Return True if `pick` prefers `replica` to an older one that also has room."""
+    return replica.load > other.load if replica.prefetches else replica.load <= other.load
