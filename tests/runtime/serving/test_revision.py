@@ -221,8 +221,8 @@ async def test_a_failing_setup_fails_those_that_wait(deploy, tmp_path):
 
 
 async def test_workers_that_no_invocation_needs_are_not_started_again_and_again(deploy, monkeypatch):
-    monkeypatch.setattr("pilotflame.runtime.reconciling.breaker.FIRST_BACKOFF_S", 3600.0)
-    monkeypatch.setattr("pilotflame.runtime.reconciling.breaker.MAX_BACKOFF_S", 3600.0)
+    monkeypatch.setattr("pilotflame.runtime.reconciling.start_outcomes.FIRST_BACKOFF_S", 3600.0)
+    monkeypatch.setattr("pilotflame.runtime.reconciling.start_outcomes.MAX_BACKOFF_S", 3600.0)
     source = "def setup(context):\n    raise OSError\ndef handler(event):\n    return event"
     function = await deploy(source, {"scale.min": 1}, check=False)
     await function.logged("activation failed")
@@ -271,7 +271,7 @@ async def test_a_burst_on_a_function_that_cannot_start_costs_its_workers_and_one
 
 
 async def test_the_breaker_closes_when_a_start_after_the_back_off_succeeds(deploy, tmp_path, monkeypatch):
-    monkeypatch.setattr("pilotflame.runtime.reconciling.breaker.FIRST_BACKOFF_S", 0.01)
+    monkeypatch.setattr("pilotflame.runtime.reconciling.start_outcomes.FIRST_BACKOFF_S", 0.01)
     function = await deploy(STARTS_LATER, {"env.OK": str(tmp_path / "ok")}, check=False)
     types = [(await function.error())["type"] for _ in range(6)]
     assert types == ["handler_setup_failed"] * 5 + ["crash_loop"]
@@ -286,8 +286,8 @@ async def test_the_breaker_closes_when_a_start_after_the_back_off_succeeds(deplo
 
 async def test_reset_closes_the_breaker_and_runs_the_jobs_that_wait(gateway, deploy, tmp_path, monkeypatch):
     # Without the reset, nothing would start for an hour.
-    monkeypatch.setattr("pilotflame.runtime.reconciling.breaker.FIRST_BACKOFF_S", 3600.0)
-    monkeypatch.setattr("pilotflame.runtime.reconciling.breaker.MAX_BACKOFF_S", 3600.0)
+    monkeypatch.setattr("pilotflame.runtime.reconciling.start_outcomes.FIRST_BACKOFF_S", 3600.0)
+    monkeypatch.setattr("pilotflame.runtime.reconciling.start_outcomes.MAX_BACKOFF_S", 3600.0)
     function = await deploy(STARTS_LATER, {"env.OK": str(tmp_path / "ok")}, check=False)
     for _ in range(5):
         await function.error()
