@@ -1,7 +1,12 @@
-"""What a warm hello costs in CPU, process by process, beside a bare echo in interleaved rounds.
+"""The CPU time of a warm hello, process by process, beside a bare echo; or of a hello at two commits.
 
-python infra/bench/path_cost.py              # the figures
-python infra/bench/path_cost.py --profile    # and where gateway and worker spend it (py-spy)
+    python infra/bench/path_cost.py                               # beside the echo
+    python infra/bench/path_cost.py --profile                     # and the functions of gateway and worker (py-spy)
+    python infra/bench/path_cost.py --against HEAD~3              # a warm hello at that commit, and now
+    python infra/bench/path_cost.py --against HEAD~3 --cold       # a cold start at that commit, and now
+    python infra/bench/path_cost.py --functions 1000 [--cold]     # with one function, and with 1,000 others
+
+The two sides take turns in each round, so that other work on the machine meets both.
 """
 
 from __future__ import annotations
@@ -18,8 +23,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import path_pairs
 import process_tree
 import psutil
+from commit_environment import environment_of, hash_of
 from contestant import HELLO
 from control import Control
 from hello import CALLERS, FUNCTION
@@ -31,6 +38,9 @@ from servers import Server, ServerError, start_echo, start_pilotflame
 HEADERS = {"Content-Type": "application/json"}
 PARTS = ("gateway", "worker", "others")
 SHARE = 0.55
+# A call among 1,000 functions costs at most this much of a call with one function.
+MANY = "<= 1.1"
+ROUNDS, PAIRS = 5, 10
 SAMPLES_PER_S = 400
 TOP = 28
 
@@ -144,7 +154,7 @@ def sides(workers: int) -> Iterator[tuple[Side, Side]]:
 def measure(echo: Side, ours: Side, arguments: argparse.Namespace) -> None:
     for side in (echo, ours):
         side.load(arguments.callers, 1.0)
-    for number in range(arguments.rounds):
+    for number in range(arguments.rounds or ROUNDS):
         for side in (echo, ours) if number % 2 else (ours, echo):
             side.rounds.append(side.load(arguments.callers, arguments.seconds))
 
@@ -209,14 +219,59 @@ def tell(part: str, stacks: list[str]) -> None:
             print(f"  {samples / total:6.1%}  {name}")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=2.0, help="of one round")
+def compare(arguments: argparse.Namespace) -> bool:
+    """Measure another commit and this one, or one function and many. Return whether the targets are met."""
+    plan = path_pairs.Plan(arguments.cold, arguments.callers, arguments.seconds, arguments.calls)
+    overrides = {"scale.max": arguments.workers} if arguments.workers else {}
+    report = Report("path-cost-cold" if arguments.cold else "path-cost-warm")
+    with ExitStack() as stack:
+        if arguments.against is None:
+            few = path_pairs.Case("one", sys.executable, 0)
+            cases = [few, path_pairs.Case("many", sys.executable, arguments.functions)]
+            report.note(
+                f"one: {path_pairs.NAME} is the only function; many: beside {arguments.functions} others"
+            )
+        else:
+            python = stack.enter_context(environment_of(arguments.against))
+            before = path_pairs.Case("before", python, arguments.functions)
+            cases = [before, path_pairs.Case("after", sys.executable, arguments.functions)]
+            report.note(f"before: commit {hash_of(arguments.against)}; after: the installed wheel")
+        first, second = (stack.enter_context(path_pairs.side(case, plan, overrides)) for case in cases)
+        path_pairs.play((first, second), arguments.rounds or PAIRS, plan)
+    path_pairs.enter(report, first, second, plan=plan, target=MANY if arguments.against is None else "")
+    if arguments.json:
+        print(report.write().read_text())
+        return report.met
+    return report.finish()
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, help=f"default: {ROUNDS}, and {PAIRS} of a comparison")
+    parser.add_argument("--seconds", type=float, default=2.0, help="of warm calls in one round")
     parser.add_argument("--callers", type=int, default=CALLERS)
-    parser.add_argument("--workers", type=int, default=0, help="at most so many; 0: as deployed")
+    parser.add_argument("--workers", type=int, default=0, help="the most workers; 0: the function's default")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--against", metavar="COMMIT", help="compare with this commit")
+    parser.add_argument("--functions", type=int, default=0, help="deploy this number of other functions too")
+    parser.add_argument("--cold", action="store_true", help="compare cold starts, not warm calls")
+    parser.add_argument("--calls", type=int, default=20, help="cold starts in one round")
+    parser.add_argument("--json", action="store_true", help="print the figures of a comparison as JSON")
     arguments = parser.parse_args()
+    arguments.compares = arguments.against is not None or arguments.functions > 0
+    if (arguments.cold or arguments.json) and not arguments.compares:
+        parser.error("--cold and --json need --against or --functions")
+    if arguments.profile and arguments.compares:
+        parser.error("--profile is for the path beside the echo, not for a comparison")
+    return arguments
+
+
+def main() -> int:
+    arguments = _arguments()
+    if arguments.compares:
+        return 0 if compare(arguments) else 1
     report = Report("path-cost")
     with sides(arguments.workers) as (echo, ours):
         measure(echo, ours, arguments)

@@ -195,10 +195,12 @@ def start_litserve(settings: LitServeSettings | None = None) -> Iterator[Server]
 
 
 @contextmanager
-def start_pilotflame(env: dict[str, str] | None = None) -> Iterator[Server]:
-    """Ours. The one place that knows how it is started. `POST /invoke/hello`."""
+def start_pilotflame(
+    env: dict[str, str] | None = None, python: str | Path = sys.executable
+) -> Iterator[Server]:
+    """Start a gateway of ours with the pilotflame that this interpreter imports. `POST /invoke/hello`."""
     with tempfile.TemporaryDirectory(prefix="pilotflame-bench-") as state:
-        command = [sys.executable, "-m", "pilotflame.runtime.cli", "serve"]
+        command = [str(python), "-m", "pilotflame.runtime.cli", "serve"]
         command += ["--port", "0", "--state-dir", state, "--json"]
         with running("pilotflame", command, env) as server:
             server.wait_line()
