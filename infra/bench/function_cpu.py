@@ -11,90 +11,118 @@ from pathlib import Path
 import process_tree
 
 WAIT_S = 60.0
-# As long as the function's processes use no CPU time, they have nothing left to do.
+# Processes that use no CPU time in this interval have nothing left to do.
 LOOK_S = 0.02
+# A gateway has nothing left to do if it uses at most this share of a core in a second.
+IDLE_SHARE = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class Used:
     """CPU time (user and system) in seconds."""
 
-    gateway_s: float
-    function_s: float
-    """Of the function's zygote, its standby, and its workers, the ended ones included."""
+    loop_s: float = 0.0
+    """The gateway's main thread, which runs its event loop."""
+    threads_s: float = 0.0
+    """The other threads of the gateway. They measure memory and write files in the background."""
+    function_s: float = 0.0
+    """The function's zygote, its standby, and its workers, the ended ones included."""
+
+    @property
+    def path_s(self) -> float:
+        """Return the time without that of the background."""
+        return self.loop_s + self.function_s
 
     @property
     def total_s(self) -> float:
-        return self.gateway_s + self.function_s
+        return self.path_s + self.threads_s
 
     def each(self, calls: int) -> Used:
-        """Return the share of one of so many calls."""
-        return Used(self.gateway_s / calls, self.function_s / calls)
+        """Return the share of one call."""
+        return Used(self.loop_s / calls, self.threads_s / calls, self.function_s / calls)
 
     def __add__(self, other: Used) -> Used:
-        return Used(self.gateway_s + other.gateway_s, self.function_s + other.function_s)
+        return Used(
+            self.loop_s + other.loop_s, self.threads_s + other.threads_s, self.function_s + other.function_s
+        )
 
     def __sub__(self, other: Used) -> Used:
-        return Used(self.gateway_s - other.gateway_s, self.function_s - other.function_s)
+        return self + other.each(-1)
 
 
 class FunctionCpu:
-    """Reads the CPU time of a gateway and of one function. The function must keep its zygote."""
+    """Reads the CPU time of a gateway and of one function, which must keep its zygote."""
 
     def __init__(self, gateway: int, function: str) -> None:
         """`gateway` is a process id."""
         self._gateway, self._function = gateway, function
-        zygotes = [
-            one for one in process_tree.tree(gateway) if _title(one.pid).startswith(self._name("zygote"))
-        ]
+        role = self._title("zygote")
+        zygotes = [one for one in process_tree.tree(gateway) if title(one.pid).startswith(role)]
         if len(zygotes) != 1:
             raise RuntimeError(f"{function} has {len(zygotes)} zygotes")
         self._zygote = zygotes[0]
 
     def used(self) -> Used:
-        """Return what was used so far."""
+        """Return the CPU time so far."""
         times = self._zygote.cpu_times()
-        # Ended children count with ticks of 10 ms, but the kernel rounds their sum only.
+        # The kernel adds up the ended children in nanoseconds, and rounds the sum to 10 ms.
         function_s = clock_s(self._zygote.pid) + times.children_user + times.children_system
         for child in self._children():
             with contextlib.suppress(ProcessLookupError):
                 function_s += clock_s(child)
-        return Used(clock_s(self._gateway), function_s)
+        loop_s = main_thread_s(self._gateway)
+        return Used(loop_s, max(0.0, clock_s(self._gateway) - loop_s), function_s)
 
     def wait_at_zero(self) -> None:
         """Wait until the function has a standby and no worker, and its processes use no CPU time.
 
-        The gateway is not asked, because an answer would cost it CPU time.
+        It sends the gateway no request, because an answer would use CPU time.
         """
         deadline, last_s = time.monotonic() + WAIT_S, -1.0
         while time.monotonic() < deadline:
-            titles = [_title(child) for child in self._children()]
+            titles = [title(child) for child in self._children()]
             used_s = self.used().function_s
-            if len(titles) == 1 and titles[0].startswith(self._name("standby")) and used_s == last_s:
+            if len(titles) == 1 and titles[0].startswith(self._title("standby")) and used_s == last_s:
                 return
             last_s = used_s
             time.sleep(LOOK_S)
         raise RuntimeError(f"{self._function} did not come to zero within {WAIT_S:.0f} s")
+
+    def wait_idle(self) -> None:
+        """Wait until the gateway has done the work that follows deploys, such as measuring the memory of all processes."""
+        deadline = time.monotonic() + WAIT_S
+        while time.monotonic() < deadline:
+            before_s = clock_s(self._gateway)
+            time.sleep(1.0)
+            if clock_s(self._gateway) - before_s <= IDLE_SHARE:
+                return
+        raise RuntimeError(f"the gateway was not idle within {WAIT_S:.0f} s")
 
     def _children(self) -> Iterator[int]:
         # psutil would read the parent of each process of the machine.
         pid = self._zygote.pid
         return map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
 
-    def _name(self, role: str) -> str:
+    def _title(self, role: str) -> str:
         return f"pilotflame: {role} {self._function} "
 
 
 def clock_s(pid: int) -> float:
-    """Return the CPU time of a process and all its threads, to the nanosecond; not that of its children."""
-    # As clock_getcpuclockid(3) does. The kernel takes the inverted process id, and 2 for the time that was scheduled.
+    """Return the CPU time of a process, all its threads included, to the nanosecond, without its children."""
+    # As clock_getcpuclockid(3): the inverted process id, and 2 for CPUCLOCK_SCHED.
     try:
         return time.clock_gettime((~pid << 3) | 2)
     except OSError as error:
         raise ProcessLookupError(pid) from error
 
 
-def _title(pid: int) -> str:
+def main_thread_s(pid: int) -> float:
+    """Return the CPU time of the main thread of a process, to the nanosecond."""
+    return int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0]) / 1e9
+
+
+def title(pid: int) -> str:
+    """Return the command line of a process, or what setproctitle(3) made of it; empty if the process has ended."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
     return ""

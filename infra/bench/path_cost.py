@@ -6,7 +6,7 @@
     python infra/bench/path_cost.py --against HEAD~3 --cold       # a cold start at that commit, and now
     python infra/bench/path_cost.py --functions 1000 [--cold]     # with one function, and with 1,000 others
 
-The two sides take turns in each round, so that other work on the machine meets both.
+The two sides take turns in each round, so that other work on the machine affects both.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ TOP = 28
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """Of one process, or of several: seconds of CPU in user and in kernel, and how often it gave the core away."""
+    """The CPU time of processes in user mode and in the kernel, in seconds, and the number of their context switches."""
 
     user_s: float = 0.0
     system_s: float = 0.0
@@ -70,7 +70,7 @@ class Spent:
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of one request, by part, in microseconds of CPU; how many there were in a second."""
+    """The CPU time of a number of requests, by part, and the rate of the requests."""
 
     parts: dict[str, Spent]
     requests: int
@@ -85,7 +85,7 @@ class Cost:
 
 
 def spent(process: psutil.Process) -> Spent:
-    """So far, its ended and reaped children included."""
+    """Return what a process has spent so far, its ended and reaped children included."""
     times = process.cpu_times()
     switches = sum(
         int(line.split()[1])
@@ -103,7 +103,7 @@ def part_of(process: psutil.Process, server: Server, worker: str) -> str:
 
 
 def look(server: Server, worker: str) -> dict[str, Spent]:
-    """What the parts of a server have spent."""
+    """Return what each part of a server has spent so far."""
     found = dict.fromkeys(PARTS, Spent())
     for process in process_tree.tree(server.pid):
         part = part_of(process, server, worker)
@@ -112,7 +112,7 @@ def look(server: Server, worker: str) -> dict[str, Spent]:
 
 
 class Side:
-    """One server under measurement, and its rounds."""
+    """A server under measurement, and its rounds."""
 
     def __init__(self, server: Server, path: str, worker: str) -> None:
         self.server, self._worker = server, worker
@@ -132,7 +132,7 @@ class Side:
         return median([cost.us(part) for cost in self.rounds])
 
     def pid_of(self, part: str) -> int:
-        """Of the process of a part that has spent most."""
+        """Return the id of the process that has spent most of its part."""
         tree = process_tree.tree(self.server.pid)
         of_part = [found for found in tree if part_of(found, self.server, self._worker) == part]
         return int(max(of_part, key=lambda found: spent(found).total_s).pid)
@@ -140,7 +140,7 @@ class Side:
 
 @contextmanager
 def sides(workers: int) -> Iterator[tuple[Side, Side]]:
-    """The echo and ours, both up, so that rounds can be interleaved."""
+    """Start the echo and a gateway, so that their rounds can take turns."""
     with ExitStack() as stack:
         echo = Side(stack.enter_context(start_echo()), "/", "-")
         server = stack.enter_context(start_pilotflame())
@@ -185,14 +185,14 @@ def _over(side: Side, part: str, above: str, below: str) -> float:
 
 
 def profile(ours: Side, part: str, callers: int, seconds: float) -> None:
-    """Prints in which functions a process of ours was, how often, of the samples in which it held Python's lock.
+    """Print the functions in which a process of the gateway was while it held Python's lock, by the number of samples.
 
-    A system call that is made without letting go of the lock counts for as long as it lasts, preempted or not.
+    A system call that keeps the lock counts for its whole duration, even while the process does not run.
     """
     beside = Path(sys.executable).with_name("py-spy")
     sampler = str(beside) if beside.exists() else shutil.which("py-spy")
     if sampler is None:
-        raise ServerError("py-spy, which takes the profile, is missing: pip install py-spy")
+        raise ServerError("py-spy is missing, which takes the profile: pip install py-spy")
     load = threading.Thread(target=ours.load, args=(callers, seconds + 1.0))
     load.start()
     with tempfile.NamedTemporaryFile(suffix=".raw") as raw:
@@ -220,7 +220,10 @@ def tell(part: str, stacks: list[str]) -> None:
 
 
 def compare(arguments: argparse.Namespace) -> bool:
-    """Measure another commit and this one, or one function and many. Return whether the targets are met."""
+    """Measure another commit beside this one, or a gateway with many functions beside a gateway with one.
+
+    Return True if the targets are met.
+    """
     plan = path_pairs.Plan(arguments.cold, arguments.callers, arguments.seconds, arguments.calls)
     overrides = {"scale.max": arguments.workers} if arguments.workers else {}
     report = Report("path-cost-cold" if arguments.cold else "path-cost-warm")

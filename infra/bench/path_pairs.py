@@ -32,9 +32,11 @@ WARM_UP_S, WARM_UP_COLD_CALLS = 2.0, 3
 # Other work on the machine comes and goes within seconds. Short turns share it out to both sides.
 TURN_S = 0.2
 DRAIN_S = 30.0
-NOTHING = Used(0.0, 0.0)
+NOTHING = Used()
+PARTS = ("loop_s", "function_s", "threads_s", "path_s", "total_s")
+RATIOS = ("loop_s", "function_s", "path_s", "total_s")
 UNITS = {False: ("us", 1e6), True: ("ms", 1e3)}
-"""Of one call, and how many are one second; by whether the call is cold."""
+"""The unit of one call's CPU time and its number in a second, by `Plan.cold`."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +46,9 @@ class Plan:
     cold: bool
     callers: int
     seconds: float
-    """Of warm calls."""
+    """How long warm calls are sent."""
     calls: int
-    """The number of cold calls."""
+    """How many cold calls are sent."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,9 @@ def side(case: Case, plan: Plan, overrides: dict[str, Any]) -> Iterator[Side]:
 
 
 def play(sides: Sequence[Side], rounds: int, plan: Plan) -> None:
-    """Measure both sides in each round. They take turns, so that other work on the machine meets both."""
+    """Measure both sides in each round. The two take turns, so that other work on the machine affects both."""
+    for one in sides:
+        one.cpu.wait_idle()
     if plan.cold:
         _play_cold(sides, rounds, plan)
         return
@@ -180,25 +184,24 @@ def _play_cold(sides: Sequence[Side], rounds: int, plan: Plan) -> None:
 
 def _tell(sides: Sequence[Side], number: int, rounds: int, plan: Plan) -> None:
     unit, factor = UNITS[plan.cold]
-    told = ", ".join(f"{one.name} {one.rounds[-1].total_s * factor:.4g} {unit}" for one in sides)
+    told = ", ".join(f"{one.name} {one.rounds[-1].path_s * factor:.4g} {unit}" for one in sides)
     print(f"  round {number + 1} of {rounds}: {told}", file=sys.stderr, flush=True)
 
 
-def enter(report: Report, before: Side, after: Side, *, plan: Plan, target: str) -> None:
+def enter(report: Report, first: Side, second: Side, *, plan: Plan, target: str) -> None:
     """Enter the median of each side, and the median and the quartiles of the ratio in one round."""
     unit, factor = UNITS[plan.cold]
-    for part in ("total_s", "gateway_s", "function_s"):
+    for part in PARTS:
         name = part.removesuffix("_s")
-        for one in (before, after):
+        for one in (first, second):
             report.add(f"{one.name}_{name}_{unit}", median(one.figures(part)) * factor, f"{unit} CPU")
-        pairs = zip(before.figures(part), after.figures(part), strict=True)
+    for part in RATIOS:
+        name = part.removesuffix("_s")
+        pairs = zip(first.figures(part), second.figures(part), strict=True)
         ratios = [later / earlier for earlier, later in pairs]
-        report.add(f"{name}_ratio", median(ratios), "x", target if part == "total_s" else "")
+        report.add(f"{name}_ratio", median(ratios), "x", target if part == "path_s" else "")
         report.add(f"{name}_ratio_p25", percentile(ratios, 0.25), "x")
         report.add(f"{name}_ratio_p75", percentile(ratios, 0.75), "x")
-    for earlier, later in zip(before.rounds, after.rounds, strict=True):
-        report.row(**{
-            f"{one.name}_{part}_{unit}": seconds * factor
-            for one, used in ((before, earlier), (after, later))
-            for part, seconds in (("gateway", used.gateway_s), ("function", used.function_s))
-        })  # fmt: skip
+    for one in (first, second):
+        for used in one.rounds:
+            report.row(side=one.name, **{part: getattr(used, part) for part in PARTS})
