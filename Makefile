@@ -5,7 +5,7 @@ INSTALL := $(BIN)/python infra/install.py
 SOURCES := $(shell find runtime snapshot handlers templates -type f -not -name '*.pyc') $(wildcard *.py) pyproject.toml
 EXTRAS := test
 
-.PHONY: help demo test test-slow coverage lint bench bench-snapshot bench-gpu bench-cgroup bench-jobs bench-batch bench-clairvoyant bench-path bench-policy bench-policy-live bench-warm bench-containers check-api check-infra soak soak-gateway soak-jobs soak-containers soak-rolling bench-examples bench-burst bench-starts bench-fleet bench-prewarm picture clean
+.PHONY: help demo test test-slow coverage lint bench bench-snapshot bench-gpu bench-cgroup bench-jobs bench-batch bench-clairvoyant bench-path bench-compare bench-decisions bench-policy bench-policy-live bench-warm bench-containers check-api check-infra soak soak-gateway soak-jobs soak-containers soak-rolling bench-examples bench-burst bench-starts bench-fleet bench-prewarm picture clean
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
 
@@ -114,9 +114,15 @@ bench-policy-live: .venv/wheel ## Ten minutes of arrivals against the gateway, a
 bench-clairvoyant: .venv/wheel ## The queue's policy beside a scheduler that knows the future, simulated
 	$(BIN)/python infra/bench/clairvoyant.py
 
-bench-path: .venv/installed-bench ## What a warm hello costs, process by process, beside a bare echo; and its profile
+bench-path: .venv/installed-bench ## CPU time of a warm hello, process by process, beside a bare echo; and its profile
 	@$(MAKE) --no-print-directory EXTRAS=bench .venv/wheel
 	$(BIN)/python infra/bench/path_cost.py --profile $(BENCH_ARGS)
+
+bench-compare: .venv/wheel ## CPU time of a hello beside another commit: make bench-compare BENCH_ARGS='--against HEAD~1 --cold'
+	$(BIN)/python infra/bench/path_cost.py $(BENCH_ARGS)
+
+bench-decisions: .venv/wheel ## CPU time of one decision about a function's workers, and of a node's contended allocation
+	$(BIN)/python infra/bench/decisions.py
 
 soak: .venv/wheel ## 1,000 activations in a row, and what they leave behind
 	$(BIN)/python infra/bench/soak.py --activations 1000

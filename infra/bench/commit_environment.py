@@ -1,7 +1,7 @@
-"""A copy of the present virtual environment that has the wheel of another commit, for as long as a benchmark needs it.
+"""A temporary copy of the present virtual environment with the wheel of another commit.
 
-The packages stay those of the present environment, whatever the other commit requires. The files are hard links, so the
-copy takes seconds and little space. Installing a wheel replaces links and writes into no shared file.
+The other packages keep their present versions, even if the commit requires different ones. The files are hard
+links, so the copy takes seconds and little space. pip replaces the links of the wheel and writes into no shared file.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _INSTALL = ["install", "--quiet", "--disable-pip-version-check", "--no-deps", "-
 
 @contextmanager
 def environment_of(commit: str) -> Iterator[Path]:
-    """Build the environment of a commit, yield its Python interpreter, and remove it at the end."""
+    """Build the environment of a commit, yield its Python interpreter, and remove the environment at the end."""
     _BUILD.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="commit-", dir=_BUILD) as folder:
         source, environment = Path(folder) / "source", Path(folder) / "environment"
@@ -45,7 +45,7 @@ def hash_of(commit: str) -> str:
 
 
 def _extract(commit: str, folder: Path) -> None:
-    command = ["git", "-C", str(_ROOT), "archive", "--format=tar", hash_of(commit)]
+    command = ["git", "-C", str(_ROOT), "archive", "--format=tar", commit]
     archive = subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout
     with tarfile.open(fileobj=io.BytesIO(archive)) as files:
         files.extractall(folder, filter="data")

@@ -21,12 +21,16 @@ IDLE_SHARE = 0.01
 class Used:
     """CPU time (user and system) in seconds."""
 
+    gateway_s: float = 0.0
     loop_s: float = 0.0
-    """The gateway's main thread, which runs its event loop."""
-    threads_s: float = 0.0
-    """The other threads of the gateway. They measure memory and write files in the background."""
+    """The part of it that the gateway's main thread uses, which runs the event loop."""
     function_s: float = 0.0
-    """The function's zygote, its standby, and its workers, the ended ones included."""
+    """The time of the function's zygote, its standby, and its workers, the ended ones included."""
+
+    @property
+    def threads_s(self) -> float:
+        """Return the time of the gateway's other threads. They measure memory and write files in the background."""
+        return max(0.0, self.gateway_s - self.loop_s)
 
     @property
     def path_s(self) -> float:
@@ -35,15 +39,15 @@ class Used:
 
     @property
     def total_s(self) -> float:
-        return self.path_s + self.threads_s
+        return self.gateway_s + self.function_s
 
     def each(self, calls: int) -> Used:
         """Return the share of one call."""
-        return Used(self.loop_s / calls, self.threads_s / calls, self.function_s / calls)
+        return Used(self.gateway_s / calls, self.loop_s / calls, self.function_s / calls)
 
     def __add__(self, other: Used) -> Used:
         return Used(
-            self.loop_s + other.loop_s, self.threads_s + other.threads_s, self.function_s + other.function_s
+            self.gateway_s + other.gateway_s, self.loop_s + other.loop_s, self.function_s + other.function_s
         )
 
     def __sub__(self, other: Used) -> Used:
@@ -70,8 +74,7 @@ class FunctionCpu:
         for child in self._children():
             with contextlib.suppress(ProcessLookupError):
                 function_s += clock_s(child)
-        loop_s = main_thread_s(self._gateway)
-        return Used(loop_s, max(0.0, clock_s(self._gateway) - loop_s), function_s)
+        return Used(clock_s(self._gateway), main_thread_s(self._gateway), function_s)
 
     def wait_at_zero(self) -> None:
         """Wait until the function has a standby and no worker, and its processes use no CPU time.

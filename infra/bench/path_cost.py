@@ -238,7 +238,7 @@ def compare(arguments: argparse.Namespace) -> bool:
             python = stack.enter_context(environment_of(arguments.against))
             before = path_pairs.Case("before", python, arguments.functions)
             cases = [before, path_pairs.Case("after", sys.executable, arguments.functions)]
-            report.note(f"before: commit {hash_of(arguments.against)}; after: the installed wheel")
+            report.note(f"before: commit {arguments.against}; after: the installed wheel")
         first, second = (stack.enter_context(path_pairs.side(case, plan, overrides)) for case in cases)
         path_pairs.play((first, second), arguments.rounds or PAIRS, plan)
     path_pairs.enter(report, first, second, plan=plan, target=MANY if arguments.against is None else "")
@@ -263,6 +263,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--calls", type=int, default=20, help="cold starts in one round")
     parser.add_argument("--json", action="store_true", help="print the figures of a comparison as JSON")
     arguments = parser.parse_args()
+    if arguments.against is not None:
+        try:
+            arguments.against = hash_of(arguments.against)
+        except ValueError as error:
+            parser.error(str(error))
     arguments.compares = arguments.against is not None or arguments.functions > 0
     if (arguments.cold or arguments.json) and not arguments.compares:
         parser.error("--cold and --json need --against or --functions")

@@ -194,7 +194,9 @@ def enter(report: Report, first: Side, second: Side, *, plan: Plan, target: str)
     for part in PARTS:
         name = part.removesuffix("_s")
         for one in (first, second):
-            report.add(f"{one.name}_{name}_{unit}", median(one.figures(part)) * factor, f"{unit} CPU")
+            report.add(
+                f"{one.name}_{name}_{unit}", round(median(one.figures(part)) * factor, 4), f"{unit} CPU"
+            )
     for part in RATIOS:
         name = part.removesuffix("_s")
         pairs = zip(first.figures(part), second.figures(part), strict=True)

@@ -62,13 +62,13 @@ class Server:
         return process_tree.cpu_s(self.pid)
 
     def pause(self) -> None:
-        """Stop every process of it where it is, so that it costs its rivals nothing while they are measured."""
+        """Suspend all processes of the server, so that they use no CPU time while another contestant is measured."""
         for process in {*process_tree.tree(self.pid), *process_tree.session(self.pid)}:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.suspend()
 
     def resume(self) -> None:
-        """Let a paused one go on."""
+        """Resume the processes of a paused server."""
         for process in {*process_tree.tree(self.pid), *process_tree.session(self.pid)}:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.resume()
@@ -101,7 +101,7 @@ class Server:
         return self._log.read_text(errors="replace")[-2000:]
 
     def stop(self) -> None:
-        """TERM to the server; then KILL to whoever is left, found by tree, by session and by mark."""
+        """Send TERM to the server, and then KILL to each process of its tree, its session and its mark that is left."""
         self.resume()
         known = process_tree.tree(self.pid)
         self._process.send_signal(signal.SIGTERM)
@@ -138,7 +138,7 @@ def _answers(url: str, path: str, body: bytes) -> bool:
 
 
 def free_port() -> int:
-    """A port of loopback that nobody listens on now."""
+    """Return a free port of the loopback interface."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return int(listener.getsockname()[1])
 
