@@ -363,7 +363,8 @@ class RevisionWorkers(PoolEvents):
         replicas = self.replicas
         busy = sorted((one for one in replicas.ready if one.load), key=lambda one: one.load)
         self.pool.stop([*replicas.parked, *replicas.idle, *busy][:workers])
-        self.note("stop", "idle", seen, workers=workers, recent=seen.recent.workers)
+        if self.phase is not Phase.PROVEN:
+            self.note("stop", "idle", seen, workers=workers, recent=seen.recent.workers)
 
     def park(self, workers: int) -> None:
         """Park ready workers without work, those that are idle for the longest time."""

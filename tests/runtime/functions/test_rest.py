@@ -136,15 +136,15 @@ async def test_a_zygote_that_a_signal_holds_does_not_count_as_freed(state, quick
     async with gateway_here(state, keep_bases=False, rest_mb=0) as gateway:
         held = await gateway.deploy(HEAVY, {"budget.seconds_per_day": 0.01})
         assert gateway.server is not None
-        revision = gateway.server.functions.live(held.name)
+        workers = gateway.server.functions.get(held.name).workers
         # The budget is used up, so the signal gets no worker.
-        revision.warm(1, "warmup", 1000.0)
-        await revision.pool.zygote.warm()
-        before = len(revision.history.decisions.since(0))
+        workers.warm(1, "warmup", 1000.0)
+        await workers.pool.zygote.warm()
+        before = len(workers.history.decisions.since(0))
         other = await gateway.deploy(HEAVY, {"scale.idle_timeout_s": 0})
         await other.logged("the zygote ended to save memory")
         # The signal's own decisions may come after `before`.
-        assert "evict" not in [one.action for one in revision.history.decisions.since(0)[before:]]
+        assert "evict" not in [one.action for one in workers.history.decisions.since(0)[before:]]
         await held.settled(zygote=True)
 
 
