@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
@@ -74,7 +75,8 @@ class Account:
         self._budget = BudgetSpec()
         self._spenders: list[Spender] = []
         self._past = self._settled = self._unmeasured = Usage()
-        self._timer: asyncio.TimerHandle | None = None
+        self.due_s = math.inf
+        """When to decide again (monotonic). The reconciler looks at the revisions then."""
         # The day on which its last revision has ended.
         self._ended_on = self.day
 
@@ -89,12 +91,10 @@ class Account:
             self._past += spender.usage(time.monotonic())
             self._spenders.remove(spender)
             self._ended_on = day_of(time.time())
-        if not self._spenders:
-            self._cancel()
-            if self.owner is None:
-                # The first deploy of the function has failed: there is no function that has used this.
-                self.settle()
-                self._unwritten.pop(None, None)
+        if not self._spenders and self.owner is None:
+            # The first deploy of the function has failed: there is no function that has used this.
+            self.settle()
+            self._unwritten.pop(None, None)
 
     def note_removed(self) -> None:
         """Learn that the function was deleted: the next one of its name may be another owner's."""
@@ -204,8 +204,7 @@ class Account:
 
     def check(self) -> None:
         """Decide whether the function may use more, and when to decide again. Tell its revisions."""
-        self._cancel()
-        before = self.state
+        before, self.due_s = self.state, math.inf
         if not self.limited:
             self.state, self.share = BudgetState.WITHIN, 0.0
         else:
@@ -213,9 +212,7 @@ class Account:
             left_s = day_left_s(time.time())
             self.state, self.share, again_in_s = decide_budget(self._budget, self.spent, self._rate(), left_s)
             if again_in_s is not None and self._spenders:
-                self._timer = asyncio.get_running_loop().call_later(
-                    min(again_in_s, LONGEST_TIMER_S), self.check
-                )
+                self.due_s = time.monotonic() + min(again_in_s, LONGEST_TIMER_S)
         for spender in list(self._spenders):
             spender.on_budget(changed=self.state is not before)
 
@@ -250,8 +247,3 @@ class Account:
         per_h = (workers * held.worker_gb + rest_gb) * prices.memory_gb_hour
         per_h += held.disk_gb * prices.disk_gb_hour + workers * held.devices * prices.device_hour
         return Spending(per_h / HOUR_S, float(workers))
-
-    def _cancel(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None

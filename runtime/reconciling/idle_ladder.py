@@ -125,7 +125,6 @@ class IdleLadder:
         """`on_change` is called when there is more to be remembered."""
         self.history, self.figures, self.slow_share = History(), RungFigures(), SlowShare()
         self._decisions, self._habits, self._on_change = decisions, habits or NodeHabits(), on_change
-        self._loop = asyncio.get_running_loop()
         self._spec = LadderSpec()
         self._target: LadderTarget | None = None
         self._tasks: asyncio.TaskGroup | None = None
@@ -139,7 +138,6 @@ class IdleLadder:
         # The rung of the plan, and the highest one that may be held until the next call because memory was short.
         self._stands_on = 0
         self._evicted_to: RungName | None = None
-        self._count_timer: asyncio.TimerHandle | None = None
         # The wake of the present target that has not ended: the rung, and when the worker was asked for.
         self._woken_from: tuple[RungName, float] | None = None
         self._lessons: deque[_Lesson] = deque()
@@ -182,24 +180,22 @@ class IdleLadder:
         if self._target is target:
             self._target = None
             self._forget_plan()
-            if self._count_timer is not None:
-                self._count_timer.cancel()
 
     # -- what the revision tells
 
-    def follow(self, now_s: float, load: int, last_end_s: float | None) -> float | None:
-        """Note how many invocations there are. Return when to call again, if that is known."""
+    def follow(self, now_s: float, load: int, last_end_s: float | None) -> float:
+        """Note how many invocations there are. Return when to call again; infinity if an event will tell."""
         if load:
             self._evicted_to = None
             if (ended := self._watch.busy(now_s)) is not None:
                 self._on_wake(ended, now_s, load)
-            return None
+            return math.inf
         if self.idle:
-            return None
+            return math.inf
         again_s = self._watch.quiet(now_s, last_end_s)
         if (period := self._watch.period) is not None and self._tasks is not None:
             self._tasks.create_task(self._settle_and_plan(period), name="keep_alive")
-        return again_s
+        return math.inf if again_s is None else again_s
 
     @property
     def idle(self) -> bool:
@@ -356,23 +352,16 @@ class IdleLadder:
         followers = self._followers = Followers(now_s, wakes_s, self._followers)
         arrived = self._target.arrived - load
         self._lessons.append(_Lesson(now_s - ended.begun_s, ended.since_s, followers, arrived))
-        self._set_count_timer(now_s)
 
-    def _set_count_timer(self, now_s: float) -> None:
-        due = [due_s for lesson in self._lessons if (due_s := lesson.followers.next_s) is not None]
-        if self._count_timer is not None:
-            self._count_timer.cancel()
-        self._count_timer = (
-            self._loop.call_later(max(0.0, min(due) - now_s), self._count_followers) if due else None
-        )
-
-    def _count_followers(self) -> None:
-        now_s = time.monotonic()
-        if self._target is not None:
-            for lesson in self._lessons:
-                if (due_s := lesson.followers.next_s) is not None and due_s <= now_s:
-                    lesson.followers.count(now_s, self._target.arrived - lesson.arrived)
-        self._set_count_timer(now_s)
+    def count_followers(self, now_s: float) -> float:
+        """Count the invocations that followed a wake, for the times that are over. Return when the next one is."""
+        next_s = math.inf
+        for lesson in self._lessons:
+            if self._target is not None and (due_s := lesson.followers.next_s) is not None and due_s <= now_s:
+                lesson.followers.count(now_s, self._target.arrived - lesson.arrived)
+            if (due_s := lesson.followers.next_s) is not None:
+                next_s = min(next_s, due_s)
+        return next_s
 
     # -- planning
 

@@ -32,8 +32,8 @@ class PoolEvents(WorkerEvents, Protocol):
     def on_processes_changed(self) -> None:
         """A worker, the zygote or the standby has come or gone."""
 
-    def keeps_zygote(self) -> bool:
-        """Return True if a zygote that has died is to be launched again."""
+    def on_zygote_died(self) -> None:
+        """The zygote has died. It is to be launched again at `ZygoteSupervisor.relaunch_at_s`."""
 
 
 class Pool:
@@ -66,7 +66,7 @@ class Pool:
             secrets,
             numbers,
             StandbyPlaces(gpus, claimant, tasks),
-            events.keeps_zygote,
+            events.on_zygote_died,
         )
         self._spec, self._tasks, self._calls, self._events, self._secrets = (
             spec,

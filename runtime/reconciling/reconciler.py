@@ -24,6 +24,8 @@ NOTHING_SEEN = Seen(0, 0, 0, 0)
 MOST_LOOKS = 3
 # Allocations take at most this share of the event loop's time, however many events there are.
 MOST_SHARE = 0.1
+# Timers of uvloop are rounded to a millisecond. With this much more time they are never early.
+ROUNDING_S = 0.0005
 
 
 class Member(GpuClaimant, Protocol):
@@ -52,8 +54,8 @@ class Member(GpuClaimant, Protocol):
     def look(self) -> None:
         """Call `Reconciler.look`."""
 
-    def follow_plan(self, now_s: float) -> float:
-        """Take the step of its keep-alive plan that is due. Return when to look again."""
+    def advance(self, now_s: float) -> float:
+        """Take the steps that are due. Return when the next one is."""
 
     def decide(self, now_s: float, arriving: int = 0) -> tuple[Row, Seen]:
         """Return its row, and what it follows from. `arriving` invocations are about to be queued."""
@@ -148,13 +150,13 @@ class Reconciler:
     def look(self, one: Member, arriving: int = 0) -> None:
         """Have a revision start, wake, stop and park workers until there are as many as its row names."""
         now_s = self._clock()
-        again_s = one.follow_plan(now_s)
+        again_s = one.advance(now_s)
         for _ in range(MOST_LOOKS):
             row, seen = one.decide(now_s, arriving)
             if not self._act(one, row, seen, now_s):
                 break
         one.settle(row, seen, now_s)
-        self._look_at(one, min(row.again_s, again_s))
+        self.look_by(one, min(row.again_s, again_s))
 
     def _act(self, one: Member, row: Row, seen: Seen, now_s: float) -> bool:
         """Do what a row says. Return True if workers woke, stop or park, so that there is another row."""
@@ -176,7 +178,7 @@ class Reconciler:
             one.park(park)
         return stop + park > 0
 
-    def _look_at(self, one: Member, when_s: float) -> None:
+    def look_by(self, one: Member, when_s: float) -> None:
         """Look again at this time, unless it is done earlier anyway: one more look takes less time than to move a timer."""
         if when_s < self._due.get(one.key, math.inf):
             self._due[one.key] = when_s
@@ -190,7 +192,8 @@ class Reconciler:
                 return
             self._timer.cancel()
         self._timer_at_s = when_s
-        self._timer = self._loop.call_at(self._loop.time() + max(0.0, when_s - self._clock()), self._on_timer)
+        delay_s = max(0.0, when_s - self._clock()) + ROUNDING_S
+        self._timer = self._loop.call_at(self._loop.time() + delay_s, self._on_timer)
 
     def _on_timer(self) -> None:
         self._timer, now_s = None, self._clock()

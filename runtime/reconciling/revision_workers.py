@@ -257,11 +257,6 @@ class RevisionWorkers(PoolEvents):
         placed = self._node.gpus.share(replica)
         return float(replica.uses_device) if placed is None else placed
 
-    def keeps_zygote(self) -> bool:
-        return self.replicas.held > 0 or (
-            self._stand.keeps_zygote and not self._state(time.monotonic()).paused
-        )
-
     # -- the row
 
     def decide(self, now_s: float, arriving: int = 0) -> tuple[Row, Seen]:
@@ -275,19 +270,26 @@ class RevisionWorkers(PoolEvents):
         self.revision.enough = -1.0 if looks_first else sufficient_load(spec, seen)
         return self.row, seen
 
-    def follow_plan(self, now_s: float) -> float:
-        """Tell the ladder whether there is work, and take the step of its plan that is due. Return when to look again."""
+    def advance(self, now_s: float) -> float:
+        """Take the steps that are due: of the budget, of the keep-alive plan, and of a zygote that died. Return when the next is."""
+        account, zygote, ladder = self.history.account, self.pool.zygote, self.history.ladder
+        if account.due_s <= now_s:
+            account.check()
         follow_at_s = self._follow_idling(now_s)
         stand = self._stand = self._take_stand(now_s)
-        return min(stand.again_s, math.inf if follow_at_s is None else follow_at_s)
+        if zygote.relaunch_at_s <= now_s:
+            zygote.relaunch(keeps=self._keeps_zygote())
+        count_at_s = ladder.count_followers(now_s) if ladder.drives(self) else math.inf
+        return min(stand.again_s, follow_at_s, count_at_s, account.due_s, zygote.relaunch_at_s)
 
-    def _follow_idling(self, now_s: float) -> float | None:
+    def _follow_idling(self, now_s: float) -> float:
+        """Tell the ladder whether there is work. Return when to tell it again."""
         ladder = self.history.ladder
         if not ladder.drives(self):
-            return None
+            return math.inf
         if self.breaker.failures and not self.replicas.ready:
             ladder.interrupt()
-            return None
+            return math.inf
         load = len(self.revision.dispatcher.queue) + self.replicas.in_flight
         workers = self.replicas.ready + self.replicas.parked
         last_end_s = max((one.idle_since_s for one in workers), default=None) if not load else None
@@ -380,10 +382,13 @@ class RevisionWorkers(PoolEvents):
         if self.phase is Phase.RETIRING and not seen.unfinished:
             self._empty.set()
 
+    def _keeps_zygote(self) -> bool:
+        return self.replicas.held > 0 or (self._stand.keeps_zygote and not self.history.paused)
+
     def _hold_rung(self) -> None:
         """Without workers, starts and calls, make or give up the zygote and the weights as the plan says."""
         stand = self._stand
-        if not self.keeps_zygote():
+        if not self._keeps_zygote():
             self.pool.zygote.rest()
         elif stand.climbs and stand.rung is RungName.ZYGOTE:
             self._tasks.create_task(self.pool.zygote.warm())
@@ -614,6 +619,7 @@ class RevisionWorkers(PoolEvents):
     def on_budget(self, *, changed: bool) -> None:
         """If the budget is used up, let workers finish what they have begun, and refuse the rest."""
         self._bar()
+        self._node.reconciler.look_by(self, self.history.account.due_s)
         if changed:
             account = self.history.account
             if self.phase is not Phase.RETIRING:
@@ -649,6 +655,9 @@ class RevisionWorkers(PoolEvents):
         self._listeners.activated("ready")
         # A worker that starts makes no room. Now it can.
         self._node.reconciler.note_change()
+        self.look()
+
+    def on_zygote_died(self) -> None:
         self.look()
 
     def on_processes_changed(self) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 
@@ -41,10 +42,10 @@ class ZygoteSupervisor:
         self, spec: WorkerSpec, scale: Scale, launcher: Launcher, logs: Log, tasks: asyncio.TaskGroup,
         busy: Callable[[], bool], on_change: Callable[[], None] = lambda: None,
         secrets: Callable[[], Mapping[str, str]] = dict, numbers: Iterator[int] | None = None,
-        places: StandbyPlaces | None = None, keeps: Callable[[], bool] = lambda: True,
+        places: StandbyPlaces | None = None, on_death: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         """`secrets` returns the environment variables that each new zygote gets over its link. `busy` returns True while
-        invocations run, `keeps` if a zygote that has died is to be launched again. The names of children end with `numbers`.
+        invocations run. `on_death` is called when a zygote has died that is to be launched again. The names of children end with `numbers`.
 
         `places` books what standbys use of GPUs; None if that is not limited. `on_change` is called when the zygote has come or gone,
         and when the standby is primed or has ended.
@@ -52,7 +53,7 @@ class ZygoteSupervisor:
         self.standby: Child | None = None
         self.standby_primed = False
         self._spec, self._launcher, self._logs, self._tasks, self._busy = spec, launcher, logs, tasks, busy
-        self._on_change, self._secrets, self._places, self._keeps = on_change, secrets, places, keeps
+        self._on_change, self._secrets, self._places, self._tell_death = on_change, secrets, places, on_death
         # The place on GPUs of the standby; None if it has none.
         self._place: GpuPlace | None = None
         # If it is not kept, the zygote is ended after the last worker.
@@ -63,7 +64,8 @@ class ZygoteSupervisor:
         self._numbers = numbers or itertools.count(1)
         self._forking_standby = False
         self._scheduled: asyncio.Task[None] | None = None
-        self._relaunching: asyncio.TimerHandle | None = None
+        self.relaunch_at_s = math.inf
+        """When to launch a zygote again that has died; infinity if none has."""
         self._closed = False
         self._delay_s = 0.0
         self._launched_s = 0.0
@@ -136,15 +138,16 @@ class ZygoteSupervisor:
         self._logs.write(
             "gateway", f"the zygote died; a new one is launched in {self._delay_s:.1f} s", "error"
         )
-        self._relaunching = asyncio.get_running_loop().call_later(self._delay_s, self._relaunch)
+        self.relaunch_at_s = time.monotonic() + self._delay_s
         self._delay_s = min(LAST_RELAUNCH_DELAY_S, max(FIRST_RELAUNCH_DELAY_S, self._delay_s * 2))
+        self._tell_death()
 
-    def _relaunch(self) -> None:
-        if self._closed:
-            return
-        if self._keeps():
+    def relaunch(self, *, keeps: bool) -> None:
+        """Launch a zygote in place of one that has died, unless its function is not to have one now."""
+        self.relaunch_at_s = math.inf
+        if keeps and not self._closed:
             self._tasks.create_task(self.warm())
-        else:
+        elif not self._closed:
             self._logs.write("gateway", "no new zygote is launched: an idle function holds none now")
 
     def reset_delay(self) -> None:
@@ -179,8 +182,7 @@ class ZygoteSupervisor:
         self._closed = True
         if self._scheduled is not None:
             self._scheduled.cancel()
-        if self._relaunching is not None:
-            self._relaunching.cancel()
+        self.relaunch_at_s = math.inf
         self._drop_standby()
 
     async def wait_closed(self) -> None:
