@@ -12,7 +12,7 @@ from ..launching.fetcher_client import FetcherClient, FetchProgress, all_of
 from ..launching.launcher import KILLED_S, Child, Launcher
 from ..link.worker_spec import Weights, WorkerSpec
 from ..scaling.placement import Holding
-from ..serving.replica import START_TIMEOUT_S, CallEvents, Replica, WorkerEvents
+from ..serving.replica import START_TIMEOUT_S, CallEvents, Replica, ReplicaState, WorkerEvents
 from ..serving.replicas import ReplicaList
 from ..settings.function_settings import Scale
 from ..telemetry.logs import Log
@@ -306,9 +306,12 @@ class Pool:
     # -- stopping
 
     def stop(self, replicas: Iterable[Replica]) -> None:
-        """Drain workers. What they have begun ends before, within its callers' deadlines."""
-        for replica in replicas:
-            replica.drain(None if replica.outstanding.calls else STOP_TIMEOUT_S)
+        """Drain workers. What they have begun ends before, within its callers' deadlines. A start is cancelled."""
+        for replica in list(replicas):
+            if replica.state is ReplicaState.RESTORING:
+                replica.cancel_start()
+            else:
+                replica.drain(None if replica.outstanding.calls else STOP_TIMEOUT_S)
         self.replicas.forget_last()
 
     def remove(self, replica: Replica) -> None:

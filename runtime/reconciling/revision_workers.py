@@ -65,7 +65,7 @@ CAUSE_TIMEOUT_S = 2.0
 FIRST_START_TIMEOUT_S = 900.0
 _NUMBERS = itertools.count()
 _STATES = {
-    ReplicaState.RESTORING: ProcessState.STARTING,
+    ReplicaState.RESTORING: ProcessState.READY,
     ReplicaState.READY: ProcessState.READY,
     ReplicaState.PARKED: ProcessState.PARKED,
     ReplicaState.DRAINING: ProcessState.DRAINING,
@@ -478,7 +478,8 @@ class RevisionWorkers(PoolEvents):
         places = {} if self.gpu_need is None else dict.fromkeys(self._node.gpus.of_owner(self))
         for replica in self.replicas:
             place = self._node.gpus.of(replica) if places else None
-            used_s = replica.idle_since_s if replica.activation.ready_s else replica.activation.asked_s
+            # A worker that starts can end too, before all workers that are ready.
+            used_s = replica.idle_since_s if replica.activation.ready_s else -math.inf
             yield _process(replica, _STATES[replica.state], place, len(replica.outstanding.calls), used_s)
             if place is not None:
                 del places[place]
@@ -728,7 +729,7 @@ class RevisionWorkers(PoolEvents):
         was_ready = replica.activation.ready_s > 0
         cause = await replica.child.cause() if started or not was_ready else EndCause()
         self.revision.dispatcher.recover(unstarted, started, cause)
-        if not was_ready and not replica.reported_failure:
+        if not (was_ready or replica.reported_failure or replica.left):
             self._note_death(cause)
         self.look()
         if not len(self.replicas) and not len(self.revision.dispatcher.queue):
@@ -760,6 +761,6 @@ def _process(
 ) -> NodeProcess:
     if place is None:
         return NodeProcess(key, state, calls, used_s)
-    # A worker that freed nothing when it parked has to end to make room.
-    parks = place.parked if place.parked != place.full else None
+    # A worker that starts, or that freed nothing when it parked, has to end to make room.
+    parks = place.parked if used_s > 0 and place.parked != place.full else None
     return NodeProcess(key, state, calls, used_s, place.holding, place.full, parks)

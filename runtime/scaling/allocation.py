@@ -343,8 +343,6 @@ class _Loss(NamedTuple):
     """The memory of workers with calls."""
     cost: float = 0.0
     """The callers' loss by the displacement of workers without calls."""
-    idle_mb: float = 0
-    """The memory of workers without calls."""
 
 
 NO_LOSS = _Loss()
@@ -406,7 +404,7 @@ class _GpuMemory:
     def _loss(self, gpu: str, memory_mb: int, aside: Sequence[_Member]) -> _Loss:
         undecided = [one for one in self._members.get(gpu, ()) if one.undecided and one not in aside]
         short_mb = memory_mb - self._room(gpu, aside) + sum(one.stays[gpu] for one in undecided)
-        busy_mb, cost, idle_mb = 0, 0.0, 0
+        busy_mb, cost = 0, 0.0
         if short_mb > 0:
             undecided.sort(key=lambda one: one.order)
         while short_mb > 0 and undecided:
@@ -416,8 +414,8 @@ class _GpuMemory:
             if weakest.process.calls:
                 busy_mb += freed_mb
             else:
-                cost, idle_mb = cost - weakest.order[5] * freed_mb, idle_mb + freed_mb
-        return _Loss(busy_mb, cost, idle_mb)
+                cost -= weakest.order[5] * freed_mb
+        return _Loss(busy_mb, cost)
 
     def short(self, wanted: Holding) -> list[str]:
         """Return the GPUs without room beside all present workers."""

@@ -249,6 +249,11 @@ class Replica:
             if kill_after_s is not None:
                 self.child.kill_after(kill_after_s)
 
+    def cancel_start(self) -> None:
+        """End a worker that is not ready yet. It has no invocations."""
+        self.state = ReplicaState.DRAINING
+        self.child.kill()
+
     def _drop_park_timer(self) -> None:
         if self._park_timer is not None:
             self._park_timer.cancel()

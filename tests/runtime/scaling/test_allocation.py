@@ -134,6 +134,11 @@ def test_an_idle_worker_goes_before_a_busy_one() -> None:
     assert result.again_s == NOW_S + LATELY_S / 2
 
 
+def test_a_worker_that_starts_takes_no_strength_from_the_one_that_answers() -> None:
+    found = [claim("a", busy("a"), starting("s"), load=1), claim("new", load=1)]
+    assert shared(found, limits(2)) == {"new": Grant(limit=ReachedLimit(NODE, 2))}
+
+
 def test_of_idle_workers_the_one_that_costs_least_goes() -> None:
     found = [
         *(claim(f"c{cost}", idle(f"c{cost}"), keep=1, cost=cost) for cost in (3.0, 1.0, 2.0)),
@@ -266,6 +271,10 @@ def test_an_idle_worker_parks_if_that_is_enough_and_ends_otherwise() -> None:
         assert shared(found, limits(), ONE) == {"has": grant, "new": Grant(limit=reached)}
     cannot = claim("has", idle("h", {"0": 80}, parks=False), keep=1, need=GpuNeed(1, 80))
     assert shared([cannot, claim("new", load=1, need=GpuNeed(1, 50))], limits(), ONE)["has"].stop == ("h",)
+    # A busy worker cannot park.
+    serves = claim("has", busy("h", {"0": 80}), load=1, need=GpuNeed(1, 80))
+    found = [serves, claim("new", minimum=1, need=GpuNeed(1, 50))]
+    assert shared(found, limits(), ONE)["has"] == Grant(stop=("h",), limit=reached)
     # A parked worker ends, if what it holds is in the way.
     found = [
         claim("has", parked("h", {"0": 80}), need=GpuNeed(1, 80)),
@@ -308,7 +317,7 @@ def test_a_parked_worker_wakes_where_it_is_rather_than_a_new_one_starts_elsewher
         "b": Grant(park=("i",), limit=ReachedLimit(GPUS, 2)),
     }
     # A busy worker is not displaced for that, if there is another GPU.
-    worker = claim("b", busy("i", {"0": 60}), busy("j", {"2": 60}), load=2, need=need)
+    worker = claim("b", busy("i", {"0": 60}), busy("j", {"2": 60}, 2), load=2, need=need)
     assert shared([sleeper, worker], limits(), [*TWO, Gpu("2", 60)])["a"] == Grant(start=({"1": 60},))
 
 
@@ -332,6 +341,24 @@ def test_standbys_end_before_all_workers_but_the_own_becomes_the_next_worker() -
         "a": Grant(stop=("s",), limit=ReachedLimit(GPUS, 1)),
         "c": Grant(limit=ReachedLimit(GPUS, 1)),
     }
+
+
+def test_a_standby_that_ends_holds_memory_but_no_place() -> None:
+    leaves = NodeProcess("s", LEAVING, holding={"0": 30}, full={"0": 100})
+    found = [claim("a", leaves), claim("b", load=1), claim("c", load=1, need=GpuNeed(1, 80))]
+    assert shared(found, limits(2), ONE) == {
+        "b": Grant(start=(None,)), "c": Grant(limit=ReachedLimit(GPUS, 1))
+    }  # fmt: skip
+
+
+def test_room_that_drains_is_waited_for_although_an_idle_worker_costs_nothing() -> None:
+    need = GpuNeed(1, 100)
+    found = [
+        claim("i", idle("i", {"0": 100}), need=need, keep=1, cost=0.0),
+        claim("d", draining("d", {"1": 100}), need=need),
+        claim("new", load=1, need=need),
+    ]
+    assert shared(found, limits(), TWO) == {"new": Grant(limit=ReachedLimit(GPUS, 2))}
 
 
 def test_what_fits_nowhere_displaces_nobody() -> None:
@@ -381,6 +408,9 @@ def test_on_gpus_the_old_revision_makes_room_for_the_new_one() -> None:
         found = [old, kept, deploys(need=need)]
         assert shared(found, limits(), TWO)["old"].stop == ("o",)
         assert not shared(found, limits(), TWO).get("new", Grant()).start
+    # While one of its workers drains for the deploy, the other one stays.
+    old = claim("old", draining("d", {"1": 100}), busy("o", {"0": 100}), function="f", need=need, load=2)
+    assert not does(allocate([old, deploys(need=need)], limits(), TWO, NOW_S))
     # Only as much of it as is needed.
     old = claim("old", idle("p", {"0": 40}), busy("o", {"0": 60}), function="f", need=need, load=1, keep=1)
     assert shared([old, deploys(need=GpuNeed(1, 40))], limits(), ONE)["old"].stop == ("p",)
