@@ -6,17 +6,27 @@ import asyncio
 import math
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 from ..telemetry.background import BackgroundTasks
 from ..telemetry.usage import GB, Holding, Usage
 from .ledger import Ledger
 from .live import Live
-from .node_memory import BASES, GATEWAY, FunctionMemory, MemoryMeter
+from .node_memory import BASES, GATEWAY, NO_MEMORY, FunctionMemory, MemoryMeter
 from .registry import Functions
 
 # The node is measured this long after a process came or went, and every EVERY_S while there are workers.
 SETTLE_S = 1.0
 EVERY_S = 60.0
+
+
+class _Told(NamedTuple):
+    """What the account of a function knows."""
+
+    memory: FunctionMemory
+    revision: str
+    """The live revision when the files were measured."""
+    disk_gb: float
 
 
 class NodeProcesses:
@@ -43,8 +53,8 @@ class Metering:
         self._functions, self._ledger, self._memory, self._tasks = functions, ledger, memory, tasks
         self._timer: asyncio.TimerHandle | None = None
         self._due_s, self._closed = math.inf, False
-        # By function: the live revision when its files were measured, and the size of all its revisions.
-        self._sizes: dict[str, tuple[str, float]] = {}
+        # By function: the last figures that its account has.
+        self._told: dict[str, _Told] = {}
         self._processes = NodeProcesses()
         for name in (GATEWAY, BASES):
             ledger.open_node(name, self._processes)
@@ -55,7 +65,7 @@ class Metering:
 
     def forget(self, function: str) -> None:
         """A function was deleted."""
-        self._sizes.pop(function, None)
+        self._told.pop(function, None)
         self.note_change()
 
     def close(self) -> None:
@@ -90,25 +100,26 @@ class Metering:
             for name, held_bytes in ((GATEWAY, found.gateway_bytes), (BASES, found.bases_bytes)):
                 self._ledger.account(name).measured(Holding(rest_gb=held_bytes / GB))
             for live in self._functions.all():
-                memory = found.functions.get(live.record.function, FunctionMemory())
-                await self._measured(live, memory)
-                # Let requests go on: there may be a thousand functions.
-                await asyncio.sleep(0)
+                memory = found.functions.get(live.record.function, NO_MEMORY)
+                told = self._told.get(live.record.function)
+                if told is None or told.memory is not memory or told.revision != live.record.revision:
+                    await self._tell(live, memory, told)
+                    # Let requests go on: there may be a thousand functions.
+                    await asyncio.sleep(0)
         if any(live.workers.replicas.held for live in self._functions.all()):
             self._measure_in(EVERY_S)
 
-    async def _measured(self, live: Live, memory: FunctionMemory) -> None:
-        disk_gb = await self._disk_gb(live.record.function, live.record.revision)
+    async def _tell(self, live: Live, memory: FunctionMemory, told: _Told | None) -> None:
+        """Tell the account of a function what it holds. Weights that several functions share count for each."""
+        function, revision = live.record.function, live.record.revision
+        if told is not None and told.revision == revision:
+            disk_gb = told.disk_gb
+        else:
+            sizes: Callable[[str], dict[str, int]] = self._functions.store.sizes
+            disk_gb = sum((await asyncio.to_thread(sizes, function)).values()) / GB
+        self._told[function] = _Told(memory, revision, disk_gb)
         account = live.history.account
         account.measured(_holding(account.holding, memory, disk_gb, live.devices))
-
-    async def _disk_gb(self, function: str, revision: str) -> float:
-        """Return the size of all stored revisions. Weights that several functions share count for each."""
-        if self._sizes.get(function, ("", 0.0))[0] != revision:
-            sizes: Callable[[str], dict[str, int]] = self._functions.store.sizes
-            found = await asyncio.to_thread(sizes, function)
-            self._sizes[function] = revision, sum(found.values()) / GB
-        return self._sizes[function][1]
 
 
 def _holding(before: Holding, memory: FunctionMemory, disk_gb: float, devices: float) -> Holding:

@@ -1,7 +1,9 @@
 """Measures the memory of all processes of this node: of functions, of the bases, and of the gateway.
 
 Memory is PSS (proportional set size): each page divided by the number of processes that map it. So the sum counts a
-shared page once. All processes are measured together, because the share of each changes when another starts or ends.
+shared page once. The share of each process changes when another one starts or ends, but among many processes little. So
+a measurement reads the processes of the functions that have changed or have workers. It reads the others again when the
+number of all processes has changed by more than DRIFT since.
 """
 
 from __future__ import annotations
@@ -11,12 +13,12 @@ import contextlib
 import math
 import os
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..telemetry.background import BackgroundTasks
+from .live import Live
 from .registry import Functions
 
 GATEWAY, BASES = "(gateway)", "(bases)"
@@ -28,6 +30,8 @@ FRESH_S = 1.0
 # Reading the memory map of a process with torch takes about 10 ms, in which a fork of it waits. So a worker that
 # starts ends a measurement, unless the last complete one is older than this.
 OLDEST_S = 60.0
+# Shared pages are divided by the number of processes, so the error of a PSS that is not measured again is as large.
+DRIFT = 0.1
 # How long a caller of `latest` waits for a new measurement before they get the last one.
 WAIT_S = 2.0
 
@@ -40,6 +44,8 @@ class FunctionMemory:
     workers_bytes: int = 0
     rest_bytes: int = 0
     """Memory of zygotes and standbys."""
+    among: int = 0
+    """The number of processes that all functions had when it was measured."""
 
     @property
     def total_bytes(self) -> int:
@@ -54,9 +60,13 @@ class FunctionMemory:
             self.rest_bytes += held_bytes
 
 
+NO_MEMORY = FunctionMemory()
+"""The memory of a function without processes."""
+
+
 @dataclass(frozen=True, slots=True)
 class NodeMemory:
-    """One measurement of all processes."""
+    """The memory of all processes. A function that was not measured again has the same object as before."""
 
     gateway_bytes: int
     """Memory of the gateway and its fetcher."""
@@ -85,10 +95,18 @@ class MemoryMeter:
         # Processes that have come or gone, and how many of them before the last complete measurement.
         self._changes = self._measured_changes = 0
         self._running: asyncio.Task[NodeMemory | None] | None = None
+        # The pids and roles of the processes of each revision, and how many these are together.
+        self._processes: dict[Live, list[tuple[int, str]]] = {}
+        self._count = 0
+        # By function: what its processes held when they were measured.
+        self._held: dict[str, FunctionMemory] = {}
+        # The functions whose processes have come or gone since the last measurement of them.
+        self._changed = set[str]()
         functions.events.processes.append(self._note_change)
 
-    def _note_change(self, _function: str) -> None:
+    def _note_change(self, function: str) -> None:
         self._changes += 1
+        self._changed.add(function)
 
     @property
     def is_current(self) -> bool:
@@ -125,34 +143,59 @@ class MemoryMeter:
     async def _measure(self) -> NodeMemory | None:
         started_s, began_changes, changes = time.monotonic(), self._changes, -1
         may_stop = started_s - self._measured_s < OLDEST_S
-        sums, functions, self._took_s = Counter[str](), dict[str, FunctionMemory](), 0.0
+        self._took_s = 0.0
         # A process that comes while these are measured is in the next measurement.
-        for holder, pid, role in list(self._processes()):
+        due = self._list_due()
+        gateway_bytes = await self._sum_bytes((os.getpid(), *self._functions.weights.pids))
+        bases_bytes = await self._sum_bytes(self._functions.launcher.base_pids())
+        while due:
             if may_stop and self._changes != changes:
                 changes = self._changes
                 if any(live.workers.replicas.starting for live in self._functions.running):
                     break
-            held_bytes, took_s = await asyncio.to_thread(_timed_pss_bytes, pid)
-            self._took_s += took_s
-            if role:
-                functions.setdefault(holder, FunctionMemory()).add(role, held_bytes)
-            else:
-                sums[holder] += held_bytes
+            name, processes = due.popitem()
+            memory = FunctionMemory(among=self._count)
+            for pid, role in processes:
+                memory.add(role, await self._sum_bytes([pid]))
+            self._held[name] = memory
+        if due:
+            # The measured memory of the other functions stays valid.
+            self._changed.update(due)
         else:
             self._measured_s, self._measured_changes = time.monotonic(), began_changes
-            self._last = NodeMemory(sums[GATEWAY], sums[BASES], functions, time.time())
+            self._last = NodeMemory(gateway_bytes, bases_bytes, dict(self._held), time.time())
         self._ended_s = time.monotonic()
         return self._last if self._measured_s >= started_s else None
 
-    def _processes(self) -> Iterator[tuple[str, int, str]]:
-        """Yield for each process who holds it, its pid, and its role in a function."""
-        for pid in (os.getpid(), *self._functions.weights.pids):
-            yield GATEWAY, pid, ""
-        for pid in self._functions.launcher.base_pids():
-            yield BASES, pid, ""
-        for live in self._functions.running:
-            for pid, role, _ in live.process_rows:
-                yield live.record.function, pid, role
+    def _list_due(self) -> dict[str, list[tuple[int, str]]]:
+        """Return the processes of the functions that are to be measured, by function."""
+        changed, self._changed = self._changed, set()
+        running = self._functions.running
+        for live in self._processes.keys() - set(running):
+            changed.add(live.record.function)
+            del self._processes[live]
+        for live in running:
+            if live not in self._processes or live.record.function in changed:
+                self._processes[live] = [(pid, role) for pid, role, _ in live.process_rows]
+        found = dict[str, list[tuple[int, str]]]()
+        for live, processes in self._processes.items():
+            if processes:
+                found.setdefault(live.record.function, []).extend(processes)
+        self._held = {name: held for name, held in self._held.items() if name in found}
+        self._count = sum(map(len, found.values()))
+        return {name: processes for name, processes in found.items() if name in changed or self._is_due(name)}
+
+    def _is_due(self, name: str) -> bool:
+        held = self._held.get(name)
+        return held is None or held.workers > 0 or abs(self._count - held.among) > DRIFT * held.among
+
+    async def _sum_bytes(self, pids: Iterable[int]) -> int:
+        held_bytes = 0
+        for pid in pids:
+            found_bytes, took_s = await asyncio.to_thread(_timed_pss_bytes, pid)
+            held_bytes += found_bytes
+            self._took_s += took_s
+        return held_bytes
 
 
 def pss_bytes(pid: int) -> int:

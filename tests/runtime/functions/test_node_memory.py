@@ -12,7 +12,9 @@ from typing import Any
 import psutil
 import pytest
 import pytest_asyncio
-from live import Function, Gateway, gateway_process, short_folder
+from live import Function, Gateway, gateway_here, gateway_process, short_folder
+from pilotflame.runtime.functions import metering, node_memory
+from pilotflame.runtime.functions.node_memory import MemoryMeter, pss_bytes
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -53,7 +55,7 @@ def tree_bytes(gateway: Gateway) -> int:
     """Return the PSS of the gateway and all its descendants."""
     assert gateway.process is not None
     root = psutil.Process(gateway.process.pid)
-    return sum(one.memory_full_info().pss for one in (root, *root.children(recursive=True)))
+    return sum(map(pss_bytes, (root.pid, *(child.pid for child in root.children(recursive=True)))))
 
 
 async def listed(gateway: Gateway) -> dict[str, Any]:
@@ -94,3 +96,62 @@ async def test_a_key_for_one_function_learns_nothing_of_the_others_memory(gatewa
     found = (await gateway.client.get("/v1/functions", params={"memory": "1"}, headers=headers)).json()
     assert "memory" not in found
     assert [one["memory_bytes"] > 1e6 for one in found["functions"]] == [True]
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The processes that the meters of a test measure. The gateway's own meter measures nothing."""
+    found = list[int]()
+    monkeypatch.setattr(metering, "SETTLE_S", 1e6)
+    monkeypatch.setattr(node_memory, "pss_bytes", lambda pid: found.append(pid) or pss_bytes(pid))
+    return found
+
+
+async def test_among_many_functions_only_what_changed_is_measured(state, measured) -> None:
+    async with gateway_here(state, learn_upstreams=False) as gateway:
+        handler = "def handler(event):\n    return event"
+        # One process is less than a tenth of the processes of eight functions.
+        many = [
+            await gateway.deploy(handler, {"scale.idle_timeout_s": 60}, name=f"f{number}")
+            for number in range(8)
+        ]
+        for function in many:
+            await function.settled(standby=True)
+        functions = gateway.server.functions
+        meter = MemoryMeter(functions, gateway.server.tasks)
+        pids = {live.record.function: {pid for pid, _, _ in live.process_rows} for live in functions.all()}
+        first = await meter.measure()
+        assert set().union(*pids.values()) <= set(measured)
+        measured.clear()
+        await many[3].answer(1)
+        await many[3].settled(ready=1, standby=True)
+        second = await meter.measure()
+        assert first is not None
+        assert second is not None
+        assert meter.is_current
+        changed = {pid for pid, _, _ in functions.get("f3").process_rows}
+        assert changed <= set(measured)
+        assert not set(measured) & set().union(*(found for name, found in pids.items() if name != "f3"))
+        assert second.functions["f3"].workers == 1
+        assert [name for name, held in second.functions.items() if first.functions[name] is not held] == [
+            "f3"
+        ]
+        await gateway.client.delete("/v1/functions/f4")
+        third = await meter.measure()
+        assert third is not None
+        assert "f4" not in third.functions
+
+
+async def test_shares_are_measured_again_when_many_processes_have_come(state, measured) -> None:
+    async with gateway_here(state, learn_upstreams=False) as gateway:
+        handler = "def handler(event):\n    return event"
+        few = await gateway.deploy(handler, name="few")
+        await few.settled(standby=True)
+        functions = gateway.server.functions
+        meter = MemoryMeter(functions, gateway.server.tasks)
+        await meter.measure()
+        measured.clear()
+        another = await gateway.deploy(handler, name="another")
+        await another.settled(standby=True)
+        await meter.measure()
+        assert {pid for pid, _, _ in functions.get("few").process_rows} <= set(measured)
