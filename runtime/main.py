@@ -540,6 +540,7 @@ def _recorder(functions: Functions, state: Path, stack: contextlib.AsyncExitStac
     # Not `removed`: a gateway that is killed before the function's own files go must leave no records to a new
     # function of this name.
     functions.events.deleted.append(deleted)
+    functions.events.processes.append(recorder.note_change)
     stack.push_async_callback(recorder.flush)
     stack.callback(tasks.keep(recorder.run, name="records").cancel)
     return recorder

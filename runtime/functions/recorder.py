@@ -101,7 +101,13 @@ class Recorder:
         self._folder, self._functions = folder, functions
         # The functions whose records could not be written the last time. One message for each is enough.
         self._failing = set[str]()
+        # The functions whose processes have come or gone since their load was noted.
+        self._changed = set[str]()
         self._writing = asyncio.Lock()
+
+    def note_change(self, function: str) -> None:
+        """A process of a function came or went."""
+        self._changed.add(function)
 
     async def run(self) -> None:
         """Write every few seconds, without end."""
@@ -113,12 +119,17 @@ class Recorder:
         """Write what has been gathered so far, of all functions or of one."""
         async with self._writing:
             now_s, due = time.monotonic(), dict[str, _Rows]()
+            changed = self._changed if only is None else self._changed & {only}
+            self._changed = self._changed - changed
             for live in self._functions():
-                if only not in (None, live.record.function):
+                name, history = live.record.function, live.history
+                if only not in (None, name):
                     continue
-                live.workers.note_load(now_s)
-                if any(rows := _take(live.history, now_s)):
-                    due[live.record.function] = rows
+                # Weights that are fetched come into memory, and leave it, without a process.
+                if name in changed or live.revision.spec.remote:
+                    live.revision.note_load()
+                if _pending(history) and any(rows := _take(history, now_s)):
+                    due[name] = rows
             if due:
                 await asyncio.to_thread(self._append, due)
 
@@ -188,6 +199,10 @@ class Recorder:
             return BoundedFile(folder / "arrivals.f64", ARRIVALS_BYTES, row_bytes=array("d").itemsize)
         size = DECISIONS_BYTES if kind == "decisions" else LOAD_BYTES
         return BoundedFile(folder / f"{kind}.jsonl", size)
+
+
+def _pending(history: FunctionHistory) -> bool:
+    return history.load.pending or history.decisions.pending or history.arrivals.pending
 
 
 def _take(history: FunctionHistory, now_s: float) -> _Rows:

@@ -45,6 +45,11 @@ class Decisions:
         """Return the decisions that were made at `at`, in Unix seconds, or later."""
         return [decision for decision in self._kept if decision.at >= at]
 
+    @property
+    def pending(self) -> bool:
+        """True if there is something that `take` has not returned."""
+        return self._noted > 0
+
     def take(self) -> list[DecisionRecord]:
         """Return the decisions that no call has returned before, to be stored. The last ones stay in memory, too."""
         count, self._noted = min(self._noted, len(self._kept)), 0

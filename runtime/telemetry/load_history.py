@@ -83,6 +83,11 @@ class LoadSeries:
         self._cold += 1
         self._slowest_s, self._dirty = max(self._slowest_s, waited_s), True
 
+    @property
+    def pending(self) -> bool:
+        """True if there is something that `take` has not returned."""
+        return self._dirty or bool(self._done)
+
     def take(self, now_s: float) -> list[LoadSample]:
         """Return the samples that no call has returned before, to be stored. The present second ends early."""
         if self._ends_s:
@@ -117,6 +122,11 @@ class Arrivals:
         self._waiting: deque[float] = deque(maxlen=MAX_ARRIVALS)
         self.note = self._waiting.append
         """Call it with the arrival of an answered invocation, in monotonic seconds."""
+
+    @property
+    def pending(self) -> bool:
+        """True if there is something that `take` has not returned."""
+        return bool(self._waiting)
 
     def take(self) -> array[float]:
         """Return the arrivals that no call has returned before, in Unix seconds."""

@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from live import gateway_here, gateway_process, until
-from pilotflame.runtime.functions.recorder import BoundedFile
+from pilotflame.runtime.functions import recorder
+from pilotflame.runtime.functions.recorder import BoundedFile, Recorder
+from pilotflame.runtime.serving.function_history import FunctionHistory
 
 ECHO = "def handler(event):\n    return event\n"
 
@@ -69,6 +71,31 @@ async def test_records_survive_a_restart_and_a_torn_end_and_go_with_their_functi
             return not (state / "records" / "kept").exists()
 
         await until(gone, "the records of a deleted function go")
+
+
+async def test_only_functions_with_news_are_asked_and_written(state: Path, monkeypatch: pytest.MonkeyPatch):
+    # The gateway's own recorder would take the rows first.
+    monkeypatch.setattr(recorder, "WRITE_EVERY_S", 1e6)
+    taken, take = list[FunctionHistory](), recorder._take
+    monkeypatch.setattr(
+        recorder, "_take", lambda history, now_s: taken.append(history) or take(history, now_s)
+    )
+    async with gateway_here(state, learn_upstreams=False) as gateway:
+        functions = gateway.server.functions
+        beside = Recorder(state / "beside", functions.all)
+        functions.events.processes.append(beside.note_change)
+        for name in ("called", "quiet"):
+            function = await gateway.deploy(ECHO, {"scale.idle_timeout_s": 0}, name=name)
+            await function.settled(standby=True)
+        await beside.flush()
+        await gateway.function("called").answer()
+        await gateway.function("called").settled(standby=True)
+        taken.clear()
+        await beside.flush()
+        assert taken == [functions.get("called").revision.history]
+        await beside.flush()
+        assert len(taken) == 1
+    assert (state / "beside" / "called" / "arrivals.f64").stat().st_size == 8
 
 
 async def test_a_gateway_that_ends_writes_what_it_knows(state: Path):

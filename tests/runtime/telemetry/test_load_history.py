@@ -47,6 +47,29 @@ def test_the_series_shows_the_largest_numbers_and_the_last_state(
     assert series.take(now_s + 10) == []
 
 
+@given(
+    st.lists(st.tuples(st.floats(0, 3), STATES | st.sampled_from(["queued", "cold", "take"])), max_size=40)
+)
+def test_a_series_from_which_only_what_is_pending_is_taken_has_the_same_samples(
+    events: list[tuple[float, LoadState | str]],
+) -> None:
+    found = list[list[tuple[object, ...]]]()
+    for lazy in (False, True):
+        series, now_s, samples = LoadSeries(), 100.0, list[tuple[object, ...]]()
+        for wait_s, event in [*events, (5.0, "take"), (5.0, "take")]:
+            now_s += wait_s
+            if isinstance(event, LoadState):
+                series.note(now_s, event)
+            elif event == "queued":
+                series.note_queued(now_s, 3)
+            elif event == "cold":
+                series.note_cold(now_s, 0.5)
+            elif series.pending or not lazy:
+                samples += [one[1:] for one in series.take(now_s)]
+        found.append(samples)
+    assert found[0] == found[1]
+
+
 def test_an_unchanged_state_adds_nothing_and_a_fall_within_a_second_ends_with_it() -> None:
     series, busy, idle = (
         LoadSeries(),
