@@ -197,7 +197,11 @@ class FunctionHistories:
         async with self._writing:
             changed, self._changed = self._changed, set()
             known = {name: one for name in changed if (one := self._histories.get(name)) is not None}
-            due = [(self._file(name), _remembering(history)) for name, history in known.items()]
+            due = list[tuple[Path, Callable[[], _Remembered]]]()
+            for name, history in known.items():
+                due.append((self._file(name), _remembering(history)))
+                # Let requests go on: a thousand functions may have changed.
+                await asyncio.sleep(0)
             if due:
                 node = _RememberedNode(weights=self._habits.prior.weights)
                 await asyncio.to_thread(_write_all, self._folder / NODE_FILE, node, due)
@@ -206,15 +210,14 @@ class FunctionHistories:
 def _remembering(known: FunctionHistory) -> Callable[[], _Remembered]:
     """Return what makes, in a thread, what is to be stored of a function as it is now."""
     ladder = known.ladder
-    upstreams = {
-        name: _Delays(calls=one.calls, hits=tuple(one.hits)) for name, one in known.upstreams.items()
-    }
+    delays = {name: (one.calls, tuple(one.hits)) for name, one in known.upstreams.items()}
     learning, figures, idle = ladder.learning(), ladder.figures, ladder.idle_for_s()
     slow_share = _SlowShare.model_validate(asdict(ladder.slow_share))
     idling = _Idling(since_at=time.time() - idle[0], since_wake_s=idle[1]) if idle is not None else None
 
     def remembered() -> _Remembered:
         history = learning()
+        upstreams = {name: _Delays(calls=calls, hits=hits) for name, (calls, hits) in delays.items()}
         return _Remembered(
             idles=_rounded(history.idles), intervals=_rounded(history.intervals), burst_waits=history.waits, periods=history.periods,
             bills=history.bills, lasting_bills=history.lasting_bills, held_bytes=dict(figures.held_bytes), wakes_s=dict(figures.wakes_s),
