@@ -410,7 +410,7 @@ class Functions:
         await self._thread(functools.partial(self.store.delete, name))
         for callback in self.events.removed:
             callback(name)
-        await self._tidy(live, lambda: None)
+        await self._tidy(live, lambda: True)
 
     async def restore(self) -> None:
         """Make the stored functions live. Their zygotes and workers (`scale.min`) start in the background."""
@@ -528,15 +528,14 @@ class Functions:
         await self._tidy(old or self._live[name], lambda: self.store.prune(name, busy=busy))
 
     async def _tidy(self, function: Live, prune: Callable[[], object]) -> None:
-        """Call `prune` in a thread, and remove the environments that no stored revision needs any more.
+        """Call `prune` in a thread. If that has removed a revision, remove the environments that no stored one needs.
 
         If there are any, what uv keeps for further environments is limited, too.
         """
 
         def tidy() -> None:
-            prune()
             # The cache has files of its own alone once the environments that have them too are gone.
-            if discard_unused(self.environments, self.store.environments):
+            if prune() and discard_unused(self.environments, self.store.environments):
                 shrink_cache(self.environments)
 
         try:

@@ -16,6 +16,7 @@ from live import LIMIT_S, gateway_here, gone, until
 from pilotflame.runtime.functions import environment
 from pilotflame.runtime.functions.registry import DEPLOY_THREADS
 from pilotflame.runtime.functions.requirements import requirements_digest
+from pilotflame.runtime.functions.store import Store
 from wheels import write_wheel
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -57,6 +58,16 @@ async def test_a_function_runs_in_the_environment_of_its_requirements(state, sma
         assert size == "tiny"
         assert prefix.startswith(str(gateway.state / "environments"))
         assert len(list((state / "environments").glob("py*/"))) == 1
+        read, environments = list[Store](), Store.environments
+        monkeypatch.setattr(Store, "environments", lambda store: read.append(store) or environments(store))
+        await gateway.deploy("def handler(event):\n    return event")
+
+        async def tidied() -> bool:
+            return not gateway.server.functions._retirements
+
+        await until(tidied, "the end of what follows a deploy")
+        # The deploy has removed no revision, so it reads no record of another function.
+        assert read == []
         # With the last function that needs it, the environment goes, and what uv has downloaded for it.
         await gateway.client.delete("/v1/functions/small")
         assert list((state / "environments").glob("py*/")) == []
