@@ -12,8 +12,8 @@ from .usage import RungName
 
 # How many decisions of a function wait in memory until they are stored, at most. The oldest are dropped.
 MAX_DECISIONS = 1000
-# How many stay in memory when they are stored: a gateway may have thousands of functions.
-KEPT = 50
+# How many stay in memory when they are stored. One takes up to a kilobyte, and a gateway may have thousands of functions.
+KEPT = 10
 
 
 class DecisionRecord(NamedTuple):

@@ -12,7 +12,8 @@ from weakref import WeakValueDictionary
 
 from .log_files import LogFacts, LogFiles, LogLine, LogQuery, function_file, function_of
 
-KEPT_LINES = 2_000
+# In memory, for the last words of a worker and the terminal of `dev`. The files have the other lines.
+KEPT_LINES = 100
 # The sources of lines that a function has not printed itself.
 OWN_SOURCES = ("gateway", "deploy")
 MAX_TEXT_CHARS = 16 << 10
