@@ -1,8 +1,8 @@
 """The cost of a function among few and among many: starts, calls, deploys, and the gateway's memory.
 
-    python infra/bench/fleet.py [--functions 10 100 1000] [--rounds 20]
+    python infra/bench/fleet.py [--functions 10 100 1000] [--rounds 20] [--model]
 
-Each size has a gateway of its own, with functions that do nothing. The sizes take turns in every round, so that other
+Each size has a gateway of its own, with functions that do nothing, or with sentence embeddings by one model. The sizes take turns in every round, so that other
 work on the machine meets all of them. Ratios compare the largest size with the smallest.
 """
 
@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import contextlib
 import itertools
+import json
 import sys
 import tempfile
 import time
@@ -26,12 +27,14 @@ from control import WAIT_S, Control
 from http1 import Request
 from opened import OpenLoop
 from percentiles import median, percentile
+from pilotflame.runtime.commands import minilm
 from report import Report
 from servers import Server, start_pilotflame
 
 SIZES = [10, 100, 1000]
 JSON = {"Content-Type": "application/json"}
 HANDLER = "def handler(event):\n    return event\n"
+TEMPLATE = Path(__file__).resolve().parents[2] / "templates" / "text-embedding"
 CALLS = 10
 """Cold starts, and deploys, of each fleet in a round."""
 WARM_CALLS = 50
@@ -49,9 +52,19 @@ SETTLE_S = 60.0
 QUIET_S = 1.0
 
 
+@dataclass(frozen=True)
+class Code:
+    """The code of the functions of a fleet, and the event of each call."""
+
+    folder: Path
+    event: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
+
+
 @dataclass
 class Fleet:
-    """A gateway with functions that do nothing, and what was measured of it.
+    """A gateway with functions that have the same code, and what was measured of it.
 
     A gateway closes connections that are idle for long, so each turn begins with `control.close()` and a new one.
     """
@@ -59,7 +72,7 @@ class Fleet:
     size: int
     server: Server
     control: Control
-    code: str
+    code: Code
     cold_ms: list[float] = field(default_factory=list)
     warm_ms: list[float] = field(default_factory=list)
     start_cpu_ms: list[float] = field(default_factory=list)
@@ -79,9 +92,9 @@ class Fleet:
         """Deploy functions, and call each of them once."""
         self.control.close()
         for name in names:
-            self.control.deploy(self.code, name=name, **SETTINGS)
+            self.control.deploy(str(self.code.folder), name=name, **SETTINGS, **self.code.settings)
             # Otherwise it loses its zygote after a while (runtime/functions/rest.py).
-            self.control.invoke(name, {})
+            self.control.invoke(name, self.code.event)
 
     def wait_at_zero(self) -> None:
         """Wait until each function has a standby and no worker."""
@@ -95,7 +108,7 @@ class Fleet:
     def call(self, name: str) -> None:
         """Call a function at zero."""
         self.control.wait_for(name, workers=0, standby=True)
-        reply = self.control.invoke(name, {})
+        reply = self.control.invoke(name, self.code.event)
         if not reply.cold:
             raise RuntimeError(f"{name} was not at zero")
         self.cold_ms.append(reply.ms)
@@ -113,7 +126,8 @@ class Fleet:
     def burst(self) -> None:
         """Call all functions at one instant, all of which are at zero."""
         urls = [f"{self.server.url}/invoke/{name}" for name in self.names]
-        requests = [Request(url, body=b"{}", headers=JSON) for url in urls]
+        body = json.dumps(self.code.event).encode()
+        requests = [Request(url, body=body, headers=JSON) for url in urls]
         tally = asyncio.run(_Each(requests).run([0] * self.size, self.size, 120.0))
         if not tally.clean or tally.right != self.size:
             raise RuntimeError(f"{tally.right} of {self.size} answered; {tally.statuses} {tally.errors}")
@@ -146,16 +160,29 @@ def _at_zero(status: dict[str, Any]) -> bool:
 
 
 @contextmanager
-def fleets(sizes: Sequence[int]) -> Iterator[list[Fleet]]:
+def nothing() -> Iterator[Code]:
+    """A handler that returns its event."""
+    with tempfile.TemporaryDirectory(prefix="pilotflame-fleet-") as folder:
+        (Path(folder) / "handler.py").write_text(HANDLER)
+        yield Code(Path(folder))
+
+
+@contextmanager
+def embeddings() -> Iterator[Code]:
+    """The template of sentence embeddings with all-MiniLM-L6-v2, whose 90 MB of weights all functions map."""
+    event, settings = {"text": minilm.TEXT}, {"snapshot": str(minilm.model_folder())}
+    yield Code(TEMPLATE, event, settings, minilm.OFFLINE)
+
+
+@contextmanager
+def fleets(sizes: Sequence[int], code: Code) -> Iterator[list[Fleet]]:
     """A gateway of each size, all of its functions deployed and at zero."""
     with contextlib.ExitStack() as stack:
-        code = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pilotflame-fleet-")))
-        (code / "handler.py").write_text(HANDLER)
         found = []
         for size in sizes:
-            server = stack.enter_context(start_pilotflame(ENVIRONMENT))
+            server = stack.enter_context(start_pilotflame({**ENVIRONMENT, **code.environment}))
             control = stack.enter_context(contextlib.closing(Control(server.url)))
-            found.append(Fleet(size, server, control, str(code)))
+            found.append(Fleet(size, server, control, code))
             print(f"{size} functions …", flush=True)
             found[-1].deploy(found[-1].names)
             found[-1].wait_at_zero()
@@ -175,8 +202,8 @@ def play(entered: Sequence[Fleet], rounds: int) -> None:
         time.sleep(QUIET_S)
         for fleet in entered:
             name = fleet.some(turn)[-1]
-            fleet.control.invoke(name, {})
-            fleet.warm_ms += [fleet.control.invoke(name, {}).ms for _ in range(WARM_CALLS)]
+            fleet.control.invoke(name, fleet.code.event)
+            fleet.warm_ms += [fleet.control.invoke(name, fleet.code.event).ms for _ in range(WARM_CALLS)]
     for _, fleet in itertools.product(range(BURSTS), entered):
         with fleet.cpu_ms(fleet.start_cpu_ms, fleet.names):
             fleet.burst()
@@ -202,9 +229,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--functions", type=int, nargs="+", default=SIZES)
     parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument(
+        "--model", action="store_true", help="functions with a real model, which needs the extra demo"
+    )
     arguments = parser.parse_args()
     report = Report("bench-fleet")
-    with fleets(sorted(arguments.functions)) as entered:
+    with (
+        (embeddings if arguments.model else nothing)() as code,
+        fleets(sorted(arguments.functions), code) as entered,
+    ):
         play(entered, arguments.rounds)
         rows = [fleet.figures() for fleet in entered]
     for row in rows:
