@@ -18,6 +18,13 @@ from pilotflame.runtime.scaling.ladder import BurstWait
 from pilotflame.runtime.scaling.rung_figures import RungFigures
 from pilotflame.runtime.scaling.slow_share import SlowShare
 from pilotflame.runtime.scaling.upstream import BOUNDS_S, Delays
+<<<<<<< HEAD:tests/runtime/reconciling/test_function_history.py
+=======
+from pilotflame.runtime.serving import function_history
+from pilotflame.runtime.serving.account import Account
+from pilotflame.runtime.serving.function_history import NODE_FILE, FunctionHistories
+from pilotflame.runtime.serving.idle_ladder import LadderSpec
+>>>>>>> 83f3e21b (A test holds the gathering of habits to one function in each turn of the event loop):tests/runtime/serving/test_function_history.py
 from pilotflame.runtime.telemetry.background import BackgroundTasks
 from pilotflame.runtime.telemetry.usage import Prices, RungName
 
@@ -133,3 +140,26 @@ class _Nothing:
 
     def scale(self) -> None:
         """Nothing is held."""
+
+
+async def test_requests_go_on_while_the_habits_of_many_functions_are_gathered(tmp_path: Path, monkeypatch):
+    turn, gathered_in, remembering = 0, list[int](), function_history._remembering
+
+    async def request() -> None:
+        nonlocal turn
+        while True:
+            turn += 1
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(
+        function_history, "_remembering", lambda known: gathered_in.append(turn) or remembering(known)
+    )
+    async with BackgroundTasks() as tasks:
+        histories = await FunctionHistories.open(tmp_path / "habits", tasks, account)
+        for number in range(20):
+            await histories.of(f"f{number}")
+        task = asyncio.create_task(request())
+        await histories.close()
+        task.cancel()
+    assert len(set(gathered_in)) == 20
+    assert len(list((tmp_path / "habits" / "functions").iterdir())) == 20
