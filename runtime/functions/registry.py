@@ -97,6 +97,8 @@ class Functions:
     # Functions whose secrets have changed since their processes were started last.
     _renewing: set[str] = field(default_factory=set, init=False)
     _closing: bool = field(default=False, init=False)
+    # A crash or a deploy that failed may have left an environment that no revision needs.
+    _untidy: bool = field(default=True, init=False)
     _retirements: dict[asyncio.Task[None], Live | None] = field(default_factory=dict, init=False)
     _threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(DEPLOY_THREADS, "deploy"), init=False
@@ -174,6 +176,7 @@ class Functions:
         try:
             staged, fields = await self._thread(prepared, undo=lambda made: _remove(made[0]))
         except PilotflameError as error:
+            self._untidy = True
             LOG.warning("a deploy was refused: %s", error)
             raise
         name = fields.settings.name
@@ -314,6 +317,7 @@ class Functions:
         return live
 
     async def _abandon(self, record: RevisionRecord, live: Live | None, withdraw: Callable[[], None]) -> None:
+        self._untidy = True
         try:
             if live is not None:
                 await self._end(live, 0.0)
@@ -528,14 +532,16 @@ class Functions:
         await self._tidy(old or self._live[name], lambda: self.store.prune(name, busy=busy))
 
     async def _tidy(self, function: Live, prune: Callable[[], object]) -> None:
-        """Call `prune` in a thread. If that has removed a revision, remove the environments that no stored one needs.
+        """Call `prune` in a thread. If it has removed a revision, or a deploy has failed, remove unused environments.
 
         If there are any, what uv keeps for further environments is limited, too.
         """
 
+        untidy, self._untidy = self._untidy, False
+
         def tidy() -> None:
             # The cache has files of its own alone once the environments that have them too are gone.
-            if prune() and discard_unused(self.environments, self.store.environments):
+            if (prune() or untidy) and discard_unused(self.environments, self.store.environments):
                 shrink_cache(self.environments)
 
         try:
