@@ -44,7 +44,8 @@ BURSTS, DEPLOY_ROUNDS = 3, 3
 ENVIRONMENT = {"PILOTFLAME_REST_MB": "100000", "PILOTFLAME_LEARN_UPSTREAMS": "false"}
 SETTINGS: dict[str, Any] = {"threads": 1, "scale.max": 1, "scale.idle_timeout_s": 0.3}
 RATIOS = {"cold_p50_ms": 1.2, "cold_p99_ms": 2, "warm_p50_ms": 1.1, "deploy_cpu_ms": 1.2}
-IDLE_S = 20.0
+# The accounts are written once a minute.
+IDLE_S = 60.0
 # After the last start, the memory of all processes is measured (runtime/functions/node_memory.py): once more, and that
 # takes at most 2 % of a core. Only then is a gateway idle.
 SETTLE_S = 60.0

@@ -147,7 +147,10 @@ class Account:
 
     def written(self, owner: str, used: Usage) -> None:
         """Learn that so much of `unwritten` is being stored."""
-        self._owe(owner, Usage() - used)
+        if self._unwritten.get(owner) is used:
+            del self._unwritten[owner]
+        else:
+            self._owe(owner, Usage() - used)
 
     def not_written(self, owner: str, used: Usage) -> None:
         """Learn that this could not be stored."""

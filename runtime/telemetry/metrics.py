@@ -104,6 +104,7 @@ class _FunctionCounts:
         self.activations = Counter[str]()
         self.duration = _Histogram(SECONDS)
         self.batch = _Histogram(SIZES)
+        self.cold_starts = 0
         self.cold_phases: dict[str, _Histogram] = {}
         self.phases = {name: _Histogram(SECONDS) for name in WARM_PHASES}
 
@@ -118,14 +119,14 @@ class _FunctionCounts:
         else:
             self.phases["queue"].observe(warm[0])
         if timeline.activation is not None:
+            self.cold_starts += 1
             for phase, seconds in timeline.phases().items():
                 self.cold_phases.setdefault(phase, _Histogram(SECONDS)).observe(seconds)
 
     def totals(self) -> Totals:
-        cold = max((sum(phase.counts) for phase in self.cold_phases.values()), default=0)
         seconds = {name: self.cold_phases[name].sum for name in COLD_START_PHASES if name in self.cold_phases}
         by_source = {source: dict(codes) for source, codes in self.codes.items()}
-        return Totals(by_source, self.duration.counts, cold, seconds)
+        return Totals(by_source, self.duration.counts, self.cold_starts, seconds)
 
 
 Numbers: TypeAlias = Mapping[tuple[str, ...], float]
