@@ -46,9 +46,10 @@ SNAPSHOTS_FOLDER = "snapshots"
 # Holds the files of a remote snapshot that are not weights, such as config and tokenizer.
 ASSETS_FOLDER = "assets"
 REQUIREMENTS_FILE = "requirements.txt"
-# Packages that a base zygote imports once for several functions. Importing them takes seconds and many
-# megabytes. It starts no threads, so the base zygote can fork afterwards.
-HEAVY = ("numpy", "torch", "transformers")
+# What a base zygote imports once for all functions that import the package. It takes seconds and many megabytes. It
+# starts no threads, so the base zygote can fork afterwards. `transformers` itself imports its parts when they are used:
+# those of models take three seconds and 100 MB, which each function's zygote would have for itself.
+HEAVY = ("numpy", "torch", "transformers.modeling_utils")
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,7 +237,7 @@ def fair_threads(settings: FunctionSettings) -> int:
 
 
 def heavy_imports(file: Path) -> tuple[str, ...]:
-    """Return the packages in `HEAVY` that a handler's file imports. The file is parsed and not run."""
+    """Return the modules in `HEAVY` whose packages a handler's file imports. The file is parsed and not run."""
     try:
         tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
@@ -250,7 +251,7 @@ def heavy_imports(file: Path) -> tuple[str, ...]:
         found.add("transformers")
     if "transformers" in found:
         found.add("torch")
-    return tuple(name for name in HEAVY if name in found)
+    return tuple(name for name in HEAVY if name.partition(".")[0] in found)
 
 
 def _unbuilt(settings: FunctionSettings) -> SettingsError:
