@@ -127,7 +127,7 @@ class Recorder:
                     continue
                 # Weights that are fetched come into memory, and leave it, without a process.
                 if name in changed or live.revision.spec.remote:
-                    live.revision.note_load()
+                    live.workers.note_load(now_s)
                 if _pending(history) and any(rows := _take(history, now_s)):
                     due[name] = rows
             if due:

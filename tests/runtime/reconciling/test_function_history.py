@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from pilotflame.runtime.reconciling import function_history
 from pilotflame.runtime.reconciling.account import Account
 from pilotflame.runtime.reconciling.function_history import NODE_FILE, FunctionHistories
 from pilotflame.runtime.reconciling.idle_ladder import LadderSpec
@@ -18,13 +19,6 @@ from pilotflame.runtime.scaling.ladder import BurstWait
 from pilotflame.runtime.scaling.rung_figures import RungFigures
 from pilotflame.runtime.scaling.slow_share import SlowShare
 from pilotflame.runtime.scaling.upstream import BOUNDS_S, Delays
-<<<<<<< HEAD:tests/runtime/reconciling/test_function_history.py
-=======
-from pilotflame.runtime.serving import function_history
-from pilotflame.runtime.serving.account import Account
-from pilotflame.runtime.serving.function_history import NODE_FILE, FunctionHistories
-from pilotflame.runtime.serving.idle_ladder import LadderSpec
->>>>>>> 83f3e21b (A test holds the gathering of habits to one function in each turn of the event loop):tests/runtime/serving/test_function_history.py
 from pilotflame.runtime.telemetry.background import BackgroundTasks
 from pilotflame.runtime.telemetry.usage import Prices, RungName
 
