@@ -40,7 +40,8 @@ The text beside a class says what has happened when it is raised.
     │   │   └── OutOfMemory                 the kernel killed it because the function's memory ran out
     │   ├── ActivationFailed            no worker could be started
     │   │   ├── CrashLoop                   so many starts in a row failed that no more are tried for a while
-    │   │   ├── BudgetExhausted             the function has used what its owner allows for a day
+    │   │   ├── FunctionStopped             the function may run nothing now
+    │   │   │   └── BudgetExhausted             it has used what its owner allows for a day
     │   │   └── RevisionRetired             the revision was replaced, deleted or shut down before it ran
     │   ├── ActivationTimeout           no worker was ready within the hold time
     │   ├── QueueFull                   the function's queue is at its limit
@@ -280,16 +281,12 @@ class CrashLoop(ActivationFailed, code="crash_loop", status=503):
     """A retry after `details["retry_after_s"]` seconds may succeed."""
 
 
-class BudgetExhausted(ActivationFailed, code="budget_exhausted", status=503):
+class FunctionStopped(ActivationFailed, code="function_stopped", status=503):
+    """The function may run nothing now. If that ends by itself, it does after `details["retry_after_s"]` seconds."""
+
+
+class BudgetExhausted(FunctionStopped, code="budget_exhausted", status=503):
     """The day's budget is used up. It is there again after `details["retry_after_s"]` seconds."""
-
-
-class FunctionPaused(ActivationFailed, code="function_paused", status=503):
-    """The owner has paused the function. It runs nothing until somebody resumes it."""
-
-    @classmethod
-    def named(cls, function: str) -> FunctionPaused:
-        return cls(f"{function} is paused.", remedy=f"Resume it: pilotflame resume {function}")
 
 
 class RevisionRetired(ActivationFailed, code="revision_retired", status=503): ...

@@ -74,7 +74,7 @@ from .launching.gpus import find_driver
 from .launching.launcher import LauncherByImage
 from .launching.listener import Listener
 from .launching.process_launcher import ProcessLauncher
-from .reconciling.function_history import FunctionHistories
+from .reconciling.function_histories import FunctionHistories
 from .reconciling.gpu_places import GpuPlaces
 from .reconciling.reconciler import Reconciler
 from .scaling.placement import Gpu
@@ -562,9 +562,13 @@ async def _connect(
     def follow(name: str) -> None:
         # GatewayError: the gateway is shutting down, so no event source is started.
         with contextlib.suppress(GatewayError):
-            sources.start(name, functions.get(name).record.settings)
+            deployed = functions.get(name)
+            if deployed.function.resumes_by_itself:
+                sources.start(name, deployed.record.settings)
+            else:
+                sources.stop(name)
             prewarming.follow(name)
-            alerts.follow(functions.get(name))
+            alerts.follow(deployed)
 
     def live(name: str) -> None:
         jobs.wake(name)

@@ -117,7 +117,7 @@ class Admin:
         found = {
             "last_errors": await live.last_errors(self._logs),
             "sources": self._sources(live.record.function),
-            "latest_cold_starts": live.history.cold_starts.told(),
+            "latest_cold_starts": live.function.cold_starts.told(),
         }
         status = self._status(live, processes).model_copy(update=found)
         return json_response(_visible(status, caller_of(request)).model_dump(mode="json"))

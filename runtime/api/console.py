@@ -74,6 +74,8 @@ class ConsoleFunction(TypedDict):
     workers: ConsoleWorkers
     queued: int
     in_flight: int
+    stopped: str
+    """Why it refuses calls now, as "budget"; "" if it accepts them."""
     failed_starts: int
     """How many starts of a worker have failed since the last that succeeded."""
     rest_mb: float | None
@@ -190,8 +192,8 @@ class Console:
 
     def _row(self, live: Live) -> ConsoleFunction:
         record, census, workers = live.record, live.workers.census(), live.workers
-        totals, step = self._metrics.totals(record.function), live.history.ladder.next_step
-        latest = live.history.cold_starts.told(1)
+        totals, step = self._metrics.totals(record.function), live.function.ladder.next_step
+        latest = live.function.cold_starts.told(1)
         return ConsoleFunction(
             name=record.function, revision=record.revision, standby=census.standby,
             rung=workers.stands_on, next_rung=step.rung if step else None, next_rung_at=round(step.at) if step else None,
@@ -200,7 +202,7 @@ class Console:
                 max=record.settings.scale.max,
             ),
             queued=census.queued, in_flight=census.in_flight,
-            failed_starts=workers.breaker.failures, rest_mb=live.rest_mb,
+            stopped=live.function.stopped, failed_starts=workers.breaker.failures, rest_mb=live.rest_mb,
             codes={str(code): count for code, count in totals.codes.items()}, durations=list(totals.durations),
             cold_starts=totals.cold_starts, cold_phases_s=_rounded(totals.cold_phases_s, 6),
             last_cold_phases_ms=_rounded(live.last_cold_phases_ms(), 3),

@@ -70,8 +70,8 @@ class WarmupApi:
         workers = _number(request, WORKERS, body.workers, most)
         for_s, wait_s = _number(request, FOR_S, body.for_s), _number(request, WAIT_S, body.wait_s)
         cause = _cause_of(request, sent, body)
-        if (account := live.history.account).exhausted:
-            raise account.refusal()
+        if (error := live.function.refusal()) is not None:
+            raise error
         live.workers.warm(workers, cause, for_s)
         if wait_s:
             await live.workers.wait_ready(workers, wait_s)

@@ -305,7 +305,8 @@ def _workers(status: dict[str, Any]) -> str:
     others = [
         f"{workers[state]} {state}" for state in ("parked", "starting", "draining") if workers.get(state)
     ]
-    return ", ".join([f"{workers['ready']} of {status['settings']['scale']['max']}", *others])
+    stopped = {"": [], "budget": ["budget used up"]}.get(status["stopped"], [status["stopped"]])
+    return ", ".join([f"{workers['ready']} of {status['settings']['scale']['max']}", *others, *stopped])
 
 
 def _at_rest(status: dict[str, Any]) -> str:

@@ -16,7 +16,7 @@ from pydantic import BaseModel, computed_field
 
 from ...handlers.example import example_of
 from ...snapshot.sources.location import shown
-from ..reconciling.function_history import FunctionHistory
+from ..reconciling.function import Function
 from ..reconciling.idle_ladder import PLANNED, LadderSpec
 from ..reconciling.revision_workers import RevisionWorkers
 from ..scaling.budget import BudgetSpec, BudgetState
@@ -118,6 +118,8 @@ class FunctionStatus(BaseModel, frozen=True):
     batch: int | None
     snapshot: str | None
     snapshots: dict[str, str] = {}
+    stopped: str = ""
+    """Why it refuses calls now, as "budget"; "" if it accepts them."""
     workers: Workers
     standby: bool
     zygote: bool
@@ -227,9 +229,9 @@ class Live:
         self._rest_mb: float | None = None
 
     @property
-    def history(self) -> FunctionHistory:
+    def function(self) -> Function:
         """What its revisions share."""
-        return self.workers.history
+        return self.workers.function
 
     def builds_within(self, seconds: float) -> bool:
         """Return True if the zygote took at most so long to import and build the handler."""
@@ -245,11 +247,11 @@ class Live:
         """Let the function's budget be that of this revision, which is live now."""
         budget = self.record.settings.budget
         spec = BudgetSpec(budget.money_per_day, budget.seconds_per_day, budget.warn_at)
-        self.history.account.open(spec, self.record.deployed_by)
+        self.function.account.open(spec, self.record.deployed_by)
 
     def budget(self) -> BudgetUse | None:
         """Return how much of the budget is used today; None if there is none."""
-        account = self.history.account
+        account = self.function.account
         limits = account.budget
         if not account.limited:
             return None
@@ -293,7 +295,7 @@ class Live:
 
     def last_cold_phases_ms(self) -> dict[str, float]:
         """Return the milliseconds of each phase of the latest cold start, or nothing if there was none."""
-        latest = self.history.cold_starts.latest
+        latest = self.function.cold_starts.latest
         phases = latest.cold_start_phases() if latest is not None else {}
         return {name: seconds * 1000 for name, seconds in phases.items()}
 
@@ -311,18 +313,18 @@ class Live:
 
     def status(self, processes: Sequence[Process] = ()) -> FunctionStatus:
         """Return the status of the function. It shows `processes` if these were measured."""
-        record, census, cold = self.record, self.workers.census(), self.history.cold_starts.latest
+        record, census, cold = self.record, self.workers.census(), self.function.cold_starts.latest
         facts, settings = record.handler, record.settings
-        budget, account = self.budget(), self.history.account
+        budget, account = self.budget(), self.function.account
         warnings = [*self.warnings, *([account.describe()] if account.scarce else [])]
-        snapshots, step = snapshots_of(record), self.history.ladder.next_step
+        snapshots, step = snapshots_of(record), self.function.ladder.next_step
         if urls := {name: snapshots[name] for name in settings.snapshot_urls}:
             shown_urls = {"snapshot": urls.pop("", None), "snapshots": settings.snapshots | urls}
             settings = settings.model_copy(update=shown_urls)
         snapshot = snapshots.pop("", None)
         return FunctionStatus(
             name=record.function, revision=record.revision, created_at=record.created_at, snapshot=snapshot,
-            snapshots=snapshots, workers=Workers(
+            snapshots=snapshots, stopped=self.function.stopped, workers=Workers(
                 ready=census.ready, parked=census.parked, starting=census.starting, draining=census.draining
             ),
             standby=census.standby, zygote=census.zygote, rung=self.workers.stands_on,

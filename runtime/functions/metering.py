@@ -118,7 +118,7 @@ class Metering:
             sizes: Callable[[str], dict[str, int]] = self._functions.store.sizes
             disk_gb = sum((await asyncio.to_thread(sizes, function)).values()) / GB
         self._told[function] = _Told(memory, revision, disk_gb)
-        account = live.history.account
+        account = live.function.account
         account.measured(_holding(account.holding, memory, disk_gb, live.devices))
 
 

@@ -128,7 +128,7 @@ class Prewarming:
         if self._owners.get(name) != owner:
             self._forget_pairs(name)
             self._owners[name] = owner
-            self._upstreams.setdefault(owner, Upstreams()).adopt(name, live.history.upstreams)
+            self._upstreams.setdefault(owner, Upstreams()).adopt(name, live.function.upstreams)
 
     def forget(self, name: str) -> None:
         """Forget the signals of a deleted function."""
@@ -155,7 +155,7 @@ class Prewarming:
         """Return the metrics of the workers that were started ahead of need."""
         counts = Counter[tuple[str, ...]]()
         for live in self._functions.all():
-            prewarms = live.history.prewarms
+            prewarms = live.function.prewarms
             prewarms.settle()
             for (signal, used), count in prewarms.counts.items():
                 counts[live.record.function, signal, str(used).lower()] = count
@@ -203,7 +203,7 @@ class Prewarming:
         declared = self._declared.get(name, ())
         for follower, delays in upstreams.followers(name) if self._learned else ():
             if follower not in declared and (live := self._find(follower)) is not None:
-                ladder = live.history.ladder
+                ladder = live.function.ladder
                 window = delays.best_window(ladder.climb_cost(), ladder.ready_shares())
                 if window is not None:
                     self._expect(follower, name, "upstream", called_s, window)
@@ -241,7 +241,7 @@ class Prewarming:
             return
         workers, for_s = live.workers, until_s - time.monotonic()
         if not workers.replicas.ready and not workers.replicas.starting:
-            live.history.decisions.note("expect", cause, probability_share=probability, for_s=for_s)
+            live.function.decisions.note("expect", cause, probability_share=probability, for_s=for_s)
         workers.warm(1, cause, for_s)
 
     def _find(self, name: str) -> Live | None:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import orjson
 
-from ..reconciling.function_history import FunctionHistory
+from ..reconciling.function import Function
 from ..telemetry.decisions import DecisionRecord
 from ..telemetry.load_history import LoadSample
 from .live import Live
@@ -122,7 +122,7 @@ class Recorder:
             changed = self._changed if only is None else self._changed & {only}
             self._changed = self._changed - changed
             for live in self._functions():
-                name, history = live.record.function, live.history
+                name, history = live.record.function, live.function
                 if only not in (None, name):
                     continue
                 # Weights that are fetched come into memory, and leave it, without a process.
@@ -201,11 +201,11 @@ class Recorder:
         return BoundedFile(folder / f"{kind}.jsonl", size)
 
 
-def _pending(history: FunctionHistory) -> bool:
+def _pending(history: Function) -> bool:
     return history.load.pending or history.decisions.pending or history.arrivals.pending
 
 
-def _take(history: FunctionHistory, now_s: float) -> _Rows:
+def _take(history: Function, now_s: float) -> _Rows:
     return _Rows(history.decisions.take(), history.load.take(now_s), history.arrivals.take())
 
 

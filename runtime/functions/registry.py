@@ -18,7 +18,8 @@ from ...errors import GatewayError, PilotflameError, UnknownFunction
 from ..access.secrets import Secrets
 from ..launching.fetcher_client import FetcherClient
 from ..launching.launcher import Launcher
-from ..reconciling.function_history import FunctionHistories, FunctionHistory
+from ..reconciling.function import Function
+from ..reconciling.function_histories import FunctionHistories
 from ..reconciling.gpu_places import GpuPlaces
 from ..reconciling.reconciler import Reconciler
 from ..reconciling.revision_workers import Listeners, NodeParts, RevisionWorkers
@@ -424,7 +425,7 @@ class Functions:
             planning = self._adopt(live)
             # The plan of an idle period goes on with its age: it may have no zygote any more.
             await asyncio.wait([planning])
-            if record.settings.scale.rest == "zygote" and live.history.ladder.plans_zygote:
+            if record.settings.scale.rest == "zygote" and live.function.ladder.plans_zygote:
                 warming.append(live)
             live.workers.go_live()
         warming.sort(key=_expected_waiting, reverse=True)
@@ -444,7 +445,7 @@ class Functions:
     def _adopt(self, live: Live) -> asyncio.Task[None]:
         """Let the function's ladder move this revision from now on, within its budget. Return the task that plans its idle period."""
         live.open_account()
-        ladder, build_s = live.history.ladder, float(live.record.handler.get("build_s", 0.0))
+        ladder, build_s = live.function.ladder, float(live.record.handler.get("build_s", 0.0))
         return ladder.adopt(live.workers, ladder_spec_of(live.record, self.prices), build_s, self.tasks)
 
     async def close(self) -> None:
@@ -476,20 +477,20 @@ class Functions:
         if spec.remote:
             self.tasks.create_task(self.weights.warm(spec, self.secrets.of(record.function)))
 
-        history = await self.histories.of(record.function)
+        function = await self.histories.of(record.function)
 
         workers = RevisionWorkers(
             spec, policy_of(record), NodeParts(self.reconciler, launcher, self.weights, self.tasks),
-            logs.of(record.revision), lambda: self.secrets.of(record.function), curves, history,
-            self._listeners(history, logs),
+            logs.of(record.revision), lambda: self.secrets.of(record.function), curves, function,
+            self._listeners(function, logs),
         )  # fmt: skip
         live = Live(record, workers, logs)
         self._running.add(live)
         return live
 
-    def _listeners(self, history: FunctionHistory, logs: LogBook) -> Listeners:
+    def _listeners(self, function: Function, logs: LogBook) -> Listeners:
         """Return what passes the events of a revision on to all who subscribed."""
-        name, events = history.name, self.events
+        name, events = function.name, self.events
 
         def called(at_s: float) -> None:
             for callback in events.called:
@@ -504,7 +505,7 @@ class Functions:
                 callback(name)
 
         return Listeners(
-            activated, called, functools.partial(self._note_end, history, logs), processes_changed
+            activated, called, functools.partial(self._note_end, function, logs), processes_changed
         )
 
     async def _end(self, live: Live, timeout_s: float) -> None:
@@ -514,10 +515,10 @@ class Functions:
         finally:
             self._running.discard(live)
 
-    def _note_end(self, history: FunctionHistory, logs: LogBook, end: InvocationEnd) -> None:
+    def _note_end(self, function: Function, logs: LogBook, end: InvocationEnd) -> None:
         """Tell all that count invocations that one has ended."""
         if end.timeline.activation is not None:
-            history.note_cold(end)
+            function.note_cold(end)
         if end.error is not None:
             _log_error(logs, end, end.error)
         for callback in self.events.ended:
@@ -570,5 +571,5 @@ def _remove(folder: Path) -> None:
 
 def _expected_waiting(live: Live) -> float:
     """Return how long the callers of a function are expected to wait in each second while it has no zygote."""
-    ladder = live.history.ladder
+    ladder = live.function.ladder
     return ladder.step_down(live.record.function, RungName.ZYGOTE, RungName.LOCAL).waiting

@@ -161,7 +161,7 @@ class Rest:
         for live in self._functions():
             # It may have been called during the measurement.
             if live.record.function in unused and _idle(live.workers):
-                live.history.ladder.yield_to(live.history.ladder.below(RungName.ZYGOTE)[0])
+                live.function.ladder.yield_to(live.function.ladder.below(RungName.ZYGOTE)[0])
                 live.note_rest(0.0)
                 live.logs.write("gateway", _GIVEN_UP[RungName.ZYGOTE])
         await self._relieve()
@@ -179,7 +179,7 @@ class Rest:
 
     async def _measure(self, live: Live) -> RestStats:
         """Measure the zygote and the standby, and the idle worker if there is one, unless that was done before."""
-        name, workers, ladder = live.record.function, live.workers, live.history.ladder
+        name, workers, ladder = live.record.function, live.workers, live.function.ladder
         pids, idle = workers.zygote_pids, [replica.child.pid for replica in workers.replicas.idle[:1]]
         present = _Processes(tuple(pids), tuple(idle), len(workers.replicas))
         if name not in self._measured or self._measured[name][0] != present:
@@ -257,7 +257,7 @@ class Rest:
         chosen = steps_down([[one.step for one in of] for of in descents.values()], needed_bytes)
         for step in chosen:
             live, descent = lives[step.name], descents[step.name].pop(0)
-            live.history.ladder.evict(descent.lower, cause, step)
+            live.function.ladder.evict(descent.lower, cause, step)
             if descent.upper is RungName.ZYGOTE:
                 live.note_rest(0.0)
             live.logs.write("gateway", _GIVEN_UP[descent.upper])
@@ -279,10 +279,10 @@ def _descents(live: Live, private_bytes: float | None, *, weights: bool) -> Iter
         return
     resident_bytes = float(workers.resident_bytes)
     freed = {RungName.READY: private_bytes, RungName.RESIDENT: resident_bytes}
-    for lower in live.history.ladder.below(upper):
+    for lower in live.function.ladder.below(upper):
         if upper is RungName.RESIDENT and not (weights and resident_bytes):
             return
-        step = live.history.ladder.step_down(live.record.function, upper, lower, freed.get(upper))
+        step = live.function.ladder.step_down(live.record.function, upper, lower, freed.get(upper))
         yield Descent(upper, lower, step)
         upper = lower
 
@@ -318,7 +318,7 @@ def _anonymous(pid: int | None) -> int:
 
 def _unmeasured(workers: RevisionWorkers) -> bool:
     """Return True if it holds a rung whose memory is not known yet, because its workers were busy whenever it was checked."""
-    known = workers.history.ladder.figures.held_bytes
+    known = workers.function.ladder.figures.held_bytes
     held = {RungName.READY: workers.replicas.ready, RungName.ZYGOTE: workers.zygote_pids}
     return any(processes and rung not in known for rung, processes in held.items())
 

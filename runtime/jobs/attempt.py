@@ -11,9 +11,9 @@ from functools import partial
 from typing import ParamSpec, TypeVar
 
 from ...errors import (
-    BudgetExhausted,
     Cancelled,
     DeadlineExceeded,
+    FunctionStopped,
     GatewayError,
     JobStoreFailed,
     OutputInvalid,
@@ -297,7 +297,7 @@ class JobAttempt:
         wire = error.to_wire()
         if (outcome := self._failure(error, wire)) is not None:
             await self._finish(outcome)
-        elif isinstance(error, (BudgetExhausted, RevisionRetired, GatewayError)):
+        elif isinstance(error, (FunctionStopped, RevisionRetired, GatewayError)):
             await self._requeue(wire, counted=False)
         elif not self.invocation.worker:
             # No worker could start. The job is delayed, since a worker may be able to start later.

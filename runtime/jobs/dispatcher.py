@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from ...errors import (
-    BudgetExhausted,
     CrashLoop,
+    FunctionStopped,
     GatewayError,
     JobStoreFailed,
     QueueFull,
@@ -68,7 +68,7 @@ class JobDispatcher:
         known = new.webhook is not None or new.idempotency or new.wanted_id
         if self._closing.is_set() or full or known:
             return None
-        with contextlib.suppress(UnknownFunction, GatewayError, QueueFull, RevisionRetired):
+        with contextlib.suppress(UnknownFunction, GatewayError, QueueFull, RevisionRetired, FunctionStopped):
             live, now_s = self._live(new.function), time.time()
             if not live.revision.streaming:
                 return self._submit(new.queued(new_job_id(now_s), now_s), live, new)
@@ -128,8 +128,10 @@ class JobDispatcher:
         except (UnknownFunction, GatewayError):
             # The function was deleted or the gateway shuts down. If it is live again, `wake` is called.
             return None
-        except (BudgetExhausted, CrashLoop) as error:
-            return max(FULL_RETRY_S, float(error.details["retry_after_s"]))
+        except (FunctionStopped, CrashLoop) as error:
+            # Without a time, `wake` is called when the function may run again.
+            after_s = error.details.get("retry_after_s")
+            return None if after_s is None else max(FULL_RETRY_S, float(after_s))
         except (QueueFull, RevisionRetired):
             return FULL_RETRY_S
         except JobStoreFailed:

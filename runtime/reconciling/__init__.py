@@ -6,7 +6,7 @@
         Pool            starts, parks, wakes and ends its workers
           ZygoteSupervisor  has the zygote that workers are forked from, and the standby
       GpuPlaces         books the memory of the node's GPUs
-      FunctionHistory   what the revisions of a function share: the keep-alive plan, the budget, the signals that hold workers
+      Function          what its owner wants of it now, and what its revisions share: the keep-alive plan, the budget, held workers
 
 Decisions are pure functions of `scaling`. This room must not know HTTP, jobs or what is deployed.
 """

@@ -41,7 +41,7 @@ from ..telemetry.metrics import Census
 from ..telemetry.usage import RungName, Usage
 from .account import Account
 from .demand import Demand
-from .function_history import FunctionHistory
+from .function import Function
 from .gpu_places import GpuPlace, GpuPlaces
 from .idle_ladder import Stand
 from .pool import STOP_TIMEOUT_S, Pool, PoolEvents
@@ -106,21 +106,21 @@ class RevisionWorkers(PoolEvents):
 
     def __init__(
         self, spec: WorkerSpec, policy: Policy, node: NodeParts, logs: RevisionLog, secrets: Callable[[], dict[str, str]],
-        curves: LatencyCurveStore, history: FunctionHistory, listeners: Listeners,
+        curves: LatencyCurveStore, function: Function, listeners: Listeners,
     ) -> None:  # fmt: skip
         """`secrets` returns the environment variables that only its own processes get, by name."""
-        self.spec, self.history, self.phase = spec, history, Phase.NEW
+        self.spec, self.function, self.phase = spec, function, Phase.NEW
         # Two members may be of the same revision, while its processes are replaced.
         self.key = f"{spec.function}/{next(_NUMBERS)}"
         self._node, self._logs, self._listeners, self._tasks = node, logs, listeners, node.tasks
         self.replicas = ReplicaList()
         self.revision = Revision(
-            spec, policy, self.replicas, self, curves, logs, history.load, history.arrivals, listeners.called,
+            spec, policy, self.replicas, self, curves, logs, function.load, function.arrivals, listeners.called,
             listeners.ended,
         )  # fmt: skip
         self.pool = Pool(
             spec, policy.settings.scale, self.replicas, node.launcher, logs, node.tasks, self.revision, self,
-            node.weights, secrets, not curves.known, node.gpus, self, history.worker_numbers,
+            node.weights, secrets, not curves.known, node.gpus, self, function.worker_numbers,
         )  # fmt: skip
         self.gpu_need: GpuNeed | None = need_of(spec.resources)
         """What each worker needs of the node's GPUs."""
@@ -139,14 +139,10 @@ class RevisionWorkers(PoolEvents):
         # The tasks that recover the calls of workers that have ended, and log these ends.
         self._endings: set[asyncio.Task[None]] = set()
         node.reconciler.join(self)
-        history.account.attach(self)
+        function.account.attach(self)
         self._bar()
 
     # -- what is observed
-
-    @property
-    def function(self) -> str:
-        return self.spec.function
 
     @property
     def owner(self) -> str:
@@ -224,7 +220,7 @@ class RevisionWorkers(PoolEvents):
         """Until when a signal holds workers; None if none does."""
         if self.phase is Phase.RETIRING or self.breaker.backoff_until_s > (now_s := time.monotonic()):
             return None
-        hold = self.history.prewarms.holds.at(now_s)
+        hold = self.function.prewarms.holds.at(now_s)
         return hold.until_s if hold is not None else None
 
     @property
@@ -261,18 +257,18 @@ class RevisionWorkers(PoolEvents):
 
     def decide(self, now_s: float, arriving: int = 0) -> tuple[Row, Seen]:
         """Return the present row, and what it follows from. `arriving` invocations are about to be queued."""
-        spec, hold = self._scale_spec(), self.history.prewarms.holds.at(now_s)
+        spec, hold = self._scale_spec(), self.function.prewarms.holds.at(now_s)
         seen = self._seen = self._demand.see(spec, now_s, arriving)
         ahead = None if hold is None else Proposal(Rank.AHEAD, hold.cause, hold.workers, until_s=hold.until_s)
         self.row = desired(spec, seen, now_s, self._state(now_s), ahead)
         # The next invocation ends the idle period, or may have to wake a worker. So it must look again.
-        looks_first = self.history.ladder.idle or seen.parked
+        looks_first = self.function.ladder.idle or seen.parked
         self.revision.enough = -1.0 if looks_first else sufficient_load(spec, seen)
         return self.row, seen
 
     def advance(self, now_s: float) -> float:
         """Take the steps that are due: of the budget, of the keep-alive plan, and of a zygote that died. Return when the next is."""
-        account, zygote, ladder = self.history.account, self.pool.zygote, self.history.ladder
+        account, zygote, ladder = self.function.account, self.pool.zygote, self.function.ladder
         if account.due_s <= now_s:
             account.check()
         follow_at_s = self._follow_idling(now_s)
@@ -284,7 +280,7 @@ class RevisionWorkers(PoolEvents):
 
     def _follow_idling(self, now_s: float) -> float:
         """Tell the ladder whether there is work. Return when to tell it again."""
-        ladder = self.history.ladder
+        ladder = self.function.ladder
         if not ladder.drives(self):
             return math.inf
         if self.breaker.failures and not self.replicas.ready:
@@ -297,20 +293,20 @@ class RevisionWorkers(PoolEvents):
 
     def _take_stand(self, now_s: float) -> Stand:
         """Return the rung that the plan holds now. If it climbs to READY, a worker is wanted."""
-        ladder = self.history.ladder
+        ladder = self.function.ladder
         if not ladder.drives(self):
             return Stand()
         stand = ladder.stand(now_s)
         if stand.climbs and stand.rung is RungName.READY:
             # Once the worker is ready, the plan keeps it.
-            self.history.prewarms.holds.add(WarmHold(1, now_s + PREDICTED_S, "predicted"))
+            self.function.prewarms.holds.add(WarmHold(1, now_s + PREDICTED_S, "predicted"))
         return stand
 
     def _state(self, now_s: float) -> RevisionState:
         """Return what holds for the revision, beside its load."""
         breaker = self.breaker
         return RevisionState(
-            self.phase, self._rollover, self.history.paused, self.history.account.exhausted, breaker.failures,
+            self.phase, self._rollover, self.function.stopped, breaker.failures,
             breaker.backoff_until_s, open=breaker.open(now_s), unexplained=self._unexplained > 0,
         )  # fmt: skip
 
@@ -324,7 +320,7 @@ class RevisionWorkers(PoolEvents):
             spec = replace(spec, concurrency=max(spec.concurrency, math.ceil(min(windows) / NEAR_LIMIT)))
         elif slots and min(slots) > spec.concurrency:
             spec = replace(spec, concurrency=min(slots))
-        ladder = self.history.ladder
+        ladder = self.function.ladder
         if not self._stand.keeps_worker:
             return replace(spec, scale_to_zero_s=0.0)
         if ladder.plans and ladder.drives(self):
@@ -339,7 +335,7 @@ class RevisionWorkers(PoolEvents):
         number = 0
         for proposal, count in row.causes(seen, workers):
             if not seen.awake:
-                self.history.ladder.note_start(self)
+                self.function.ladder.note_start(self)
             ahead = proposal.rank is Rank.AHEAD and proposal.cause != BUFFER
             deploying = self.phase is Phase.PROVING
             signal = proposal.cause if ahead and not deploying else ""
@@ -347,7 +343,7 @@ class RevisionWorkers(PoolEvents):
             number += count
             if not deploying:
                 self.note("start", proposal.cause, seen, workers=count)
-        self.history.account.check()
+        self.function.account.check()
 
     def wake(self, workers: int, queued: int) -> int:
         """Wake this number of parked workers at most, the latest used first, and send them what waits. Return how many."""
@@ -355,7 +351,7 @@ class RevisionWorkers(PoolEvents):
 
     def _sent(self, woken: int, queued: int) -> int:
         if woken:
-            self.history.decisions.note("wake", CALLS, workers=woken, queued=queued)
+            self.function.decisions.note("wake", CALLS, workers=woken, queued=queued)
             self._starts.note_workers(len(self.replicas.ready), self.replicas.starting)
             self.revision.dispatcher.dispatch()
         return woken
@@ -377,13 +373,13 @@ class RevisionWorkers(PoolEvents):
         if not (row.held or seen.starting or seen.unfinished):
             self._hold_rung()
         self._bar()
-        self.history.prewarms.settle()
+        self.function.prewarms.settle()
         self.note_load(now_s)
         if self.phase is Phase.RETIRING and not seen.unfinished:
             self._empty.set()
 
     def _keeps_zygote(self) -> bool:
-        return self.replicas.held > 0 or (self._stand.keeps_zygote and not self.history.paused)
+        return self.replicas.held > 0 or (self._stand.keeps_zygote and self.function.keeps_zygote)
 
     def _hold_rung(self) -> None:
         """Without workers, starts and calls, make or give up the zygote and the weights as the plan says."""
@@ -396,28 +392,25 @@ class RevisionWorkers(PoolEvents):
             self.pool.drop_weights()
 
     def _bar(self) -> None:
-        """Refuse what no worker is free for while the function is paused or over its budget, or its starts fail."""
-        account, dispatcher = self.history.account, self.revision.dispatcher
-        barred: str = ""
+        """Refuse what no worker is free for while the function may not run, or its starts fail."""
         refusal: Refusal | None = None
-        if self.history.paused:
-            barred, refusal = "paused", self.history.paused_refusal
-        elif account.exhausted:
-            barred, refusal = "budget", account.refusal
+        if barred := (stopped := self.function.stopped):
+            refusal = self.function.refusal
         elif self.breaker.failures:
             barred, refusal = "breaker", self._crash_loop
-        if barred != self._barred:
-            self._barred = barred
-            dispatcher.bar(refusal, queued=barred != "breaker")
-            if refusal is not None and barred != "breaker" and (error := refusal()) is not None:
-                self._starts.refuse(error)
+        if barred == self._barred:
+            return
+        self._barred = barred
+        self.revision.dispatcher.bar(refusal, queued=bool(stopped))
+        if stopped and (error := self.function.refusal()) is not None:
+            self._starts.refuse(error)
 
     def _crash_loop(self) -> CrashLoop | None:
         """Return the error of an invocation while so many starts have failed that none is tried for it."""
         now_s = time.monotonic()
         if self.replicas.ready or not self.breaker.open(now_s):
             return None
-        return self.breaker.refusal(self.function, now_s)
+        return self.breaker.refusal(self.spec.function, now_s)
 
     def note_load(self, now_s: float) -> None:
         """Note the present load in the history of the function. A revision that retires is not the function's."""
@@ -426,13 +419,13 @@ class RevisionWorkers(PoolEvents):
             state = LoadState(
                 waiting, replicas.in_flight, replicas.starting, len(replicas.ready), self.stands_on
             )
-            self.history.load.note(now_s, state)
+            self.function.load.note(now_s, state)
 
     def note(self, action: str, cause: str, seen: Seen, **figures: float) -> None:
         """Keep a decision about the number of workers with the figures behind it."""
         load = seen.load
         predicted = {"work_s": load.work_s, "wake_s": load.wake_s, "lasting": load.lasting} if load else {}
-        self.history.decisions.note(
+        self.function.decisions.note(
             action, cause, **figures, queued=seen.queued, in_flight=seen.in_flight,
             starting=seen.starting, ready=seen.ready, **predicted,
         )  # fmt: skip
@@ -442,7 +435,7 @@ class RevisionWorkers(PoolEvents):
     @property
     def urgent(self) -> bool:
         """True if callers wait, or a deploy or a signal that others make room for."""
-        hold = self.history.prewarms.holds.at(time.monotonic())
+        hold = self.function.prewarms.holds.at(time.monotonic())
         asked = hold is not None and signal_of(hold.cause) in URGENT
         return len(self.revision.dispatcher.queue) > 0 or asked or self.phase is Phase.PROVING
 
@@ -470,7 +463,7 @@ class RevisionWorkers(PoolEvents):
             default=min(replicas.asked_s, default=math.inf),
         )
         return RevisionClaim(
-            self.key, self.function, self.owner, wants, row.awake, row.held, tuple(self._processes()), self.gpu_need,
+            self.key, self.spec.function, self.owner, wants, row.awake, row.held, tuple(self._processes()), self.gpu_need,
             waiting_since_s, first_s, self._cost,
         )  # fmt: skip
 
@@ -491,9 +484,9 @@ class RevisionWorkers(PoolEvents):
             yield _process(place, ProcessState.STANDBY if place.inheritable else ProcessState.LEAVING, place)
 
     def _cost(self, freed_bytes: float) -> float:
-        ladder = self.history.ladder
+        ladder = self.function.ladder
         below = ladder.below(RungName.READY)[0]
-        return waiting_per_byte(ladder.step_down(self.function, RungName.READY, below, freed_bytes))
+        return waiting_per_byte(ladder.step_down(self.spec.function, RungName.READY, below, freed_bytes))
 
     def carry_out(self, grant: Grant, seen: Seen) -> None:
         """Do what the allocation says."""
@@ -525,7 +518,7 @@ class RevisionWorkers(PoolEvents):
 
         `cause` is the signal that asks for them. Its first word is the kind of signal.
         """
-        self.history.prewarms.holds.add(WarmHold(workers, time.monotonic() + for_s, cause))
+        self.function.prewarms.holds.add(WarmHold(workers, time.monotonic() + for_s, cause))
         self.look()
 
     def on_refused(self) -> None:
@@ -551,15 +544,15 @@ class RevisionWorkers(PoolEvents):
             await self._starts.reached(workers, timeout_s)
         except TimeoutError:
             if (reached := self.reached) is not None:
-                raise activation_timeout(self.function, timeout_s, reached) from None
+                raise activation_timeout(self.spec.function, timeout_s, reached) from None
             wanted = "1 worker" if workers == 1 else f"{workers} workers"
-            message = f"Function {self.function!r} did not have {wanted} ready within {timeout_s:.0f} s."
+            message = f"Function {self.spec.function!r} did not have {wanted} ready within {timeout_s:.0f} s."
             raise ActivationTimeout(message, remedy="Wait longer: the start goes on.") from None
 
     def reset(self) -> None:
         """Try to start workers again at once, although the last starts failed, or the budget was used up."""
         self.breaker.reset()
-        self.history.account.forgive()
+        self.function.account.forgive()
         self.look()
 
     # -- its life
@@ -579,7 +572,7 @@ class RevisionWorkers(PoolEvents):
         """
         self.phase, self._rollover = Phase.PROVING, rollover
         self.look()
-        self.history.account.check()
+        self.function.account.check()
         await self.wait_ready(1, FIRST_START_TIMEOUT_S)
         if self.replicas.starting:
             # Workers that fail, for lack of memory say, are not the revision's fault: one has shown that it works.
@@ -599,7 +592,7 @@ class RevisionWorkers(PoolEvents):
         started_s = time.monotonic()
         self.phase, self.revision.retiring = Phase.RETIRING, True
         self._starts.refuse(self.revision.dispatcher.retired())
-        self.history.ladder.release(self)
+        self.function.ladder.release(self)
         self.look()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
@@ -615,14 +608,14 @@ class RevisionWorkers(PoolEvents):
                 await asyncio.wait(self._endings, timeout=STOP_TIMEOUT_S)
         finally:
             self._node.reconciler.forget(self)
-            self.history.account.detach(self)
+            self.function.account.detach(self)
 
     def on_budget(self, *, changed: bool) -> None:
         """If the budget is used up, let workers finish what they have begun, and refuse the rest."""
         self._bar()
-        self._node.reconciler.look_by(self, self.history.account.due_s)
+        self._node.reconciler.look_by(self, self.function.account.due_s)
         if changed:
-            account = self.history.account
+            account = self.function.account
             if self.phase is not Phase.RETIRING:
                 self._tell_budget(account)
             self.look()
@@ -630,7 +623,7 @@ class RevisionWorkers(PoolEvents):
     def _tell_budget(self, account: Account) -> None:
         spent = account.spent
         figures = {"used_share": account.share, "money": spent.money, "worker_s": spent.seconds}
-        self.history.decisions.note("budget", account.state, **figures)
+        self.function.decisions.note("budget", account.state, **figures)
         self._logs.write("gateway", account.describe(), "warning" if account.scarce else "info")
 
     # -- events
@@ -646,13 +639,13 @@ class RevisionWorkers(PoolEvents):
             self.look()
 
     def on_ready(self, replica: Replica) -> None:
-        self.history.prewarms.watch(replica)
+        self.function.prewarms.watch(replica)
         self.revision.dispatcher.adopt(replica)
         # Callers wait no longer: what is learned of the start comes after their invocations are sent.
         self.pool.note_ready(replica)
         self._starts.note_ready()
         self._starts.note_workers(len(self.replicas.ready), self.replicas.starting)
-        self.history.ladder.note_ready(self, usual=not replica.measured, devices=self.devices(replica))
+        self.function.ladder.note_ready(self, usual=not replica.measured, devices=self.devices(replica))
         self._listeners.activated("ready")
         # A worker that starts makes no room. Now it can.
         self._node.reconciler.note_change()
@@ -666,7 +659,7 @@ class RevisionWorkers(PoolEvents):
 
     def on_parked(self, replica: Replica, freed_bytes: int, reserved: list[int]) -> None:
         gpus = self._node.gpus
-        self.history.decisions.note(
+        self.function.decisions.note(
             "park", "gpus" if gpus.gives(replica) else "idle", freed_bytes=freed_bytes
         )
         if (place := gpus.of(replica)) is not None:
@@ -718,7 +711,7 @@ class RevisionWorkers(PoolEvents):
     def on_lost(self, replica: Replica, unstarted: list[Invocation], started: list[Invocation]) -> None:
         self.pool.remove(replica)
         self._node.reconciler.note_change()
-        self.history.prewarms.end(replica, used=bool(replica.completed or started))
+        self.function.prewarms.end(replica, used=bool(replica.completed or started))
         ending = self._tasks.create_task(self._recover(replica, unstarted, started))
         self._endings.add(ending)
         ending.add_done_callback(self._endings.discard)

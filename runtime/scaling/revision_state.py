@@ -1,4 +1,4 @@
-"""Proposes the workers of a deploy, and caps the workers of a revision that retires, is paused, has used up its budget, or fails.
+"""Proposes the workers of a deploy, and caps the workers of a revision that retires, may not run, or whose starts fail.
 
 It does no I/O and reads no clock.
 """
@@ -15,7 +15,7 @@ from .seen import Seen
 from .table import EVERY, Cap, Proposal, Rank
 
 DEPLOY, ROLLOVER = "deploy", "rollover"
-# The proof of a deploy needs a worker whatever was used, and whether or not the function is paused.
+# The proof of a deploy needs a worker also while the function may have none.
 PROVEN = EVERY - {Rank.PROOF}
 
 
@@ -39,10 +39,8 @@ class RevisionState(NamedTuple):
     phase: Phase = Phase.LIVE
     rollover: int = 0
     """How many workers are wanted at the end of the proof: those of the revision that it replaces."""
-    paused: bool = False
-    """True if the owner has paused the function."""
-    exhausted: bool = False
-    """True if today's budget is used up."""
+    stopped: str = ""
+    """Why the function may have no worker, as "budget"; "" if it may."""
     failures: int = 0
     """Starts that have failed since a worker was ready."""
     backoff_until_s: float = 0.0
@@ -72,10 +70,8 @@ def caps(spec: ScaleSpec, seen: Seen, state: RevisionState, now_s: float) -> Ite
     if state.phase is Phase.RETIRING:
         # Its own queue still runs.
         yield Cap("retired", EVERY - {Rank.LOAD}, held=0)
-    if state.paused:
-        yield Cap("paused", PROVEN, held=0)
-    if state.exhausted:
-        yield Cap("budget", PROVEN, held=0)
+    if state.stopped:
+        yield Cap(state.stopped, PROVEN, held=0)
     if state.backoff_until_s > now_s:
         yield Cap("backoff", EVERY - {Rank.LOAD}, starts=0, until_s=state.backoff_until_s)
     if state.unexplained and not seen.ready:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from ...errors import (
-    BudgetExhausted,
     DeadlineExceeded,
+    FunctionStopped,
     OutOfMemory,
     PilotflameError,
     RevisionRetired,
@@ -279,7 +279,7 @@ class Dispatcher:
         if not timeline.completed_s:
             timeline.mark_responded(time.monotonic())
         invocation.end(outcome)
-        if invocation.patient and isinstance(error, (RevisionRetired, BudgetExhausted)):
+        if invocation.patient and isinstance(error, (RevisionRetired, FunctionStopped)):
             # Its job goes back to the queue, and the attempt does not count.
             return
         self._on_ended(

@@ -105,8 +105,9 @@ export class FunctionView {
     this.rung.update(row.rung);
     setText(this.step, row.next_rung ? `${row.next_rung} at ${clock(row.next_rung_at)} if no request comes` : "");
     setText(this.revision, row.revision);
-    setText(this.trouble, row.failed_starts ? `The last ${row.failed_starts} starts of a worker have failed. The log says why.` : "");
-    this.trouble.hidden = !row.failed_starts;
+    const stopped = row.stopped ? `It refuses calls: ${row.stopped}.` : "";
+    setText(this.trouble, row.failed_starts ? `The last ${row.failed_starts} starts of a worker have failed. The log says why.` : stopped);
+    this.trouble.hidden = !row.failed_starts && !row.stopped;
     this.warmButton.hidden = !this.fleet.may("invoke");
     this.restartButton.hidden = !this.fleet.may("deploy");
     this.resetButton.hidden = !this.fleet.may("deploy") || !row.failed_starts;

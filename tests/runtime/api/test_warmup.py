@@ -23,7 +23,7 @@ async def warm(function: Any, **request: Any) -> httpx.Response:
 
 def causes(gateway: Any, function: Any) -> list[str]:
     """Return the causes of the starts that a signal asked for."""
-    history = gateway.server.functions.get(function.name).workers.history
+    history = gateway.server.functions.get(function.name).workers.function
     return [one.cause for one in history.decisions.since(0) if one.action == "start" and one.cause != "load"]
 
 

@@ -534,7 +534,7 @@ async def test_a_backlog_starts_workers_before_its_messages_are_received(
     function = await deploy(HANDLER, settings, gate=gate, check=False)
     # The first ten messages need two workers. The third is for those that wait.
     await function.settled(ready=3, in_flight=30)
-    history = gateway.server.functions.get(function.name).workers.history  # type: ignore[union-attr]
+    history = gateway.server.functions.get(function.name).workers.function  # type: ignore[union-attr]
     assert "backlog" in {one.cause for one in history.decisions.since(0) if one.action == "start"}
     (found,) = (await function.status())["sources"]
     assert 10 <= found["backlog"] <= 30

@@ -364,7 +364,7 @@ async def test_at_the_cap_the_running_call_ends_and_others_get_the_reason(gatewa
     text = (await gateway.client.get("/metrics")).text
     assert f'pilotflame_budget_used_ratio{{function="{function.name}"}} 1' in text
     assert gateway.server is not None
-    decisions = gateway.server.functions.get(function.name).workers.history.decisions.since(0)
+    decisions = gateway.server.functions.get(function.name).workers.function.decisions.since(0)
     assert [one.cause for one in decisions if one.action == "budget"] == ["warned", "exhausted"]
 
 

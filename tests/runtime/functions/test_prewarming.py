@@ -111,7 +111,7 @@ class TestGateway:
         finally:
             prewarming.close()
         assert (await function.call(1)).headers["x-cold-start"] == "false"
-        history = gateway.server.functions.get(function.name).workers.history
+        history = gateway.server.functions.get(function.name).workers.function
         (start,) = [
             one for one in history.decisions.since(0) if one.action == "start" and one.cause != "load"
         ]
@@ -157,7 +157,7 @@ class TestUpstream:
         await first.answer(1)
         await second.settled(ready=1)
         assert (await second.call(1)).headers["x-cold-start"] == "false"
-        history = gateway.server.functions.get("second").workers.history
+        history = gateway.server.functions.get("second").workers.function
         (start,) = [
             one for one in history.decisions.since(0) if one.action == "start" and one.cause != "load"
         ]
@@ -179,7 +179,7 @@ class TestUpstream:
             # Calls that come again within a second are not looked at.
             await asyncio.sleep(1.0)
         assert cold == ["true"] * 3 + ["false"] * 2
-        history = gateway.server.functions.get("b").workers.history
+        history = gateway.server.functions.get("b").workers.function
         assert {one.cause for one in history.decisions.since(0) if one.action == "prewarm"} == {"upstream"}
         assert {one.figures["used"] for one in history.decisions.since(0) if one.action == "prewarm"} == {1.0}
 
@@ -223,7 +223,7 @@ class TestUpstream:
                 await asyncio.sleep(1.0)
             mine = by("mine").function("mine")
             await mine.settled(ready=0)
-            history = gateway.server.functions.get("mine").workers.history
+            history = gateway.server.functions.get("mine").workers.function
             assert list(history.upstreams) == ["own"]
             causes = {
                 one.cause.partition(" ")[2] for one in history.decisions.since(0) if one.action == "start"
@@ -232,7 +232,7 @@ class TestUpstream:
             # The owner's own function starts one.
             await by("own").function("own").answer(1)
             await by("mine").function("mine").settled(ready=1)
-            theirs = gateway.server.functions.get("theirs").workers.history
+            theirs = gateway.server.functions.get("theirs").workers.function
             assert theirs.upstreams == {}
 
     async def test_prewarms_teach_nothing(self, gateway: Any, deploy: Any):
@@ -244,5 +244,5 @@ class TestUpstream:
         await gateway.function("d").settled(ready=1)
         # A prewarm of `d` is no call of `d`.
         await e.settled(ready=0)
-        history = gateway.server.functions.get("e").workers.history
+        history = gateway.server.functions.get("e").workers.function
         assert [one for one in history.decisions.since(0) if one.cause == "upstream d"] == []

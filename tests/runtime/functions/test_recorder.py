@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from live import gateway_here, gateway_process, until
 from pilotflame.runtime.functions import recorder
 from pilotflame.runtime.functions.recorder import BoundedFile, Recorder
-from pilotflame.runtime.serving.function_history import FunctionHistory
+from pilotflame.runtime.reconciling.function import Function as DeployedFunction
 
 ECHO = "def handler(event):\n    return event\n"
 
@@ -76,7 +76,7 @@ async def test_records_survive_a_restart_and_a_torn_end_and_go_with_their_functi
 async def test_only_functions_with_news_are_asked_and_written(state: Path, monkeypatch: pytest.MonkeyPatch):
     # The gateway's own recorder would take the rows first.
     monkeypatch.setattr(recorder, "WRITE_EVERY_S", 1e6)
-    taken, take = list[FunctionHistory](), recorder._take
+    taken, take = list[DeployedFunction](), recorder._take
     monkeypatch.setattr(
         recorder, "_take", lambda history, now_s: taken.append(history) or take(history, now_s)
     )
@@ -92,7 +92,7 @@ async def test_only_functions_with_news_are_asked_and_written(state: Path, monke
         await gateway.function("called").settled(standby=True)
         taken.clear()
         await beside.flush()
-        assert taken == [functions.get("called").revision.history]
+        assert taken == [functions.get("called").function]
         await beside.flush()
         assert len(taken) == 1
     assert (state / "beside" / "called" / "arrivals.f64").stat().st_size == 8

@@ -98,7 +98,7 @@ async def test_beside_an_idle_worker_both_rungs_are_measured(state, quick):
         function = await gateway.deploy(HEAVY)
         await function.answer()
         assert gateway.server is not None
-        ladder = gateway.server.functions.get(function.name).workers.history.ladder
+        ladder = gateway.server.functions.get(function.name).workers.function.ladder
 
         async def measured() -> bool:
             return {*ladder.figures.held_bytes} >= {RungName.READY, RungName.ZYGOTE}
@@ -122,7 +122,7 @@ async def test_the_limit_ends_zygotes_and_then_the_base(state, quick):
         await function.settled(zygote=False, standby=False)
         await function.logged("the zygote ended to save memory")
         assert gateway.server is not None
-        decisions = gateway.server.functions.get(function.name).workers.history.decisions.since(0)
+        decisions = gateway.server.functions.get(function.name).workers.function.decisions.since(0)
         # There is another if the first call came long after the deploy.
         evicted = [one for one in decisions if one.action == "evict"][-1]
         assert (evicted.cause, evicted.figures["rung"]) == ("rest_mb", 2)
@@ -140,11 +140,11 @@ async def test_a_zygote_that_a_signal_holds_does_not_count_as_freed(state, quick
         # The budget is used up, so the signal gets no worker.
         workers.warm(1, "warmup", 1000.0)
         await workers.pool.zygote.warm()
-        before = len(workers.history.decisions.since(0))
+        before = len(workers.function.decisions.since(0))
         other = await gateway.deploy(HEAVY, {"scale.idle_timeout_s": 0})
         await other.logged("the zygote ended to save memory")
         # The signal's own decisions may come after `before`.
-        assert "evict" not in [one.action for one in workers.history.decisions.since(0)[before:]]
+        assert "evict" not in [one.action for one in workers.function.decisions.since(0)[before:]]
         await held.settled(zygote=True)
 
 

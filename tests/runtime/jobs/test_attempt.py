@@ -224,8 +224,9 @@ async def test_a_caller_that_waits_for_a_job_is_notified_of_a_purge(deploy, gate
 async def test_a_retired_revision_refuses_and_fails_what_it_gets(deploy, gateway: Gateway):
     function = await deploy("def handler(event):\n    return event\n")
     assert gateway.server is not None
-    revision = gateway.server.functions.live(function.name)
-    await revision.retire(0.0)
+    workers = gateway.server.functions.get(function.name).workers
+    revision = workers.revision
+    await workers.retire(0.0)
     moment_s = time.monotonic()
     late = Invocation("late", b"1", now_s=moment_s, deadline_s=moment_s + 60, hold_until_s=moment_s + 60)
     with pytest.raises(RevisionRetired):

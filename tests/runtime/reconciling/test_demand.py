@@ -82,5 +82,5 @@ async def test_a_busy_worker_that_is_not_needed_ends_after_its_call(deploy, gate
 
 
 def starts(gateway: Any, function: Any) -> list[DecisionRecord]:
-    history = gateway.server.functions.get(function.name).workers.history
+    history = gateway.server.functions.get(function.name).workers.function
     return [one for one in history.decisions.since(0) if one.action == "start"]

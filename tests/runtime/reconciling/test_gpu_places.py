@@ -61,7 +61,7 @@ async def booked_mb(gateway: Gateway) -> int:
 
 
 def actions(gateway: Gateway, function: Any, cause: str = "gpus") -> list[str]:
-    history = gateway.server.functions.get(function.name).workers.history
+    history = gateway.server.functions.get(function.name).workers.function
     return [one.action for one in history.decisions.since(0) if one.cause == cause]
 
 
@@ -123,7 +123,7 @@ async def test_two_that_fit_share_the_gpu(one_gpu: Gateway, gate: Gate):
     # Each is billed for its half of the GPU.
     lives = [one_gpu.server.functions.get(one.name) for one in functions]
     assert [live.devices for live in lives] == [0.5, 0.5]
-    assert [live.workers.history.ladder.figures.devices for live in lives] == [0.5, 0.5]
+    assert [live.workers.function.ladder.figures.devices for live in lives] == [0.5, 0.5]
 
 
 async def test_a_busy_worker_is_left_alone_and_the_caller_is_told(one_gpu: Gateway, gate: Gate):

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from live import Function, Gateway, gateway_here, short_folder, until
-from pilotflame.runtime.reconciling.function_history import FunctionHistory
+from pilotflame.runtime.reconciling.function import Function as DeployedFunction
 from pilotflame.runtime.reconciling.idle_ladder import IdleLadder, LadderSpec
 from pilotflame.runtime.telemetry.background import BackgroundTasks
 from pilotflame.runtime.telemetry.decisions import DecisionRecord, Decisions
@@ -33,9 +33,9 @@ async def gateway() -> AsyncIterator[Gateway]:
             yield found
 
 
-def history_of(gateway: Gateway, function: Function) -> FunctionHistory:
+def history_of(gateway: Gateway, function: Function) -> DeployedFunction:
     assert gateway.server is not None
-    return gateway.server.functions.get(function.name).workers.history
+    return gateway.server.functions.get(function.name).workers.function
 
 
 async def decided(gateway: Gateway, function: Function, action: str, number: int = 1) -> DecisionRecord:

@@ -79,11 +79,11 @@ class TestWorkers:
         await gateway.client.delete(f"/v1/functions/{function.name}")
         found = sorted(
             (one.cause, one.figures["used"])
-            for one in workers.history.decisions.since(0)
+            for one in workers.function.decisions.since(0)
             if one.action == "prewarm"
         )
         assert found == [("schedule 0 8 * * *", 0.0), ("schedule 0 8 * * *", 1.0)]
-        assert workers.history.prewarms.counts == {("schedule", True): 1, ("schedule", False): 1}
+        assert workers.function.prewarms.counts == {("schedule", True): 1, ("schedule", False): 1}
 
     async def test_workers_end_with_the_hold(self, gateway, deploy):
         function = await deploy(ECHO, {"scale.idle_timeout_s": 0})
@@ -127,5 +127,5 @@ class TestWorkers:
 
 def notes(gateway: Any, function: Any, action: str) -> list[DecisionRecord]:
     """Return the function's decisions of one kind."""
-    history = gateway.server.functions.get(function.name).workers.history
+    history = gateway.server.functions.get(function.name).workers.function
     return [one for one in history.decisions.since(0) if one.action == action]

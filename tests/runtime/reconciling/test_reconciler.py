@@ -25,7 +25,7 @@ async def small(state: Path) -> AsyncIterator[Gateway]:
 
 
 def actions(gateway: Any, function: Any, cause: str) -> list[str]:
-    history = gateway.server.functions.get(function.name).workers.history
+    history = gateway.server.functions.get(function.name).workers.function
     return [one.action for one in history.decisions.since(0) if one.cause == cause]
 
 

@@ -53,7 +53,7 @@ async def test_a_zygote_does_not_end_under_a_worker_that_starts_for_nobody(gatew
     # The caller has given up, and the worker still starts.
     assert (await function.error())["type"] == "activation_timeout"
     (zygote,) = await function.pids("zygote")
-    gateway.server.functions.get(function.name).workers.history.ladder.yield_to(RungName.LOCAL)
+    gateway.server.functions.get(function.name).workers.function.ladder.yield_to(RungName.LOCAL)
     assert await function.pids("zygote") == [zygote]
     gate.open()
     # The worker is idle once it is ready. Then worker and zygote end.
@@ -77,7 +77,7 @@ async def test_a_zygote_that_died_is_not_launched_again_below_its_rung(gateway, 
         await kill(zygote)
         await gone(zygote)
     # The second launch comes after a delay, in which memory becomes short.
-    gateway.server.functions.get(function.name).workers.history.ladder.yield_to(RungName.LOCAL)
+    gateway.server.functions.get(function.name).workers.function.ladder.yield_to(RungName.LOCAL)
     await until(lambda: logged(function, "no new zygote is launched"), "the line in the log")
     assert await function.pids("zygote") == []
     assert await function.answer() is not None

@@ -357,7 +357,8 @@ def test_a_buffer_that_the_last_moments_needed_is_not_parked_between_two_calls()
 def revision_states() -> st.SearchStrategy[RevisionState]:
     until_s = st.just(0.0) | st.floats(NOW_S + 0.001, NOW_S + 300)
     return st.builds(
-        RevisionState, st.booleans(), st.booleans(), st.integers(0, 9), until_s, st.booleans(), st.booleans()
+        RevisionState, st.sampled_from([Phase.NEW, Phase.LIVE, Phase.RETIRING]), st.just(0), st.sampled_from(["", "budget"]),
+        st.integers(0, 9), until_s, st.booleans(), st.booleans(),
     )
 
 
@@ -374,7 +375,7 @@ def test_no_standing_starts_or_keeps_a_worker(
 def test_a_budget_that_is_used_up_ends_all_workers_and_starts_none(
     spec: ScaleSpec, seen: Seen, ahead: int
 ) -> None:
-    decision = decide(spec, seen, NOW_S, ahead, RevisionState(exhausted=True))
+    decision = decide(spec, seen, NOW_S, ahead, RevisionState(stopped="budget"))
     assert (decision.start, decision.stop) == (0, seen.ready + seen.parked)
 
 

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import itertools
 import time
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import BaseModel, Field, ValidationError
 
-from ...errors import FunctionPaused, SnapshotError
+from ...errors import SnapshotError
 from ...snapshot.publish import publish
 from ..scaling.idle_law import PRIOR_BINS, Prior
 from ..scaling.keep_alive import EXPERTS, IDLES, INTERVALS, History
@@ -26,14 +25,10 @@ from ..scaling.rung_figures import RungFigures
 from ..scaling.slow_share import MOST_DOUBLINGS, SlowShare
 from ..scaling.upstream import BOUNDS_S, MOST_UPSTREAMS, Delays
 from ..settings.function_settings import FunctionName
-from ..telemetry.cold_starts import ColdStarts
-from ..telemetry.decisions import Decisions
-from ..telemetry.invocation_end import InvocationEnd
-from ..telemetry.load_history import Arrivals, LoadSeries
 from ..telemetry.usage import RungName
 from .account import Account
-from .idle_ladder import IdleLadder, NodeHabits
-from .prewarms import Prewarms
+from .function import Function
+from .idle_ladder import NodeHabits
 
 # Changes are written so long after the first of them. What is lost in a crash is harmless.
 WRITE_AFTER_S = 60.0
@@ -87,50 +82,6 @@ class _RememberedNode(BaseModel, frozen=True):
     weights: tuple[_Amount, ...] = Field((0.0,) * PRIOR_BINS, min_length=PRIOR_BINS, max_length=PRIOR_BINS)
 
 
-@dataclass(slots=True)
-class FunctionHistory:
-    """What is remembered of a function when a revision of it ends, for the next one."""
-
-    name: str
-    ladder: IdleLadder
-    account: Account
-    decisions: Decisions = field(default_factory=Decisions)
-    load: LoadSeries = field(default_factory=LoadSeries)
-    arrivals: Arrivals = field(default_factory=Arrivals)
-    cold_starts: ColdStarts = field(default_factory=ColdStarts)
-    upstreams: dict[str, Delays] = field(default_factory=dict)
-    """The functions after which it is called, as `Upstreams` has learned."""
-    worker_numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
-    """The numbers in the names of workers. Processes of one revision can be replaced, so revisions share them."""
-    prewarms: Prewarms = field(init=False)
-    paused: bool = False
-    """True if the owner has paused it."""
-
-    def __post_init__(self) -> None:
-        self.prewarms = Prewarms(self.decisions)
-
-    def paused_refusal(self) -> FunctionPaused | None:
-        """Return the error of a call while the function is paused."""
-        return FunctionPaused.named(self.name) if self.paused else None
-
-    def note_cold(self, end: InvocationEnd) -> None:
-        """Remember an invocation that had a cold start."""
-        self.load.note_cold(time.monotonic(), end.timeline.cold_start_s)
-        self.cold_starts.note(end)
-
-    @classmethod
-    def new(
-        cls,
-        name: str,
-        account: Account,
-        habits: NodeHabits | None = None,
-        on_change: Callable[[], None] = lambda: None,
-    ) -> FunctionHistory:
-        """Return the history of a function of which nothing is known."""
-        decisions = Decisions()
-        return cls(name, IdleLadder(decisions, habits, on_change), account, decisions)
-
-
 class FunctionHistories:
     """The histories of all functions, in memory and in a folder. Writes it once a minute at most, and in `close`."""
 
@@ -139,7 +90,7 @@ class FunctionHistories:
     ) -> None:
         """`accounts` returns the account of a function."""
         self._folder, self._tasks, self._habits, self._accounts = folder, tasks, habits, accounts
-        self._histories: dict[str, FunctionHistory] = {}
+        self._histories: dict[str, Function] = {}
         self._changed: set[str] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._writing = asyncio.Lock()
@@ -152,14 +103,12 @@ class FunctionHistories:
         habits = NodeHabits(await asyncio.to_thread(_read_prior, folder / NODE_FILE))
         return cls(folder, tasks, habits, accounts)
 
-    async def of(self, name: str) -> FunctionHistory:
-        """Return the history of a function: what is in memory, else what is stored. The caller holds its lock."""
+    async def of(self, name: str) -> Function:
+        """Return a function: what is in memory, else what is stored. The caller holds its lock."""
         if (known := self._histories.get(name)) is not None:
             return known
         stored = await asyncio.to_thread(_read, self._file(name))
-        history = FunctionHistory.new(
-            name, self._accounts(name), self._habits, lambda: self._note_change(name)
-        )
+        history = Function.new(name, self._accounts(name), self._habits, lambda: self._note_change(name))
         _restore(history, stored)
         self._histories[name] = history
         return history
@@ -207,7 +156,7 @@ class FunctionHistories:
                 await asyncio.to_thread(_write_all, self._folder / NODE_FILE, node, due)
 
 
-def _remembering(known: FunctionHistory) -> Callable[[], _Remembered]:
+def _remembering(known: Function) -> Callable[[], _Remembered]:
     """Return what makes, in a thread, what is to be stored of a function as it is now."""
     ladder = known.ladder
     delays = {name: (one.calls, tuple(one.hits)) for name, one in known.upstreams.items()}
@@ -233,7 +182,7 @@ def _rounded(times_s: Iterable[float]) -> tuple[float, ...]:
     return tuple(round(time_s, 3) for time_s in times_s)
 
 
-def _restore(known: FunctionHistory, stored: _Remembered) -> None:
+def _restore(known: Function, stored: _Remembered) -> None:
     ladder = known.ladder
     known.upstreams.update(
         (name, Delays(one.calls, list(one.hits))) for name, one in stored.upstreams.items()

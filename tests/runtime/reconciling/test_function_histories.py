@@ -9,9 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
-from pilotflame.runtime.reconciling import function_history
+from pilotflame.runtime.reconciling import function_histories
 from pilotflame.runtime.reconciling.account import Account
-from pilotflame.runtime.reconciling.function_history import NODE_FILE, FunctionHistories
+from pilotflame.runtime.reconciling.function_histories import NODE_FILE, FunctionHistories
 from pilotflame.runtime.reconciling.idle_ladder import LadderSpec
 from pilotflame.runtime.scaling.idle_law import Prior
 from pilotflame.runtime.scaling.keep_alive import History
@@ -113,7 +113,7 @@ async def test_a_disk_that_takes_nothing_costs_the_memory_nothing(tmp_path: Path
 
 
 async def test_what_has_changed_is_written_a_while_later(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr("pilotflame.runtime.reconciling.function_history.WRITE_AFTER_S", 0.0)
+    monkeypatch.setattr("pilotflame.runtime.reconciling.function_histories.WRITE_AFTER_S", 0.0)
     file = tmp_path / "functions" / "one.json"
     async with BackgroundTasks() as tasks:
         ladder = (await (await FunctionHistories.open(tmp_path, tasks, account)).of("one")).ladder
@@ -137,7 +137,7 @@ class _Nothing:
 
 
 async def test_requests_go_on_while_the_habits_of_many_functions_are_gathered(tmp_path: Path, monkeypatch):
-    turn, gathered_in, remembering = 0, list[int](), function_history._remembering
+    turn, gathered_in, remembering = 0, list[int](), function_histories._remembering
 
     async def request() -> None:
         nonlocal turn
@@ -146,7 +146,7 @@ async def test_requests_go_on_while_the_habits_of_many_functions_are_gathered(tm
             await asyncio.sleep(0)
 
     monkeypatch.setattr(
-        function_history, "_remembering", lambda known: gathered_in.append(turn) or remembering(known)
+        function_histories, "_remembering", lambda known: gathered_in.append(turn) or remembering(known)
     )
     async with BackgroundTasks() as tasks:
         histories = await FunctionHistories.open(tmp_path / "habits", tasks, account)

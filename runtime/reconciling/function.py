@@ -1,0 +1,79 @@
+"""A function over all its revisions: what its owner wants of it now, and what its revisions share."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from ...errors import FunctionStopped
+from ..scaling.upstream import Delays
+from ..telemetry.cold_starts import ColdStarts
+from ..telemetry.decisions import Decisions
+from ..telemetry.invocation_end import InvocationEnd
+from ..telemetry.load_history import Arrivals, LoadSeries
+from .account import Account
+from .idle_ladder import IdleLadder, NodeHabits
+from .prewarms import Prewarms
+
+
+@dataclass(slots=True)
+class Function:
+    """One function. Calls, jobs, event sources, signals and the desired state ask it whether it may run."""
+
+    name: str
+    ladder: IdleLadder
+    account: Account
+    decisions: Decisions = field(default_factory=Decisions)
+    load: LoadSeries = field(default_factory=LoadSeries)
+    arrivals: Arrivals = field(default_factory=Arrivals)
+    cold_starts: ColdStarts = field(default_factory=ColdStarts)
+    upstreams: dict[str, Delays] = field(default_factory=dict)
+    """The functions after which it is called, as `Upstreams` has learned."""
+    worker_numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    """The numbers in the names of workers. Processes of one revision can be replaced, so revisions share them."""
+    prewarms: Prewarms = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prewarms = Prewarms(self.decisions)
+
+    @classmethod
+    def new(
+        cls,
+        name: str,
+        account: Account,
+        habits: NodeHabits | None = None,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> Function:
+        """Return a function of which nothing is known."""
+        decisions = Decisions()
+        return cls(name, IdleLadder(decisions, habits, on_change), account, decisions)
+
+    # -- may it run?
+
+    @property
+    def stopped(self) -> str:
+        """Why it may have no worker now; "" if it may. A deploy may start one nevertheless, to prove its revision."""
+        return "budget" if self.account.exhausted else ""
+
+    @property
+    def resumes_by_itself(self) -> bool:
+        """True unless somebody has to let it run again. Until then its event sources leave their messages in the queue."""
+        return True
+
+    @property
+    def keeps_zygote(self) -> bool:
+        """True if it may hold a zygote without workers."""
+        return True
+
+    def refusal(self) -> FunctionStopped | None:
+        """Return the error of a call, a job or a warm-up that comes now; None if it is accepted."""
+        return self.account.refusal() if self.account.exhausted else None
+
+    # -- what happened
+
+    def note_cold(self, end: InvocationEnd) -> None:
+        """Remember an invocation that had a cold start."""
+        self.load.note_cold(time.monotonic(), end.timeline.cold_start_s)
+        self.cold_starts.note(end)
