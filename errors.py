@@ -41,7 +41,8 @@ The text beside a class says what has happened when it is raised.
     │   ├── ActivationFailed            no worker could be started
     │   │   ├── CrashLoop                   so many starts in a row failed that no more are tried for a while
     │   │   ├── FunctionStopped             the function may run nothing now
-    │   │   │   └── BudgetExhausted             it has used what its owner allows for a day
+    │   │   │   ├── BudgetExhausted             it has used what its owner allows for a day
+    │   │   │   └── FunctionPaused              its owner has paused it
     │   │   └── RevisionRetired             the revision was replaced, deleted or shut down before it ran
     │   ├── ActivationTimeout           no worker was ready within the hold time
     │   ├── QueueFull                   the function's queue is at its limit
@@ -287,6 +288,10 @@ class FunctionStopped(ActivationFailed, code="function_stopped", status=503):
 
 class BudgetExhausted(FunctionStopped, code="budget_exhausted", status=503):
     """The day's budget is used up. It is there again after `details["retry_after_s"]` seconds."""
+
+
+class FunctionPaused(FunctionStopped, code="function_paused", status=503):
+    """The owner has paused the function. It runs nothing until it is resumed."""
 
 
 class RevisionRetired(ActivationFailed, code="revision_retired", status=503): ...

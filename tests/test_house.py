@@ -292,6 +292,7 @@ TOGETHER = {
     "hostile_http",
     "install",
     "parked_workers",
+    "pause",
     "resident_weights",
     "large",
     "npm_client",

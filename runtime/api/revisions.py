@@ -50,6 +50,13 @@ class RevisionsApi:
                 "Try to start workers again, although the last starts failed.", FunctionStatus,
             ),
             Route(
+                "POST", f"{function}/pause", self.pause, deploy,
+                "Refuse calls and end all processes, until the function is resumed.", FunctionStatus,
+            ),
+            Route(
+                "POST", f"{function}/resume", self.resume, deploy, "Let a paused function run again.", FunctionStatus,
+            ),
+            Route(
                 "POST", f"{function}/rollback", self.rollback, deploy, "Make an older revision live.",
                 FunctionStatus, body=Rollback, body_required=False, errors=ERRORS,
             ),
@@ -65,6 +72,14 @@ class RevisionsApi:
 
     async def reset(self, request: web.Request) -> web.StreamResponse:
         live = self._functions.reset(request.match_info["function"])
+        return json_response(live.status().model_dump(mode="json"))
+
+    async def pause(self, request: web.Request) -> web.StreamResponse:
+        live = await self._functions.pause(request.match_info["function"], paused=True)
+        return json_response(live.status().model_dump(mode="json"))
+
+    async def resume(self, request: web.Request) -> web.StreamResponse:
+        live = await self._functions.pause(request.match_info["function"], paused=False)
         return json_response(live.status().model_dump(mode="json"))
 
     async def rollback(self, request: web.Request) -> web.StreamResponse:

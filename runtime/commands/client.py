@@ -183,7 +183,7 @@ class Client:
         raise GatewayError("The deploy's progress broke off before its end.", remedy=remedy)
 
     def replace(self, name: str, how: str, **order: Any) -> dict[str, Any]:
-        """Change the live revision of a function, and return its status. `how` is "restart", "rollback" or "reset"."""
+        """Change the live revision of a function, and return its status. `how` is the last part of the route."""
         path = _path("v1", "functions", name, how)
         return _json_of(self._request("POST", path, json=order, timeout=DEPLOY_TIMEOUT))
 

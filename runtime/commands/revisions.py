@@ -1,4 +1,4 @@
-"""The commands about a function's revisions: `pilotflame restart|rollback|revisions|reset`."""
+"""The commands about a function's revisions: `pilotflame restart|rollback|revisions|reset|pause|resume`."""
 
 from __future__ import annotations
 
@@ -61,6 +61,35 @@ def reset(*, name: str, client: Client, as_json: bool) -> None:
     """
     found = client.replace(name, "reset")
     display.print_result(found, f"{name} starts workers again", as_json=as_json)
+
+
+@click.command()
+@options.function
+@options.gateway
+def pause(*, name: str, client: Client, as_json: bool) -> None:
+    """Let a function run nothing until `pilotflame resume`.
+
+    Calls are refused. Running calls end, then all processes of the function end. Jobs, and messages in the queues of its event
+    sources, wait. Schedules and `scale.min` start no worker. A restart of the gateway and a deploy leave it paused.
+
+    Example: pilotflame pause greeter
+    """
+    found = client.replace(name, "pause")
+    display.print_result(found, f"{name} is paused", as_json=as_json)
+
+
+@click.command()
+@options.function
+@options.gateway
+def resume(*, name: str, client: Client, as_json: bool) -> None:
+    """Let a paused function run again.
+
+    Its jobs and the messages of its event sources run now, and the next call starts a worker.
+
+    Example: pilotflame resume greeter
+    """
+    found = client.replace(name, "resume")
+    display.print_result(found, f"{name} accepts calls again", as_json=as_json)
 
 
 @click.command()

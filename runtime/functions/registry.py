@@ -65,7 +65,7 @@ class FunctionEvents:
     refused: list[Callable[[str, PilotflameError], None]] = field(default_factory=list)
     """Called with a function's name and an error when no invocation was accepted for a caller's request."""
     live: list[Callable[[str], None]] = field(default_factory=list)
-    """Called with a function's name when a deploy has made a revision of it live."""
+    """Called with a function's name when a deploy has made a revision of it live, and when it was paused, resumed or reset."""
     deleted: list[Callable[[str], None]] = field(default_factory=list)
     """Called with a function's name when its deletion begins. From then on it accepts no more requests."""
     removed: list[Callable[[str], None]] = field(default_factory=list)
@@ -129,6 +129,24 @@ class Functions:
         live.workers.reset()
         for callback in self.events.live:
             callback(name)
+        return live
+
+    async def pause(self, name: str, *, paused: bool) -> Live:
+        """Let a function run nothing until it is resumed (`paused` False), over restarts too. Raise what `get` raises.
+
+        New calls are refused, running ones end, jobs and messages of queues wait, and its processes end.
+        """
+        self.get(name)
+        async with self._lock(name):
+            live = self.get(name)
+            await self._thread(functools.partial(self.store.pause, name, paused=paused))
+            if live.function.paused != paused:
+                live.function.paused = paused
+                live.function.decisions.note("pause" if paused else "resume", "owner")
+                live.logs.write("gateway", f"{name} is paused" if paused else f"{name} is resumed")
+                live.workers.look()
+                for callback in self.events.live:
+                    callback(name)
         return live
 
     def all(self) -> list[Live]:
@@ -478,6 +496,7 @@ class Functions:
             self.tasks.create_task(self.weights.warm(spec, self.secrets.of(record.function)))
 
         function = await self.histories.of(record.function)
+        function.paused = await self._thread(functools.partial(self.store.is_paused, record.function))
 
         workers = RevisionWorkers(
             spec, policy_of(record), NodeParts(self.reconciler, launcher, self.weights, self.tasks),

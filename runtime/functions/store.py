@@ -3,6 +3,7 @@
     <state dir>/functions/<name>/<revision>/code/            the function's folder as it was deployed
     <state dir>/functions/<name>/<revision>/revision.json    the record of the revision
     <state dir>/functions/<name>/current                     holds the id of the live revision
+    <state dir>/functions/<name>/paused                      is there while the owner has paused the function
     <state dir>/weights/                                     weights that revisions share; see shared_weights.py
     <state dir>/compiled/<name>/                             what compilers made; see worker/compiled_code.py
     <state dir>/staging/                                     folders being made or removed; emptied at start
@@ -42,6 +43,7 @@ _REVISION = re.compile(r"r[1-9][0-9]{0,8}-[0-9a-f]{8}")
 _NUMBER = re.compile(r"r?([1-9][0-9]{0,8})")
 _RECORD = "revision.json"
 _CURRENT = "current"
+_PAUSED = "paused"
 
 
 class StoredSnapshot(BaseModel, frozen=True, extra="forbid"):
@@ -191,6 +193,18 @@ class Store:
         with self._lock:
             _write_record(folder / record.revision, record)
             private_files.write(folder / _CURRENT, f"{record.revision}\n".encode())
+
+    def pause(self, name: str, *, paused: bool) -> None:
+        """Remember over restarts whether a function is paused. Raise GatewayError if the disk does not take it."""
+        with self._lock:
+            if paused:
+                private_files.write(self._folder(name) / _PAUSED, b"")
+            else:
+                (self._folder(name) / _PAUSED).unlink(missing_ok=True)
+                sync(self._folder(name))
+
+    def is_paused(self, name: str) -> bool:
+        return (self._folder(name) / _PAUSED).exists()
 
     def withdraw(self, record: RevisionRecord) -> None:
         """Remove a placed revision that will not become live."""

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from ...errors import FunctionStopped
+from ...errors import FunctionPaused, FunctionStopped
 from ..scaling.upstream import Delays
 from ..telemetry.cold_starts import ColdStarts
 from ..telemetry.decisions import Decisions
@@ -34,6 +34,8 @@ class Function:
     worker_numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     """The numbers in the names of workers. Processes of one revision can be replaced, so revisions share them."""
     prewarms: Prewarms = field(init=False)
+    paused: bool = False
+    """True if the owner has paused it."""
 
     def __post_init__(self) -> None:
         self.prewarms = Prewarms(self.decisions)
@@ -55,20 +57,23 @@ class Function:
     @property
     def stopped(self) -> str:
         """Why it may have no worker now; "" if it may. A deploy may start one nevertheless, to prove its revision."""
-        return "budget" if self.account.exhausted else ""
+        return "paused" if self.paused else "budget" if self.account.exhausted else ""
 
     @property
     def resumes_by_itself(self) -> bool:
         """True unless somebody has to let it run again. Until then its event sources leave their messages in the queue."""
-        return True
+        return not self.paused
 
     @property
     def keeps_zygote(self) -> bool:
         """True if it may hold a zygote without workers."""
-        return True
+        return not self.paused
 
     def refusal(self) -> FunctionStopped | None:
         """Return the error of a call, a job or a warm-up that comes now; None if it is accepted."""
+        if self.paused:
+            remedy = f"Its owner has to resume it: pilotflame resume {self.name}"
+            return FunctionPaused(f"{self.name} is paused.", remedy=remedy)
         return self.account.refusal() if self.account.exhausted else None
 
     # -- what happened

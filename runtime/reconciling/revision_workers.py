@@ -362,7 +362,9 @@ class RevisionWorkers(PoolEvents):
         busy = sorted((one for one in replicas.ready if one.load), key=lambda one: one.load)
         self.pool.stop([*replicas.parked, *replicas.idle, *busy][:workers])
         if self.phase is not Phase.PROVEN:
-            self.note("stop", "idle", seen, workers=workers, recent=seen.recent.workers)
+            self.note(
+                "stop", self.function.stopped or "idle", seen, workers=workers, recent=seen.recent.workers
+            )
 
     def park(self, workers: int) -> None:
         """Park ready workers without work, those that are idle for the longest time."""

@@ -609,3 +609,23 @@ async def test_a_message_runs_again_after_its_gateway_was_killed(
         (await gate.next("survives")).go()
         await until(mine.empty, "the message is deleted")
     assert len(gate.arrived) == 2
+
+
+async def test_the_messages_of_a_paused_function_stay_in_the_queue(
+    gateway: Gateway, deploy, gate: Gate, queue
+) -> None:
+    mine = queue()
+    function = await deploy(HANDLER, source(mine), gate=gate, check=False)
+    await mine.send('"before"')
+    arrival = await gate.next("before")
+    paused = await gateway.client.post(f"/v1/functions/{function.name}/pause")
+    assert paused.json()["sources"] == []
+    arrival.go()
+    await until(mine.empty, "the end of the message that ran")
+    await mine.send('"while"')
+    await function.settled(zygote=False, standby=False, in_flight=0)
+    assert mine.bodies == ['"while"']
+    assert [found.word for found in gate.arrived] == ["before"]
+    gate.open()
+    assert (await gateway.client.post(f"/v1/functions/{function.name}/resume")).status_code == 200
+    await until(mine.empty, "the end of the message that waited")

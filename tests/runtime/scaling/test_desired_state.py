@@ -357,8 +357,14 @@ def test_a_buffer_that_the_last_moments_needed_is_not_parked_between_two_calls()
 def revision_states() -> st.SearchStrategy[RevisionState]:
     until_s = st.just(0.0) | st.floats(NOW_S + 0.001, NOW_S + 300)
     return st.builds(
-        RevisionState, st.sampled_from([Phase.NEW, Phase.LIVE, Phase.RETIRING]), st.just(0), st.sampled_from(["", "budget"]),
-        st.integers(0, 9), until_s, st.booleans(), st.booleans(),
+        RevisionState,
+        st.sampled_from([Phase.NEW, Phase.LIVE, Phase.RETIRING]),
+        st.just(0),
+        st.sampled_from(["", "budget"]),
+        st.integers(0, 9),
+        until_s,
+        st.booleans(),
+        st.booleans(),
     )
 
 
