@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import time
-from datetime import datetime
-from pathlib import Path
 
 import click
 
 from . import display, options
 from .client import Client
-
-PLOTTED_S = 3600.0
-MAX_DRAWN = 1_000_000
 
 
 @click.command()
@@ -25,16 +20,9 @@ MAX_DRAWN = 1_000_000
 @click.option(
     "-n", "--lines", type=click.IntRange(1, 10_000), default=50, help="How many decisions, the last ones."
 )
-@click.option(
-    "--plot",
-    type=click.Path(dir_okay=False, writable=True, path_type=Path),
-    metavar="FILE.svg",
-    help="Draw workers, rung, queue, calls and cold starts since then (by default an hour ago) into an SVG file.",
-)
+@options.removed("--plot", "The gateway's console at /console draws workers, queue, calls and cold starts.")
 @options.gateway
-def explain(
-    *, name: str, since: float | None, lines: int, plot: Path | None, client: Client, as_json: bool
-) -> None:
+def explain(*, name: str, since: float | None, lines: int, client: Client, as_json: bool) -> None:
     """List what the gateway decided about FUNCTION, with the figures behind it.
 
     Each line is a decision to start or stop workers, or to hold the function on another rung of its ladder. The
@@ -43,7 +31,7 @@ def explain(
     \b
     Examples:
       pilotflame explain embed --since 1h
-      pilotflame explain embed --since 2d --plot embed.svg
+      pilotflame explain embed --since 2d --json
     """
     query = {} if since is None else {"since": since}
     found = client.get("v1", "functions", name, "decisions", lines=lines, **query)["decisions"]
@@ -55,22 +43,6 @@ def explain(
             click.echo(f"{_moment(decision['at'])}  {decision['text']}")
         if not found:
             display.say(f"nothing was decided about {name} {'yet' if since is None else 'since then'}")
-    if plot is not None:
-        _draw(client, name, since, plot)
-
-
-def _draw(client: Client, name: str, since: float | None, file: Path) -> None:
-    """Draw the load since a time; by default the last hour, or less if the function is younger."""
-    from .load_picture import LoadPicture  # noqa: PLC0415
-
-    begin = time.time() - PLOTTED_S if since is None else since
-    load = client.get("v1", "functions", name, "load", since=begin)
-    arrivals = client.get("v1", "functions", name, "arrivals", since=begin, lines=MAX_DRAWN)["arrivals"]
-    if since is None and load["samples"]:
-        begin = max(begin, datetime.fromisoformat(load["samples"][0]["at"]).timestamp())
-    end = datetime.fromisoformat(load["now"]).timestamp()
-    file.write_text(LoadPicture(name, load["samples"], arrivals, begin, end).svg())
-    display.say(f"{file} is drawn")
 
 
 def _moment(at: str) -> str:

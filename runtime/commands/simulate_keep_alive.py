@@ -47,7 +47,6 @@ class ReplayOrder(NamedTuple):
     rungs: tuple[str, ...] = ()
     service_ms: float | None = None
     split: int | None = None
-    plot: Path | None = None
     time_column: str = TIME_COLUMN
     function_column: str = FUNCTION_COLUMN
     price_memory: float | None = None
@@ -88,10 +87,7 @@ _REPLAY_OPTIONS = (
         help="With --policy: deal the calls of ARRIVALS to N functions at random, by Zipf's law.",
     ),
     click.option("--service", "service_ms", type=POSITIVE, metavar="MS", help="How long a call takes.  [default: as measured, else 200]"),
-    click.option(
-        "--plot", type=click.Path(dir_okay=False, writable=True, path_type=Path), metavar="FILE.svg",
-        help="With --policy: draw holding cost against waiting into an SVG file.",
-    ),
+    options.removed("--plot", "--json has the figures of each policy."),
     click.option("--time-column", default=TIME_COLUMN, metavar="NAME", help="The column or field with the time of a call."),
     click.option("--function-column", default=FUNCTION_COLUMN, metavar="NAME", help="The one with the function's name."),
     click.option("--price-memory", type=PRICE, help="Money for a GB of memory for an hour.  [default: the gateway's, else PILOTFLAME_PRICE_*]"),
@@ -186,12 +182,6 @@ def compare(functions: list[ReplayedFunction], order: ReplayOrder, *, as_json: b
         for name in named:
             update(len(outcomes), len(named), name)
             outcomes.append(replay(functions, name))
-    if order.plot is not None:
-        # It replays a range of timeouts, which takes time.
-        from .bill_picture import draw_bills  # noqa: PLC0415
-
-        draw_bills(functions, outcomes, order.plot)
-        display.say(f"{order.plot} is drawn")
     calls, span_s = (
         sum(len(one.arrivals) for one in functions),
         max(one.arrivals[-1] - one.arrivals[0] for one in functions),
