@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...errors import CodeError
 from ..scaling.idle_period import QUIET_S
-from ..scaling.keep_alive_baselines import Foreseeing, Hybrid, timeout
 from ..scaling.ladder import Ladder, Rung
 from ..scaling.ladder_simulator import (
     FELT_S,
@@ -21,6 +20,7 @@ from ..scaling.ladder_simulator import (
     Learned,
     Replay,
     run_together,
+    timeout,
 )
 from ..telemetry.usage import HOUR_S
 
@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 # MiniLM on CPUs, as measured: GB of memory or of disk, and the seconds to wake.
 USUAL_RUNGS = ("ready:0.45:0", "zygote:0.1:0.03", "local:0.1disk:5.8")
 SERVICE_S = 0.2
-POLICIES = ("policy", "fixed:5", "fixed:60", "fixed:600", "always-on", "hybrid", "optimum")
-# The widths of the histogram's bins. The best of them in hindsight is shown.
-BIN_WIDTHS_S = (1.0, 10.0, 60.0, 600.0)
+POLICIES = ("policy", "fixed:5", "fixed:60", "fixed:600", "always-on")
+# Policies that `make bench-policy` compares with, and earlier versions of the command did.
+BENCHMARKED = ("hybrid", "optimum")
 
 
 class ReplayedFunction(NamedTuple):
@@ -84,33 +84,27 @@ def replay(functions: Sequence[ReplayedFunction], policy: str) -> PolicyOutcome:
     """Replay all functions under the policy of this name, as "policy" or "fixed:60:zygote". Raise CodeError."""
     # Live, an idle period begins only after a moment without work, so the policy's worker stays for that long.
     quiet_s = QUIET_S if policy in ("policy", "envelope") else 0.0
-    tried = [_replay(functions, name, choose, quiet_s) for name, choose in _choosers(functions, policy)]
-    return min(tried, key=lambda outcome: outcome.bill)
+    return _replay(functions, *_chooser(policy), quiet_s)
 
 
-def _choosers(functions: Sequence[ReplayedFunction], policy: str) -> Iterator[tuple[str, Chooser]]:
-    """Yield the policies among which the best in hindsight counts."""
+def _chooser(policy: str) -> tuple[str, Chooser]:
+    """Return the policy's title, and how to make one for a function. Raise CodeError."""
     kind, _, rest = policy.partition(":")
     if kind == "policy" and not rest:
         habits = Habits()
-        yield "the policy", lambda one: Learned(one.ladder, habits)
-    elif kind == "envelope" and not rest:
-        yield "envelope alone", lambda one: Fixed(one.ladder.costs().envelope)
-    elif kind == "always-on" and not rest:
-        yield "always on", lambda one: Fixed(timeout(math.inf, 0))
-    elif kind == "optimum" and not rest:
-        yield "offline optimum", lambda one: Foreseeing(one.arrivals, one.ladder)
-    elif kind == "hybrid":
-        for width_s in BIN_WIDTHS_S:
-            yield f"hybrid histogram, {width_s:g} s", partial(_hybrid, width_s, rest)
-    elif kind == "fixed":
+        return "the policy", lambda one: Learned(one.ladder, habits)
+    if kind == "envelope" and not rest:
+        return "envelope alone", lambda one: Fixed(one.ladder.costs().envelope)
+    if kind == "always-on" and not rest:
+        return "always on", lambda one: Fixed(timeout(math.inf, 0))
+    if kind == "fixed":
         after, _, rung = rest.partition(":")
         after_s = _timeout(policy, after)
-        yield f"fixed {after_s:g} s{f' to {rung}' if rung else ''}", partial(_fixed, after_s, rung)
-    else:
-        raise CodeError(
-            f"There is no policy {policy!r}.", remedy=f"Give all, or of: {', '.join(POLICIES)}, envelope."
-        )
+        return f"fixed {after_s:g} s{f' to {rung}' if rung else ''}", partial(_fixed, after_s, rung)
+    remedy = f"Give all, or of: {', '.join(POLICIES)}, envelope."
+    if kind in BENCHMARKED:
+        remedy += f" `make bench-policy` in the source tree compares with {kind}."
+    raise CodeError(f"There is no policy {policy!r}.", remedy=remedy)
 
 
 def _timeout(policy: str, text: str) -> float:
@@ -127,10 +121,6 @@ def _timeout(policy: str, text: str) -> float:
 
 def _fixed(after_s: float, rung: str, one: ReplayedFunction) -> KeepAlivePolicy:
     return Fixed(timeout(after_s, _floor(one, rung)))
-
-
-def _hybrid(width_s: float, rung: str, one: ReplayedFunction) -> KeepAlivePolicy:
-    return Hybrid(width_s, _floor(one, rung), one.ladder)
 
 
 def _floor(one: ReplayedFunction, rung: str) -> int:

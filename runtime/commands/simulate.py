@@ -64,7 +64,7 @@ def simulate(
 
     With --policy, calls are replayed through the gateway's own keep-alive policy, with all that it has to learn, and
     under others: what would each have cost, in holding and in waiting? A fixed:60 stays READY for 60 s and then goes
-    down to the lowest rung; "hybrid" is the histogram of Serverless in the Wild; "optimum" knows all calls.
+    down to the lowest rung.
 
     \b
     Examples: are two workers enough for three times last week's load, if callers wait for a second?

@@ -68,6 +68,11 @@ class Fixed:
         """Learn nothing."""
 
 
+def timeout(timeout_s: float, rung: int) -> Plan:
+    """Return the plan that holds READY until `timeout_s`, then `rung`."""
+    return (Step(0.0, 0),) if timeout_s == math.inf else (Step(0.0, 0), Step(timeout_s, rung))
+
+
 @dataclass(slots=True)
 class LadderRun:
     """What a replay cost. The time in which invocations run is held under any policy and is not counted."""
