@@ -17,7 +17,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 import click
 
-from ...errors import CodeError, SettingsError
+from ...errors import SettingsError
 from ..images.image_engine import ENGINES, EPOCH_VARIABLE, ImageEngine, repository_of
 from ..images.recipe import CONTAINERFILE
 from . import display, options
@@ -41,12 +41,7 @@ _TAG = re.compile(r"[a-z0-9][A-Za-z0-9._:/-]{0,511}")
 @click.option("--engine", type=click.Choice(ENGINES), help="By default the first that works.")
 @click.option("--platform", metavar="OS/ARCH", help="Build for another platform, as linux/arm64.")
 @click.option("--with-weights", is_flag=True, help="Put the weights of `snapshot` into the image.")
-@click.option(
-    "--sbom",
-    type=click.Path(dir_okay=False, path_type=Path),
-    metavar="FILE",
-    help="Write the list of its packages (CycloneDX) to FILE.",
-)
+@options.removed("--sbom", "syft, trivy and docker's --sbom list the packages of an image.")
 @click.option("--print", "print_only", is_flag=True, help="Print the Containerfile, and build nothing.")
 @click.option(
     "--context",
@@ -110,7 +105,7 @@ def _written(source: FunctionSource, folder: Path | None, *, with_weights: bool)
 
 def _build(
     folder: Path, context: BuildContext, *, tag: str | None, push: bool, engine: str | None, platform: str | None,
-    sbom: Path | None, timeout_s: float, engine_options: tuple[str, ...], as_json: bool,
+    timeout_s: float, engine_options: tuple[str, ...], as_json: bool,
 ) -> None:  # fmt: skip
     if push and tag is None:
         raise click.UsageError("--push needs --tag, which names the registry.")
@@ -119,8 +114,6 @@ def _build(
     runner = ImageEngine(ImageEngine.find(engine), display.say, timeout_s)
     where: dict[str, Any] = {"platform": platform, "options": engine_options}
     built = runner.inspect(runner.build(context.folder, tag, _labels(folder, tag), **where))
-    if sbom is not None:
-        _write_sbom(sbom, runner.sbom(context.folder, **where))
     digest = runner.push(tag) if push else built.digest
     name = f"{repository_of(tag)}@{digest}" if digest else built.id
     facts = {
@@ -149,15 +142,6 @@ def _checked(tag: str) -> str:
             f"{tag!r} is not a name such as registry.example/hello:1.0.", param_hint="'--tag'"
         )
     return tag
-
-
-def _write_sbom(file: Path, content: bytes) -> None:
-    try:
-        file.write_bytes(content)
-    except OSError as error:
-        raise CodeError(
-            f"{file} cannot be written: {error.strerror}.", remedy="Check the path of --sbom."
-        ) from None
 
 
 def _labels(folder: Path, tag: str) -> dict[str, str]:

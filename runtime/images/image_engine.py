@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from ...errors import BuildFailed
 from ..functions.streamed_command import CommandOutcome, run_streamed
-from .recipe import CONTAINERFILE, SBOM_NAME, SBOM_STAGE
+from .recipe import CONTAINERFILE
 
 ENGINES = ("docker", "podman", "buildah")
 QUERY_TIMEOUT_S = 60.0
@@ -77,15 +77,6 @@ class ImageEngine:
                 *self._build_options(context, platform, options),
             )  # fmt: skip
             return id_file.read_text(encoding="ascii").strip()
-
-    def sbom(self, context: Path, *, platform: str | None = None, options: Sequence[str] = ()) -> bytes:
-        """Return the list of packages that the build of a context has made. Raise BuildFailed."""
-        with tempfile.TemporaryDirectory(prefix="pilotflame-sbom-") as folder:
-            self._run(
-                "build", "--target", SBOM_STAGE, "--output", f"type=local,dest={folder}",
-                *self._build_options(context, platform, options),
-            )  # fmt: skip
-            return Path(folder, SBOM_NAME).read_bytes()
 
     def inspect(self, image: str) -> BuiltImage:
         """Return what the engine says of an image. Raise BuildFailed if it does not have it."""

@@ -14,14 +14,11 @@ from dataclasses import dataclass
 CONTAINERFILE = "Containerfile"
 REQUIREMENTS = "requirements.txt"
 CONSTRAINTS = "constraints.txt"
-# Folders of the build context, and the stages of the Containerfile that others name.
+# Folders of the build context.
 CODE_FOLDER = "function"
 WEIGHTS_FOLDER = "weights"
-SBOM_STAGE = "sbom"
-# Where the image has the function, and the list of its packages.
+# Where the image has the function.
 FUNCTION_PATH = "/function"
-SBOM_FOLDER = "/usr/share/sbom"
-SBOM_NAME = "pilotflame.cdx.json"
 # No user of a usual base image has this number. Kubernetes accepts `runAsNonRoot` only with a number.
 USER = "65532:65532"
 PORT = 8600
@@ -78,7 +75,7 @@ class Recipe:
         yield f"ARG UV_IMAGE={UV_IMAGE}:{self.uv_version}"
         yield "FROM ${UV_IMAGE} AS uv"
         yield ""
-        yield f"FROM {self.base_image} AS packages"
+        yield f"FROM {self.base_image}"
         yield "# The secret `uv`, if it is given, is a uv.toml with the package indexes and their credentials."
         yield "ENV UV_SYSTEM_PYTHON=1 UV_BREAK_SYSTEM_PACKAGES=1 UV_COMPILE_BYTECODE=1 UV_LINK_MODE=copy"
         yield "ENV UV_CACHE_DIR=/var/cache/uv"
@@ -98,13 +95,7 @@ class Recipe:
         copied = f"{CONSTRAINTS} {self.wheel}" if self.requirements else self.wheel
         yield f"COPY {copied} /opt/pilotflame/"
         wheel = f"'pilotflame{extras} @ file:///opt/pilotflame/{self.wheel}'"
-        sbom = f"{SBOM_FOLDER}/{SBOM_NAME}"
-        yield f"{_INSTALL.format(arguments=f'{constraints}{wheel}')} \\"
-        yield f" && python -m pilotflame.runtime.images.sbom {self.function} {sbom}"
-        yield ""
-        yield f"# The list of all packages: build with `--target {SBOM_STAGE} --output FOLDER` to get it as a file."
-        yield f"FROM scratch AS {SBOM_STAGE}"
-        yield f"COPY --from=packages {SBOM_FOLDER}/ /"
+        yield _INSTALL.format(arguments=f"{constraints}{wheel}")
 
     def _image(self) -> Iterator[str]:
         labels = {
@@ -114,7 +105,6 @@ class Recipe:
         }
         command = ["pilotflame", "serve", FUNCTION_PATH, "--host", "0.0.0.0"]  # noqa: S104  a container
         yield ""
-        yield "FROM packages"
         yield "LABEL " + " \\\n      ".join(f'{key}="{value}"' for key, value in labels.items())
         yield "ENV HOME=/tmp USER=pilotflame"
         yield f"USER {USER}"

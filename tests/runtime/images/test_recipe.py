@@ -35,9 +35,9 @@ def test_the_layers_go_from_the_most_lasting_to_the_handler() -> None:
     full = recipe(packages=("ffmpeg",), requirements=True, weights=True)
     found = [line for line in instructions(full) if re.match("RUN|COPY|FROM", line)]
     wanted = (
-        r"FROM \$\{UV_IMAGE\}", f"FROM {DEFAULT_BASE} AS packages", "RUN apt-get .* ffmpeg ", "COPY requirements.txt",
-        "RUN .* -r .*requirements.txt", f"COPY constraints.txt {WHEEL}", "RUN .* -c .*sbom hello", "FROM scratch AS sbom",
-        "COPY --from=packages", "FROM packages", "COPY --chmod=0755 weights /function", "COPY function /function",
+        r"FROM \$\{UV_IMAGE\}", f"FROM {DEFAULT_BASE}$", "RUN apt-get .* ffmpeg ", "COPY requirements.txt",
+        "RUN .* -r .*requirements.txt", f"COPY constraints.txt {WHEEL}", "RUN .* -c .*constraints.txt .*",
+        "COPY --chmod=0755 weights /function", "COPY function /function",
     )  # fmt: skip
     assert len(found) == len(wanted)
     for pattern, line in zip(wanted, found, strict=True):
@@ -53,7 +53,7 @@ def test_it_runs_alone_as_a_user_without_rights() -> None:
 
 def test_cuda_has_nvidias_base_with_python() -> None:
     found = instructions(recipe(base="cuda", packages=("ffmpeg",)))
-    assert f"FROM {CUDA_BASE} AS packages" in found
+    assert f"FROM {CUDA_BASE}" in found
     assert any(" python3 python-is-python3 ffmpeg " in line for line in found)
 
 
