@@ -51,8 +51,9 @@ class Inputs:
         if not is_remote(place) and not Path(place).is_dir():
             raise BatchFailed(f"{place} is neither a file nor a folder.", remedy=remedy)
         source = open_source(place)
-        listed = source.names() if isinstance(source, Listing) else ()
-        names = [name for name in listed if name.endswith(ENDINGS)]
+        if not isinstance(source, Listing):
+            raise BatchFailed(f"{source.url} cannot be listed.", remedy="Name a JSONL file.")
+        names = [name for name in source.names() if name.endswith(ENDINGS)]
         if not names:
             raise BatchFailed(f"There is no {' or '.join(ENDINGS)} file in {source.url}.", remedy=remedy)
         return cls(source, names)

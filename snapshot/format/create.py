@@ -154,7 +154,7 @@ def _names(source: Source, files: Sequence[str] | None, file: str | None) -> lis
                 raise
     if file is not None:
         return [file]
-    remedy = f"Name the one {SUFFIX} file in the URL, or all files, including those beside the weights."
+    remedy = f"Name one {SUFFIX} file in the URL, or put there the manifest that `pilotflame snapshot create` makes."
     raise SnapshotError(f"{source.url} cannot be listed.", remedy=remedy)
 
 

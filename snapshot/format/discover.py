@@ -94,5 +94,5 @@ def _present(source: Source, names: Sequence[str]) -> list[str]:
 
 
 def _refuse(source: Source) -> Sequence[str]:
-    remedy = f"Name the one {SUFFIX} file in the URL, or all files, including those beside the weights."
+    remedy = f"Name one {SUFFIX} file in the URL, or put there the manifest that `pilotflame snapshot create` makes."
     raise SnapshotError(f"{source.url} cannot be listed.", remedy=remedy)

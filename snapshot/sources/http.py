@@ -44,7 +44,6 @@ from .retries import Retries
 from .source import ObjectInfo, name_fault
 from .tls import Trust, system_trust
 from .variables import HEADERS_VARIABLE, TOKEN_VARIABLE, WEB, own_variables
-from .web_listing import listed_names
 from .wire import Wire
 
 MAX_REDIRECTS = 5
@@ -205,15 +204,6 @@ class HttpSource(WebSource):
 
     def resolve(self, name: str) -> Location:
         return Location(f"{self.url}/{quote(name, safe='/')}{self._query}", self._headers)
-
-    def names(self) -> list[str]:
-        """See Listing. Raises SourceError if the server has no pages that list its folders."""
-
-        def read_page(url: str) -> tuple[str, bytes]:
-            head, page = self.document(Location(f"{url}{self._query}", self._headers))
-            return head.headers.get("content-type", ""), page
-
-        return listed_names(f"{self.url}/", read_page)
 
 
 def _own_headers(secrets: Mapping[str, str]) -> dict[str, str]:

@@ -62,3 +62,7 @@ def test_missing_inputs_are_named(tmp_path: Path) -> None:
         Inputs.open(str(tmp_path / "none"))
     with pytest.raises(BatchFailed, match=r"no \.jsonl"):
         Inputs.open(str(tmp_path))
+    with pytest.raises(
+        BatchFailed, match=r"http://127\.0\.0\.1:1/inputs cannot be listed\. Name a JSONL file"
+    ):
+        Inputs.open("http://127.0.0.1:1/inputs")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +27,7 @@ from pilotflame.snapshot.format.manifest import DEFAULT_CHUNK_BYTES, MANIFEST_NA
 from pilotflame.snapshot.format.verify import verify
 from pilotflame.snapshot.sources.http import HttpSource
 from pilotflame.snapshot.sources.locate import open_source, weights_file
-from safetensors.torch import load_file, save, save_file
+from safetensors.torch import save, save_file
 
 LIMIT_S = 30.0
 SHARDS = ("model-1.safetensors", "model-2.safetensors")
@@ -287,27 +286,14 @@ def test_a_manifest_of_a_cache_is_refused_at_a_source(server: FaultServer, tmp_p
         find_manifest(HttpSource(there.url))
 
 
-def test_a_server_that_lists_its_folders_tells_every_file(weights: Path, cache: Cache) -> None:
-    content = {
-        path.relative_to(weights).as_posix(): path.read_bytes()
-        for path in weights.rglob("*") if path.is_file()
-    }  # fmt: skip
-    top = {re.sub("/.*", "/", name) for name in content} | {"notes.txt"}
-    content |= {
-        "": "".join(f'<a href="{name}">{name}</a>' for name in top).encode(),
-        "1_Pooling/": b'<a href="config.json">config.json</a>',
-        "notes.txt": b"nobody would ask for this name",
-    }
+def test_a_page_that_lists_a_folder_is_not_read(tmp_path: Path) -> None:
+    """The gateway asks for the usual names. Another name must be in the URL."""
+    save_file({"a": torch.ones(1000)}, tmp_path / "any name.safetensors")
+    content = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    content[""] = b'<a href="any%20name.safetensors">any name.safetensors</a>'
     html = Faults(headers={"Content-Type": "text/html"})
-    pages = ("", "1_Pooling/")
-    with FaultServer(content, lambda request: html if request.name in pages else Faults()) as server:
-        source = HttpSource(f"{server.url}/?token=hush")
-        manifest = find_manifest(source)
-        assert {asset.name for asset in manifest.assets} == {
-            "1_Pooling/config.json", "config.json", "model.safetensors.index.json", "notes.txt",
-        }  # fmt: skip
-        assert all("token=hush" in request.target for request in server.requests)
-        with cache.open(manifest, source) as lease:
-            lease.wait(LIMIT_S)
-            verify(lease.root, lease.described())
-            assert load_file(lease.root / SHARDS[0]).keys() == {"t0"}
+    with (
+        FaultServer(content, lambda request: html if not request.name else Faults()) as server,
+        pytest.raises(SourceMissing, match=r"There are no weights at .*cannot be listed"),
+    ):
+        find_manifest(open_source(server.url))
