@@ -1,8 +1,7 @@
 """Finds the chunks of a snapshot in other snapshots of the node, such as an earlier revision of the same weights.
 
 Only complete snapshots of the same realm are looked at (see `sources.realm`). A chunk is presumed where a manifest has
-its digest, or where the tensors are that it holds, and without digests in a shard of the same version. Whether it is
-there shows only when it is copied.
+its digest, and without digests in a shard of the same version. Whether it is there shows only when it is copied.
 """
 
 from __future__ import annotations
@@ -21,19 +20,16 @@ import orjson
 
 from ...errors import SnapshotError
 from ..fetching.arrival import Arrival
-from ..fetching.borrowing import Place, Stretch, is_right
+from ..fetching.borrowing import Place
 from ..fetching.ranges import Chunks, Range, wanted_order
 from ..format.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, UNKNOWN_DIGEST, Manifest, realm_digits
 from ..sources.folder import FolderSource
 from .flock import hold
-from .shifted import TensorPlace, guesses
 from .stored import is_published
 from .tier import Tier
 
 MOST_SNAPSHOTS = 8
 """How many snapshots are looked at, those used last. Reading the manifest of one with 25 000 chunks takes 5 ms."""
-SAMPLES = 4
-"""How many guessed chunks are read before the others are believed to be there too."""
 
 _HASH = re.compile(r'"(?!(.)\1*["-])[0-9a-f]{32,128}(-[0-9]+)?"')
 """An ETag that is a hash of the bytes, or of those of its parts. Some stores give all files the same one, or a time."""
@@ -64,7 +60,7 @@ class Related:
         )
         found: dict[int, Place] = {}
         lenders = [lender for folder in folders if (lender := _open(folder, opened)) is not None]
-        for how, wanted in ((_Lender.same, known), (_Lender.shifted, known), (_Lender.versioned, unknown)):
+        for how, wanted in ((_Lender.same, known), (_Lender.versioned, unknown)):
             for lender in lenders:
                 rest = [chunk for chunk in wanted if chunk not in found]
                 # OSError, SnapshotError: a file is missing. The others: the manifest is damaged.
@@ -127,24 +123,8 @@ class _Lender:
                 for chunk in wanted.pop(digest, ()) if digest in wanted and self._has(here) else ():
                     extent = chunks.extent(chunk)
                     if extent.end - extent.begin == here.end - here.begin:
-                        found[chunk] = self._place([here], digest)
+                        found[chunk] = self._place(here, digest)
         return found
-
-    def shifted(self, manifest: Manifest, chunks: Chunks, missing: Sequence[int]) -> dict[int, Place]:
-        """Return the places of chunks that are made of the same tensors, if some of them are as their digests say."""
-        tensors = {
-            entry["name"]: TensorPlace(
-                entry["dtype"], tuple(entry["shape"]), entry["shard"], entry["offset_bytes"]
-            )
-            for entry in self.document["tensors"]
-        }
-        made = {
-            chunk: self._place(ranges, chunks.digests[chunk])
-            for chunk, ranges in guesses(manifest, missing, tensors).items()
-            if not self._is_chunk(ranges, manifest.chunk_bytes) and all(map(self._has, ranges))
-        }
-        samples = sorted(made)[:: max(1, len(made) // SAMPLES)][:SAMPLES]
-        return made if any(is_right(made[chunk]) for chunk in samples) else {}
 
     def versioned(self, manifest: Manifest, chunks: Chunks, missing: Sequence[int]) -> dict[int, Place]:
         """Return the places of the chunks of shards that have the version and the size of a shard here."""
@@ -167,7 +147,7 @@ class _Lender:
             here = Range(number, extent.begin, extent.end)
             if self._has(here):
                 digest = self.shards[number]["chunks"][extent.begin // manifest.chunk_bytes]
-                found[chunk] = self._place([here], digest)
+                found[chunk] = self._place(here, digest)
         return found
 
     def _has(self, extent: Range) -> bool:
@@ -182,14 +162,8 @@ class _Lender:
         index = bisect_right(part["chunks"], first, key=lambda ends: ends[0]) - 1
         return index >= 0 and bool(last <= part["chunks"][index][1])
 
-    def _is_chunk(self, ranges: Sequence[Range], chunk_bytes: int) -> bool:
-        """Return True if the ranges are one chunk here. Its digest is known, and was not the wanted one."""
-        aligned = len(ranges) == 1 and ranges[0].begin % chunk_bytes == 0
-        return aligned and bool(self.document["chunk_bytes"] == chunk_bytes)
-
-    def _place(self, ranges: Sequence[Range], digest: str) -> Place:
-        stretches = [Stretch(self._file(each.shard), each.begin, each.end - each.begin) for each in ranges]
-        return Place(stretches, digest)
+    def _place(self, here: Range, digest: str) -> Place:
+        return Place(self._file(here.shard), here.begin, digest)
 
     def _file(self, shard: int) -> int:
         if shard not in self._descriptors:

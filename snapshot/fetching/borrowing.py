@@ -25,21 +25,6 @@ MOST_WRONG = 16
 """Copying ends once so many chunks were wrong, if that is most of them: the rest waits for it to be fetched."""
 
 
-class Stretch(NamedTuple):
-    """Bytes of an open file: `size_bytes` from byte `offset` on."""
-
-    descriptor: int
-    offset: int
-    size_bytes: int
-
-    def read_into(self, view: memoryview, done: int) -> int:
-        """Return how many bytes were read after the first `done`: 0 at the end of the file, or if it cannot be read."""
-        try:
-            return os.preadv(self.descriptor, [view], self.offset + done)
-        except OSError:
-            return 0
-
-
 class Lender(Protocol):
     """Where the bytes of one chunk may be."""
 
@@ -51,33 +36,24 @@ class Lender(Protocol):
 
 
 class Place(NamedTuple):
-    """Where the bytes of a chunk are: these stretches, one after the other, if together they have the digest."""
+    """Where the bytes of a chunk are, if they have the digest: in an open file, from byte `offset` on."""
 
-    stretches: Sequence[Stretch]
+    descriptor: int
+    offset: int
     digest: str
 
     def copy(self, target: ShardTarget, begin: int, end: int, buffer: memoryview) -> str:
         """See Lender."""
-        at, hasher = begin, xxhash.xxh3_128()
-        for stretch in self.stretches:
-            upto = min(at + stretch.size_bytes, end)
-            if not target.fill(at, upto, buffer, hasher, stretch.read_into):
-                return ""
-            at = upto
-        return self.digest if hasher.hexdigest() == self.digest else ""
+        hasher = xxhash.xxh3_128()
+        filled = target.fill(begin, end, buffer, hasher, self._read_into)
+        return self.digest if filled and hasher.hexdigest() == self.digest else ""
 
-
-def is_right(place: Place) -> bool:
-    """Return True if the bytes at a place have its digest. Raises OSError."""
-    hasher, buffer = xxhash.xxh3_128(), memoryview(bytearray(BOUNCE_BYTES))
-    for descriptor, offset, size_bytes in place.stretches:
-        done = 0
-        while done < size_bytes and (
-            count := os.preadv(descriptor, [buffer[: size_bytes - done]], offset + done)
-        ):
-            hasher.update(buffer[:count])
-            done += count
-    return bool(hasher.hexdigest() == place.digest)
+    def _read_into(self, view: memoryview, done: int) -> int:
+        """Return how many bytes were read after the first `done`: 0 at the end of the file, or if it cannot be read."""
+        try:
+            return os.preadv(self.descriptor, [view], self.offset + done)
+        except OSError:
+            return 0
 
 
 class Borrowing:

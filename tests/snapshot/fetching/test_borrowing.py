@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import xxhash
 from pilotflame.snapshot.fetching.arrival import Arrival
-from pilotflame.snapshot.fetching.borrowing import COPIERS, MOST_WRONG, Borrowing, Place, Stretch
+from pilotflame.snapshot.fetching.borrowing import COPIERS, MOST_WRONG, Borrowing, Place
 from pilotflame.snapshot.fetching.landing import ShardTarget
 from pilotflame.snapshot.format.manifest import Manifest, Shard
 
@@ -45,8 +45,7 @@ class Presumed:
     def borrow(self) -> set[int]:
         """Return the chunks that were written to, right or wrong."""
         places = {
-            chunk: Place([Stretch(self.there, chunk * CHUNK, CHUNK)], digest)
-            for chunk, digest in enumerate(self.digests)
+            chunk: Place(self.there, chunk * CHUNK, digest) for chunk, digest in enumerate(self.digests)
         }
         with Borrowing(self.arrival, [self.target], places, threading.Event()):
             pass
