@@ -6,14 +6,12 @@ of JSON on standard input. Events are lines of JSON on standard output:
     {"op": "hold", "id": 1, "manifest": path, "url": "s3://..."}     fetch if needed; keep until released
                                                 "timeout_s": n seconds are the limit of the fetch;
                                                 with "copied": true, it is done when it is also on the disk;
-                                                "secrets": {...} are those of the function that sources use;
+                                                "secrets": {...} are the secrets of the function for sources;
                                                 "assets": path is a folder with copies of the assets
-    {"op": "prepare", "manifest": path, "url": "s3://..."}     a hold will come: import what it needs, make spare files;
-                                                with "mounted": true, into folders that containers mount, which
-                                                are not made of spare files
+    {"op": "prepare", "manifest": path, "url": "s3://..."}     a hold will come: import what it needs
     {"op": "share", "host": ..., "port": n, "urls": [...], "token": ..., "certificate": [path, path]}     once, first:
                                                 exchange chunks with the nodes at these URLs; null: no TLS
-    {"op": "drop", "digests": [...]}            remove these snapshots from memory: those that are on the disk too, and unused
+    {"op": "drop", "digests": [...]}            remove these snapshots from memory if they are on the disk too, and unused
     {"op": "give_back", "keep": [...]}          memory is short: drop all but these digests, and delete the spare files
     {"op": "release", "id": 1}                  stop fetching; the snapshot may be evicted
     {"id": 1, "event": "held", "digest": ...}   the files can be mapped; their bytes may still be arriving
@@ -45,10 +43,8 @@ import orjson
 from setproctitle import setproctitle
 
 from ...errors import LauncherError, PilotflameError, SnapshotError, SourceDenied
-from ...snapshot.caching.ahead import TouchedAhead
 from ...snapshot.caching.cache import Cache, Lease
 from ...snapshot.caching.node import Budgets, drop_from_memory, node_cache, release_memory
-from ...snapshot.caching.stored import is_published
 from ...snapshot.format.manifest import Manifest
 from ...snapshot.sources.locate import KeptSources
 from ...snapshot.sources.location import shown
@@ -69,7 +65,6 @@ class Fetcher:
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
         self._sources = KeptSources()
-        self._ahead = TouchedAhead(cache.tiers, self.report_tiers)
         self._leases: dict[int, Lease | None] = {}
         self._closing: set[threading.Thread] = set()
         self._lock = threading.Lock()
@@ -103,7 +98,6 @@ class Fetcher:
         for number in numbers:
             self._release(number)
         self._wait_for_releases()
-        self._ahead.close()
         release_memory(self._cache)
 
     def _share(self, request: dict[str, Any]) -> None:
@@ -140,9 +134,8 @@ class Fetcher:
     def _prepare(self, request: dict[str, Any]) -> None:
         # If something is missing, the hold says so.
         with contextlib.suppress(PilotflameError, OSError):
-            manifest = read_manifest(Path(request["manifest"]))
-            if not request.get("mounted"):
-                self._ahead.expect(manifest)
+            # The hold finds it read.
+            read_manifest(Path(request["manifest"]))
             source = self._sources.open(request["url"], request.get("secrets") or {})
             if isinstance(source, Kept):
                 source.prepare()
@@ -162,7 +155,8 @@ class Fetcher:
     def _give_back(self, request: dict[str, Any]) -> None:
         keep = set(request["keep"])
         self._drop_from_memory(lambda digest: digest not in keep)
-        self._ahead.give_back()
+        for tier in self._cache.tiers:
+            tier.drop_spares()
         self.report_tiers()
 
     def _drop_from_memory(self, chosen: Callable[[str], bool]) -> None:
@@ -175,10 +169,8 @@ class Fetcher:
         try:
             source = self._sources.open(url, request.get("secrets") or {})
             described = read_manifest(Path(request["manifest"]))
-            here = any(is_published(tier.folder(described.digest)) for tier in self._cache.tiers)
             try:
-                with contextlib.nullcontext() if here else self._ahead.paused():
-                    fetched_bytes = self._fetch(number, source, described, request)
+                fetched_bytes = self._fetch(number, source, described, request)
             except SourceDenied:
                 self._sources.drop(source)
                 raise

@@ -147,7 +147,7 @@ class FetcherClient:
         with contextlib.suppress(LauncherError):
             await self._ensure_started()
             for weights in spec.remote:
-                self._send(op="prepare", mounted=bool(spec.image), **_order(weights, secrets))
+                self._send(op="prepare", **_order(weights, secrets))
 
     async def prefetch(self, spec: WorkerSpec, secrets: Mapping[str, str]) -> int:
         """Bring the snapshots of `spec` to this node, also to its disk. Return how many bytes were fetched.

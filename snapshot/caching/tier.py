@@ -10,7 +10,7 @@
         reused                        there until `files`, made of spares, hold no more bytes of another snapshot
         part                          if only a part of it is needed: how many bytes
         digests                       while weights without a manifest are fetched: the digests of what has landed
-    <root>/trash/                     snapshots that were evicted and are being deleted, and unfinished spare files
+    <root>/trash/                     snapshots that were evicted and are being deleted
     <root>/spare/                     files of evicted snapshots, kept to use their pages again (tmpfs only)
 
 A snapshot is published by writing its manifest, last and atomically. Its files never move, so paths and
@@ -39,7 +39,6 @@ from .stored import (
     REUSED,
     Stored,
     TierCounts,
-    allocated_bytes,
     is_mounted,
     is_whole,
     read_stored,
@@ -210,6 +209,12 @@ class Tier:
         if not (folder / "files").exists() and not is_mounted(folder):
             shutil.rmtree(folder, ignore_errors=True)
 
+    def drop_spares(self) -> None:
+        """Delete the spare files, because memory is short. Errors are ignored."""
+        if self.root.is_dir():
+            with suppress(OSError, CacheError), self.locked():
+                self.spares.trim(0)
+
     def release(self) -> None:
         """Delete the spare files and, if the tier holds no snapshots, its folders. Errors are ignored."""
         with suppress(OSError, CacheError), self.locked():
@@ -261,20 +266,8 @@ class Tier:
 
     def _available_bytes(self, stored: Sequence[Stored]) -> int:
         """Return the bytes that are free or in spare files, less those still to be allocated for `stored`."""
-        free_bytes = shutil.disk_usage(self.root).free + self._leaving_bytes()
+        free_bytes = shutil.disk_usage(self.root).free
         return free_bytes + self.spares.total_bytes() - sum(item.outstanding_bytes for item in stored)
-
-    def _leaving_bytes(self) -> int:
-        """Return the bytes of unfinished spare files, which are deleted when a fetch begins (see `ahead`)."""
-        found = 0
-        if self.kind == "tmpfs":
-            with suppress(FileNotFoundError):
-                for entry in os.scandir(self.root / "trash"):
-                    # Folders are of snapshots. They are deleted while the tier is locked.
-                    with suppress(FileNotFoundError):
-                        if entry.is_file(follow_symlinks=False):
-                            found += allocated_bytes(entry.stat())
-        return found
 
     def _full(self, size_bytes: int, over_bytes: int) -> CacheError:
         if over_bytes > 0:
