@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 
-import chart
 import cold
 import fourth
 import hello
@@ -24,9 +23,6 @@ def main() -> int:
         fourth.measure(report)
     with report.part("hello"):
         hello.measure(report, hello.Plan(rounds=arguments.hello_rounds))
-    with report.part("chart"):
-        chart.write(report.values)
-        print(f"chart: {chart.TARGET.name} in docs/")
     return 0 if report.finish() else 1
 
 
