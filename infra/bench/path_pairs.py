@@ -6,7 +6,6 @@ import contextlib
 import gc
 import itertools
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -123,9 +122,7 @@ def side(case: Case, plan: Plan, overrides: dict[str, Any]) -> Iterator[Side]:
         server = stack.enter_context(start_pilotflame(fleet.ENVIRONMENT, case.python))
         control = stack.enter_context(contextlib.closing(Control(server.url)))
         if functions:
-            code = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pilotflame-fleet-")))
-            (code / "handler.py").write_text(fleet.HANDLER)
-            others = fleet.Fleet(functions, server, control, str(code))
+            others = fleet.Fleet(functions, server, control, stack.enter_context(fleet.nothing()))
             others.deploy(others.names)
             others.wait_at_zero()
         control.deploy(str(FUNCTION), name=NAME, **settings)

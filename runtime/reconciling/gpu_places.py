@@ -115,7 +115,7 @@ class GpuPlaces:
         if (need := one.gpu_need) is None:
             return None
         own = self._of_standby(standby)
-        if (found := at if at is not None else self._ledger.room(need, (), own)) is None:
+        if (found := at if at is not None else self._ledger.room(need, own)) is None:
             return None
         if own is not None:
             self._ledger.promote(own, found)

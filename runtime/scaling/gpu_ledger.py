@@ -7,7 +7,7 @@ than what the processes hold, and fit into the memory, as long as each process k
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -32,7 +32,7 @@ AnyBooking = TypeVar("AnyBooking", bound=Booking)
 
 
 class GpuLedger(Generic[AnyBooking]):
-    """The bookings of a node. `beside` are holdings for which room is kept, although no process has them yet."""
+    """The bookings of a node."""
 
     def __init__(self, gpus: Sequence[Gpu]) -> None:
         self.gpus = tuple(gpus)
@@ -49,13 +49,11 @@ class GpuLedger(Generic[AnyBooking]):
     def held(self, but: Booking | None = None) -> list[Holding]:
         return [one.holding for one in self.bookings if one is not but]
 
-    def room(
-        self, need: GpuNeed, beside: Iterable[Holding] = (), but: Booking | None = None
-    ) -> Holding | None:
+    def room(self, need: GpuNeed, but: Booking | None = None) -> Holding | None:
         """Return where one more worker goes, or the standby `but`, which becomes it; None if there is no room."""
-        return place(self.gpus, [*self.held(but), *beside], need)
+        return place(self.gpus, self.held(but), need)
 
-    def rehearsal_room(self, need: GpuNeed, beside: Iterable[Holding] = ()) -> tuple[Holding, Holding] | None:
+    def rehearsal_room(self, need: GpuNeed) -> tuple[Holding, Holding] | None:
         """Return the holding of a standby as a worker, and its holding while it rehearses; None if it must not.
 
         It rehearses where its worker will be. That is known if the node has as many GPUs as a worker needs.
@@ -63,9 +61,7 @@ class GpuLedger(Generic[AnyBooking]):
         known = candidates(self.gpus, need)
         if len(known) != need.gpus:
             return None
-        booked = Counter[str]()
-        for one in (*self.held(), *beside):
-            booked.update(one)
+        booked = self.booked
         full = {gpu.id: need.of(gpu) for gpu in known}
         found = {gpu.id: min(full[gpu.id], gpu.memory_mb - booked[gpu.id]) for gpu in known}
         return (full, found) if min(found.values()) >= REHEARSAL_MB else None
@@ -78,9 +74,9 @@ class GpuLedger(Generic[AnyBooking]):
         """Book a standby as the worker that it becomes, where `room` found a place for it."""
         booking.full = booking.holding = found
 
-    def wake(self, booking: Booking, beside: Iterable[Holding] = ()) -> bool:
+    def wake(self, booking: Booking) -> bool:
         """Book a parked worker with all that a worker may hold, if there is room."""
-        if not fits(self.gpus, [*self.held(booking), *beside], booking.full):
+        if not fits(self.gpus, self.held(booking), booking.full):
             return False
         booking.holding = booking.full
         return True

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
 from typing import NamedTuple, TypeAlias
 
 from ..settings.resources import Resources
@@ -45,17 +44,6 @@ def need_of(resources: Resources) -> GpuNeed | None:
     return GpuNeed(resources.gpus, resources.gpu_memory_mb) if resources.gpus else None
 
 
-class GpuHolder(NamedTuple):
-    """What one worker holds, and what it would still hold if it had to make room."""
-
-    holding: Holding
-    left: Holding = MappingProxyType({})
-    cost: float | None = None
-    """What its callers would lose if it had to; None if it must not be taken from."""
-    leaving: bool = False
-    """True if it makes room already."""
-
-
 def candidates(gpus: Iterable[Gpu], need: GpuNeed) -> list[Gpu]:
     """Return the GPUs that one worker could use, if nothing else were there: several of them are no MIG slices."""
     return [gpu for gpu in gpus if gpu.memory_mb >= need.of(gpu) and not (gpu.slice and need.gpus > 1)]
@@ -85,43 +73,3 @@ def _free(gpus: Sequence[Gpu], held: Iterable[Holding]) -> Counter[str]:
     for one in held:
         free.subtract(one)
     return free
-
-
-class Room(NamedTuple):
-    """How room for one worker is made."""
-
-    holding: Holding
-    takes: tuple[int, ...]
-    """Whose memory it takes, as places in the list of those that hold some. Nobody's if it is enough to wait."""
-
-
-def make_room(
-    gpus: Sequence[Gpu], held: Sequence[GpuHolder], need: GpuNeed, only: Holding | None = None
-) -> Room | None:
-    """Return who makes room for one more worker, or for one that needs `only`; None if that would not suffice.
-
-    Those go whose callers lose least, and none of whose room the worker needs nothing.
-    """
-    kept = [one.left if one.leaving else one.holding for one in held]
-
-    def found() -> Holding | None:
-        if only is None:
-            return place(gpus, kept, need)
-        return only if fits(gpus, kept, only) else None
-
-    takes = list[int]()
-    offered = [number for number, one in enumerate(held) if one.cost is not None and not one.leaving]
-    offered.sort(key=lambda number: held[number].cost or 0.0)
-    while (holding := found()) is None:
-        if len(takes) == len(offered):
-            return None
-        takes.append(offered[len(takes)])
-        kept[takes[-1]] = held[takes[-1]].left
-    for number in takes[::-1]:
-        kept[number] = held[number].holding
-        if (without := found()) is None:
-            kept[number] = held[number].left
-        else:
-            holding = without
-            takes.remove(number)
-    return Room(holding, tuple(takes))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 from pilotflame.runtime.scaling.gpu_ledger import REHEARSAL_MB, Booking, GpuLedger
-from pilotflame.runtime.scaling.placement import Gpu, GpuHolder, GpuNeed, Holding, make_room
+from pilotflame.runtime.scaling.placement import Gpu, GpuNeed, Holding
 from pilotflame.runtime.settings.resources import CONTEXT_MB
 
 ONE = [Gpu("0", 4096)]
@@ -169,18 +169,15 @@ class Node:
         return True
 
     def give_room(self) -> bool:
-        """End those that `make_room` names for a worker, and start it where it says."""
+        """End processes until a worker has room, and start it there."""
         need = self.chance.choice(self.needs)
-        holders = [
-            GpuHolder(one.holding, {}, -1.0 if one.kind == "standby" else self.chance.random())
-            for one in self.ledger.bookings
-        ]
-        if (room := make_room(self.gpus, holders, need)) is None:
-            return False
-        for one in [self.ledger.bookings[number] for number in room.takes]:
-            self.ledger.remove(one)
+        bookings = self.chance.sample(self.ledger.bookings, len(self.ledger.bookings))
+        while (room := self.ledger.room(need)) is None and bookings:
+            self.ledger.remove(bookings.pop())
         self.check()
-        holding: Holding = room.holding
+        if room is None:
+            return False
+        holding: Holding = room
         self.ledger.add(Process(holding, holding, need, "worker"))
         return True
 
