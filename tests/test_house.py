@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import tomllib
+from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -245,6 +246,42 @@ def test_errors_are_of_the_tree_and_none_is_swallowed(name: str) -> None:
 def test_nobody_prints_but_the_command_line(name: str) -> None:
     for node in ast.walk(tree(dict(SOURCES)[name])):
         assert called(node) != "print", f"{name}, line {node.lineno}"  # type: ignore[attr-defined]
+
+
+# Timers of the rooms that decide about workers or feed the decisions. Each but the reconciler's says why it is none of that.
+TIMERS = {
+    "runtime/reconciling/reconciler.py": 1,
+    # Writes what was learned to the disk.
+    "runtime/reconciling/function_histories.py": 1,
+    # Measures memory, and listens to the kernel's pressure again.
+    "runtime/functions/memory_pressure.py": 1,
+    "runtime/functions/metering.py": 1,
+    "runtime/functions/rest.py": 3,
+    # The wall clock of schedules, and the windows after calls of other functions.
+    "runtime/functions/prewarming.py": 2,
+}
+
+
+def test_one_timer_decides_about_workers() -> None:
+    found = Counter[str]()
+    rooms = ("runtime/reconciling", "runtime/scaling", "runtime/functions")
+    for path in [
+        *(file for room in rooms for file in (ROOT / room).glob("*.py")),
+        ROOT / "runtime/serving/revision.py",
+    ]:
+        calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
+        names = [node.func.attr for node in calls if isinstance(node.func, ast.Attribute)]
+        found[str(path.relative_to(ROOT))] = sum(name in ("call_later", "call_at") for name in names)
+    assert {name: count for name, count in found.items() if count} == TIMERS
+
+
+def test_processes_are_made_and_ended_in_one_room() -> None:
+    for path in (ROOT / "runtime").rglob("*.py"):
+        if path.parent.name != "reconciling":
+            attributes = (
+                node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)
+            )
+            assert not any(node.attr == "pool" for node in attributes), path
 
 
 def test_weights_are_never_unpickled_anywhere() -> None:

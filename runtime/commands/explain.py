@@ -33,6 +33,7 @@ def explain(*, name: str, since: float | None, lines: int, client: Client, as_js
       pilotflame explain embed --since 1h
       pilotflame explain embed --since 2d --json
     """
+    desired = client.get("v1", "functions", name)["desired"]
     query = {} if since is None else {"since": since}
     found = client.get("v1", "functions", name, "decisions", lines=lines, **query)["decisions"]
     if as_json:
@@ -41,6 +42,8 @@ def explain(*, name: str, since: float | None, lines: int, client: Client, as_js
     else:
         for decision in found:
             click.echo(f"{_moment(decision['at'])}  {decision['text']}")
+        workers = "1 worker" if desired["held"] == 1 else f"{desired['held']} workers"
+        display.say(f"now: {workers} ({'; '.join(desired['because']) or 'nothing wants one'})")
         if not found:
             display.say(f"nothing was decided about {name} {'yet' if since is None else 'since then'}")
 

@@ -47,6 +47,15 @@ class Workers(BaseModel, frozen=True):
     draining: int
 
 
+class DesiredWorkers(BaseModel, frozen=True):
+    """How many workers the live revision should have now, and why (docs/scaling.md)."""
+
+    awake: int
+    held: int
+    """The awake and the parked ones."""
+    because: list[str]
+
+
 class Process(BaseModel, frozen=True):
     """One process of a function and the memory it holds."""
 
@@ -121,6 +130,7 @@ class FunctionStatus(BaseModel, frozen=True):
     stopped: str = ""
     """Why it refuses calls now, as "budget"; "" if it accepts them."""
     workers: Workers
+    desired: DesiredWorkers
     standby: bool
     zygote: bool
     rung: RungName
@@ -327,7 +337,7 @@ class Live:
             snapshots=snapshots, stopped=self.function.stopped, workers=Workers(
                 ready=census.ready, parked=census.parked, starting=census.starting, draining=census.draining
             ),
-            standby=census.standby, zygote=census.zygote, rung=self.workers.stands_on,
+            desired=self.desired(), standby=census.standby, zygote=census.zygote, rung=self.workers.stands_on,
             next_rung=step.rung if step else None, next_rung_at=datetime.fromtimestamp(step.at, UTC) if step else None,
             queued=census.queued, in_flight=census.in_flight,
             activations=self.workers.activations,
@@ -339,6 +349,12 @@ class Live:
             budget=budget, warnings=warnings, settings=settings, setting_origins=record.setting_origins, processes=list(processes),
             **{key: facts.get(key, missing) for key, missing in _FACTS.items()},
         )  # fmt: skip
+
+    def desired(self) -> DesiredWorkers:
+        """Return how many workers there should be now, and why."""
+        row, limit = self.workers.desired(), self.workers.reached
+        limits = [f"{limit.name} ({limit.most}) allows no more"] if limit is not None else []
+        return DesiredWorkers(awake=row.awake, held=row.held, because=[*row.reasons(), *limits])
 
     def schedules(self, now: datetime) -> list[ScheduleStatus]:
         """Return the function's schedules, and when each of them fires next."""

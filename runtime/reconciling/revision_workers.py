@@ -266,6 +266,12 @@ class RevisionWorkers(PoolEvents):
         self.revision.enough = -1.0 if looks_first else sufficient_load(spec, seen)
         return self.row, seen
 
+    def desired(self) -> Row:
+        """Return the row of the last look, or a new one: calls that start and end do not all lead to a look."""
+        if self._seen.unfinished != len(self.revision.dispatcher.queue) + self.replicas.in_flight:
+            self.decide(time.monotonic())
+        return self.row
+
     def advance(self, now_s: float) -> float:
         """Take the steps that are due: of the budget, of the keep-alive plan, and of a zygote that died. Return when the next is."""
         account, zygote, ladder = self.function.account, self.pool.zygote, self.function.ladder
@@ -451,11 +457,7 @@ class RevisionWorkers(PoolEvents):
 
     def claim(self, waiting_since_s: float) -> RevisionClaim:
         """Return what it has and wants of what all revisions share."""
-        replicas = self.replicas
-        # Calls that start and end do not all lead to a look.
-        if self._seen.unfinished != len(self.revision.dispatcher.queue) + replicas.in_flight:
-            self.decide(time.monotonic())
-        row = self.row
+        row, replicas = self.desired(), self.replicas
         wants = dict[WorkerTier, int]()
         for proposal in row.wanted:
             tier = _TIERS[proposal.rank]

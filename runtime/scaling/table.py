@@ -71,6 +71,8 @@ class Row(NamedTuple):
     """The awake and the parked ones."""
     wanted: tuple[Proposal, ...] = ()
     """The proposals that want workers, as far as the caps leave them, the highest rank first."""
+    kept: tuple[Proposal, ...] = ()
+    """The proposals that let more workers stay than they want, as far as the caps leave them."""
     again_s: float = math.inf
     """When to look again although no event occurs."""
     most: int = sys.maxsize
@@ -98,6 +100,15 @@ class Row(NamedTuple):
         idle = len(seen.idle_since_s) - stopping
         return max(0, min(seen.awake - stopping - self.awake, idle))
 
+    def reasons(self) -> Iterator[str]:
+        """Yield in words why there should be this number of workers."""
+        for proposal in self.wanted:
+            yield f"{proposal.cause} wants {proposal.want}"
+        for proposal in self.kept:
+            yield f"{proposal.cause} lets {proposal.keep} stay"
+        if self.capped:
+            yield f"{self.capped} allows no more"
+
     def causes(self, seen: Seen, start: int) -> Iterator[tuple[Proposal, int]]:
         """Yield why the next `start` workers start: the proposal of the highest rank that wants each, and how many."""
         number, last = seen.awake, seen.awake + start
@@ -109,7 +120,7 @@ class Row(NamedTuple):
 
 def combine(proposals: Iterable[Proposal], caps: Iterable[Cap], seen: Seen) -> Row:
     """Return the row: the largest numbers of the proposals, after the caps on their ranks."""
-    bounds, wanted = tuple(caps), list[Proposal]()
+    bounds, wanted, kept = tuple(caps), list[Proposal](), list[Proposal]()
     want = keep = keep_awake = 0
     cut, capped = 0.0, ""
     again_s = lasting_until_s = math.inf
@@ -129,6 +140,8 @@ def combine(proposals: Iterable[Proposal], caps: Iterable[Cap], seen: Seen) -> R
             again_s = min(again_s, proposal.until_s)
         elif keeps:
             lasting_until_s = min(lasting_until_s, proposal.until_s)
+        if keeps > wants:
+            kept.append(proposal._replace(want=wants, keep=keeps))
         want, keep = max(want, wants), max(keep, keeps)
         keep_awake = max(keep_awake, int(min(keeps, max(awake, wants))))
     target = min(max(seen.held, want), max(want, keep))
@@ -139,7 +152,8 @@ def combine(proposals: Iterable[Proposal], caps: Iterable[Cap], seen: Seen) -> R
     return Row(
         awake=min(max(seen.awake, want), max(want, keep_awake), max(want, target)),
         held=target,
-        wanted=tuple(sorted(wanted, key=lambda one: (-one.rank, -one.want, *one[1:]))),
+        wanted=tuple(sorted(set(wanted), key=lambda one: (-one.rank, -one.want, *one[1:]))),
+        kept=tuple(sorted(set(kept), key=lambda one: (-one.rank, -one.keep, *one[1:]))),
         again_s=again_s,
         most=int(min([sys.maxsize, *(cap.held for cap in bounds if cap.on == EVERY)])),
         capped=capped,

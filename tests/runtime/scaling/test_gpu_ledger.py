@@ -47,18 +47,6 @@ def test_where_its_gpus_are_not_known_yet_a_standby_does_not_rehearse():
     assert GpuLedger[Booking]([Gpu("0", 4096), Gpu("1", 2048)]).rehearsal_room(NEED) is not None
 
 
-def test_room_that_is_kept_for_others_is_not_given_away():
-    ledger: GpuLedger[Booking] = GpuLedger(ONE)
-    parked = Booking({"0": 3000}, {"0": 600})
-    ledger.add(parked)
-    kept = [{"0": 2000}]
-    assert ledger.room(GpuNeed(1, 1497), kept) is None
-    assert ledger.rehearsal_room(NEED, [{"0": 3000}]) is None
-    assert not ledger.wake(parked, kept)
-    assert ledger.wake(parked)
-    assert ledger.booked == {"0": 3000}
-
-
 @dataclass(eq=False)
 class Process(Booking):
     """A worker, parked worker or standby of the model, with what it really holds."""

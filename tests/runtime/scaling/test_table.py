@@ -6,7 +6,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 from pilotflame.runtime.scaling.seen import Seen
-from pilotflame.runtime.scaling.table import EVERY, Cap, Proposal, Rank, Row, combine
+from pilotflame.runtime.scaling.table import EVERY, Cap, Proposal, Rank, combine
 
 CAUSES = st.sampled_from(["a", "b", "c"])
 BOUNDS = st.just(math.inf) | st.integers(0, 12)
@@ -91,4 +91,11 @@ def test_what_stays_beyond_the_wanted_is_looked_at_when_it_ends() -> None:
     keep, seen = Proposal(Rank.KEEP, "window", keep=2, until_s=9.0), Seen(0, 0, starting=0, ready=2)
     assert combine([keep], [], seen).again_s == 9.0
     assert combine([keep, Proposal(Rank.OWNER, "min", 2)], [], seen).again_s == math.inf
-    assert combine([keep], [], replace(seen, ready=0)) == Row(awake=0, held=0)
+    gone = combine([keep], [], replace(seen, ready=0))
+    assert (gone.awake, gone.held, gone.again_s) == (0, 0, math.inf)
+
+
+def test_a_row_says_why() -> None:
+    proposals = [Proposal(Rank.LOAD, "load", 3), Proposal(Rank.KEEP, "window", keep=9)]
+    row = combine(proposals, [Cap("max", EVERY, held=2)], Seen(3, 0, starting=0, ready=1))
+    assert list(row.reasons()) == ["load wants 2", "window lets 2 stay", "max allows no more"]
