@@ -9,7 +9,7 @@ import pytest
 from live import Gateway
 from pilotflame._version import __version__
 from pilotflame.handlers.codec import InputCodec, OutputCodec
-from pilotflame.runtime.functions.live import FunctionStatus, Workers
+from pilotflame.runtime.functions.live import DesiredWorkers, FunctionStatus, Workers
 from pilotflame.runtime.settings.function_settings import FunctionSettings
 from pilotflame.runtime.telemetry.usage import RungName
 from pydantic import BaseModel
@@ -35,6 +35,7 @@ def status(name: str, annotation: Any = None, *, streaming: bool = False) -> Fun
         batch=None,
         snapshot=None,
         workers=Workers(ready=0, parked=0, starting=0, draining=0),
+        desired=DesiredWorkers(awake=0, held=0, because=[]),
         standby=False,
         rung=RungName.LOCAL,
         zygote=False,
