@@ -256,7 +256,7 @@ class Reconciler:
     def note_change(self) -> None:
         """Learn that a place may be free, or that a worker has nothing to do: revisions that wait may get more."""
         if not self._short:
-            self._allocate_at_s = math.inf
+            self._pending, self._allocate_at_s = False, math.inf
             self.gpus.renew_standby()
         elif not self._pending:
             self._pending = True
