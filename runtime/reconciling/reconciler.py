@@ -11,7 +11,8 @@ import asyncio
 import heapq
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import NamedTuple, Protocol
 
 from ..scaling.allocation import Allocation, Grant, Limits, ReachedLimit, RevisionClaim, allocate
@@ -108,6 +109,8 @@ class Reconciler:
         self.gpus, self._most, self._of_owner = gpus, most, of_owner
         self._clock, self._loop = clock, loop or asyncio.get_running_loop()
         self._members: dict[str, Member] = {}
+        # Those that are looked at no more, and whose processes have not all ended.
+        self._leaving: dict[str, Member] = {}
         self._short: dict[Member, _Short] = {}
         # By key when to look at each revision again, and the same as a heap. Entries of the heap that differ are outdated.
         self._due: dict[str, float] = {}
@@ -125,14 +128,15 @@ class Reconciler:
 
     def leave(self, one: Member) -> None:
         """Look at a revision no more: it ends. Its processes count until `forget`."""
+        if self._members.pop(one.key, None) is not None:
+            self._leaving[one.key] = one
         self._due.pop(one.key, None)
         self._note_short(one, None)
 
     def forget(self, one: Member) -> None:
         """Forget a revision whose processes have ended."""
-        self._members.pop(one.key, None)
-        self._due.pop(one.key, None)
-        self._note_short(one, None)
+        self.leave(one)
+        self._leaving.pop(one.key, None)
         self.gpus.leave(one)
         self.note_change()
 
@@ -232,7 +236,11 @@ class Reconciler:
         return one.gpu_need is not None
 
     def _held(self, owner: str | None = None) -> int:
-        return sum(one.held_workers for one in self._members.values() if owner in (None, one.owner))
+        return sum(one.held_workers for one in self._all() if owner in (None, one.owner))
+
+    def _all(self) -> Iterator[Member]:
+        """Yield the revisions that have processes or may get some."""
+        return chain(self._members.values(), self._leaving.values())
 
     def _wait(self, one: Member, now_s: float) -> None:
         """Have the next allocation decide what a revision gets."""
@@ -277,9 +285,7 @@ class Reconciler:
         if not self._short:
             return
         holders = self.gpus.owners
-        members = [
-            one for one in self._members.values() if one.held_workers or one in self._short or one in holders
-        ]
+        members = [one for one in self._all() if one.held_workers or one in self._short or one in holders]
         claims = [one.claim(self._short[one].since_s if one in self._short else math.inf) for one in members]
         allocation = allocate(claims, self._limits(members), self.gpus.gpus, now_s)
         self._rested_at_s = self._clock() + (self._clock() - now_s) * (1 / MOST_SHARE - 1)
