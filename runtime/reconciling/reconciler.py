@@ -44,6 +44,9 @@ class Member(GpuClaimant, Protocol):
     def held_workers(self) -> int:
         """The number of its workers, also of those that are being forked."""
 
+    row: Row
+    """The row of the last look."""
+
     @property
     def urgent(self) -> bool:
         """True if callers wait, or a deploy or a signal for which others make room."""
@@ -93,6 +96,8 @@ class _Short(NamedTuple):
 
     since_s: float
     """Since when; infinity if neither callers nor a deploy wait."""
+    missing: int
+    """How many it wants."""
     reached: ReachedLimit | None = None
     """None until the next allocation."""
 
@@ -153,20 +158,25 @@ class Reconciler:
 
     def look(self, one: Member, arriving: int = 0) -> None:
         """Have a revision start, wake, stop and park workers until there are as many as its row names."""
-        now_s = self._clock()
+        if one.key not in self._members:
+            return
+        now_s, before = self._clock(), one.row
         again_s = one.advance(now_s)
         for _ in range(MOST_LOOKS):
             row, seen = one.decide(now_s, arriving)
             if not self._act(one, row, seen, now_s):
                 break
         one.settle(row, seen, now_s)
+        if self._short and row.wants != before.wants:
+            # Others may get what it wants no more, or no more as urgently.
+            self.note_change()
         self.look_by(one, min(row.again_s, again_s))
 
     def _act(self, one: Member, row: Row, seen: Seen, now_s: float) -> bool:
         """Do what a row says. Return True if workers woke, stop or park, so that there is another row."""
         missing = row.start(seen)
         if missing and not self._fits(one, missing, seen):
-            self._wait(one, now_s)
+            self._wait(one, missing, now_s)
             return False
         self._note_short(one, None)
         if missing and seen.parked and one.wake(missing, seen.queued):
@@ -215,25 +225,21 @@ class Reconciler:
     # -- what all of them share
 
     def _fits(self, one: Member, missing: int, seen: Seen) -> bool:
-        """Return True if a revision may have `missing` more workers awake now, and no other one waits for their places."""
-        if any(self._rivals(one, other) for other in self._short if other is not one):
-            return False
+        """Return True if a revision may have `missing` more workers awake now, beside those that others wait for."""
         starting = max(0, missing - seen.parked)
-        if self._most is not None and self._held() + starting > self._most:
-            return False
-        most = self._of_owner(one.owner)
-        if most is not None and self._held(one.owner) + starting > most:
+        for scope, most in ((None, self._most), (one.owner, self._of_owner(one.owner))):
+            if most is not None and self._held(scope) + self._awaited(one, scope) + starting > most:
+                return False
+        if one.gpu_need is not None and any(
+            other.gpu_need is not None for other in self._short if other is not one
+        ):
             return False
         return one.fits_gpus(missing)
 
-    def _rivals(self, one: Member, waiting: Member) -> bool:
-        """Return True if the places that one revision wants may be those for which the other one waits."""
-        reached = self._short[waiting].reached
-        if reached is None or reached.name == "max_workers":
-            return True
-        if reached.name == "owner_limit":
-            return one.owner == waiting.owner
-        return one.gpu_need is not None
+    def _awaited(self, one: Member, owner: str | None) -> int:
+        """Return how many workers other revisions wait for."""
+        waiting = (other for other in self._short if other is not one and owner in (None, other.owner))
+        return sum(self._short[other].missing for other in waiting)
 
     def _held(self, owner: str | None = None) -> int:
         return sum(one.held_workers for one in self._all() if owner in (None, one.owner))
@@ -242,13 +248,16 @@ class Reconciler:
         """Yield the revisions that have processes or may get some."""
         return chain(self._members.values(), self._leaving.values())
 
-    def _wait(self, one: Member, now_s: float) -> None:
+    def _wait(self, one: Member, missing: int, now_s: float) -> None:
         """Have the next allocation decide what a revision gets."""
         since_s = now_s if one.urgent else math.inf
         if (short := self._short.get(one)) is None:
-            self._note_short(one, _Short(since_s))
-        elif (since_s < math.inf) != (short.since_s < math.inf):
-            self._short[one] = short._replace(since_s=since_s)
+            self._note_short(one, _Short(since_s, missing))
+        else:
+            waits_anew = (since_s < math.inf) != (short.since_s < math.inf)
+            self._short[one] = short._replace(
+                missing=missing, since_s=since_s if waits_anew else short.since_s
+            )
         self.note_change()
 
     def _note_short(self, one: Member, short: _Short | None) -> None:

@@ -458,10 +458,7 @@ class RevisionWorkers(PoolEvents):
     def claim(self, waiting_since_s: float) -> RevisionClaim:
         """Return what it has and wants of what all revisions share."""
         row, replicas = self.desired(), self.replicas
-        wants = dict[WorkerTier, int]()
-        for proposal in row.wanted:
-            tier = _TIERS[proposal.rank]
-            wants[tier] = max(wants.get(tier, 0), proposal.want)
+        wants = {_TIERS[rank]: count for rank, count in row.wants.items()}
         first_s = min(
             (one.activation.asked_s for one in replicas if one.state is not ReplicaState.DRAINING),
             default=min(replicas.asked_s, default=math.inf),

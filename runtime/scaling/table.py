@@ -80,6 +80,14 @@ class Row(NamedTuple):
     capped: str = ""
     """The cause of the cap that leaves fewer workers than a proposal wants; "" if none does."""
 
+    @property
+    def wants(self) -> dict[Rank, int]:
+        """How many workers each class of proposals wants awake."""
+        wants = dict[Rank, int]()
+        for proposal in self.wanted:
+            wants[proposal.rank] = max(wants.get(proposal.rank, 0), proposal.want)
+        return wants
+
     def start(self, seen: Seen) -> int:
         """How many workers are missing. Parked ones wake before others start."""
         return max(0, self.awake - seen.awake)
