@@ -95,10 +95,12 @@ class Row(NamedTuple):
     def stop(self, seen: Seen) -> int:
         """How many workers end: parked ones first, then ready ones. A worker that starts cannot be stopped.
 
-        While workers are missing, parked ones wake first. The next look stops those that are left.
+        While workers are missing, parked ones wake first. The next look stops those that are left. No worker with calls ends in
+        place of one that starts: that one ends when it is ready.
         """
         surplus = 0 if self.start(seen) else seen.held - self.held
-        return max(0, min(surplus, seen.ready + seen.parked))
+        free = seen.parked + len(seen.idle_since_s)
+        return max(0, min(surplus, max(free, surplus - seen.starting), seen.ready + seen.parked))
 
     def park(self, seen: Seen) -> int:
         """How many of the workers without work are parked, once `stop` have ended."""

@@ -111,8 +111,8 @@ def test_it_is_never_above_max_nor_below_min(spec: ScaleSpec, seen: Seen, ahead:
     assert not (decision.start and decision.stop)
     if decision.start:
         assert after <= spec.max
-    # Workers that start cannot be stopped.
-    assert after <= max(spec.max, seen.starting)
+    # Workers that start cannot be stopped, and no worker with calls is stopped in their place.
+    assert after <= max(spec.max, seen.starting + seen.ready - len(seen.idle_since_s))
     assert after >= spec.min
 
 
