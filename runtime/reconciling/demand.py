@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from ..scaling.load import wanted
+from ..scaling.load import buffered, wanted
 from ..scaling.recent_load import RecentLoad
 from ..scaling.recent_need import RecentNeed
 from ..scaling.scale_spec import ScaleSpec
@@ -35,8 +35,8 @@ class Demand:
         in_flight = replicas.in_flight - leaving
         load = self._predict(queued, starting, now_s)
         peak = Seen(queued, max(in_flight, self._revision.peak), starting, ready, load=load)
-        # What is wanted ahead of need is kept as long as its signal says.
-        self._need.note(now_s, wanted(spec, peak))
+        # What signals and the owner want is kept as long as they say.
+        self._need.note(now_s, buffered(spec, peak))
         self._revision.peak = in_flight
         parks_s = spec.park_after_s if spec.park_after_s < math.inf else 0.0
         self._need.forget(now_s, max(spec.scale_down_s, parks_s))

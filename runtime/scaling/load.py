@@ -40,10 +40,15 @@ def needed(spec: ScaleSpec, seen: Seen) -> int:
     return _by_share(spec, seen.calls) if seen.load is None else _by_work(spec, seen, seen.load)
 
 
+def buffered(spec: ScaleSpec, seen: Seen) -> int:
+    """Return how many workers the load and its buffer want, at most `max`."""
+    need = needed(spec, seen)
+    return min(spec.max, need + spec.buffer if seen.calls else need)
+
+
 def wanted(spec: ScaleSpec, seen: Seen) -> int:
     """Return how many workers the load, its buffer and the owner want, within the owner's limits."""
-    need = needed(spec, seen)
-    return min(spec.max, max(spec.min, need + spec.buffer if seen.calls else need))
+    return max(min(spec.min, spec.max), buffered(spec, seen))
 
 
 def _by_share(spec: ScaleSpec, load: float) -> int:

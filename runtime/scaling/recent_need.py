@@ -15,7 +15,9 @@ class RecentNeed:
         self._peaks: deque[tuple[float, int]] = deque()
 
     def note(self, now_s: float, workers: int) -> None:
-        """Remember that `workers` were wanted at `now_s` or shortly before."""
+        """Remember that `workers` were wanted at `now_s` or shortly before. Without any, there is nothing to remember."""
+        if not workers:
+            return
         peaks = self._peaks
         while peaks and peaks[-1][1] <= workers:
             peaks.pop()

@@ -1,5 +1,7 @@
 """What was needed of late: the largest number of a window, as one remembers it who keeps all."""
 
+import math
+
 from hypothesis import given
 from hypothesis import strategies as st
 from pilotflame.runtime.scaling.recent_need import RecentNeed
@@ -19,8 +21,8 @@ def test_the_largest_of_the_window_and_when_it_ends(
         recent.note(now_s, workers)
         noted.append((now_s, workers))
     now_s += later_s
-    inside = [(at_s, workers) for at_s, workers in noted if at_s + window_s > now_s]
+    inside = [(at_s, workers) for at_s, workers in noted if workers and at_s + window_s > now_s]
     peak, until_s = recent.peak(now_s, window_s)
     assert peak == max((workers for _, workers in inside), default=0)
-    if inside:
-        assert until_s == max(at_s for at_s, workers in inside if workers == peak) + window_s
+    # Without any, nothing ends later.
+    assert until_s == max((at_s + window_s for at_s, workers in inside if workers == peak), default=math.inf)
