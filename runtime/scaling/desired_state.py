@@ -22,9 +22,9 @@ def desired(
     ahead: Proposal | None = None,
 ) -> Row:
     """Return how many workers a revision should have at `now_s`. `ahead` is what a signal wants before calls arrive."""
-    if state.phase in NOT_LIVE and spec.min:
-        # What the owner keeps, the live revision has.
-        spec = replace(spec, min=0)
+    if state.phase in NOT_LIVE:
+        # What the owner keeps and signals want, the live revision has.
+        spec, ahead = replace(spec, min=0) if spec.min else spec, None
     proposals = chain(revision_state.proposals(state), load.proposals(spec, seen, now_s))
     caps = chain(revision_state.caps(spec, seen, state, now_s), load.caps(spec, seen, now_s))
     return combine(proposals if ahead is None else chain(proposals, (ahead,)), caps, seen)
