@@ -658,6 +658,10 @@ class RevisionWorkers(PoolEvents):
     def on_processes_changed(self) -> None:
         self._listeners.processes()
 
+    def on_leaving(self, replica: Replica) -> None:
+        self._node.reconciler.note_change()
+        self.look()
+
     def on_parked(self, replica: Replica, freed_bytes: int, reserved: list[int]) -> None:
         gpus = self._node.gpus
         self.function.decisions.note(

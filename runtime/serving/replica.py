@@ -59,6 +59,9 @@ class WorkerEvents(Protocol):
 
     def on_ready(self, replica: Replica) -> None: ...
     def on_start_failed(self, error: PilotflameError) -> None: ...
+    def on_leaving(self, replica: Replica) -> None:
+        """A worker drains by its own will, and takes no more invocations."""
+
     def on_parked(self, replica: Replica, freed_bytes: int, reserved: list[int]) -> None:
         """A worker has given memory of devices back. `reserved` has the bytes that torch's allocator keeps of each of its GPUs."""
 
@@ -331,6 +334,7 @@ class Replica:
                 # Otherwise it may run until its last invocation has ended, which deadlines limit.
                 if not self.outstanding.calls:
                     self.child.kill_after(EXIT_TIMEOUT_S)
+                self._events.on_leaving(self)
         elif kind == FrameKind.COPIED:
             self._on_copied(head)
         elif kind == FrameKind.FAILED:

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import math
-import selectors
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import hypothesis.strategies as st
 import orjson
@@ -34,30 +32,11 @@ from pilotflame.runtime.serving.replica import Replica, ReplicaState
 from pilotflame.runtime.serving.replicas import ReplicaList
 from pilotflame.runtime.settings.function_settings import FunctionSettings
 from pilotflame.runtime.telemetry.timeline import Activation, WorkerTiming
+from simulated_time import run_simulated
 
 LIMIT_S, GRACE_S = 10.0, 2.0
 # By how much a timer may be early or late.
 TOLERANCE_S = 0.01
-
-
-class SimulatedTime(selectors.DefaultSelector):
-    """Advances the clock to the next timer. No events arrive."""
-
-    now_s = 1000.0
-
-    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        assert timeout is not None, "the test waits, and no timer is set"
-        self.now_s += max(0.0, timeout)
-        return super().select(0)
-
-
-class SimulatedLoop(asyncio.SelectorEventLoop):
-    def __init__(self) -> None:
-        self.clock = SimulatedTime()
-        super().__init__(self.clock)
-
-    def time(self) -> float:
-        return self.clock.now_s
 
 
 @dataclass
@@ -217,6 +196,7 @@ class Revision:
 
     def on_start_failed(self, error: PilotflameError) -> None: ...
     def on_resized(self, replica: Replica) -> None: ...
+    def on_leaving(self, replica: Replica) -> None: ...
     def on_parked(self, replica: Replica, freed_bytes: int, reserved: list[int]) -> None: ...
 
     def on_lost(self, replica: Replica, unstarted: list[Invocation], started: list[Invocation]) -> None:
@@ -275,9 +255,7 @@ async def run(plans: list[Plan], slots: int, ahead: int, max_batch: int, limit_s
 
 
 def simulated(*arguments: Any) -> Run:
-    loop = SimulatedLoop()
-    with asyncio.Runner(loop_factory=lambda: loop) as runner, mock.patch("time.monotonic", loop.time):
-        return runner.run(run(*arguments))
+    return run_simulated(run(*arguments))
 
 
 times = st.integers(1, 40).map(lambda tenths: tenths / 4)
