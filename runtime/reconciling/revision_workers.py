@@ -387,7 +387,10 @@ class RevisionWorkers(PoolEvents):
             self._empty.set()
 
     def _keeps_zygote(self) -> bool:
-        return self.replicas.held > 0 or (self._stand.keeps_zygote and self.function.keeps_zygote)
+        # A deploy is about to fork its first worker.
+        if self.replicas.held > 0 or self.phase in (Phase.NEW, Phase.PROVING):
+            return True
+        return self._stand.keeps_zygote and self.function.keeps_zygote
 
     def _hold_rung(self) -> None:
         """Without workers, starts and calls, make or give up the zygote and the weights as the plan says."""

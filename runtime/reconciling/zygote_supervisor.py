@@ -123,6 +123,10 @@ class ZygoteSupervisor:
                     await self._launcher.prepare(self._spec)
             else:
                 await self.open()
+                if not self._keeps():
+                    # What wanted it has ended while it was launched.
+                    self.rest()
+                    return
         except PilotflameError as error:
             text = f"the zygote could not be launched: {error}\n{error.trace}".rstrip()
             self._logs.write("gateway", text, "error")
