@@ -134,6 +134,8 @@ class RevisionWorkers(PoolEvents):
         self._rollover = self._deaths = 0
         # Starts that have failed, and the fetcher is yet to say why.
         self._unexplained = 0
+        # Workers that have died, and it is not known yet whether their calls run again.
+        self._unrecovered = 0
         self._barred = ""
         self._empty = asyncio.Event()
         # The tasks that recover the calls of workers that have ended, and log these ends.
@@ -383,7 +385,7 @@ class RevisionWorkers(PoolEvents):
         self._bar()
         self.function.prewarms.settle()
         self.note_load(now_s)
-        if self.phase is Phase.RETIRING and not seen.unfinished:
+        if self.phase is Phase.RETIRING and not (seen.unfinished or self._unrecovered):
             self._empty.set()
 
     def _keeps_zygote(self) -> bool:
@@ -720,6 +722,10 @@ class RevisionWorkers(PoolEvents):
         self.pool.remove(replica)
         self._node.reconciler.note_change()
         self.function.prewarms.end(replica, used=bool(replica.completed or started))
+        if _died_in_start(replica):
+            # Until its end is known, the start has neither succeeded nor failed.
+            self._unexplained += 1
+        self._unrecovered += 1
         ending = self._tasks.create_task(self._recover(replica, unstarted, started))
         self._endings.add(ending)
         ending.add_done_callback(self._endings.discard)
@@ -729,8 +735,10 @@ class RevisionWorkers(PoolEvents):
     ) -> None:
         was_ready = replica.activation.ready_s > 0
         cause = await replica.child.cause() if started or not was_ready else EndCause()
+        self._unrecovered -= 1
         self.revision.dispatcher.recover(unstarted, started, cause)
-        if not (was_ready or replica.reported_failure or replica.left):
+        if _died_in_start(replica):
+            self._unexplained -= 1
             self._note_death(cause)
         self.look()
         if not len(self.replicas) and not len(self.revision.dispatcher.queue):
@@ -755,6 +763,11 @@ class RevisionWorkers(PoolEvents):
 _TIERS = {
     Rank.PROOF: WorkerTier.PROOF, Rank.OWNER: WorkerTier.OWNER, Rank.LOAD: WorkerTier.LOAD, Rank.AHEAD: WorkerTier.AHEAD, Rank.KEEP: WorkerTier.KEEP,
 }  # fmt: skip
+
+
+def _died_in_start(replica: Replica) -> bool:
+    """Return True if a worker ended before it was ready, neither by its own report nor because it was cancelled."""
+    return not (replica.activation.ready_s or replica.reported_failure or replica.left)
 
 
 def _process(

@@ -48,7 +48,7 @@ class RevisionState(NamedTuple):
     open: bool = False
     """True if so many starts have failed that callers cause none either before the backoff ends."""
     unexplained: bool = False
-    """True after a start without its weights, until the fetcher has reported the cause."""
+    """True after a start that has failed, until its cause is known: the fetcher tells it, or the parent of the process."""
 
 
 NOTHING_WRONG = RevisionState()
@@ -75,7 +75,7 @@ def caps(spec: ScaleSpec, seen: Seen, state: RevisionState, now_s: float) -> Ite
     if state.backoff_until_s > now_s:
         yield Cap("backoff", EVERY - {Rank.LOAD}, starts=0, until_s=state.backoff_until_s)
     if state.unexplained and not seen.ready:
-        yield Cap("fetcher", EVERY, starts=0)
+        yield Cap("unexplained", EVERY, starts=0)
     if state.failures and not seen.ready:
         starts = 0 if state.open else max(0, 1 - seen.starting)
         yield Cap("breaker", EVERY, starts=starts, until_s=state.backoff_until_s if state.open else math.inf)
