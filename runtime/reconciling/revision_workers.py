@@ -132,7 +132,7 @@ class RevisionWorkers(PoolEvents):
         # What the plan said at the last look.
         self._stand = Stand()
         self._rollover = self._deaths = 0
-        # Starts that have failed, and the fetcher is yet to say why.
+        # Starts that have failed, and it is yet to be heard why: from the fetcher, or from the parent of the process.
         self._unexplained = 0
         # Workers that have died, and it is not known yet whether their calls run again.
         self._unrecovered = 0
@@ -279,6 +279,8 @@ class RevisionWorkers(PoolEvents):
         account, zygote, ladder = self.function.account, self.pool.zygote, self.function.ladder
         if account.due_s <= now_s:
             account.check()
+        # Calls that are refused now are no load.
+        self._bar()
         follow_at_s = self._follow_idling(now_s)
         stand = self._stand = self._take_stand(now_s)
         if zygote.relaunch_at_s <= now_s:
@@ -382,7 +384,6 @@ class RevisionWorkers(PoolEvents):
         """Hold the rung of the plan if there is no worker, and tell what follows from the row."""
         if not (row.held or seen.starting or seen.unfinished):
             self._hold_rung()
-        self._bar()
         self.function.prewarms.settle()
         self.note_load(now_s)
         if self.phase is Phase.RETIRING and not (seen.unfinished or self._unrecovered):
