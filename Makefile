@@ -5,7 +5,7 @@ INSTALL := $(BIN)/python infra/install.py
 SOURCES := $(shell find runtime snapshot handlers templates -type f -not -name '*.pyc') $(wildcard *.py) pyproject.toml
 EXTRAS := test
 
-.PHONY: help demo test test-slow coverage lint bench bench-snapshot bench-gpu bench-cgroup bench-jobs bench-batch bench-clairvoyant bench-path bench-compare bench-decisions bench-policy bench-policy-live bench-warm bench-containers check-api check-infra soak soak-gateway soak-jobs soak-containers soak-rolling bench-examples bench-burst bench-starts bench-fleet bench-prewarm picture clean
+.PHONY: help demo test test-slow coverage lint bench bench-snapshot bench-gpu bench-cgroup bench-jobs bench-batch bench-clairvoyant bench-path bench-compare bench-decisions bench-policy bench-policy-live bench-warm bench-containers check-api check-infra soak soak-gateway soak-jobs soak-containers soak-rolling bench-examples bench-burst bench-starts bench-fleet bench-prewarm picture clean soak-histories
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
 
@@ -138,6 +138,9 @@ soak-jobs: .venv/wheel ## Jobs under 500 kills of gateways, zygotes and workers;
 
 soak-rolling: .venv/wheel ## 20 rolling restarts under load, alone and as a gateway; no request may be dropped
 	$(BIN)/python infra/bench/rolling.py $(BENCH_ARGS)
+
+soak-histories: .venv/wheel ## 10,000 random histories of a simulated node, in which all properties of the reconciler must hold
+	$(BIN)/python infra/bench/soak_histories.py $(BENCH_ARGS)
 
 clean: ## Remove the environment and what was built
 	rm -rf .venv build

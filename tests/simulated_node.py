@@ -1,0 +1,276 @@
+"""A node with the real reconciler and simulated processes: its functions are deployed, called, paused and deleted.
+
+`SimulatedFunction` does what `functions/registry.py` does with revisions, without files.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import math
+import random
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+from pilotflame.errors import PilotflameError
+from pilotflame.runtime.batching.latency_curve import Point
+from pilotflame.runtime.functions.live import ladder_spec_of, policy_of
+from pilotflame.runtime.functions.store import RevisionRecord
+from pilotflame.runtime.launching.gpu_driver import GpuDriver, GpuUse
+from pilotflame.runtime.link.worker_spec import WorkerSpec
+from pilotflame.runtime.reconciling import revision_workers
+from pilotflame.runtime.reconciling.account import Account
+from pilotflame.runtime.reconciling.function_history import FunctionHistory
+from pilotflame.runtime.reconciling.gpu_places import GpuPlaces
+from pilotflame.runtime.reconciling.idle_ladder import NodeHabits
+from pilotflame.runtime.reconciling.reconciler import Reconciler
+from pilotflame.runtime.reconciling.revision_workers import Listeners, NodeParts, RevisionWorkers
+from pilotflame.runtime.scaling.budget import BudgetSpec
+from pilotflame.runtime.scaling.placement import Gpu
+from pilotflame.runtime.scaling.rung_figures import HoldingPrices
+from pilotflame.runtime.serving.invocation import Invocation
+from pilotflame.runtime.serving.latency_curve_store import LatencyCurveStore
+from pilotflame.runtime.settings.function_settings import FunctionSettings, Scale
+from pilotflame.runtime.settings.resources import Resources
+from pilotflame.runtime.telemetry.logs import LogBook
+from pilotflame.runtime.telemetry.usage import Prices
+from simulated_processes import CallPlan, Nature, SimulatedLauncher, World
+from simulated_time import SimulatedLoop
+
+# A plan that costs this much ends within minutes.
+MEMORY_BYTE_S = 3e-13
+# How long a retired revision may finish its calls.
+DRAIN_S = 30.0
+# What is stored of a deploy between its proof and its go-live, and what runs in a thread, takes this long at most.
+STORED_S = THREAD_S = 0.05
+KEPT_LINES = 500
+
+
+class NoDriver(GpuDriver):
+    """A driver that tells nothing, so that the places count what the workers say."""
+
+    library = package = visible = cdi_kind = "simulated"
+
+    def uses(self) -> list[GpuUse]:
+        return []
+
+    def held_by(self, pid: int) -> Mapping[str, int]:
+        return {}
+
+    def environment(self, ids: Sequence[str], memory_mb: int | None) -> dict[str, str]:
+        return {}
+
+
+class CurvesInMemory(LatencyCurveStore):
+    def __init__(self) -> None:
+        super().__init__(Path("/nonexistent/curves.json"))
+
+    def write(self, device: str, points: Sequence[Point]) -> None:
+        self._curves[device] = list(points)
+
+
+@dataclass
+class Setup:
+    """One revision to deploy: what its owner says, and how its processes behave."""
+
+    scale: dict[str, Any]
+    nature: Nature
+    owner: str = ""
+    timeout_s: float = 600.0
+    concurrency: int = 1
+    batch: int = 1
+    idempotent: bool = True
+    gpus: int = 0
+    gpu_mb: int = 0
+    seconds_per_day: float | None = None
+    price_waiting_s: float = 0.001
+
+
+@dataclass
+class Call:
+    """A call that was accepted."""
+
+    function: str
+    invocation: Invocation
+    accepted_s: float
+
+
+@dataclass
+class SimulatedFunction:
+    name: str
+    history: FunctionHistory
+    live: RevisionWorkers | None = None
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    log: LogBook = field(default_factory=LogBook)
+    deploys: list[asyncio.Task[None]] = field(default_factory=list)
+
+
+class SimulatedNode:
+    """The functions of a node, and what they share."""
+
+    def __init__(
+        self, rng: random.Random, loop: SimulatedLoop, tasks: asyncio.TaskGroup, gpus: Sequence[Gpu], most: int | None,
+        owners: dict[str, int | None], *, verbose: bool = False,
+    ) -> None:  # fmt: skip
+        self.loop, self.most, self.owners = loop, most, owners
+        loop.set_exception_handler(lambda _loop, context: self._note_fault(context))
+        self.lines: deque[str] = deque(maxlen=None if verbose else KEPT_LINES)
+        self.verbose = verbose
+        self.world = World(rng, self.tell)
+        self.launcher = SimulatedLauncher(self.world)
+        self.reconciler = Reconciler(GpuPlaces(gpus, NoDriver()), most, owners.get, loop.time, loop)
+        self.functions = dict[str, SimulatedFunction]()
+        self.members = dict[str, RevisionWorkers]()
+        """The revisions whose processes have not all ended, by key."""
+        self.calls = list[Call]()
+        self.on_created: Callable[[RevisionWorkers], None] = lambda _workers: None
+        self.faults = list[str]()
+        """The errors of callbacks."""
+        self.closed = False
+        """True once the history has ended."""
+        self.tasks, self._habits, self._numbers = tasks, NodeHabits(), itertools.count(1)
+        revision_workers._NUMBERS = itertools.count()
+
+    def tell(self, text: str) -> None:
+        line = f"{self.loop.time() - 1000:11.4f}  {text}"
+        self.lines.append(line)
+        if self.verbose:
+            print(line)
+
+    def _note_fault(self, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        self.faults.append(f"{context.get('message')}: {type(error).__name__}: {error}")
+        self.tell(self.faults[-1])
+
+    async def in_thread(self, what: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        """Take the place of `asyncio.to_thread`."""
+        await asyncio.sleep(self.world.draw((0.0, THREAD_S)))
+        return what(*arguments, **named)
+
+    # -- functions
+
+    def function(self, name: str) -> SimulatedFunction:
+        if (found := self.functions.get(name)) is None:
+            account = Account(name, Prices())
+            history = FunctionHistory.new(name, account, self._habits)
+            found = self.functions[name] = SimulatedFunction(name, history)
+        return found
+
+    def create(self, function: SimulatedFunction, setup: Setup) -> tuple[RevisionWorkers, RevisionRecord]:
+        settings = FunctionSettings(
+            name=function.name, scale=Scale(**setup.scale), timeout_s=setup.timeout_s, concurrency=setup.concurrency,
+            idempotent=setup.idempotent,
+        )  # fmt: skip
+        facts = {"batch": setup.batch if setup.batch > 1 else None, "build_s": 0.1}
+        record = cast(
+            "RevisionRecord", SimpleNamespace(settings=settings, handler=facts, deployed_by=setup.owner)
+        )
+        resources = Resources(gpus=setup.gpus or None, gpu_memory_mb=setup.gpu_mb or None)
+        revision = f"r{next(self._numbers)}-{function.name}"
+        spec = WorkerSpec(
+            function=function.name, revision=revision, code=Path("/nonexistent"), resources=resources
+        )
+        self.launcher.natures[revision] = setup.nature
+        workers = RevisionWorkers(
+            spec, policy_of(record), NodeParts(self.reconciler, self.launcher, cast("Any", None), self.tasks),
+            function.log.of(revision), dict, CurvesInMemory(), function.history, Listeners(),
+        )  # fmt: skip
+        self.members[workers.key] = workers
+        self.on_created(workers)
+        return workers, record
+
+    async def deploy(self, name: str, setup: Setup, *, check: bool) -> None:
+        function = self.function(name)
+        async with function.lock:
+            workers, record = self.create(function, setup)
+            self.tell(f"deploy of {workers.key}: {setup}")
+            old = function.live
+            try:
+                await workers.open()
+                workers.revision.configure(policy_of(record))
+                if check:
+                    ready = len(old.replicas.ready) if old is not None else 0
+                    await workers.prove(min(ready, record.settings.scale.max))
+            except (PilotflameError, asyncio.CancelledError) as error:
+                if self.closed:
+                    raise
+                self.tell(f"deploy of {workers.key} fails: {type(error).__name__} {error}")
+                await asyncio.shield(self.tasks.create_task(self._retire(workers, 0.0)))
+                return
+            await asyncio.sleep(self.world.draw((0.0, STORED_S)))
+            self.tell(f"{workers.key} is live")
+            function.live = workers
+            history, scale = function.history, record.settings.scale
+            history.account.open(BudgetSpec(seconds_per_day=setup.seconds_per_day), setup.owner)
+            prices = HoldingPrices(memory_byte_s=MEMORY_BYTE_S, waiting_s=setup.price_waiting_s)
+            assert scale.price_waiting_s is None
+            history.ladder.adopt(workers, ladder_spec_of(record, prices), 0.1, self.tasks)
+            workers.go_live()
+            if old is not None:
+                self.tasks.create_task(self._retire(old, DRAIN_S))
+
+    async def delete(self, name: str) -> None:
+        function = self.function(name)
+        async with function.lock:
+            if (live := function.live) is None:
+                return
+            self.tell(f"delete {live.key}")
+            function.live = None
+            await self._retire(live, DRAIN_S)
+            function.history.account.note_removed()
+            if function.live is None:
+                function.history = FunctionHistory.new(name, function.history.account, self._habits)
+
+    async def _retire(self, workers: RevisionWorkers, timeout_s: float) -> None:
+        self.tell(f"{workers.key} retires within {timeout_s:.0f} s")
+        await workers.retire(timeout_s)
+        self.tell(f"{workers.key} has ended")
+        self.members.pop(workers.key, None)
+
+    # -- calls
+
+    def call(self, name: str, plan: CallPlan, *, leaves_s: float = math.inf, job: bool = False) -> None:
+        """Send a call, whose caller leaves after a time."""
+        function = self.function(name)
+        if (live := function.live) is None:
+            return
+        now_s, number = self.loop.time(), len(self.world.plans)
+        timeout_s = live.revision.policy.settings.timeout_s
+        deadline_s = now_s + timeout_s
+        invocation = Invocation(
+            f"c{number}", b"1", now_s=now_s, deadline_s=deadline_s, hold_until_s=deadline_s,
+            execution_s=timeout_s if job else None,
+        )  # fmt: skip
+        self.world.plans[invocation.id] = plan
+        try:
+            live.revision.submit(invocation)
+        except PilotflameError as error:
+            self.tell(f"{live.key} refuses {invocation.id}: {type(error).__name__}")
+            return
+        self.tell(f"{live.key} accepts {invocation.id} ({plan.takes_s:.2f} s)")
+        self.calls.append(Call(name, invocation, now_s))
+        invocation.output.add_done_callback(lambda output: self._note_end(live, invocation, output))
+        if leaves_s < math.inf:
+            self.loop.call_later(leaves_s, self._leave, live, invocation)
+
+    def _leave(self, live: RevisionWorkers, invocation: Invocation) -> None:
+        if not invocation.ended:
+            self.tell(f"the caller of {invocation.id} leaves")
+            live.revision.cancel(invocation)
+
+    def _note_end(self, live: RevisionWorkers, invocation: Invocation, output: asyncio.Future[Any]) -> None:
+        error = None if output.cancelled() else output.exception()
+        self.tell(f"{live.key} has ended {invocation.id} {type(error).__name__ if error is not None else ''}")
+
+    # -- what is wrong
+
+    async def settle(self, name: str) -> None:
+        """Wait until nothing of a function is deployed or deleted."""
+        with contextlib.suppress(asyncio.CancelledError):
+            async with self.function(name).lock:
+                pass
