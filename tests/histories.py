@@ -77,6 +77,8 @@ class History:
         await asyncio.sleep(CALLS_S)
         if self.rng.random() < 0.2:
             await self._steady()
+        # A budget begins anew each day, and its workers with it.
+        self._lift_budgets()
         before, self.checks.rests = self.checks.actions, True
         await asyncio.sleep(REST_S)
         self.checks.check_end()
@@ -204,6 +206,12 @@ class History:
             spent = account.spent.seconds
             self.node.tell(f"{name} may use 0.1 s more of {spent:.1f} s today")
             account.open(account.budget.__class__(seconds_per_day=spent + 0.1), live.owner)
+
+    def _lift_budgets(self) -> None:
+        for function in self.node.functions.values():
+            if (live := function.live) is not None:
+                account = function.function.account
+                account.open(account.budget.__class__(), live.owner)
 
     # -- a constant load
 

@@ -25,7 +25,7 @@ from pilotflame.runtime.launching.gpu_driver import GpuDriver, GpuUse
 from pilotflame.runtime.link.worker_spec import WorkerSpec
 from pilotflame.runtime.reconciling import revision_workers
 from pilotflame.runtime.reconciling.account import Account
-from pilotflame.runtime.reconciling.function_history import FunctionHistory
+from pilotflame.runtime.reconciling.function import Function as Known
 from pilotflame.runtime.reconciling.gpu_places import GpuPlaces
 from pilotflame.runtime.reconciling.idle_ladder import NodeHabits
 from pilotflame.runtime.reconciling.reconciler import Reconciler
@@ -103,7 +103,7 @@ class Call:
 @dataclass
 class SimulatedFunction:
     name: str
-    history: FunctionHistory
+    function: Known
     live: RevisionWorkers | None = None
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     log: LogBook = field(default_factory=LogBook)
@@ -157,7 +157,7 @@ class SimulatedNode:
     def function(self, name: str) -> SimulatedFunction:
         if (found := self.functions.get(name)) is None:
             account = Account(name, Prices())
-            history = FunctionHistory.new(name, account, self._habits)
+            history = Known.new(name, account, self._habits)
             found = self.functions[name] = SimulatedFunction(name, history)
         return found
 
@@ -178,7 +178,7 @@ class SimulatedNode:
         self.launcher.natures[revision] = setup.nature
         workers = RevisionWorkers(
             spec, policy_of(record), NodeParts(self.reconciler, self.launcher, cast("Any", None), self.tasks),
-            function.log.of(revision), dict, CurvesInMemory(), function.history, Listeners(),
+            function.log.of(revision), dict, CurvesInMemory(), function.function, Listeners(),
         )  # fmt: skip
         self.members[workers.key] = workers
         self.on_created(workers)
@@ -205,7 +205,7 @@ class SimulatedNode:
             await asyncio.sleep(self.world.draw((0.0, STORED_S)))
             self.tell(f"{workers.key} is live")
             function.live = workers
-            history, scale = function.history, record.settings.scale
+            history, scale = function.function, record.settings.scale
             history.account.open(BudgetSpec(seconds_per_day=setup.seconds_per_day), setup.owner)
             prices = HoldingPrices(memory_byte_s=MEMORY_BYTE_S, waiting_s=setup.price_waiting_s)
             assert scale.price_waiting_s is None
@@ -222,9 +222,9 @@ class SimulatedNode:
             self.tell(f"delete {live.key}")
             function.live = None
             await self._retire(live, DRAIN_S)
-            function.history.account.note_removed()
+            function.function.account.note_removed()
             if function.live is None:
-                function.history = FunctionHistory.new(name, function.history.account, self._habits)
+                function.function = Known.new(name, function.function.account, self._habits)
 
     async def _retire(self, workers: RevisionWorkers, timeout_s: float) -> None:
         self.tell(f"{workers.key} retires within {timeout_s:.0f} s")

@@ -32,6 +32,9 @@ class PoolEvents(WorkerEvents, Protocol):
     def on_processes_changed(self) -> None:
         """A worker, the zygote or the standby has come or gone."""
 
+    def keeps_zygote(self) -> bool:
+        """Return True if the zygote is to be there now."""
+
     def on_zygote_died(self) -> None:
         """The zygote has died. It is to be launched again at `ZygoteSupervisor.relaunch_at_s`."""
 
@@ -66,6 +69,7 @@ class Pool:
             secrets,
             numbers,
             StandbyPlaces(gpus, claimant, tasks),
+            events.keeps_zygote,
             events.on_zygote_died,
         )
         self._spec, self._tasks, self._calls, self._events, self._secrets = (

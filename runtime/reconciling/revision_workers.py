@@ -284,7 +284,7 @@ class RevisionWorkers(PoolEvents):
         follow_at_s = self._follow_idling(now_s)
         stand = self._stand = self._take_stand(now_s)
         if zygote.relaunch_at_s <= now_s:
-            zygote.relaunch(keeps=self._keeps_zygote())
+            zygote.relaunch()
         count_at_s = ladder.count_followers(now_s) if ladder.drives(self) else math.inf
         return min(stand.again_s, follow_at_s, count_at_s, account.due_s, zygote.relaunch_at_s)
 
@@ -389,7 +389,7 @@ class RevisionWorkers(PoolEvents):
         if self.phase is Phase.RETIRING and not (seen.unfinished or self._unrecovered):
             self._empty.set()
 
-    def _keeps_zygote(self) -> bool:
+    def keeps_zygote(self) -> bool:
         # A deploy is about to fork its first worker.
         if self.replicas.held > 0 or self.phase in (Phase.NEW, Phase.PROVING):
             return True
@@ -398,7 +398,7 @@ class RevisionWorkers(PoolEvents):
     def _hold_rung(self) -> None:
         """Without workers, starts and calls, make or give up the zygote and the weights as the plan says."""
         stand = self._stand
-        if not self._keeps_zygote():
+        if not self.keeps_zygote():
             self.pool.zygote.rest()
         elif stand.climbs and stand.rung is RungName.ZYGOTE:
             self._tasks.create_task(self.pool.zygote.warm())

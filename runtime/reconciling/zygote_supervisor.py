@@ -42,10 +42,11 @@ class ZygoteSupervisor:
         self, spec: WorkerSpec, scale: Scale, launcher: Launcher, logs: Log, tasks: asyncio.TaskGroup,
         busy: Callable[[], bool], on_change: Callable[[], None] = lambda: None,
         secrets: Callable[[], Mapping[str, str]] = dict, numbers: Iterator[int] | None = None,
-        places: StandbyPlaces | None = None, on_death: Callable[[], None] = lambda: None,
+        places: StandbyPlaces | None = None, keeps: Callable[[], bool] = lambda: True,
+        on_death: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         """`secrets` returns the environment variables that each new zygote gets over its link. `busy` returns True while
-        invocations run. `on_death` is called when a zygote has died that is to be launched again. The names of children end with `numbers`.
+        invocations run, `keeps` if the zygote is to be there. `on_death` is called when a zygote has died that is to be launched again. The names of children end with `numbers`.
 
         `places` books what standbys use of GPUs; None if that is not limited. `on_change` is called when the zygote has come or gone,
         and when the standby is primed or has ended.
@@ -53,7 +54,8 @@ class ZygoteSupervisor:
         self.standby: Child | None = None
         self.standby_primed = False
         self._spec, self._launcher, self._logs, self._tasks, self._busy = spec, launcher, logs, tasks, busy
-        self._on_change, self._secrets, self._places, self._tell_death = on_change, secrets, places, on_death
+        self._on_change, self._secrets, self._places, self._keeps = on_change, secrets, places, keeps
+        self._tell_death = on_death
         # The place on GPUs of the standby; None if it has none.
         self._place: GpuPlace | None = None
         # If it is not kept, the zygote is ended after the last worker.
@@ -146,10 +148,10 @@ class ZygoteSupervisor:
         self._delay_s = min(LAST_RELAUNCH_DELAY_S, max(FIRST_RELAUNCH_DELAY_S, self._delay_s * 2))
         self._tell_death()
 
-    def relaunch(self, *, keeps: bool) -> None:
+    def relaunch(self) -> None:
         """Launch a zygote in place of one that has died, unless its function is not to have one now."""
         self.relaunch_at_s = math.inf
-        if keeps and not self._closed:
+        if self._keeps() and not self._closed:
             self._tasks.create_task(self.warm())
         elif not self._closed:
             self._logs.write("gateway", "no new zygote is launched: an idle function holds none now")
