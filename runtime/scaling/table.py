@@ -132,21 +132,26 @@ def combine(proposals: Iterable[Proposal], caps: Iterable[Cap], seen: Seen) -> R
     """Return the row: the largest numbers of the proposals, after the caps on their ranks."""
     bounds, wanted, kept = tuple(caps), list[Proposal](), list[Proposal]()
     want = keep = keep_awake = 0
-    cut, capped = 0.0, ""
-    again_s = lasting_until_s = math.inf
+    cut, capped, there, present = 0.0, "", seen.awake, seen.held
+    most, again_s, lasting_until_s = sys.maxsize, math.inf, math.inf
+    for cap in bounds:
+        if cap.held < most and cap.on == EVERY:
+            most = int(cap.held)
+        if cap.awake < math.inf:
+            again_s = min(again_s, cap.until_s)
     for proposal in proposals:
         held = awake = starts = math.inf
         for cap in bounds:
             if proposal.rank in cap.on:
                 held, awake, starts = min(held, cap.held), min(awake, cap.awake), min(starts, cap.starts)
-                missing = proposal.want - min(cap.held, seen.awake + cap.starts)
+                missing = proposal.want - min(cap.held, there + cap.starts)
                 if missing > 0:
                     again_s = min(again_s, cap.until_s)
                     cut, capped = max((cut, capped), (missing, cap.cause))
-        wants = int(min(proposal.want, held, seen.awake + starts))
+        wants = int(min(proposal.want, held, there + starts))
         keeps = int(min(max(proposal.keep, proposal.want), held))
         if wants:
-            wanted.append(proposal._replace(want=wants))
+            wanted.append(proposal if wants == proposal.want else proposal._replace(want=wants))
             again_s = min(again_s, proposal.until_s)
         elif keeps:
             lasting_until_s = min(lasting_until_s, proposal.until_s)
@@ -154,17 +159,23 @@ def combine(proposals: Iterable[Proposal], caps: Iterable[Cap], seen: Seen) -> R
             kept.append(proposal._replace(want=wants, keep=keeps))
         want, keep = max(want, wants), max(keep, keeps)
         keep_awake = max(keep_awake, int(min(keeps, max(awake, wants))))
-    target = min(max(seen.held, want), max(want, keep))
+    target = min(max(present, want), max(want, keep))
     if target > want:
         # The end of a proposal that only keeps workers may change the row.
         again_s = min(again_s, lasting_until_s)
-    again_s = min([again_s, *(cap.until_s for cap in bounds if cap.awake < math.inf)])
     return Row(
-        awake=min(max(seen.awake, want), max(want, keep_awake), max(want, target)),
+        awake=min(max(there, want), max(want, keep_awake), max(want, target)),
         held=target,
-        wanted=tuple(sorted(set(wanted), key=lambda one: (-one.rank, -one.want, *one[1:]))),
-        kept=tuple(sorted(set(kept), key=lambda one: (-one.rank, -one.keep, *one[1:]))),
+        wanted=_strongest_first(wanted),
+        kept=_strongest_first(kept),
         again_s=again_s,
-        most=int(min([sys.maxsize, *(cap.held for cap in bounds if cap.on == EVERY)])),
+        most=most,
         capped=capped,
     )
+
+
+def _strongest_first(proposals: list[Proposal]) -> tuple[Proposal, ...]:
+    """Return each proposal once, in an order that does not depend on that of the mechanisms."""
+    if len(proposals) < 2:
+        return tuple(proposals)
+    return tuple(sorted(set(proposals), key=lambda one: (-one.rank, -one.want, -one.keep, *one[1:])))
