@@ -90,6 +90,8 @@ class LoadSeries:
 
     def take(self, now_s: float) -> list[LoadSample]:
         """Return the samples that no call has returned before, to be stored. The present second ends early."""
+        if not self.pending:
+            return []
         if self._ends_s:
             self._ends_s = min(self._ends_s, now_s)
         self._turn(now_s)

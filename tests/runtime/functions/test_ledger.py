@@ -404,7 +404,9 @@ async def test_a_deploy_lifts_the_cap_only_with_a_higher_budget(gateway, deploy)
 async def test_money_is_a_budget_too_and_is_known_after_a_restart(state, monkeypatch):
     monkeypatch.setattr("pilotflame.runtime.functions.metering.SETTLE_S", 0.01)
     async with gateway_here(state, price_memory_gb_hour=DEAR) as gateway:
-        function = await gateway.deploy(ECHO, {"budget.money_per_day": 1, "scale.rest": "local"}, name="dear", check=False)
+        function = await gateway.deploy(
+            ECHO, {"budget.money_per_day": 1, "scale.rest": "local"}, name="dear", check=False
+        )
         await spend(function)
         assert (await function.error())["type"] == "budget_exhausted"
     async with gateway_here(state, price_memory_gb_hour=DEAR) as gateway:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from live import Function, Gateway, gateway_here, until
 from pilotflame.runtime.functions import rest
-from pilotflame.runtime.serving.revision import Revision
+from pilotflame.runtime.reconciling.revision_workers import RevisionWorkers
 from pilotflame.runtime.telemetry.decisions import describe
 from pilotflame.runtime.telemetry.usage import RungName
 from pilotflame.snapshot.caching.node import node_tiers
@@ -27,9 +27,9 @@ async def gateway(state: Path, tmp_path: Path) -> AsyncIterator[Gateway]:
         yield found
 
 
-def live_revision(gateway: Gateway, function: Function) -> Revision:
+def live_revision(gateway: Gateway, function: Function) -> RevisionWorkers:
     assert gateway.server is not None
-    return gateway.server.functions.live(function.name)
+    return gateway.server.functions.get(function.name).workers
 
 
 async def test_weights_leave_the_memory_when_their_last_function_gives_them_up(
@@ -72,7 +72,7 @@ async def test_a_worker_that_still_ends_does_not_keep_its_weights_in_memory(
     await until(lambda: in_tier(disk), "a copy on the disk")
     revision = live_revision(gateway, function)
     assert revision.rung is RungName.READY
-    revision.history.ladder.yield_to(RungName.LOCAL)
+    revision.function.ladder.yield_to(RungName.LOCAL)
     await until(lambda: in_tier(memory, 0), "weights that have left the memory")
     assert revision.rung is RungName.LOCAL
 
@@ -104,7 +104,7 @@ async def test_when_memory_is_short_weights_of_idle_functions_leave_it(
         told[0]()
         await function.logged("fetched weights leave the memory because memory is short")
         await until(lambda: in_tier(memory, 0), "weights that have left the memory")
-        decisions = live_revision(gateway, function).history.decisions.since(0)
+        decisions = live_revision(gateway, function).function.decisions.since(0)
         steps = [describe(one) for one in decisions if one.action == "evict"]
         assert any("was evicted to files alone" in step for step in steps), steps
         assert await function.answer([1.0] * WIDTH) == weights.right
