@@ -155,7 +155,7 @@ def combine(proposals: Iterable[Proposal], caps: Iterable[Cap], seen: Seen) -> R
             again_s = min(again_s, proposal.until_s)
         elif keeps:
             lasting_until_s = min(lasting_until_s, proposal.until_s)
-        if keeps > wants:
+        if keeps > wants and proposal.keep > proposal.want:
             kept.append(proposal._replace(want=wants, keep=keeps))
         want, keep = max(want, wants), max(keep, keeps)
         keep_awake = max(keep_awake, int(min(keeps, max(awake, wants))))

@@ -45,16 +45,16 @@ async def test_weights_leave_the_memory_when_their_last_function_gives_them_up(
         assert await function.answer([1.0] * WIDTH) == weights.right
         await function.settled()
         revisions.append(live_revision(gateway, function))
-    revisions[0].history.ladder.yield_to(RungName.RESIDENT)
+    revisions[0].function.ladder.yield_to(RungName.RESIDENT)
     await first.settled(zygote=False)
     assert revisions[0].rung is RungName.RESIDENT
     assert (await first.status())["rung"] == "resident"
     # The second function wants them still.
-    revisions[0].history.ladder.yield_to(RungName.LOCAL)
+    revisions[0].function.ladder.yield_to(RungName.LOCAL)
     assert revisions[0].rung is RungName.LOCAL
     assert revisions[1].pool.resident_bytes == disk.list()[0].allocated_bytes
     assert await in_tier(memory)
-    revisions[1].history.ladder.yield_to(RungName.LOCAL)
+    revisions[1].function.ladder.yield_to(RungName.LOCAL)
     await until(lambda: in_tier(memory, 0), "weights that have left the memory")
     asked = weights.fetched()
     assert await first.answer([1.0] * WIDTH) == weights.right
