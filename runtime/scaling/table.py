@@ -128,26 +128,39 @@ class Row(NamedTuple):
                 number += count
 
 
+class _Bound(NamedTuple):
+    """What the caps leave of one proposal."""
+
+    held: float
+    awake: float
+    starts: float
+    until_s: float
+    """When a cap ends that cuts what the proposal wants."""
+    cut: tuple[float, str]
+    """By how many workers, and the cause of the cap that cuts most."""
+
+
+def _bound(proposal: Proposal, caps: Iterable[Cap], there: int) -> _Bound:
+    held = awake = starts = until_s = math.inf
+    cut = (0.0, "")
+    for cap in caps:
+        if proposal.rank in cap.on:
+            held, awake, starts = min(held, cap.held), min(awake, cap.awake), min(starts, cap.starts)
+            missing = proposal.want - min(cap.held, there + cap.starts)
+            if missing > 0:
+                until_s, cut = min(until_s, cap.until_s), max(cut, (missing, cap.cause))
+    return _Bound(held, awake, starts, until_s, cut)
+
+
 def combine(proposals: Iterable[Proposal], caps: Iterable[Cap], seen: Seen) -> Row:
     """Return the row: the largest numbers of the proposals, after the caps on their ranks."""
     bounds, wanted, kept = tuple(caps), list[Proposal](), list[Proposal]()
     want = keep = keep_awake = 0
-    cut, capped, there, present = 0.0, "", seen.awake, seen.held
-    most, again_s, lasting_until_s = sys.maxsize, math.inf, math.inf
-    for cap in bounds:
-        if cap.held < most and cap.on == EVERY:
-            most = int(cap.held)
-        if cap.awake < math.inf:
-            again_s = min(again_s, cap.until_s)
+    cut, there, present, lasting_until_s = (0.0, ""), seen.awake, seen.held, math.inf
+    again_s = min([cap.until_s for cap in bounds if cap.awake < math.inf], default=math.inf)
     for proposal in proposals:
-        held = awake = starts = math.inf
-        for cap in bounds:
-            if proposal.rank in cap.on:
-                held, awake, starts = min(held, cap.held), min(awake, cap.awake), min(starts, cap.starts)
-                missing = proposal.want - min(cap.held, there + cap.starts)
-                if missing > 0:
-                    again_s = min(again_s, cap.until_s)
-                    cut, capped = max((cut, capped), (missing, cap.cause))
+        held, awake, starts, until_s, lost = _bound(proposal, bounds, there)
+        cut, again_s = max(cut, lost), min(again_s, until_s)
         wants = int(min(proposal.want, held, there + starts))
         keeps = int(min(max(proposal.keep, proposal.want), held))
         if wants:
@@ -169,8 +182,10 @@ def combine(proposals: Iterable[Proposal], caps: Iterable[Cap], seen: Seen) -> R
         wanted=_strongest_first(wanted),
         kept=_strongest_first(kept),
         again_s=again_s,
-        most=most,
-        capped=capped,
+        most=int(
+            min([cap.held for cap in bounds if cap.on == EVERY and cap.held < math.inf], default=sys.maxsize)
+        ),
+        capped=cut[1],
     )
 
 
