@@ -42,7 +42,7 @@ from .response import (
 )
 from .retries import Retries
 from .source import ObjectInfo, name_fault
-from .tls import Trust, system_trust
+from .tls import system_trust
 from .variables import HEADERS_VARIABLE, TOKEN_VARIABLE, WEB, own_variables
 from .wire import Wire
 
@@ -64,7 +64,7 @@ class WebSource(ABC):
     def __init__(self, url: str, ssl_context: ssl.SSLContext | None = None) -> None:
         self.url = url
         self._dialer = Dialer()
-        self._own_trust = Trust(ssl_context) if ssl_context is not None else None
+        self._own_trust = ssl_context
         # All connections use these dicts, on their threads, without a lock: single operations are atomic.
         self.infos: dict[str, ObjectInfo] = {}
         """The first info seen of each object. Removed when a read finds that the object has changed."""
@@ -167,7 +167,7 @@ class WebSource(ABC):
         finally:
             connection.close()
 
-    def _trust(self) -> Trust:
+    def _trust(self) -> ssl.SSLContext:
         return self._own_trust or system_trust(self._ca_bundle())
 
     def _ca_bundle(self) -> str | None:

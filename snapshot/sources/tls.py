@@ -1,4 +1,4 @@
-"""TLS as a client: whom to trust, which sessions to resume, and a stream that receives large pieces.
+"""TLS as a client: the authorities, and a stream that receives large pieces.
 
 `ssl.SSLSocket` makes two system calls and a `poll` for each record of 16 KiB. TlsStream receives many records
 at once and decrypts them from memory, which takes a fifth less processor time (docs/snapshot-choices.md).
@@ -20,31 +20,9 @@ from .source import new_buffer
 RECEIVED_AT_ONCE = 1 << 20
 GATHERED = 64 << 10
 """Less is not gathered: the rest of a record would come in many small pieces."""
-MAX_SESSIONS = 64
 
 
-class Trust:
-    """A TLS context, and the last session with each server. A resumed session spares the certificates. Thread-safe."""
-
-    def __init__(self, context: ssl.SSLContext) -> None:
-        self.context = context
-        # Used without a lock: single operations are atomic.
-        self._sessions: dict[ServerAddress, ssl.SSLSession] = {}
-
-    def session(self, server: ServerAddress) -> ssl.SSLSession | None:
-        """Return the session to resume with `server`, if there is one."""
-        return self._sessions.get(server)
-
-    def remember(self, server: ServerAddress, session: ssl.SSLSession | None) -> None:
-        """Resume `session` in the next handshakes with `server`, which must have been verified in this one."""
-        if session is None or not session.has_ticket:
-            return
-        if len(self._sessions) >= MAX_SESSIONS and server not in self._sessions:
-            self._sessions.clear()
-        self._sessions[server] = session
-
-
-def system_trust(ca_bundle: str | None = None) -> Trust:
+def system_trust(ca_bundle: str | None = None) -> ssl.SSLContext:
     """Return the trust in the authorities of this machine, or in those of the file `ca_bundle`.
 
     All sources of this process share it, because loading the authorities takes 40 ms. They are loaded again
@@ -56,10 +34,10 @@ def system_trust(ca_bundle: str | None = None) -> Trust:
 
 
 @lru_cache(maxsize=4)
-def _loaded(ca_bundle: str | None, stamps: tuple[object, ...]) -> Trust:
+def _loaded(ca_bundle: str | None, stamps: tuple[object, ...]) -> ssl.SSLContext:
     # A key of the cache only: files with other stamps have other content.
     del stamps
-    return Trust(ssl.create_default_context(cafile=ca_bundle))
+    return ssl.create_default_context(cafile=ca_bundle)
 
 
 def _stamp(path: str | None) -> tuple[object, ...]:
@@ -76,26 +54,16 @@ class TlsStream:
     Methods raise OSError, of which ssl.SSLError is one.
     """
 
-    def __init__(self, raw: SocketStream, server: ServerAddress, trust: Trust) -> None:
+    def __init__(self, raw: SocketStream, server: ServerAddress, trust: ssl.SSLContext) -> None:
         self._raw = raw
-        self._server = server
-        self._trust = trust
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-        self._tls = trust.context.wrap_bio(
-            self._incoming, self._outgoing, server_hostname=server.host, session=trust.session(server)
-        )
+        self._tls = trust.wrap_bio(self._incoming, self._outgoing, server_hostname=server.host)
         self._buffer = new_buffer(RECEIVED_AT_ONCE)
-        self._remembered = False
 
     @property
     def idle(self) -> bool:
         """True if all bytes that were received have been read."""
         return not self._incoming.pending and not self._tls.pending()
-
-    @property
-    def resumed(self) -> bool:
-        """True if the server has agreed to resume an earlier session."""
-        return bool(self._tls.session_reused)
 
     def handshake(self, deadline_s: float) -> None:
         """Agree on keys, and verify the server's certificate, before the monotonic time `deadline_s`."""
@@ -135,10 +103,6 @@ class TlsStream:
             if count == 0:
                 break
             done += count
-        if done and not self._remembered:
-            # Servers send tickets before their first answer.
-            self._remembered = True
-            self._trust.remember(self._server, self._tls.session)
         return done
 
     def _shake_hands(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import select
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from .dialer import Address, Dialer
 from .location import ServerAddress
 from .proxy import Proxy, proxy_for
 from .socket_stream import SocketStream
-from .tls import TlsStream, Trust
+from .tls import TlsStream
 
 TIMEOUT_S = 30.0
 CONNECT_TIMEOUT_S = 10.0
@@ -29,7 +30,7 @@ class Wire:
 
     def __init__(
         self,
-        trust: Callable[[], Trust],
+        trust: Callable[[], ssl.SSLContext],
         dialer: Dialer,
         *,
         connect_timeout_s: float | None = None,

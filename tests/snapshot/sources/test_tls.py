@@ -1,4 +1,4 @@
-"""TLS as a client: pieces larger than a record, sessions that are resumed, authorities that change, damage on the way."""
+"""TLS as a client: pieces larger than a record, authorities that change, damage on the way."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pilotflame.snapshot.sources import wire
 from pilotflame.snapshot.sources.http import HttpConnection, HttpSource
 from pilotflame.snapshot.sources.location import ServerAddress
 from pilotflame.snapshot.sources.socket_stream import SocketStream
-from pilotflame.snapshot.sources.tls import MAX_SESSIONS, RECEIVED_AT_ONCE, TlsStream, Trust, system_trust
+from pilotflame.snapshot.sources.tls import RECEIVED_AT_ONCE, TlsStream, system_trust
 
 DATA = random.Random(5).randbytes(700_001)
 NAME = "model.safetensors"
@@ -76,7 +76,7 @@ def tls_server(
 
 
 @contextmanager
-def stream_to(address: ServerAddress, trust: Trust) -> Iterator[TlsStream]:
+def stream_to(address: ServerAddress, trust: ssl.SSLContext) -> Iterator[TlsStream]:
     with socket.create_connection((address.host, address.port), 10) as raw:
         stream = TlsStream(SocketStream(raw, 10.0), address, trust)
         stream.handshake(time.monotonic() + 10)
@@ -95,7 +95,7 @@ def test_one_receive_takes_all_records_that_wait() -> None:
         peer.recv(1)
 
     view = memoryview(bytearray(RECEIVED_AT_ONCE))
-    with tls_server(answer) as address, stream_to(address, Trust(trusting(AUTHORITY))) as stream:
+    with tls_server(answer) as address, stream_to(address, trusting(AUTHORITY)) as stream:
         assert sent.wait(10)
         count = stream.receive(view, len(view))
         assert count > 4 * RECORD_BYTES
@@ -134,7 +134,7 @@ def test_bytes_come_in_order_however_they_are_cut(writes: list[int], limits: lis
     assert memory[300_000:] == b"\xaa" * 10
 
 
-TRUST = Trust(trusting(AUTHORITY))
+TRUST = trusting(AUTHORITY)
 
 
 @pytest.mark.parametrize(
@@ -230,60 +230,10 @@ def test_a_bit_that_was_flipped_on_the_way_never_reaches_the_caller() -> None:
         assert done < 300_000
 
 
-# -- sessions
+# -- authorities
 
 
-def reused(address: ServerAddress, trust: Trust) -> bool:
-    """Connect, receive a byte and return whether the session was resumed."""
-    view = memoryview(bytearray(10))
-    with stream_to(address, trust) as stream:
-        assert stream.receive(view, 10) == 1
-        return stream.resumed
-
-
-def greet(peer: ssl.SSLSocket) -> None:
-    peer.sendall(b"x")
-
-
-def first_session() -> tuple[Trust, ssl.SSLSession]:
-    """Connect with a new trust to a server, which ends then. Return the trust and the session that it remembers."""
-    trust = Trust(trusting(AUTHORITY))
-    with tls_server(greet) as one:
-        assert not reused(one, trust)
-        session = trust.session(one)
-    assert session is not None
-    return trust, session
-
-
-def test_a_session_is_resumed_with_its_own_server_only() -> None:
-    seen: list[bool] = []
-
-    def answer(peer: ssl.SSLSocket) -> None:
-        seen.append(bool(peer.session_reused))
-        peer.sendall(b"x")
-
-    trust = Trust(trusting(AUTHORITY))
-    with tls_server(answer) as one, tls_server(answer) as other:
-        assert [reused(one, trust), reused(one, trust), reused(one, trust)] == [False, True, True]
-        assert not reused(other, trust)
-        assert reused(other, trust)
-        assert not reused(one, Trust(trusting(AUTHORITY))), "the session is another trust's"
-    assert seen == [False, True, True, False, True, False]
-
-
-def test_a_server_that_has_forgotten_the_session_is_verified_anew() -> None:
-    trust, session = first_session()
-    with tls_server(greet) as other:
-        trust.remember(other, session)
-        assert not reused(other, trust), "its keys are another server's"
-        assert reused(other, trust)
-    with tls_server(greet, serving(trustme.CA())) as foreign:
-        trust.remember(foreign, session)
-        with pytest.raises(ssl.SSLCertVerificationError):
-            reused(foreign, trust)
-
-
-def test_the_session_of_one_source_does_not_let_another_trust_the_server() -> None:
+def test_the_authorities_of_one_source_do_not_let_another_trust_the_server() -> None:
     with FaultServer({NAME: DATA}, ssl_context=serving(AUTHORITY)) as server:
         source = HttpSource(server.url, ssl_context=trusting(AUTHORITY))
         with closing(source.connect()) as connection:
@@ -293,18 +243,6 @@ def test_the_session_of_one_source_does_not_let_another_trust_the_server() -> No
             pytest.raises(SourceError, match="not trusted"),
         ):
             read(connection, 0, 10)
-
-
-def test_only_so_many_sessions_are_remembered() -> None:
-    trust, session = first_session()
-    others = [ServerAddress("https", f"host{number}", 443) for number in range(3 * MAX_SESSIONS)]
-    for other in others:
-        trust.remember(other, session)
-    assert trust.session(others[-1]) is session
-    assert sum(trust.session(other) is not None for other in others) <= MAX_SESSIONS
-
-
-# -- authorities
 
 
 def test_sources_share_the_authorities_until_their_file_changes(
