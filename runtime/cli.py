@@ -47,7 +47,7 @@ COMMANDS = {
     "keys": ("keys", "Make, list and revoke API keys."),
     "list": ("functions", "List the functions, with their workers, requests and memory."),
     "logs": ("logs", "Print the log of a function, or of the gateway."),
-    "pause": ("revisions", "Let a function run nothing until it is resumed."),
+    "pause": ("revisions", "Let a function run nothing until `pilotflame resume`."),
     "prefetch": ("functions", "Bring images and weights to the gateway's machine, ahead of cold starts."),
     "reset": ("revisions", "Start workers of a function again at once, although the last starts failed."),
     "restart": ("revisions", "Replace a function's processes, without dropping a call."),
