@@ -211,6 +211,8 @@ class _Revision:
         # The number of workers that are awake in the result. `kept` are the ready ones among them, the strongest first.
         self.awake = starting
         self.kept: list[_Member] = []
+        # The number of workers that are parked in the result.
+        self.spared = 0
         self.ready: list[_Member] = []
         # Parked workers, and ready ones that can only stay if they park.
         self.parked: list[_Member] = []
@@ -516,7 +518,12 @@ class _Sharing:
         if (limit := self._reached(one, member.stays)) is not None:
             one.note(limit, stop=(member.process.key,))
             return
+        if one.awake + one.spared == one.claim.held:
+            # Another worker starts in its place.
+            one.note(stop=(member.process.key,))
+            return
         self._take(one, member.stays)
+        one.spared += 1
         if member.process.state is ProcessState.READY:
             one.note(park=(member.process.key,))
 
