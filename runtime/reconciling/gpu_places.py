@@ -227,9 +227,9 @@ class GpuPlaces:
         return [each for each in self._ledger.bookings if each.owner is one]
 
     @property
-    def owners(self) -> set[GpuClaimant]:
-        """The revisions that hold memory of GPUs."""
-        return {each.owner for each in self._ledger.bookings}
+    def owners(self) -> list[GpuClaimant]:
+        """The revisions that hold memory of GPUs, also those whose last processes end."""
+        return list(dict.fromkeys(each.owner for each in self._ledger.bookings))
 
     def leave(self, one: GpuClaimant) -> None:
         """Forget that a revision's standby could not rehearse: the revision ends."""

@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterator
 from itertools import chain
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 from ..scaling.allocation import Allocation, Grant, Limits, ReachedLimit, RevisionClaim, allocate
 from ..scaling.seen import Seen
@@ -293,8 +293,9 @@ class Reconciler:
         self._pending, self._allocate_at_s = False, math.inf
         if not self._short:
             return
-        holders = self.gpus.owners
-        members = [one for one in self._all() if one.held_workers or one in self._short or one in holders]
+        present = (one for one in self._all() if one.held_workers or one in self._short)
+        # Processes that end hold memory of GPUs for a moment after their revision was forgotten.
+        members = list(dict.fromkeys(chain(present, cast("list[Member]", self.gpus.owners))))
         claims = [one.claim(self._short[one].since_s if one in self._short else math.inf) for one in members]
         allocation = allocate(claims, self._limits(members), self.gpus.gpus, now_s)
         self._rested_at_s = self._clock() + (self._clock() - now_s) * (1 / MOST_SHARE - 1)
