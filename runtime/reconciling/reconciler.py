@@ -190,6 +190,9 @@ class Reconciler:
             one.stop(stop, seen)
         if park:
             one.park(park)
+        if self._short and stop + park:
+            # A parked worker gives its place sooner than one that is ready.
+            self.note_change()
         return stop + park > 0
 
     def look_by(self, one: Member, when_s: float) -> None:

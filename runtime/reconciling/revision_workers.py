@@ -721,12 +721,13 @@ class RevisionWorkers(PoolEvents):
 
     def on_lost(self, replica: Replica, unstarted: list[Invocation], started: list[Invocation]) -> None:
         self.pool.remove(replica)
-        self._node.reconciler.note_change()
-        self.function.prewarms.end(replica, used=bool(replica.completed or started))
+        self._unrecovered += 1
         if _died_in_start(replica):
             # Until its end is known, the start has neither succeeded nor failed.
             self._unexplained += 1
-        self._unrecovered += 1
+            self.decide(time.monotonic())
+        self._node.reconciler.note_change()
+        self.function.prewarms.end(replica, used=bool(replica.completed or started))
         ending = self._tasks.create_task(self._recover(replica, unstarted, started))
         self._endings.add(ending)
         ending.add_done_callback(self._endings.discard)
