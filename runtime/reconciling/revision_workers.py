@@ -293,7 +293,7 @@ class RevisionWorkers(PoolEvents):
         ladder = self.function.ladder
         if not ladder.drives(self):
             return math.inf
-        if self.breaker.failures and not self.replicas.ready:
+        if self.breaker.failures and not (self.replicas.ready or self.replicas.parked):
             ladder.interrupt()
             return math.inf
         load = len(self.revision.dispatcher.queue) + self.replicas.in_flight
@@ -723,7 +723,7 @@ class RevisionWorkers(PoolEvents):
         self.pool.remove(replica)
         self._unrecovered += 1
         if _died_in_start(replica):
-            # Until its end is known, the start has neither succeeded nor failed.
+            # Until its end is known, the start has neither succeeded nor failed: nothing starts.
             self._unexplained += 1
             self.decide(time.monotonic())
         self._node.reconciler.note_change()
