@@ -16,6 +16,7 @@ from pilotflame.runtime.scaling.revision_state import Phase
 from pilotflame.runtime.serving.replica import Replica, ReplicaState
 from pilotflame.runtime.telemetry.usage import RungName
 from simulated_node import SimulatedNode
+from simulated_time import LATE_S
 
 # All revisions are looked at again after so many times at which nothing was left to do.
 LOOK_EVERY = 7
@@ -139,7 +140,7 @@ class Checks:
     # -- limits, and the table
 
     def _check_start(self, one: RevisionWorkers, count: int) -> None:
-        if self._decided_s[one.key] < self.now_s - self.allocation_s:
+        if self._decided_s[one.key] < self.now_s - self.allocation_s - LATE_S:
             raise Broken(f"{one.key}: a start by a row of another time")
         replicas, row = one.replicas, one.row
         awake = len(replicas.ready) + replicas.starting + count
@@ -231,7 +232,8 @@ class Checks:
     def _shares_anew(self) -> bool:
         """Return True if workers were shared anew, because that was due soon, or the load of a revision has changed unheard."""
         changed = [one for one in self._members() if one.row.wants != self._rows.get(one.key, one.row.wants)]
-        return self._allocation_due or any(self._is_soon(one) for one in changed)
+        under_way = any(one._unrecovered for one in self._members())
+        return self._allocation_due or under_way or any(self._is_soon(one) for one in changed)
 
     def _excuse(self, one: RevisionWorkers, text: str) -> None:
         """Raise Broken unless a look was due soon: while calls run, no event reports that they have become less, or that
@@ -245,6 +247,9 @@ class Checks:
         busy, due_s = self._before[one.key]
         if one._unrecovered:
             # What it does when the calls of a dead worker wait again, it does a moment earlier.
+            return True
+        if busy and one._seen.load is not None and one._seen.load.lasting > one._seen.calls:
+            # When the queue of a burst leaves the window of the load that lasts, its running calls count as such a load.
             return True
         within_s = max(one.revision.policy.scale.scale_down_s / CHECKS, MIN_RECHECK_S) if busy else QUIET_S
         if busy and one._seen.load is not None:
