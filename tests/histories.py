@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 from unittest import mock
 
-from history_checks import Broken, Checks
+from history_checks import SLACK_S, Broken, Checks
 from pilotflame.runtime.reconciling import reconciler
 from pilotflame.runtime.scaling import allocation
 from pilotflame.runtime.scaling.placement import Gpu
@@ -28,13 +28,13 @@ NAMES = ("a", "b", "c", "d", "e")
 GAPS_S = (0.0, 0.0, 0.0, 0.01, 0.1, 0.1, 1.0, 1.0, 5.0, 20.0, 70.0)
 # Calls end at the latest after their time limits. Then windows, timeouts and plans end.
 CALLS_S, REST_S = 4 * 600.0, 32 * 86400.0
-# A constant load is repeated for this time. In the second half, nothing changes.
-STEADY_S = 1200.0
+# A constant load lasts for both times. In the second one, nothing changes.
+SETTLES_S, STEADY_S = 200.0, 100.0
 LAST_LINES = 60
 
 
 class HistoryFigures(NamedTuple):
-    """What was measured of a history."""
+    """The figures of a history."""
 
     calls: int
     actions: int
@@ -72,17 +72,19 @@ class History:
             await asyncio.sleep(self.rng.choice(GAPS_S) * self.rng.random())
             [event] = self.rng.choices([*self._events], [*self._events.values()])
             event(self.rng.choice(self._names))
+            self.node.on_event()
         self.node.tell("the last event")
         self.node.world.calm = True
         await asyncio.sleep(CALLS_S)
-        if self.rng.random() < 0.2:
+        steps = self.checks.actions - self.checks.actions_at_event
+        if self.rng.random() < 0.5:
             await self._steady()
         # A budget begins anew each day, and its workers with it.
         self._lift_budgets()
-        before, self.checks.rests = self.checks.actions, True
+        self.checks.rests = True
         await asyncio.sleep(REST_S)
         self.checks.check_end()
-        return self.checks.actions - before
+        return steps
 
     # -- what happens
 
@@ -216,26 +218,31 @@ class History:
     # -- a constant load
 
     async def _steady(self) -> None:
-        """Repeat a load. In the second half, no worker starts, stops, parks or wakes."""
-        rng, node = self.rng, self.node
+        """Repeat a load. Once it has settled, no worker starts, stops, parks or wakes."""
+        rng, node, steady = self.rng, self.node, 0
         if node.most is not None or any(node.owners.values()) or self._gpus:
             return
         for function in node.functions.values():
             live = function.live
             if live is None or function.function.paused or function.function.account.limited:
                 continue
-            every_s, plan = rng.choice((0.05, 0.2, 1.0)), CallPlan(rng.choice((0.01, 0.1, 0.6)))
+            every_s, plan = rng.choice((0.1, 0.5, 2.0)), CallPlan(rng.choice((0.01, 0.1, 0.6)))
             scale = live.revision.policy.scale
-            if min(scale.park_after_s, scale.scale_to_zero_s) <= 3 * every_s + plan.takes_s:
+            if (
+                min(scale.park_after_s, scale.scale_to_zero_s, scale.scale_down_s)
+                <= 3 * every_s + plan.takes_s
+            ):
                 continue
             node.tell(f"{live.key} is called every {every_s} s for {plan.takes_s} s")
-            for number in range(int(STEADY_S / 4 / every_s)):
+            for number in range(int((SETTLES_S + STEADY_S) / every_s)):
                 node.loop.call_later(number * every_s, node.call, function.name, plan)
-        await asyncio.sleep(STEADY_S / 8)
+            steady += 1
+        await asyncio.sleep(SETTLES_S)
         before = self.checks.actions
-        await asyncio.sleep(STEADY_S / 8 - 1.0)
-        if self.checks.actions > before:
+        await asyncio.sleep(STEADY_S - SLACK_S)
+        if steady and self.checks.actions > before:
             raise Broken(f"{self.checks.actions - before} actions under constant load")
+        await asyncio.sleep(CALLS_S)
 
 
 def run_history(seed: int, *, verbose: bool = False) -> HistoryFigures:

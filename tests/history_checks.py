@@ -18,9 +18,9 @@ from pilotflame.runtime.telemetry.usage import RungName
 from simulated_node import SimulatedNode
 from simulated_time import LATE_S
 
-# All revisions are looked at again after so many times at which nothing was left to do.
+# All revisions are looked at again at every seventh time at which nothing is left to do.
 LOOK_EVERY = 7
-# An idle node wakes at most so often. Its accounts look at the day each hour.
+# The largest number of wake-ups of an idle node: accounts look at the day each hour.
 MOST_WAKES = 5000
 # What the end of processes and the parking of workers may add to a wait, beside drains and starts.
 SLACK_S = 2.0
@@ -44,11 +44,12 @@ class Checks:
         self.longest_start_s = self.longest_drain_s = self.longest_wait_s = 0.0
         self.most_runs = 0
         """The most runs of the loop at one time after which workers started, stopped, parked or woke."""
-        self.last_action_s = 0.0
+        self.actions_at_event = 0
+        """How many actions there were at the last event."""
         self._stage = self._quiets = 0
         self._acted: list[tuple[RevisionWorkers, str]] = []
         self._decided_s = dict[str, float]()
-        # For those who look again: if there were calls, and when the reconciler would have looked.
+        # By revision, before it is looked at again: whether there were calls, and the time of the next look.
         self._before = dict[str, tuple[bool, float]]()
         self._allocation_due = False
         self._rows = dict[str, dict[Any, int]]()
@@ -56,7 +57,7 @@ class Checks:
         self._waiting_since_s = dict[str, float]()
         # By the key of a revision that waits the others that wanted workers meanwhile.
         self._rivals = dict[str, set[str]]()
-        node.on_created = self._watch
+        node.on_created, node.on_event = self._watch, self._note_event
         node.loop.clock.on_quiet = self._on_quiet
 
     @property
@@ -123,11 +124,13 @@ class Checks:
             self._note(one, "end of the standby")
         return ended
 
+    def _note_event(self) -> None:
+        self.actions_at_event = self.actions
+
     def _note(self, one: RevisionWorkers, text: str) -> None:
         self.node.tell(f"{one.key}: {text}")
         self._acted.append((one, text))
         self.actions += 1
-        self.last_action_s = self.now_s
         if not self._stage:
             self.most_runs = max(self.most_runs, self.node.loop.clock.runs)
 
@@ -246,7 +249,7 @@ class Checks:
     def _is_soon(self, one: RevisionWorkers) -> bool:
         busy, due_s = self._before[one.key]
         if one._unrecovered:
-            # What it does when the calls of a dead worker wait again, it does a moment earlier.
+            # The reaction to the death of a worker comes a moment earlier.
             return True
         if busy and one._seen.load is not None and one._seen.load.lasting > one._seen.calls:
             # When the queue of a burst leaves the window of the load that lasts, its running calls count as such a load.
@@ -305,7 +308,7 @@ class Checks:
             )
 
     def _can_have_room(self, one: RevisionWorkers) -> bool:
-        """Return True if a worker of a revision could start beside those that nobody displaces."""
+        """Return True if a worker of a revision could start beside all workers that stay in any case."""
         history = one.function
         if history.paused or history.account.exhausted or one.breaker.failures or one._unexplained:
             return False
@@ -324,7 +327,7 @@ class Checks:
     def _fits(self, need: GpuNeed, others: list[tuple[RevisionWorkers, int]]) -> bool:
         gpus = self.node.reconciler.gpus.gpus
         if any(kept and each.gpu_need is not None for each, kept in others):
-            # Where they are is not said.
+            # The GPUs of these workers are not known here.
             return False
         return place(gpus, [], need) is not None
 

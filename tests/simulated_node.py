@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import math
 import random
@@ -46,13 +45,13 @@ from simulated_time import SimulatedLoop
 MEMORY_BYTE_S = 3e-13
 # How long a retired revision may finish its calls.
 DRAIN_S = 30.0
-# What is stored of a deploy between its proof and its go-live, and what runs in a thread, takes this long at most.
+# The longest time of the write between proof and go-live of a deploy, and of work in a thread.
 STORED_S = THREAD_S = 0.05
 KEPT_LINES = 500
 
 
 class NoDriver(GpuDriver):
-    """A driver that tells nothing, so that the places count what the workers say."""
+    """A driver without measurements, so that the places use the reports of the workers."""
 
     library = package = visible = cdi_kind = "simulated"
 
@@ -129,6 +128,8 @@ class SimulatedNode:
         """The revisions whose processes have not all ended, by key."""
         self.calls = list[Call]()
         self.on_created: Callable[[RevisionWorkers], None] = lambda _workers: None
+        self.on_event: Callable[[], None] = lambda: None
+        """Called after each event, and at the end of each call."""
         self.faults = list[str]()
         """The errors of callbacks."""
         self.closed = False
@@ -264,13 +265,6 @@ class SimulatedNode:
             live.revision.cancel(invocation)
 
     def _note_end(self, live: RevisionWorkers, invocation: Invocation, output: asyncio.Future[Any]) -> None:
+        self.on_event()
         error = None if output.cancelled() else output.exception()
         self.tell(f"{live.key} has ended {invocation.id} {type(error).__name__ if error is not None else ''}")
-
-    # -- what is wrong
-
-    async def settle(self, name: str) -> None:
-        """Wait until nothing of a function is deployed or deleted."""
-        with contextlib.suppress(asyncio.CancelledError):
-            async with self.function(name).lock:
-                pass

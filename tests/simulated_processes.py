@@ -47,7 +47,7 @@ class Nature:
     end_s: tuple[float, float] = (0.0, 0.2)
     """From the last answer of a worker that drains to its end."""
     fails: float = 0.0
-    """The share of starts that fail with a report; as many die without one."""
+    """The share of starts that fail with a report. The same share dies without a report."""
     frees: bool = True
     """True if a worker that parks frees memory."""
     rehearses: bool = False
@@ -177,7 +177,7 @@ class SimulatedProcess(Child):
         self.die(-9)
 
     def die(self, code: int) -> None:
-        """End at once. The gateway hears of it in some order."""
+        """End at once. The end of the link, the exit code and the end of the process are reported in any order."""
         if self.dead:
             return
         self.dead = True

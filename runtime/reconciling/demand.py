@@ -35,7 +35,7 @@ class Demand:
         in_flight = replicas.in_flight - leaving
         load = self._predict(queued, starting, now_s)
         peak = Seen(queued, max(in_flight, self._revision.peak), starting, ready, load=load)
-        # What signals and the owner want is kept as long as they say.
+        # The workers of signals and of the owner are kept by other proposals.
         self._need.note(now_s, buffered(spec, peak))
         self._revision.peak = in_flight
         parks_s = spec.park_after_s if spec.park_after_s < math.inf else 0.0

@@ -114,7 +114,7 @@ class Reconciler:
         self.gpus, self._most, self._of_owner = gpus, most, of_owner
         self._clock, self._loop = clock, loop or asyncio.get_running_loop()
         self._members: dict[str, Member] = {}
-        # Those that are looked at no more, and whose processes have not all ended.
+        # Revisions without further looks, until their processes have ended.
         self._leaving: dict[str, Member] = {}
         self._short: dict[Member, _Short] = {}
         # By key when to look at each revision again, and the same as a heap. Entries of the heap that differ are outdated.
@@ -168,7 +168,7 @@ class Reconciler:
                 break
         one.settle(row, seen, now_s)
         if self._short and row.wants != before.wants:
-            # Others may get what it wants no more, or no more as urgently.
+            # Other revisions may get the workers that this one gives up.
             self.note_change()
         self.look_by(one, min(row.again_s, again_s))
 

@@ -132,9 +132,9 @@ class RevisionWorkers(PoolEvents):
         # What the plan said at the last look.
         self._stand = Stand()
         self._rollover = self._deaths = 0
-        # Starts that have failed, and it is yet to be heard why: from the fetcher, or from the parent of the process.
+        # Failed starts whose cause is not known yet. The fetcher reports it, or the parent of the process.
         self._unexplained = 0
-        # Workers that have died, and it is not known yet whether their calls run again.
+        # Dead workers whose calls are not queued again or failed yet.
         self._unrecovered = 0
         self._barred = ""
         self._empty = asyncio.Event()

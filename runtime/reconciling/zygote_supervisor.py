@@ -126,7 +126,7 @@ class ZygoteSupervisor:
             else:
                 await self.open()
                 if not self._keeps():
-                    # What wanted it has ended while it was launched.
+                    # The reason for the zygote has ended during the launch.
                     self.rest()
                     return
         except PilotflameError as error:

@@ -48,7 +48,7 @@ class RevisionState(NamedTuple):
     open: bool = False
     """True if so many starts have failed that callers cause none either before the backoff ends."""
     unexplained: bool = False
-    """True after a start that has failed, until its cause is known: the fetcher tells it, or the parent of the process."""
+    """True after a failed start, until the fetcher or the parent of the process has reported the cause."""
 
 
 NOTHING_WRONG = RevisionState()

@@ -60,7 +60,7 @@ class WorkerEvents(Protocol):
     def on_ready(self, replica: Replica) -> None: ...
     def on_start_failed(self, error: PilotflameError) -> None: ...
     def on_leaving(self, replica: Replica) -> None:
-        """A worker drains by its own will, and takes no more invocations."""
+        """A worker has begun to drain without an order, and takes no more invocations."""
 
     def on_parked(self, replica: Replica, freed_bytes: int, reserved: list[int]) -> None:
         """A worker has given memory of devices back. `reserved` has the bytes that torch's allocator keeps of each of its GPUs."""
