@@ -292,7 +292,7 @@ async def _run(
         for task in running:
             task.cancel()
     return HistoryFigures(
-        len(node.calls), checks.actions, checks.looks, steps, checks.most_runs, checks.longest_wait_s
+        node.calls, checks.actions, checks.looks, steps, checks.most_runs, checks.longest_wait_s
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeAlias
@@ -11,9 +12,10 @@ from pilotflame.runtime.reconciling.revision_workers import RevisionWorkers
 from pilotflame.runtime.scaling.allocation import PATIENCE_S
 from pilotflame.runtime.scaling.idle_period import QUIET_S
 from pilotflame.runtime.scaling.load import CHECKS, MIN_RECHECK_S
-from pilotflame.runtime.scaling.placement import GpuNeed, place
+from pilotflame.runtime.scaling.placement import GpuNeed, Holding, place
 from pilotflame.runtime.scaling.revision_state import Phase
 from pilotflame.runtime.serving.replica import Replica, ReplicaState
+from pilotflame.runtime.settings.resources import CONTEXT_MB
 from pilotflame.runtime.telemetry.usage import RungName
 from simulated_node import SimulatedNode
 from simulated_time import LATE_S
@@ -53,6 +55,10 @@ class Checks:
         self._before = dict[str, tuple[bool, float]]()
         self._allocation_due = False
         self._rows = dict[str, dict[Any, int]]()
+        # By revision, how many workers have died while they started, and their deaths are not counted yet.
+        self._dead_starts = Counter[str]()
+        # The GPU memory of each process that was activated, by pid.
+        self._full = dict[int, Holding]()
         self._draining_since_s = dict[Replica, float]()
         self._waiting_since_s = dict[str, float]()
         # By the key of a revision that waits the others that wanted workers meanwhile.
@@ -80,7 +86,8 @@ class Checks:
         changed: tuple[tuple[object, str, Callable[..., Any]], ...] = (
             (one, "decide", self._on_decide), (pool, "start", self._on_start), (pool, "stop", self._on_stop),
             (pool, "park", self._on_park), (pool, "wake", self._on_wake), (zygote, "rest", self._on_rest),
-            (zygote, "end_standby", self._on_end_standby),
+            (zygote, "end_standby", self._on_end_standby), (one, "on_lost", self._on_lost),
+            (one, "_note_death", self._on_death),
         )  # fmt: skip
         for target, name, method in changed:
             setattr(target, name, partial(method, one, getattr(target, name)))
@@ -88,6 +95,14 @@ class Checks:
     def _on_decide(self, one: RevisionWorkers, decide: Real, now_s: float, arriving: int = 0) -> Any:
         self._decided_s[one.key] = now_s
         return decide(now_s, arriving)
+
+    def _on_lost(self, one: RevisionWorkers, on_lost: Real, replica: Replica, *calls: Any) -> None:
+        self._dead_starts[one.key] += not replica.activation.ready_s and not replica.reported_failure
+        on_lost(replica, *calls)
+
+    def _on_death(self, one: RevisionWorkers, note_death: Real, *arguments: Any) -> None:
+        self._dead_starts[one.key] -= 1
+        note_death(*arguments)
 
     def _on_start(self, one: RevisionWorkers, start: Real, count: int, *arguments: Any, **named: Any) -> None:
         self._check_start(one, count)
@@ -176,6 +191,21 @@ class Checks:
             if booked[gpu.id] > gpu.memory_mb:
                 raise Broken(f"GPU {gpu.id} has {gpu.memory_mb} MiB, and {booked[gpu.id]} are booked")
 
+    def _check_memory(self) -> None:
+        """Processes that exist hold no more memory of a GPU than it has."""
+        gpus, held = self.node.reconciler.gpus, Counter[str]()
+        for one in self.node.members.values():
+            for replica in one.replicas:
+                if (found := gpus.of(replica)) is not None:
+                    self._full[replica.child.pid] = found.full
+        processes = self.node.world.processes
+        self._full = {pid: full for pid, full in self._full.items() if pid in processes}
+        for pid, full in self._full.items():
+            held.update(dict.fromkeys(full, CONTEXT_MB) if processes[pid].is_parked else full)
+        for gpu in gpus.gpus:
+            if held[gpu.id] > gpu.memory_mb:
+                raise Broken(f"GPU {gpu.id} has {gpu.memory_mb} MiB, and processes hold {held[gpu.id]}")
+
     # -- when nothing is left to do
 
     def _on_quiet(self) -> bool:
@@ -195,6 +225,8 @@ class Checks:
             if self.wakes > MOST_WAKES:
                 raise Broken(f"the node is idle and does not come to rest: {self.node.reconciler._due}")
             self._check_gpus()
+            if self.node.reconciler.gpus.gpus:
+                self._check_memory()
             self._note_times()
             if self._quiets % LOOK_EVERY:
                 return False
@@ -209,6 +241,7 @@ class Checks:
                 one, text = acted[0]
                 raise Broken(f"{one.key}: a second look without an event does this: {text}")
             self._check_rows()
+            self._check_calls()
             self._stage = 0
             return False
         self._stage += 1
@@ -248,7 +281,7 @@ class Checks:
 
     def _is_soon(self, one: RevisionWorkers) -> bool:
         busy, due_s = self._before[one.key]
-        if one._unrecovered:
+        if one._unrecovered and (one.replicas.ready or not self._dead_starts[one.key]):
             # The reaction to the death of a worker comes a moment earlier.
             return True
         if busy and one._seen.load is not None and one._seen.load.lasting > one._seen.calls:
@@ -258,6 +291,18 @@ class Checks:
         if busy and one._seen.load is not None:
             within_s = max(within_s, one._seen.load.delay_s)
         return due_s <= self.now_s + within_s
+
+    def _check_calls(self) -> None:
+        """Each call that has not ended is in a queue or at a worker."""
+        members = self.node.members.values()
+        if any(one._unrecovered for one in members):
+            return
+        there = {call.id for one in members for call in one.revision.dispatcher.queue}
+        there |= {
+            call.id for one in members for each in one.replicas for call in each.outstanding.calls.values()
+        }
+        if lost := self.node.open_calls.keys() - there:
+            raise Broken(f"calls are in no queue and at no worker: {sorted(lost)[:5]}")
 
     def _check_rows(self) -> None:
         reconciler = self.node.reconciler
@@ -336,9 +381,10 @@ class Checks:
     def check_end(self) -> None:
         """Nothing happens any more: the node is at rest."""
         node, reconciler = self.node, self.node.reconciler
-        lost = [call.invocation.id for call in node.calls if not call.invocation.output.done()]
-        if lost:
-            raise Broken(f"{len(lost)} calls were accepted and have not ended: {lost[:5]}")
+        if node.open_calls:
+            raise Broken(
+                f"{len(node.open_calls)} calls were accepted and have not ended: {[*node.open_calls][:5]}"
+            )
         for one in self._members():
             row, seen = one.decide(self.now_s)
             if one not in reconciler._short and (row.awake, row.held) != (seen.ready, seen.held):

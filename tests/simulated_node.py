@@ -16,7 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
-from pilotflame.errors import PilotflameError
+from pilotflame.errors import PilotflameError, RevisionRetired
 from pilotflame.runtime.batching.latency_curve import Point
 from pilotflame.runtime.functions.live import ladder_spec_of, policy_of
 from pilotflame.runtime.functions.store import RevisionRecord
@@ -91,15 +91,6 @@ class Setup:
 
 
 @dataclass
-class Call:
-    """A call that was accepted."""
-
-    function: str
-    invocation: Invocation
-    accepted_s: float
-
-
-@dataclass
 class SimulatedFunction:
     name: str
     function: Known
@@ -126,7 +117,11 @@ class SimulatedNode:
         self.functions = dict[str, SimulatedFunction]()
         self.members = dict[str, RevisionWorkers]()
         """The revisions whose processes have not all ended, by key."""
-        self.calls = list[Call]()
+        self.calls = 0
+        """How many calls were accepted."""
+        self.open_calls = dict[str, Invocation]()
+        """The accepted calls that have not ended."""
+        self._retires_until_s = dict[str, float]()
         self.on_created: Callable[[RevisionWorkers], None] = lambda _workers: None
         self.on_event: Callable[[], None] = lambda: None
         """Called after each event, and at the end of each call."""
@@ -229,6 +224,7 @@ class SimulatedNode:
 
     async def _retire(self, workers: RevisionWorkers, timeout_s: float) -> None:
         self.tell(f"{workers.key} retires within {timeout_s:.0f} s")
+        self._retires_until_s[workers.key] = self.loop.time() + timeout_s
         await workers.retire(timeout_s)
         self.tell(f"{workers.key} has ended")
         self.members.pop(workers.key, None)
@@ -254,7 +250,8 @@ class SimulatedNode:
             self.tell(f"{live.key} refuses {invocation.id}: {type(error).__name__}")
             return
         self.tell(f"{live.key} accepts {invocation.id} ({plan.takes_s:.2f} s)")
-        self.calls.append(Call(name, invocation, now_s))
+        self.calls += 1
+        self.open_calls[invocation.id] = invocation
         invocation.output.add_done_callback(lambda output: self._note_end(live, invocation, output))
         if leaves_s < math.inf:
             self.loop.call_later(leaves_s, self._leave, live, invocation)
@@ -265,6 +262,9 @@ class SimulatedNode:
             live.revision.cancel(invocation)
 
     def _note_end(self, live: RevisionWorkers, invocation: Invocation, output: asyncio.Future[Any]) -> None:
+        del self.open_calls[invocation.id]
         self.on_event()
         error = None if output.cancelled() else output.exception()
+        if isinstance(error, RevisionRetired) and self.loop.time() < self._retires_until_s[live.key]:
+            self.faults.append(f"{live.key}: {invocation.id} fails although its revision has time to run it")
         self.tell(f"{live.key} has ended {invocation.id} {type(error).__name__ if error is not None else ''}")

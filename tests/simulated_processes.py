@@ -157,6 +157,11 @@ class SimulatedProcess(Child):
         if nature.rehearses:
             self._later(nature.start_s, self._prime)
 
+    @property
+    def is_parked(self) -> bool:
+        """True if it has given its memory back."""
+        return self._asleep and not self._parking and self.nature.frees
+
     def _later(self, between: tuple[float, float], what: Callable[..., None], *arguments: object) -> None:
         self._loop.call_later(self.world.draw(between), self._if_alive, what, *arguments)
 
