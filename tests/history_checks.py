@@ -53,7 +53,7 @@ class Checks:
         self._decided_s = dict[str, float]()
         # By revision, before it is looked at again: whether there were calls, and the time of the next look.
         self._before = dict[str, tuple[bool, float]]()
-        self._allocation_due = False
+        self._allocation_due = self._shared = False
         self._rows = dict[str, dict[Any, int]]()
         # By revision, how many workers have died while they started, and their deaths are not counted yet.
         self._dead_starts = Counter[str]()
@@ -249,6 +249,7 @@ class Checks:
 
     def _look_again(self) -> None:
         reconciler = self.node.reconciler
+        self._shared = bool(reconciler._short)
         self._allocation_due = reconciler._pending and reconciler._allocate_at_s < math.inf
         self._rows = {one.key: one.row.wants for one in self._members()}
         self._before = {
@@ -268,13 +269,15 @@ class Checks:
     def _shares_anew(self) -> bool:
         """Return True if workers were shared anew, because that was due soon, or the load of a revision has changed unheard."""
         changed = [one for one in self._members() if one.row.wants != self._rows.get(one.key, one.row.wants)]
-        under_way = any(one._unrecovered for one in self._members())
+        under_way = self._shared and any(one._unrecovered for one in self._members())
         return self._allocation_due or under_way or any(self._is_soon(one) for one in changed)
 
     def _excuse(self, one: RevisionWorkers, text: str) -> None:
         """Raise Broken unless a look was due soon: while calls run, no event reports that they have become less, or that
         they last, and the end of the last call waits for the timer of the idle period.
         """
+        if one._unrecovered and not text.startswith("start"):
+            return
         if not self._is_soon(one):
             due_s = self._before[one.key][1]
             raise Broken(f"{one.key}: a look without an event does this: {text} (due at {due_s - 1000:.3f})")
