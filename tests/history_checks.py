@@ -284,6 +284,9 @@ class Checks:
 
     def _is_soon(self, one: RevisionWorkers) -> bool:
         busy, due_s = self._before[one.key]
+        if one.phase is Phase.PROVEN:
+            # It is looked at when it goes live, in a moment. A signal may have come meanwhile.
+            return True
         if one._unrecovered and (one.replicas.ready or not self._dead_starts[one.key]):
             # The reaction to the death of a worker comes a moment earlier.
             return True
