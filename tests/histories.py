@@ -224,7 +224,9 @@ class History:
             return
         for function in node.functions.values():
             live = function.live
-            if live is None or function.function.paused or function.function.account.limited:
+            history = function.function
+            # A plan may end the worker between two calls: waiting has a low price.
+            if live is None or history.paused or history.account.limited or history.ladder.plans:
                 continue
             every_s, plan = rng.choice((0.1, 0.5, 2.0)), CallPlan(rng.choice((0.01, 0.1, 0.6)))
             scale = live.revision.policy.scale
