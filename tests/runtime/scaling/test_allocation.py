@@ -316,9 +316,11 @@ def test_a_parked_worker_wakes_where_it_is_rather_than_a_new_one_starts_elsewher
         "a": Grant(limit=ReachedLimit(GPUS, 2)),
         "b": Grant(park=("i",), limit=ReachedLimit(GPUS, 2)),
     }
-    # A busy worker is not displaced for that, if there is another GPU.
+    # A busy worker is not displaced for that, if there is another GPU. The parked worker ends: the row names one worker.
     worker = claim("b", busy("i", {"0": 60}), busy("j", {"2": 60}, 2), load=2, need=need)
-    assert shared([sleeper, worker], limits(), [*TWO, Gpu("2", 60)])["a"] == Grant(start=({"1": 60},))
+    assert shared([sleeper, worker], limits(), [*TWO, Gpu("2", 60)])["a"] == Grant(
+        start=({"1": 60},), stop=("p",)
+    )
 
 
 def test_one_displaced_on_a_gpu_does_not_take_its_sibling_on_another_along() -> None:

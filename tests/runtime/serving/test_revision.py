@@ -358,29 +358,7 @@ async def test_nothing_keeps_a_replaced_revision_in_memory(gateway, deploy, gate
         gc.collect()
         return revision() is None
 
-    try:
-        try:
-        await until(collected, "the end of the old revision in memory")
-    except AssertionError:
-        def show(o, depth, seen):
-            if depth == 0: return
-            for r in gc.get_referrers(o):
-                if id(r) in seen or type(r).__name__ in ("frame","list_iterator"): continue
-                seen.add(id(r))
-                print("DBG", "  "*(4-depth), type(r), str(r)[:150])
-                show(r, depth-1, seen)
-        show(revision(), 3, {id(locals())})
-        raise
-    except AssertionError:
-        def show(o, depth, seen):
-            if depth == 0: return
-            for r in gc.get_referrers(o):
-                if id(r) in seen or type(r).__name__ in ("frame","list_iterator"): continue
-                seen.add(id(r))
-                print("DBG", "  "*(4-depth), type(r), str(r)[:150])
-                show(r, depth-1, seen)
-        show(revision(), 3, {id(locals())})
-        raise
+    await until(collected, "the end of the old revision in memory")
 
 
 # -- how workers end
