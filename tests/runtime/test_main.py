@@ -137,8 +137,15 @@ async def test_a_gateway_after_a_killed_one_says_so_and_what_it_restored(state, 
 
     async with gateway_process(state) as gateway:
         await gateway.deploy(WAITS, name="kept", gate=gate)
-        await gateway.client.post("/v2/kept/run", json={"input": 1})
+        run = await gateway.client.post("/v2/kept/run", json={"input": 1})
         await gate.next("1")
+        # The handler may begin before its job is stored as running.
+        job = f"/v2/kept/status/{run.json()['id']}"
+
+        async def runs() -> bool:
+            return bool((await gateway.client.get(job)).json()["status"] == "IN_PROGRESS")
+
+        await until(runs, "a job that runs")
         assert gateway.process is not None
         pid = gateway.process.pid
         gateway.process.kill()
