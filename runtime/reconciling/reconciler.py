@@ -214,13 +214,15 @@ class Reconciler:
 
     def _on_timer(self) -> None:
         self._timer, now_s = None, self._clock()
+        # Each in a callback of its own: if one fails, the others go on.
         if self._allocate_at_s <= now_s:
-            self._allocate(now_s)
+            self._allocate_at_s, self._pending = math.inf, True
+            self._loop.call_soon(self._allocate_pending)
         while self._heap and self._heap[0][0] <= now_s:
             due_s, key = heapq.heappop(self._heap)
             if self._due.get(key) == due_s:
                 del self._due[key]
-                self._members[key].look()
+                self._loop.call_soon(self._members[key].look)
         next_s = min(self._allocate_at_s, self._heap[0][0] if self._heap else math.inf)
         if next_s < math.inf:
             self._set_timer(next_s)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
-from live import Gate, Gateway, failure, gateway_here
+from live import LIMIT_S, Gate, Gateway, failure, gateway_here
+from pilotflame.runtime.reconciling.gpu_places import GpuPlaces
+from pilotflame.runtime.reconciling.reconciler import Reconciler
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -183,3 +186,33 @@ async def test_a_key_that_deploys_nothing_has_no_limit_of_workers(gateway: Gatew
         response = await home.post("/v1/keys", json={"name": "caller", "max_workers": 3})
     assert failure(response)["status"] == 400
     assert "max_workers needs the scope deploy" in response.text
+
+
+class Due:
+    """A member that notes when it is looked at, or fails."""
+
+    def __init__(self, key: str, *, fails: bool = False) -> None:
+        self.key, self.fails, self.looked = key, fails, asyncio.Event()
+
+    def look(self) -> None:
+        self.looked.set()
+        if self.fails:
+            raise RuntimeError("a defect of one function")
+
+
+async def test_a_function_whose_look_fails_does_not_stop_the_looks_at_others():
+    loop, told = asyncio.get_running_loop(), list[str]()
+    before = loop.get_exception_handler()
+    loop.set_exception_handler(lambda _loop, context: told.append(str(context["exception"])))
+    try:
+        reconciler = Reconciler(GpuPlaces())
+        members = [Due("first", fails=True), Due("second"), Due("third")]
+        for number, one in enumerate(members):
+            reconciler.join(one)  # type: ignore[arg-type]
+            reconciler.look_by(one, time.monotonic() + 0.001 * number)  # type: ignore[arg-type]
+        async with asyncio.timeout(LIMIT_S):
+            for one in members:
+                await one.looked.wait()
+    finally:
+        loop.set_exception_handler(before)
+    assert told == ["a defect of one function"]
