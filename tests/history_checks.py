@@ -86,8 +86,8 @@ class Checks:
         changed: tuple[tuple[object, str, Callable[..., Any]], ...] = (
             (one, "decide", self._on_decide), (pool, "start", self._on_start), (pool, "stop", self._on_stop),
             (pool, "park", self._on_park), (pool, "wake", self._on_wake), (zygote, "rest", self._on_rest),
-            (zygote, "end_standby", self._on_end_standby), (one, "on_lost", self._on_lost),
-            (one, "_note_death", self._on_death),
+            (zygote, "end_standby", self._on_end_standby), (one.events, "on_lost", self._on_lost),
+            (one.events, "_note_death", self._on_death),
         )  # fmt: skip
         for target, name, method in changed:
             setattr(target, name, partial(method, one, getattr(target, name)))
@@ -269,14 +269,14 @@ class Checks:
     def _shares_anew(self) -> bool:
         """Return True if workers were shared anew, because that was due soon, or the load of a revision has changed unheard."""
         changed = [one for one in self._members() if one.row.wants != self._rows.get(one.key, one.row.wants)]
-        under_way = self._shared and any(one._unrecovered for one in self._members())
+        under_way = self._shared and any(one.events.unrecovered for one in self._members())
         return self._allocation_due or under_way or any(self._is_soon(one) for one in changed)
 
     def _excuse(self, one: RevisionWorkers, text: str) -> None:
         """Raise Broken unless a look was due soon: while calls run, no event reports that they have become less, or that
         they last, and the end of the last call waits for the timer of the idle period.
         """
-        if one._unrecovered and not text.startswith("start"):
+        if one.events.unrecovered and not text.startswith("start"):
             return
         if not self._is_soon(one):
             due_s = self._before[one.key][1]
@@ -287,7 +287,7 @@ class Checks:
         if one.phase is Phase.PROVEN:
             # It is looked at when it goes live, in a moment. A signal may have come meanwhile.
             return True
-        if one._unrecovered and (one.replicas.ready or not self._dead_starts[one.key]):
+        if one.events.unrecovered and (one.replicas.ready or not self._dead_starts[one.key]):
             # The reaction to the death of a worker comes a moment earlier.
             return True
         if busy and one._seen.load is not None and one._seen.load.lasting > one._seen.calls:
@@ -301,7 +301,7 @@ class Checks:
     def _check_calls(self) -> None:
         """Each call that has not ended is in a queue or at a worker."""
         members = self.node.members.values()
-        if any(one._unrecovered for one in members):
+        if any(one.events.unrecovered for one in members):
             return
         there = {call.id for one in members for call in one.revision.dispatcher.queue}
         there |= {
@@ -361,7 +361,7 @@ class Checks:
     def _can_have_room(self, one: RevisionWorkers) -> bool:
         """Return True if a worker of a revision could start beside all workers that stay in any case."""
         history = one.function
-        if history.paused or history.account.exhausted or one.breaker.failures or one._unexplained:
+        if history.paused or history.account.exhausted or one.breaker.failures or one.events.unexplained:
             return False
         others = [each for each in self._members() if each is not one]
         kept = {each.key: self._kept(each) for each in others}

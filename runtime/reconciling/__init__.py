@@ -2,6 +2,7 @@
 
     Reconciler          compares what each revision should have with what it has, and acts; has the only timer that decides
       RevisionWorkers   observes one revision, asks `scaling` for its row of the desired state, and carries it out
+        ProcessEvents   hears what happens to its processes, and recovers the calls of workers that have ended
         Demand          measures the load of a revision
         Pool            starts, parks, wakes and ends its workers
           ZygoteSupervisor  has the zygote that workers are forked from, and the standby

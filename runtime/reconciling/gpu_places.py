@@ -8,7 +8,8 @@ here (scaling/allocation.py).
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -17,6 +18,7 @@ from ..launching.gpu_driver import MIB, GpuDriver, GpuUse
 from ..launching.gpus import names_within
 from ..launching.launcher import Child
 from ..launching.nvidia_gpus import NvidiaDriver
+from ..scaling.allocation import NodeProcess, ProcessState
 from ..scaling.gpu_ledger import Booking, GpuLedger
 from ..scaling.placement import Gpu, GpuNeed, Holding, candidates, fits, need_of, place
 from ..serving.replica import Replica, ReplicaState
@@ -314,6 +316,49 @@ class GpuPlaces:
     def _label(self, use: GpuUse) -> str:
         """Return the id by which the settings name a GPU."""
         return next((gpu.id for gpu in self.gpus if use.is_named(gpu.id)), use.id)
+
+
+# A worker that starts can end too, before all workers that are ready.
+_STATES = {
+    ReplicaState.RESTORING: ProcessState.READY,
+    ReplicaState.READY: ProcessState.READY,
+    ReplicaState.PARKED: ProcessState.PARKED,
+    ReplicaState.DRAINING: ProcessState.DRAINING,
+    ReplicaState.DEAD: ProcessState.DRAINING,
+}
+
+
+def node_processes(
+    replicas: Iterable[Replica], forking: Iterable[GpuPlace | None], places: Iterable[GpuPlace]
+) -> Iterator[NodeProcess]:
+    """Yield the processes of a revision as the allocation sees them.
+
+    `forking` are the places of workers that are being forked, and `places` are all places of the revision.
+    """
+    left = dict.fromkeys(places)
+    of = {place.replica: place for place in left if place.replica is not None}
+    for replica in replicas:
+        used_s = replica.idle_since_s if replica.activation.ready_s else -math.inf
+        place = of.get(replica)
+        yield _process(replica, _STATES[replica.state], place, len(replica.outstanding.calls), used_s)
+        if place is not None:
+            del left[place]
+    for number, place in enumerate(forking):
+        yield _process(place or ("forking", number), ProcessState.STARTING, place)
+        if place is not None:
+            del left[place]
+    for place in left:
+        yield _process(place, ProcessState.STANDBY if place.inheritable else ProcessState.LEAVING, place)
+
+
+def _process(
+    key: Hashable, state: ProcessState, place: GpuPlace | None, calls: int = 0, used_s: float = 0.0
+) -> NodeProcess:
+    if place is None:
+        return NodeProcess(key, state, calls, used_s)
+    # A worker that starts, or that freed nothing when it parked, has to end to make room.
+    parks = place.parked if used_s > 0 and place.parked != place.full else None
+    return NodeProcess(key, state, calls, used_s, place.holding, place.full, parks)
 
 
 def _reading(name: str, text: str, by_gpu: Mapping[str, float]) -> Reading:

@@ -10,14 +10,14 @@ import contextlib
 import itertools
 import math
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ...errors import ActivationTimeout, CrashLoop, PilotflameError
 from ..launching.fetcher_client import FetcherClient
-from ..launching.launcher import EndCause, Launcher, WorkerSource
+from ..launching.launcher import Launcher, WorkerSource
 from ..link.worker_spec import WorkerSpec
-from ..scaling.allocation import Grant, NodeProcess, ProcessState, ReachedLimit, RevisionClaim, WorkerTier
+from ..scaling.allocation import Grant, ReachedLimit, RevisionClaim, WorkerTier
 from ..scaling.desired_state import desired
 from ..scaling.eviction import waiting_per_byte
 from ..scaling.idle_period import QUIET_S
@@ -29,7 +29,6 @@ from ..scaling.seen import Seen
 from ..scaling.table import Proposal, Rank, Row
 from ..serving.deadlines import activation_timeout
 from ..serving.dispatcher import Policy, Refusal
-from ..serving.invocation import Invocation
 from ..serving.latency_curve_store import LatencyCurveStore
 from ..serving.replica import Replica, ReplicaState
 from ..serving.replicas import ReplicaList
@@ -42,13 +41,12 @@ from ..telemetry.usage import RungName, Usage
 from .account import Account
 from .demand import Demand
 from .function import Function
-from .gpu_places import GpuPlace, GpuPlaces
+from .gpu_places import GpuPlaces, node_processes
 from .idle_ladder import Stand
-from .pool import STOP_TIMEOUT_S, Pool, PoolEvents
+from .pool import STOP_TIMEOUT_S, Pool
 from .prewarms import HOLD_S, WarmHold, signal_of
+from .process_events import ProcessEvents
 from .reconciler import Reconciler
-from .start_outcomes import StartOutcomes
-from .worker_ends import describe_end
 
 # Workers have at least this long for their `teardown` (or the whole timeout of `retire`, if that is shorter),
 # even if all the time was used to end invocations.
@@ -59,18 +57,9 @@ EXPECTED_S = 10.0
 PREDICTED_S = 1.0
 # The signals for which other functions make room, as they do for callers.
 URGENT = ("refused", "warmup")
-# How long the error of a start that failed waits for the fetcher's reason.
-CAUSE_TIMEOUT_S = 2.0
 # A deploy fails if its first worker is not ready after this time.
 FIRST_START_TIMEOUT_S = 900.0
 _NUMBERS = itertools.count()
-_STATES = {
-    ReplicaState.RESTORING: ProcessState.READY,
-    ReplicaState.READY: ProcessState.READY,
-    ReplicaState.PARKED: ProcessState.PARKED,
-    ReplicaState.DRAINING: ProcessState.DRAINING,
-    ReplicaState.DEAD: ProcessState.DRAINING,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +90,7 @@ class Listeners:
     """Called when a worker, the zygote or the standby has come or gone."""
 
 
-class RevisionWorkers(PoolEvents):
+class RevisionWorkers:
     """The workers, the zygote and the standby of one revision."""
 
     def __init__(
@@ -112,14 +101,15 @@ class RevisionWorkers(PoolEvents):
         self.spec, self.function, self.phase = spec, function, Phase.NEW
         # Two members may be of the same revision, while its processes are replaced.
         self.key = f"{spec.function}/{next(_NUMBERS)}"
-        self._node, self._logs, self._listeners, self._tasks = node, logs, listeners, node.tasks
+        self.node, self._logs, self._tasks = node, logs, node.tasks
         self.replicas = ReplicaList()
         self.revision = Revision(
             spec, policy, self.replicas, self, curves, logs, function.load, function.arrivals, listeners.called,
             listeners.ended,
         )  # fmt: skip
+        self.events = ProcessEvents(self, node.tasks, logs, listeners.activated, listeners.processes)
         self.pool = Pool(
-            spec, policy.settings.scale, self.replicas, node.launcher, logs, node.tasks, self.revision, self,
+            spec, policy.settings.scale, self.replicas, node.launcher, logs, node.tasks, self.revision, self.events,
             node.weights, secrets, not curves.known, node.gpus, self, function.worker_numbers,
         )  # fmt: skip
         self.gpu_need: GpuNeed | None = need_of(spec.resources)
@@ -127,19 +117,12 @@ class RevisionWorkers(PoolEvents):
         self.row, self._seen = Row(0, 0), Seen(0, 0, 0, 0)
         """Its row of the table, which says how many workers it should have and why, and what the row follows from."""
         self._demand = Demand(self.pool, self.revision)
-        self._starts = StartOutcomes()
-        self.breaker = self._starts.breaker
+        self.breaker = self.events.starts.breaker
         # What the plan said at the last look.
         self._stand = Stand()
-        self._rollover = self._deaths = 0
-        # Failed starts whose cause is not known yet. The fetcher reports it, or the parent of the process.
-        self._unexplained = 0
-        # Dead workers whose calls are not queued again or failed yet.
-        self._unrecovered = 0
+        self._rollover = 0
         self._barred = ""
         self._empty = asyncio.Event()
-        # The tasks that recover the calls of workers that have ended, and log these ends.
-        self._endings: set[asyncio.Task[None]] = set()
         node.reconciler.join(self)
         function.account.attach(self)
         self._bar()
@@ -228,7 +211,7 @@ class RevisionWorkers(PoolEvents):
     @property
     def reached(self) -> ReachedLimit | None:
         """The limit that keeps workers from starting that are wanted, or None."""
-        return self._node.reconciler.reached(self)
+        return self.node.reconciler.reached(self)
 
     def census(self) -> Census:
         replicas, zygote = self.replicas, self.pool.zygote
@@ -244,7 +227,7 @@ class RevisionWorkers(PoolEvents):
             zygote=zygote.source is not None,
             busy_s=busy_s,
             ready_s=ready_s,
-            deaths=self._deaths,
+            deaths=self.events.deaths,
         )
 
     def usage(self, now_s: float) -> Usage:
@@ -252,7 +235,7 @@ class RevisionWorkers(PoolEvents):
 
     def devices(self, replica: Replica) -> float:
         """Return how many GPUs a worker holds: shares by its place, or a whole one if it uses one without a place."""
-        placed = self._node.gpus.share(replica)
+        placed = self.node.gpus.share(replica)
         return float(replica.uses_device) if placed is None else placed
 
     # -- the row
@@ -317,7 +300,7 @@ class RevisionWorkers(PoolEvents):
         breaker = self.breaker
         return RevisionState(
             self.phase, self._rollover, self.function.stopped, breaker.failures,
-            breaker.backoff_until_s, open=breaker.open(now_s), unexplained=self._unexplained > 0,
+            breaker.backoff_until_s, open=breaker.open(now_s), unexplained=self.events.unexplained > 0,
         )  # fmt: skip
 
     def _scale_spec(self) -> ScaleSpec:
@@ -362,7 +345,7 @@ class RevisionWorkers(PoolEvents):
     def _sent(self, woken: int, queued: int) -> int:
         if woken:
             self.function.decisions.note("wake", CALLS, workers=woken, queued=queued)
-            self._starts.note_workers(len(self.replicas.ready), self.replicas.starting)
+            self.events.tell_workers()
             self.revision.dispatcher.dispatch()
         return woken
 
@@ -386,7 +369,7 @@ class RevisionWorkers(PoolEvents):
             self._hold_rung()
         self.function.prewarms.settle()
         self.note_load(now_s)
-        if self.phase is Phase.RETIRING and not (seen.unfinished or self._unrecovered):
+        if self.phase is Phase.RETIRING and not (seen.unfinished or self.events.unrecovered):
             self._empty.set()
 
     def keeps_zygote(self) -> bool:
@@ -417,7 +400,7 @@ class RevisionWorkers(PoolEvents):
         self._barred = barred
         self.revision.dispatcher.bar(refusal, queued=bool(stopped))
         if stopped and (error := self.function.refusal()) is not None:
-            self._starts.refuse(error)
+            self.events.starts.refuse(error)
 
     def _crash_loop(self) -> CrashLoop | None:
         """Return the error of an invocation while so many starts have failed that none is tried for it."""
@@ -454,7 +437,7 @@ class RevisionWorkers(PoolEvents):
         return len(self.revision.dispatcher.queue) > 0 or asked or self.phase is Phase.PROVING
 
     def fits_gpus(self, workers: int) -> bool:
-        return self._node.gpus.fits(self, self.replicas.parked, workers)
+        return self.node.gpus.fits(self, self.replicas.parked, workers)
 
     def note_limit(self, reached: ReachedLimit | None, missing: int, seen: Seen) -> None:
         if reached is not None:
@@ -469,26 +452,12 @@ class RevisionWorkers(PoolEvents):
             (one.activation.asked_s for one in replicas if one.state is not ReplicaState.DRAINING),
             default=min(replicas.asked_s, default=math.inf),
         )
+        places = self.node.gpus.of_owner(self) if self.gpu_need is not None else []
+        processes = tuple(node_processes(replicas, self.pool.forking, places))
         return RevisionClaim(
-            self.key, self.spec.function, self.owner, wants, row.awake, row.held, tuple(self._processes()), self.gpu_need,
+            self.key, self.spec.function, self.owner, wants, row.awake, row.held, processes, self.gpu_need,
             waiting_since_s, first_s, self._cost,
         )  # fmt: skip
-
-    def _processes(self) -> Iterator[NodeProcess]:
-        places = {} if self.gpu_need is None else dict.fromkeys(self._node.gpus.of_owner(self))
-        for replica in self.replicas:
-            place = self._node.gpus.of(replica) if places else None
-            # A worker that starts can end too, before all workers that are ready.
-            used_s = replica.idle_since_s if replica.activation.ready_s else -math.inf
-            yield _process(replica, _STATES[replica.state], place, len(replica.outstanding.calls), used_s)
-            if place is not None:
-                del places[place]
-        for number, place in enumerate(self.pool.forking):
-            yield _process(place or ("forking", number), ProcessState.STARTING, place)
-            if place is not None:
-                del places[place]
-        for place in places:
-            yield _process(place, ProcessState.STANDBY if place.inheritable else ProcessState.LEAVING, place)
 
     def _cost(self, freed_bytes: float) -> float:
         ladder = self.function.ladder
@@ -516,7 +485,7 @@ class RevisionWorkers(PoolEvents):
     # -- who wants workers
 
     def look(self, arriving: int = 0) -> None:
-        self._node.reconciler.look(self, arriving)
+        self.node.reconciler.look(self, arriving)
 
     scale = look
 
@@ -548,7 +517,7 @@ class RevisionWorkers(PoolEvents):
         if (error := self._crash_loop()) is not None:
             raise error
         try:
-            await self._starts.reached(workers, timeout_s)
+            await self.events.starts.reached(workers, timeout_s)
         except TimeoutError:
             if (reached := self.reached) is not None:
                 raise activation_timeout(self.spec.function, timeout_s, reached) from None
@@ -583,7 +552,7 @@ class RevisionWorkers(PoolEvents):
         await self.wait_ready(1, FIRST_START_TIMEOUT_S)
         if self.replicas.starting:
             # Workers that fail, for lack of memory say, are not the revision's fault: one has shown that it works.
-            await self._starts.reached(rollover, FIRST_START_TIMEOUT_S, settled=True)
+            await self.events.starts.reached(rollover, FIRST_START_TIMEOUT_S, settled=True)
         self.phase = Phase.PROVEN
         self.look()
         self.pool.zygote.replenish()
@@ -598,7 +567,7 @@ class RevisionWorkers(PoolEvents):
         """Run the accepted invocations for at most `timeout_s`, fail the others, and end the processes."""
         started_s = time.monotonic()
         self.phase, self.revision.retiring = Phase.RETIRING, True
-        self._starts.refuse(self.revision.dispatcher.retired())
+        self.events.starts.refuse(self.revision.dispatcher.retired())
         self.function.ladder.release(self)
         self.look()
         with contextlib.suppress(TimeoutError):
@@ -606,21 +575,19 @@ class RevisionWorkers(PoolEvents):
                 await self._empty.wait()
         # From now on, invocations that exiting workers give back fail: no worker would run them.
         self.revision.dispatcher.close()
-        self._node.reconciler.leave(self)
+        self.node.reconciler.leave(self)
         left_s = timeout_s - (time.monotonic() - started_s)
         try:
             await self.pool.close(max(left_s, min(timeout_s, MIN_TEARDOWN_S)))
-            if self._endings:
-                # The function's log says how its last workers have ended.
-                await asyncio.wait(self._endings, timeout=STOP_TIMEOUT_S)
+            await self.events.wait_told(STOP_TIMEOUT_S)
         finally:
-            self._node.reconciler.forget(self)
+            self.node.reconciler.forget(self)
             self.function.account.detach(self)
 
     def on_budget(self, *, changed: bool) -> None:
         """If the budget is used up, let workers finish what they have begun, and refuse the rest."""
         self._bar()
-        self._node.reconciler.look_by(self, self.function.account.due_s)
+        self.node.reconciler.look_by(self, self.function.account.due_s)
         if changed:
             account = self.function.account
             if self.phase is not Phase.RETIRING:
@@ -633,150 +600,22 @@ class RevisionWorkers(PoolEvents):
         self.function.decisions.note("budget", account.state, **figures)
         self._logs.write("gateway", account.describe(), "warning" if account.scarce else "info")
 
-    # -- events
+    # -- events of invocations
+
+    def explain(self, error: PilotflameError) -> PilotflameError:
+        return self.pool.explain(error)
 
     def on_room(self, replica: Replica, *, waiting: bool) -> None:
         self.pool.zygote.schedule_standby()
         idle = not replica.outstanding.calls
         if idle:
-            self._node.reconciler.note_change()
+            self.node.reconciler.note_change()
         # The timer that finds the idle period is due QUIET_S after the last end, or sooner.
-        untimed = idle and self._node.reconciler.due_s(self) > replica.idle_since_s + QUIET_S
+        untimed = idle and self.node.reconciler.due_s(self) > replica.idle_since_s + QUIET_S
         if waiting or untimed or self.phase is Phase.RETIRING:
             self.look()
-
-    def on_ready(self, replica: Replica) -> None:
-        self.function.prewarms.watch(replica)
-        self.revision.dispatcher.adopt(replica)
-        # Callers wait no longer: what is learned of the start comes after their invocations are sent.
-        self.pool.note_ready(replica)
-        self._starts.note_ready()
-        self._starts.note_workers(len(self.replicas.ready), self.replicas.starting)
-        self.function.ladder.note_ready(self, usual=not replica.measured, devices=self.devices(replica))
-        self._listeners.activated("ready")
-        # A worker that starts makes no room. Now it can.
-        self._node.reconciler.note_change()
-        self.look()
-
-    def on_zygote_died(self) -> None:
-        self.look()
-
-    def on_processes_changed(self) -> None:
-        self._listeners.processes()
-
-    def on_leaving(self, replica: Replica) -> None:
-        self._node.reconciler.note_change()
-        self.look()
-
-    def on_parked(self, replica: Replica, freed_bytes: int, reserved: list[int]) -> None:
-        gpus = self._node.gpus
-        self.function.decisions.note(
-            "park", "gpus" if gpus.gives(replica) else "idle", freed_bytes=freed_bytes
-        )
-        if (place := gpus.of(replica)) is not None:
-            self._tasks.create_task(self._note_kept(place, replica, freed_bytes, reserved))
-
-    async def _note_kept(
-        self, place: GpuPlace, replica: Replica, freed_bytes: int, reserved: list[int]
-    ) -> None:
-        """Let other functions have what a parked worker has given back."""
-        parks, kept = replica.parks, await self._node.gpus.kept(place, replica.child, reserved)
-        # It may have been woken meanwhile, and parked again.
-        if parks == replica.parks:
-            self._node.gpus.note_parked(replica, freed_bytes, kept)
-
-    def explain(self, error: PilotflameError) -> PilotflameError:
-        return self.pool.explain(error)
-
-    def on_start_failed(self, error: PilotflameError) -> None:
-        """Fail the waiting invocations, unless a worker is ready: the next start would probably fail too."""
-        if self.pool.unheard(error):
-            self._unexplained += 1
-            self._tasks.create_task(self._fail_start_later(error))
-        else:
-            self._fail_start(error)
-
-    async def _fail_start_later(self, error: PilotflameError) -> None:
-        """Wait until the fetcher says why the weights are missing: that may come after what the worker says."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(CAUSE_TIMEOUT_S):
-                while fetching := self.pool.unheard(error):
-                    ended = [one.ended for one in fetching]
-                    await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)
-        self._unexplained -= 1
-        self._fail_start(error)
-
-    def _fail_start(self, error: PilotflameError) -> None:
-        error = self.pool.explain(error)
-        self._logs.write("gateway", f"activation failed: {error}\n{error.trace}".rstrip(), "error")
-        self._listeners.activated("failed")
-        self._starts.note_failure(error)
-        self._starts.note_workers(len(self.replicas.ready), self.replicas.starting)
-        if not self.replicas.ready:
-            self.revision.dispatcher.fail_queued(error)
-        self._node.reconciler.note_change()
-        self.look()
-        if not len(self.revision.dispatcher.queue):
-            self.pool.release()
-
-    def on_lost(self, replica: Replica, unstarted: list[Invocation], started: list[Invocation]) -> None:
-        self.pool.remove(replica)
-        self._unrecovered += 1
-        if _died_in_start(replica):
-            # Until its end is known, the start has neither succeeded nor failed: nothing starts.
-            self._unexplained += 1
-            self.decide(time.monotonic())
-        self._node.reconciler.note_change()
-        self.function.prewarms.end(replica, used=bool(replica.completed or started))
-        ending = self._tasks.create_task(self._recover(replica, unstarted, started))
-        self._endings.add(ending)
-        ending.add_done_callback(self._endings.discard)
-
-    async def _recover(
-        self, replica: Replica, unstarted: list[Invocation], started: list[Invocation]
-    ) -> None:
-        was_ready = replica.activation.ready_s > 0
-        cause = await replica.child.cause() if started or not was_ready else EndCause()
-        self._unrecovered -= 1
-        self.revision.dispatcher.recover(unstarted, started, cause)
-        if _died_in_start(replica):
-            self._unexplained -= 1
-            self._note_death(cause)
-        self.look()
-        if not len(self.replicas) and not len(self.revision.dispatcher.queue):
-            self.pool.release()
-            self._tasks.create_task(self.revision.dispatcher.store_curve())
-        text = cause.text or (await replica.child.cause()).text
-        end = describe_end(replica, text, started, self._logs, retiring=self.phase is Phase.RETIRING)
-        self._deaths += end.unexpected
-        self._logs.write("gateway", end.text, end.level, request_id=end.request_id)
-        await replica.child.wait_gone(STOP_TIMEOUT_S)
-        self.pool.note_gone()
-
-    def _note_death(self, cause: EndCause) -> None:
-        """Count a worker that died while it started. If many do, fail the invocations that wait."""
-        self._listeners.activated("failed")
-        error = self._starts.note_death(cause.text)
-        self._starts.note_workers(len(self.replicas.ready), self.replicas.starting)
-        if not self.replicas.ready and self._starts.give_up():
-            self.revision.dispatcher.fail_queued(error)
 
 
 _TIERS = {
     Rank.PROOF: WorkerTier.PROOF, Rank.OWNER: WorkerTier.OWNER, Rank.LOAD: WorkerTier.LOAD, Rank.AHEAD: WorkerTier.AHEAD, Rank.KEEP: WorkerTier.KEEP,
 }  # fmt: skip
-
-
-def _died_in_start(replica: Replica) -> bool:
-    """Return True if a worker ended before it was ready, neither by its own report nor because it was cancelled."""
-    return not (replica.activation.ready_s or replica.reported_failure or replica.left)
-
-
-def _process(
-    key: Hashable, state: ProcessState, place: GpuPlace | None, calls: int = 0, used_s: float = 0.0
-) -> NodeProcess:
-    if place is None:
-        return NodeProcess(key, state, calls, used_s)
-    # A worker that starts, or that freed nothing when it parked, has to end to make room.
-    parks = place.parked if used_s > 0 and place.parked != place.full else None
-    return NodeProcess(key, state, calls, used_s, place.holding, place.full, parks)

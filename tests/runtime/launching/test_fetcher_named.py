@@ -16,7 +16,7 @@ from fault_server import Faults, FaultServer
 from live import Function, Gateway, failure, gateway_here, short_folder
 from pilotflame.errors import PilotflameError
 from pilotflame.runtime.launching.fetcher_client import FetchProgress
-from pilotflame.runtime.reconciling.revision_workers import RevisionWorkers
+from pilotflame.runtime.reconciling.process_events import ProcessEvents
 from pilotflame.runtime.telemetry.timeline import parse_server_timing
 from pilotflame.snapshot.format.create import create
 from pilotflame.snapshot.format.manifest import MANIFEST_NAME
@@ -236,7 +236,7 @@ async def test_the_fetcher_may_say_why_after_the_worker_has_said_that_weights_ar
     bucket.server.faults = lambda request: Faults(
         status=404 if request.name == "one/adapter_model.safetensors" else 0
     )
-    on_event, on_start_failed = FetchProgress.on_event, RevisionWorkers.on_start_failed
+    on_event, on_start_failed = FetchProgress.on_event, ProcessEvents.on_start_failed
     held: list[tuple[FetchProgress, dict[str, Any]]] = []
     failed: list[tuple[FetchProgress, dict[str, Any]]] = []
 
@@ -250,12 +250,12 @@ async def test_the_fetcher_may_say_why_after_the_worker_has_said_that_weights_ar
             failed.append((progress, event))
             on_event(*held.pop())
 
-    def then_tell(revision: RevisionWorkers, error: PilotflameError) -> None:
+    def then_tell(revision: ProcessEvents, error: PilotflameError) -> None:
         on_start_failed(revision, error)
         on_event(*failed.pop())
 
     monkeypatch.setattr(FetchProgress, "on_event", hold_back)
-    monkeypatch.setattr(RevisionWorkers, "on_start_failed", then_tell)
+    monkeypatch.setattr(ProcessEvents, "on_start_failed", then_tell)
     error = failure(await function.call(ONES))
     assert (error["type"], error["details"]["cause"]) == ("activation_failed", "source_missing")
     assert "snapshots.style: " in error["message"]

@@ -1,0 +1,214 @@
+"""Hears what happens to the processes of one revision, and has what follows told, recovered and decided."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from ...errors import PilotflameError
+from ..launching.launcher import UNKNOWN_CAUSE, EndCause
+from ..scaling.revision_state import Phase
+from ..serving.invocation import Invocation
+from ..serving.replica import Replica
+from ..telemetry.logs import RevisionLog
+from .gpu_places import GpuPlace
+from .pool import STOP_TIMEOUT_S, PoolEvents
+from .start_outcomes import StartOutcomes
+
+if TYPE_CHECKING:
+    from .revision_workers import RevisionWorkers
+
+# How long the error of a start that failed waits for the fetcher's reason.
+CAUSE_TIMEOUT_S = 2.0
+# How many of the lines that a worker printed last are repeated when it dies.
+LAST_WORDS = 5
+# How many invocations are named when the worker dies that ran them.
+MOST_IDS = 10
+
+
+class ProcessEvents(PoolEvents):
+    """The events of the workers, the zygote and the standby of one revision."""
+
+    def __init__(
+        self, one: RevisionWorkers, tasks: asyncio.TaskGroup, logs: RevisionLog, on_activation: Callable[[str], None],
+        on_processes: Callable[[], None],
+    ) -> None:  # fmt: skip
+        """See `Listeners` for the callbacks."""
+        self._one, self._tasks, self._logs = one, tasks, logs
+        self._on_activation, self._on_processes = on_activation, on_processes
+        self.starts = StartOutcomes()
+        self.deaths = 0
+        """How many workers have ended that nobody wanted to end."""
+        self.unexplained = 0
+        """Failed starts whose cause is not known yet. The fetcher reports it, or the parent of the process."""
+        self.unrecovered = 0
+        """Dead workers whose calls are not queued again or failed yet."""
+        # The tasks that recover the calls of workers that have ended, and log these ends.
+        self._endings: set[asyncio.Task[None]] = set()
+
+    def tell_workers(self) -> None:
+        """Tell who waits for workers how many there are."""
+        self.starts.note_workers(len(self._one.replicas.ready), self._one.replicas.starting)
+
+    async def wait_told(self, timeout_s: float) -> None:
+        """Wait until the function's log says how the last workers have ended."""
+        if self._endings:
+            await asyncio.wait(self._endings, timeout=timeout_s)
+
+    def keeps_zygote(self) -> bool:
+        return self._one.keeps_zygote()
+
+    def on_ready(self, replica: Replica) -> None:
+        self._one.function.prewarms.watch(replica)
+        self._one.revision.dispatcher.adopt(replica)
+        # Callers wait no longer: what is learned of the start comes after their invocations are sent.
+        self._one.pool.note_ready(replica)
+        self.starts.note_ready()
+        self.tell_workers()
+        self._one.function.ladder.note_ready(
+            self._one, usual=not replica.measured, devices=self._one.devices(replica)
+        )
+        self._on_activation("ready")
+        # A worker that starts makes no room. Now it can.
+        self._one.node.reconciler.note_change()
+        self._one.look()
+
+    def on_zygote_died(self) -> None:
+        self._one.look()
+
+    def on_processes_changed(self) -> None:
+        self._on_processes()
+
+    def on_leaving(self, replica: Replica) -> None:
+        self._one.node.reconciler.note_change()
+        self._one.look()
+
+    def on_parked(self, replica: Replica, freed_bytes: int, reserved: list[int]) -> None:
+        gpus = self._one.node.gpus
+        self._one.function.decisions.note(
+            "park", "gpus" if gpus.gives(replica) else "idle", freed_bytes=freed_bytes
+        )
+        if (place := gpus.of(replica)) is not None:
+            self._tasks.create_task(self._note_kept(place, replica, freed_bytes, reserved))
+
+    async def _note_kept(
+        self, place: GpuPlace, replica: Replica, freed_bytes: int, reserved: list[int]
+    ) -> None:
+        """Let other functions have what a parked worker has given back."""
+        parks, kept = replica.parks, await self._one.node.gpus.kept(place, replica.child, reserved)
+        # It may have been woken meanwhile, and parked again.
+        if parks == replica.parks:
+            self._one.node.gpus.note_parked(replica, freed_bytes, kept)
+
+    def on_start_failed(self, error: PilotflameError) -> None:
+        """Fail the waiting invocations, unless a worker is ready: the next start would probably fail too."""
+        if self._one.pool.unheard(error):
+            self.unexplained += 1
+            self._tasks.create_task(self._fail_start_later(error))
+        else:
+            self._fail_start(error)
+
+    async def _fail_start_later(self, error: PilotflameError) -> None:
+        """Wait until the fetcher says why the weights are missing: that may come after what the worker says."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CAUSE_TIMEOUT_S):
+                while fetching := self._one.pool.unheard(error):
+                    ended = [one.ended for one in fetching]
+                    await asyncio.wait(ended, return_when=asyncio.FIRST_COMPLETED)
+        self.unexplained -= 1
+        self._fail_start(error)
+
+    def _fail_start(self, error: PilotflameError) -> None:
+        error = self._one.pool.explain(error)
+        self._logs.write("gateway", f"activation failed: {error}\n{error.trace}".rstrip(), "error")
+        self._on_activation("failed")
+        self.starts.note_failure(error)
+        self.tell_workers()
+        if not self._one.replicas.ready:
+            self._one.revision.dispatcher.fail_queued(error)
+        self._one.node.reconciler.note_change()
+        self._one.look()
+        if not len(self._one.revision.dispatcher.queue):
+            self._one.pool.release()
+
+    def on_lost(self, replica: Replica, unstarted: list[Invocation], started: list[Invocation]) -> None:
+        self._one.pool.remove(replica)
+        self.unrecovered += 1
+        if _died_in_start(replica):
+            # Until its end is known, the start has neither succeeded nor failed: nothing starts.
+            self.unexplained += 1
+            self._one.decide(time.monotonic())
+        self._one.node.reconciler.note_change()
+        self._one.function.prewarms.end(replica, used=bool(replica.completed or started))
+        ending = self._tasks.create_task(self._recover(replica, unstarted, started))
+        self._endings.add(ending)
+        ending.add_done_callback(self._endings.discard)
+
+    async def _recover(
+        self, replica: Replica, unstarted: list[Invocation], started: list[Invocation]
+    ) -> None:
+        was_ready = replica.activation.ready_s > 0
+        cause = await replica.child.cause() if started or not was_ready else EndCause()
+        self.unrecovered -= 1
+        self._one.revision.dispatcher.recover(unstarted, started, cause)
+        if _died_in_start(replica):
+            self.unexplained -= 1
+            self._note_death(cause)
+        self._one.look()
+        if not len(self._one.replicas) and not len(self._one.revision.dispatcher.queue):
+            self._one.pool.release()
+            self._tasks.create_task(self._one.revision.dispatcher.store_curve())
+        text = cause.text or (await replica.child.cause()).text
+        end = describe_end(replica, text, started, self._logs, retiring=self._one.phase is Phase.RETIRING)
+        self.deaths += end.unexpected
+        self._logs.write("gateway", end.text, end.level, request_id=end.request_id)
+        await replica.child.wait_gone(STOP_TIMEOUT_S)
+        self._one.pool.note_gone()
+
+    def _note_death(self, cause: EndCause) -> None:
+        """Count a worker that died while it started. If many do, fail the invocations that wait."""
+        self._on_activation("failed")
+        error = self.starts.note_death(cause.text)
+        self.tell_workers()
+        if not self._one.replicas.ready and self.starts.give_up():
+            self._one.revision.dispatcher.fail_queued(error)
+
+
+def _died_in_start(replica: Replica) -> bool:
+    """Return True if a worker ended before it was ready, neither by its own report nor because it was cancelled."""
+    return not (replica.activation.ready_s or replica.reported_failure or replica.left)
+
+
+class WorkerEnd(NamedTuple):
+    """What the log says of the end of a worker."""
+
+    text: str
+    level: str = "info"
+    request_id: str = ""
+    """The only invocation that it ran."""
+    unexpected: bool = False
+    """True if nobody wanted it to end, and its start was not reported as failed."""
+
+
+def describe_end(
+    replica: Replica, cause: str, started: list[Invocation], logs: RevisionLog, *, retiring: bool
+) -> WorkerEnd:
+    """Return why a worker has ended, what it printed last, and which invocations it ran."""
+    # At a shutdown the zygote, which would tell the exit code, ends before its workers.
+    if replica.left and cause in ("exit code 0", UNKNOWN_CAUSE):
+        return WorkerEnd(f"worker {replica.name} has drained and ended")
+    words = logs.last_words(replica.name, LAST_WORDS)
+    said = f"; its last words: {words}" if words else "; it printed nothing"
+    # A failed start was logged as such, and the gateway kills what it does not want any more.
+    expected = replica.reported_failure or (replica.left and retiring)
+    ids = [invocation.id for invocation in started]
+    ran = f"; it ran {', '.join(ids[:MOST_IDS])}" if len(ids) > 1 else ""
+    return WorkerEnd(
+        f"worker {replica.name} ended with {cause}{ran}{said}",
+        "info" if expected else "error",
+        ids[0] if len(ids) == 1 else "",
+        unexpected=not (expected or replica.left),
+    )
