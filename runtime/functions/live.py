@@ -240,7 +240,7 @@ class Live:
 
     @property
     def function(self) -> Function:
-        """What its revisions share."""
+        """The function that its revisions share."""
         return self.workers.function
 
     def builds_within(self, seconds: float) -> bool:

@@ -62,7 +62,7 @@ class RestStats:
     """True if it has no worker and no invocation."""
     light: bool
     used_s: float
-    """`RevisionWorkers.used_s`: when a worker that had run invocations ended last; 0 if none has."""
+    """`RevisionWorkers.used_s`: when a worker that had run invocations ended last; 0 before the first."""
     since_s: float
     """When its revision became live."""
 

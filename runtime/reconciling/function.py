@@ -1,4 +1,4 @@
-"""A function over all its revisions: what its owner wants of it now, and what its revisions share."""
+"""A function over all its revisions: whether its owner lets it run now, and what its revisions share."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Function:
         habits: NodeHabits | None = None,
         on_change: Callable[[], None] = lambda: None,
     ) -> Function:
-        """Return a function of which nothing is known."""
+        """Return a function without any history."""
         decisions = Decisions()
         return cls(name, IdleLadder(decisions, habits, on_change), account, decisions)
 
@@ -61,7 +61,7 @@ class Function:
 
     @property
     def resumes_by_itself(self) -> bool:
-        """True unless somebody has to let it run again. Until then its event sources leave their messages in the queue."""
+        """True unless its owner has to resume it. Until then its event sources leave their messages in the queue."""
         return not self.paused
 
     @property

@@ -1,8 +1,8 @@
 """Books the places of workers and standbys on the node's GPUs, within the memory of each.
 
 A worker has its place from before it is activated until its process has ended. A parked one keeps only what its process
-still holds. A standby that rehearses has a place too, which its worker inherits. Who has to make room for whom is not decided
-here (scaling/allocation.py).
+still holds. A standby that rehearses has a place too, which its worker inherits. The allocation decides which of them make
+room (scaling/allocation.py).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class GpuClaimant(Protocol):
 
     @property
     def gpu_need(self) -> GpuNeed | None:
-        """What each of its workers needs; None if that is nothing."""
+        """The GPUs that each of its workers needs; None without GPUs."""
 
     def renew_standby(self) -> bool:
         """Replace its standby, which could not rehearse: there is room now. Return False if it is being forked."""
@@ -62,7 +62,7 @@ class GpuPlace(Booking):
 
 
 class GpuPlaces:
-    """Who holds memory of which GPU. Without GPUs, nobody who needs one can be deployed."""
+    """The bookings of the memory of each GPU. Without GPUs, no function that needs one can be deployed."""
 
     def __init__(self, gpus: Sequence[Gpu] = (), driver: GpuDriver | None = None) -> None:
         self.gpus, self._driver = tuple(gpus), driver or NvidiaDriver()
@@ -191,7 +191,7 @@ class GpuPlaces:
         return held is not None and held.given
 
     def note_parked(self, replica: Replica, freed_bytes: int, kept: Holding) -> None:
-        """Learn that it has, and how much it keeps: all, if it has no snapshot from which it can bring its weights back."""
+        """Learn that a worker has parked, and how much memory it keeps. Without a snapshot to bring its weights back from, it keeps all."""
         held = self.of(replica)
         if held is None or replica.state is not ReplicaState.PARKED:
             return

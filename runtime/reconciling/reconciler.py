@@ -1,4 +1,4 @@
-"""The one loop of a node that decides about workers: it compares what each revision should have with what it has, and acts.
+"""The one loop of a node that decides about workers: it compares each revision's row with its workers, and acts.
 
 A look at one revision computes its row and carries it out, in the same call: the first request's worker starts without another turn
 of the event loop. Only starts that do not fit beside the processes of all revisions wait for an allocation (scaling/allocation.py),
@@ -38,11 +38,11 @@ class Member(GpuClaimant, Protocol):
 
     @property
     def owner(self) -> str:
-        """Whose limit counts for its workers, beside that of the gateway."""
+        """The owner. The owner's limit counts for its workers, beside that of the gateway."""
 
     @property
     def held_workers(self) -> int:
-        """The number of its workers, also of those that are being forked."""
+        """The number of its workers, the ones that are being forked included."""
 
     row: Row
     """The row of the last look."""
@@ -95,7 +95,7 @@ class _Short(NamedTuple):
     """A revision that wants more workers than fit."""
 
     since_s: float
-    """Since when; infinity if neither callers nor a deploy wait."""
+    """The beginning of the wait; infinity if neither callers nor a deploy wait."""
     missing: int
     """How many it wants."""
     reached: ReachedLimit | None = None

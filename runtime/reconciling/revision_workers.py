@@ -51,9 +51,9 @@ from .reconciler import Reconciler
 # Workers have at least this long for their `teardown` (or the whole timeout of `retire`, if that is shorter),
 # even if all the time was used to end invocations.
 MIN_TEARDOWN_S = 2.0
-# For how long workers are held for invocations that are about to come.
+# Workers are held for this time for invocations that are about to come.
 EXPECTED_S = 10.0
-# For how long the plan's prewarm holds a worker.
+# The plan's prewarm holds a worker for this time.
 PREDICTED_S = 1.0
 # The signals for which other functions make room, as they do for callers.
 URGENT = ("refused", "warmup")
@@ -78,7 +78,7 @@ class NodeParts:
 
 @dataclass(frozen=True, slots=True)
 class Listeners:
-    """Who is told of the workers and the calls of a revision."""
+    """Callbacks about the workers and the calls of a revision."""
 
     activated: Callable[[str], None] = lambda _outcome: None
     """Called with "ready" or "failed" when a worker is ready or could not be started."""
@@ -113,7 +113,7 @@ class RevisionWorkers:
             node.weights, secrets, not curves.known, node.gpus, self, function.worker_numbers,
         )  # fmt: skip
         self.gpu_need: GpuNeed | None = need_of(spec.resources)
-        """What each worker needs of the node's GPUs."""
+        """The GPUs that each worker needs."""
         self.row, self._seen = Row(0, 0), Seen(0, 0, 0, 0)
         """Its row of the table, which says how many workers it should have and why, and what the row follows from."""
         self._demand = Demand(self.pool, self.revision)
@@ -131,7 +131,7 @@ class RevisionWorkers:
 
     @property
     def owner(self) -> str:
-        """Who deployed it, whose other functions share a limit of workers with it."""
+        """The owner of the key that deployed it. All functions of an owner share a limit of workers."""
         return self.revision.policy.owner
 
     @property
@@ -155,7 +155,7 @@ class RevisionWorkers:
 
     @property
     def used_s(self) -> float:
-        """When a worker that had run invocations ended last; 0 if none has."""
+        """When a worker that had run invocations ended last; 0 before the first."""
         return self.pool.used_s
 
     @property
@@ -179,7 +179,7 @@ class RevisionWorkers:
 
     @property
     def rung(self) -> RungName:
-        """The highest rung that is held now, of those that the ladder plans: a parked worker is a worker."""
+        """The highest rung that is held now, among the rungs that the ladder plans. A parked worker counts as a worker."""
         if self.replicas.ready or self.replicas.parked:
             return RungName.READY
         if self.pool.zygote.source is not None:
@@ -188,7 +188,7 @@ class RevisionWorkers:
 
     @property
     def stands_on(self) -> RungName:
-        """The highest rung that is held now, for those who look: PARKED if all workers are parked."""
+        """The highest rung that is held now, as the status shows it: PARKED if all workers are parked."""
         rung = self.rung
         return RungName.PARKED if rung is RungName.READY and not self.replicas.ready else rung
 
@@ -202,7 +202,7 @@ class RevisionWorkers:
 
     @property
     def held_until_s(self) -> float | None:
-        """Until when a signal holds workers; None if none does."""
+        """The end of the time for which a signal holds workers; None without such a signal."""
         if self.phase is Phase.RETIRING or self.breaker.backoff_until_s > (now_s := time.monotonic()):
             return None
         hold = self.function.prewarms.holds.at(now_s)
@@ -309,7 +309,7 @@ class RevisionWorkers:
         windows = [replica.window for replica in ready if replica.prefetches]
         slots = [replica.outstanding.slots for replica in ready if not replica.outstanding.batching]
         if windows:
-            # What a worker asks for beyond what it runs waits there, so it may be less than that.
+            # Invocations that a worker prefetches wait there, so it may run fewer than it holds.
             spec = replace(spec, concurrency=max(spec.concurrency, math.ceil(min(windows) / NEAR_LIMIT)))
         elif slots and min(slots) > spec.concurrency:
             spec = replace(spec, concurrency=min(slots))
@@ -490,7 +490,7 @@ class RevisionWorkers:
     scale = look
 
     def warm(self, workers: int, cause: str = "warmup", for_s: float = HOLD_S) -> None:
-        """Start workers before they are needed, until there are `workers`, and keep as many for `for_s` seconds.
+        """Have this number of workers before they are needed, and keep them for `for_s` seconds.
 
         `cause` is the signal that asks for them. Its first word is the kind of signal.
         """
@@ -502,7 +502,7 @@ class RevisionWorkers:
         self.warm(1, "refused")
 
     def expect(self, invocations: int, cause: str) -> None:
-        """Start the workers that so many invocations need, which run already or are about to come."""
+        """Start the workers that a number of invocations needs, which run already or are about to come."""
         now_s = time.monotonic()
         workers = self._demand.ahead(self._scale_spec(), invocations, now_s)
         if workers > len(self.replicas.ready) + self.replicas.starting:
@@ -544,7 +544,7 @@ class RevisionWorkers:
     async def prove(self, rollover: int = 0) -> None:
         """Show that a worker starts. Raise the error if it does not.
 
-        As many workers as `rollover` start with it, as far as the limits have room. They stay once the revision is live.
+        Up to `rollover` workers start with it, if the limits have room for them. These workers stay once the revision is live.
         """
         self.phase, self._rollover = Phase.PROVING, rollover
         self.look()

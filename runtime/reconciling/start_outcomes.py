@@ -42,7 +42,7 @@ class Breaker:
         self.backoff_until_s = now_s + backoff_s
 
     def reset(self) -> None:
-        """Forget all failures: a worker is ready, or somebody has mended the cause."""
+        """Forget all failures: a worker is ready, or the cause was mended."""
         self.failures, self.backoff_until_s, self._error = 0, 0.0, None
 
     def open(self, now_s: float) -> bool:
@@ -125,7 +125,7 @@ class StartOutcomes:
         return error
 
     def give_up(self) -> bool:
-        """Return True if so many died in a row that those who wait should fail. They are counted from zero then."""
+        """Return True if the waiting invocations should fail, since too many workers died in a row. The count begins anew then."""
         # While the breaker is open, nobody would start a worker for those that wait.
         hopeless = self._deaths >= MAX_UNEXPLAINED_DEATHS or self.breaker.open(time.monotonic())
         if hopeless:

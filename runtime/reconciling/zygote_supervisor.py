@@ -67,7 +67,7 @@ class ZygoteSupervisor:
         self._forking_standby = False
         self._scheduled: asyncio.Task[None] | None = None
         self.relaunch_at_s = math.inf
-        """When to launch a zygote again that has died; infinity if none has."""
+        """When to launch the zygote again, which has died; infinity while it lives."""
         self._closed = False
         self._delay_s = 0.0
         self._launched_s = 0.0

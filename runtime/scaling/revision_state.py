@@ -30,7 +30,7 @@ class Phase(StrEnum):
     """It has shown that, and is about to replace the live revision. Only workers stay that it needs then."""
     LIVE = "live"
     RETIRING = "retiring"
-    """It runs what it has accepted, and accepts nothing more."""
+    """It runs the accepted invocations, and accepts no more."""
 
 
 class RevisionState(NamedTuple):

@@ -72,13 +72,13 @@ class Row(NamedTuple):
     wanted: tuple[Proposal, ...] = ()
     """The proposals that want workers, as far as the caps leave them, the highest rank first."""
     kept: tuple[Proposal, ...] = ()
-    """The proposals that let more workers stay than they want, as far as the caps leave them."""
+    """The proposals that let more workers stay than they want, after the caps."""
     again_s: float = math.inf
     """When to look again although no event occurs."""
     most: int = sys.maxsize
     """The number of workers that no proposal can exceed."""
     capped: str = ""
-    """The cause of the cap that leaves fewer workers than a proposal wants; "" if none does."""
+    """The cause of the cap that cuts most of what a proposal wants; "" without such a cap."""
 
     @property
     def wants(self) -> dict[Rank, int]:

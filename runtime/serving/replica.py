@@ -55,7 +55,7 @@ class CallEvents(Protocol):
 
 
 class WorkerEvents(Protocol):
-    """The events of workers that replicas report to whoever decides about the workers."""
+    """The events of workers that replicas report to the room that decides about workers."""
 
     def on_ready(self, replica: Replica) -> None: ...
     def on_start_failed(self, error: PilotflameError) -> None: ...

@@ -30,13 +30,13 @@ class Replicas:
 
     @property
     def parked(self) -> list[Replica]:
-        """The parked workers, the one that is idle for the longest time first."""
+        """The parked workers, the longest idle first."""
         parked = [replica for replica in self._present if replica.state is ReplicaState.PARKED]
         return sorted(parked, key=lambda replica: replica.idle_since_s)
 
     @property
     def idle(self) -> list[Replica]:
-        """The ready workers without work, the one that is idle for the longest time first."""
+        """The ready workers without work, the longest idle first."""
         idle = [replica for replica in self.ready if not replica.outstanding.calls]
         return sorted(idle, key=lambda replica: replica.idle_since_s)
 
@@ -51,7 +51,7 @@ class Replicas:
 
     @property
     def held(self) -> int:
-        """The number of workers, also of those that are being forked."""
+        """The number of workers, the ones that are being forked included."""
         return len(self._present) + len(self._asked)
 
     @property
@@ -80,7 +80,7 @@ class Replicas:
         return [replica.activation.asked_s for replica in restoring] + list(self._asked)
 
     def started_s(self, now_s: float, most_s: float) -> float:
-        """Return for how long the starting workers have been starting, summed, each for at most `most_s`."""
+        """Return the seconds that all starting workers have been starting so far, at most `most_s` for each."""
         return sum(min(most_s, now_s - asked_s) for asked_s in self.asked_s)
 
     def has(self, workers: int) -> bool:
