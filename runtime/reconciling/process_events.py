@@ -80,6 +80,8 @@ class ProcessEvents(PoolEvents):
         self._one.look()
 
     def on_processes_changed(self) -> None:
+        # A worker that was forked can make room: its start can be cancelled from now on.
+        self._one.node.reconciler.note_change()
         self._on_processes()
 
     def on_leaving(self, replica: Replica) -> None:

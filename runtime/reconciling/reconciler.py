@@ -197,7 +197,7 @@ class Reconciler:
 
     def look_by(self, one: Member, when_s: float) -> None:
         """Look again at this time, unless it is done earlier anyway: one more look takes less time than to move a timer."""
-        if when_s < self._due.get(one.key, math.inf):
+        if one.key in self._members and when_s < self._due.get(one.key, math.inf):
             self._due[one.key] = when_s
             heapq.heappush(self._heap, (when_s, one.key))
             self._set_timer(when_s)
