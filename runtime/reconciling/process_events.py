@@ -148,6 +148,9 @@ class ProcessEvents(PoolEvents):
         ending = self._tasks.create_task(self._recover(replica, unstarted, started))
         self._endings.add(ending)
         ending.add_done_callback(self._endings.discard)
+        if self._one.revision.dispatcher.queue:
+            # Waiting invocations need another worker before it is known why this one has ended.
+            self._one.look()
 
     async def _recover(
         self, replica: Replica, unstarted: list[Invocation], started: list[Invocation]
