@@ -563,10 +563,10 @@ async def _connect(
         # GatewayError: the gateway is shutting down, so no event source is started.
         with contextlib.suppress(GatewayError):
             deployed = functions.get(name)
-            if deployed.function.resumes_by_itself:
-                sources.start(name, deployed.record.settings)
-            else:
+            if deployed.function.paused:
                 sources.stop(name)
+            else:
+                sources.start(name, deployed.record.settings)
             prewarming.follow(name)
             alerts.follow(deployed)
 

@@ -113,7 +113,7 @@ class SimulatedNode:
         self.verbose = verbose
         self.world = World(rng, self.tell)
         self.launcher = SimulatedLauncher(self.world)
-        self.reconciler = Reconciler(GpuPlaces(gpus, NoDriver()), most, owners.get, loop.time, loop)
+        self.reconciler = Reconciler(GpuPlaces(gpus, NoDriver()), most, owners.get)
         self.functions = dict[str, SimulatedFunction]()
         self.members = dict[str, RevisionWorkers]()
         """The revisions whose processes have not all ended, by key."""

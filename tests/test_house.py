@@ -248,7 +248,7 @@ def test_nobody_prints_but_the_command_line(name: str) -> None:
         assert called(node) != "print", f"{name}, line {node.lineno}"  # type: ignore[attr-defined]
 
 
-# Timers of the rooms that decide about workers or feed the decisions. Each but the reconciler's says why it is none of that.
+# Timers of the rooms that decide about workers or feed the decisions. Each comment says what another timer does.
 TIMERS = {
     "runtime/reconciling/reconciler.py": 1,
     # Writes what was learned to the disk.

@@ -1,8 +1,7 @@
 """Provides a stand-in for the `cog` package: the names that a predict.py imports from it.
 
-The real package starts as fast (cold starts of 11 ms for both), because a zygote has imported it. But no cog.yaml names
-it, and `--install` of cog 0.16.12 makes an environment of its own: 1.4 to 2 s of the first deploy, 35 MB of disk, a second
-base, and 7 MiB for each zygote (43 MiB with torch).
+The real package starts as fast, because a zygote has imported it. But no cog.yaml names it, and `--install` of the real package makes
+an environment of its own, with a base of its own: a slower first deploy, more disk and more memory.
 """
 
 from __future__ import annotations

@@ -10,19 +10,25 @@ from __future__ import annotations
 
 import argparse
 import gc
-import importlib
-import importlib.util
 import itertools
 import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 from percentiles import median
+from pilotflame.runtime.scaling.allocation import allocate
+from pilotflame.runtime.scaling.claims import (
+    Allocation,
+    Limits,
+    NodeProcess,
+    ProcessState,
+    RevisionClaim,
+    WorkerTier,
+)
 from pilotflame.runtime.scaling.desired_state import desired
 from pilotflame.runtime.scaling.eviction import Gaps, StepDown, waiting_per_byte
 from pilotflame.runtime.scaling.load import sufficient_load, wanted
@@ -41,7 +47,6 @@ DECISIONS, ALLOCATIONS = 20_000, 20
 STEP_S = 0.01
 WAKE_S, WORK_S = 0.015, 0.05
 
-ALLOCATION = "pilotflame.runtime.scaling.allocation"
 FUNCTIONS, CLAIMS, OWNERS, ON_GPUS = 1_000, 300, 20, 40
 MAX_WORKERS, OWNER_LIMIT, MOST_WANTED = 330, 17, 3
 GPUS = [Gpu(str(number), 24_576) for number in range(4)]
@@ -99,26 +104,26 @@ def cpu_s(work: Callable[[], Any], times: int) -> float:
     return median(figures)
 
 
-def contended(allocation: ModuleType) -> Callable[[], Any]:
+def contended() -> Callable[[], Allocation]:
     """Return the allocation of a node on which more workers are wanted than `max_workers`, owners and GPUs allow."""
     draw = random.Random(1)
-    claims = [_claim(allocation, number, draw) for number in range(FUNCTIONS)]
+    claims = [_claim(number, draw) for number in range(FUNCTIONS)]
     owners = {f"owner{number}": OWNER_LIMIT for number in range(OWNERS)}
-    limits = allocation.Limits(MAX_WORKERS, owners)
-    return lambda: allocation.allocate(claims, limits, GPUS, NOW_S)
+    limits = Limits(MAX_WORKERS, owners)
+    return lambda: allocate(claims, limits, GPUS, NOW_S)
 
 
-def _claim(allocation: ModuleType, number: int, draw: random.Random) -> Any:
+def _claim(number: int, draw: random.Random) -> RevisionClaim:
     owner, function = f"owner{number % OWNERS}", f"f{number}"
     if number >= CLAIMS:
-        return allocation.RevisionClaim(function, function, owner, {}, awake=0, held=0)
+        return RevisionClaim(function, function, owner, {}, awake=0, held=0)
     want, present = draw.randint(1, MOST_WANTED), draw.randint(0, 2)
     if number < ON_GPUS:
         present = int(number < PRESENT_ON_GPUS)
     gpu = str(number % len(GPUS)) if number < ON_GPUS else None
-    processes = tuple(_process(allocation, (number, worker), gpu, draw) for worker in range(present))
-    return allocation.RevisionClaim(
-        function, function, owner, {allocation.WorkerTier.LOAD: want}, want, max(want, present), processes,
+    processes = tuple(_process((number, worker), gpu, draw) for worker in range(present))
+    return RevisionClaim(
+        function, function, owner, {WorkerTier.LOAD: want}, want, max(want, present), processes,
         need=None if gpu is None else GpuNeed(1, WORKER_MB),
         waiting_since_s=NOW_S - draw.uniform(0, 20) if want > present else float("inf"),
         first_since_s=NOW_S - draw.uniform(0, 60) if present else float("inf"),
@@ -130,8 +135,8 @@ def _cost(function: str, gaps: Gaps, freed_bytes: float) -> float:
     return waiting_per_byte(StepDown(function, STEP_S, WAKE_S, freed_bytes, gaps))
 
 
-def _process(allocation: ModuleType, key: object, gpu: str | None, draw: random.Random) -> Any:
-    states, turn = allocation.ProcessState, draw.random()
+def _process(key: Hashable, gpu: str | None, draw: random.Random) -> NodeProcess:
+    states, turn = ProcessState, draw.random()
     shares = zip(
         itertools.accumulate((BUSY, STARTING, DRAINING)),
         (states.READY, states.STARTING, states.DRAINING),
@@ -140,10 +145,10 @@ def _process(allocation: ModuleType, key: object, gpu: str | None, draw: random.
     state = next((state for share, state in shares if turn < share), states.READY)
     holding, parked = ({}, None) if gpu is None else ({gpu: WORKER_MB}, {gpu: PARKED_MB})
     calls = int(turn < BUSY)
-    return allocation.NodeProcess(key, state, calls, NOW_S - draw.uniform(0, 5), holding, holding, parked)
+    return NodeProcess(key, state, calls, NOW_S - draw.uniform(0, 5), holding, holding, parked)
 
 
-def _outcome(found: Any) -> str:
+def _outcome(found: Allocation) -> str:
     """Return the decisions of an allocation in a sentence. They show that places were short."""
     grants = found.grants.values()
     limits = Counter(grant.limit.name for grant in grants if grant.limit is not None)
@@ -161,12 +166,9 @@ def main() -> int:
     for name, seen in CASES.items():
         figure_us = cpu_s(Decisions(seen).decide, DECISIONS) * 1e6
         report.add(f"decision_{name}_us", figure_us, "us CPU", DECISION_US)
-    if importlib.util.find_spec(ALLOCATION) is None:
-        report.note(f"{ALLOCATION} does not exist, so no allocation was measured")
-    else:
-        allocate = contended(importlib.import_module(ALLOCATION))
-        report.add("allocation_ms", cpu_s(allocate, ALLOCATIONS) * 1e3, "ms CPU", ALLOCATION_MS)
-        report.note(_outcome(allocate()))
+    share = contended()
+    report.add("allocation_ms", cpu_s(share, ALLOCATIONS) * 1e3, "ms CPU", ALLOCATION_MS)
+    report.note(_outcome(share()))
     return 0 if report.finish() else 1
 
 

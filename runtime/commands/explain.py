@@ -33,7 +33,6 @@ def explain(*, name: str, since: float | None, lines: int, client: Client, as_js
       pilotflame explain embed --since 1h
       pilotflame explain embed --since 2d --json
     """
-    desired = client.get("v1", "functions", name)["desired"]
     query = {} if since is None else {"since": since}
     found = client.get("v1", "functions", name, "decisions", lines=lines, **query)["decisions"]
     if as_json:
@@ -42,6 +41,7 @@ def explain(*, name: str, since: float | None, lines: int, client: Client, as_js
     else:
         for decision in found:
             click.echo(f"{_moment(decision['at'])}  {decision['text']}")
+        desired = client.get("v1", "functions", name)["desired"]
         workers = "1 worker" if desired["held"] == 1 else f"{desired['held']} workers"
         display.say(f"now: {workers} ({'; '.join(desired['because']) or 'nothing wants one'})")
         if not found:

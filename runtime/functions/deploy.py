@@ -48,7 +48,7 @@ ASSETS_FOLDER = "assets"
 REQUIREMENTS_FILE = "requirements.txt"
 # What a base zygote imports once for all functions that import the package. It takes seconds and many megabytes. It
 # starts no threads, so the base zygote can fork afterwards. `transformers` itself imports its parts when they are used:
-# those of models take three seconds and 100 MB, which each function's zygote would have for itself.
+# the parts of models take seconds and many megabytes, which each function's zygote would have for itself.
 HEAVY = ("numpy", "torch", "transformers.modeling_utils")
 
 

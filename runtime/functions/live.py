@@ -48,7 +48,7 @@ class Workers(BaseModel, frozen=True):
 
 
 class DesiredWorkers(BaseModel, frozen=True):
-    """How many workers the live revision should have now, and why (docs/scaling.md)."""
+    """How many workers the live revision should have now, and why (docs/workers.md)."""
 
     awake: int
     held: int

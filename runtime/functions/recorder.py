@@ -122,13 +122,13 @@ class Recorder:
             changed = self._changed if only is None else self._changed & {only}
             self._changed = self._changed - changed
             for live in self._functions():
-                name, history = live.record.function, live.function
+                name, function = live.record.function, live.function
                 if only not in (None, name):
                     continue
                 # Weights that are fetched come into memory, and leave it, without a process.
                 if name in changed or live.revision.spec.remote:
                     live.workers.note_load(now_s)
-                if _pending(history) and any(rows := _take(history, now_s)):
+                if _pending(function) and any(rows := _take(function, now_s)):
                     due[name] = rows
             if due:
                 await asyncio.to_thread(self._append, due)
@@ -201,12 +201,12 @@ class Recorder:
         return BoundedFile(folder / f"{kind}.jsonl", size)
 
 
-def _pending(history: Function) -> bool:
-    return history.load.pending or history.decisions.pending or history.arrivals.pending
+def _pending(function: Function) -> bool:
+    return function.load.pending or function.decisions.pending or function.arrivals.pending
 
 
-def _take(history: Function, now_s: float) -> _Rows:
-    return _Rows(history.decisions.take(), history.load.take(now_s), history.arrivals.take())
+def _take(function: Function, now_s: float) -> _Rows:
+    return _Rows(function.decisions.take(), function.load.take(now_s), function.arrivals.take())
 
 
 def _json_lines(rows: Iterable[DecisionRecord | LoadSample]) -> bytes:

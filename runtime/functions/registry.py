@@ -95,6 +95,8 @@ class Functions:
     _locks: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary, init=False)
     # Pairs of a function and its revision that may become live. Their files must stay.
     _proving: list[tuple[str, str]] = field(default_factory=list, init=False)
+    # One change at a time, so that memory and disk say the same.
+    _pausing: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     # Functions whose secrets have changed since their processes were started last.
     _renewing: set[str] = field(default_factory=set, init=False)
     _closing: bool = field(default=False, init=False)
@@ -137,9 +139,10 @@ class Functions:
         New calls are refused, running ones end, jobs and messages of queues wait, and its processes end.
         """
         self.get(name)
-        async with self._lock(name):
+        # Not the function's own lock: a deploy may hold it for minutes.
+        async with self._pausing:
+            await asyncio.to_thread(self.store.pause, name, paused=paused)
             live = self.get(name)
-            await self._thread(functools.partial(self.store.pause, name, paused=paused))
             if live.function.paused != paused:
                 live.function.paused = paused
                 live.function.decisions.note("pause" if paused else "resume", "owner")
@@ -437,9 +440,10 @@ class Functions:
 
     async def restore(self) -> None:
         """Make the stored functions live. Their zygotes and workers (`scale.min`) start in the background."""
-        warming = list[Live]()
+        warming, paused = list[Live](), await asyncio.to_thread(self.store.paused)
         for name, record in (await asyncio.to_thread(self.store.functions)).items():
             self._live[name] = live = await self._create(record, self.logs.of_function(name))
+            live.function.paused = name in paused
             planning = self._adopt(live)
             # The plan of an idle period goes on with its age: it may have no zygote any more.
             await asyncio.wait([planning])
@@ -496,7 +500,6 @@ class Functions:
             self.tasks.create_task(self.weights.warm(spec, self.secrets.of(record.function)))
 
         function = await self.histories.of(record.function)
-        function.paused = await self._thread(functools.partial(self.store.is_paused, record.function))
 
         workers = RevisionWorkers(
             spec, policy_of(record), NodeParts(self.reconciler, launcher, self.weights, self.tasks),

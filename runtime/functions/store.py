@@ -195,16 +195,20 @@ class Store:
             private_files.write(folder / _CURRENT, f"{record.revision}\n".encode())
 
     def pause(self, name: str, *, paused: bool) -> None:
-        """Remember over restarts whether a function is paused. Raise GatewayError if the disk does not take it."""
+        """Remember over restarts whether a function is paused. Raise GatewayError, or UnknownFunction if it is gone meanwhile."""
+        folder = self._folder(name)
         with self._lock:
+            if not folder.is_dir():
+                raise UnknownFunction.named(name)
             if paused:
-                private_files.write(self._folder(name) / _PAUSED, b"")
+                private_files.write(folder / _PAUSED, b"")
             else:
-                (self._folder(name) / _PAUSED).unlink(missing_ok=True)
-                sync(self._folder(name))
+                (folder / _PAUSED).unlink(missing_ok=True)
+                sync(folder)
 
-    def is_paused(self, name: str) -> bool:
-        return (self._folder(name) / _PAUSED).exists()
+    def paused(self) -> set[str]:
+        """Return the names of the paused functions."""
+        return {file.parent.name for file in self._functions.glob(f"*/{_PAUSED}")}
 
     def withdraw(self, record: RevisionRecord) -> None:
         """Remove a placed revision that will not become live."""

@@ -68,7 +68,7 @@ class JobDispatcher:
         known = new.webhook is not None or new.idempotency or new.wanted_id
         if self._closing.is_set() or full or known:
             return None
-        with contextlib.suppress(UnknownFunction, GatewayError, QueueFull, RevisionRetired, FunctionStopped):
+        with contextlib.suppress(UnknownFunction, GatewayError, QueueFull, RevisionRetired):
             live, now_s = self._live(new.function), time.time()
             if not live.revision.streaming:
                 return self._submit(new.queued(new_job_id(now_s), now_s), live, new)

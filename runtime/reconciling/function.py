@@ -1,4 +1,4 @@
-"""A function over all its revisions: whether its owner lets it run now, and what its revisions share."""
+"""A function over all its revisions: whether it may run now, and the parts that revisions share."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Function:
     """The numbers in the names of workers. Processes of one revision can be replaced, so revisions share them."""
     prewarms: Prewarms = field(init=False)
     paused: bool = False
-    """True if the owner has paused it."""
+    """True if the owner has paused it. Then it holds no process, and event sources leave their messages in the queue."""
 
     def __post_init__(self) -> None:
         self.prewarms = Prewarms(self.decisions)
@@ -58,16 +58,6 @@ class Function:
     def stopped(self) -> str:
         """Why it may have no worker now; "" if it may. A deploy may start one nevertheless, to prove its revision."""
         return "paused" if self.paused else "budget" if self.account.exhausted else ""
-
-    @property
-    def resumes_by_itself(self) -> bool:
-        """True unless its owner has to resume it. Until then its event sources leave their messages in the queue."""
-        return not self.paused
-
-    @property
-    def keeps_zygote(self) -> bool:
-        """True if it may hold a zygote without workers."""
-        return not self.paused
 
     def refusal(self) -> FunctionStopped | None:
         """Return the error of a call, a job or a warm-up that comes now; None if it is accepted."""

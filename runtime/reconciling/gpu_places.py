@@ -18,7 +18,7 @@ from ..launching.gpu_driver import MIB, GpuDriver, GpuUse
 from ..launching.gpus import names_within
 from ..launching.launcher import Child
 from ..launching.nvidia_gpus import NvidiaDriver
-from ..scaling.allocation import NodeProcess, ProcessState
+from ..scaling.claims import NodeProcess, ProcessState
 from ..scaling.gpu_ledger import Booking, GpuLedger
 from ..scaling.placement import Gpu, GpuNeed, Holding, candidates, fits, need_of, place
 from ..serving.replica import Replica, ReplicaState
@@ -96,9 +96,9 @@ class GpuPlaces:
             return True
         # The standby becomes the first one that starts.
         own = self.standby_of(one) if missing > len(parked) else None
-        waking = {id(self.of(replica)) for replica in parked[::-1][:missing]}
+        waking = [self.of(replica) for replica in parked[::-1][:missing]]
         beside = [each for each in self._ledger.bookings if each is not own]
-        holdings = [each.full if id(each) in waking else each.holding for each in beside]
+        holdings = [each.full if each in waking else each.holding for each in beside]
         if not fits(self.gpus, holdings, dict.fromkeys((gpu.id for gpu in self.gpus), 0)):
             return False
         for _ in range(missing - len(parked)):
@@ -279,7 +279,7 @@ class GpuPlaces:
     # -- metrics
 
     async def readings(self) -> list[Reading]:
-        """Return what is held and used of each GPU, for the metrics."""
+        """Return the held and the used memory of each GPU, for the metrics."""
         if not self.gpus:
             return []
         held = self._ledger.booked

@@ -56,7 +56,7 @@ class Pool:
         self.activations = 0
         """How many workers were started, without those of a deploy."""
         self.used_s = 0.0
-        """When a worker that had run invocations ended last; 0 if none has."""
+        """When a worker that had run invocations ended last; 0 before the first."""
         self._rung = RungClock(time.monotonic())
         self.zygote = ZygoteSupervisor(
             spec,
@@ -72,13 +72,8 @@ class Pool:
             events.keeps_zygote,
             events.on_zygote_died,
         )
-        self._spec, self._tasks, self._calls, self._events, self._secrets = (
-            spec,
-            tasks,
-            calls,
-            events,
-            secrets,
-        )
+        self._spec, self._tasks, self._secrets = spec, tasks, secrets
+        self._calls, self._events = calls, events
         self._measure = measure
         self.forking: list[GpuPlace | None] = []
         """The places of the workers that are being forked; None for a worker without GPUs."""
@@ -310,7 +305,7 @@ class Pool:
     # -- stopping
 
     def stop(self, replicas: Iterable[Replica]) -> None:
-        """Drain workers. What they have begun ends before, within its callers' deadlines. A start is cancelled."""
+        """Drain workers. Their running invocations end before, within the callers' deadlines. A start is cancelled."""
         for replica in list(replicas):
             if replica.state is ReplicaState.RESTORING:
                 replica.cancel_start()

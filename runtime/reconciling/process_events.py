@@ -1,4 +1,4 @@
-"""Hears what happens to the processes of one revision, and has what follows told, recovered and decided."""
+"""Handles the events of one revision's processes: recovers calls, logs ends, and has the reconciler look."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ProcessEvents(PoolEvents):
         self._on_activation, self._on_processes = on_activation, on_processes
         self.starts = StartOutcomes()
         self.deaths = 0
-        """How many workers have ended that nobody wanted to end."""
+        """The number of workers that have ended unexpectedly."""
         self.unexplained = 0
         """Failed starts whose cause is not known yet. The fetcher reports it, or the parent of the process."""
         self.unrecovered = 0
@@ -50,7 +50,7 @@ class ProcessEvents(PoolEvents):
         self._endings: set[asyncio.Task[None]] = set()
 
     def tell_workers(self) -> None:
-        """Tell who waits for workers how many there are."""
+        """Tell all that wait for workers how many there are."""
         self.starts.note_workers(len(self._one.replicas.ready), self._one.replicas.starting)
 
     async def wait_told(self, timeout_s: float) -> None:
@@ -64,7 +64,7 @@ class ProcessEvents(PoolEvents):
     def on_ready(self, replica: Replica) -> None:
         self._one.function.prewarms.watch(replica)
         self._one.revision.dispatcher.adopt(replica)
-        # Callers wait no longer: what is learned of the start comes after their invocations are sent.
+        # The waiting invocations are sent. What the start teaches comes after that.
         self._one.pool.note_ready(replica)
         self.starts.note_ready()
         self.tell_workers()
@@ -195,7 +195,7 @@ class WorkerEnd(NamedTuple):
     request_id: str = ""
     """The only invocation that it ran."""
     unexpected: bool = False
-    """True if nobody wanted it to end, and its start was not reported as failed."""
+    """True if it ended by itself, without the report of a failed start."""
 
 
 def describe_end(

@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import NamedTuple, Protocol, cast
 
-from ..scaling.allocation import Allocation, Grant, Limits, ReachedLimit, RevisionClaim, allocate
+from ..scaling.allocation import allocate
+from ..scaling.claims import Allocation, Grant, Limits, ReachedLimit, RevisionClaim
 from ..scaling.seen import Seen
 from ..scaling.table import Row
 from .gpu_places import GpuClaimant, GpuPlaces
@@ -42,7 +43,7 @@ class Member(GpuClaimant, Protocol):
 
     @property
     def held_workers(self) -> int:
-        """The number of its workers, the ones that are being forked included."""
+        """The number of its workers, with the workers that are being forked."""
 
     row: Row
     """The row of the last look."""
@@ -65,7 +66,7 @@ class Member(GpuClaimant, Protocol):
         """Return its row, and what it follows from. `arriving` invocations are about to be queued."""
 
     def settle(self, row: Row, seen: Seen, now_s: float) -> None:
-        """Do what follows from the row once it is carried out."""
+        """Hold the rung, and tell the load, once the row is carried out."""
 
     # -- what is done
 
@@ -106,13 +107,12 @@ class Reconciler:
     """The revisions of a node, their rows, and what they share."""
 
     def __init__(
-        self, gpus: GpuPlaces, most: int | None = None, of_owner: Callable[[str], int | None] = lambda _owner: None,
-        clock: Callable[[], float] = time.monotonic, loop: asyncio.AbstractEventLoop | None = None,
+        self, gpus: GpuPlaces, most: int | None = None, of_owner: Callable[[str], int | None] = lambda _owner: None
     ) -> None:  # fmt: skip
         """`most` is the largest number of workers of all functions, `of_owner` returns that of one owner's functions;
-        None for no limit. `clock` returns monotonic seconds, and `loop` calls back; simulations have their own."""
+        None for no limit."""
         self.gpus, self._most, self._of_owner = gpus, most, of_owner
-        self._clock, self._loop = clock, loop or asyncio.get_running_loop()
+        self._loop = asyncio.get_running_loop()
         self._members: dict[str, Member] = {}
         # Revisions without further looks, until their processes have ended.
         self._leaving: dict[str, Member] = {}
@@ -146,7 +146,7 @@ class Reconciler:
         self.note_change()
 
     def reached(self, one: Member) -> ReachedLimit | None:
-        """Return the limit because of which a revision has fewer workers than it wants; None if there is none."""
+        """Return the limit that keeps a revision from the workers that it wants; None without such a limit."""
         short = self._short.get(one)
         return short.reached if short is not None else None
 
@@ -160,7 +160,7 @@ class Reconciler:
         """Have a revision start, wake, stop and park workers until there are as many as its row names."""
         if one.key not in self._members:
             return
-        now_s, before = self._clock(), one.row
+        now_s, before = time.monotonic(), one.row
         again_s = one.advance(now_s)
         for _ in range(MOST_LOOKS):
             row, seen = one.decide(now_s, arriving)
@@ -209,11 +209,11 @@ class Reconciler:
                 return
             self._timer.cancel()
         self._timer_at_s = when_s
-        delay_s = max(0.0, when_s - self._clock()) + ROUNDING_S
+        delay_s = max(0.0, when_s - time.monotonic()) + ROUNDING_S
         self._timer = self._loop.call_at(self._loop.time() + delay_s, self._on_timer)
 
     def _on_timer(self) -> None:
-        self._timer, now_s = None, self._clock()
+        self._timer, now_s = None, time.monotonic()
         # Each in a callback of its own: if one fails, the others go on.
         if self._allocate_at_s <= now_s:
             self._allocate_at_s, self._pending = math.inf, True
@@ -282,7 +282,7 @@ class Reconciler:
             self.gpus.renew_standby()
         elif not self._pending:
             self._pending = True
-            now_s = self._clock()
+            now_s = time.monotonic()
             if self._rested_at_s <= now_s:
                 self._loop.call_soon(self._allocate_pending)
             else:
@@ -291,10 +291,10 @@ class Reconciler:
 
     def _allocate_pending(self) -> None:
         if self._pending:
-            self._allocate(self._clock())
+            self._allocate(time.monotonic())
 
     def _allocate(self, now_s: float) -> None:
-        """Share the workers and the memory of GPUs among all revisions, and have them do what follows."""
+        """Share the workers and the memory of GPUs among all revisions, and have them carry that out."""
         self._pending, self._allocate_at_s = False, math.inf
         if not self._short:
             return
@@ -303,7 +303,7 @@ class Reconciler:
         members = list(dict.fromkeys(chain(present, cast("list[Member]", self.gpus.owners))))
         claims = [one.claim(self._short[one].since_s if one in self._short else math.inf) for one in members]
         allocation = allocate(claims, self._limits(members), self.gpus.gpus, now_s)
-        self._rested_at_s = self._clock() + (self._clock() - now_s) * (1 / MOST_SHARE - 1)
+        self._rested_at_s = time.monotonic() + (time.monotonic() - now_s) * (1 / MOST_SHARE - 1)
         self._carry_out(allocation, members, now_s)
         if self._short:
             self._allocate_at_s = min(self._allocate_at_s, max(allocation.again_s, self._rested_at_s))

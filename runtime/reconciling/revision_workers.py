@@ -1,6 +1,6 @@
 """The workers of one revision: what is observed of them, the row that follows from it, and how the row is carried out.
 
-The reconciler (reconciler.py) calls it; nobody else makes or ends workers, zygotes, standbys and weights in memory.
+Only the reconciler (reconciler.py) has it make and end workers, zygotes, standbys and weights in memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ...errors import ActivationTimeout, CrashLoop, PilotflameError
 from ..launching.fetcher_client import FetcherClient
 from ..launching.launcher import Launcher, WorkerSource
 from ..link.worker_spec import WorkerSpec
-from ..scaling.allocation import Grant, ReachedLimit, RevisionClaim, WorkerTier
+from ..scaling.claims import Grant, ReachedLimit, RevisionClaim, WorkerTier
 from ..scaling.desired_state import desired
 from ..scaling.eviction import waiting_per_byte
 from ..scaling.idle_period import QUIET_S
@@ -339,7 +339,7 @@ class RevisionWorkers:
         self.function.account.check()
 
     def wake(self, workers: int, queued: int) -> int:
-        """Wake this number of parked workers at most, the latest used first, and send them what waits. Return how many."""
+        """Wake this number of parked workers at most, the latest used first. Send them waiting invocations. Return how many woke."""
         return self._sent(self.pool.wake(self.replicas.parked[::-1], workers), queued)
 
     def _sent(self, woken: int, queued: int) -> int:
@@ -364,7 +364,7 @@ class RevisionWorkers:
         self.pool.park(self.replicas.idle[:workers])
 
     def settle(self, row: Row, seen: Seen, now_s: float) -> None:
-        """Hold the rung of the plan if there is no worker, and tell what follows from the row."""
+        """Hold the rung of the plan if there is no worker, and note the load."""
         if not (row.held or seen.starting or seen.unfinished):
             self._hold_rung()
         self.function.prewarms.settle()
@@ -376,7 +376,7 @@ class RevisionWorkers:
         # A deploy is about to fork its first worker.
         if self.replicas.held > 0 or self.phase in (Phase.NEW, Phase.PROVING):
             return True
-        return self._stand.keeps_zygote and self.function.keeps_zygote
+        return self._stand.keeps_zygote and not self.function.paused
 
     def _hold_rung(self) -> None:
         """Without workers, starts and calls, make or give up the zygote and the weights as the plan says."""
@@ -410,7 +410,7 @@ class RevisionWorkers:
         return self.breaker.refusal(self.spec.function, now_s)
 
     def note_load(self, now_s: float) -> None:
-        """Note the present load in the history of the function. A revision that retires is not the function's."""
+        """Note the present load in the history of the function. A revision that retires has no part in it."""
         if self.phase is not Phase.RETIRING:
             replicas, waiting = self.replicas, len(self.revision.dispatcher.queue)
             state = LoadState(
@@ -486,8 +486,6 @@ class RevisionWorkers:
 
     def look(self, arriving: int = 0) -> None:
         self.node.reconciler.look(self, arriving)
-
-    scale = look
 
     def warm(self, workers: int, cause: str = "warmup", for_s: float = HOLD_S) -> None:
         """Have this number of workers before they are needed, and keep them for `for_s` seconds.

@@ -1,4 +1,4 @@
-"""What the starts of a revision's workers have come to: who is told, and when the next one may be tried."""
+"""The results of the starts of a revision's workers: they end waits for workers, and delay the next start."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Breaker:
         self.backoff_until_s = now_s + backoff_s
 
     def reset(self) -> None:
-        """Forget all failures: a worker is ready, or the cause was mended."""
+        """Forget all failures: a worker is ready, or the owner has removed the cause."""
         self.failures, self.backoff_until_s, self._error = 0, 0.0, None
 
     def open(self, now_s: float) -> bool:
@@ -111,7 +111,7 @@ class StartOutcomes:
         self.refuse(error)
 
     def refuse(self, error: PilotflameError) -> None:
-        """Tell who waits for workers that there will be none."""
+        """Fail all waits for workers: there will be none."""
         for waiter in self._waiting:
             if not waiter.settled and not waiter.done.done():
                 waiter.done.set_exception(error)
@@ -126,7 +126,7 @@ class StartOutcomes:
 
     def give_up(self) -> bool:
         """Return True if the waiting invocations should fail, since too many workers died in a row. The count begins anew then."""
-        # While the breaker is open, nobody would start a worker for those that wait.
+        # While the breaker is open, no worker starts for waiting invocations.
         hopeless = self._deaths >= MAX_UNEXPLAINED_DEATHS or self.breaker.open(time.monotonic())
         if hopeless:
             self._deaths = 0

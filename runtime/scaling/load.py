@@ -32,7 +32,7 @@ NEAR_CHECK_S = 1.0
 CHECKS = 4
 MIN_RECHECK_S = 1.0
 # The causes of these proposals.
-CALLS, BUFFER, MINIMUM, WINDOW, IDLE_TIMEOUT = "load", "buffer", "min", "window", "idle_timeout"
+CALLS, BUFFER, MINIMUM, WINDOW, IDLE_TIMEOUT, PLAN = "load", "buffer", "min", "window", "idle_timeout", "plan"
 
 
 def needed(spec: ScaleSpec, seen: Seen) -> int:
@@ -100,7 +100,8 @@ def proposals(spec: ScaleSpec, seen: Seen, now_s: float) -> Iterator[Proposal]:
         until_s = math.inf if seen.calls or seen.recent.until_s <= now_s else seen.recent.until_s
         yield Proposal(Rank.KEEP, WINDOW, keep=seen.recent.workers, until_s=until_s)
     if (zero_at_s := _zero_at_s(spec, seen)) is not None and zero_at_s > now_s:
-        yield Proposal(Rank.KEEP, IDLE_TIMEOUT, keep=1, until_s=zero_at_s)
+        cause = PLAN if spec.scale_to_zero_s == math.inf else IDLE_TIMEOUT
+        yield Proposal(Rank.KEEP, cause, keep=1, until_s=zero_at_s)
 
 
 def caps(spec: ScaleSpec, seen: Seen, now_s: float) -> Iterator[Cap]:

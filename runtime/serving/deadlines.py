@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ...errors import ActivationTimeout, DeadlineExceeded
-from ..scaling.allocation import ReachedLimit
+from ..scaling.claims import ReachedLimit
 from .invocation import Invocation
 
 # An invocation that is due within this time gets its own timer. A later one waits in a slot, which opens

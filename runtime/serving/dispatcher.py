@@ -23,7 +23,7 @@ from ..batching.outstanding import BatchEnd
 from ..batching.queue import Queue, Slots
 from ..launching.launcher import EndCause
 from ..link.worker_spec import WorkerSpec
-from ..scaling.allocation import ReachedLimit
+from ..scaling.claims import ReachedLimit
 from ..scaling.scale_spec import ScaleSpec
 from ..settings.function_settings import FunctionSettings
 from ..telemetry.invocation_end import InvocationEnd

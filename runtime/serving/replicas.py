@@ -12,7 +12,7 @@ class Replicas:
 
     def __init__(self) -> None:
         self._present: list[Replica] = []
-        # When the workers were asked for that are being forked.
+        # The start time of each worker that is being forked.
         self._asked: list[float] = []
         self._past_completed = 0
         # Where the last invocation went.
@@ -51,7 +51,7 @@ class Replicas:
 
     @property
     def held(self) -> int:
-        """The number of workers, the ones that are being forked included."""
+        """The number of workers, with the workers that are being forked."""
         return len(self._present) + len(self._asked)
 
     @property
@@ -75,7 +75,7 @@ class Replicas:
 
     @property
     def asked_s(self) -> list[float]:
-        """When each worker was asked for that is neither ready nor draining yet."""
+        """The start time of each worker that is not ready yet."""
         restoring = [one for one in self._present if one.state is ReplicaState.RESTORING]
         return [replica.activation.asked_s for replica in restoring] + list(self._asked)
 
@@ -107,7 +107,7 @@ class ReplicaList(Replicas):
     """The list, as its pool changes it."""
 
     def note_asked(self, asked_s: float) -> None:
-        """Learn that a worker is being forked, which was asked for at this time, in monotonic seconds."""
+        """Learn that a worker is being forked. `asked_s` is the time of the request for it, in monotonic seconds."""
         self._asked.append(asked_s)
 
     def note_answered(self, asked_s: float) -> None:

@@ -22,7 +22,7 @@ class DecisionRecord(NamedTuple):
     at: float
     """When it was made, in Unix seconds."""
     action: str
-    """What was done: "start", "stop", "expect", "prewarm", "step_down", "step_up", "evict", "refuse" or "budget"."""
+    """The action: "start", "stop", "expect", "prewarm", "step_down", "step_up", "evict", "refuse", "budget", "pause" or "resume"."""
     cause: str
     """Why: the signal or the rule, as "load", "idle", "warmup" or "schedule"."""
     figures: Mapping[str, float]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
-from live import Function, Gate, Gateway, failure, gateway_here, gateway_process, until
+from live import Function, Gate, Gateway, failure, gateway_here, gateway_process, gone, until
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -66,12 +68,42 @@ async def test_what_runs_ends_and_what_comes_is_refused_with_the_remedy(gateway,
 
 async def test_a_zygote_that_is_killed_does_not_come_back(gateway, deploy):
     function = await deploy(ECHO)
-    await until(lambda: function.pids("zygote"), "a zygote")
+    for _ in range(2):
+        await until(lambda: function.pids("zygote"), "a zygote")
+        (zygote,) = await function.pids("zygote")
+        os.kill(zygote, signal.SIGKILL)
+        await gone(zygote)
+    # The second launch comes after a delay, in which it is paused.
+    await function.logged("a new one is launched in 0.5 s")
     await change(gateway, function, "pause")
+    await function.logged("no new zygote is launched")
     await at_zero(function)
-    live = gateway.server.functions.get(function.name)
-    assert live.workers.pool.zygote.relaunch_at_s == float("inf")
-    assert await function.pids("zygote") == []
+
+
+async def test_it_pauses_at_once_although_a_deploy_takes_long(gateway, deploy, gate: Gate):
+    function = await deploy(ECHO, {"scale.min": 1}, gate=gate)
+    await function.settled(ready=1)
+    slow = f"import gate\ndef setup(context):\n    gate.wait('setup')\n{ECHO} + 1"
+    deploying = asyncio.create_task(gateway.send(slow, {"scale.min": 1}, name=function.name, gate=gate))
+    arrival = await gate.next("setup")
+    await change(gateway, function, "pause")
+    assert (await function.error(1))["type"] == "function_paused"
+    arrival.go()
+    assert (await deploying).status_code == 201
+    await at_zero(function)
+    gate.open()
+    await change(gateway, function, "resume")
+    assert await function.answer(1) == 2
+
+
+async def test_who_waits_for_a_job_is_refused_and_an_unknown_function_is_named(gateway, deploy):
+    function = await deploy(ECHO)
+    await change(gateway, function, "pause")
+    waits = await gateway.client.post(f"/v2/{function.name}/runsync", json={"input": 1})
+    assert failure(waits)["type"] == "function_paused"
+    unknown = failure(await gateway.client.post(f"/v1/functions/{function.name}x/pause"))
+    assert (unknown["status"], unknown["type"]) == (404, "unknown_function")
+    assert function.name in unknown["remedy"] + unknown["message"]
 
 
 async def test_jobs_wait_and_run_once_it_is_resumed(gateway, deploy, gate: Gate):

@@ -239,7 +239,7 @@ async def test_a_deploy_comes_before_those_who_wait(one_gpu: Gateway, gate: Gate
         return next(one for one in readings if one.name == "gpu_waiting").values == {(): 2.0}
 
     await until(waits, "a deploy that waits for room")
-    # The worker takes no further call, and its place is the deploy's.
+    # The worker takes no further call. The deploy gets its place.
     await busy.settled(draining=1, in_flight=1)
     calls.append(asyncio.create_task(busy.answer("busy")))
     first.go()

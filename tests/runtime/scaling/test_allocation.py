@@ -14,9 +14,8 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pilotflame.runtime.scaling.allocation import (
-    LATELY_S,
-    PATIENCE_S,
+from pilotflame.runtime.scaling.allocation import LATELY_S, PATIENCE_S, allocate
+from pilotflame.runtime.scaling.claims import (
     Allocation,
     Grant,
     Limits,
@@ -25,7 +24,6 @@ from pilotflame.runtime.scaling.allocation import (
     ReachedLimit,
     RevisionClaim,
     WorkerTier,
-    allocate,
 )
 from pilotflame.runtime.scaling.placement import Gpu, GpuNeed, Holding, candidates, fits, place
 
