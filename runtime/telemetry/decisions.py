@@ -74,6 +74,7 @@ _CAUSES = {
     "upstream": "the function that comes before it was called", "backlog": "messages wait in its queue",
     "refused": "a caller could not wait for a start", "max_workers": "all functions together may have no more",
     "owner_limit": "the functions of its owner may have no more", "gpus": "the GPUs have no room",
+    "paused": "its owner has paused it",
 }  # fmt: skip
 _BUDGET = {"within": "is not used up", "warned": "is nearly used up", "exhausted": "is used up"}
 # The same for causes of which the first word is the kind of signal, and the rest says which one it was.
@@ -227,6 +228,14 @@ def _budgeted(decision: DecisionRecord, left: dict[str, float]) -> str:
     return f"today's budget {_BUDGET.get(decision.cause, decision.cause)}"
 
 
+def _paused(_decision: DecisionRecord, _left: dict[str, float]) -> str:
+    return "was paused by its owner"
+
+
+def _resumed(_decision: DecisionRecord, _left: dict[str, float]) -> str:
+    return "was resumed by its owner"
+
+
 def _anything(decision: DecisionRecord, left: dict[str, float]) -> str:
     return f"{decision.action.replace('_', ' ')}, {_reason(decision.cause)}"
 
@@ -234,5 +243,5 @@ def _anything(decision: DecisionRecord, left: dict[str, float]) -> str:
 _WORDS: dict[str, Callable[[DecisionRecord, dict[str, float]], str]] = {
     "start": _started, "stop": _stopped, "step_down": _moved, "step_up": _moved, "evict": _moved,
     "refuse": _refused, "prewarm": _prewarmed, "expect": _expected, "budget": _budgeted,
-    "park": _parked, "wake": _woken,
+    "park": _parked, "wake": _woken, "pause": _paused, "resume": _resumed,
 }  # fmt: skip

@@ -81,6 +81,9 @@ def told(action: str, cause: str, **figures: float) -> str:
             ("budget", "exhausted", {"used_share": 1.0, "money": 5.0, "worker_s": 90.0}),
             "today's budget is used up: used 100%, money 5, worker 90.0 s",
         ),
+        (("pause", "owner", {}), "was paused by its owner"),
+        (("resume", "owner", {}), "was resumed by its owner"),
+        (("stop", "paused", {"workers": 1, "ready": 1}), "stopped 1 worker, its owner has paused it: 1 worker had been ready"),
         (("made_up", "some_rule", {}), "made up, some rule"),
     ],
 )  # fmt: skip
