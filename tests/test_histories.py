@@ -4,9 +4,16 @@ import pytest
 from histories import run_history
 
 HISTORIES, PARTS = 200, 10
+# Histories in which a property did not hold at an earlier commit.
+FOUND = (100782, 102293, 202563, 202651)
 
 
 @pytest.mark.parametrize("part", range(PARTS))
 def test_what_must_hold_holds_in_random_histories(part: int) -> None:
     for seed in range(part, HISTORIES, PARTS):
         run_history(seed)
+
+
+@pytest.mark.parametrize("seed", FOUND)
+def test_what_must_hold_holds_where_it_once_did_not(seed: int) -> None:
+    run_history(seed)

@@ -77,6 +77,7 @@ class Pool:
         self._measure = measure
         self.forking: list[GpuPlace | None] = []
         """The places of the workers that are being forked; None for a worker without GPUs."""
+        self._starts = set[asyncio.Task[None]]()
         self._gpus, self._claimant = gpus, claimant
         self._past_busy_s = self._past_ready_s = self._past_load_s = 0.0
         self._past_held_s = self._past_parked_s = 0.0
@@ -151,7 +152,9 @@ class Pool:
             else:
                 self.replicas.note_asked(activation.asked_s)
                 self.forking.append(place)
-                self._tasks.create_task(self._start(activation, standby, place))
+                start = self._tasks.create_task(self._start(activation, standby, place))
+                self._starts.add(start)
+                start.add_done_callback(self._starts.discard)
 
     async def _start(self, activation: Activation, child: Child | None, place: GpuPlace | None) -> None:
         """Activate `child`, or a forked child if it is None. The weights are fetched at the same time."""
@@ -354,6 +357,9 @@ class Pool:
         if self._weights is not None:
             self._weights.forget(self)
         await self.zygote.wait_closed()
+        # They have failed, but count as workers until they have given their places back.
+        if self._starts:
+            await asyncio.wait(self._starts, timeout=KILLED_S)
 
 
 def _only_missing(error: PilotflameError) -> bool:

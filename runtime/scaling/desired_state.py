@@ -11,7 +11,7 @@ from .scale_spec import ScaleSpec
 from .seen import Seen
 from .table import Proposal, Row, combine
 
-NOT_LIVE = (Phase.NEW, Phase.PROVING)
+NOT_LIVE = (Phase.NEW, Phase.PROVING, Phase.RETIRING)
 
 
 def desired(
@@ -23,7 +23,7 @@ def desired(
 ) -> Row:
     """Return how many workers a revision should have at `now_s`. `ahead` is what a signal wants before calls arrive."""
     if state.phase in NOT_LIVE:
-        # What the owner keeps and signals want, the live revision has.
+        # The live revision has the workers that the owner and signals want.
         spec, ahead = replace(spec, min=0) if spec.min else spec, None
     proposals = chain(revision_state.proposals(state), load.proposals(spec, seen, now_s))
     caps = chain(revision_state.caps(spec, seen, state, now_s), load.caps(spec, seen, now_s))
