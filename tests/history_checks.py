@@ -290,9 +290,6 @@ class Checks:
         if one.events.unrecovered and (one.replicas.ready or not self._dead_starts[one.key]):
             # The reaction to the death of a worker comes a moment earlier.
             return True
-        if busy and one._seen.load is not None and one._seen.load.lasting > one._seen.calls:
-            # When the queue of a burst leaves the window of the load that lasts, its running calls count as such a load.
-            return True
         within_s = max(one.revision.policy.scale.scale_down_s / CHECKS, MIN_RECHECK_S) if busy else QUIET_S
         if busy and one._seen.load is not None:
             within_s = max(within_s, one._seen.load.delay_s)

@@ -62,7 +62,8 @@ def _by_share(spec: ScaleSpec, load: float) -> int:
 def _by_work(spec: ScaleSpec, seen: Seen, load: Load) -> int:
     """Return how many workers are needed to end the waiting invocations in time, and to carry the load that lasts."""
     running = math.ceil(seen.in_flight / spec.concurrency)
-    need = max(running, _by_share(spec, load.lasting)) if seen.calls else 0
+    # The queue of a past burst is no load that lasts.
+    need = max(running, _by_share(spec, min(load.lasting, seen.calls)))
     if not seen.queued:
         return need
     # The work that is left when a worker that starts now is awake. All workers share it then.

@@ -253,6 +253,11 @@ def test_a_lasting_load_near_the_limit_asks_for_one_more() -> None:
     assert decide(spec, replace(seen, load=load._replace(lasting=8.1)), NOW_S).start == 1
 
 
+def test_the_queue_of_a_past_burst_is_no_load_that_lasts() -> None:
+    spec, load = ScaleSpec(max=4), Load(0.0, wake_s=0.01, started_s=0.0, stuck=0.0, lasting=8.0)
+    assert decide(spec, Seen(queued=0, in_flight=1, starting=0, ready=1, load=load), NOW_S).start == 0
+
+
 @given(specs(), st.integers(1, 20))
 def test_a_prewarm_is_met_within_max(spec: ScaleSpec, ahead: int) -> None:
     seen = Seen(queued=0, in_flight=0, starting=0, ready=0)
@@ -392,6 +397,12 @@ def test_a_revision_that_retires_has_workers_for_its_own_calls_only(
     seen = without_calls(seen)
     decision = decide(spec, seen, NOW_S, ahead, RevisionState(Phase.RETIRING))
     assert (decision.start, decision.stop) == (0, seen.ready + seen.parked)
+
+
+def test_a_revision_that_retires_is_looked_at_again_while_it_has_more_workers_than_its_calls_need() -> None:
+    spec = ScaleSpec(min=2, max=2, scale_down_s=40.0)
+    seen = Seen(queued=0, in_flight=1, starting=0, ready=2, idle_since_s=(NOW_S - 1.0,))
+    assert decide(spec, seen, NOW_S, state=RevisionState(Phase.RETIRING)).again_s <= NOW_S + 40.0
 
 
 def test_a_failed_start_delays_what_the_owner_keeps_and_ends_none_of_it() -> None:
