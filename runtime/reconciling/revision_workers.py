@@ -449,8 +449,7 @@ class RevisionWorkers:
         row, replicas = self.desired(), self.replicas
         wants = {_TIERS[rank]: count for rank, count in row.wants.items()}
         first_s = min(
-            (one.activation.asked_s for one in replicas if one.state is not ReplicaState.DRAINING),
-            default=min(replicas.asked_s, default=math.inf),
+            (one.activation.ready_s for one in replicas.ready + replicas.parked), default=math.inf
         )
         places = self.node.gpus.of_owner(self) if self.gpu_need is not None else []
         processes = tuple(node_processes(replicas, self.pool.forking, places))

@@ -32,7 +32,7 @@ from .placement import Gpu, GpuNeed, Holding, candidates
 
 # A worker that had a call within this time counts as a worker that callers need.
 LATELY_S = 1.0
-# A revision keeps its first worker for this time. A revision whose callers waited this long without a worker comes next.
+# A revision keeps its first worker for this time once it is ready. A revision whose callers waited this long without a worker comes next.
 PATIENCE_S = 10.0
 # The bytes for which the cost of a worker without GPUs is computed.
 CPU_WORKER_BYTES = float(1 << 30)
@@ -182,7 +182,9 @@ class _Revision:
         claim = self.claim
         if ready is None:
             return 3 if self._ahead(claim.waiting_since_s + PATIENCE_S) else 1
-        return 0 if claim.first_since_s < math.inf and self._ahead(claim.first_since_s + PATIENCE_S) else 2
+        # A worker that starts keeps its place until it is ready: otherwise slow starts would end each other.
+        started = claim.first_since_s < math.inf
+        return 0 if not started or self._ahead(claim.first_since_s + PATIENCE_S) else 2
 
     def _ahead(self, at_s: float) -> bool:
         """Return True if a time is ahead. At that time the order changes, so it is the time of the next look."""

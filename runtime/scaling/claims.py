@@ -85,7 +85,7 @@ class RevisionClaim(NamedTuple):
     """The time since which callers, a deploy or an urgent warm-up wait for a worker that is refused; infinity if none is.
     A revision whose worker was displaced waits from that time on, although its calls are older."""
     first_since_s: float = math.inf
-    """The time since which it has an awake or starting worker; infinity without one."""
+    """The time since which it has a ready worker; infinity without one."""
     cost: Callable[[float], float] = lambda _freed_bytes: 0.0
     """Returns the callers' loss for each byte if one idle worker frees a number of bytes (eviction.py)."""
 

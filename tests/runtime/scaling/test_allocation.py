@@ -250,6 +250,19 @@ def test_a_first_worker_rotates_after_ten_seconds(
         assert result.again_s == min(dues)
 
 
+@pytest.mark.parametrize("kind", [NODE, GPUS])
+def test_a_first_worker_that_callers_wait_for_keeps_its_place_until_it_is_ready(kind: str) -> None:
+    gpus = [Gpu("0", 100)] if kind == GPUS else []
+    need, on = (GpuNeed(1, 100), {"0": 100}) if kind == GPUS else (None, None)
+    starting = idle("h", on, parks=False)._replace(used_s=-math.inf)
+    found = [
+        claim("has", starting, need=need, load=1, first_s=-math.inf),
+        claim("waits", need=need, load=1, waits_s=100),
+    ]
+    grants = shared(found, limits(1) if kind == NODE else limits(), gpus)
+    assert grants == {"waits": Grant(limit=ReachedLimit(kind, 1))}
+
+
 def test_who_waits_longest_comes_first() -> None:
     found = [claim(f"w{waits}", load=1, waits_s=waits) for waits in (1, 3, 2)]
     assert [key for key, grant in shared(found, limits(1)).items() if grant.start] == ["w3"]
@@ -510,7 +523,7 @@ def asking(one: RevisionClaim, keep: int = 6, now_s: float = NOW_S) -> RevisionC
     awake, held = len(of(one, STARTING, READY)), len(of(one, STARTING, READY, PARKED))
     want = max(one.wants.values(), default=0)
     waits = min(one.waiting_since_s, now_s) if want > awake else math.inf
-    first = min(one.first_since_s, now_s) if awake else math.inf
+    first = min(one.first_since_s, now_s) if of(one, READY) else math.inf
     stay = max(want, min(held, max(want, keep)))
     asks = one._replace(
         awake=max(want, min(awake, max(want, keep))), held=stay, waiting_since_s=waits, first_since_s=first
