@@ -73,6 +73,7 @@ The text beside a class says what has happened when it is raised.
     ├── UnknownFunction             no function has this name
     ├── UnknownFile                 no uploaded file of this caller has this id
     ├── UnknownRevision             the function has no such revision
+    ├── PluginError                 a plugin is not installed, cannot be loaded, or is offered twice
     ├── LinkError                   the link of gateway and worker broke, or its protocol was violated
     ├── LauncherError               a zygote, a worker or the fetcher could not be started, or ended
     └── GatewayError                the gateway cannot start, shuts down, or broke off a response
@@ -408,6 +409,9 @@ class UnknownFunction(PilotflameError, code="unknown_function", status=404):
 
 
 class UnknownRevision(PilotflameError, code="unknown_revision", status=404): ...
+
+
+class PluginError(PilotflameError, code="plugin_failed", status=500): ...
 
 
 class LinkError(PilotflameError, code="link_error"): ...

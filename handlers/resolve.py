@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import typing
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -12,38 +13,43 @@ from typing import Any
 from pydantic import PydanticUserError
 from pydantic.errors import PydanticSchemaGenerationError
 
-from ..errors import HandlerSignatureError
+from ..errors import HandlerImportError, HandlerSignatureError
 from .codec import InputCodec, OutputCodec
 from .contract import BATCH_MARK, BatchSpec
-from .dialects.recognise import DEFAULT, recognise
+from .dialect import DEFAULT, OWN, OWN_NAME, Entry, parse_reference
 from .handler import Handler, HandlerKind, Hook, kind_of, written
 from .loading import import_file
 
 HOOKS = ("build", "rehearse", "setup", "teardown")
 
 
-def resolve(root: Path, reference: str = DEFAULT, function: str = "") -> Handler:
+def resolve(root: Path, reference: str = DEFAULT, function: str = "", resolver: str = "") -> Handler:
     """Return the handler that `reference` names below `root`: "file.py", "file.py:name" or "runpod:file.py".
 
-    If the reference does not name a dialect, RunPod, Cog and Lambda handlers are recognised. `function` is
-    the function's name, which Lambda handlers can read. Raise HandlerImportError if the file cannot be
-    imported, HandlerSignatureError if it has no usable handler.
+    `resolver` is the `Dialect.resolver` of another platform's handler. `function` is the function's name, which some
+    platforms' handlers can read. Raise HandlerImportError if the file cannot be imported, HandlerSignatureError if it has no
+    usable handler.
     """
-    entry = recognise(root, reference)
-    if entry.dialect == "runpod":
-        from .dialects.runpod import resolve_runpod  # noqa: PLC0415  imported only for this dialect
+    entry = parse_reference(reference)
+    if entry.dialect not in ("", OWN) and not resolver:
+        fault = f"The handler is {entry.dialect}'s, and no such dialect is installed."
+        raise HandlerSignatureError(
+            fault, remedy="Install the plugin of this dialect, and list it in `plugins`."
+        )
+    if resolver:
+        return _resolver(entry, resolver)(root, entry, function)
+    return handler_of(import_file(root, root / entry.file), entry.name or OWN_NAME, entry.file)
 
-        return resolve_runpod(root, entry)
-    if entry.dialect == "cog":
-        from .dialects.cog import resolve_cog  # noqa: PLC0415
 
-        return resolve_cog(root, entry)
-    if entry.dialect == "lambda":
-        from .dialects.aws_lambda import resolve_lambda  # noqa: PLC0415
-
-        return resolve_lambda(root, entry, function)
-    module = import_file(root, root / entry.file)
-    return handler_of(module, entry.name, entry.file)
+def _resolver(entry: Entry, resolver: str) -> Callable[[Path, Entry, str], Handler]:
+    """Return the function of a dialect's plugin. Raise HandlerImportError if its package is not installed here."""
+    module, _, name = resolver.partition(":")
+    try:
+        return typing.cast("Callable[[Path, Entry, str], Handler]", getattr(import_module(module), name))
+    except (ImportError, AttributeError) as error:
+        fault = f"The dialect {entry.dialect!r} cannot be loaded from {resolver} in the function's environment: {error}."
+        remedy = "Add the package of this dialect to requirements.txt, or to the image."
+        raise HandlerImportError(fault, remedy=remedy) from error
 
 
 def handler_of(module: ModuleType, name: str, file: str) -> Handler:

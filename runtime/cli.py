@@ -16,7 +16,7 @@ from .._version import __version__
 from .commands import display, exit_codes, options
 from .commands.first_process import become_child_of_init
 from .commands.gateway_start import announced_start
-from .commands.lazy_group import LazyGroup
+from .commands.lazy_group import PluginGroup
 
 if TYPE_CHECKING:
     from .settings.gateway_settings import GatewaySettings
@@ -27,8 +27,6 @@ CONTEXT = {"help_option_names": ["-h", "--help"], "max_content_width": 110, "sho
 # For each command its module in `commands`, and the first sentence of its help.
 COMMANDS = {
     "backup": ("backup", "Write functions, jobs, keys and secrets to FILE, also while the gateway serves."),
-    "batch": ("batch", "Run FUNCTION with every line of INPUT, and write the answers to OUTPUT."),
-    "build": ("build", "Build a container image with FOLDER's function, its requirements and pilotflame."),
     "completion": (
         "completion",
         "Print the script that completes commands, functions and templates in SHELL.",
@@ -74,7 +72,7 @@ COMMANDS = {
 }
 
 
-@click.group(cls=LazyGroup, lazy=COMMANDS, context_settings=CONTEXT)
+@click.group(cls=PluginGroup, lazy=COMMANDS, context_settings=CONTEXT)
 @click.version_option(__version__, prog_name="pilotflame")
 def cli() -> None:
     """Functions that start when they are called, and cost nothing until then.

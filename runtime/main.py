@@ -10,7 +10,7 @@ import logging
 import shlex
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,9 @@ import uvloop
 
 from .._version import __version__
 from ..addresses import is_loopback
+from ..entry_points import APIS, DIALECTS, check_names, load
 from ..errors import GatewayError, PilotflameError, UnknownFunction
+from ..handlers.recognise import Dialects
 from ..snapshot.caching.node import Budgets
 from .access.control_socket import control_socket
 from .access.keyring import Keyring
@@ -42,9 +44,10 @@ from .api.invoke import Gateway
 from .api.logs import LogsApi
 from .api.openapi import OpenApi
 from .api.origins import Origins
+from .api.plugin import ApiPlugin
 from .api.responses import ErrorResponses, compressed
 from .api.revisions import RevisionsApi
-from .api.routes import Route, error_formats
+from .api.routes import Route, error_formats, joined
 from .api.server import HttpServer, bind, http_server, url_of
 from .api.standalone import Standalone
 from .api.tls import Certificate
@@ -52,7 +55,6 @@ from .api.usage import UsageApi
 from .api.warmup import WarmupApi
 from .api.webhooks import WebhooksApi
 from .commands.watch import watch
-from .dialects.registry import Dialects
 from .events.sources import Sources
 from .functions.deploy import Deployment
 from .functions.ledger import Ledger
@@ -209,6 +211,7 @@ async def startup(
     settings: GatewaySettings, stack: contextlib.AsyncExitStack, alone: FunctionSettings | None = None
 ) -> Server:
     """Start each part after the parts that it uses. Closing `stack` drains and closes them in reverse."""
+    plugin_apis = _plugin_apis(settings)
     state = stack.enter_context(locked_state_dir(settings.state_dir))
     previous = stack.enter_context(running_marker(state))
     disk = Disk(state, functools.partial(is_disk_full, state, settings.min_free_bytes))
@@ -236,6 +239,7 @@ async def startup(
         store, state / "environments", launcher, tasks, fetcher, secrets, events, logs, settings.drain_s,
         await FunctionHistories.open(state / "habits", tasks, ledger.account), _prices(settings),
         Reconciler(GpuPlaces(gpus, driver), settings.max_workers, keyring.max_workers),
+        Dialects(load(DIALECTS, settings.plugins).values()),
     )  # fmt: skip
     stack.callback(functions.close_threads)
     metrics = Metrics(functions.census, tasks.failures, [fetcher.metrics], lambda: logs.files.dropped)
@@ -245,7 +249,7 @@ async def startup(
         await functions.restore()
     rest.note_change()
 
-    jobs = await _open_jobs(state, functions, settings, disk, previous, stack)
+    jobs = await _open_jobs(state, functions, settings, disk, previous, plugin_apis.values(), stack)
     sources = Sources(
         jobs, tasks, functions.log, drain_s=settings.drain_s, on_backlog=functions.expect
     )  # fmt: skip
@@ -265,18 +269,21 @@ async def startup(
         functions, jobs, settings.max_body_bytes, settings.body_timeout_s, state,
         Origins(settings.trusted_proxies),
     )  # fmt: skip
-    gateway, dialects, endless = Gateway(backend), Dialects(backend), EndlessAnswers()
-    stack.callback(tasks.keep(dialects.sweep, name="files_sweep").cancel)
+    gateway, endless = Gateway(backend), EndlessAnswers()
+    plugins = _open_plugins(plugin_apis, backend, tasks, stack)
     apis = (
         gateway, admin, Deploys(functions, local=local and alone is None), LogsApi(functions, logs, endless), RevisionsApi(functions),
         AccessControl(keyring, secrets, functions),
-        WebhooksApi(functions, jobs), HistoryApi(functions, _recorder(functions, state, stack)), DocsPage(),
+        WebhooksApi(functions, jobs), HistoryApi(functions, _recorder(functions, state, stack)), DocsPage(_root(plugins)),
         UsageApi(ledger), Console(functions, metrics, endless), WarmupApi(functions),
     )  # fmt: skip
-    own_routes = [route for api in apis for route in api.routes()]
-    rows = [*own_routes, *dialects.routes()]
+    rows = joined({"pilotflame": apis, **{name: (plugin,) for name, plugin in plugins.items()}})
     standalone = _standalone(alone, functions, rows, settings.log_format, stack)
-    routes = OpenApi([*rows, *(standalone.routes if standalone is not None else [])], admin.statuses).routes
+    routes = OpenApi(
+        [*rows, *(standalone.routes if standalone is not None else [])],
+        admin.statuses,
+        list(plugins.values()),
+    ).routes
     cors, control = (
         CrossOrigin(functions, routes, settings.cors_origins, lambda: local and not guard.closed),
         stack.enter_context(control_socket(state)),
@@ -328,16 +335,38 @@ async def _open_logs(
 
 async def _open_jobs(
     state: Path, functions: Functions, settings: GatewaySettings, disk: Disk, previous: str,
-    stack: contextlib.AsyncExitStack,
+    plugins: Iterable[type[ApiPlugin]], stack: contextlib.AsyncExitStack,
 ) -> Jobs:  # fmt: skip
     """Open the jobs, and close them with `stack`. If the `previous` gateway has not shut down, log what was restored."""
     key = await asyncio.to_thread(load_key, state)
-    jobs = Jobs(state, key, functions.get, functions.tasks, settings, disk.wrote)
+    bodies = {form: make for plugin in plugins for form, make in plugin.webhook_bodies.items()}
+    jobs = Jobs(state, key, functions.get, functions.tasks, settings, disk.wrote, bodies)
     again, failed = await jobs.start()
     stack.push_async_callback(jobs.close)
     if previous:
         LOG.warning(NO_SHUTDOWN, previous, len(functions.all()), again, failed)
     return jobs
+
+
+def _plugin_apis(settings: GatewaySettings) -> dict[str, type[ApiPlugin]]:
+    """Return the APIs of the plugins that are on. Raise PluginError if one is not installed."""
+    check_names(settings.plugins or ())
+    return load(APIS, settings.plugins)
+
+
+def _open_plugins(
+    kinds: Mapping[str, type[ApiPlugin]], backend: Backend, tasks: BackgroundTasks, stack: contextlib.AsyncExitStack
+) -> dict[str, ApiPlugin]:  # fmt: skip
+    """Make the plugins' APIs, and let each do what it does from time to time, until `stack` closes."""
+    plugins = {name: kind(backend) for name, kind in kinds.items()}
+    for name, plugin in plugins.items():
+        stack.callback(tasks.keep(plugin.sweep, name=name).cancel)
+    return plugins
+
+
+def _root(plugins: Mapping[str, ApiPlugin]) -> dict[str, str]:
+    """Return what plugins add to the fields of `/`."""
+    return {name: text for plugin in plugins.values() for name, text in plugin.root.items()}
 
 
 def _load_certificate(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -> Certificate | None:

@@ -394,13 +394,13 @@ async def gateway_here(state: Path, *, keep_bases: bool = True, **settings: Any)
 
 @contextlib.asynccontextmanager
 async def gateway_process(
-    state: Path, *, environ: Mapping[str, str] | None = None, **settings: Any
+    state: Path, *, environ: Mapping[str, str] | None = None, python: str = sys.executable, **settings: Any
 ) -> AsyncIterator[Gateway]:
     """A gateway in another process, killed at the end if it still runs."""
     order = json.dumps({"port": 0, "state_dir": str(state), **settings})
     log = await asyncio.to_thread((state.parent / "gateway.log").open, "wb")
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-c", PROCESS, order,
+        python, "-c", PROCESS, order,
         stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=log,
         env={**os.environ, **(environ or {})},
     )  # fmt: skip

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from pilotflame.entry_points import APIS, load
 from pilotflame.runtime.api.access import AccessControl
 from pilotflame.runtime.api.admin import Admin
 from pilotflame.runtime.api.console import Console
@@ -20,7 +21,6 @@ from pilotflame.runtime.api.revisions import RevisionsApi
 from pilotflame.runtime.api.usage import UsageApi
 from pilotflame.runtime.api.warmup import WarmupApi
 from pilotflame.runtime.api.webhooks import WebhooksApi
-from pilotflame.runtime.dialects.registry import Dialects
 from pilotflame.runtime.functions.live import FunctionStatus
 
 
@@ -43,8 +43,9 @@ def described() -> OpenApi:
         DocsPage(),
         Console(missing, missing, missing),
     )
-    own = [route for api in apis for route in api.routes()]
-    return OpenApi([*own, *Dialects(backend).routes()], lambda _request: ())
+    plugins = [kind(backend) for kind in load(APIS).values()]
+    rows = [route for api in (*apis, *plugins) for route in api.routes()]
+    return OpenApi(rows, lambda _request: (), plugins)
 
 
 def describe(functions: Iterable[FunctionStatus]) -> dict[str, Any]:

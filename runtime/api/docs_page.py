@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from aiohttp import web
 
 from ..._version import __version__
-from ...handlers.dialects.cog_sdk import VERSION as COG_VERSION
 from .responses import json_response
 from .routes import Route
 
@@ -29,12 +29,7 @@ LINKS = {
     "openapi_url": "/openapi.json",
     "live_url": "/healthz",
     "ready_url": "/readyz",
-    "healthcheck_url": "/health-check",
-    "predictions_url": "/predictions",
-    "predictions_idempotent_url": "/predictions/{prediction_id}",
-    "predictions_cancel_url": "/predictions/{prediction_id}/cancel",
 }
-"""Cog's root has the same names for the pages that it has, too."""
 HEADERS: Mapping[str, str] = {
     "Content-Security-Policy": POLICY,
     "Referrer-Policy": "no-referrer",
@@ -46,9 +41,13 @@ HEADERS: Mapping[str, str] = {
 class DocsPage:
     """The routes of the page and of `/`. They are public: a health checker or a browser needs no key."""
 
+    def __init__(self, more: Mapping[str, str] = MappingProxyType({})) -> None:
+        """`more` is what plugins add to the fields of `/`."""
+        self._fields = {"name": NAME, "version": __version__, **LINKS, **more}
+
     def routes(self) -> list[Route]:
         probe: dict[str, Any] = {"public": True, "errors": ()}
-        named = dict.fromkeys(("name", "version", "cog_version", *LINKS), str)
+        named = dict.fromkeys(self._fields, str)
         return [
             Route("GET", "/", self.index, None, "Name the gateway.", named, other_responses={303: None}, **probe),
             Route("OPTIONS", "/", self.options, None, "List the methods.", None, 204, **probe),
@@ -67,10 +66,7 @@ class DocsPage:
         """Respond with 200, as health checkers expect. A browser is sent to the console."""
         if "text/html" in request.headers.get("Accept", ""):
             return web.Response(status=303, headers={"Location": LINKS["console_url"], "Vary": "Accept"})
-        return json_response(
-            {"name": NAME, "version": __version__, "cog_version": COG_VERSION, **LINKS},
-            headers={"Vary": "Accept"},
-        )
+        return json_response(self._fields, headers={"Vary": "Accept"})
 
     async def options(self, _request: web.Request) -> web.StreamResponse:
         return web.Response(status=204, headers={"Allow": "GET, HEAD, OPTIONS"})

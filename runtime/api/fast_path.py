@@ -25,10 +25,9 @@ from ..serving.revision import Revision
 from .access_log import AccessLog
 from .guard import Admitted, Guard
 from .invoke import Gateway
-from .openapi import INVOKE_PATH
 from .requests import REQUEST_ID_HEADER, Headers, request_id_of
 from .responses import MAX_ON_LOOP_BYTES, Response, choose_coding, compress_now, error_reply, pays
-from .routes import Route
+from .routes import INVOKE_PATH, Route
 
 LOG = logging.getLogger(__name__)
 BEGINNING = "/invoke/"

@@ -14,11 +14,10 @@ from multidict import istr
 from ...errors import DeadlineExceeded, PilotflameError
 from ...handlers.codec import JSON_TYPE
 from ..access.keys import Caller, Scope
-from ..serving.invocation import Invocation, Stream
+from ..serving.invocation import Invocation, Output, Stream
 from ..serving.revision import Revision
 from .backend import ASYNC_BODY_BYTES, Accepted, Backend
 from .event_stream import EVENTS, LAST_EVENT_S, EventStream
-from .openapi import INVOKE_PATH
 from .requests import (
     Headers,
     accept_of,
@@ -35,7 +34,7 @@ from .requests import (
     traceparent_of,
 )
 from .responses import Response, error_reply, invocation_headers, json_response
-from .routes import Parameter, Route, header
+from .routes import INVOKE_PATH, Parameter, Route, header
 
 HOLD = istr("X-Scale-Up-Timeout")
 MAX_HOLD_S = 3600.0
@@ -110,6 +109,26 @@ class Gateway:
             revision.cancel(invocation)
             raise
         return self.answered(name, invocation, caller_of(request)).response()
+
+    async def call(self, request: web.Request, name: str, body: bytes, number: int = 0) -> Output:
+        """Call a function with the JSON text `body`, and return its output. Raise its error.
+
+        `number` distinguishes several calls of one request. If the caller disconnects, the call is cancelled.
+        """
+        request_id = request_id_of(request.headers)
+        try:
+            revision, invocation = self.begin(
+                name, request.headers, f"{request_id}-{number}" if number else request_id, body, time.monotonic(),
+                caller_of(request), content_type=JSON_TYPE,
+            )  # fmt: skip
+        except PilotflameError as error:
+            self._functions.note_refused(name, error)
+            raise
+        try:
+            return await invocation.output
+        except asyncio.CancelledError:
+            revision.cancel(invocation)
+            raise
 
     def begin(
         self, name: str, headers: Headers, request_id: str, body: bytes, received_s: float, caller: Caller,

@@ -18,13 +18,14 @@ from ...handlers.arrays import NPY_TYPE, SAFETENSORS_TYPE
 from ...handlers.codec import BYTES_TYPE, JSON_TYPE
 from ..functions.live import FunctionStatus
 from .event_stream import EVENT_STREAM_TYPE
-from .predictor_schema import REFERENCE, predictor_components, predictor_document
+from .plugin import ApiPlugin
 from .responses import json_response
-from .routes import Parameter, Route
+from .routes import INVOKE_PATH, Parameter, Route
 
-INVOKE_PATH = "/invoke/{function}"
-FUNCTION = Parameter("function", "Describe only this function, one of Cog as Cog does, in OpenAPI 3.0.")
-COG = "cog"
+REFERENCE = "#/components/schemas/"
+FUNCTION = Parameter(
+    "function", "Describe only this function. A plugin may describe it as its platform does."
+)
 _GUARD_ERRORS = (401, 403, 404, 429)
 _SECURITY_SCHEMES = {
     "key": {"type": "http", "scheme": "bearer", "description": "An API key: pf_…"},
@@ -41,39 +42,41 @@ class OpenApi:
     """The OpenAPI document, and the route that returns it, which `routes` includes."""
 
     def __init__(
-        self, routes: Sequence[Route], statuses: Callable[[web.Request], Iterable[FunctionStatus]]
+        self,
+        routes: Sequence[Route],
+        statuses: Callable[[web.Request], Iterable[FunctionStatus]],
+        plugins: Sequence[ApiPlugin] = (),
     ) -> None:
-        """`statuses` returns the functions that the caller of a request may see."""
-        self._statuses = statuses
+        """`statuses` returns the functions that the caller of a request may see. `plugins` may change the document."""
+        self._statuses, self._plugins = statuses, plugins
         own = Route(
             "GET", "/openapi.json", self._respond, None, "Return this document.", dict[str, Any],
             errors=(404,), parameters=(FUNCTION,),
         )  # fmt: skip
         self.routes = [*routes, own]
 
-    def document(self, functions: Iterable[FunctionStatus]) -> dict[str, Any]:
-        """Return the document, in the format OpenAPI 3.1, with the paths to invoke these functions.
+    def document(self, functions: Iterable[FunctionStatus], *, named: bool = False) -> dict[str, Any]:
+        """Return the document, in the format OpenAPI 3.1, with the paths to invoke these functions, as plugins have changed it.
 
-        If there is one only, the components `Input` and `Output` describe it, as in the documents of Cog.
+        `named` is true if the caller asks for one function only.
         """
         paths, schemas = (dict(part) for part in self._static)
         found = list(functions)
         if invoke := paths.pop(INVOKE_PATH, None):
             for function in found:
                 paths[f"/invoke/{function.name}"] = {"post": _invoke(invoke["post"], function, schemas)}
-        if len(found) == 1:
-            schemas |= predictor_components(found[0], schemas)
         components = {"schemas": schemas, "securitySchemes": _SECURITY_SCHEMES}
-        return {"openapi": "3.1.0", "info": _INFO, "paths": paths, "components": components}
+        document = {"openapi": "3.1.0", "info": _INFO, "paths": paths, "components": components}
+        for plugin in self._plugins:
+            document = plugin.describe(document, found, named=named)
+        return document
 
     async def _respond(self, request: web.Request) -> web.StreamResponse:
         named = request.query.get(FUNCTION.name, "")
         found = [status for status in self._statuses(request) if named in ("", status.name)]
         if named and not found:
             raise UnknownFunction.named(named)
-        if named and found[0].dialect == COG:
-            return json_response(predictor_document(found[0]))
-        return json_response(self.document(found))
+        return json_response(self.document(found, named=bool(named)))
 
     @cached_property
     def _static(self) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -7,19 +7,20 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import attrgetter
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from aiohttp import web
 
-from ...errors import BadInput, UnsupportedMedia
+from ...errors import BadInput, PluginError, UnsupportedMedia
 from ..access.keys import Scope
 from .requests import check_expectation
 from .responses import ErrorBody, ErrorFormat, Handler
 
+INVOKE_PATH = "/invoke/{function}"
 MAX_DIGITS = 9
 # The times that dates can be made of: the years 1 to 9999.
 FIRST_S, LAST_S = -62135596800.0, 253402300799.0
@@ -170,6 +171,29 @@ class Route:
     """Makes the responses for errors on all paths that begin with the part of `path` before its first
     variable, also where no route matches. None: this row adds no format."""
     error_type: Any = ErrorBody
+
+
+class HasRoutes(Protocol):
+    def routes(self) -> Sequence[Route]: ...
+
+
+def joined(apis: Mapping[str, Iterable[HasRoutes]]) -> list[Route]:
+    """Return the rows of all APIs, by the name of what owns them.
+
+    Raise PluginError if two owners have rows of the same method and path, and neither chooses by headers.
+    """
+    owners, rows = dict[tuple[str, str], str](), list[Route]()
+    for owner, found in apis.items():
+        for route in (route for api in found for route in api.routes()):
+            rows.append(route)
+            # Several rows of one owner may differ in their scopes, which `scopes_by_route` refuses.
+            before = owners.get((route.method, route.path)) if route.accepts is None else None
+            if before not in (None, owner):
+                message = f"{route.method} {route.path} is a route of {before} and of {owner}."
+                raise PluginError(message, remedy="Leave one of them out of `plugins`.")
+            if route.accepts is None:
+                owners[route.method, route.path] = owner
+    return rows
 
 
 def aiohttp_routes(routes: Sequence[Route]) -> list[web.RouteDef]:

@@ -17,10 +17,9 @@ from ..access.keys import Caller, Scope
 from ..functions.registry import Functions
 from ..settings.function_settings import FunctionSettings
 from .invoke import HOLD, MAX_HOLD_S
-from .openapi import INVOKE_PATH
 from .requests import seconds
 from .responses import Handler
-from .routes import Route
+from .routes import INVOKE_PATH, Route
 
 ROOT = "/"
 PLATFORM = "platform"

@@ -18,8 +18,8 @@ from .options import FunctionSource
 
 # A longer input is named by its file.
 MAX_EXAMPLE_CHARS = 200
-# The names of the platforms whose handlers run unchanged, by dialect.
-PLATFORMS = {"runpod": "RunPod", "cog": "Cog", "lambda": "Lambda"}
+# The dialect of pilotflame's own handlers.
+OWN = "pilotflame"
 
 
 @click.command()
@@ -63,8 +63,8 @@ def _print_deployed(found: dict[str, Any], folder: Path, *, as_json: bool) -> No
     if as_json:
         return display.print_json(found)
     display.warn(found["warnings"])
-    if (platform := PLATFORMS.get(found.get("dialect", ""))) is not None:
-        display.say(f"recognised a {platform} handler: {found['entry']}")
+    if (dialect := found.get("dialect", OWN)) != OWN:
+        display.say(f"recognised a handler of {dialect}: {found['entry']}")
     name = found["name"]
     body = _example(folder, found["input_schema"])
     return click.echo(f"{name} {found['revision']} is deployed; call it: pilotflame invoke {name} {body}")
@@ -320,8 +320,8 @@ def _rest_processes(status: dict[str, Any]) -> list[str]:
 
 def _facts(status: dict[str, Any]) -> list[tuple[str, str]]:
     batch = f", batches of up to {status['batch']}" if status["batch"] else ""
-    platform = PLATFORMS.get(status.get("dialect", ""))
-    handler = f"{status['entry']} ({platform})" if platform else status["settings"]["handler"]
+    dialect = status.get("dialect", OWN)
+    handler = f"{status['entry']} ({dialect})" if dialect != OWN else status["settings"]["handler"]
     last_ms = display.milliseconds(status["last_cold_start_ms"])
     return [
         ("function", status["name"]),

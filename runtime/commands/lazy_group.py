@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Mapping
 from importlib import import_module
+from importlib.metadata import EntryPoint
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import click
+
+from ...entry_points import COMMANDS, load_one, offers
 
 
 class LazyGroup(click.Group):
@@ -36,3 +42,32 @@ class LazyGroup(click.Group):
 
     def summary(self, name: str) -> str:
         return self._lazy[name][1] if name in self._lazy else self.commands[name].get_short_help_str(100)
+
+
+class PluginGroup(LazyGroup):
+    """A group that also has the commands of plugins, which are entry points of the group `pilotflame.commands`."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted({*super().list_commands(ctx), *offers(COMMANDS)})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        # Plugins are looked for last: that reads the metadata of all packages.
+        if (own := super().get_command(ctx, cmd_name)) is not None or cmd_name not in offers(COMMANDS):
+            return own
+        self.add_command(load_one(offers(COMMANDS)[cmd_name]), cmd_name)
+        return super().get_command(ctx, cmd_name)
+
+    def summary(self, name: str) -> str:
+        own = name in self.commands or name in self._lazy
+        return super().summary(name) if own else _summary(offers(COMMANDS)[name])
+
+
+def _summary(offer: EntryPoint) -> str:
+    """Return the first sentence of a command's docstring, which is read without importing its module."""
+    found = find_spec(offer.module)
+    if found is None or found.origin is None:
+        return ""
+    for node in ast.parse(Path(found.origin).read_bytes()).body:
+        if isinstance(node, ast.FunctionDef) and node.name == offer.attr:
+            return (ast.get_docstring(node) or "").partition("\n")[0]
+    return ""

@@ -13,6 +13,7 @@ from typing import Any
 import click
 
 from ...errors import CacheError, HandlerError, PilotflameError, SnapshotError
+from ...handlers.recognise import installed_dialects
 from ...snapshot.format.manifest import MANIFEST_NAME, Manifest
 from ..functions.requirements import check_requirements
 from ..link.worker_spec import Weights, WorkerSpec
@@ -55,7 +56,7 @@ def record(*, source: options.FunctionSource, input_file: Path | None, as_json: 
     event = options.read_event(input_file or folder / options.INPUT_FILE, remedy=remedy)
     requirements = folder / REQUIREMENTS_FILE
     text = requirements.read_text(encoding="utf-8") if requirements.is_file() else ""
-    check_requirements(text, stand_ins=True)
+    check_requirements(text, stood_in=installed_dialects().stands_in)
     with display.spinner(f"calling {function.name}"):
         orders = _orders(function, folder, weights, event)
     if not any(orders.values()):
@@ -120,8 +121,11 @@ def _orders(
     settings: FunctionSettings, folder: Path, weights: dict[str, Path], event: bytes
 ) -> dict[str, list[str]]:
     """Run the function in a child process. Return the names of each snapshot's tensors in the order of first touch."""
+    dialects = installed_dialects()
+    entry = dialects.recognise(folder, settings.handler)
     spec = WorkerSpec(
-        function=settings.name, revision="recorded", code=folder.resolve(), handler=settings.handler,
+        function=settings.name, revision="recorded", code=folder.resolve(), handler=entry.reference,
+        resolver=dialects.resolver(entry),
         weights=tuple(
             Weights(name=name, root=path, manifest=path / MANIFEST_NAME) for name, path in weights.items()
         ),

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...errors import BaseChanged, RequirementsError, SettingsError, SnapshotError
-from ...handlers.dialects.recognise import recognise
+from ...handlers.dialect import OWN, Entry, Requirements, parse_reference
+from ...handlers.recognise import Dialects
 from ...machine import processors
 from ...snapshot.extras import is_installed, missing
 from ...snapshot.handle import subject_of
@@ -31,7 +32,6 @@ from ..settings.function_settings import (
 )
 from . import code, requirements
 from .archive import unpack
-from .cog_yaml import COG_YAML, CogYaml
 from .environment import Log, ensure_environment
 from .progress import Progress
 from .reuse import ReusedRevision, take
@@ -82,6 +82,7 @@ class Deployment:
 def prepare(
     store: Store,
     environments: Path,
+    dialects: Dialects,
     request: Deployment,
     log: Log,
     secrets_of: Callable[[str], Mapping[str, str]] = lambda _function: {},
@@ -100,25 +101,25 @@ def prepare(
         undo.callback(shutil.rmtree, staged, ignore_errors=True)
         with progress.step("code"):
             folder = _source_folder(store, request, staged_code)
-            settings, cog = _settings(folder, request)
+            settings, needs = _settings(folder, request, dialects)
             on_name(settings.name)
             local = _local_snapshots(settings, folder)
             if request.path is not None:
                 code.copy_folder(folder, staged_code, exclude=local.values())
             store.weights.share(staged_code, local.values())
         with progress.step("packages"):
-            environment = _environment(staged_code, environments, settings, request, cog, log)
+            environment = _environment(staged_code, environments, settings, request, needs, dialects, log)
         with progress.step("weights") if settings.all_snapshots else contextlib.nullcontext():
             fields = _fields(staged, settings, local, environment, log, secrets_of(settings.name))
-        origins = {f"env.{variable}": COG_YAML for variable in cog.env()}
+        origins = {f"env.{variable}": needs.file for variable in needs.env}
         origins |= setting_origins(folder, overrides=request.overrides)
         undo.pop_all()
     deployed = {"setting_origins": origins, "deployed_by": request.owner, "deployer": request.deployer}
     return staged, fields.model_copy(update=deployed)
 
 
-def _settings(folder: Path, request: Deployment) -> tuple[FunctionSettings, CogYaml]:
-    """Return the settings of the function in `folder`, and those in its cog.yaml.
+def _settings(folder: Path, request: Deployment, dialects: Dialects) -> tuple[FunctionSettings, Requirements]:
+    """Return the settings of the function in `folder`, and what a file of its handler's platform says.
 
     Raise Forbidden if the caller may not deploy it, and SettingsError if it cannot be deployed with them.
     """
@@ -127,8 +128,8 @@ def _settings(folder: Path, request: Deployment) -> tuple[FunctionSettings, CogY
         folder, overrides=request.overrides, place="the uploaded folder" if uploaded else "",
         standalone=request.standalone, folder_name=request.folder_name if uploaded else None,
     )  # fmt: skip
-    cog = cog_yaml(folder, settings.handler)
-    settings = settings.model_copy(update={"env": cog.env() | dict(settings.env)})
+    needs = dialects.requirements(folder, settings.handler)
+    settings = settings.model_copy(update={"env": dict(needs.env) | dict(settings.env)})
     if request.authorize is not None:
         # `after` tells the caller when an upstream function is called.
         for name in (settings.name, *settings.after):
@@ -140,7 +141,7 @@ def _settings(folder: Path, request: Deployment) -> tuple[FunctionSettings, CogY
         raise _unbuilt(settings)
     if settings.source and not is_installed("boto3"):
         raise missing("A [[source]] table", "boto3")
-    return settings, cog
+    return settings, needs
 
 
 def _local_snapshots(settings: FunctionSettings, folder: Path) -> dict[str, Path]:
@@ -203,22 +204,34 @@ def _folder_of(revision: Path, name: str) -> Path:
     return revision / SNAPSHOTS_FOLDER / name if name else revision
 
 
-def worker_spec(store: Store, record: RevisionRecord, cache: Path) -> WorkerSpec:
-    """Return what zygotes and workers need to know of a revision. `cache` holds fetched snapshots."""
+def worker_spec(store: Store, record: RevisionRecord, cache: Path, dialects: Dialects) -> WorkerSpec:
+    """Return the facts of a revision for its zygotes and workers. `cache` holds fetched snapshots.
+
+    If the dialect of its handler is no longer installed, the workers' start fails and says so.
+    """
     settings, folder = record.settings, store.code(record)
+    entry = _entry(folder, record, dialects)
     weights = [_weights(folder, name, stored, cache) for name, stored in record.snapshots.items()]
     return WorkerSpec(
-        function=record.function, revision=record.revision, code=folder, handler=settings.handler,
-        python=str(record.python),
+        function=record.function, revision=record.revision, code=folder, handler=entry.reference,
+        resolver=dialects.resolver(entry), python=str(record.python),
         weights=tuple(weights),
         concurrency=settings.concurrency, threads=settings.threads or fair_threads(settings),
         image=settings.image.name or "", resources=settings.resources, env=settings.env,
         build_timeout_s=settings.build_timeout_s,
-        preload=heavy_imports(folder / recognise(folder, settings.handler).file),
+        preload=heavy_imports(folder / entry.file),
         compiled=store.compiled(record),
         parks=settings.scale.park_after_s is not None or settings.resources.gpu_memory_mb is not None,
         wait_for_weights=settings.wait_for_weights,
     )  # fmt: skip
+
+
+def _entry(folder: Path, record: RevisionRecord, dialects: Dialects) -> Entry:
+    """Return where the handler of a stored revision is."""
+    dialect = record.handler.get("dialect", OWN)
+    if dialect != OWN and dialects.find(dialect) is None:
+        return parse_reference(f"{dialect}:{record.handler['entry']}")
+    return dialects.recognise(folder, record.settings.handler)
 
 
 def _weights(code_folder: Path, name: str, stored: StoredSnapshot, cache: Path) -> Weights:
@@ -290,17 +303,12 @@ def _reuse(store: Store, request: Deployment, base: ReusedRevision, staged_code:
     take(store.code(live), staged_code)
 
 
-def requirements_of(spec: WorkerSpec) -> str:
+def requirements_of(spec: WorkerSpec, dialects: Dialects) -> str:
     """Return the requirements of a stored revision, as its environment was made from them."""
-    return function_requirements(spec.code, cog_yaml(spec.code, spec.handler))[0]
+    return function_requirements(spec.code, dialects.requirements(spec.code, spec.handler))[0]
 
 
-def cog_yaml(folder: Path, handler: str) -> CogYaml:
-    """Return the settings in cog.yaml, which count only if the handler is Cog's."""
-    return CogYaml.read(folder) if recognise(folder, handler).dialect == "cog" else CogYaml()
-
-
-def function_requirements(code_folder: Path, cog: CogYaml) -> tuple[str, str]:
+def function_requirements(code_folder: Path, needs: Requirements) -> tuple[str, str]:
     """Return the requirements of a function's code, and the name of the file that holds them, for messages."""
     file = code_folder / REQUIREMENTS_FILE
     try:
@@ -308,8 +316,8 @@ def function_requirements(code_folder: Path, cog: CogYaml) -> tuple[str, str]:
     except UnicodeDecodeError:
         message = f"{REQUIREMENTS_FILE} is not UTF-8."
         raise RequirementsError(message, remedy="Save it as UTF-8; PowerShell's > writes UTF-16.") from None
-    if more := cog.requirements(code_folder):
-        name = f"{REQUIREMENTS_FILE}, followed by the packages of {COG_YAML}," if text else COG_YAML
+    if more := needs.text:
+        name = f"{REQUIREMENTS_FILE}, followed by the packages of {needs.file}," if text else needs.file
         text = f"{text}\n{more}" if text else more
     return text, name
 
@@ -319,7 +327,8 @@ def _environment(
     environments: Path,
     settings: FunctionSettings,
     request: Deployment,
-    cog: CogYaml,
+    needs: Requirements,
+    dialects: Dialects,
     log: Log,
 ) -> tuple[Path, str]:
     """Return the path of the Python that runs the function, and the digest of its requirements.
@@ -327,11 +336,12 @@ def _environment(
     If the function has an image, that must hold them. Raise RequirementsError if they are not met and are not
     to be installed, or if their installation fails.
     """
-    text, name = function_requirements(code_folder, cog)
+    text, name = function_requirements(code_folder, needs)
     digest = requirements.requirements_digest(text)
     try:
         if settings.image.name is None:
-            requirements.check_requirements(text, file=name, stand_ins=not request.install)
+            stood_in = frozenset[str]() if request.install else dialects.stands_in
+            requirements.check_requirements(text, file=name, stood_in=stood_in)
     except RequirementsError:
         if not request.install:
             raise

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
 from ...errors import GatewayError, PilotflameError, UnknownFunction
+from ...handlers.recognise import Dialects
 from ..access.secrets import Secrets
 from ..launching.fetcher_client import FetcherClient
 from ..launching.launcher import Launcher
@@ -88,6 +89,7 @@ class Functions:
     histories: FunctionHistories
     prices: HoldingPrices
     reconciler: Reconciler
+    dialects: Dialects
     _live: dict[str, Live] = field(default_factory=dict, init=False)
     # The revisions of `running`.
     _running: set[Live] = field(default_factory=set, init=False)
@@ -193,7 +195,15 @@ class Functions:
             progress.note_target(function, live.record if live is not None else None)
 
         prepared = functools.partial(
-            prepare, self.store, self.environments, request, said.append, self.secrets.of, progress, named
+            prepare,
+            self.store,
+            self.environments,
+            self.dialects,
+            request,
+            said.append,
+            self.secrets.of,
+            progress,
+            named,
         )
         try:
             staged, fields = await self._thread(prepared, undo=lambda made: _remove(made[0]))
@@ -485,14 +495,21 @@ class Functions:
 
     async def _create(self, record: RevisionRecord, logs: LogBook) -> Live:
         # `worker_spec` and `LatencyCurveStore.open` read files, so they run in threads.
-        spec = await self._thread(functools.partial(worker_spec, self.store, record, self.weights.cache))
+        spec = await self._thread(
+            functools.partial(worker_spec, self.store, record, self.weights.cache, self.dialects)
+        )
         if seen := self.gpus.environment(spec.resources, contained=bool(spec.image)):
             spec = spec.model_copy(update={"env": {**spec.env, **seen}})
         # Measured latency curves are valid for revisions with the same `key` and the same weights. So the key
         # holds all else of a revision that affects the speed of its workers.
         settings = f"{record.settings.concurrency} {record.settings.threads}"
         key = f"{record.code_digest} {record.requirements_digest} {settings}"
-        launcher = EnvironmentLauncher(self.launcher, self.environments, requirements_of, self._thread)
+        launcher = EnvironmentLauncher(
+            self.launcher,
+            self.environments,
+            functools.partial(requirements_of, dialects=self.dialects),
+            self._thread,
+        )
         manifests = [weights.manifest for weights in spec.weights]
         opened = functools.partial(LatencyCurveStore.open, self.store.curves, key, *manifests)
         curves = await self._thread(opened)

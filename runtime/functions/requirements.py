@@ -11,7 +11,7 @@ import contextlib
 import hashlib
 import importlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from importlib import metadata
 from typing import NamedTuple
 
@@ -37,10 +37,6 @@ _REFUSED = (
         "a link cannot be checked and may change under a revision; name a released version",
     ),
 )
-
-
-# Workers have stand-ins for these packages, so handlers need the real ones only for what the stand-ins lack.
-STOOD_IN = frozenset({"runpod"})
 
 
 class RequirementLine(NamedTuple):
@@ -82,13 +78,17 @@ def parse_requirements(text: str, file: str = FILE) -> list[RequirementLine]:
 
 
 def check_requirements(
-    text: str, installed: Mapping[str, str] | None = None, *, file: str = FILE, stand_ins: bool = False
+    text: str,
+    installed: Mapping[str, str] | None = None,
+    *,
+    file: str = FILE,
+    stood_in: Collection[str] = (),
 ) -> None:
     """Raise RequirementsError, which names all unmet lines of `text`, if there are any.
 
     `installed` are the versions of the installed packages by name. Without it, the packages of this
-    interpreter are used. Only then are the dependencies that extras add checked too. With `stand_ins`, a package
-    that is not installed and has a stand-in meets any requirement.
+    interpreter are used. Only then are the dependencies that extras add checked too. A package of
+    `stood_in` that is not installed meets any requirement: workers have a stand-in for it.
     """
     if not (lines := parse_requirements(text, file)):
         return
@@ -97,12 +97,12 @@ def check_requirements(
         importlib.invalidate_caches()
     present = installed_versions() if installed is None else installed
     versions = {str(canonicalize_name(name)): version for name, version in present.items()}
-    stood_in = STOOD_IN - versions.keys() if stand_ins else frozenset()
+    absent = set(stood_in) - versions.keys()
     unmet: dict[int, list[str]] = {}
     wanted: list[str] = []
     for line in lines:
         for requirement in _with_extras(line.requirement, follow=installed is None):
-            if canonicalize_name(requirement.name) in stood_in:
+            if canonicalize_name(requirement.name) in absent:
                 continue
             if problem := _unmet(requirement, versions):
                 unmet.setdefault(line.number, []).append(problem)

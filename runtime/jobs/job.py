@@ -22,8 +22,6 @@ BATCH_PRIORITY = 2
 """Priorities: jobs with a smaller number run first. The default is 0."""
 EVENTS = ("start", "output", "logs", "completed")
 """The events that a webhook may subscribe to."""
-PREDICTION = "prediction"
-"""The form of webhooks of predictions."""
 ID_PREFIX = "job-"
 ALL = "*"
 """Instead of an owner: the jobs of all owners. No API key has this id."""
@@ -61,7 +59,7 @@ class Webhook:
     url: str
     events: tuple[str, ...] = ("completed",)
     form: str = ""
-    """What is sent: with PREDICTION the job as a prediction, with "" an event of Standard Webhooks."""
+    """The form of the body: "" is an event of Standard Webhooks. Plugins add other forms (`ApiPlugin.webhook_bodies`)."""
 
 
 @dataclass(frozen=True, slots=True)

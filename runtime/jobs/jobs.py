@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from types import MappingProxyType
 
 from ...errors import GatewayError, JobStoreFailed, UnknownFunction
 from ..functions.live import Live
@@ -18,6 +19,7 @@ from .database import Database
 from .dispatcher import JobDispatcher
 from .http_post import AddressPolicy
 from .job import ALL, Job, NewJob
+from .outbox import WebhookBodies
 from .schema import SCRIPTS
 from .store import JobStore
 from .transaction import Transaction
@@ -42,14 +44,16 @@ class Jobs:
         tasks: BackgroundTasks,
         settings: GatewaySettings,
         on_written: Callable[[bool], None] = lambda _failed: None,
+        bodies: WebhookBodies = MappingProxyType({}),
     ) -> None:
-        """`key` signs webhooks. `live` returns a live function by name; see `JobDispatcher`. `on_written`: see `Database`."""
+        """`key` signs webhooks. `live` returns a live function by name; see `JobDispatcher`. `on_written`: see `Database`.
+        `bodies` makes the bodies of webhooks of other forms than pilotflame's own."""
         self._database = Database(state / DATABASE_FILE, SCRIPTS, on_written)
         self._tasks = tasks
         self._live = live
         self._keep_s = settings.keep_result_s
         self._addresses = AddressPolicy.parse(settings.webhook_networks)
-        self.store = JobStore(self._database, keep_s=self._keep_s, on_commit=self._on_commit)
+        self.store = JobStore(self._database, keep_s=self._keep_s, on_commit=self._on_commit, bodies=bodies)
         self._dispatcher = JobDispatcher(self.store, live, tasks)
         self._watchers: dict[str, set[asyncio.Event]] = {}
         self._key = key

@@ -10,16 +10,18 @@ from __future__ import annotations
 import dataclasses
 import secrets
 import sqlite3
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
+from types import MappingProxyType
+from typing import TypeAlias
 from urllib.parse import urlsplit
 
 import orjson
 
 from ...errors import UnknownDelivery
 from .alert import Alert
-from .job import ALL, PREDICTION, Job
-from .prediction import MAX_SHOWN_PIECES, prediction_of
+from .job import ALL, Job
+from .schema import webhook_of
 from .webhook_delivery import JOB, Delivery, DeliveryAttempt, DeliveryState, RetrySchedule
 
 SUPERSEDED = ("output", "logs")
@@ -32,9 +34,13 @@ KEEP_ENDED_S = 7 * 86400.0
 """Deliveries that have ended are deleted this long after they were added, or earlier with their job."""
 MAX_DELETED = 4
 """How many old rows are deleted when a delivery ends. More than one, so that a backlog shrinks."""
+MAX_PIECES = 1000
+"""How many pieces of the output so far `WebhookBodies` get."""
 MAX_HOSTS = 256
 """How many hosts `due` examines: those whose deliveries are due earliest."""
 
+WebhookBodies: TypeAlias = Mapping[str, Callable[[Job, Sequence[bytes]], bytes]]
+"""By `Webhook.form`, what makes a body from the job and, while it streams, the first pieces of its output."""
 _COLUMNS = ", ".join(
     field.name for field in dataclasses.fields(Delivery) if field.name not in ("body", "trace")
 )
@@ -61,8 +67,10 @@ DELETE FROM deliveries WHERE rowid IN (
 _NEXT = "SELECT min(next_s) FROM deliveries WHERE state = 'PENDING' AND host = ? AND next_s > ?"
 
 
-def add(connection: sqlite3.Connection, job: Job, event: str, now_s: float) -> None:
-    """Add a delivery if the job's webhook subscribes to the event."""
+def add(
+    connection: sqlite3.Connection, job: Job, event: str, now_s: float, bodies: WebhookBodies = MappingProxyType({})
+) -> None:  # fmt: skip
+    """Add a delivery if the job's webhook subscribes to the event. `bodies` makes its body if it has a form."""
     webhook = job.webhook
     if webhook is None or event not in webhook.events:
         return
@@ -73,7 +81,8 @@ def add(connection: sqlite3.Connection, job: Job, event: str, now_s: float) -> N
         # no more requests than for a single delivery.
         attempts, next_s, log = earlier["attempts"], max(next_s, earlier["next_s"]), earlier["log"]
     row = (_new_id(), subject, job.function, event, webhook.url, _host(webhook.url))
-    body = _prediction(connection, job) if webhook.form == PREDICTION else message(job, event, now_s)
+    make = bodies.get(webhook.form)
+    body = message(job, event, now_s) if make is None else make(job, _pieces(connection, job))
     connection.execute(_INSERT, (*row, body, attempts, next_s, now_s, log, job.owner))
 
 
@@ -95,12 +104,11 @@ def _host(url: str) -> str:
     return f"{parts.scheme}://{parts.netloc}".lower()
 
 
-def _prediction(connection: sqlite3.Connection, job: Job) -> bytes:
-    """Return the body of each event of a prediction: as in Cog, the prediction as it is now."""
+def _pieces(connection: sqlite3.Connection, job: Job) -> list[bytes]:
+    """Return the first pieces of the output of a job that still streams."""
     query = "SELECT body FROM jobs JOIN pieces ON pieces.job = jobs.number WHERE id = ? ORDER BY pieces.number LIMIT ?"
     streams = job.pieces and not job.state.final
-    rows = connection.execute(query, (job.id, MAX_SHOWN_PIECES)) if streams else ()
-    return orjson.dumps(prediction_of(job, [body for (body,) in rows]))
+    return [body for (body,) in connection.execute(query, (job.id, MAX_PIECES))] if streams else []
 
 
 def message(job: Job, event: str, now_s: float) -> bytes:
@@ -282,12 +290,17 @@ def _read(connection: sqlite3.Connection, where: str, key: str | int) -> Deliver
 
 
 def _trace(connection: sqlite3.Connection, job_id: str) -> dict[str, str]:
-    """Return the headers of the trace that the job's caller sent, of a prediction as they were sent."""
-    row = connection.execute("SELECT traceparent, extra FROM jobs WHERE id = ?", (job_id,)).fetchone()
+    """Return the headers of the trace that the job's caller sent.
+
+    A dialect whose webhooks have a form of their own keeps them as they were sent, in `extra`.
+    """
+    row = connection.execute(
+        "SELECT traceparent, extra, webhook FROM jobs WHERE id = ?", (job_id,)
+    ).fetchone()
     if row is None:
         return {}
-    extra = orjson.loads(row["extra"]) if row["extra"] else {}
-    sent: dict[str, str] = extra.get("prediction", {}).get("trace") or {}
+    webhook, extra = webhook_of(row), orjson.loads(row["extra"]) if row["extra"] else {}
+    sent: dict[str, str] = extra.get(webhook.form if webhook else "", {}).get("trace") or {}
     return sent or ({"traceparent": row["traceparent"]} if row["traceparent"] else {})
 
 

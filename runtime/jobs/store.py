@@ -6,6 +6,7 @@ import sqlite3
 import time
 from collections.abc import Callable, Coroutine
 from functools import wraps
+from types import MappingProxyType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from . import outbox, queries, transitions
@@ -56,13 +57,15 @@ class JobStore:
         keep_s: float,
         on_commit: Callable[[Transaction], object] = lambda _: None,
         clock: Callable[[], float] = time.time,
+        bodies: outbox.WebhookBodies = MappingProxyType({}),
     ) -> None:
-        """Jobs are kept for `keep_s` after their end.
+        """Jobs are kept for `keep_s` after their end. `bodies` makes the bodies of webhooks of other forms.
 
         `on_commit` is called on the event loop after each transition, even if its caller was cancelled.
         """
         self._database = database
         self._keep_s = keep_s
+        self._bodies = bodies
         self._on_commit = on_commit
         self._clock = clock
 
@@ -115,7 +118,7 @@ class JobStore:
     async def _commit(self, change: Callable[[Transaction], T]) -> T:
         def run(connection: sqlite3.Connection) -> tuple[Transaction, T]:
             # If the group commit failed, `run` is called again: it starts with a new, empty Transaction.
-            transaction = Transaction(connection, self._clock(), self._keep_s)
+            transaction = Transaction(connection, self._clock(), self._keep_s, self._bodies)
             return transaction, change(transaction)
 
         _, result = await self._database.write(run, lambda done: self._on_commit(done[0]))

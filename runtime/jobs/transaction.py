@@ -63,6 +63,8 @@ class Transaction:
     now_s: float
     keep_s: float
     """How long the jobs that end in this transaction are kept."""
+    bodies: outbox.WebhookBodies = field(default_factory=dict)
+    """What makes the bodies of webhooks by `Webhook.form`, for other forms than "" ."""
     queued: set[str] = field(default_factory=set)
     """The functions to whose queue a job was added or returned."""
     cancelled: list[tuple[str, str]] = field(default_factory=list)
@@ -143,7 +145,7 @@ class Transaction:
         if (webhook := webhook_of(row)) is not None and event in webhook.events:
             select = SELECT_WHOLE if webhook.form else SELECT_WITH_RESULT
             job = read_job(self.connection, row["number"], select)
-            outbox.add(self.connection, replace(job, logs=logs or job.logs), event, self.now_s)
+            outbox.add(self.connection, replace(job, logs=logs or job.logs), event, self.now_s, self.bodies)
             self.notified = True
 
     def _insert_result(self, number: int, outcome: JobOutcome) -> None:

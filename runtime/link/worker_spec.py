@@ -82,6 +82,8 @@ class WorkerSpec(BaseModel):
     revision: str
     code: Path
     handler: str = "handler.py"
+    resolver: str = ""
+    """`Dialect.resolver` of the handler; "" for pilotflame's own handlers."""
     python: str = ""
     weights: tuple[Weights, ...] = ()
     concurrency: int = 1

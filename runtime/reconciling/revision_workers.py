@@ -30,7 +30,7 @@ from ..scaling.table import Proposal, Rank, Row
 from ..serving.deadlines import activation_timeout
 from ..serving.dispatcher import Policy, Refusal
 from ..serving.latency_curve_store import LatencyCurveStore
-from ..serving.replica import Replica, ReplicaState
+from ..serving.replica import Replica
 from ..serving.replicas import ReplicaList
 from ..serving.revision import Revision
 from ..telemetry.invocation_end import InvocationEnd
@@ -448,9 +448,7 @@ class RevisionWorkers:
         """Return what it has and wants of what all revisions share."""
         row, replicas = self.desired(), self.replicas
         wants = {_TIERS[rank]: count for rank, count in row.wants.items()}
-        first_s = min(
-            (one.activation.ready_s for one in replicas.ready + replicas.parked), default=math.inf
-        )
+        first_s = min((one.activation.ready_s for one in replicas.ready + replicas.parked), default=math.inf)
         places = self.node.gpus.of_owner(self) if self.gpu_need is not None else []
         processes = tuple(node_processes(replicas, self.pool.forking, places))
         return RevisionClaim(

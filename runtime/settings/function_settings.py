@@ -20,7 +20,7 @@ from pydantic.fields import FieldInfo
 
 from ...addresses import INPUT_NETWORKS, UPLOAD_URL
 from ...errors import SettingsError
-from ...handlers.dialects import recognise
+from ...handlers.dialect import parse_reference
 from ...snapshot.handle import subject_of
 from ...snapshot.sources.locate import is_remote
 from .alerts import Alerts
@@ -165,13 +165,12 @@ class Image(BaseModel, frozen=True, extra="forbid", strict=True):
 
 
 def _handler_problem(handler: str) -> str | None:
-    dialect, _, rest = handler.partition(":")
-    file, colon, callable_name = (rest if dialect in recognise.DIALECTS else handler).partition(":")
+    _, file, callable_name = parse_reference(handler)
     path = PurePosixPath(file)
     plain = str(path) == file and not path.is_absolute() and ".." not in path.parts and file.isprintable()
     if not plain or path.suffix != ".py":
         return f'handler is {handler!r}; allowed: a .py file in the folder, as "handler.py"'
-    if colon and not callable_name.isidentifier():
+    if handler.endswith(":") or (callable_name and not callable_name.isidentifier()):
         return f'handler is {handler!r}; after the colon there must be a Python name, as "handler.py:predict"'
     return None
 
@@ -268,8 +267,8 @@ class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
     name: FunctionName = Field(description="Its name in URLs; by default made from the folder's name.")
     handler: Annotated[str, checked(_handler_problem)] = Field(
         "handler.py",
-        description='The handler\'s file inside the folder, optionally with ":callable" after it; "runpod:", "cog:" or'
-        ' "lambda:" before it if the platform is not recognised.',
+        description='The handler\'s file inside the folder, optionally with ":callable" after it, and before it the dialect and'
+        ' a colon if the platform is not recognised, as in "runpod:handler.py".',
     )
     snapshot: Annotated[str | None, checked(_snapshot_problem)] = Field(
         None,

@@ -176,6 +176,10 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
         allow_inf_nan=False,
         description="What a second is worth for which one caller waits for a worker, in money.",
     )
+    plugins: tuple[str, ...] | None = Field(
+        None,
+        description="The plugins that are on, as runpod,cog: dialects, their routes, event sources. By default all that are installed.",
+    )
     learn_upstreams: bool = Field(
         True,
         description="Whether workers start ahead of calls that were learned to follow another function's.",
@@ -196,7 +200,9 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
     access_log: bool = Field(False, description="Whether each request is logged.")
     header_timeout_s: PositiveSeconds = Field(10.0, description="Seconds a request's header may take.")
 
-    @field_validator("webhook_networks", "cors_origins", "trusted_proxies", "peers", "gpus", mode="before")
+    @field_validator(
+        "webhook_networks", "cors_origins", "trusted_proxies", "peers", "gpus", "plugins", mode="before"
+    )
     @classmethod
     def _split(cls, values: Any) -> Any:
         """Split a text, which is the value of an environment variable."""

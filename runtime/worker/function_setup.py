@@ -70,7 +70,7 @@ def build(spec: WorkerSpec, secrets: Mapping[str, str] | None = None) -> Built:
     keeps = _keep_compiled(spec)
     inherited = int(os.environ.get("PILOTFLAME_TORCH_THREADS", "0"))
     threads = spec.threads or inherited or fork_safety.torch_threads()
-    handler = resolve(spec.code, spec.handler, spec.function)
+    handler = resolve(spec.code, spec.handler, spec.function, spec.resolver)
     if not keeps:
         _keep_compiled(spec)
     fork_safety.make_torch_single_threaded()

@@ -744,8 +744,8 @@ def test_deploy_names_the_platform_of_a_recognised_handler(pilotflame, tmp_path)
     (folder / "app.py").write_text("def lambda_handler(event, context):\n    return event['name']\n")
     done = pilotflame("deploy", folder)
     assert done.returncode == 0, done.stderr
-    assert "recognised a Lambda handler: app.py:lambda_handler" in done.stderr
-    assert "app.py:lambda_handler (Lambda), plain" in pilotflame("status", "greeter").stdout
+    assert "recognised a handler of lambda: app.py:lambda_handler" in done.stderr
+    assert "app.py:lambda_handler (lambda), plain" in pilotflame("status", "greeter").stdout
     assert pilotflame("invoke", "greeter", '{"name": "Ada"}').stdout.strip() == '"Ada"'
     pilotflame("delete", "greeter", "--yes")
 

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 from live import Gate, Gateway, failure, gateway_here, gateway_process, gone, until
-from pilotflame.runtime.images.build_context import write_context
+from pilotflame.runtime.plugins.images.build_context import write_context
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

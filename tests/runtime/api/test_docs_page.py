@@ -11,7 +11,7 @@ import httpx
 import pytest
 from live import Gateway, gateway_here
 from pilotflame._version import __version__
-from pilotflame.handlers.dialects.cog_sdk import VERSION
+from pilotflame.runtime.plugins.predictions.cog_version import COG_VERSION
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -111,7 +111,7 @@ async def test_the_root_answers_a_health_checker(client: httpx.AsyncClient):
     response = await client.get("/")
     assert response.status_code == 200
     assert response.json() == {
-        "name": "pilotflame", "version": __version__, "cog_version": VERSION, "console_url": "/console", "docs_url": "/docs",
+        "name": "pilotflame", "version": __version__, "cog_version": COG_VERSION, "console_url": "/console", "docs_url": "/docs",
         "openapi_url": "/openapi.json", "live_url": "/healthz", "ready_url": "/readyz", "healthcheck_url": "/health-check",
         "predictions_url": "/predictions", "predictions_idempotent_url": "/predictions/{prediction_id}",
         "predictions_cancel_url": "/predictions/{prediction_id}/cancel",

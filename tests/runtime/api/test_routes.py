@@ -6,9 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from pilotflame.errors import UnsupportedMedia
+from pilotflame.errors import PluginError, UnsupportedMedia
 from pilotflame.runtime.access.keys import Scope
-from pilotflame.runtime.api.routes import Route, aiohttp_routes, error_formats, scopes_by_route
+from pilotflame.runtime.api.routes import Route, aiohttp_routes, error_formats, joined, scopes_by_route
 from route_table import described
 
 
@@ -96,6 +96,16 @@ def test_rows_that_share_method_and_path_are_one_route():
     found = [(route.method, route.path) for route in aiohttp_routes(table())]
     assert len(found) == len(set(found))
     assert len([method for method, _ in found if method != "HEAD"]) < len(table())
+
+
+def test_two_owners_of_one_route_are_refused_with_both_names():
+    def api(**more: Any) -> Any:
+        return SimpleNamespace(routes=lambda: [Route("POST", "/x", handler, Scope.INVOKE, "", **more)])
+
+    with pytest.raises(PluginError, match="POST /x is a route of one and of other"):
+        joined({"one": [api()], "other": [api()]})
+    # One of them chooses by the headers.
+    assert len(joined({"one": [api()], "other": [api(accepts=bool)]})) == 2
 
 
 async def test_rows_that_share_a_path_choose_by_the_headers():

@@ -17,6 +17,7 @@ from pilotflame.errors import (
     SettingsError,
     SnapshotError,
 )
+from pilotflame.handlers.recognise import installed_dialects
 from pilotflame.runtime.functions.deploy import (
     MANIFEST_FILE,
     Deployment,
@@ -52,7 +53,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def prepared(store: Store, folder: Path | None = None, **request: Any) -> tuple[Path, RevisionFields]:
-    return prepare(store, (folder and folder.parent / "env") or Path("/nowhere"), Deployment(path=folder, **request), lambda _text: None)  # fmt: skip
+    return prepare(store, (folder and folder.parent / "env") or Path("/nowhere"), installed_dialects(), Deployment(path=folder, **request), lambda _text: None)  # fmt: skip
 
 
 def published(store: Store, made: tuple[Path, RevisionFields]) -> RevisionRecord:
@@ -83,10 +84,10 @@ def test_a_folder_is_copied_and_described(store: Store, folder: Path) -> None:
     assert (made[0] / "code/handler.py").read_text() == HANDLER
     assert (made[1].settings.name, made[1].python) == ("chime", Path(sys.executable))
     record = published(store, made)
-    spec = worker_spec(store, record, Path("cache"))
+    spec = worker_spec(store, record, Path("cache"), installed_dialects())
     assert (spec.function, spec.revision, spec.concurrency, spec.threads) == ("chime", record.revision, 3, 2)
     assert (spec.env, spec.weights, spec.preload) == ({"A": "1"}, (), ())
-    assert (spec.code / spec.handler).read_text() == HANDLER
+    assert (spec.code / "handler.py").read_text() == HANDLER
 
 
 def test_an_archive_is_the_same_as_its_folder(store: Store, folder: Path) -> None:
@@ -127,7 +128,9 @@ def test_the_requirements_of_a_stored_revision_are_those_of_its_deploy(store: St
     )
     (folder / "requirements.txt").write_text("packaging\n")
     record = published(store, prepared(store, folder))
-    text = requirements_of(worker_spec(store, record, Path("cache")))
+    text = requirements_of(
+        worker_spec(store, record, Path("cache"), installed_dialects()), installed_dialects()
+    )
     assert requirements_digest(text) == record.requirements_digest != requirements_digest("packaging\n")
     assert record.setting_origins["name"] == "the folder's name"
 
@@ -146,7 +149,10 @@ def test_overrides_win_over_the_file(store: Store, folder: Path) -> None:
 
 def test_processors_are_shared_out_unless_the_settings_name_threads(store: Store, folder: Path) -> None:
     spec = worker_spec(
-        store, published(store, prepared(store, folder, overrides={"scale.max": 1000})), Path("cache")
+        store,
+        published(store, prepared(store, folder, overrides={"scale.max": 1000})),
+        Path("cache"),
+        installed_dialects(),
     )
     assert spec.threads == 1
     one, two = (FunctionSettings(name="f", scale=Scale(max=workers)) for workers in (1, 2))
@@ -169,7 +175,7 @@ def test_workers_know_whether_the_gateway_may_park_them(
     store: Store, folder: Path, settings: str, parks: bool
 ) -> None:
     (folder / "pilotflame.toml").write_text(f"wait_for_weights = true\n{settings}\n")
-    spec = worker_spec(store, published(store, prepared(store, folder)), Path("cache"))
+    spec = worker_spec(store, published(store, prepared(store, folder)), Path("cache"), installed_dialects())
     assert (spec.parks, spec.wait_for_weights) == (parks, True)
 
 
@@ -211,7 +217,9 @@ def test_a_request_that_cannot_be_met_is_refused_and_leaves_nothing(
     store: Store, tmp_path: Path, request_fields: dict[str, Any], kind: type[PilotflameError]
 ) -> None:
     with pytest.raises(kind) as caught:
-        prepare(store, tmp_path / "env", Deployment(**request_fields), lambda _text: None)
+        prepare(
+            store, tmp_path / "env", installed_dialects(), Deployment(**request_fields), lambda _text: None
+        )
     assert caught.value.remedy
     assert staged(tmp_path) == []
 
@@ -240,9 +248,9 @@ def test_weights_elsewhere_stay_there_and_get_a_manifest_of_the_revision(
 ) -> None:
     lines: list[str] = []
     request = Deployment(path=folder, overrides={"snapshot": str(weights)})
-    made = prepare(store, folder / "env", request, lines.append)
+    made = prepare(store, folder / "env", installed_dialects(), request, lines.append)
     record = published(store, made)
-    spec = worker_spec(store, record, Path("cache"))
+    spec = worker_spec(store, record, Path("cache"), installed_dialects())
     (found,) = spec.weights
     assert (found.name, found.root, found.source, found.cache) == ("", weights, "", None)
     assert found.manifest == spec.code.parent / MANIFEST_FILE
@@ -256,7 +264,7 @@ def test_weights_inside_the_folder_are_not_copied(store: Store, folder: Path, we
     weights.rename(folder / "weights")
     made = prepared(store, folder, overrides={"snapshot": "weights"})
     assert not (made[0] / "code/weights").exists()
-    (found,) = worker_spec(store, published(store, made), Path("cache")).weights
+    (found,) = worker_spec(store, published(store, made), Path("cache"), installed_dialects()).weights
     assert found.root == folder / "weights"
 
 
@@ -270,7 +278,7 @@ def test_named_weights_have_a_manifest_each_and_are_not_copied(
     (folder / "pilotflame.toml").write_text(toml)
     made = prepared(store, folder)
     assert not (made[0] / "code/base").exists()
-    spec = worker_spec(store, published(store, made), Path("cache"))
+    spec = worker_spec(store, published(store, made), Path("cache"), installed_dialects())
     assert [(one.name, one.root) for one in spec.weights] == [("base", folder / "base"), ("style", other)]
     names = [[entry.name for entry in Manifest.read(one.manifest).tensors] for one in spec.weights]
     assert names == [["w"], ["v"]]
@@ -292,7 +300,9 @@ def test_uploaded_weights_move_with_their_revision(store: Store, weights: Path) 
         "weights/model.safetensors": data,
         "pilotflame.toml": 'name = "tone"\nsnapshot = "weights"\n',
     }
-    spec = worker_spec(store, published(store, prepared(store, archive=archive(files))), Path("cache"))
+    spec = worker_spec(
+        store, published(store, prepared(store, archive=archive(files))), Path("cache"), installed_dialects()
+    )
     (found,) = spec.weights
     assert found.root == spec.code / "weights"
     assert (found.root / "model.safetensors").read_bytes() == data
@@ -306,7 +316,9 @@ def test_uploaded_named_weights_move_with_their_revision(store: Store, weights: 
         "two/model.safetensors": data,
         "pilotflame.toml": 'name = "tone"\n[snapshots]\na = "one"\nb = "two/model.safetensors"\n',
     }
-    spec = worker_spec(store, published(store, prepared(store, archive=archive(files))), Path("cache"))
+    spec = worker_spec(
+        store, published(store, prepared(store, archive=archive(files))), Path("cache"), installed_dialects()
+    )
     assert {one.name: one.root.relative_to(spec.code).as_posix() for one in spec.weights} == {
         "a": "one", "b": "two/model.safetensors",
     }  # fmt: skip

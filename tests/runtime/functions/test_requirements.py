@@ -163,11 +163,11 @@ def test_the_first_of_two_versions_counts(tmp_path_factory: pytest.TempPathFacto
 
 @pytest.mark.parametrize("text", ["runpod==1.7.9", "RunPod >= 1  # any", "runpod\nnumpy"])
 def test_a_stand_in_meets_any_requirement(text: str) -> None:
-    check_requirements(text, INSTALLED, stand_ins=True)
+    check_requirements(text, INSTALLED, stood_in=("runpod",))
     with pytest.raises(RequirementsError, match=r"(?i)runpod.* is not installed"):
         check_requirements(text, INSTALLED)
     # The real package is used where it is installed.
     with pytest.raises(RequirementsError, match=r"runpod==1.7.9 is wanted"):
-        check_requirements("runpod==1.7.9", {**INSTALLED, "runpod": "1.12.0"}, stand_ins=True)
+        check_requirements("runpod==1.7.9", {**INSTALLED, "runpod": "1.12.0"}, stood_in=("runpod",))
     with pytest.raises(RequirementsError, match="runpod-flash"):
-        check_requirements("runpod-flash", INSTALLED, stand_ins=True)
+        check_requirements("runpod-flash", INSTALLED, stood_in=("runpod",))

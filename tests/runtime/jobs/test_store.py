@@ -112,7 +112,7 @@ async def test_the_writer_reads_no_needless_bodies(
 ) -> None:
     notified: list[tuple[str, bytes | None]] = []
     monkeypatch.setattr(
-        outbox, "add", lambda _connection, job, event, _now_s: notified.append((event, job.output))
+        outbox, "add", lambda _connection, job, event, _now_s, _bodies: notified.append((event, job.output))
     )
     store, database = open_store()
     job, _ = await store.submit(new_job(webhook=webhook))

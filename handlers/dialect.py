@@ -1,0 +1,94 @@
+"""Defines a dialect: how another platform's handlers are recognised, without running their files, and resolved.
+
+A plugin offers an instance under the entry point group `pilotflame.dialects`. The part that runs in workers is named by
+`Dialect.resolver`, so that only the workers of such functions import it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
+
+if TYPE_CHECKING:
+    from .source_file import SourceFile
+
+OWN, OWN_NAME = "pilotflame", "handler"
+"""The dialect of pilotflame's own handlers, and the name of a handler in its file."""
+DEFAULT = "handler.py"
+
+
+class Entry(NamedTuple):
+    """Where a handler is: its dialect, its file, and its name in the file, which may be ""."""
+
+    dialect: str
+    file: str
+    name: str
+
+    @property
+    def label(self) -> str:
+        return f"{self.file}:{self.name}" if self.name else self.file
+
+    @property
+    def reference(self) -> str:
+        """The entry as a text that `parse_reference` reads."""
+        return f"{self.dialect}:{self.label}"
+
+
+def parse_reference(reference: str) -> Entry:
+    """Return the parts of a reference such as "file.py:name" or "cog:predict.py:Predictor"; "" if missing."""
+    first, colon, rest = reference.partition(":")
+    dialect, rest = (first, rest) if colon and first.isidentifier() else ("", reference)
+    file, _, name = rest.partition(":")
+    return Entry(dialect, file, name)
+
+
+class Requirements(NamedTuple):
+    """What the platform's own file says that a function needs."""
+
+    file: str = ""
+    """The name of that file, for messages."""
+    text: str = ""
+    """Lines of a requirements.txt, beside the function's own."""
+    env: Mapping[str, str] = {}
+    """Environment variables, which pilotflame.toml may override."""
+    system_packages: tuple[str, ...] = ()
+    """Packages of the operating system, which an image of the function installs."""
+
+
+class Dialect:
+    """The handlers of one platform. This class recognises none."""
+
+    name: ClassVar[str]
+    """The prefix of references, as in "runpod:handler.py"."""
+    title: ClassVar[str]
+    """The platform's name in messages."""
+    resolver: ClassVar[str]
+    """The function that makes the Handler in a worker, as "package.module:name". It is called with the folder, the Entry and
+    the function's name, and raises HandlerImportError or HandlerSignatureError."""
+    order: ClassVar[int] = 100
+    """A dialect with a lower number is asked first."""
+    files: ClassVar[tuple[str, ...]] = ()
+    """The files that usually hold the handler, beside handler.py."""
+    stands_in: ClassVar[frozenset[str]] = frozenset()
+    """The packages that need not be installed, because the dialect has stand-ins for them."""
+
+    def claims(self, name: str, source: SourceFile) -> bool:
+        """Return True if `name`, which a reference gives, is a handler of this platform in that file."""
+        return False
+
+    def find(self, file: str, source: SourceFile) -> str | None:
+        """Return the name of the handler that a file shows, which may be ""; None if it shows no handler of this platform."""
+        return None
+
+    def default_name(self, source: SourceFile | None) -> str:
+        """Return the handler's name if a reference gives only the file. `source` is None if the file cannot be read."""
+        return ""
+
+    def configured(self, folder: Path) -> Entry | None:
+        """Return the handler that a file of the platform's own names, such as cog.yaml; None without it."""
+        return None
+
+    def requirements(self, folder: Path) -> Requirements:
+        """Return what a file of the platform's own says that the function needs. Raise SettingsError if it is malformed."""
+        return Requirements()

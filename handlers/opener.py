@@ -1,0 +1,78 @@
+"""Opens http, https and data URLs that callers send, and connects only to allowed addresses.
+
+The check is made on the address that a socket is about to connect to, and again after each redirect. Proxies
+are not used, because it cannot be checked to which address a proxy connects.
+"""
+
+from __future__ import annotations
+
+import http.client
+import os
+import socket
+import ssl
+from collections.abc import Mapping
+from urllib import request
+
+from ..addresses import INPUT_NETWORKS, Addresses
+
+
+def opener(environ: Mapping[str, str] = os.environ) -> request.OpenerDirector:
+    """Return an opener that connects only to public addresses and the networks that `environ` allows."""
+    texts = [text.strip() for text in environ.get(INPUT_NETWORKS, "").split(",")]
+    try:
+        addresses = Addresses.of(text for text in texts if text)
+    except ValueError as error:
+        raise ValueError(f"{INPUT_NETWORKS} is malformed: {error}") from None
+    director = request.OpenerDirector()
+    for handler in (
+        _CheckedHandler(addresses), request.DataHandler(), request.HTTPRedirectHandler(), request.UnknownHandler(),
+        request.HTTPErrorProcessor(), request.HTTPDefaultErrorHandler(),
+    ):  # fmt: skip
+        director.add_handler(handler)
+    return director
+
+
+class _CheckedHandler(request.AbstractHTTPHandler):
+    """Opens http and https URLs over sockets that the function `connected` returns."""
+
+    def __init__(self, addresses: Addresses) -> None:
+        super().__init__()
+
+        class Plain(http.client.HTTPConnection):
+            def connect(self) -> None:
+                self.sock = connected(self.host, self.port, self.timeout, addresses)
+
+        class Tls(http.client.HTTPSConnection, Plain):
+            """HTTPSConnection.connect first calls `Plain.connect`, and then starts TLS on its socket."""
+
+        self._plain, self._tls = Plain, Tls
+
+    def http_open(self, req: request.Request) -> http.client.HTTPResponse:
+        return self.do_open(self._plain, req)
+
+    def https_open(self, req: request.Request) -> http.client.HTTPResponse:
+        return self.do_open(self._tls, req, context=ssl.create_default_context())
+
+    http_request = https_request = request.AbstractHTTPHandler.do_request_
+
+
+def connected(host: str, port: int, timeout_s: float | None, addresses: Addresses) -> socket.socket:
+    """Connect to the first allowed address that accepts. If none does, raise the last address's OSError."""
+    failure: OSError = OSError("its host has no address")
+    for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        if reason := addresses.fault(str(address[0])):
+            # The message must not contain the address: it would tell how names resolve within our network.
+            failure = PermissionError(
+                f"fetching from its address is not allowed: {reason} (see {INPUT_NETWORKS})"
+            )
+            continue
+        made = socket.socket(family, kind, protocol)
+        try:
+            made.settimeout(timeout_s)
+            made.connect(address)
+        except OSError as error:
+            made.close()
+            failure = error
+        else:
+            return made
+    raise failure

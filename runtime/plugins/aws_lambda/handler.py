@@ -1,0 +1,200 @@
+"""Runs handlers that follow AWS Lambda's contract: functions called with (event, context)."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from decimal import Decimal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import orjson
+
+from ....errors import BadInput, HandlerFailed, HandlerSignatureError, OutputInvalid
+from ....handlers.adapter import LenientOutput
+from ....handlers.codec import InputCodec, OutputCodec
+from ....handlers.contract import Context
+from ....handlers.dialect import Entry
+from ....handlers.failure import PACKAGE_FOLDER, explain
+from ....handlers.handler import Handler, HandlerKind, kind_of
+from ....handlers.loading import import_file
+from ....machine import memory_bytes
+
+ACCOUNT = "000000000000"
+VERSION = "$LATEST"
+DEFAULT_REGION = "us-east-1"
+# The remaining time of an invocation without a deadline: the longest timeout of Lambda.
+_MAX_REMAINING_MS = 900_000
+# A body without so many digits in a row holds no integer that orjson cannot read exactly.
+_LONG_NUMBER = re.compile(rb"[0-9]{19}")
+_LEAST_INT, _LARGEST_INT = -(1 << 63), (1 << 64) - 1
+_CLIENT = ("installation_id", "app_title", "app_version_name", "app_version_code", "app_package_name")
+
+
+def resolve_lambda(root: Path, entry: Entry, function: str) -> Handler:
+    """Import the file of `entry` and return the Handler for the function that `entry` names.
+
+    `function` is the name in AWS's context object and environment variables, by default the folder's. Raises
+    HandlerImportError if the file cannot be imported, HandlerSignatureError if the function cannot be used.
+    """
+    function = function or root.name
+    module = import_file(root, root / entry.file, prepare=lambda: _set_environment(root, entry, function))
+    call = getattr(module, entry.name, None)
+    if not callable(call):
+        remedy = f'Define `{entry.name}(event, context)`, or set `handler = "lambda:{entry.file}:NAME"`.'
+        raise HandlerSignatureError(f"{entry.file} defines no function {entry.name!r}.", remedy=remedy)
+    kind = kind_of(call)
+    if kind.streaming:
+        fault = f"`{entry.name}` in {entry.file} is a generator, which Lambda does not call."
+        raise HandlerSignatureError(fault, remedy="Return the response.")
+    caller = LambdaCaller(call, root)
+    called = caller.call_async if kind is HandlerKind.ASYNC else caller.call
+    codecs = ObjectInput(None), ExactOutput(None)
+    return Handler(called, kind, *codecs, dialect=entry.dialect, entry=entry.label)
+
+
+class ObjectInput(InputCodec):
+    """Accepts any JSON, with integers of any size. An empty body is decoded as an empty object."""
+
+    def decode(self, body: bytes, content_type: str = "") -> Any:
+        event = super().decode(body, content_type) if body else {}
+        # orjson returns a float for an integer that needs more than 64 bits.
+        if not isinstance(event, (dict, list, float)) or not _LONG_NUMBER.search(body):
+            return event
+        try:
+            return json.loads(body)
+        except RecursionError:
+            return event
+        except ValueError as error:
+            raise BadInput(f"The body holds a number that is too long: {error}.") from None
+
+
+class ExactOutput(LenientOutput):
+    """Encodes what AWS's runtime encodes: also Decimals and integers of any size, with all their digits."""
+
+    def encode(self, answer: Any, accept: str = "") -> tuple[bytes, str]:
+        try:
+            return super().encode(answer, accept)
+        except OutputInvalid as error:
+            try:
+                exact = _exact(answer)
+            except (RecursionError, TypeError, ValueError):
+                # Raise the first error, because it names the path of the fault.
+                raise error from None
+            return OutputCodec.encode(self, exact, accept)
+
+
+def _exact(value: Any) -> Any:
+    """Return `value` with all numbers that orjson cannot write as fragments of JSON."""
+    if isinstance(value, dict):
+        return {_key(key): _exact(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_exact(item) for item in value]
+    if isinstance(value, Decimal):
+        if not value.is_finite():
+            raise ValueError("no JSON number")
+        return orjson.Fragment(str(value))
+    if isinstance(value, int) and not _LEAST_INT <= value <= _LARGEST_INT:
+        return orjson.Fragment(int.__repr__(value))
+    return value
+
+
+def _key(key: Any) -> str:
+    """Return a dictionary's key as `json.dumps` writes it. Raises TypeError for other types."""
+    return key if isinstance(key, str) else str(next(iter(json.loads(json.dumps({key: None})))))
+
+
+class LambdaContext:
+    """The second argument of a Lambda handler. It has the attributes of AWS's context object.
+
+    `identity` has no values: only Amazon Cognito provides them.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        qualifier = context.extra.get("qualifier", "")
+        self.aws_request_id = context.id
+        self.function_name = os.environ["AWS_LAMBDA_FUNCTION_NAME"]
+        self.function_version = os.environ["AWS_LAMBDA_FUNCTION_VERSION"]
+        self.memory_limit_in_mb = os.environ["AWS_LAMBDA_FUNCTION_MEMORY_SIZE"]
+        arn = f"arn:aws:lambda:{os.environ['AWS_REGION']}:{ACCOUNT}:function:{self.function_name}"
+        self.invoked_function_arn = f"{arn}:{qualifier}" if qualifier else arn
+        self.log_group_name = os.environ["AWS_LAMBDA_LOG_GROUP_NAME"]
+        self.log_stream_name = os.environ["AWS_LAMBDA_LOG_STREAM_NAME"]
+        self.identity = SimpleNamespace(cognito_identity_id=None, cognito_identity_pool_id=None)
+        self.client_context = _client_context(context.extra.get("client_context"))
+
+    def get_remaining_time_in_millis(self) -> int:
+        remaining_ms = self._context.remaining_ms()
+        return _MAX_REMAINING_MS if remaining_ms is None else remaining_ms
+
+    def log(self, message: object) -> None:
+        self._context.log.info("%s", message)
+
+
+def _client_context(sent: Mapping[str, Any] | None) -> SimpleNamespace | None:
+    """Return the ClientContext that the caller sent, as AWS's runtime shows it, or None."""
+    if sent is None:
+        return None
+    client = sent.get("client")
+    fields = {name: client.get(name) for name in _CLIENT} if isinstance(client, dict) else None
+    shown = None if fields is None else SimpleNamespace(**fields)
+    return SimpleNamespace(custom=sent.get("custom"), env=sent.get("env"), client=shown)
+
+
+class LambdaCaller:
+    """Calls the user's function. If it raises, the details of HandlerFailed have Lambda's errorType etc."""
+
+    def __init__(self, function: Callable[..., Any], root: Path) -> None:
+        self._function = function
+        self._root = root
+
+    def call(self, event: Any, context: Context) -> Any:
+        try:
+            return self._function(event, LambdaContext(context))
+        except Exception as error:
+            raise self._failed(error) from error
+
+    async def call_async(self, event: Any, context: Context) -> Any:
+        try:
+            return await self._function(event, LambdaContext(context))
+        except Exception as error:
+            raise self._failed(error) from error
+
+    def _failed(self, error: Exception) -> HandlerFailed:
+        failed = explain(HandlerFailed, "The handler", error, self._root)
+        stack = traceback.extract_tb(error.__traceback__)
+        frames = [frame for frame in stack if not frame.filename.startswith(PACKAGE_FOLDER)]
+        failed.details |= {
+            "errorType": type(error).__name__,
+            "errorMessage": str(error),
+        }
+        failed.private["stackTrace"] = traceback.format_list(frames)
+        return failed
+
+
+def _set_environment(root: Path, entry: Entry, function: str) -> None:
+    """Set the main environment variables that AWS sets before it imports a handler, unless they are set."""
+    memory_mb = memory_bytes() >> 20
+    stream = f"{datetime.now(UTC):%Y/%m/%d}/[{VERSION}]{os.getpid():032x}"
+    region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or DEFAULT_REGION
+    for name, value in {
+        "AWS_DEFAULT_REGION": region,
+        "AWS_EXECUTION_ENV": f"AWS_Lambda_python{sys.version_info.major}.{sys.version_info.minor}",
+        "AWS_LAMBDA_INITIALIZATION_TYPE": "on-demand",
+        "AWS_REGION": region,
+        "AWS_LAMBDA_FUNCTION_NAME": function,
+        "AWS_LAMBDA_FUNCTION_VERSION": VERSION,
+        "AWS_LAMBDA_FUNCTION_MEMORY_SIZE": str(memory_mb),
+        "AWS_LAMBDA_LOG_GROUP_NAME": f"/aws/lambda/{function}",
+        "AWS_LAMBDA_LOG_STREAM_NAME": stream,
+        "LAMBDA_TASK_ROOT": str(root),
+        "_HANDLER": f"{entry.file.removesuffix('.py').replace('/', '.')}.{entry.name}",
+    }.items():
+        os.environ.setdefault(name, value)

@@ -1,0 +1,79 @@
+"""Reads the cog.yaml of a predictor: the packages it needs, and how many predictions run at once.
+
+Its other settings have no effect here. `pilotflame build` installs its system packages.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ....errors import SettingsError
+
+COG_YAML = "cog.yaml"
+REQUIREMENTS_FILE = "requirements.txt"
+# The variable in which Cog's own images pass `concurrency.max` to the predictor.
+CONCURRENCY = "COG_MAX_CONCURRENCY"
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+class CogBuild(_Section):
+    python_packages: list[str] | None = None
+    python_requirements: str | None = None
+    system_packages: list[str] | None = None
+
+
+class CogConcurrency(_Section):
+    max: int = Field(1, ge=1, le=1024)
+
+
+class CogYaml(_Section):
+    """The settings of a cog.yaml that have an effect."""
+
+    build: CogBuild = CogBuild()
+    concurrency: CogConcurrency = CogConcurrency()
+
+    @classmethod
+    def read(cls, folder: Path) -> CogYaml:
+        """Return the settings; the defaults if there is no file. Raises SettingsError if it is malformed."""
+        # Imported here, because few functions have such a file.
+        import yaml  # noqa: PLC0415
+
+        file = folder / COG_YAML
+        if not file.is_file():
+            return cls()
+        try:
+            found: Any = yaml.safe_load(file.read_text(encoding="utf-8"))
+            return cls.model_validate(found or {})
+        except ValidationError as error:
+            wrong = error.errors(include_url=False, include_input=False, include_context=False)[0]
+            raise _malformed(f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}") from None
+        except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+            raise _malformed(" ".join(str(error).split())) from None
+
+    def env(self) -> dict[str, str]:
+        """Return the variables that tell the predictor its settings."""
+        return {CONCURRENCY: str(self.concurrency.max)} if self.concurrency.max > 1 else {}
+
+    def requirements(self, folder: Path) -> str:
+        """Return the lines of the packages that requirements.txt does not have."""
+        lines = list(self.build.python_packages or ())
+        named = self.build.python_requirements or REQUIREMENTS_FILE
+        file = (folder / named).resolve()
+        if not file.is_relative_to(folder.resolve()):
+            raise _malformed(f"build.python_requirements is {named!r}, which is not in the folder")
+        if file != (folder / REQUIREMENTS_FILE).resolve():
+            try:
+                lines.append(file.read_text(encoding="utf-8"))
+            except (OSError, UnicodeError) as error:
+                raise _malformed(f"build.python_requirements is {named!r}: {error}") from None
+        return "\n".join(lines)
+
+
+def _malformed(why: str) -> SettingsError:
+    return SettingsError(f"{COG_YAML} cannot be used: {why}.", remedy="Correct it, as Cog's reference says.")

@@ -1,0 +1,282 @@
+"""Serves the routes of Cog's predictions. A prediction is a job, whose end the request waits for by default.
+
+While all workers are busy, a prediction waits in the queue. Cog itself responds with 409 then. A failed
+prediction is returned with status 200, and its `status` is "failed". But if its input or output does not fit
+the handler, and the request waits without a limit, the response is an error, 422 or 500.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar, Literal, TypeAlias
+
+import orjson
+from aiohttp import web
+
+from ...._version import __version__
+from ....errors import GatewayError, InputInvalid, PilotflameError, UnknownFunction
+from ....handlers.codec import JSON_TYPE
+from ....handlers.contract import NOTHING
+from ....handlers.files import UNAVAILABLE
+from ...access.keys import Scope
+from ...api.backend import ASYNC_BODY_BYTES, Backend
+from ...api.event_stream import EVENTS, JobEncoder, accepts_events, event, send_job
+from ...api.plugin import ApiPlugin
+from ...api.requests import caller_of, dump_json, preferences_of
+from ...api.responses import json_response
+from ...api.routes import Parameter, Route, header
+from ...functions.live import FunctionStatus, Live
+from ...jobs.job import Job, JobState
+from ...jobs.outbox import WebhookBodies
+from ..predictions.cog_version import COG_VERSION
+from ..predictions.prediction import FORM, chosen_id, prediction_of, webhook_body
+from ..predictions.predictor_schema import predictor_components, predictor_document
+from ..predictions.requests import (
+    ID,
+    Prediction,
+    PredictionError,
+    PredictionRequest,
+    check_size,
+    detailed_error,
+    find_prediction,
+    read_prediction,
+    shown,
+    wait_in,
+)
+from .dialect import CogDialect
+
+MAX_CHOICES = 50
+MAX_WAIT_S = 300.0
+# A caller who does not wait for the end gets the state when a worker has the prediction, or after this time.
+START_S = 0.1
+# The codes of errors with which a caller who waits gets an error instead of a failed prediction.
+ERRORS = frozenset({"bad_json", "input_invalid", "output_invalid"})
+REMEDY = 'Send for example {"input": {"text": "hello"}}.'
+FUNCTION = header("X-Pilotflame-Function")
+FUNCTION_QUERY = Parameter("function")
+PREFER = header("Prefer", "respond-async, wait=seconds")
+CHOSEN_ID = Parameter("id", place="path", type="string", pattern=f"^{ID.pattern}$")
+Health: TypeAlias = Literal["READY", "BUSY", "STARTING", "SETUP_FAILED", "DEFUNCT"]
+HEALTH = {
+    "status": Health,
+    "setup": dict[str, str],
+    "version": dict[str, str],
+    "functions": dict[str, Health],
+}
+# What Cog says of the setup. While no worker has started, nothing is known of it.
+SETUPS: dict[Health, dict[str, str]] = {
+    "READY": {"status": "succeeded"}, "BUSY": {"status": "succeeded"}, "STARTING": {},
+    "SETUP_FAILED": {"status": "failed"}, "DEFUNCT": {"status": "failed"},
+}  # fmt: skip
+HEALTHIEST_FIRST: tuple[Health, ...] = ("READY", "BUSY", "STARTING", "SETUP_FAILED", "DEFUNCT")
+
+
+class PredictionsApi(ApiPlugin):
+    """The routes of Cog's predictions and of the health check."""
+
+    webhook_bodies: ClassVar[WebhookBodies] = {FORM: webhook_body}
+    root: ClassVar[Mapping[str, str]] = {
+        "cog_version": COG_VERSION,
+        "healthcheck_url": "/health-check",
+        "predictions_url": "/predictions",
+        "predictions_idempotent_url": "/predictions/{prediction_id}",
+        "predictions_cancel_url": "/predictions/{prediction_id}/cancel",
+    }
+
+    def __init__(self, backend: Backend) -> None:
+        super().__init__(backend)
+        self._backend = backend
+        self._jobs = backend.jobs
+
+    def describe(
+        self, document: dict[str, Any], functions: Sequence[FunctionStatus], *, named: bool
+    ) -> dict[str, Any]:
+        """Describe a predictor as Cog does, in OpenAPI 3.0, and any single function by the components `Input` and `Output`."""
+        if len(functions) != 1:
+            return document
+        if named and functions[0].dialect == CogDialect.name:
+            return predictor_document(functions[0])
+        schemas = document["components"]["schemas"]
+        components = document["components"] | {
+            "schemas": schemas | predictor_components(functions[0], schemas)
+        }
+        return document | {"components": components}
+
+    def routes(self) -> list[Route]:
+        prediction = {JSON_TYPE: Prediction, **EVENTS}
+        base, one, cancel = "/predictions", "/predictions/{id}", "/predictions/{id}/cancel"
+        which, errors = (FUNCTION_QUERY, FUNCTION), (404, 410, 503)
+        create: dict[str, Any] = {
+            "response": prediction, "other_responses": {202: Prediction}, "body": PredictionRequest,
+            "errors": (400, 404, 408, 409, 413, 422, 500, 503), "parameters": (*which, PREFER),
+        }  # fmt: skip
+        same = create | {"parameters": (CHOSEN_ID, *which, PREFER)}
+        call, health = Scope.INVOKE, "Show the health of one function or all."
+        rows = [
+            Route("POST", base, self.create, call, "Make a prediction.", **create),
+            Route("PUT", one, self.create, call, "Make the prediction with this id.", **same),
+            Route("GET", one, self.show, call, "Show a prediction.", prediction, errors=errors),
+            Route("POST", cancel, self.cancel, call, "Cancel a prediction.", prediction, errors=errors),
+        ]
+        checked = Route(
+            "GET", "/health-check", self.health, None, health, HEALTH, errors=(404,), parameters=which
+        )
+        detailed: dict[str, Any] = {"error_format": detailed_error, "error_type": PredictionError}
+        return [checked, *(dataclasses.replace(row, **detailed) for row in rows)]
+
+    async def create(self, request: web.Request) -> web.StreamResponse:
+        """Make a prediction, or return the existing one with the same id or Idempotency-Key."""
+        wait_s = preferred_wait(preferences_of(request))
+        limit = self._backend.max_body_bytes
+        limit = limit if wait_s is None else min(limit, ASYNC_BODY_BYTES)
+        wanted, body = await read_prediction(request, self._backend, limit, REMEDY)
+        owner = caller_of(request).owner
+        path_id = request.match_info.get("id")
+        fields = wanted.fields(path_id, owner, request.headers, waits=wait_s is None)
+        live = self._live(request, wanted.version)
+        check_size(live, body)
+        job, replayed = await self._backend.submit(request, live, dump_json(wanted.input), **fields)
+        if accepts_events(request):
+            return await send_job(request, self._jobs, job, _encoder())
+        if wait_s is None:
+            job = await self._wait(job, live, replayed=bool(replayed))
+            if job.state is JobState.FAILED and job.error and _is_error(job.error):
+                raise PilotflameError.from_wire(dict(job.error))
+        elif wait_s:
+            job = await self._jobs.wait(job.function, job.id, wait_s)
+        else:
+            job = await self._started(job)
+        waited, changes = wait_s != 0 and job.state.final, {}
+        if wait_s and not waited:
+            # Callers, such as Replicate's clients, take every other status for the end of their wait.
+            changes["status"] = "starting"
+        return await self._response(job, 200 if waited else 202, changes, **replayed)
+
+    async def show(self, request: web.Request) -> web.StreamResponse:
+        job = await find_prediction(request, self._backend)
+        if accepts_events(request):
+            return await send_job(request, self._jobs, job, _encoder())
+        return await self._response(job)
+
+    async def cancel(self, request: web.Request) -> web.StreamResponse:
+        job = await find_prediction(request, self._backend)
+        return await self._response(await self._jobs.store.cancel(job.function, job.id))
+
+    async def health(self, request: web.Request) -> web.StreamResponse:
+        """Show the health of the named function or of all. The overall status is the healthiest one.
+
+        A function without a worker is READY, too: a prediction starts one.
+        """
+        named, names = _named(request), self._backend.names(request)
+        if named and named not in names:
+            raise UnknownFunction.named(named)
+        found = {name: self._health(name) for name in ([named] if named else names)}
+        status: Health = min(found.values(), key=HEALTHIEST_FIRST.index, default="READY")
+        version = {"pilotflame": __version__}
+        return json_response(
+            {"status": status, "setup": SETUPS[status], "version": version, "functions": found}
+        )
+
+    def _health(self, name: str) -> Health:
+        try:
+            live = self._backend.functions.get(name)
+        except (UnknownFunction, GatewayError):
+            return "DEFUNCT"
+        census, scale = live.workers.census(), live.revision.policy.scale
+        if not census.ready and live.workers.breaker.failures:
+            return "SETUP_FAILED"
+        if not census.ready and census.starting:
+            return "STARTING"
+        return "BUSY" if census.in_flight >= scale.max * scale.concurrency else "READY"
+
+    async def _wait(self, job: Job, live: Live, *, replayed: bool) -> Job:
+        """Wait for the job's end, for at most the function's `hold_s` + `timeout_s`. Return the job.
+
+        If the caller disconnects, the job is cancelled, unless an earlier request created it (`replayed`).
+        """
+        settings = live.record.settings
+        try:
+            return await self._jobs.wait(job.function, job.id, settings.hold_s + settings.timeout_s)
+        except (asyncio.CancelledError, ConnectionError):
+            if not replayed:
+                with contextlib.suppress(PilotflameError):
+                    await self._jobs.store.cancel(job.function, job.id)
+            raise
+
+    async def _started(self, job: Job) -> Job:
+        """Wait until a worker has the job, as Cog does, but not longer than START_S. Return the job."""
+        with self._jobs.watch(job.id) as news, contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(START_S):
+                while (job := await self._jobs.store.get(job.function, job.id)).state is JobState.IN_QUEUE:
+                    await news.wait()
+                    news.clear()
+        return job
+
+    async def _response(
+        self, job: Job, status: int = 200, changes: Mapping[str, str] = NOTHING, **headers: str
+    ) -> web.Response:
+        """Return the prediction with these changes of its fields."""
+        body = await shown(job, self._jobs) | dict(changes)
+        return json_response(body, status=status, headers=headers | {"X-Job-Id": job.id})
+
+    def _live(self, request: web.Request, version: str | None) -> Live:
+        """Return the function that the request names, or else the only one that the caller may see.
+
+        Raises UnknownFunction if there is none, and InputInvalid if there are several.
+        """
+        if named := _named(request) or version:
+            caller_of(request).check(named)
+            return self._backend.functions.get(named)
+        names = self._backend.names(request)
+        if not names:
+            raise UnknownFunction("There is no function to predict with.", remedy="Deploy one.")
+        if len(names) > 1:
+            remedy = f'Name one: "version" in the body, ?function= or {FUNCTION.name}.'
+            details = {"functions": names[:MAX_CHOICES]}
+            raise InputInvalid("The prediction names no function.", remedy=remedy, details=details)
+        return self._backend.functions.get(names[0])
+
+
+def preferred_wait(preferences: Mapping[str, str]) -> float | None:
+    """Return the seconds for which the caller prefers to wait for the job's end; None: no limit."""
+    wait_s = wait_in(preferences, MAX_WAIT_S)
+    return 0.0 if wait_s is None and "respond-async" in preferences else wait_s
+
+
+def _is_error(error: Mapping[str, Any]) -> bool:
+    """Return True if the caller gets this error of a job instead of the failed prediction.
+
+    As in Cog, a file that cannot be fetched fails the prediction.
+    """
+    problems = error.get("details", {}).get("problems", ())
+    unavailable = bool(problems) and all(one.get("type") == UNAVAILABLE for one in problems)
+    return error.get("type") in ERRORS and not unavailable
+
+
+def _encoder() -> JobEncoder:
+    started = False
+
+    def encode(job: Job, pieces: Sequence[tuple[int, bytes]]) -> Iterator[bytes]:
+        nonlocal started
+        if not started and job.started_s:
+            started = True
+            yield event("start", orjson.dumps({"id": chosen_id(job), "status": "processing"}))
+        for number, piece in pieces:
+            chunk = {"chunk": orjson.Fragment(piece), "index": number - 1}
+            yield event("output", orjson.dumps(chunk), number)
+        if job.state.final and not pieces:
+            prediction = prediction_of(job)
+            if job.state is JobState.COMPLETED and not job.pieces:
+                yield event("output", orjson.dumps({"chunk": prediction["output"], "index": 0}))
+            if job.logs:
+                yield event("log", orjson.dumps({"source": "stdout", "data": job.logs}))
+            yield event("completed", orjson.dumps(prediction))
+
+    return encode
+
+
+def _named(request: web.Request) -> str:
+    return request.headers.get(FUNCTION.name, "") or request.query.get(FUNCTION_QUERY.name, "")

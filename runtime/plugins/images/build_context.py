@@ -1,0 +1,305 @@
+"""Writes the build context of a function's image: a folder from which any engine builds it without options.
+
+It holds the Containerfile, the requirements, a wheel of this pilotflame, and the function's files. The same function
+always gives the same bytes and times, so that engines find their layers in the cache.
+"""
+
+from __future__ import annotations
+
+import base64
+import csv
+import hashlib
+import io
+import os
+import shutil
+import subprocess
+import zipfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import tomli_w
+from packaging.utils import canonicalize_name
+
+from ...._version import __version__
+from ....errors import BuildFailed, RequirementsError, SettingsError
+from ....handlers.dialect import Requirements
+from ....handlers.recognise import installed_dialects
+from ....snapshot.sources.location import shown
+from ...functions import code
+from ...functions.deploy import function_requirements
+from ...functions.requirements import RequirementLine, parse_requirements
+from ...settings.function_settings import SETTINGS_FILE, FunctionSettings, Image, read_settings, setting_of
+from ...settings.validation import validate
+from .recipe import (
+    CODE_FOLDER,
+    CONSTRAINTS,
+    CONTAINERFILE,
+    FUNCTION_PATH,
+    REQUIREMENTS,
+    WEIGHTS_FOLDER,
+    Recipe,
+)
+
+LOCK_FILE = "uv.lock"
+PROJECT_FILE = "pyproject.toml"
+UV_TIMEOUT_S = 60.0
+# All files get this time, the earliest that a zip file can hold: 1980.
+FILE_TIME_S = 315_532_800
+_ZIP_TIME = (1980, 1, 1, 0, 0, 0)
+# By scheme of a snapshot's URL: the extra of pilotflame that reads it. Others need none.
+_EXTRAS = {"s3": "s3", "gs": "clouds", "az": "clouds"}
+# What an installer adds to the files of a wheel, in its *.dist-info folder.
+_INSTALLERS_OWN = frozenset({"INSTALLER", "REQUESTED", "RECORD", "direct_url.json"})
+
+
+@dataclass(frozen=True, slots=True)
+class BuildContext:
+    """A folder that holds all that a function's image is built from."""
+
+    folder: Path
+    recipe: Recipe
+    code_digest: str
+    notices: tuple[str, ...]
+    """What the user should know: files that are not in the image."""
+
+
+def write_context(
+    source: Path, target: Path, *, overrides: Mapping[str, Any] | None = None, with_weights: bool = False
+) -> BuildContext:
+    """Write the build context of the function in the folder `source` into `target`, which must be empty.
+
+    Raise SettingsError, CodeError, RequirementsError or BuildFailed.
+    """
+    settings = read_settings(source, overrides=overrides)
+    needs = installed_dialects().requirements(source, settings.handler)
+    weights = settings.snapshot_paths(source)
+    inside = {name: found for name, path in weights.items() if (found := _path_inside(source, path))}
+    if with_weights:
+        _check_weights(settings, weights, inside)
+    code.make_empty(target)
+    code.copy_folder(source, target / CODE_FOLDER, exclude=weights.values())
+    _write_settings(target / CODE_FOLDER, settings, inside)
+    wanted = _wanted(source, needs)
+    extras = _own_extras(wanted) | _extras_of(settings)
+    lines = [line for line in wanted if not _is_own(line)]
+    _write_requirements(target, lines)
+    recipe = Recipe(
+        function=settings.name, uv_version=metadata.version("uv"), wheel=_write_wheel(target),
+        extras=tuple(sorted(extras)), base=settings.image.base,
+        packages=(*settings.image.packages, *_system_packages(needs)), requirements=bool(lines),
+        hashes=any(line.hashes for line in lines), weights=with_weights and bool(inside),
+    )  # fmt: skip
+    (target / CONTAINERFILE).write_text(recipe.containerfile(), encoding="utf-8")
+    digest = code.code_digest(target / CODE_FOLDER)
+    _settle(target)
+    notices = () if with_weights else tuple(_notices(weights, inside))
+    # These are hard links where possible, so their times stay as they are.
+    if recipe.weights:
+        for path in _outermost(inside.values()):
+            _place(source.resolve() / path, target / WEIGHTS_FOLDER / path)
+    return BuildContext(target, recipe, digest, notices)
+
+
+def _path_inside(source: Path, weights: Path) -> str:
+    """Return the path of the weights in the function's folder; "" if they are elsewhere, or are that folder."""
+    root = source.resolve()
+    if weights == root or not weights.is_relative_to(root):
+        return ""
+    return weights.relative_to(root).as_posix()
+
+
+def _outermost(paths: Iterable[str]) -> set[str]:
+    """Return the paths without those inside others."""
+    found = set(paths)
+    return {
+        path for path in found if not found & {parent.as_posix() for parent in PurePosixPath(path).parents}
+    }
+
+
+def _check_weights(settings: FunctionSettings, weights: dict[str, Path], inside: dict[str, str]) -> None:
+    """Raise SettingsError if some of the weights cannot be put into the image."""
+    for name, url in settings.snapshot_urls.items():
+        remedy = "Build without --with-weights: the image fetches them, or `pilotflame snapshot` copies them."
+        raise SettingsError(f"{setting_of(name)} is {shown(url)}, not a folder.", remedy=remedy)
+    for name, path in weights.items():
+        if not path.exists():
+            raise SettingsError(
+                f"{setting_of(name)}: {path} does not exist.", remedy="Put the weights there."
+            )
+        if name not in inside:
+            remedy = "Move them into the function's folder, or build without --with-weights and mount them."
+            raise SettingsError(f"{setting_of(name)}: {path} is not in the function's folder.", remedy=remedy)
+
+
+def _notices(weights: dict[str, Path], inside: dict[str, str]) -> Iterator[str]:
+    for name, path in weights.items():
+        if name in inside:
+            where = f"mount them at {FUNCTION_PATH}/{inside[name]}, or build with --with-weights"
+            yield f"the weights in {inside[name]} are not in the image; where it runs alone, {where}"
+        else:
+            yield f"the weights in {path} are not in the image; where it runs alone, mount them at that path"
+
+
+def _write_settings(folder: Path, settings: FunctionSettings, inside: dict[str, str]) -> None:
+    """Write the settings in force, which options of the command line may have changed.
+
+    An image does not name itself, and where it runs alone the platform limits its resources.
+    """
+    fields = settings.model_dump(
+        mode="json", exclude_unset=True, exclude_none=True, exclude={"image", "resources"}
+    )
+    if "" in inside:
+        fields["snapshot"] = inside[""]
+    elif inside:
+        fields["snapshots"] = settings.snapshots | inside
+    (folder / SETTINGS_FILE).write_text(tomli_w.dumps(fields), encoding="utf-8")
+
+
+def _extras_of(settings: FunctionSettings) -> set[str]:
+    """Return the extras of pilotflame with which the function reads its queues and its weights."""
+    queues = {"s3"} if settings.source else set()
+    schemes = {url.partition("://")[0] for url in settings.snapshot_urls.values()}
+    return queues | {_EXTRAS[scheme] for scheme in schemes if scheme in _EXTRAS}
+
+
+def _system_packages(needs: Requirements) -> tuple[str, ...]:
+    """Return the system packages that a platform's file names. Raise SettingsError if one is no Debian package."""
+    packages = {"packages": list(needs.system_packages)}
+    return validate(Image, packages, [], needs.file, f"Correct {needs.file}.").packages
+
+
+# -- requirements
+
+
+def _wanted(source: Path, needs: Requirements) -> list[RequirementLine]:
+    """Return the requirements that a deploy would install; if there are none, those of uv.lock."""
+    text, name = function_requirements(source, needs)
+    if not text and (source / LOCK_FILE).is_file() and (source / PROJECT_FILE).is_file():
+        text, name = _exported(source), LOCK_FILE
+    return parse_requirements(text, name)
+
+
+def _is_own(line: RequirementLine) -> bool:
+    """Return whether a line requires pilotflame, which must not come from an index: there, the name is not ours."""
+    return canonicalize_name(line.requirement.name) == "pilotflame"
+
+
+def _own_extras(lines: list[RequirementLine]) -> set[str]:
+    """Return the extras of pilotflame that are required. Raise RequirementsError if another version is."""
+    own = [line for line in lines if _is_own(line)]
+    for number, requirement, _ in own:
+        if not requirement.specifier.contains(__version__, prereleases=True):
+            message = f"Line {number} requires {requirement}, but the image gets pilotflame {__version__}."
+            raise RequirementsError(message, remedy="Correct that line, or build with that version.")
+    return {extra for line in own for extra in line.requirement.extras}
+
+
+def _write_requirements(target: Path, lines: list[RequirementLine]) -> None:
+    """Write requirements, if there are any, and their versions as constraints for what is installed after them."""
+    if lines:
+        (target / REQUIREMENTS).write_text("".join(map(_requirement, lines)), encoding="utf-8")
+        (target / CONSTRAINTS).write_text("".join(map(_constraint, lines)), encoding="utf-8")
+
+
+def _requirement(line: RequirementLine) -> str:
+    return " \\\n    ".join([str(line.requirement), *(f"--hash={item}" for item in line.hashes)]) + "\n"
+
+
+def _constraint(line: RequirementLine) -> str:
+    wanted = line.requirement
+    return f"{wanted.name}{wanted.specifier}{f'; {wanted.marker}' if wanted.marker else ''}\n"
+
+
+def _exported(source: Path) -> str:
+    """Return the packages of the function's uv.lock, with hashes."""
+    # Imported here because few functions have such a file.
+    import uv  # noqa: PLC0415
+
+    command = [
+        uv.find_uv_bin(),
+        "export",
+        "--frozen",
+        "--offline",
+        "--no-dev",
+        "--no-emit-project",
+        "--no-header",
+    ]
+    try:
+        done = subprocess.run(
+            [*command, "--no-annotate", "--quiet", "--project", str(source)],
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=UV_TIMEOUT_S,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        message = f"uv did not export {source / LOCK_FILE} within {UV_TIMEOUT_S:.0f} s."
+        raise RequirementsError(message, remedy="Try again, or write a requirements.txt.") from None
+    if done.returncode != 0:
+        message = f"uv cannot export {source / LOCK_FILE}: {done.stderr.strip()[-500:]}."
+        raise RequirementsError(message, remedy="Run `uv lock`, or write a requirements.txt.")
+    return done.stdout
+
+
+# -- the wheel of this pilotflame
+
+
+def _write_wheel(target: Path) -> str:
+    """Write a wheel of the installed pilotflame, made from its files. Return its file name."""
+    site_packages = Path(__file__).parents[4]
+    found = next(iter(metadata.distributions(name="pilotflame", path=[str(site_packages)])), None)
+    files = [] if found is None else [file for file in found.files or () if _is_of_wheel(file)]
+    if found is None or not any(file.match("runtime/cli.py") for file in files):
+        message = f"pilotflame in {site_packages} is not installed from a wheel, so its files are not known."
+        raise BuildFailed(message, remedy="Install it with `pip install .`, not as an editable package.")
+    name = f"pilotflame-{found.version}-py3-none-any.whl"
+    record = io.StringIO()
+    rows = csv.writer(record, lineterminator="\n")
+    with zipfile.ZipFile(target / name, "w", zipfile.ZIP_DEFLATED) as wheel:
+        for file in sorted(files):
+            content = Path(str(found.locate_file(file))).read_bytes()
+            _add(wheel, file.as_posix(), content)
+            digest = base64.urlsafe_b64encode(hashlib.sha256(content).digest()).rstrip(b"=").decode()
+            rows.writerow((file.as_posix(), f"sha256={digest}", len(content)))
+        own = f"pilotflame-{found.version}.dist-info/RECORD"
+        rows.writerow((own, "", ""))
+        _add(wheel, own, record.getvalue().encode())
+    return name
+
+
+def _is_of_wheel(file: PurePosixPath) -> bool:
+    """Return whether an installed file came from the wheel, and not from its installer."""
+    return file.suffix != ".pyc" and ".." not in file.parts and file.name not in _INSTALLERS_OWN
+
+
+def _add(wheel: zipfile.ZipFile, name: str, content: bytes) -> None:
+    entry = zipfile.ZipInfo(name, _ZIP_TIME)
+    entry.compress_type, entry.external_attr = zipfile.ZIP_DEFLATED, 0o644 << 16
+    wheel.writestr(entry, content)
+
+
+# -- files
+
+
+def _place(source: Path, target: Path) -> None:
+    """Put a folder or a file at `target`: as hard links, or as copies on another file system."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if source.is_dir():
+        shutil.copytree(source, target, copy_function=_link_or_copy)
+    else:
+        _link_or_copy(source, target)
+
+
+def _link_or_copy(source: str | Path, target: str | Path) -> None:
+    try:
+        os.link(os.path.realpath(source), target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
+def _settle(folder: Path) -> None:
+    """Give all files and folders modes and times that do not depend on this machine."""
+    for path in (folder, *folder.rglob("*")):
+        runs = path.is_dir() or path.stat().st_mode & 0o100
+        path.chmod(0o755 if runs else 0o644)
+        os.utime(path, (FILE_TIME_S, FILE_TIME_S))

@@ -1,0 +1,88 @@
+"""Describes a job in the words of Cog and Replicate, as a prediction: for their callers and for webhooks."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+import orjson
+
+from ...jobs.job import Job, JobState
+
+PredictionState = Literal["starting", "processing", "succeeded", "failed", "canceled"]
+STATUSES: dict[JobState, PredictionState] = {
+    JobState.IN_QUEUE: "starting",
+    JobState.IN_PROGRESS: "processing",
+    JobState.COMPLETED: "succeeded",
+    JobState.FAILED: "failed",
+    JobState.TIMED_OUT: "failed",
+    JobState.CANCELLED: "canceled",
+}
+FORM = "prediction"
+"""The form of webhooks of predictions, and the key of what a request says beside its input in `context.extra`."""
+MAX_SHOWN_PIECES = 1000
+"""While a job streams, its output so far has at most this many pieces."""
+_NULL = orjson.Fragment(b"null")
+
+
+def stored_id(wanted: str, owner: str) -> str:
+    """Return the id with the owner's. Otherwise JobConflict would reveal which ids other callers chose."""
+    return f"{wanted}~{owner}" if wanted and owner else wanted
+
+
+def chosen_id(job: Job) -> str:
+    """Return the job's id without the owner, which `stored_id` adds."""
+    return job.id.removesuffix(f"~{job.owner}") if job.owner else job.id
+
+
+def prediction_of(job: Job, pieces: Iterable[bytes] = ()) -> dict[str, Any]:
+    """Return a job as a prediction, to be written by orjson.
+
+    `pieces` are those of a streaming handler so far: the output while the job runs.
+    """
+    so_far = b",".join(pieces)
+    return {
+        "id": chosen_id(job),
+        "version": job.function,
+        "status": STATUSES[job.state],
+        # The input of a job that was submitted by another route is not shown if it is not JSON.
+        "input": orjson.Fragment(job.input) if job.input and not job.content_type else _NULL,
+        "output": orjson.Fragment(b"[" + so_far + b"]") if so_far and not job.state.final else _output(job),
+        "error": str(job.error.get("message", "")) if job.error is not None and job.state.final else None,
+        "logs": job.logs,
+        "metrics": _metrics(job),
+        "created_at": _date(job.created_s),
+        "started_at": _date(job.started_s),
+        "completed_at": _date(job.ended_s),
+        "webhook": job.webhook.url if job.webhook is not None else None,
+    }
+
+
+def webhook_body(job: Job, pieces: Sequence[bytes]) -> bytes:
+    """Return the body of each event of a prediction: as in Cog, the prediction as it is now."""
+    return orjson.dumps(prediction_of(job, pieces))
+
+
+def _output(job: Job) -> Any:
+    """Return the output. As in Cog, bytes are text. Bytes that are no text are a data URL."""
+    if not job.output_type or not job.output:
+        return job.status(job.ended_s or job.created_s).get("output", _NULL)
+    try:
+        return job.output.decode()
+    except UnicodeDecodeError:
+        return f"data:{job.output_type};base64,{base64.b64encode(job.output).decode()}"
+
+
+def _metrics(job: Job) -> dict[str, Any]:
+    """Return what the predictor has recorded, and the durations."""
+    recorded = orjson.loads(job.metrics) if job.metrics else {}
+    if not job.ended_s or not job.started_s:
+        return recorded
+    times = {"predict_time": job.ended_s - job.started_s, "total_time": job.ended_s - job.created_s}
+    return recorded | {name: max(0.0, seconds) for name, seconds in times.items()}
+
+
+def _date(at_s: float) -> str | None:
+    return datetime.fromtimestamp(at_s, UTC).isoformat() if at_s else None

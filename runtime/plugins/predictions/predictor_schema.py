@@ -1,0 +1,94 @@
+"""Describes a function as Cog describes a model: by an OpenAPI document with the components `Input` and `Output`."""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from ...api.openapi import REFERENCE
+from ...functions.live import FunctionStatus
+
+DISPLAY = "x-cog-array-display"
+# Cog's paths that exist here, too, and the components that they refer to.
+_COG: dict[str, Any] = orjson.loads(Path(__file__).with_suffix(".json").read_bytes())
+
+
+def predictor_document(function: FunctionStatus) -> dict[str, Any]:
+    """Return the document of Cog's server for this function, in the format OpenAPI 3.0."""
+    schemas = _COG["components"]["schemas"]
+    schemas = schemas | predictor_components(function, schemas)
+    return _COG | {"components": {"schemas": schemas}}
+
+
+def predictor_components(function: FunctionStatus, taken: Container[str] = ()) -> dict[str, Any]:
+    """Return the components of the function's schemas: `Input`, `Output`, and those that they refer to.
+
+    A component other than these two gets another name if its own is in `taken`.
+    """
+    components: dict[str, Any] = {}
+    wanted = _moved(function.input_schema, function.name, taken, components)
+    output = _moved(function.output_schema, function.name, taken, components)
+    wanted.pop("additionalProperties", None)
+    properties = {name: _without_null(one) for name, one in wanted.get("properties", {}).items()}
+    for name, one in properties.items():
+        if "enum" in one:
+            label = _free(name, function.name, taken)
+            components[label] = _enumeration(name, one)
+            properties[name] = _reference_to(label, one)
+    components["Input"] = {"type": "object"} | wanted | {"title": "Input", "properties": properties}
+    components["Output"] = _output(output, function, taken, components)
+    return components
+
+
+def _output(
+    schema: dict[str, Any], function: FunctionStatus, taken: Container[str], components: dict[str, Any]
+) -> dict[str, Any]:
+    display = {DISPLAY: schema.pop(DISPLAY)} if DISPLAY in schema else {}
+    if function.streaming:
+        return {"title": "Output", "type": "array", "items": schema, "x-cog-array-type": "iterator"} | display
+    name = schema.get("title", "Output")
+    if schema.get("type") == "object" and "properties" in schema and name != "Output":
+        label = _free(name, function.name, taken)
+        components[label] = schema
+        return {"title": "Output", "$ref": REFERENCE + label}
+    return schema | {"title": "Output"}
+
+
+def _moved(
+    schema: dict[str, Any], function: str, taken: Container[str], components: dict[str, Any]
+) -> dict[str, Any]:
+    """Return `schema` without its definitions, which are moved to `components`."""
+    text = orjson.dumps(schema).decode()
+    for name in schema.get("$defs", {}):
+        text = text.replace(f'"#/$defs/{name}"', f'"{REFERENCE}{_free(name, function, taken)}"')
+    moved: dict[str, Any] = orjson.loads(text)
+    definitions = moved.pop("$defs", {})
+    components.update({_free(name, function, taken): one for name, one in definitions.items()})
+    return moved
+
+
+def _free(name: str, function: str, taken: Container[str]) -> str:
+    return f"{function}.{name}" if name in taken or name in ("Input", "Output") else name
+
+
+def _without_null(schema: dict[str, Any]) -> dict[str, Any]:
+    """Return the schema of an input. As in Cog, that it may be null is not said, since it may be left out."""
+    choices = [one for one in schema.get("anyOf", ()) if one.get("type") != "null"]
+    if len(choices) != 1:
+        return schema
+    only: dict[str, Any] = choices[0]
+    return only | {key: value for key, value in schema.items() if key != "anyOf"}
+
+
+def _enumeration(name: str, schema: dict[str, Any]) -> dict[str, Any]:
+    description = schema.get("description") or "An enumeration."
+    found = {"title": name, "description": description, "enum": schema["enum"]}
+    return found | {key: schema[key] for key in ("type",) if key in schema}
+
+
+def _reference_to(label: str, schema: dict[str, Any]) -> dict[str, Any]:
+    kept = {key: schema[key] for key in ("default", "x-order") if key in schema}
+    return {"allOf": [{"$ref": REFERENCE + label}]} | kept

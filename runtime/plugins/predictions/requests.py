@@ -1,0 +1,183 @@
+"""Defines predictions for the callers of Cog and Replicate: the requests for them, and how they are answered."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, NotRequired
+
+import orjson
+from aiohttp import web
+from pydantic import BaseModel, Field, NonNegativeFloat, StringConstraints
+from typing_extensions import TypedDict
+
+from ....errors import InputInvalid, PilotflameError, UnknownJob
+from ...api.backend import Backend
+from ...api.requests import Headers, caller_of, load_json, owner_of, read_body, too_large, validate
+from ...api.responses import ErrorFields, Response, Timestamp, error_reply
+from ...functions.live import Live
+from ...jobs.job import EVENTS, Job, Webhook
+from ...jobs.jobs import Jobs
+from .prediction import FORM, MAX_SHOWN_PIECES, PredictionState, prediction_of, stored_id
+
+MAX_DIGITS = 10
+# The ids that a caller may choose. They must not begin like generated ids.
+ID = re.compile(r"(?!job-)[A-Za-z0-9._~-]{1,128}")
+WebhookEvent = Literal["start", "output", "logs", "completed"]
+TRACE_HEADERS = ("traceparent", "tracestate")
+MAX_TRACE_CHARS = 512
+ShortText = Annotated[str, StringConstraints(max_length=4096)]
+_STEP = re.compile(r"[^.\[\]]+")
+
+
+class PredictionRequest(BaseModel, frozen=True, extra="ignore", strict=True):
+    """A new prediction. Unknown keys are ignored, as Cog does."""
+
+    input: Any = Field(default_factory=dict)
+    id: str | None = Field(None, max_length=1024)
+    version: str | None = Field(None, max_length=256)
+    context: dict[ShortText, ShortText] | None = Field(None, max_length=100)
+    output_file_prefix: str | None = Field(None, max_length=2048, pattern="^https?://")
+    webhook: str | None = Field(None, max_length=2048)
+    webhook_events_filter: list[WebhookEvent] | None = Field(None, max_length=100)
+
+    def fields(
+        self, path_id: str | None, owner: str, headers: Headers, *, waits: bool = True
+    ) -> dict[str, Any]:
+        """Return the fields of NewJob that this request, with these headers, sets. The path may choose the id, too.
+
+        If the caller does not wait for the end (`waits`), the function may upload its output files. Raises
+        InputInvalid if the id is malformed, or if path and body differ.
+        """
+        if path_id is not None and self.id not in (None, path_id):
+            raise InputInvalid("The id in the body is not the one in the path.", remedy="Send one of them.")
+        wanted = path_id or self.id or ""
+        if wanted and not ID.fullmatch(wanted):
+            remedy = "Use 1 to 128 of A-Z a-z 0-9 . _ ~ and -, and do not begin with job-."
+            raise InputInvalid(f"{wanted[:128]!r} cannot be a prediction's id.", remedy=remedy)
+        about: dict[str, Any] = {
+            "context": self.context,
+            "output_file_prefix": self.output_file_prefix,
+            "id": wanted,
+            "trace": trace_of(headers),
+        }
+        about |= {"asynchronous": not waits}
+        told = {name: value for name, value in about.items() if value}
+        fields: dict[str, Any] = {"wanted_id": stored_id(wanted, owner)}
+        if told:
+            fields["extra"] = {FORM: told}
+        if wanted:
+            fields["idempotency"] = f"prediction:{wanted}"
+        if self.webhook:
+            events = tuple(self.webhook_events_filter or EVENTS)
+            fields["webhook"] = Webhook(self.webhook, events, FORM)
+        return fields
+
+
+class PredictionMetrics(TypedDict):
+    """Durations in seconds, and the metrics that the predictor has recorded."""
+
+    predict_time: NotRequired[NonNegativeFloat]
+    total_time: NotRequired[NonNegativeFloat]
+
+
+class Prediction(TypedDict):
+    """A prediction as these routes show it."""
+
+    id: str
+    version: str
+    status: PredictionState
+    input: Any
+    output: Any
+    error: str | None
+    logs: str
+    metrics: PredictionMetrics
+    created_at: Timestamp | None
+    started_at: Timestamp | None
+    completed_at: Timestamp | None
+    webhook: str | None
+
+
+class PredictionError(TypedDict):
+    """The body of an error: `detail` as Cog and Replicate have it, and our own fields."""
+
+    detail: str | list[dict[str, Any]]
+    error: ErrorFields
+
+
+async def shown(job: Job, jobs: Jobs) -> dict[str, Any]:
+    """Return a job as a prediction, with the pieces of its output so far if it streams."""
+    if not job.pieces or job.state.final:
+        return prediction_of(job)
+    return prediction_of(job, [piece for _, piece in await jobs.store.pieces(job.id, 0, MAX_SHOWN_PIECES)])
+
+
+async def read_prediction(
+    request: web.Request, backend: Backend, most: int, remedy: str
+) -> tuple[PredictionRequest, bytes]:
+    """Return the request for a prediction and its body, of at most `most` bytes.
+
+    Raises InputInvalid, with `remedy`, if it does not fit, and the errors of `requests.read_body`.
+    """
+    body = await read_body(request, most, backend.body_timeout_s, remedy=backend.too_large_remedy(most))
+    return validate(PredictionRequest, load_json(body or b"{}"), remedy, InputInvalid), body
+
+
+def trace_of(headers: Headers) -> dict[str, str]:
+    """Return the headers of the caller's trace, which webhooks and uploads get as they are, as from Cog."""
+    sent = {name: headers.get(name, "") for name in TRACE_HEADERS}
+    return {
+        name: value
+        for name, value in sent.items()
+        if value and len(value) <= MAX_TRACE_CHARS and value.isascii() and value.isprintable()
+    }
+
+
+def check_size(live: Live, body: bytes) -> None:
+    """Raise InputTooLarge if the body of a prediction is larger than its function allows."""
+    if len(body) > (most := live.record.settings.max_body_bytes):
+        raise too_large(most)
+
+
+async def find_prediction(request: web.Request, backend: Backend) -> Job:
+    """Return the job of the path's id, also if its function was deleted. Raises UnknownJob or JobExpired."""
+    caller, job_id, owner = caller_of(request), request.match_info["id"], owner_of(request)
+    names, find = backend.names(request), backend.jobs.store.find
+    if caller.owner and ID.fullmatch(job_id):
+        with contextlib.suppress(UnknownJob):
+            return await find(stored_id(job_id, caller.owner), caller.allows, names, owner)
+    # The stored id has no owner: it was generated, or chosen by a caller without an API key.
+    return await find(job_id, caller.allows, names, owner)
+
+
+def wait_in(preferences: Mapping[str, str], most: float) -> float | None:
+    """Return the seconds of `wait=seconds` in the header Prefer, at most `most`; None if it has none."""
+    text = preferences.get("wait", "")
+    return min(float(text), most) if text.isascii() and text.isdecimal() and len(text) < MAX_DIGITS else None
+
+
+def detailed_error(error: PilotflameError, request_id: str) -> Response:
+    """Return the response for an error. For status 422, `detail` lists the wrong fields, as FastAPI does."""
+    reply = error_reply(error, request_id)
+    detail = details_of(error) if error.status == InputInvalid.status else str(error)
+    return reply._replace(body=orjson.dumps({"detail": detail} | orjson.loads(reply.body)))
+
+
+def details_of(error: PilotflameError) -> list[dict[str, Any]]:
+    """Return the wrong fields of a request as FastAPI lists them."""
+    problems = error.details.get("problems") or [{"problem": str(error), "type": error.code}]
+    return [
+        {
+            "loc": ["body", *_steps(problem.get("path") or problem.get("field") or "")],
+            "msg": problem["problem"],
+            "type": problem.get("type", "value_error"),
+        }
+        for problem in problems
+    ]
+
+
+def _steps(path: str) -> list[str | int]:
+    """Return the names and positions in a path such as "input.tags[0]"."""
+    steps = _STEP.findall(path) if path != "the body" else []
+    return [int(step) if step.isdecimal() else step for step in steps]

@@ -1,0 +1,232 @@
+"""Serves Replicate's files, and finds them in the inputs of predictions."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from aiohttp import BodyPartReader, MultipartReader, web
+from aiohttp.http_exceptions import HttpProcessingError
+from typing_extensions import TypedDict
+
+from ....errors import BadInput, InputInvalid, InputTimeout, InputTooLarge, UnknownFile
+from ....handlers.codec import BYTES_TYPE
+from ....handlers.files import media_type
+from ...access.keys import Scope
+from ...api.origins import Origins
+from ...api.requests import caller_of, continue_body, load_json, owner_of
+from ...api.responses import Timestamp, json_response, timestamp
+from ...api.routes import Route
+from .file_store import FileStore, expires_s
+from .problem import ERRORS
+from .upload import MAX_FILE_BYTES, StoredFile, Upload
+
+BLOCK_BYTES = 1 << 20
+MAX_METADATA_BYTES = 64 << 10
+MAX_NAME_CHARS = 255
+UPLOAD_TIMEOUT_S = 600.0
+SWEEP_S = 3600.0
+CONTENT, METADATA = "content", "metadata"
+_URL = re.compile(r"(?:https?://([^/?#]+))?/v1/files/([0-9a-f]{32})(?:/download)?")
+# JSON may escape slashes, as PHP does.
+_MARK, _ESCAPED_MARK = b"/v1/files/", rb"\/v1\/files\/"
+
+
+class UploadedFile(TypedDict):
+    """A file that was uploaded."""
+
+    id: str
+    name: str
+    content_type: str
+    size: int
+    etag: str
+    checksums: dict[str, str]
+    metadata: dict[str, Any]
+    created_at: Timestamp
+    expires_at: Timestamp
+    urls: dict[str, str]
+
+
+FILES = {"previous": str | None, "next": str | None, "results": list[UploadedFile]}
+FORM = {"multipart/form-data": {CONTENT: bytes, "metadata?": dict[str, Any]}}
+
+
+class FilesApi:
+    """The routes of files. A file is its uploader's, and of administrators."""
+
+    def __init__(self, store: FileStore, origins: Origins) -> None:
+        self._store, self._origins = store, origins
+
+    def routes(self) -> list[Route]:
+        base, one, call = "/v1/files", "/v1/files/{id}", Scope.INVOKE
+        download: dict[str, Any] = {"response": {BYTES_TYPE: bytes}, "errors": (404,)}
+        created: dict[str, Any] = {"status": 201, "body": FORM, "errors": (400, 408, 413, 507)}
+        return [
+            Route("POST", base, self.create, call, "Upload a file.", UploadedFile, **created, **ERRORS),
+            Route("GET", base, self.list, call, "List files.", FILES, errors=(), **ERRORS),
+            Route("GET", one, self.show, call, "Show a file.", UploadedFile, errors=(404,), **ERRORS),
+            Route("DELETE", one, self.delete, call, "Delete a file.", status=204, errors=(404,), **ERRORS),
+            Route("GET", f"{one}/download", self.download, call, "Download a file.", **download, **ERRORS),
+        ]
+
+    async def create(self, request: web.Request) -> web.StreamResponse:
+        """Store the field `content` of a form. The field `metadata` may hold a JSON object."""
+        if request.content_type != "multipart/form-data":
+            raise BadInput("The body is not a form.", remedy="Send multipart/form-data with a field content.")
+        await continue_body(request)
+        try:
+            async with asyncio.timeout(UPLOAD_TIMEOUT_S):
+                about = await self._receive(request, await request.multipart())
+        except TimeoutError:
+            raise InputTimeout(f"The upload took longer than {UPLOAD_TIMEOUT_S:.0f} s.") from None
+        except (ValueError, HttpProcessingError, web.RequestPayloadError) as error:
+            raise BadInput(f"The form is malformed: {type(error).__name__}.") from None
+        return json_response(self._shown(about, request), status=201)
+
+    async def list(self, request: web.Request) -> web.StreamResponse:
+        found = await asyncio.to_thread(self._store.list, owner_of(request))
+        return json_response(
+            {"previous": None, "next": None, "results": [self._shown(one, request) for one in found]}
+        )
+
+    async def show(self, request: web.Request) -> web.StreamResponse:
+        about, _ = await asyncio.to_thread(self._store.get, request.match_info["id"], owner_of(request))
+        return json_response(self._shown(about, request))
+
+    async def delete(self, request: web.Request) -> web.StreamResponse:
+        await asyncio.to_thread(self._store.delete, request.match_info["id"], owner_of(request))
+        return web.Response(status=204)
+
+    async def download(self, request: web.Request) -> web.StreamResponse:
+        _, path = await asyncio.to_thread(self._store.get, request.match_info["id"], owner_of(request))
+        # Never shown by a browser as a page of this gateway.
+        headers = {"Content-Type": BYTES_TYPE, "Content-Disposition": "attachment"}
+        return web.FileResponse(path, headers=headers)
+
+    async def sweep(self) -> None:
+        """Remove expired files now and every hour. Does not return."""
+        while True:
+            await asyncio.to_thread(self._store.sweep)
+            await asyncio.sleep(SWEEP_S)
+
+    async def given(
+        self, request: web.Request, body: bytes, found: Any, most: int | None
+    ) -> tuple[Any, dict[str, str]]:
+        """Return the parsed input `found` of `body` for the function, and the paths of its files by their URL.
+
+        A function in a container cannot read these paths. Then `most` is a number of bytes, and the files are in
+        the input, as data URLs. Raises InputInvalid, and InputTooLarge if they are larger than `most`.
+        """
+        marked = _MARK in body or _ESCAPED_MARK in body
+        urls = dict(_urls(found, self._origins.of(request).partition("//")[2])) if marked else {}
+        if not urls:
+            return found, {}
+        files = await asyncio.to_thread(self._files, urls, owner_of(request))
+        if most is None:
+            return found, {url: str(path) for url, (_, path) in files.items()}
+        if (size := sum(about.size for about, _ in files.values())) * 4 // 3 > most:
+            message = f"The input's files have {size} bytes. They reach a function in a container inside the body, of at most {most} bytes, a third more."
+            raise InputTooLarge(message, remedy="Send addresses from which the function can fetch them.")
+        contents = await asyncio.to_thread(_data_urls, files)
+        return _replaced(found, contents), {}
+
+    def _files(self, urls: dict[str, str], owner: str) -> dict[str, tuple[StoredFile, Path]]:
+        try:
+            return {url: self._store.get(file_id, owner) for url, file_id in urls.items()}
+        except UnknownFile as error:
+            raise InputInvalid(f"The input names a file that is not there. {error}") from None
+
+    async def _receive(self, request: web.Request, form: MultipartReader) -> StoredFile:
+        upload, kind, metadata = None, "", {}
+        await asyncio.to_thread(self._store.load)
+        try:
+            async for part in form:
+                if not isinstance(part, BodyPartReader):
+                    continue
+                if part.name == METADATA:
+                    metadata = _metadata(await _text(part))
+                elif part.name == CONTENT and upload is None:
+                    name = (part.filename or "file")[:MAX_NAME_CHARS]
+                    kind = part.headers.get("Content-Type", BYTES_TYPE)[:MAX_NAME_CHARS]
+                    # The form is larger than its file. Without a length it may have any.
+                    most = MAX_FILE_BYTES if request.content_length is None else request.content_length
+                    upload = self._store.begin(caller_of(request).owner, name, most)
+                    await _copy(part, upload)
+            if upload is None:
+                raise BadInput("The form has no file.", remedy=f"Send it as the field {CONTENT}.")
+            return await asyncio.to_thread(self._store.finish, upload, kind, metadata)
+        finally:
+            if upload is not None:
+                await asyncio.to_thread(self._store.discard, upload)
+
+    def _shown(self, about: StoredFile, request: web.Request) -> UploadedFile:
+        return UploadedFile(
+            id=about.id, name=about.name, content_type=about.content_type, size=about.size, etag=about.md5,
+            checksums={"sha256": about.sha256, "md5": about.md5}, metadata=about.metadata,
+            created_at=timestamp(about.created_s), expires_at=timestamp(expires_s(about)),
+            urls={"get": f"{self._origins.of(request)}/v1/files/{about.id}"},
+        )  # fmt: skip
+
+
+async def _copy(part: BodyPartReader, upload: Upload) -> None:
+    while block := await part.read_chunk(BLOCK_BYTES):
+        await asyncio.to_thread(upload.write, bytes(block))
+
+
+async def _text(part: BodyPartReader) -> bytes:
+    """Return the whole of a short field."""
+    found = b""
+    while block := await part.read_chunk(BLOCK_BYTES):
+        found += block
+        if len(found) > MAX_METADATA_BYTES:
+            raise BadInput(f"The field {METADATA} is larger than {MAX_METADATA_BYTES} bytes.")
+    return found
+
+
+def _metadata(text: bytes) -> dict[str, Any]:
+    found = load_json(text or b"{}")
+    if not isinstance(found, dict):
+        raise BadInput(f"The field {METADATA} is not a JSON object.", remedy="Send {} or leave it out.")
+    return found
+
+
+def _urls(found: Any, authority: str) -> Iterator[tuple[str, str]]:
+    """Yield (URL, id) of each file of this API in a parsed input. Other hosts than `authority` are not ours."""
+    stack = [found]
+    while stack:
+        one = stack.pop()
+        if isinstance(one, str):
+            if (match := _URL.fullmatch(one)) and (match[1] is None or match[1].lower() == authority.lower()):
+                yield one, match[2]
+        elif isinstance(one, dict):
+            stack.extend(one.values())
+        elif isinstance(one, list):
+            stack.extend(one)
+
+
+def _data_urls(files: Mapping[str, tuple[StoredFile, Path]]) -> dict[str, str]:
+    try:
+        return {
+            url: f"data:{media_type(about.name)}{_name(path)};base64,{base64.b64encode(path.read_bytes()).decode()}"
+            for url, (about, path) in files.items()
+        }
+    except OSError as error:
+        raise InputInvalid(f"A file of the input cannot be read: {error.strerror}.") from None
+
+
+def _name(path: Path) -> str:
+    """Return the parameter of a data URL that keeps the file's extension, if it is a plain one."""
+    return f";name={path.name}" if path.name.isascii() and path.name.replace(".", "").isalnum() else ""
+
+
+def _replaced(found: Any, contents: Mapping[str, str]) -> Any:
+    """Return a parsed input in which the texts that are keys of `contents` are replaced."""
+    if isinstance(found, str):
+        return contents.get(found, found)
+    if isinstance(found, dict):
+        return {name: _replaced(value, contents) for name, value in found.items()}
+    return [_replaced(value, contents) for value in found] if isinstance(found, list) else found

@@ -1,0 +1,163 @@
+"""Serves Replicate's predictions. A prediction is a job, whose end a request waits for only if it says so.
+
+`version`, the model's name and the deployment's name are the function's name. See `models.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+from aiohttp import web
+
+from ....errors import InputInvalid
+from ...access.keys import Scope
+from ...api.backend import ASYNC_BODY_BYTES, Backend
+from ...api.plugin import ApiPlugin
+from ...api.requests import caller_of, dump_json, owner_of, preferences_of
+from ...api.responses import json_response
+from ...api.routes import Route, header
+from ...jobs.job import Job
+from ...jobs.outbox import WebhookBodies
+from ..predictions.prediction import FORM, prediction_of, webhook_body
+from ..predictions.requests import (
+    Prediction,
+    PredictionRequest,
+    check_size,
+    find_prediction,
+    read_prediction,
+    shown,
+    wait_in,
+)
+from .account import AccountApi
+from .file_store import FileStore
+from .files import FilesApi
+from .models import CURSOR, OWNER, ModelsApi, page_of
+from .problem import ERRORS
+from .stream import StreamApi
+
+MAX_WAIT_S = 60.0
+PAGE = 100
+REMEDY = 'Send for example {"version": "hello", "input": {"text": "hello"}}.'
+PREFER = header("Prefer", f"wait or wait=seconds, {MAX_WAIT_S:.0f} at most.")
+
+
+class ReplicatePrediction(Prediction):
+    """A prediction as Replicate's clients read it."""
+
+    model: str
+    data_removed: bool
+    source: Literal["api"]
+    urls: dict[str, str]
+
+
+class ReplicateApi(ApiPlugin):
+    """The routes of Replicate's API."""
+
+    webhook_bodies: ClassVar[WebhookBodies] = {FORM: webhook_body}
+
+    def __init__(self, backend: Backend) -> None:
+        super().__init__(backend)
+        self._backend, self._jobs = backend, backend.jobs
+        self._models, self._stream = ModelsApi(backend), StreamApi(backend.jobs)
+        self._account = AccountApi(backend)
+        self._files = FilesApi(FileStore(backend.state / "files"), backend.origins)
+
+    async def sweep(self) -> None:
+        """Remove expired files that callers uploaded, now and every hour."""
+        await self._files.sweep()
+
+    def routes(self) -> list[Route]:
+        base, one, call, kind = "/v1/predictions", "/v1/predictions/{id}", Scope.INVOKE, ReplicatePrediction
+        errors = (400, 404, 408, 409, 413, 422, 503)
+        create: dict[str, Any] = {
+            "status": 201, "body": PredictionRequest, "errors": errors, "parameters": (PREFER,), **ERRORS,
+        }  # fmt: skip
+        found: dict[str, Any] = {"errors": (404, 410, 503), **ERRORS}
+        listing: dict[str, Any] = {"errors": (404, 503), "parameters": (CURSOR,), **ERRORS}
+        model, deployment = (
+            "/v1/models/{owner}/{name}/predictions",
+            "/v1/deployments/{owner}/{name}/predictions",
+        )
+        own = [
+            Route("POST", base, self.create, call, "Make a prediction.", kind, **create),
+            Route("POST", model, self.create, call, "Make a prediction with a model.", kind, **create),
+            Route(
+                "POST", deployment, self.create, call, "Make a prediction with a deployment.", kind, **create
+            ),
+            Route(
+                "GET", base, self.list, call, "List predictions, the newest first.", page_of(kind), **listing
+            ),
+            Route("GET", one, self.show, call, "Show a prediction.", kind, **found),
+            Route("POST", f"{one}/cancel", self.cancel, call, "Cancel a prediction.", kind, **found),
+        ]
+        return [
+            *own,
+            *self._models.routes(),
+            *self._account.routes(),
+            *self._files.routes(),
+            *self._stream.routes(),
+        ]
+
+    async def create(self, request: web.Request) -> web.StreamResponse:
+        """Make a prediction. If it has not ended when the wait is over, its status is `starting`."""
+        wait_s = preferred_wait(preferences_of(request))
+        most = min(self._backend.max_body_bytes, ASYNC_BODY_BYTES)
+        wanted, body = await read_prediction(request, self._backend, most, REMEDY)
+        reference = request.match_info.get("name") or wanted.version
+        if not reference:
+            raise InputInvalid("The prediction names no version.", remedy=REMEDY)
+        live = self._models.live(request, reference)
+        check_size(live, body)
+        settings = live.record.settings
+        fields = wanted.fields(None, caller_of(request).owner, request.headers, waits=False)
+        inside = None if settings.image.name is None else min(most, settings.max_body_bytes)
+        given, files = await self._files.given(request, body, wanted.input, inside)
+        if files:
+            fields["extra"]["prediction"]["files"] = files
+        job, replayed = await self._backend.submit(request, live, dump_json(given), **fields)
+        if wait_s:
+            job = await self._jobs.wait(job.function, job.id, wait_s)
+        found = await self._shown(request, job)
+        if wait_s and not job.state.final:
+            # Replicate's clients take every other status for the end of the prediction.
+            found["status"] = "starting"
+        return json_response(found, status=201, headers=replayed)
+
+    async def list(self, request: web.Request) -> web.StreamResponse:
+        """List the caller's predictions, without inputs and outputs."""
+        names, owner = self._backend.names(request), owner_of(request)
+        cursor = request.query.get(CURSOR.name, "")
+        jobs = await self._jobs.store.latest(names, PAGE, cursor, owner)
+        base = f"{self._backend.origins.of(request)}/v1/predictions"
+        following = f"{base}?cursor={jobs[-1].id}" if len(jobs) == PAGE else None
+        before = None
+        if cursor:
+            # The page before ends with the job of the cursor.
+            newer = [cursor, *await self._jobs.store.newer_ids(names, PAGE, cursor, owner)]
+            before = f"{base}?cursor={newer[PAGE]}" if len(newer) > PAGE else base
+        results = [self._whole(request, job, prediction_of(job)) for job in jobs]
+        return json_response({"previous": before, "next": following, "results": results})
+
+    async def show(self, request: web.Request) -> web.StreamResponse:
+        return json_response(await self._shown(request, await find_prediction(request, self._backend)))
+
+    async def cancel(self, request: web.Request) -> web.StreamResponse:
+        job = await find_prediction(request, self._backend)
+        cancelled = await self._jobs.store.cancel(job.function, job.id, owner_of(request))
+        return json_response(await self._shown(request, cancelled))
+
+    async def _shown(self, request: web.Request, job: Job) -> dict[str, Any]:
+        return self._whole(request, job, await shown(job, self._jobs))
+
+    def _whole(self, request: web.Request, job: Job, prediction: dict[str, Any]) -> dict[str, Any]:
+        origin = self._backend.origins.of(request)
+        own = f"{origin}/v1/predictions/{job.id}"
+        urls = {"get": own, "cancel": f"{own}/cancel", "stream": origin + self._stream.path(job)}
+        more = {"model": f"{OWNER}/{job.function}", "data_removed": False, "source": "api", "urls": urls}
+        return prediction | {"id": job.id} | more
+
+
+def preferred_wait(preferences: Mapping[str, str]) -> float:
+    """Return the seconds for which the caller prefers to wait; 0 if they do not."""
+    return MAX_WAIT_S if preferences.get("wait") == "" else wait_in(preferences, MAX_WAIT_S) or 0.0

@@ -1,0 +1,96 @@
+"""Streams the output of a prediction as server-sent events, as Replicate does, to whoever has its signed URL.
+
+Replicate's clients for browsers and Node open the URL of a stream without an API key. So the URL itself is
+the permission: it holds a signature of the prediction's id that only the gateway can make. Receivers of webhooks
+cannot make it, although they know the function's webhook secret.
+"""
+
+from __future__ import annotations
+
+import hmac
+import re
+from collections.abc import Iterator, Sequence
+
+import orjson
+from aiohttp import web
+
+from ...api.event_stream import EVENTS, JobEncoder, send_job
+from ...api.routes import Parameter, Route
+from ...jobs import queries
+from ...jobs.job import Job, JobState
+from ...jobs.jobs import Jobs
+from ..predictions.prediction import prediction_of
+from .problem import ERRORS
+
+SIGNATURE = Parameter("signature", "As in `urls.stream` of the prediction.", required=True)
+PATH = "/v1/streams/{id}"
+_REASONS = {JobState.CANCELLED: "canceled", JobState.FAILED: "error", JobState.TIMED_OUT: "error"}
+_LINE_END = re.compile(r"\r\n|\r|\n")
+
+
+class StreamApi:
+    """The route of streams."""
+
+    def __init__(self, jobs: Jobs) -> None:
+        self._jobs = jobs
+
+    def routes(self) -> list[Route]:
+        stream = "Stream the output of a prediction."
+        return [
+            Route(
+                "GET", PATH, self.stream, None, stream, EVENTS, errors=(404, 410, 503), parameters=(SIGNATURE,),
+                public=True, **ERRORS,
+            )
+        ]  # fmt: skip
+
+    def path(self, job: Job) -> str:
+        """Return the path and the query of a job's stream."""
+        return f"{PATH.format(id=job.id)}?{SIGNATURE.name}={self._signature(job)}"
+
+    async def stream(self, request: web.Request) -> web.StreamResponse:
+        job_id = request.match_info["id"]
+        # The signature stands for the owner, so the job may be anybody's.
+        job = await self._jobs.store.find(job_id, lambda _: True, ())
+        sent = request.query.get(SIGNATURE.name, "")
+        if not hmac.compare_digest(sent.encode(errors="replace"), self._signature(job).encode()):
+            raise queries.unknown(job_id)
+        return await send_job(request, self._jobs, job, _encoder())
+
+    def _signature(self, job: Job) -> str:
+        return self._jobs.seal("stream", job)
+
+
+def _encoder() -> JobEncoder:
+    last = 0
+
+    def encode(job: Job, pieces: Sequence[tuple[int, bytes]]) -> Iterator[bytes]:
+        nonlocal last
+        for number, piece in pieces:
+            last = number
+            yield _event("output", _text(piece), number)
+        if not job.state.final or pieces:
+            return
+        if job.state is JobState.COMPLETED and not job.pieces and job.output:
+            last += 1
+            yield _event(
+                "output", str(prediction_of(job)["output"]) if job.output_type else _text(job.output), last
+            )
+        if job.error is not None:
+            last += 1
+            yield _event("error", str(job.error.get("message", "")), last)
+        reason = {"reason": _REASONS[job.state]} if job.state in _REASONS else {}
+        yield _event("done", orjson.dumps(reason).decode(), last + 1)
+
+    return encode
+
+
+def _event(name: str, text: str, number: int) -> bytes:
+    """Return an event. Clients join the lines of its data."""
+    lines = "".join(f"data: {line}\n" for line in _LINE_END.split(text))
+    return f"event: {name}\nid: {number}\n{lines}\n".encode()
+
+
+def _text(piece: bytes) -> str:
+    """Return a piece of an output: text as it is, anything else as JSON."""
+    found = orjson.loads(piece)
+    return found if isinstance(found, str) else piece.decode()

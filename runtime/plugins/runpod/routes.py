@@ -1,0 +1,293 @@
+"""Serves the routes of RunPod's queue API. A failed job is returned with status 200, not as an error."""
+
+# ruff: noqa: N815
+
+from __future__ import annotations
+
+import math
+import time
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any, Literal, NotRequired
+
+import orjson
+from aiohttp import web
+from pydantic import BaseModel, Field, NonNegativeInt, PositiveInt, with_config
+from typing_extensions import TypedDict
+
+from ....errors import BadInput, InputInvalid
+from ....handlers.codec import JSON_TYPE
+from ...access.keys import Scope
+from ...api.backend import ASYNC_BODY_BYTES, REPLAYED_HEADER, SUBMIT_PARAMETERS, Accepted, Backend, Submitted
+from ...api.event_stream import EVENTS, JobEncoder, accepts_events, event, send_job
+from ...api.plugin import ApiPlugin
+from ...api.requests import dump_json, load_json, owner_of, validate
+from ...api.responses import ErrorFields, Handler, Timestamp, json_response, timestamp
+from ...api.routes import Choices, Number, Parameter, Route, header
+from ...functions.live import Live
+from ...jobs.job import BATCH_PRIORITY, LOW_PRIORITY, Job, JobState, Webhook
+from ...telemetry.invocation_end import Source
+
+MAX_LISTED = 1000
+MIN_WAIT_MS, MAX_WAIT_MS = 1000, 300_000
+MAX_POLLERS = 10_000
+PIECES_PER_POLL = 1000
+WAIT = Number("wait", f"Milliseconds to wait for the end, {MAX_WAIT_MS} at most.", 90_000)
+AFTER = Number("after", "The number of the last piece that was seen; by default, that of the last poll.")
+STATUS = Choices("status", "Only jobs in these states.", JobState)
+LIMIT = Number("limit", f"The largest number of jobs, {MAX_LISTED} at most.", 100)
+BEFORE = Parameter("before", "A job's id: only older ones.")
+SUBMIT_ERRORS = (400, 404, 408, 409, 413, 422, 503)
+JOB_ERRORS = (404, 410, 503)
+_PRIORITIES = {"normal": 0, "low": LOW_PRIORITY, "batch": BATCH_PRIORITY}
+
+
+class JobPolicy(BaseModel, frozen=True, extra="ignore"):
+    """How a job is treated; times in milliseconds."""
+
+    executionTimeout: int | None = Field(None, ge=1, le=7 * 86_400_000)
+    ttl: int | None = Field(None, ge=1, le=365 * 86_400_000)
+    lowPriority: bool = False
+    priority: Literal["normal", "low", "batch"] | None = None
+
+
+class JobRequest(BaseModel, frozen=True, extra="ignore", title="JobOrder"):
+    """A job as it is submitted. Unknown keys are ignored, as RunPod does."""
+
+    input: Any
+    webhook: str | None = Field(None, max_length=2048)
+    webhook_events: tuple[Literal["start", "output", "logs", "completed"], ...] = ("completed",)
+    policy: JobPolicy = JobPolicy()
+
+    def fields(self) -> dict[str, Any]:
+        """Return the fields of NewJob that this request sets. The function's settings give the others."""
+        policy = self.policy
+        priority = _PRIORITIES[policy.priority] if policy.priority else int(policy.lowPriority)
+        source: Source = "batch" if policy.priority == "batch" else "job"
+        fields: dict[str, Any] = {"priority": priority, "source": source}
+        for name, ms in (("execution_timeout_s", policy.executionTimeout), ("ttl_s", policy.ttl)):
+            if ms is not None:
+                fields[name] = ms / 1000
+        if self.webhook:
+            fields["webhook"] = Webhook(self.webhook, self.webhook_events)
+        return fields
+
+
+@with_config(title="Job")
+class JobStatus(TypedDict):
+    """A job. How its handler failed is data, with status 200."""
+
+    id: str
+    status: JobState
+    function: str
+    output: NotRequired[Annotated[Any, Field(description="While the job runs, its progress.")]]
+    output_type: NotRequired[Annotated[str, Field(description="Of output that is not JSON: it is Base64.")]]
+    error: NotRequired[str]
+    errorDetails: NotRequired[ErrorFields]
+    pieces: NotRequired[NonNegativeInt]
+    delayTime: NonNegativeInt
+    executionTime: NonNegativeInt
+    workerId: str
+    attempts: NonNegativeInt
+    retries: NonNegativeInt
+    createdAt: Timestamp
+    logs: NotRequired[str]
+
+
+class JobPiece(TypedDict):
+    """A piece of a streamed output."""
+
+    output: Any
+    number: PositiveInt
+
+
+JOBS = {"requests": Annotated[list[JobStatus], Field(max_length=MAX_LISTED)]}
+PIECES = {"id": str, "status": JobState, "stream": list[JobPiece]}
+PURGED = {"removed": NonNegativeInt, "status": Literal["completed"]}
+_JOB_COUNTS = ("completed", "failed", "inProgress", "inQueue", "retried", "cancelled")
+_WORKER_COUNTS = ("idle", "running", "initializing", "ready", "throttled", "unhealthy", "draining")
+HEALTH = {
+    "jobs": dict.fromkeys(_JOB_COUNTS, NonNegativeInt),
+    "workers": dict.fromkeys(_WORKER_COUNTS, NonNegativeInt),
+}
+
+
+def shown(job: Job) -> dict[str, Any]:
+    """Return a job as a JobStatus, to be written by orjson."""
+    counts = {"attempts": job.attempts, "retries": job.retries}
+    found = job.status(time.time()) | counts | {"createdAt": timestamp(job.created_s)}
+    if job.logs:
+        found["logs"] = job.logs
+    if job.error is not None:
+        # RunPod's clients expect a string as `error`.
+        found["error"], found["errorDetails"] = str(job.error.get("message", "")), dict(job.error)
+    return found
+
+
+class QueueApi(ApiPlugin):
+    """The routes of a function's jobs, below /v2/{function}."""
+
+    def __init__(self, backend: Backend) -> None:
+        super().__init__(backend)
+        self._backend = backend
+        self._jobs = backend.jobs
+        # By job and owner: the number of the last piece that a poll has returned; those polled last are at the
+        # end. The polls of an administrator take no piece from the job's owner.
+        self._polled: OrderedDict[tuple[str, str], int] = OrderedDict()
+
+    def routes(self) -> list[Route]:
+        def row(method: str, path: str, handler: Handler, summary: str, response: Any, **more: Any) -> Route:
+            path, more = f"/v2/{{function}}/{path}", {"errors": JOB_ERRORS} | more
+            return Route(method, path, handler, Scope.INVOKE, summary, response, **more)
+
+        submit = {"body": JobRequest, "errors": SUBMIT_ERRORS, "headers": REPLAYED_HEADER}
+        timed = submit | {"parameters": (WAIT, *SUBMIT_PARAMETERS)}
+        waiting = {"parameters": (WAIT,), "errors": (400, *JOB_ERRORS)}
+        stream = {"parameters": (AFTER, header("Last-Event-ID")), "errors": (400, *JOB_ERRORS)}
+        listing = {"parameters": (STATUS, LIMIT, BEFORE), "errors": (400, *JOB_ERRORS)}
+        retry = {"errors": (409, *JOB_ERRORS)}
+        pieces, poll = {JSON_TYPE: PIECES, **EVENTS}, "Return pieces since the last poll, or all as events."
+        return [
+            row("POST", "run", self.run, "Submit a job.", Accepted, parameters=SUBMIT_PARAMETERS, **submit),
+            row("POST", "runsync", self.runsync, "Submit a job and wait for its end.", JobStatus, **timed),
+            row("GET", "status/{job}", self.status, "Show a job.", JobStatus),
+            row("POST", "status/{job}", self.status, "Show a job.", JobStatus),
+            row("GET", "status-sync/{job}", self.status_sync, "Wait for a job's end.", JobStatus, **waiting),
+            row("GET", "stream/{job}", self.stream, poll, pieces, **stream),
+            row("POST", "stream/{job}", self.stream, poll, pieces, **stream),
+            row("POST", "cancel/{job}", self.cancel, "Cancel a job unless it has ended.", JobStatus),
+            row("POST", "retry/{job}", self.retry, "Queue a failed job again.", JobStatus, **retry),
+            row("POST", "purge-queue", self.purge, "Cancel all jobs that wait.", PURGED),
+            row("GET", "health", self.health, "Count jobs and workers by state.", HEALTH),
+            row("GET", "requests", self.requests, "List jobs, the newest first.", JOBS, **listing),
+        ]
+
+    async def run(self, request: web.Request) -> web.StreamResponse:
+        job, headers = await self._submit(request, ASYNC_BODY_BYTES)
+        return json_response(Accepted(id=job.id, status=job.state), headers=headers)
+
+    async def runsync(self, request: web.Request) -> web.StreamResponse:
+        """Submit a job. Respond with its state when it has ended, or when the time in `?wait=` is over."""
+        wait_s = _wait_s(request)
+        job, headers = await self._submit(request, wait_s=wait_s)
+        return json_response(shown(job), headers=headers)
+
+    async def status(self, request: web.Request) -> web.StreamResponse:
+        return json_response(shown(await self._job(request)))
+
+    async def status_sync(self, request: web.Request) -> web.StreamResponse:
+        """Respond with a job when it has ended, or when the time in `?wait=` is over."""
+        wait_s, job = _wait_s(request), await self._job(request)
+        return json_response(shown(await self._jobs.wait(job.function, job.id, wait_s)))
+
+    async def cancel(self, request: web.Request) -> web.StreamResponse:
+        return json_response(shown(await self._jobs.store.cancel(*_named(request))))
+
+    async def retry(self, request: web.Request) -> web.StreamResponse:
+        self._live(request)
+        return json_response(shown(await self._jobs.store.retry(*_named(request))))
+
+    async def purge(self, request: web.Request) -> web.StreamResponse:
+        removed = await self._jobs.purge(self._live(request).record.function, owner_of(request))
+        return json_response({"removed": removed, "status": "completed"})
+
+    async def health(self, request: web.Request) -> web.StreamResponse:
+        live = self._live(request)
+        counts = await self._jobs.store.counts(live.record.function, owner_of(request))
+        census = live.workers.census()
+        running, failures = min(census.ready, census.in_flight), live.workers.breaker.failures
+        health = {
+            "jobs": {
+                "completed": counts.completed, "failed": counts.failed, "inProgress": counts.in_progress,
+                "inQueue": counts.in_queue, "retried": counts.retried, "cancelled": counts.cancelled,
+            },
+            "workers": {
+                "idle": census.ready - running + census.parked, "running": running, "initializing": census.starting,
+                "ready": census.ready, "throttled": _throttled(live, max(census.queued, counts.in_queue)),
+                "unhealthy": 0 if census.ready else failures, "draining": census.draining,
+            },
+        }  # fmt: skip
+        return json_response(health)
+
+    async def requests(self, request: web.Request) -> web.StreamResponse:
+        live = self._live(request)
+        limit, before = min(max(1, LIMIT.read(request)), MAX_LISTED), request.query.get("before", "")
+        function, states, owner = live.record.function, STATUS.read(request), owner_of(request)
+        found = await self._jobs.store.newest(function, states, limit, before, owner)
+        return json_response({"requests": [shown(job) for job in found]})
+
+    async def stream(self, request: web.Request) -> web.StreamResponse:
+        """Return the pieces after `?after=` or, without it, since the last poll, or send all as events."""
+        job = await self._job(request)
+        if accepts_events(request):
+            return await send_job(request, self._jobs, job, _encoder())
+        polls, poller = "after" not in request.query, (job.id, owner_of(request))
+        after = self._polled.get(poller, 0) if polls else AFTER.read(request)
+        pieces = await self._jobs.store.pieces(job.id, after, PIECES_PER_POLL)
+        job = await self._jobs.store.get(job.function, job.id) if not pieces else job
+        # RunPod's clients do not send `?after=`: their next poll continues after the stored number.
+        if polls and pieces:
+            self._polled[poller] = pieces[-1][0]
+            self._polled.move_to_end(poller)
+            if len(self._polled) > MAX_POLLERS:
+                self._polled.popitem(last=False)
+        # The job has ended and all pieces were returned. The next poll starts with the first piece again.
+        elif polls and job.state.final:
+            self._polled.pop(poller, None)
+        found = [{"output": orjson.Fragment(piece), "number": number} for number, piece in pieces]
+        return json_response({"id": job.id, "status": job.state, "stream": found})
+
+    def _live(self, request: web.Request) -> Live:
+        return self._backend.functions.get(request.match_info["function"])
+
+    async def _job(self, request: web.Request) -> Job:
+        """Return the job, also if its function was deleted. Raises UnknownJob or JobExpired."""
+        return await self._jobs.store.get(*_named(request))
+
+    async def _submit(
+        self, request: web.Request, most: int | None = None, wait_s: float | None = None
+    ) -> Submitted:
+        live, body = await self._backend.read_body(request, request.match_info["function"], most)
+        found, remedy = load_json(body), 'Send {"input": …}.'
+        if not isinstance(found, dict) or "input" not in found:
+            raise BadInput("The body has no input.", remedy=remedy)
+        wanted = validate(JobRequest, found, remedy, InputInvalid)
+        body = dump_json(wanted.input)
+        job, replayed = await self._backend.submit(request, live, body, wait_s=wait_s, **wanted.fields())
+        return job, replayed | {"X-Request-Id": job.id}
+
+
+def _throttled(live: Live, queued: int) -> int:
+    """Return how many workers the queue needs that a limit of the node, or failed starts, keep from starting."""
+    workers = live.workers
+    if workers.reached is None and not workers.breaker.failures:
+        return 0
+    census, scale = workers.census(), live.revision.policy.scale
+    missing = scale.max - census.ready - census.parked - census.starting
+    return max(0, min(math.ceil(queued / scale.concurrency) - census.starting, missing))
+
+
+def _named(request: web.Request) -> tuple[str, str, str]:
+    """Return the function and the job that the path names, and the owner that the job must have."""
+    return request.match_info["function"], request.match_info["job"], owner_of(request)
+
+
+def _wait_s(request: web.Request) -> float:
+    return min(max(WAIT.read(request), MIN_WAIT_MS), MAX_WAIT_MS) / 1000
+
+
+def _encoder() -> JobEncoder:
+    state = None
+
+    def encode(job: Job, pieces: Sequence[tuple[int, bytes]]) -> Iterator[bytes]:
+        nonlocal state
+        if job.state is not state and not job.state.final:
+            state = job.state
+            yield event("status", orjson.dumps({"status": state}))
+        for number, piece in pieces:
+            yield event("output", piece, number)
+        if job.state.final and not pieces:
+            name = "completed" if job.state is JobState.COMPLETED else "error"
+            yield event(name, orjson.dumps(shown(job)))
+
+    return encode
