@@ -251,7 +251,7 @@ async def startup(
 
     jobs = await _open_jobs(state, functions, settings, disk, previous, plugin_apis.values(), stack)
     sources = Sources(
-        jobs, tasks, functions.log, drain_s=settings.drain_s, on_backlog=functions.expect
+        jobs, tasks, functions.log, drain_s=settings.drain_s, on_backlog=functions.expect, plugins=settings.plugins
     )  # fmt: skip
     prewarming = Prewarming(functions, learned=settings.learn_upstreams)
     await _connect(functions, jobs, sources, prewarming, stack)

@@ -61,7 +61,9 @@ class Burst:
 @contextmanager
 def deployed(names: list[str]) -> Iterator[Control]:
     """A gateway with each function twice: one that scales from zero, and one with a single worker that stays."""
-    with start_pilotflame() as server, tempfile.TemporaryDirectory(prefix="pilotflame-burst-") as folder:
+    # Otherwise a function that is called after another one gets a worker ahead.
+    quiet = {"PILOTFLAME_LEARN_UPSTREAMS": "false"}
+    with start_pilotflame(quiet) as server, tempfile.TemporaryDirectory(prefix="pilotflame-burst-") as folder:
         control = Control(server.url)
         try:
             for name in names:

@@ -152,7 +152,7 @@ def forget_habits(state: Path) -> None:
         file.unlink()
     for file in (folder / "functions").glob("*.json"):
         known = json.loads(file.read_text())
-        kept = ("held_bytes", "wakes_s", "build_s", "on_device")
+        kept = ("held_bytes", "wakes_s", "build_s", "devices")
         file.write_text(json.dumps({key: known[key] for key in kept}))
 
 
@@ -165,7 +165,7 @@ def habits_of(state: Path, name: str) -> dict[str, Any]:
 def figures_of(habits: dict[str, Any]) -> RungFigures:
     held = {RungName(rung): value for rung, value in habits["held_bytes"].items()}
     wakes = {RungName(rung): tuple(values) for rung, values in habits["wakes_s"].items()}
-    return RungFigures(held, wakes, habits["build_s"], habits["on_device"])
+    return RungFigures(held, wakes, habits["build_s"], habits["devices"])
 
 
 async def replay_live(fleet: Sequence[Caller], url: str) -> None:

@@ -26,12 +26,11 @@ from ...errors import BusFailed, PilotflameError
 from ..functions.live import SourceStatus
 from ..jobs.job import Job, JobState, NewJob
 from ..jobs.jobs import Jobs
-from ..settings.event_source import MAX_VISIBILITY_S, EventSource
+from ..settings.event_source import EventSource
 from ..settings.function_settings import FunctionSettings
 from ..telemetry.background import BackgroundTasks
 from ..telemetry.timeline import TRACEPARENT
-from .sinks import Sink
-from .sqs import BATCH, Message, MessageQueue
+from .message_queue import Message, MessageQueue, Sink
 
 EXTENSIONS = 3
 """How many times per visibility timeout the timeouts of messages in progress are renewed."""
@@ -97,7 +96,7 @@ class Consumer:
     def status(self) -> SourceStatus:
         """Return whether the queue can be reached, and how many messages were run."""
         return SourceStatus(
-            queue=self.source.queue, state=self._state, in_flight=len(self._messages), lag_s=self._lag_s,
+            queue=self.source.address, state=self._state, in_flight=len(self._messages), lag_s=self._lag_s,
             completed=self.ended["completed"], left=self.ended["left"], backlog=self._backlog,
             last_error=self._last_error, last_error_at=self._last_error_at,
         )  # fmt: skip
@@ -166,7 +165,7 @@ class Consumer:
         if not received:
             self._backlog = 0
         now_s = time.monotonic()
-        if received < min(room, BATCH) or now_s < self._look_at_s:
+        if received < min(room, self._queue.batch) or now_s < self._look_at_s:
             return
         self._look_at_s = now_s + BACKLOG_S
         try:
@@ -210,7 +209,7 @@ class Consumer:
             while not self._messages:
                 self._changed.clear()
                 await self._changed.wait()
-            await asyncio.sleep(self.source.visibility_s / EXTENSIONS)
+            await asyncio.sleep(self.source.lease_s / EXTENSIONS)
             try:
                 async with self._visibility:
                     kept = [one for one in self._messages.values() if one.id not in self._left]
@@ -242,7 +241,9 @@ class Consumer:
             return await self._run_job(message)
         except TimeoutError:
             self._end_group(message)
-            self._log(f"message {message.id}: its job did not end in {MAX_VISIBILITY_S} s; left to the queue")
+            self._log(
+                f"message {message.id}: its job did not end in {self.source.longest_s:.0f} s; left to the queue"
+            )
         except Exception as error:  # noqa: BLE001  whatever it is, the function's log has it
             await self._leave(message, f"{_text_of(error)} The message is left to the queue.")
         finally:
@@ -298,12 +299,12 @@ class Consumer:
     async def _ended_job(self, message: Message) -> Job:
         """Submit the message's job, wait until it is final and return it.
 
-        A queued job is cancelled when the consumer stops. Raises TimeoutError after MAX_VISIBILITY_S.
+        A queued job is cancelled when the consumer stops. Raise TimeoutError after `EventSource.longest_s`.
         """
         job = await self._submit(message)
         with self._jobs.watch(job.id) as news:
             self._news[message.id] = news
-            async with asyncio.timeout(MAX_VISIBILITY_S):
+            async with asyncio.timeout(self.source.longest_s):
                 while True:
                     job = await self._jobs.store.get(job.function, job.id)
                     if job.state.final:
@@ -314,7 +315,7 @@ class Consumer:
                     news.clear()
 
     async def _submit(self, message: Message) -> Job:
-        key = f"sqs:{self.source.queue}:{message.id}"
+        key = f"{self.source.type}:{self.source.address}:{message.id}"
         job, replayed = await self._jobs.submit(self._new_job(message, key))
         if replayed and job.state in (JobState.FAILED, JobState.TIMED_OUT):
             return await self._jobs.store.retry(job.function, job.id)

@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
+from importlib import import_module
 
 from ..functions.live import SourceStatus
 from ..jobs.jobs import Jobs
+from ..settings.event_source import EventSource
 from ..settings.function_settings import FunctionSettings
 from ..telemetry.background import BackgroundTasks
 from ..telemetry.metrics import Reading
 from .consumer import Consumer
-from .sinks import open_sink
-from .sqs import MessageQueue
+from .message_queue import MessageQueue, Sink
 
 SETTLE_S = 2.0
 """How much longer than the drain a consumer may take, to store results and release messages."""
+
+
+def _opened(source: EventSource) -> tuple[MessageQueue, Sink | None]:
+    module, _, name = source.opener.partition(":")
+    opened: tuple[MessageQueue, Sink | None] = getattr(import_module(module), name)(source)
+    return opened
 
 
 class Sources:
@@ -25,9 +32,11 @@ class Sources:
 
     def __init__(
         self, jobs: Jobs, tasks: BackgroundTasks, log: Callable[[str, str], None], *, drain_s: float,
-        on_backlog: Callable[[str, int], None] = lambda _function, _messages: None,
+        on_backlog: Callable[[str, int], None] = lambda _function, _messages: None, plugins: Collection[str] | None = None,
     ) -> None:  # fmt: skip
-        """`on_backlog` is called with a function and the number of messages that wait for it in a queue."""
+        """`on_backlog` is called with a function and the number of messages that wait for it in a queue. `plugins` are the
+        kinds of sources that are on; None for all."""
+        self._plugins = plugins
         self._jobs = jobs
         self._tasks = tasks
         self._log = log
@@ -44,14 +53,18 @@ class Sources:
         before = {consumer.source: consumer for consumer in self._consumers.pop(name, [])}
         consumers: list[Consumer] = []
         for source in dict.fromkeys(settings.source):
+            if self._plugins is not None and source.type not in self._plugins:
+                text = f"the plugin {source.type!r} is not in `plugins`: its messages stay in the queue"
+                self._log_source(name, source.queue_name, text)
+                continue
             consumer = before.pop(source, None)
             if consumer is not None:
                 # The consumer of an unchanged source goes on, so a new revision does not affect its messages.
                 consumer.update(settings)
             else:
-                queue, log = MessageQueue(source), partial(self._log_source, name, source.queue_name)
+                log = partial(self._log_source, name, source.queue_name)
                 told = partial(self._on_backlog, name)
-                consumer = Consumer(settings, source, self._jobs, queue, open_sink(source), log, told)
+                consumer = Consumer(settings, source, self._jobs, *_opened(source), log, told)
                 consumer.start(self._tasks)
             consumers.append(consumer)
         if consumers:

@@ -139,8 +139,9 @@ def _settings(folder: Path, request: Deployment, dialects: Dialects) -> tuple[Fu
         raise BaseChanged(message, remedy="Upload the whole folder.")
     if settings.image.unbuilt:
         raise _unbuilt(settings)
-    if settings.source and not is_installed("boto3"):
-        raise missing("A [[source]] table", "boto3")
+    for source in settings.source:
+        if source.package and not is_installed(source.package):
+            raise missing(f"A [[source]] of type {source.type!r}", source.package)
     return settings, needs
 
 

@@ -1,93 +1,66 @@
-"""Defines and validates the settings of an event source, which is a `[[source]]` table of pilotflame.toml."""
+"""Defines what all event sources have: the `[[source]]` tables of pilotflame.toml. Plugins define their kinds."""
 
 from __future__ import annotations
 
-import re
-from typing import Annotated, Literal
-from urllib.parse import urlsplit
+from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, GetCoreSchemaHandler
+from pydantic_core import CoreSchema, core_schema
 
-from .validation import checked
-
-MAX_VISIBILITY_S = 43_200
-"""The longest visibility timeout that SQS accepts, in seconds."""
-_BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
-_QUEUE_NAME = re.compile(r"[A-Za-z0-9_-]{1,80}(\.fifo)?")
-_AMAZON_HOST = re.compile(r"sqs\.([a-z0-9-]+)\.amazonaws\.com(\.cn)?")
-
-
-def _url_problem(url: str) -> str | None:
-    """Return what is wrong with `url`, or None. The URL is not quoted, since it may hold a password."""
-    try:
-        parts = urlsplit(url)
-        _ = parts.port
-    except ValueError as error:
-        return str(error)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        return "it must begin with http:// or https:// and name a host"
-    if parts.username is not None or parts.query or parts.fragment:
-        return "it must not have a user, a query or a fragment"
-    return None
-
-
-def _queue_problem(url: str) -> str | None:
-    problem = _url_problem(url)
-    if problem is None and not _QUEUE_NAME.fullmatch(urlsplit(url).path.rpartition("/")[2]):
-        problem = "it must end with the queue's name"
-    return problem and f"source.queue is not a queue's URL: {problem}"
-
-
-def _endpoint_problem(url: str | None) -> str | None:
-    problem = None if url is None else _url_problem(url)
-    return problem and f"source.endpoint_url is not a URL: {problem}"
-
-
-def _result_problem(text: str | None) -> str | None:
-    scheme, _, rest = (text or "").partition("://")
-    is_bucket = scheme == "s3" and _BUCKET.fullmatch(rest.partition("/")[0])
-    is_queue = scheme == "sqs" and _QUEUE_NAME.fullmatch(rest)
-    if text is None or is_bucket or is_queue or _queue_problem(text) is None:
-        return None
-    return "source.result is not a destination; allowed: sqs://queue-name, a queue's URL, s3://bucket/prefix"
+from ...entry_points import SOURCES, load
 
 
 class EventSource(BaseModel, frozen=True, extra="forbid", strict=True):
-    """A queue whose messages are run as jobs, and where the results go."""
+    """A queue whose messages are run as jobs.
 
-    type: Literal["sqs"] = Field(description="The kind of message bus.")
-    queue: Annotated[str, checked(_queue_problem)] = Field(description="The queue's URL.")
+    A plugin offers a subclass under the entry point group `pilotflame.sources`. The entry's name is the value of `type`.
+    """
+
+    opener: ClassVar[str]
+    """The function that makes the `MessageQueue` and the `Sink` (or None) of a source, as "package.module:name". It does not
+    connect yet."""
+    package: ClassVar[str] = ""
+    """The optional package that it needs; "" for none."""
+    extra: ClassVar[str] = ""
+    """The extra of pilotflame that installs that package."""
+    longest_s: ClassVar[float] = 43_200
+    """How long a message may be in progress."""
+
+    type: str = Field(description="The kind of message bus.")
     concurrency: int | None = Field(
         None, ge=1, le=10_000, description="Messages in progress; by default as many as all workers can run."
-    )
-    visibility_s: int = Field(
-        60, ge=1, le=MAX_VISIBILITY_S, description="Visibility timeout, renewed while the message's job runs."
     )
     backoff_s: int = Field(
         5, ge=0, le=900, description="Seconds before a failed job's message is retried; doubled up to 900."
     )
-    result: Annotated[str | None, checked(_result_problem)] = Field(
-        None, description="Where results go: sqs://queue-name, a queue's URL, or s3://bucket/prefix."
-    )
-    endpoint_url: Annotated[str | None, checked(_endpoint_problem)] = Field(
-        None, description="The endpoint of SQS and S3; by default the queue's host, or Amazon's."
-    )
-    region: str | None = Field(None, min_length=1, description="The region; by default the queue's.")
-    profile: str | None = Field(None, min_length=1, description="A profile in the gateway's AWS files.")
 
     @property
     def queue_name(self) -> str:
-        return self.queue.rpartition("/")[2]
+        """A short name, for logs and metrics."""
+        raise NotImplementedError
 
     @property
-    def region_name(self) -> str | None:
-        """The region that is set, or else the region in the queue's URL. None if there is neither."""
-        found = _AMAZON_HOST.fullmatch(urlsplit(self.queue).hostname or "")
-        return self.region or (found[1] if found else None)
+    def address(self) -> str:
+        """What identifies the queue. Messages of two sources with the same address and id are the same message."""
+        raise NotImplementedError
 
     @property
-    def sqs_endpoint(self) -> str | None:
-        """The endpoint that is set, else the queue's host. None if that is Amazon's: then boto3 chooses."""
-        parts = urlsplit(self.queue)
-        is_amazon = (parts.hostname or "").endswith((".amazonaws.com", ".amazonaws.com.cn"))
-        return self.endpoint_url if self.endpoint_url or is_amazon else f"{parts.scheme}://{parts.netloc}"
+    def lease_s(self) -> float:
+        """After this many seconds, the queue delivers a message again that was neither deleted nor extended."""
+        raise NotImplementedError
+
+
+def source_kinds() -> dict[str, type[EventSource]]:
+    """Return the kinds of all installed plugins by their `type`."""
+    return load(SOURCES)
+
+
+class _OneOfTheKinds:
+    """Makes pydantic validate a table by its `type`."""
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        kinds = {name: handler.generate_schema(kind) for name, kind in source_kinds().items()}
+        return core_schema.tagged_union_schema(dict(kinds), discriminator="type")
+
+
+AnySource = Annotated[EventSource, _OneOfTheKinds()]

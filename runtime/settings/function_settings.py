@@ -24,7 +24,7 @@ from ...handlers.dialect import parse_reference
 from ...snapshot.handle import subject_of
 from ...snapshot.sources.locate import is_remote
 from .alerts import Alerts
-from .event_source import EventSource
+from .event_source import AnySource
 from .resources import Resources
 from .schedule import Schedule
 from .validation import (
@@ -328,7 +328,7 @@ class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
         description="Qualifiers by which callers of AWS Lambda may name the live revision, as prod.",
     )
     cors: Cors = Field(default_factory=Cors, description="Which web pages of other origins may call it.")
-    source: Annotated[tuple[EventSource, ...], Strict(False)] = Field(
+    source: Annotated[tuple[AnySource, ...], Strict(False)] = Field(
         (), max_length=100, description="Queues whose messages are run as jobs: tables, [[source]]."
     )
     after: Annotated[tuple[FunctionName, ...], Strict(False), BeforeValidator(split_text)] = Field(

@@ -125,7 +125,7 @@ def _type_of(schema: dict[str, Any]) -> str:
     if "enum" in schema or "const" in schema:
         return " or ".join(f'"{one}"' for one in schema.get("enum", [schema.get("const")]))
     if schema.get("type") == "array":
-        return "list of tables" if "$ref" in schema["items"] else "list of texts"
+        return "list of tables" if {"$ref", "oneOf"} & schema["items"].keys() else "list of texts"
     if schema.get("format") == "path":
         return "path"
     return _TYPES.get(schema["type"], str(schema["type"]))

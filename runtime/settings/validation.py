@@ -18,6 +18,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from ...errors import SettingsError
+from .event_source import EventSource, source_kinds
 
 ENV_PREFIX = "PILOTFLAME_"
 """The first part of the name of every environment variable that is a setting."""
@@ -140,11 +141,12 @@ def keys(model: type[BaseModel], prefix: str = "", *, lists: bool = True) -> dic
     """
     found: dict[str, FieldInfo] = {}
     for name, field in model.model_fields.items():
-        table, is_list = _table(field), get_origin(field.annotation) is tuple
-        if table is None or is_list:
+        tables, is_list = _tables(field), get_origin(field.annotation) is tuple
+        if not tables or is_list:
             found[prefix + name] = field
-        if table is not None and (lists or not is_list):
-            found |= keys(table, f"{prefix}{name}.", lists=lists)
+        if lists or not is_list:
+            for table in tables:
+                found |= keys(table, f"{prefix}{name}.", lists=lists)
     return found
 
 
@@ -162,13 +164,19 @@ def unknown_key(key: str, known: Iterable[str]) -> str:
 def _problem(details: ErrorDetails, known: dict[str, FieldInfo]) -> str:
     """Return a sentence for one error of pydantic's. `known` are all keys, as `keys` returns them."""
     loc = [part for part in details["loc"] if part != "[key]"]
+    if loc[:1] == ["source"]:
+        # After the index of a table comes its type.
+        del loc[2:3]
     key = ".".join(map(str, loc))
     # `key` without the indices of lists: all tables of a list have the same keys.
     plain = ".".join(part for part in loc if isinstance(part, str))
     kind, value = details["type"], repr(details["input"])
     if kind == "extra_forbidden":
         return unknown_key(plain, known)
-    if kind == "missing":
+    if kind == "union_tag_invalid":
+        return f"{key}.type is {details['ctx']['tag']!r}; it should be {details['ctx']['expected_tags']}"
+    if kind in ("missing", "union_tag_not_found"):
+        key = key if kind == "missing" else f"{key}.type"
         return f"{key} is missing"
     if kind == "value_error":
         # The message of a validator from `checked`, or of a model's own validator, already names the key.
@@ -180,7 +188,11 @@ def _problem(details: ErrorDetails, known: dict[str, FieldInfo]) -> str:
     return f"{key} is {value if len(value) <= 80 else f'{value[:77]}...'}; it {expected}"
 
 
-def _table(field: FieldInfo) -> type[BaseModel] | None:
-    """Return the model of a nested table, or of the tables in a list. None if `field` holds neither."""
-    kinds = (field.annotation, *get_args(field.annotation))
-    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+def _tables(field: FieldInfo) -> list[type[BaseModel]]:
+    """Return the models of a nested table, or of the tables in a list: several if a table has kinds."""
+    kinds = [field.annotation, *get_args(field.annotation)]
+    kinds += [part for kind in kinds for part in get_args(kind)]
+    found = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+    if found is None:
+        return []
+    return [*source_kinds().values()] if issubclass(found, EventSource) else [found]

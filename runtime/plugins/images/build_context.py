@@ -160,7 +160,7 @@ def _write_settings(folder: Path, settings: FunctionSettings, inside: dict[str, 
 
 def _extras_of(settings: FunctionSettings) -> set[str]:
     """Return the extras of pilotflame with which the function reads its queues and its weights."""
-    queues = {"s3"} if settings.source else set()
+    queues = {source.extra for source in settings.source if source.extra}
     schemes = {url.partition("://")[0] for url in settings.snapshot_urls.values()}
     return queues | {_EXTRAS[scheme] for scheme in schemes if scheme in _EXTRAS}
 

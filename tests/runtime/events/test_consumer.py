@@ -18,8 +18,8 @@ from aiohttp import web
 from live import LIMIT_S, Gate, Gateway, gateway_here, gateway_process, short_folder, until
 from pilotflame.errors import BusFailed
 from pilotflame.runtime.events.consumer import Consumer
-from pilotflame.runtime.events.sqs import Message
-from pilotflame.runtime.settings.event_source import EventSource
+from pilotflame.runtime.events.message_queue import Message
+from pilotflame.runtime.plugins.sqs.settings import SqsSource
 from pilotflame.runtime.settings.function_settings import FunctionSettings
 from pilotflame.runtime.telemetry.background import BackgroundTasks
 from prometheus_client.parser import text_string_to_metric_families
@@ -89,6 +89,15 @@ async def test_a_message_is_run_once_and_deleted_after_that(deploy, gate: Gate, 
     await until(mine.empty, "the message is deleted")
     assert [found.word for found in gate.arrived] == ["hello"]
     assert (await function.settled(ready=0, starting=0))["invocations"] == {"queue": {"200": 1}}
+
+
+async def test_messages_stay_in_the_queue_while_the_plugin_is_off(state, queue) -> None:
+    mine = queue()
+    await mine.send("1")
+    async with gateway_here(state, plugins=("cog",)) as gateway:
+        function = await gateway.deploy(PLAIN, source(mine))
+        await function.logged("the plugin 'sqs' is not in `plugins`: its messages stay in the queue")
+    assert [message["Body"] for message in await mine.take()] == ["1"]
 
 
 async def test_a_body_that_is_not_json_is_text(deploy, gate: Gate, queue) -> None:
@@ -204,7 +213,7 @@ async def test_the_messages_behind_a_failed_one_wait_for_it(
     deploy, gate: Gate, queue, tmp_path, monkeypatch
 ) -> None:
     # While a poll waits, moto does not notice that a group has become free.
-    monkeypatch.setattr("pilotflame.runtime.events.sqs.POLL_S", 1)
+    monkeypatch.setattr("pilotflame.runtime.plugins.sqs.queue.POLL_S", 1)
     mine = queue(**ORDERED)
     for word in "1234":
         await mine.send(json.dumps({"word": word, "flag": str(tmp_path / "flag")}), MessageGroupId="g")
@@ -467,7 +476,7 @@ async def hasty() -> AsyncIterator[tuple[str, asyncio.Event]]:
 class Broken:
     """A queue and sink whose methods raise unexpected errors."""
 
-    name = "broken"
+    name, batch = "broken", 10
 
     def __init__(self) -> None:
         self.messages = [Message("one", "receipt", b"1", 1, {}, 0.0)]
@@ -511,7 +520,7 @@ class Lengthless(Broken):
 async def test_a_queue_that_does_not_tell_its_length_is_read_nevertheless() -> None:
     logged, backlogs = list[str](), list[int]()
     queue: Any = Lengthless()
-    source = EventSource(type="sqs", queue="https://sqs.us-east-1.amazonaws.com/1/lengthless")
+    source = SqsSource(type="sqs", queue="https://sqs.us-east-1.amazonaws.com/1/lengthless")
     settings = FunctionSettings(name="lengthless", concurrency=20)
     async with asyncio.timeout(20), BackgroundTasks() as tasks:
         consumer = Consumer(settings, source, cast("Any", None), queue, None, logged.append, backlogs.append)
@@ -548,7 +557,7 @@ async def test_an_unexpected_error_does_not_end_the_gateway() -> None:
     logged: list[str] = []
     broken: Any = Broken()
     settings = FunctionSettings(name="broken")
-    source = EventSource(type="sqs", queue="https://sqs.us-east-1.amazonaws.com/1/broken")
+    source = SqsSource(type="sqs", queue="https://sqs.us-east-1.amazonaws.com/1/broken")
     async with asyncio.timeout(20), BackgroundTasks() as tasks:
         # Jobs are missing, so submitting fails too.
         consumer = Consumer(settings, source, cast("Any", None), broken, broken, logged.append)

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from pilotflame.errors import SettingsError
-from pilotflame.runtime.settings.event_source import EventSource
+from pilotflame.runtime.plugins.sqs.settings import SqsSource
 from pilotflame.runtime.settings.function_settings import (
     Cors,
     FunctionSettings,
@@ -295,7 +295,7 @@ _valid = st.builds(
     ),
     source=st.lists(
         st.builds(
-            EventSource,
+            SqsSource,
             type=st.just("sqs"),
             queue=st.just("https://sqs.eu-west-1.amazonaws.com/1/orders"),
             concurrency=st.none() | st.integers(1, 100),

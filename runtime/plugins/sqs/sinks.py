@@ -6,16 +6,16 @@ import base64
 from typing import Any
 from urllib.parse import quote
 
-from ..jobs.job import Job
-from ..settings.event_source import EventSource
+from ...events.message_queue import Message
+from ...jobs.job import Job
 from .aws import AwsClient
-from .sqs import Message
+from .settings import SqsSource
 
 
 class QueueSink(AwsClient):
     """A sink that sends each output to a queue. JSON and text are sent as text, others as base64."""
 
-    def __init__(self, source: EventSource, result: str) -> None:
+    def __init__(self, source: SqsSource, result: str) -> None:
         super().__init__("sqs", f"Outputs to {result}", source)
         self._result = result
         self._url = "" if result.startswith("sqs://") else result
@@ -50,7 +50,7 @@ class ObjectSink(AwsClient):
     So a second output of the same message replaces the first.
     """
 
-    def __init__(self, source: EventSource, result: str) -> None:
+    def __init__(self, source: SqsSource, result: str) -> None:
         super().__init__("s3", f"Outputs to {result}", source)
         self._bucket, _, prefix = result.removeprefix("s3://").partition("/")
         self._prefix = prefix.strip("/")
@@ -74,10 +74,7 @@ def _attributes(message: Message, job: Job) -> dict[str, str]:
     return attributes
 
 
-Sink = QueueSink | ObjectSink
-
-
-def open_sink(source: EventSource) -> Sink | None:
+def open_sink(source: SqsSource) -> QueueSink | ObjectSink | None:
     """Return the sink for the source's `result` setting, or None if it has none."""
     if source.result is None:
         return None

@@ -9,14 +9,14 @@ from concurrent.futures import Future
 from importlib import import_module
 from typing import Any, TypeVar
 
-from ...errors import BusFailed, PackageMissing
-from ...snapshot.extras import needs
-from ..settings.event_source import EventSource
+from ....errors import BusFailed, PackageMissing
+from ....snapshot.extras import needs
+from .settings import SqsSource
 
 T = TypeVar("T")
 CONNECT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 30.0
-"""How long boto3 waits for a response. It must be longer than a poll, `POLL_S` in sqs.py."""
+"""How long boto3 waits for a response. It must be longer than a poll, `POLL_S` in queue.py."""
 CONNECTIONS = 32
 """The most connections that boto3 keeps open for reuse."""
 THREAD_NAME = "pilotflame-aws"
@@ -39,7 +39,7 @@ class AwsClient:
     The boto3 client inside is created by the first call.
     """
 
-    def __init__(self, service: str, purpose: str, source: EventSource) -> None:
+    def __init__(self, service: str, purpose: str, source: SqsSource) -> None:
         self._service = service
         self._purpose = purpose
         self._source = source

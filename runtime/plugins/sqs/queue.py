@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
-from ...errors import BusFailed
-from ..settings.event_source import MAX_VISIBILITY_S, EventSource
+from ....errors import BusFailed
+from ...events.message_queue import Message, Sink
 from .aws import AwsClient
+from .settings import MAX_VISIBILITY_S, SqsSource
+from .sinks import open_sink
 
 POLL_S = 20
 """How long a request waits for messages: as long as SQS allows, so that an empty queue needs few requests."""
@@ -20,26 +21,12 @@ _COUNT, _GROUP, _SENT = "ApproximateReceiveCount", "MessageGroupId", "SentTimest
 _DEPTH = "ApproximateNumberOfMessages"
 
 
-@dataclass(frozen=True, slots=True)
-class Message:
-    """One delivery of a message. `receipt` identifies the delivery in later requests to SQS."""
+class SqsQueue(AwsClient):
+    """A queue of SQS. All methods raise BusFailed if a request fails."""
 
-    id: str
-    receipt: str
-    body: bytes
-    received: int
-    """How many times the message was delivered, including this one."""
-    attributes: Mapping[str, str]
-    sent_s: float
-    """When it was sent, as Unix time in seconds."""
-    group: str = ""
-    """The message group, of which the queue keeps the order. "" if the queue is no FIFO queue."""
+    batch = BATCH
 
-
-class MessageQueue(AwsClient):
-    """The queue of an event source. All methods raise BusFailed if a request fails."""
-
-    def __init__(self, source: EventSource) -> None:
+    def __init__(self, source: SqsSource) -> None:
         super().__init__("sqs", f"The queue {source.queue}", source)
         self._url = source.queue
         self._visibility_s = source.visibility_s
@@ -98,6 +85,11 @@ class MessageQueue(AwsClient):
         # If this fails, they become visible when their visibility timeout ends.
         with contextlib.suppress(BusFailed):
             self.call_blocking(lambda client: self._hide(client, messages, 0))
+
+
+def open_queue(source: SqsSource) -> tuple[SqsQueue, Sink | None]:
+    """Return the queue, and the sink if the setting `result` names one."""
+    return SqsQueue(source), open_sink(source)
 
 
 def _message(raw: dict[str, Any], *, fifo: bool) -> Message:
