@@ -54,10 +54,12 @@ from .api.tls import Certificate
 from .api.usage import UsageApi
 from .api.warmup import WarmupApi
 from .api.webhooks import WebhooksApi
+from .billing.ledger import Ledger
+from .billing.usage import Prices
+from .billing.usage_store import UsageStore
 from .commands.watch import watch
 from .events.sources import Sources
 from .functions.deploy import Deployment
-from .functions.ledger import Ledger
 from .functions.metering import Metering
 from .functions.node_memory import MemoryMeter
 from .functions.prewarming import Prewarming
@@ -90,8 +92,6 @@ from .telemetry.gateway_log import Format, gateway_logging, print_log
 from .telemetry.log_files import ACCESS, AUDIT, LogFiles
 from .telemetry.logs import Logs
 from .telemetry.metrics import Metrics, Reading
-from .telemetry.usage import Prices
-from .telemetry.usage_store import UsageStore
 
 LOG = logging.getLogger(__name__)
 # How many new objects trigger a garbage collection. A request creates about twenty objects that the collector

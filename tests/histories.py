@@ -17,7 +17,7 @@ from history_checks import SLACK_S, Broken, Checks
 from pilotflame.runtime.reconciling import reconciler
 from pilotflame.runtime.scaling import allocation
 from pilotflame.runtime.scaling.placement import Gpu
-from pilotflame.runtime.telemetry.usage import RungName
+from pilotflame.runtime.telemetry.rung_name import RungName
 from simulated_node import Setup, SimulatedNode
 from simulated_processes import CallPlan, Nature, SimulatedProcess, SimulatedSource
 from simulated_time import SimulatedLoop, run_simulated

@@ -16,7 +16,7 @@ from pilotflame.runtime.scaling.placement import GpuNeed, Holding, place
 from pilotflame.runtime.scaling.revision_state import Phase
 from pilotflame.runtime.serving.replica import Replica, ReplicaState
 from pilotflame.runtime.settings.resources import CONTEXT_MB
-from pilotflame.runtime.telemetry.usage import RungName
+from pilotflame.runtime.telemetry.rung_name import RungName
 from simulated_node import SimulatedNode
 from simulated_time import LATE_S
 

@@ -18,18 +18,19 @@ from typing import Any, cast
 
 from pilotflame.errors import PilotflameError, RevisionRetired
 from pilotflame.runtime.batching.latency_curve import Point
+from pilotflame.runtime.billing.account import Account
+from pilotflame.runtime.billing.budget import BudgetSpec
+from pilotflame.runtime.billing.usage import Prices
 from pilotflame.runtime.functions.live import ladder_spec_of, policy_of
 from pilotflame.runtime.functions.store import RevisionRecord
 from pilotflame.runtime.launching.gpu_driver import GpuDriver, GpuUse
 from pilotflame.runtime.link.worker_spec import WorkerSpec
 from pilotflame.runtime.reconciling import revision_workers
-from pilotflame.runtime.reconciling.account import Account
 from pilotflame.runtime.reconciling.function import Function as Known
 from pilotflame.runtime.reconciling.gpu_places import GpuPlaces
 from pilotflame.runtime.reconciling.idle_ladder import NodeHabits
 from pilotflame.runtime.reconciling.reconciler import Reconciler
 from pilotflame.runtime.reconciling.revision_workers import Listeners, NodeParts, RevisionWorkers
-from pilotflame.runtime.scaling.budget import BudgetSpec
 from pilotflame.runtime.scaling.placement import Gpu
 from pilotflame.runtime.scaling.rung_figures import HoldingPrices
 from pilotflame.runtime.serving.invocation import Invocation
@@ -37,7 +38,6 @@ from pilotflame.runtime.serving.latency_curve_store import LatencyCurveStore
 from pilotflame.runtime.settings.function_settings import FunctionSettings, Scale
 from pilotflame.runtime.settings.resources import Resources
 from pilotflame.runtime.telemetry.logs import LogBook
-from pilotflame.runtime.telemetry.usage import Prices
 from simulated_processes import CallPlan, Nature, SimulatedLauncher, World
 from simulated_time import SimulatedLoop
 

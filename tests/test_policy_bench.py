@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pilotflame.runtime.scaling.ladder import BurstWait, Ladder, Plan, Rung, Step
 from pilotflame.runtime.scaling.ladder_simulator import Fixed, Learned, Replay, run, timeout
 from pilotflame.runtime.scaling.rung_figures import RungFigures
-from pilotflame.runtime.telemetry.usage import RungName
+from pilotflame.runtime.telemetry.rung_name import RungName
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "infra" / "bench"))
 

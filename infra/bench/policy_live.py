@@ -32,7 +32,7 @@ from pilotflame.runtime.scaling.idle_period import QUIET_S
 from pilotflame.runtime.scaling.ladder import Ladder, Rung
 from pilotflame.runtime.scaling.ladder_simulator import Habits, LadderRun, Learned, Replay, run_together
 from pilotflame.runtime.scaling.rung_figures import HoldingPrices, RungFigures
-from pilotflame.runtime.telemetry.usage import RungName
+from pilotflame.runtime.telemetry.rung_name import RungName
 from policy_replays import SERVICE_S
 from policy_traces import short_fleet
 from report import Report, copy_figure

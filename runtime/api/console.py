@@ -28,7 +28,7 @@ from ..functions.live import Live
 from ..functions.registry import Functions
 from ..telemetry.cold_starts import ColdStart
 from ..telemetry.metrics import SECONDS, Metrics
-from ..telemetry.usage import RungName
+from ..telemetry.rung_name import RungName
 from .docs_page import HEADERS
 from .endless_answers import EndlessAnswers
 from .requests import caller_of

@@ -19,12 +19,12 @@ from pydantic import BaseModel, Field
 from ...errors import CodeError, FolderUnseen, PilotflameError, SettingsError, UnsupportedMedia
 from ...handlers.codec import JSON_TYPE
 from ..access.keys import Scope
-from ..functions.code import identity
 from ..functions.deploy import Deployment
 from ..functions.live import Deployed, Live
 from ..functions.progress import DeployNote, DeployStep, DeployTarget, Progress
 from ..functions.registry import Functions
-from ..functions.reuse import FileDigests, ReusedRevision
+from ..packaging.code import identity
+from ..packaging.reuse import FileDigests, ReusedRevision
 from .audit import note
 from .event_stream import EVENTS, HEARTBEAT, HEARTBEAT_S, STREAM_HEADERS, accepts_events, event
 from .requests import caller_of, load_json, media_type_of, read_body, validate

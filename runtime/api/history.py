@@ -12,12 +12,13 @@ from typing_extensions import TypedDict
 
 from ...handlers.codec import JSON_TYPE
 from ..access.keys import Scope
+from ..billing.usage import GB, HOUR_S
 from ..functions.live import Live, ladder_spec_of
 from ..functions.recorder import Recorder
 from ..functions.registry import Functions
 from ..scaling.rung_figures import HoldingPrices
 from ..telemetry.decisions import describe
-from ..telemetry.usage import GB, HOUR_S, RungName
+from ..telemetry.rung_name import RungName
 from .responses import Timestamp, timestamp
 from .routes import Number, Route, UnixTime
 

@@ -11,10 +11,10 @@ from typing_extensions import TypedDict
 
 from ...errors import BadInput, UnknownFunction
 from ..access.keys import Scope
-from ..functions.ledger import Ledger
+from ..billing.ledger import Ledger
+from ..billing.usage import Prices, Usage
+from ..billing.usage_store import UsageKey, UsageQuery
 from ..settings.function_settings import name_problem
-from ..telemetry.usage import Prices, Usage
-from ..telemetry.usage_store import UsageKey, UsageQuery
 from .requests import caller_of
 from .responses import Timestamp, json_response, timestamp
 from .routes import Parameter, Route, UnixTime

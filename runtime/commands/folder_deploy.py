@@ -20,7 +20,7 @@ from ...errors import (
     SnapshotError,
     UnknownFunction,
 )  # fmt: skip
-from ..functions.code import FileDigest, file_digests, identity, pack, select
+from ..packaging.code import FileDigest, file_digests, identity, pack, select
 from . import display, exit_codes
 from .client import Client, OnProgress
 from .options import FunctionSource

@@ -244,7 +244,7 @@ def _has_writable_home() -> bool:
 def withheld(folder: Path) -> list[str]:
     """Return a warning if files in a function's folder are not deployed because they look like credentials."""
     # The import takes time, and only commands that deploy need it.
-    from ..functions.code import IGNORE_FILE, withheld  # noqa: PLC0415
+    from ..packaging.code import IGNORE_FILE, withheld  # noqa: PLC0415
 
     found = withheld(folder)
     more = f" and {len(found) - 5} more" if len(found) > 5 else ""

@@ -19,6 +19,7 @@ import click
 from ...errors import CodeError
 from ..batching import simulator
 from ..batching.simulator import CallOutcome, DurationModel, Run, SimulatedCall, SimulatedFunction, Simulator
+from ..billing.usage import GB, HOUR_S
 from ..scaling.idle_period import QUIET_S
 from ..scaling.ladder import Ladder, Rung
 from ..scaling.ladder_simulator import (
@@ -32,7 +33,6 @@ from ..scaling.ladder_simulator import (
     run_together,
     timeout,
 )
-from ..telemetry.usage import GB, HOUR_S
 from . import display, options
 from .trace import FUNCTION_COLUMN, TIME_COLUMN, read_trace, split
 

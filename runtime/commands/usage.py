@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from ..telemetry.usage import HOUR_S
+from ..billing.usage import HOUR_S
 from . import display, options
 from .client import Client
 

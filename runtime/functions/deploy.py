@@ -23,6 +23,10 @@ from ...machine import processors
 from ...snapshot.extras import is_installed, missing
 from ...snapshot.handle import subject_of
 from ..link.worker_spec import Weights, WorkerSpec
+from ..packaging import code, requirements
+from ..packaging.archive import unpack
+from ..packaging.environment import Log, ensure_environment
+from ..packaging.reuse import ReusedRevision, take
 from ..settings.function_settings import (
     FunctionSettings,
     SnapshotPart,
@@ -30,11 +34,7 @@ from ..settings.function_settings import (
     setting_of,
     setting_origins,
 )
-from . import code, requirements
-from .archive import unpack
-from .environment import Log, ensure_environment
 from .progress import Progress
-from .reuse import ReusedRevision, take
 from .store import CODE_FOLDER, RevisionFields, RevisionRecord, Store, StoredSnapshot
 
 if TYPE_CHECKING:

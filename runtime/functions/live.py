@@ -16,10 +16,10 @@ from pydantic import BaseModel, computed_field
 
 from ...handlers.example import example_of
 from ...snapshot.sources.location import shown
+from ..billing.budget import BudgetSpec, BudgetState
 from ..reconciling.function import Function
 from ..reconciling.idle_ladder import PLANNED, LadderSpec
 from ..reconciling.revision_workers import RevisionWorkers
-from ..scaling.budget import BudgetSpec, BudgetState
 from ..scaling.rung_figures import HoldingPrices
 from ..scaling.scale_spec import WINDOW_S, ScaleSpec
 from ..serving.dispatcher import Policy
@@ -28,7 +28,7 @@ from ..telemetry.cold_starts import ColdStart
 from ..telemetry.invocation_end import Source
 from ..telemetry.log_files import LogLine, LogQuery, function_file
 from ..telemetry.logs import LogBook, Logs
-from ..telemetry.usage import RungName
+from ..telemetry.rung_name import RungName
 from .progress import DeployStep, Progress, Replaced
 from .store import RevisionRecord
 

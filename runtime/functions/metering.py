@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
+from ..billing.ledger import Ledger
+from ..billing.usage import GB, Holding, Usage
 from ..telemetry.background import BackgroundTasks
-from ..telemetry.usage import GB, Holding, Usage
-from .ledger import Ledger
 from .live import Live
 from .node_memory import BASES, GATEWAY, NO_MEMORY, FunctionMemory, MemoryMeter
 from .registry import Functions

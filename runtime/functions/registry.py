@@ -19,6 +19,8 @@ from ...handlers.recognise import Dialects
 from ..access.secrets import Secrets
 from ..launching.fetcher_client import FetcherClient
 from ..launching.launcher import Launcher
+from ..packaging.environment import EnvironmentLauncher, discard_unused, shrink_cache
+from ..packaging.reuse import FileDigests, lacking
 from ..reconciling.function import Function
 from ..reconciling.function_histories import FunctionHistories
 from ..reconciling.gpu_places import GpuPlaces
@@ -31,13 +33,11 @@ from ..telemetry.background import BackgroundTasks
 from ..telemetry.invocation_end import InvocationEnd
 from ..telemetry.logs import LogBook, Logs
 from ..telemetry.metrics import Census
-from ..telemetry.usage import RungName
+from ..telemetry.rung_name import RungName
 from .deploy import Deployment, prepare, requirements_of, worker_spec
-from .environment import EnvironmentLauncher, discard_unused, shrink_cache
 from .live import Live, Prefetched, RevisionFacts, ladder_spec_of, policy_of
 from .progress import Progress
 from .rest import LIGHT_S
-from .reuse import FileDigests, lacking
 from .store import RevisionRecord, Store
 
 LOG = logging.getLogger(__name__)

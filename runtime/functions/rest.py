@@ -27,7 +27,7 @@ from ..reconciling.revision_workers import RevisionWorkers
 from ..scaling.eviction import StepDown, steps_down
 from ..serving.replica import ReplicaState
 from ..telemetry.background import BackgroundTasks
-from ..telemetry.usage import RungName
+from ..telemetry.rung_name import RungName
 from .live import Live, memory_of
 from .memory_pressure import MemoryPressure
 

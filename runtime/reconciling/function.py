@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from ...errors import FunctionPaused, FunctionStopped
+from ..billing.account import Account
 from ..scaling.upstream import Delays
 from ..telemetry.cold_starts import ColdStarts
 from ..telemetry.decisions import Decisions
 from ..telemetry.invocation_end import InvocationEnd
 from ..telemetry.load_history import Arrivals, LoadSeries
-from .account import Account
 from .idle_ladder import IdleLadder, NodeHabits
 from .prewarms import Prewarms
 

@@ -18,6 +18,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from ...errors import SnapshotError
 from ...snapshot.publish import publish
+from ..billing.account import Account
 from ..scaling.idle_law import PRIOR_BINS, Prior
 from ..scaling.keep_alive import EXPERTS, IDLES, INTERVALS, History
 from ..scaling.ladder import BurstWait
@@ -25,8 +26,7 @@ from ..scaling.rung_figures import RungFigures
 from ..scaling.slow_share import MOST_DOUBLINGS, SlowShare
 from ..scaling.upstream import BOUNDS_S, MOST_UPSTREAMS, Delays
 from ..settings.function_settings import FunctionName
-from ..telemetry.usage import RungName
-from .account import Account
+from ..telemetry.rung_name import RungName
 from .function import Function
 from .idle_ladder import NodeHabits
 

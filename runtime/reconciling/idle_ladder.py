@@ -25,7 +25,7 @@ from ..scaling.rung_figures import HoldingPrices, RungFigures, differs
 from ..scaling.slow_share import SlowShare
 from ..scaling.upstream import NEVER_READY, ClimbCost, ready_shares
 from ..telemetry.decisions import NUMBERED_RUNGS, Decisions
-from ..telemetry.usage import RungName
+from ..telemetry.rung_name import RungName
 
 # Periods whose followers are still being counted. Of more, the oldest is learned with what was counted.
 MOST_LESSONS = 64

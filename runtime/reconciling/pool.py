@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from ...errors import ActivationFailed, PilotflameError, SourceDenied
+from ..billing.usage import RungClock, Usage
 from ..launching.fetcher_client import FetcherClient, FetchProgress, all_of
 from ..launching.launcher import KILLED_S, Child, Launcher
 from ..link.worker_spec import Weights, WorkerSpec
@@ -16,8 +17,8 @@ from ..serving.replica import START_TIMEOUT_S, CallEvents, Replica, ReplicaState
 from ..serving.replicas import ReplicaList
 from ..settings.function_settings import Scale
 from ..telemetry.logs import Log
+from ..telemetry.rung_name import RungName
 from ..telemetry.timeline import Activation
-from ..telemetry.usage import RungClock, RungName, Usage
 from .gpu_places import GpuClaimant, GpuPlace, GpuPlaces
 from .standby_places import StandbyPlaces
 from .zygote_supervisor import ZygoteSupervisor

@@ -14,6 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ...errors import ActivationTimeout, CrashLoop, PilotflameError
+from ..billing.account import Account
+from ..billing.usage import Usage
 from ..launching.fetcher_client import FetcherClient
 from ..launching.launcher import Launcher, WorkerSource
 from ..link.worker_spec import WorkerSpec
@@ -37,8 +39,7 @@ from ..telemetry.invocation_end import InvocationEnd
 from ..telemetry.load_history import LoadState
 from ..telemetry.logs import RevisionLog
 from ..telemetry.metrics import Census
-from ..telemetry.usage import RungName, Usage
-from .account import Account
+from ..telemetry.rung_name import RungName
 from .demand import Demand
 from .function import Function
 from .gpu_places import GpuPlaces, node_processes

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import NamedTuple
 
-from ..telemetry.usage import RungName
+from ..telemetry.rung_name import RungName
 from .ladder import Ladder, Rung
 
 WAKES_KEPT = 16

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import NamedTuple
 
-from .usage import RungName
+from .rung_name import RungName
 
 # How many decisions of a function wait in memory until they are stored, at most. The oldest are dropped.
 MAX_DECISIONS = 1000

@@ -10,7 +10,7 @@ from array import array
 from collections import deque
 from typing import NamedTuple
 
-from .usage import RungName
+from .rung_name import RungName
 
 # The series has one row for each time that is so long, if there was a change. Its numbers are the largest of that time.
 BUCKET_S = 1.0

@@ -28,9 +28,9 @@ from ....errors import BuildFailed, RequirementsError, SettingsError
 from ....handlers.dialect import Requirements
 from ....handlers.recognise import installed_dialects
 from ....snapshot.sources.location import shown
-from ...functions import code
 from ...functions.deploy import function_requirements
-from ...functions.requirements import RequirementLine, parse_requirements
+from ...packaging import code
+from ...packaging.requirements import RequirementLine, parse_requirements
 from ...settings.function_settings import SETTINGS_FILE, FunctionSettings, Image, read_settings, setting_of
 from ...settings.validation import validate
 from .recipe import (

@@ -13,8 +13,8 @@ from pathlib import Path
 import httpx
 import pytest
 from live import Gate, Gateway, failure, gateway_here
-from pilotflame.runtime.functions.code import pack
 from pilotflame.runtime.jobs.jobs import DATABASE_FILE
+from pilotflame.runtime.packaging.code import pack
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -10,8 +10,8 @@ import httpx
 import pytest
 from live import GATE_MODULE, Gate, Gateway, failure, gateway_here, until
 from pilotflame.runtime.commands.client import parse_events
-from pilotflame.runtime.functions.code import file_digests, identity, pack
 from pilotflame.runtime.launching import slow_build
+from pilotflame.runtime.packaging.code import file_digests, identity, pack
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

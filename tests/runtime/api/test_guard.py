@@ -20,7 +20,7 @@ from pilotflame.errors import Forbidden
 from pilotflame.runtime.access.control_socket import CONTROL_KEY
 from pilotflame.runtime.access.keyring import USE_GRAIN_S
 from pilotflame.runtime.api.guard import check_origin, token_in
-from pilotflame.runtime.functions.code import pack
+from pilotflame.runtime.packaging.code import pack
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -11,7 +11,7 @@ from pilotflame._version import __version__
 from pilotflame.handlers.codec import InputCodec, OutputCodec
 from pilotflame.runtime.functions.live import DesiredWorkers, FunctionStatus, Workers
 from pilotflame.runtime.settings.function_settings import FunctionSettings
-from pilotflame.runtime.telemetry.usage import RungName
+from pilotflame.runtime.telemetry.rung_name import RungName
 from pydantic import BaseModel
 from route_table import describe
 

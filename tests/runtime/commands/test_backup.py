@@ -14,7 +14,7 @@ import httpx
 import pytest
 from live import gateway_process, short_folder
 from pilotflame.runtime.cli import main
-from pilotflame.runtime.functions.code import pack
+from pilotflame.runtime.packaging.code import pack
 
 Run = Callable[..., Any]
 TOKEN = "import os\ndef handler(event):\n    return os.environ.get('TOKEN')\n"

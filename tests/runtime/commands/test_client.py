@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pilotflame.errors import BadInput, GatewayError, GatewayUnreachable, SettingsError, UnknownFunction
 from pilotflame.runtime.commands.client import Client, parse_events, split_lines
-from pilotflame.runtime.functions.code import pack
+from pilotflame.runtime.packaging.code import pack
 
 
 def answer(client: Client, name: str, event: object) -> Any:

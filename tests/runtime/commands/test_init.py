@@ -12,7 +12,7 @@ import pytest
 from pilotflame.errors import CodeError, SettingsError
 from pilotflame.runtime.cli import cli
 from pilotflame.runtime.commands.init import copy_template, templates
-from pilotflame.runtime.functions.requirements import check_requirements
+from pilotflame.runtime.packaging.requirements import check_requirements
 from pilotflame.runtime.settings.function_settings import read_settings
 
 FILES = {"handler.py", "pilotflame.toml", "requirements.txt", "test_input.json", "README.md"}

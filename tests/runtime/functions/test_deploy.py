@@ -27,8 +27,8 @@ from pilotflame.runtime.functions.deploy import (
     requirements_of,
     worker_spec,
 )
-from pilotflame.runtime.functions.requirements import requirements_digest
 from pilotflame.runtime.functions.store import RevisionFields, RevisionRecord, Store
+from pilotflame.runtime.packaging.requirements import requirements_digest
 from pilotflame.runtime.settings.function_settings import FunctionSettings, Scale
 from pilotflame.runtime.settings.resources import Resources
 from pilotflame.snapshot.format.manifest import MANIFEST_NAME, Manifest

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from live import Function, Gate, failure, gateway_here, gone, until
-from pilotflame.runtime.functions.code import pack
+from pilotflame.runtime.packaging.code import pack
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -9,7 +9,7 @@ import pytest
 from live import Function, gateway_here, gone, until
 from pilotflame.runtime.functions import rest
 from pilotflame.runtime.functions.rest import RestStats, never_used, next_check_s
-from pilotflame.runtime.telemetry.usage import RungName
+from pilotflame.runtime.telemetry.rung_name import RungName
 
 LIGHT = "import os\ndef handler(event):\n    return os.getpid()"
 # So long that the zygote is worth keeping.

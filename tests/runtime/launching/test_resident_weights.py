@@ -10,7 +10,7 @@ from live import Function, Gateway, gateway_here, until
 from pilotflame.runtime.functions import rest
 from pilotflame.runtime.reconciling.revision_workers import RevisionWorkers
 from pilotflame.runtime.telemetry.decisions import describe
-from pilotflame.runtime.telemetry.usage import RungName
+from pilotflame.runtime.telemetry.rung_name import RungName
 from pilotflame.snapshot.caching.node import node_tiers
 from remote_weights import HANDLER, WIDTH, Weights, deployed, in_tier, served_weights
 

@@ -9,8 +9,9 @@ import time
 from pathlib import Path
 
 import pytest
+from pilotflame.runtime.billing.account import Account
+from pilotflame.runtime.billing.usage import Prices
 from pilotflame.runtime.reconciling import function_histories
-from pilotflame.runtime.reconciling.account import Account
 from pilotflame.runtime.reconciling.function_histories import NODE_FILE, FunctionHistories
 from pilotflame.runtime.reconciling.idle_ladder import LadderSpec
 from pilotflame.runtime.scaling.idle_law import Prior
@@ -20,7 +21,7 @@ from pilotflame.runtime.scaling.rung_figures import RungFigures
 from pilotflame.runtime.scaling.slow_share import SlowShare
 from pilotflame.runtime.scaling.upstream import BOUNDS_S, Delays
 from pilotflame.runtime.telemetry.background import BackgroundTasks
-from pilotflame.runtime.telemetry.usage import Prices, RungName
+from pilotflame.runtime.telemetry.rung_name import RungName
 
 pytestmark = pytest.mark.asyncio
 

@@ -16,7 +16,7 @@ from pilotflame.runtime.reconciling.function import Function as DeployedFunction
 from pilotflame.runtime.reconciling.idle_ladder import IdleLadder, LadderSpec
 from pilotflame.runtime.telemetry.background import BackgroundTasks
 from pilotflame.runtime.telemetry.decisions import DecisionRecord, Decisions
-from pilotflame.runtime.telemetry.usage import RungName
+from pilotflame.runtime.telemetry.rung_name import RungName
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

@@ -7,7 +7,7 @@ import asyncio
 import psutil
 import pytest
 from live import Gate, gateway_here, gone, until
-from pilotflame.runtime.telemetry.usage import RungName
+from pilotflame.runtime.telemetry.rung_name import RungName
 from serving_handlers import OPENS_A_DEVICE, PID, THREADED, WAITS, kill
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -10,7 +10,7 @@ from pilotflame.runtime.scaling.rung_figures import (
     RungFigures,
     differs,
 )
-from pilotflame.runtime.telemetry.usage import RungName
+from pilotflame.runtime.telemetry.rung_name import RungName
 
 READY, ZYGOTE, LOCAL = RUNGS = (RungName.READY, RungName.ZYGOTE, RungName.LOCAL)
 PRICES = HoldingPrices(memory_byte_s=1e-9, device_s=2.0, waiting_s=0.5)

@@ -14,7 +14,7 @@ from pilotflame.runtime.telemetry.load_history import (
     LoadSeries,
     LoadState,
 )
-from pilotflame.runtime.telemetry.usage import RungName
+from pilotflame.runtime.telemetry.rung_name import RungName
 
 STATES = st.builds(
     LoadState,

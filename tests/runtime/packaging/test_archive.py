@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pilotflame.errors import CodeError
-from pilotflame.runtime.functions import archive as unpack_module
-from pilotflame.runtime.functions.archive import unpack
+from pilotflame.runtime.packaging import archive as unpack_module
+from pilotflame.runtime.packaging.archive import unpack
 
 KINDS = {"file": tarfile.REGTYPE, "dir": tarfile.DIRTYPE, "sym": tarfile.SYMTYPE, "hard": tarfile.LNKTYPE,
          "fifo": tarfile.FIFOTYPE, "char": tarfile.CHRTYPE, "block": tarfile.BLKTYPE}  # fmt: skip

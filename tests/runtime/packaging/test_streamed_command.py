@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from pilotflame.runtime.functions.streamed_command import run_streamed
+from pilotflame.runtime.packaging.streamed_command import run_streamed
 
 
 def test_each_line_arrives_and_the_last_are_kept() -> None:

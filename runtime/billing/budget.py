@@ -11,7 +11,7 @@ import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..telemetry.usage import DAY_S
+from .usage import DAY_S
 
 # A limit counts as reached if less than this share of it is left: sums of fractions are rounded.
 TOLERANCE = 1e-9

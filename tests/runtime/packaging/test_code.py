@@ -11,9 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pilotflame.errors import CodeError
-from pilotflame.runtime.functions import code
-from pilotflame.runtime.functions.archive import unpack
-from pilotflame.runtime.functions.code import code_digest, copy_folder, pack, select
+from pilotflame.runtime.packaging import code
+from pilotflame.runtime.packaging.archive import unpack
+from pilotflame.runtime.packaging.code import code_digest, copy_folder, pack, select
 
 
 def make(folder: Path, files: dict[str, bytes]) -> Path:

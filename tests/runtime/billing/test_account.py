@@ -6,9 +6,9 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
-from pilotflame.runtime.reconciling.account import Account, StoredUsage
-from pilotflame.runtime.scaling.budget import BudgetSpec, BudgetState
-from pilotflame.runtime.telemetry.usage import Holding, Prices, Usage
+from pilotflame.runtime.billing.account import Account, StoredUsage
+from pilotflame.runtime.billing.budget import BudgetSpec, BudgetState
+from pilotflame.runtime.billing.usage import Holding, Prices, Usage
 
 pytestmark = pytest.mark.asyncio
 
@@ -41,7 +41,7 @@ class Workers:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock(DAY + 3600)
-    monkeypatch.setattr("pilotflame.runtime.reconciling.account.time", clock)
+    monkeypatch.setattr("pilotflame.runtime.billing.account.time", clock)
     return clock
 
 

@@ -5,28 +5,14 @@ The rungs are those on which a gateway can hold a function, from the warmest dow
 
 from __future__ import annotations
 
-import enum
 import operator
 from dataclasses import dataclass, fields
 from typing import Self
 
+from ..telemetry.rung_name import RungName
+
 HOUR_S, DAY_S = 3600, 86400
 GB = 1e9
-
-
-class RungName(enum.StrEnum):
-    """How warm a function is on this node."""
-
-    READY = "ready"
-    """A worker with its weights."""
-    PARKED = "parked"
-    """A worker whose weights have given the memory of their devices back."""
-    ZYGOTE = "zygote"
-    """A zygote: imports and skeleton, from which workers are forked."""
-    RESIDENT = "resident"
-    """No process, but fetched weights in memory. In `Usage`, this is part of `local_s`."""
-    LOCAL = "local"
-    """Only files: the code and, unless the node's cache has given them up, the weights on the disk."""
 
 
 # Not frozen, because a frozen dataclass is slow to make, and the ledger makes several for each function and minute. No code

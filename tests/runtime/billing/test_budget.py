@@ -5,7 +5,7 @@ import math
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from pilotflame.runtime.scaling.budget import (
+from pilotflame.runtime.billing.budget import (
     DAY_S,
     LEAST_WAIT_S,
     BudgetSpec,

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 from live import LIMIT_S, gateway_here, gone, until
-from pilotflame.runtime.functions import environment
 from pilotflame.runtime.functions.registry import DEPLOY_THREADS
-from pilotflame.runtime.functions.requirements import requirements_digest
 from pilotflame.runtime.functions.store import Store
+from pilotflame.runtime.packaging import environment
+from pilotflame.runtime.packaging.requirements import requirements_digest
 from wheels import write_wheel
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

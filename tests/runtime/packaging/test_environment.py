@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 from pilotflame.errors import RequirementsError
-from pilotflame.runtime.functions import environment
-from pilotflame.runtime.functions.environment import discard_unused, ensure_environment, shrink_cache
-from pilotflame.runtime.functions.requirements import check_requirements, installed_versions
+from pilotflame.runtime.packaging import environment
+from pilotflame.runtime.packaging.environment import discard_unused, ensure_environment, shrink_cache
+from pilotflame.runtime.packaging.requirements import check_requirements, installed_versions
 from wheels import write_wheel
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pilotflame.errors import RequirementsError
-from pilotflame.runtime.functions.requirements import (
+from pilotflame.runtime.packaging.requirements import (
     check_requirements,
     installed_versions,
     requirements_digest,
@@ -116,7 +116,7 @@ def test_the_dependencies_of_extras_are_checked(monkeypatch: pytest.MonkeyPatch)
     }
     monkeypatch.setattr("importlib.metadata.requires", needs.__getitem__)
     monkeypatch.setattr(
-        "pilotflame.runtime.functions.requirements.installed_versions",
+        "pilotflame.runtime.packaging.requirements.installed_versions",
         lambda: {"base": "1", "deep": "1", "leaf": "1"},
     )
     with pytest.raises(RequirementsError, match="line 1: leaf>9 is wanted, 1 is installed"):

@@ -14,11 +14,11 @@ import pytest
 import pytest_asyncio
 from live import Function, Gate, Gateway, failure, gateway_here, short_folder, until
 from pilotflame.errors import GatewayError
-from pilotflame.runtime.functions.ledger import Ledger
-from pilotflame.runtime.scaling.budget import BudgetSpec
+from pilotflame.runtime.billing.budget import BudgetSpec
+from pilotflame.runtime.billing.ledger import Ledger
+from pilotflame.runtime.billing.usage import Prices, Usage
+from pilotflame.runtime.billing.usage_store import Standing, UsageKey, UsageQuery, UsageRecord, UsageStore
 from pilotflame.runtime.telemetry.metrics import Totals
-from pilotflame.runtime.telemetry.usage import Prices, Usage
-from pilotflame.runtime.telemetry.usage_store import Standing, UsageKey, UsageQuery, UsageRecord, UsageStore
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -152,7 +152,7 @@ async def test_usage_outlives_deploys_a_delete_and_the_gateway(state):
 
 
 async def test_what_is_used_is_written_while_the_gateway_runs(state, monkeypatch):
-    monkeypatch.setattr("pilotflame.runtime.functions.ledger.WRITE_EVERY_S", 0.05)
+    monkeypatch.setattr("pilotflame.runtime.billing.ledger.WRITE_EVERY_S", 0.05)
     async with gateway_here(state) as gateway:
         await (await gateway.deploy(ECHO, name="kept")).answer(1)
         # Whoever opens the file now finds what is there if the gateway is killed.
@@ -266,7 +266,7 @@ async def test_requests_go_on_while_many_accounts_are_settled(tmp_path: Path) ->
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """The wall clock of ledgers and accounts. The test sets `at`."""
     found = SimpleNamespace(at=20_779 * 86400.0 + 3600, time=lambda: found.at, monotonic=time.monotonic)
-    for module in ("functions.ledger", "reconciling.account"):
+    for module in ("billing.ledger", "billing.account"):
         monkeypatch.setattr(f"pilotflame.runtime.{module}.time", found)
     return found
 
@@ -419,7 +419,7 @@ async def test_money_is_a_budget_too_and_is_known_after_a_restart(state, monkeyp
 
 async def test_the_next_day_has_a_budget_of_its_own(gateway, deploy, monkeypatch):
     # A day of this test ends a moment after the budget.
-    monkeypatch.setattr("pilotflame.runtime.scaling.budget.DAY_S", 4.0)
+    monkeypatch.setattr("pilotflame.runtime.billing.budget.DAY_S", 4.0)
     function = await deploy(ECHO, {"budget.seconds_per_day": 0.2})
     await spend(function)
     run = await gateway.client.post(f"/v2/{function.name}/run", json={"input": 1})

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pilotflame.errors import BadInput, BaseChanged, CodeError
-from pilotflame.runtime.functions.archive import unpack
-from pilotflame.runtime.functions.code import KEPT_FILE, code_digest, file_digests, identity, pack
-from pilotflame.runtime.functions.reuse import FileDigests, ReusedRevision, lacking, take
+from pilotflame.runtime.packaging.archive import unpack
+from pilotflame.runtime.packaging.code import KEPT_FILE, code_digest, file_digests, identity, pack
+from pilotflame.runtime.packaging.reuse import FileDigests, ReusedRevision, lacking, take
 
 NAMES = ("handler.py", "a/one.txt", "a/two.txt", "b/deep/three.bin", "umlaut ä.txt")
 TREES = st.dictionaries(st.sampled_from(NAMES), st.tuples(st.binary(max_size=8), st.booleans()))

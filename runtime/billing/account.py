@@ -9,16 +9,8 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol
 
 from ...errors import BudgetExhausted
-from ..scaling.budget import (
-    LEAST_WAIT_S,
-    BudgetSpec,
-    BudgetState,
-    Spending,
-    day_left_s,
-    day_of,
-    decide_budget,
-)
-from ..telemetry.usage import HOUR_S, Holding, Prices, Usage, priced
+from .budget import LEAST_WAIT_S, BudgetSpec, BudgetState, Spending, day_left_s, day_of, decide_budget
+from .usage import HOUR_S, Holding, Prices, Usage, priced
 
 # The wall clock may be set, and the machine may sleep: a timer for the end of the day is set anew after this time.
 LONGEST_TIMER_S = 3600.0

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pilotflame.runtime.telemetry.usage import FIGURES, Holding, Prices, RungClock, RungName, Usage, priced
+from pilotflame.runtime.billing.usage import FIGURES, Holding, Prices, RungClock, Usage, priced
+from pilotflame.runtime.telemetry.rung_name import RungName
 
 FIGURE = st.integers(0, 1_000_000).map(float)
 USAGES = st.builds(Usage, **dict.fromkeys(FIGURES, FIGURE))

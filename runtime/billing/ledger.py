@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable, Sequence
 
 from ...errors import GatewayError
-from ..reconciling.account import Account, Spender, StoredUsage
-from ..scaling.budget import BudgetSpec, Spending, day_of
 from ..telemetry.metrics import Reading, Totals
-from ..telemetry.usage import HOUR_S, Prices, Usage
-from ..telemetry.usage_store import Standing, UsageQuery, UsageRecord, UsageStore
+from .account import Account, Spender, StoredUsage
+from .budget import BudgetSpec, Spending, day_of
+from .usage import HOUR_S, Prices, Usage
+from .usage_store import Standing, UsageQuery, UsageRecord, UsageStore
 
 LOG = logging.getLogger(__name__)
 WRITE_EVERY_S = 60.0

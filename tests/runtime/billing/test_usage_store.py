@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from pilotflame.errors import GatewayError
-from pilotflame.runtime.telemetry.usage import Usage
-from pilotflame.runtime.telemetry.usage_store import (
+from pilotflame.runtime.billing.usage import Usage
+from pilotflame.runtime.billing.usage_store import (
     DAY_S,
     HOUR_S,
     HOURS_KEPT_S,
