@@ -44,7 +44,7 @@ from .api.invoke import Gateway
 from .api.logs import LogsApi
 from .api.openapi import OpenApi
 from .api.origins import Origins
-from .api.plugin import ApiPlugin
+from .api.plugin import ApiPlugin, Plugins
 from .api.responses import ErrorResponses, compressed
 from .api.revisions import RevisionsApi
 from .api.routes import Route, error_formats, joined
@@ -270,19 +270,20 @@ async def startup(
         Origins(settings.trusted_proxies),
     )  # fmt: skip
     gateway, endless = Gateway(backend), EndlessAnswers()
-    plugins = _open_plugins(plugin_apis, backend, tasks, stack)
+    plugins = Plugins(plugin_apis, backend, bare=settings.bare_paths, alone=alone is not None)
+    stack.callback(plugins.start(tasks))
     apis = (
         gateway, admin, Deploys(functions, local=local and alone is None), LogsApi(functions, logs, endless), RevisionsApi(functions),
         AccessControl(keyring, secrets, functions),
-        WebhooksApi(functions, jobs), HistoryApi(functions, _recorder(functions, state, stack)), DocsPage(_root(plugins)),
+        WebhooksApi(functions, jobs), HistoryApi(functions, _recorder(functions, state, stack)), DocsPage(plugins.root),
         UsageApi(ledger), Console(functions, metrics, endless), WarmupApi(functions),
     )  # fmt: skip
-    rows = joined({"pilotflame": apis, **{name: (plugin,) for name, plugin in plugins.items()}})
+    rows = joined({"pilotflame": [row for api in apis for row in api.routes()], **plugins.rows()})
     standalone = _standalone(alone, functions, rows, settings.log_format, stack)
     routes = OpenApi(
         [*rows, *(standalone.routes if standalone is not None else [])],
         admin.statuses,
-        list(plugins.values()),
+        plugins.all,
     ).routes
     cors, control = (
         CrossOrigin(functions, routes, settings.cors_origins, lambda: local and not guard.closed),
@@ -295,7 +296,6 @@ async def startup(
         open_to_anybody=frozenset() if standalone is None else standalone.open_routes, on_quota=functools.partial(_count_refusal, functions, metrics),
         max_body_bytes=settings.max_body_bytes, body_timeout_s=settings.body_timeout_s,
     )  # fmt: skip
-    errors = ErrorResponses(error_formats(routes))
     requests = AccessLog(logs.book(ACCESS)) if settings.access_log else None
     audit = _open_audit(routes, logs, stack)
     http = await stack.enter_async_context(
@@ -304,7 +304,7 @@ async def startup(
             [
                 *([standalone.name_function] if standalone is not None else []),
                 *([requests.middleware] if requests is not None else []), cors.middleware, compressed,
-                errors.middleware, guard.middleware, audit.middleware,
+                ErrorResponses(error_formats(routes)).middleware, guard.middleware, audit.middleware,
                 *([standalone.hold] if standalone is not None else []),
             ],
             FastPath(gateway, functions, guard, routes, requests, alone.name if alone is not None else ""),
@@ -352,21 +352,6 @@ def _plugin_apis(settings: GatewaySettings) -> dict[str, type[ApiPlugin]]:
     """Return the APIs of the plugins that are on. Raise PluginError if one is not installed."""
     check_names(settings.plugins or ())
     return load(APIS, settings.plugins)
-
-
-def _open_plugins(
-    kinds: Mapping[str, type[ApiPlugin]], backend: Backend, tasks: BackgroundTasks, stack: contextlib.AsyncExitStack
-) -> dict[str, ApiPlugin]:  # fmt: skip
-    """Make the plugins' APIs, and let each do what it does from time to time, until `stack` closes."""
-    plugins = {name: kind(backend) for name, kind in kinds.items()}
-    for name, plugin in plugins.items():
-        stack.callback(tasks.keep(plugin.sweep, name=name).cancel)
-    return plugins
-
-
-def _root(plugins: Mapping[str, ApiPlugin]) -> dict[str, str]:
-    """Return what plugins add to the fields of `/`."""
-    return {name: text for plugin in plugins.values() for name, text in plugin.root.items()}
 
 
 def _load_certificate(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -> Certificate | None:

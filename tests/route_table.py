@@ -18,6 +18,7 @@ from pilotflame.runtime.api.invoke import Gateway
 from pilotflame.runtime.api.logs import LogsApi
 from pilotflame.runtime.api.openapi import OpenApi
 from pilotflame.runtime.api.revisions import RevisionsApi
+from pilotflame.runtime.api.routes import based
 from pilotflame.runtime.api.usage import UsageApi
 from pilotflame.runtime.api.warmup import WarmupApi
 from pilotflame.runtime.api.webhooks import WebhooksApi
@@ -44,7 +45,8 @@ def described() -> OpenApi:
         Console(missing, missing, missing),
     )
     plugins = [kind(backend) for kind in load(APIS).values()]
-    rows = [route for api in (*apis, *plugins) for route in api.routes()]
+    rows = [route for api in apis for route in api.routes()]
+    rows += [route for plugin in plugins for route in based(plugin.base, plugin.routes(), bare=False)]
     return OpenApi(rows, lambda _request: (), plugins)
 
 

@@ -19,7 +19,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "plugins.md"
 PLUGINS = ("aws_lambda", "cloudevents", "cog", "replicate", "runpod")
 # A route of each plugin that has routes, and the status of a request without a body for a function that is not there.
 ROUTES = {
-    "aws_lambda": "/2015-03-31/functions/gone/invocations", "cog": "/predictions", "replicate": "/v1/predictions",
+    "aws_lambda": "/lambda/2015-03-31/functions/gone/invocations", "cog": "/cog/predictions", "replicate": "/replicate/v1/predictions",
     "runpod": "/v2/gone/runsync",
 }  # fmt: skip
 RUNPOD = "import runpod\nrunpod.serverless.start({'handler': lambda job: job['input']})\n"
@@ -63,6 +63,16 @@ async def test_a_gateway_has_the_plugins_that_are_on(state: Path, on: tuple[str,
         assert await answers(gateway) == {name: name in on for name in ROUTES}
         function = await gateway.deploy("def handler(event):\n    return event")
         assert await function.answer(7) == 7
+
+
+async def test_plugins_answer_without_their_base_if_a_setting_says_so(state: Path) -> None:
+    async with gateway_here(state, bare_paths=True) as gateway:
+        for path in ("/predictions", "/cog/predictions", "/v1/predictions", "/replicate/v1/predictions"):
+            assert "unknown_route" not in (await gateway.client.post(path, json={})).text
+        assert (await gateway.client.get("/")).json()["predictions_url"] == "/predictions"
+    async with gateway_here(state) as gateway:
+        assert "unknown_route" in (await gateway.client.post("/predictions", json={})).text
+        assert (await gateway.client.get("/")).json()["predictions_url"] == "/cog/predictions"
 
 
 async def test_an_unknown_plugin_stops_the_start(state: Path) -> None:

@@ -104,7 +104,7 @@ def prepare(url: str, folder: Path) -> dict[str, Any]:
     failed = [control.request("POST", "/v2/typed/runsync", {"input": n})["id"] for n in range(8)]
     for name in inputs:
         control.request("PUT", f"/v1/functions/{name}/secrets/TOKEN", {"value": "x"})
-    spare = [control.request("POST", "/predictions?function=plain", {"input": n})["id"] for n in range(3)]
+    spare = [control.request("POST", "/cog/predictions?function=plain", {"input": n})["id"] for n in range(3)]
     described: dict[str, Any] = control.request("GET", "/openapi.json")["paths"]
     # The first key closes the gateway, so all further requests send it. The other key may be revoked.
     key = control.request("POST", "/v1/keys", {"name": "check", "scopes": ["admin"]})["key"]

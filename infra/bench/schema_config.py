@@ -66,7 +66,7 @@ include-path = "/v2/{{function}}/retry/{{job}}"
 
 # New predictions need ids that are not in use.
 [[operations]]
-include-path = "/predictions/{{id}}"
+include-path = "/cog/predictions/{{id}}"
 include-method = "PUT"
 [operations.parameters]
 "path.id" = {{ dictionary = "new", probability = 0.7 }}

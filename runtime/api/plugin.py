@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from aiohttp import web
@@ -11,10 +11,11 @@ from ...errors import OutputInvalid
 from ...handlers.codec import JSON_TYPE
 from ..functions.live import FunctionStatus
 from ..jobs.outbox import WebhookBodies
+from ..telemetry.background import BackgroundTasks
 from .backend import Backend
 from .invoke import Gateway
 from .requests import dump_json, load_json
-from .routes import Route
+from .routes import Route, based
 
 CALL_REMEDY = "Return values that JSON has, or call it at /invoke."
 
@@ -22,6 +23,8 @@ CALL_REMEDY = "Return values that JSON has, or call it at /invoke."
 class ApiPlugin:
     """The routes of a plugin, and what else it adds. This class adds nothing."""
 
+    base: ClassVar[str] = ""
+    """What the paths of its routes begin with, as "/cog". At the bare paths it answers only with the setting `bare_paths`."""
     webhook_bodies: ClassVar[WebhookBodies] = {}
     """The forms of webhooks that jobs of this plugin have."""
     root: ClassVar[Mapping[str, str]] = {}
@@ -31,7 +34,13 @@ class ApiPlugin:
         self.backend = backend
 
     def routes(self) -> Sequence[Route]:
+        """Return its routes, with paths without `base`."""
         return ()
+
+    def origin_of(self, request: web.Request) -> str:
+        """Return the URL below which this caller finds the paths of `routes`."""
+        base = self.base if request.path.startswith(f"{self.base}/") else ""
+        return self.backend.origins.of(request) + base
 
     async def read_json(self, request: web.Request) -> Any:
         """Return the body of a request for the function in the path. Raise UnknownFunction, or an error of the body."""
@@ -58,3 +67,44 @@ class ApiPlugin:
     ) -> dict[str, Any]:
         """Return /openapi.json for a caller who may see `functions`. `named` is true if the caller asked for that one function."""
         return document
+
+
+class Plugins:
+    """The APIs of the plugins that are on."""
+
+    def __init__(
+        self, kinds: Mapping[str, type[ApiPlugin]], backend: Backend, *, bare: bool | None, alone: bool
+    ) -> None:
+        """`bare` is the setting `bare_paths`. `alone` is true if the gateway serves one function."""
+        self._by_name = {name: kind(backend) for name, kind in kinds.items()}
+        self._bare = alone if bare is None else bare
+
+    @property
+    def all(self) -> list[ApiPlugin]:
+        return list(self._by_name.values())
+
+    def start(self, tasks: BackgroundTasks) -> Callable[[], None]:
+        """Let each plugin do what it does from time to time. Return what ends that."""
+        running = [tasks.keep(plugin.sweep, name=name) for name, plugin in self._by_name.items()]
+
+        def end() -> None:
+            for task in running:
+                task.cancel()
+
+        return end
+
+    def rows(self) -> dict[str, list[Route]]:
+        """Return the rows of each plugin by its name."""
+        return {
+            name: based(plugin.base, plugin.routes(), bare=self._bare)
+            for name, plugin in self._by_name.items()
+        }
+
+    @property
+    def root(self) -> dict[str, str]:
+        """What plugins add to the fields of `/`. Values that are paths begin with the plugin's base."""
+        return {
+            name: plugin.base + text if text.startswith("/") and not self._bare else text
+            for plugin in self.all
+            for name, text in plugin.root.items()
+        }

@@ -46,12 +46,10 @@ MAX_PROBLEMS = 20
 ARRAY_TYPES = (NPY_TYPE, BYTES_TYPE, SAFETENSORS_TYPE)
 TOO_LARGE_REMEDY = "Send the address of an object instead, or raise max_body_bytes in pilotflame.toml."
 GATEWAY_REMEDY = (
-    "Upload the file (POST /v1/files) and send its address, or raise PILOTFLAME_MAX_BODY_BYTES of the gateway and"
+    "Put the data where the function can fetch it and send its address, or raise PILOTFLAME_MAX_BODY_BYTES of the gateway and"
     " max_body_bytes in pilotflame.toml."
 )
-STORED_REMEDY = (
-    "Upload the file (POST /v1/files) and send its address, or call and wait: a job's body is stored."
-)
+STORED_REMEDY = "Put the data where the function can fetch it and send its address, or call and wait: a job's body is stored."
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _ID_BYTES = 8
 _IDS_AT_ONCE = 256

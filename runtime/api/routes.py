@@ -8,10 +8,10 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from operator import attrgetter
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 from aiohttp import web
 
@@ -173,18 +173,19 @@ class Route:
     error_type: Any = ErrorBody
 
 
-class HasRoutes(Protocol):
-    def routes(self) -> Sequence[Route]: ...
+def based(base: str, routes: Sequence[Route], *, bare: bool) -> list[Route]:
+    """Return the rows below `base` and, with `bare`, those without it."""
+    return [*(replace(row, path=base + row.path) for row in routes), *(routes if bare and base else ())]
 
 
-def joined(apis: Mapping[str, Iterable[HasRoutes]]) -> list[Route]:
-    """Return the rows of all APIs, by the name of what owns them.
+def joined(owned: Mapping[str, Iterable[Route]]) -> list[Route]:
+    """Return all rows, which are given by the name of their owner.
 
     Raise PluginError if two owners have rows of the same method and path, and neither chooses by headers.
     """
     owners, rows = dict[tuple[str, str], str](), list[Route]()
-    for owner, found in apis.items():
-        for route in (route for api in found for route in api.routes()):
+    for owner, found in owned.items():
+        for route in found:
             rows.append(route)
             # Several rows of one owner may differ in their scopes, which `scopes_by_route` refuses.
             before = owners.get((route.method, route.path)) if route.accepts is None else None

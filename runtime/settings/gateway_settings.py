@@ -180,6 +180,11 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
         None,
         description="The plugins that are on, as runpod,cog: dialects, their routes, event sources. By default all that are installed.",
     )
+    bare_paths: bool | None = Field(
+        None,
+        description="Whether plugins also answer without the base of their paths, as /predictions beside /cog/predictions."
+        " By default only for a function that is served alone (serve FOLDER, images).",
+    )
     learn_upstreams: bool = Field(
         True,
         description="Whether workers start ahead of calls that were learned to follow another function's.",

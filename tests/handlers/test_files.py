@@ -73,13 +73,15 @@ def test_a_data_url_can_have_a_name(url: str, suffix: str) -> None:
 
 
 def test_a_path_of_the_gateway_is_not_told(tmp_path: Path) -> None:
-    known = {"/v1/files/1": str(tmp_path / "content")}
+    known = {"/replicate/v1/files/1": str(tmp_path / "content")}
     with InputFiles(known=known) as found:
-        with pytest.raises(ValueError, match="/v1/files/1 cannot be fetched: No such file") as failed:
-            found.fetch("/v1/files/1")
+        with pytest.raises(
+            ValueError, match="/replicate/v1/files/1 cannot be fetched: No such file"
+        ) as failed:
+            found.fetch("/replicate/v1/files/1")
         assert str(tmp_path) not in str(failed.value)
         (tmp_path / "content").write_bytes(b"1")
-        assert found.fetch("/v1/files/1").read_bytes() == b"1"
+        assert found.fetch("/replicate/v1/files/1").read_bytes() == b"1"
 
 
 @pytest.mark.parametrize(

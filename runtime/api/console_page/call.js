@@ -12,8 +12,8 @@ const MOST_FIELDS = 20;
 const wrapped = (input) => ({ input });
 const CONTRACTS = {
   runpod: { path: (name) => `/v2/${name}/runsync`, wrap: (body) => (body?.input === undefined ? wrapped(body) : body) },
-  cog: { path: (name) => `/predictions?function=${name}`, wrap: wrapped },
-  lambda: { path: (name) => `/2015-03-31/functions/${name}/invocations`, wrap: (body) => body },
+  cog: { path: (name) => `/cog/predictions?function=${name}`, wrap: wrapped },
+  lambda: { path: (name) => `/lambda/2015-03-31/functions/${name}/invocations`, wrap: (body) => body },
   pilotflame: { path: (name) => `/invoke/${name}`, wrap: (body) => body },
 };
 

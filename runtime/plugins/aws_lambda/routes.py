@@ -7,7 +7,7 @@ import base64
 import binascii
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import orjson
 from aiohttp import web
@@ -50,6 +50,8 @@ PARAMETERS = (NAME, QUALIFIER, INVOCATION_TYPE, CLIENT_CONTEXT, TIMEOUT_PARAMETE
 
 class LambdaApi(ApiPlugin):
     """The routes of AWS Lambda's invoke API."""
+
+    base: ClassVar = "/lambda"
 
     def __init__(self, backend: Backend) -> None:
         super().__init__(backend)

@@ -77,6 +77,7 @@ HEALTHIEST_FIRST: tuple[Health, ...] = ("READY", "BUSY", "STARTING", "SETUP_FAIL
 class PredictionsApi(ApiPlugin):
     """The routes of Cog's predictions and of the health check."""
 
+    base: ClassVar = "/cog"
     webhook_bodies: ClassVar[WebhookBodies] = {FORM: webhook_body}
     root: ClassVar[Mapping[str, str]] = {
         "cog_version": COG_VERSION,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ MAX_NAME_CHARS = 255
 UPLOAD_TIMEOUT_S = 600.0
 SWEEP_S = 3600.0
 CONTENT, METADATA = "content", "metadata"
-_URL = re.compile(r"(?:https?://([^/?#]+))?/v1/files/([0-9a-f]{32})(?:/download)?")
+_URL = re.compile(r"(?:https?://([^/?#]+))?(?:/replicate)?/v1/files/([0-9a-f]{32})(?:/download)?")
 # JSON may escape slashes, as PHP does.
 _MARK, _ESCAPED_MARK = b"/v1/files/", rb"\/v1\/files\/"
 
@@ -58,8 +58,9 @@ FORM = {"multipart/form-data": {CONTENT: bytes, "metadata?": dict[str, Any]}}
 class FilesApi:
     """The routes of files. A file is its uploader's, and of administrators."""
 
-    def __init__(self, store: FileStore, origins: Origins) -> None:
-        self._store, self._origins = store, origins
+    def __init__(self, store: FileStore, origins: Origins, origin_of: Callable[[web.Request], str]) -> None:
+        """`origin_of` returns the URL below which a caller finds the paths of `routes`."""
+        self._store, self._origins, self._origin_of = store, origins, origin_of
 
     def routes(self) -> list[Route]:
         base, one, call = "/v1/files", "/v1/files/{id}", Scope.INVOKE
@@ -168,7 +169,7 @@ class FilesApi:
             id=about.id, name=about.name, content_type=about.content_type, size=about.size, etag=about.md5,
             checksums={"sha256": about.sha256, "md5": about.md5}, metadata=about.metadata,
             created_at=timestamp(about.created_s), expires_at=timestamp(expires_s(about)),
-            urls={"get": f"{self._origins.of(request)}/v1/files/{about.id}"},
+            urls={"get": f"{self._origin_of(request)}/v1/files/{about.id}"},
         )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ The name of a model, of its only version and of its deployment is the function's
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable
 from typing import Any
 
 from aiohttp import web
@@ -81,8 +82,9 @@ def page_of(kind: Any) -> dict[str, Any]:
 class ModelsApi:
     """The routes of models, their versions and deployments."""
 
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
+    def __init__(self, backend: Backend, origin_of: Callable[[web.Request], str]) -> None:
+        """`origin_of` returns the URL below which a caller finds the paths of `routes`."""
+        self._backend, self._origin_of = backend, origin_of
 
     def routes(self) -> list[Route]:
         model, versions = "/v1/models/{owner}/{name}", "/v1/models/{owner}/{name}/versions"
@@ -156,7 +158,7 @@ class ModelsApi:
         name = live.record.function
         counts = await self._backend.jobs.store.counts(name, owner_of(request))
         return Model(
-            url=f"{self._backend.origins.of(request)}/v1/models/{owner}/{name}", owner=owner, name=name, description=None,
+            url=f"{self._origin_of(request)}/v1/models/{owner}/{name}", owner=owner, name=name, description=None,
             visibility="private", github_url=None, paper_url=None, license_url=None, cover_image_url=None,
             run_count=counts.completed + counts.failed + counts.cancelled, default_example=None,
             latest_version=_version(live.status()),

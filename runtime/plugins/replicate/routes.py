@@ -54,14 +54,15 @@ class ReplicatePrediction(Prediction):
 class ReplicateApi(ApiPlugin):
     """The routes of Replicate's API."""
 
+    base: ClassVar = "/replicate"
     webhook_bodies: ClassVar[WebhookBodies] = {FORM: webhook_body}
 
     def __init__(self, backend: Backend) -> None:
         super().__init__(backend)
         self._backend, self._jobs = backend, backend.jobs
-        self._models, self._stream = ModelsApi(backend), StreamApi(backend.jobs)
+        self._models, self._stream = ModelsApi(backend, self.origin_of), StreamApi(backend.jobs)
         self._account = AccountApi(backend)
-        self._files = FilesApi(FileStore(backend.state / "files"), backend.origins)
+        self._files = FilesApi(FileStore(backend.state / "files"), backend.origins, self.origin_of)
 
     async def sweep(self) -> None:
         """Remove expired files that callers uploaded, now and every hour."""
@@ -129,7 +130,7 @@ class ReplicateApi(ApiPlugin):
         names, owner = self._backend.names(request), owner_of(request)
         cursor = request.query.get(CURSOR.name, "")
         jobs = await self._jobs.store.latest(names, PAGE, cursor, owner)
-        base = f"{self._backend.origins.of(request)}/v1/predictions"
+        base = f"{self.origin_of(request)}/v1/predictions"
         following = f"{base}?cursor={jobs[-1].id}" if len(jobs) == PAGE else None
         before = None
         if cursor:
@@ -151,7 +152,7 @@ class ReplicateApi(ApiPlugin):
         return self._whole(request, job, await shown(job, self._jobs))
 
     def _whole(self, request: web.Request, job: Job, prediction: dict[str, Any]) -> dict[str, Any]:
-        origin = self._backend.origins.of(request)
+        origin = self.origin_of(request)
         own = f"{origin}/v1/predictions/{job.id}"
         urls = {"get": own, "cancel": f"{own}/cancel", "stream": origin + self._stream.path(job)}
         more = {"model": f"{OWNER}/{job.function}", "data_removed": False, "source": "api", "urls": urls}

@@ -22,7 +22,7 @@ from pilotflame.runtime.access.aws_signature import (
 )
 
 ID, SECRET = "0123456789ab", "c" * 64
-PATH = "/2015-03-31/functions/mine/invocations"
+PATH = "/lambda/2015-03-31/functions/mine/invocations"
 visible = st.text(st.characters(min_codepoint=0x20, max_codepoint=0x7E), max_size=20)
 names = st.from_regex(r"[a-z][a-z0-9-]{0,10}", fullmatch=True)
 
@@ -58,7 +58,7 @@ def test_what_botocore_signs_is_accepted(
 ) -> None:
     headers.pop("x-amz-date", None)
     headers.pop("x-amz-content-sha256", None)
-    target = f"/2015-03-31/functions/{'/'.join(path)}"
+    target = f"/lambda/2015-03-31/functions/{'/'.join(path)}"
     if query:
         target += "?" + "&".join(f"{name}={value}" for name, value in query)
     check(signed(target, body, **headers))
@@ -91,7 +91,7 @@ def test_a_header_of_aws_that_is_not_signed_is_refused() -> None:
 
 
 def test_bytes_that_are_not_text_are_no_bug() -> None:
-    request = altered(signed(), target="/2015-03-31/functions/\udcff?\udcfe=%ff")
+    request = altered(signed(), target="/lambda/2015-03-31/functions/\udcff?\udcfe=%ff")
     with pytest.raises(Unauthorized, match="does not fit"):
         check(request)
 

@@ -182,7 +182,7 @@ COG = "from cog import BasePredictor\nclass Predictor(BasePredictor):\n    def p
 
 
 @pytest.mark.parametrize(
-    ("source", "file", "path"), [(RUNPOD, "rp_handler.py", "/v2/{}/runsync"), (COG, "predict.py", "/predictions?function={}")]
+    ("source", "file", "path"), [(RUNPOD, "rp_handler.py", "/v2/{}/runsync"), (COG, "predict.py", "/cog/predictions?function={}")]
 )  # fmt: skip
 async def test_handlers_of_other_platforms_are_called_by_their_routes(
     source: str, file: str, path: str, deploy, visit: Visit

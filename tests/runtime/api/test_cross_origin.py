@@ -94,7 +94,11 @@ async def test_the_gateways_origins_may_call_all_functions(deploy):
         assert (await preflight(function.client, function.path, ADMIN)).headers[ALLOW] == ADMIN
         assert (await call(function, ADMIN)).headers[ALLOW] == ADMIN
     asked = await preflight(
-        function.client, "/predictions/x", ADMIN, "GET", **{"Access-Control-Request-Private-Network": "true"}
+        function.client,
+        "/cog/predictions/x",
+        ADMIN,
+        "GET",
+        **{"Access-Control-Request-Private-Network": "true"},
     )
     assert asked.headers["Access-Control-Allow-Private-Network"] == "true"
 
@@ -123,7 +127,7 @@ LOCAL = ("http://localhost:3000", "http://127.0.0.1:5173", "http://[::1]:8080", 
 async def test_pages_of_this_machine_call_functions_of_a_gateway_without_keys(deploy):
     function = await deploy(ECHO)
     for origin in LOCAL:
-        for path in (function.path, f"/v2/{function.name}/run", "/predictions"):
+        for path in (function.path, f"/v2/{function.name}/run", "/cog/predictions"):
             asked = await preflight(function.client, path, origin)
             assert (asked.status_code, asked.headers[ALLOW]) == (204, origin)
             assert "Access-Control-Allow-Credentials" not in asked.headers
@@ -163,7 +167,7 @@ async def test_the_gateways_own_pages_use_control_routes(deploy, gateway: Gatewa
 
 
 async def test_pages_do_not_read_the_webhook_secret(gateway: Gateway):
-    path = "/v1/webhooks/default/secret"
+    path = "/replicate/v1/webhooks/default/secret"
     assert (await gateway.client.get(path)).json()["key"].startswith("whsec_")
     response = await gateway.client.get(path, headers={"Origin": LOCAL[0]})
     assert failure(response)["type"] == "forbidden"
@@ -189,8 +193,8 @@ async def test_origins_that_only_look_like_this_machine(deploy):
 
 async def test_pages_of_this_machine_are_as_others_once_there_are_keys(state: Path):
     async with gateway_here(state, auth="always", drain_s=1.0) as gateway:
-        assert ALLOW not in (await preflight(gateway.client, "/predictions", LOCAL[0])).headers
-        refused = await gateway.client.post("/predictions", json={}, headers={"Origin": LOCAL[0]})
+        assert ALLOW not in (await preflight(gateway.client, "/cog/predictions", LOCAL[0])).headers
+        refused = await gateway.client.post("/cog/predictions", json={}, headers={"Origin": LOCAL[0]})
         assert (refused.status_code, ALLOW in refused.headers) == (401, False)
 
 

@@ -112,9 +112,9 @@ async def test_the_root_answers_a_health_checker(client: httpx.AsyncClient):
     assert response.status_code == 200
     assert response.json() == {
         "name": "pilotflame", "version": __version__, "cog_version": COG_VERSION, "console_url": "/console", "docs_url": "/docs",
-        "openapi_url": "/openapi.json", "live_url": "/healthz", "ready_url": "/readyz", "healthcheck_url": "/health-check",
-        "predictions_url": "/predictions", "predictions_idempotent_url": "/predictions/{prediction_id}",
-        "predictions_cancel_url": "/predictions/{prediction_id}/cancel",
+        "openapi_url": "/openapi.json", "live_url": "/healthz", "ready_url": "/readyz", "healthcheck_url": "/cog/health-check",
+        "predictions_url": "/cog/predictions", "predictions_idempotent_url": "/cog/predictions/{prediction_id}",
+        "predictions_cancel_url": "/cog/predictions/{prediction_id}/cancel",
     }  # fmt: skip
     for path in ("/", "/healthz", "/readyz"):
         head = await client.head(path)
@@ -146,7 +146,7 @@ async def raw(gateway: Gateway, request: bytes) -> tuple[str, str]:
 async def test_all_responses_name_the_server_and_json_is_application_json(deploy, gateway: Gateway):
     function = await deploy(ECHO)
     client, name = gateway.client, function.name
-    lambda_path = f"/2015-03-31/functions/{name}/invocations"
+    lambda_path = f"/lambda/2015-03-31/functions/{name}/invocations"
     event = {"X-Amz-Invocation-Type": "Event"}
     found = [
         await function.call(1),
@@ -164,8 +164,8 @@ async def test_all_responses_name_the_server_and_json_is_application_json(deploy
         await client.get(f"/v2/{name}/health"),
         await client.post(lambda_path, json=1),
         await client.post(lambda_path, json=1, headers=event),
-        await client.post("/2015-03-31/functions/none/invocations"),
-        await client.post("/predictions", json={"input": {}, "version": "none"}),
+        await client.post("/lambda/2015-03-31/functions/none/invocations"),
+        await client.post("/cog/predictions", json={"input": {}, "version": "none"}),
     ]
     for response in found:
         assert response.headers["Server"] == f"pilotflame/{__version__}", response.request.url
@@ -182,7 +182,7 @@ async def test_proxies_do_not_buffer_streams(deploy, gateway: Gateway):
     function = await deploy("def handler(event):\n    yield 1")
     assert (await function.call(1)).headers["X-Accel-Buffering"] == "no"
     job = (await gateway.client.post(f"/v2/{function.name}/run", json={"input": 1})).json()["id"]
-    for path in (f"/v2/{function.name}/stream/{job}", f"/predictions/{job}"):
+    for path in (f"/v2/{function.name}/stream/{job}", f"/cog/predictions/{job}"):
         response = await gateway.client.get(path, headers={"Accept": "text/event-stream"})
         assert response.headers["X-Accel-Buffering"] == "no"
     assert (await gateway.client.get(f"/v1/functions/{function.name}/logs")).headers[

@@ -446,15 +446,15 @@ async def test_a_chosen_id_belongs_to_its_key(gateway: Gateway, keyed: Opened):
     mine = await keyed(scopes=["invoke"], functions=["mine"])
     theirs = await keyed(scopes=["invoke"], functions=["theirs"])
     made_here = [
-        await caller.put("/predictions/order-17", json={"input": {"value": word}, "version": function})
+        await caller.put("/cog/predictions/order-17", json={"input": {"value": word}, "version": function})
         for caller, function, word in ((mine, "mine", "a"), (theirs, "theirs", "b"))
     ]
     assert [response.status_code for response in made_here] == [200, 200]
     assert [response.json()["id"] for response in made_here] == ["order-17", "order-17"]
     for caller, response in zip((mine, theirs), made_here, strict=True):
-        assert (await caller.get("/predictions/order-17")).json() == response.json()
+        assert (await caller.get("/cog/predictions/order-17")).json() == response.json()
     nobody = await keyed(scopes=["invoke"], functions=["mine"])
-    assert failure(await nobody.get("/predictions/order-17"))["type"] == "unknown_job"
+    assert failure(await nobody.get("/cog/predictions/order-17"))["type"] == "unknown_job"
 
 
 # -- web pages of other origins, and names of others that resolve to this machine
@@ -520,7 +520,9 @@ async def test_a_web_page_of_another_origin_is_refused(
     for response in (
         await client.post("/v1/functions", content=pack(tmp_path), headers={**archive, **sent}),
         await client.post(function.path, content=b"1", headers={"Content-Type": "text/plain", **sent}),
-        await client.post(f"/2015-03-31/functions/{function.name}/invocations", content=b"1", headers=sent),
+        await client.post(
+            f"/lambda/2015-03-31/functions/{function.name}/invocations", content=b"1", headers=sent
+        ),
         await client.get("/v1/functions", headers=sent),
         await client.get("/nothing/here", headers=sent),
     ):
@@ -578,7 +580,7 @@ async def test_tracebacks_reach_owners_and_the_log_but_no_caller(gateway: Gatewa
     )
     invoke, deploy = await keyed(scopes=["invoke"]), await keyed(scopes=["invoke", "deploy"])
     narrow = await keyed(scopes=["invoke", "deploy"], functions=["raises"])
-    as_lambda, as_cog = "/2015-03-31/functions/raises/invocations", "/predictions?function=raises"
+    as_lambda, as_cog = "/lambda/2015-03-31/functions/raises/invocations", "/cog/predictions?function=raises"
     asked = [
         await invoke.post("/invoke/raises", json=1),
         await invoke.post("/invoke/breaks", json=1),

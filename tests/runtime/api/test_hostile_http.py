@@ -215,7 +215,7 @@ async def test_continue_is_not_sent_for_a_body_that_is_refused(gateway: Gateway,
     asked = ("Expect: 100-continue", "Content-Length: 2000")
     gzip_type = "Content-Type: application/gzip"
     for path, refusal, *more in (
-        (function.path, 413), (f"/v2/{function.name}/run", 413), ("/predictions", 413), ("/v1/files", 400),
+        (function.path, 413), (f"/v2/{function.name}/run", 413), ("/cog/predictions", 413), ("/replicate/v1/files", 400),
         ("/v1/functions", 413, gzip_type),
     ):  # fmt: skip
         async with wire(gateway) as connection:
@@ -297,8 +297,8 @@ async def test_headers_that_are_not_text(gateway: Gateway, deploy, value: str):
         requests = [
             post(function.path, "1", given),
             post(f"/v2/{name}/run", '{"input": 1}', given),
-            post("/predictions?function=" + name, '{"input": 1}', given),
-            post(f"/2015-03-31/functions/{name}/invocations", "1", given),
+            post("/cog/predictions?function=" + name, '{"input": 1}', given),
+            post(f"/lambda/2015-03-31/functions/{name}/invocations", "1", given),
             get(f"/v2/{name}/run", given, method="OPTIONS").encode(),
             get(f"/v1/functions/{name}/logs", given).encode("latin-1"),
         ]
@@ -336,8 +336,8 @@ ODD_BODIES = {
 async def test_unusual_bodies(gateway: Gateway, deploy, name: str):
     function: Function = await deploy(ECHO)
     paths = (
-        function.path, f"/v2/{function.name}/run", f"/v2/{function.name}/runsync", f"/predictions?function={function.name}",
-        f"/2015-03-31/functions/{function.name}/invocations", "/v1/functions", "/v1/functions/f/secrets/A",
+        function.path, f"/v2/{function.name}/run", f"/v2/{function.name}/runsync", f"/cog/predictions?function={function.name}",
+        f"/lambda/2015-03-31/functions/{function.name}/invocations", "/v1/functions", "/v1/functions/f/secrets/A",
     )  # fmt: skip
     for path in paths:
         for kind in ("application/json", "application/cloudevents+json", "application/octet-stream", "/;=\t"):
@@ -354,7 +354,7 @@ async def test_unusual_bodies(gateway: Gateway, deploy, name: str):
 async def test_a_body_that_breaks_off(gateway: Gateway, deploy, encoding: str):
     """No handler is called with half of a body, and no task remains."""
     function: Function = await deploy(TELLS)
-    for path in (function.path, f"/v2/{function.name}/run", "/predictions", "/v1/functions", "/v1/keys"):
+    for path in (function.path, f"/v2/{function.name}/run", "/cog/predictions", "/v1/functions", "/v1/keys"):
         async with wire(gateway) as connection:
             connection.send(
                 get(path, encoding, "Content-Type: application/json", method="POST"), "5\r\n12345\r\n"
@@ -372,8 +372,8 @@ async def test_every_route_with_a_body_has_a_time_limit(state):
         paths = (
             f"/v2/{name}/run",
             f"/v2/{name}/runsync",
-            "/predictions",
-            f"/2015-03-31/functions/{name}/invocations",
+            "/cog/predictions",
+            f"/lambda/2015-03-31/functions/{name}/invocations",
         )
         for path in paths:
             for encoding in ("Content-Length: 10", "Transfer-Encoding: chunked"):
@@ -463,7 +463,7 @@ async def test_memory_is_bounded(state):
 
         bomb = gzip.compress(bytes(128 * MIB), 1)
         before = rss(gateway)
-        for path in (function.path, f"/v2/{function.name}/run", "/predictions", "/v1/keys"):
+        for path in (function.path, f"/v2/{function.name}/run", "/cog/predictions", "/v1/keys"):
             sent = post(path, bomb, "Content-Encoding: gzip", "Content-Type: application/json")
             assert await status_of(gateway, sent) in (400, 413), path
         assert rss(gateway) - before < 64 * MIB

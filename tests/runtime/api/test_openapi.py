@@ -179,7 +179,7 @@ async def test_every_route_but_public_ones_describes_the_response_without_a_key(
         "/docs/page.js",
         "/healthz",
         "/readyz",
-        "/v1/streams/{id}",
+        "/replicate/v1/streams/{id}",
     )
     for path, operations in paths.items():
         for operation in operations.values():
@@ -199,4 +199,4 @@ async def test_keys_are_sent_as_described(gateway: Gateway):
 
 def test_the_routes_of_lambda_take_signatures() -> None:
     signed = [path for path, found in describe(()).get("paths", {}).items() if {"aws": []} in found.get("post", {}).get("security", ())]  # fmt: skip
-    assert signed == ["/2015-03-31/functions/{name}/invocations", "/2021-11-15/functions/{name}/response-streaming-invocations"]  # fmt: skip
+    assert signed == ["/lambda/2015-03-31/functions/{name}/invocations", "/lambda/2021-11-15/functions/{name}/response-streaming-invocations"]  # fmt: skip

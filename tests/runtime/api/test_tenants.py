@@ -45,11 +45,11 @@ OF_A_JOB: list[tuple[str, str]] = [
     ("GET", "/v2/{function}/requests?before={job}"),
     ("GET", "/v1/functions/{function}/webhooks?job={job}"),
     ("POST", "/v1/functions/{function}/webhooks/{delivery}/redeliver"),
-    ("GET", "/predictions/{job}"),
-    ("POST", "/predictions/{job}/cancel"),
+    ("GET", "/cog/predictions/{job}"),
+    ("POST", "/cog/predictions/{job}/cancel"),
     ("GET", "/v2/{function}/status-sync/{job}?wait=1000"),
-    ("GET", "/v1/predictions/{job}"),
-    ("POST", "/v1/predictions/{job}/cancel"),
+    ("GET", "/replicate/v1/predictions/{job}"),
+    ("POST", "/replicate/v1/predictions/{job}/cancel"),
 ]
 
 
@@ -190,7 +190,7 @@ class TenantMachine(RuleBasedStateMachine):
     def predict(self, who: int, function: str, wanted: str) -> Any:
         tenant = self.tenants[who]
         order = {"input": {"n": 5}, "version": function} | ({"id": wanted} if wanted else {})
-        response = tenant.client.post("/predictions", json=order, headers={"Prefer": "respond-async"})
+        response = tenant.client.post("/cog/predictions", json=order, headers={"Prefer": "respond-async"})
         if function not in tenant.functions:
             assert response.status_code == 404
             return multiple()
@@ -219,7 +219,10 @@ class TenantMachine(RuleBasedStateMachine):
     @rule(target=submitted, who=st.integers(0, TENANTS - 1), function=st.sampled_from(sorted(FUNCTIONS)))
     def send_lambda_event(self, who: int, function: str) -> Any:
         tenant = self.tenants[who]
-        path, kind = f"/2015-03-31/functions/{function}/invocations", {"X-Amz-Invocation-Type": "Event"}
+        path, kind = (
+            f"/lambda/2015-03-31/functions/{function}/invocations",
+            {"X-Amz-Invocation-Type": "Event"},
+        )
         before = self.listed(tenant, function)
         response = tenant.client.post(path, json=5, headers=kind)
         if function not in tenant.functions:
@@ -292,7 +295,7 @@ class TenantMachine(RuleBasedStateMachine):
     @rule(who=st.integers(0, TENANTS - 1))
     def list_predictions(self, who: int) -> None:
         tenant = self.tenants[who]
-        found = tenant.client.get("/v1/predictions").json()["results"]
+        found = tenant.client.get("/replicate/v1/predictions").json()["results"]
         assert {job["id"] for job in found} <= tenant.jobs.keys()
 
     @rule()

@@ -108,7 +108,9 @@ async def test_all_paths_over_https(state: Path, files: Files, monkeypatch: pyte
             assert await echo.answer("x" * 3_000_000) == "x" * 3_000_000
             assert await echo.answer(4, Prefer="nothing") == 4
             assert len(events((await stream.call(50)).text)) == 51
-            prediction = await client.post("/predictions", params={"function": echo.name}, json={"input": 5})
+            prediction = await client.post(
+                "/cog/predictions", params={"function": echo.name}, json={"input": 5}
+            )
             assert prediction.json()["output"] == 5
         plain = gateway.url.replace("https", "http")
         async with httpx.AsyncClient() as client:

@@ -124,9 +124,11 @@ async def test_an_uploaded_file_reaches_a_container(gateway: Gateway, image: str
     body: dict[str, Any] = {"version": response.json()["name"]}
     for content, status, found in ((b"content", 201, "content.md"), (b"x" * 1600, 413, "in a container")):
         upload = {"content": ("notes.md", content, "text/markdown")}
-        file = (await gateway.client.post("/v1/files", files=upload)).json()
+        file = (await gateway.client.post("/replicate/v1/files", files=upload)).json()
         body["input"] = {"files": [file["urls"]["get"]]}
-        response = await gateway.client.post("/v1/predictions", json=body, headers={"Prefer": "wait"})
+        response = await gateway.client.post(
+            "/replicate/v1/predictions", json=body, headers={"Prefer": "wait"}
+        )
         assert response.status_code == status, response.text
         assert found in (response.json().get("output") or response.json()["detail"])
 

@@ -121,7 +121,7 @@ async def test_lambdas_tail_is_of_its_own_invocation(deploy, gate: Gate):
     function = await deploy(TALKS, {"concurrency": 3, "scale.max": 1, "env.GATE": str(gate.path)})
     call = asyncio.create_task(function.call("another"))
     await gate.next("another")
-    path = f"/2015-03-31/functions/{function.name}/invocations"
+    path = f"/lambda/2015-03-31/functions/{function.name}/invocations"
     asked = asyncio.create_task(function.client.post(path, json="mine", headers={"X-Amz-Log-Type": "Tail"}))
     await gate.next("mine")
     gate.open()
@@ -141,7 +141,7 @@ class Predictor(BasePredictor):
 """
     function = await deploy(None, files={"predict.py": source})
     response = await function.client.post(
-        "/predictions", json={"input": {"name": "Ada"}}, headers={"X-Pilotflame-Function": function.name}
+        "/cog/predictions", json={"input": {"name": "Ada"}}, headers={"X-Pilotflame-Function": function.name}
     )
     assert (response.json()["status"], response.json()["logs"]) == ("succeeded", "predicting Ada")
 
@@ -151,7 +151,7 @@ async def test_a_request_id_that_another_caller_uses_gets_none_of_their_lines(de
     function = await deploy(TALKS, {"concurrency": 3, "scale.max": 1, "env.GATE": str(gate.path)})
     job = await submit(function, "victim")
     await gate.next("victim")
-    path = f"/2015-03-31/functions/{function.name}/invocations"
+    path = f"/lambda/2015-03-31/functions/{function.name}/invocations"
     spy = asyncio.create_task(
         function.client.post(path, json="spy", headers={"X-Amz-Log-Type": "Tail", "X-Request-Id": job})
     )

@@ -54,7 +54,7 @@ async def handler(event):
 
 async def test_deadlines_and_priorities_are_those_of_invoke(deploy, gateway: Gateway):
     function = await deploy("def handler(event, context):\n    return context.remaining_ms()")
-    path = f"/2015-03-31/functions/{function.name}/invocations"
+    path = f"/lambda/2015-03-31/functions/{function.name}/invocations"
     for name, value in (("X-Request-Timeout", "20"), ("grpc-timeout", "20S")):
         response = await gateway.client.post(path, headers={name: value})
         assert 0 < response.json() <= 20_000
@@ -67,7 +67,7 @@ async def test_deadlines_and_priorities_are_those_of_invoke(deploy, gateway: Gat
 def client_of(url: str, token: str | None = None, *, key: str = "any", secret: str = "any") -> Any:
     """boto3's client, as its users make it."""
     return boto3.client(
-        "lambda", endpoint_url=url, region_name="us-east-1", aws_access_key_id=key, aws_secret_access_key=secret,
+        "lambda", endpoint_url=f"{url}/lambda", region_name="us-east-1", aws_access_key_id=key, aws_secret_access_key=secret,
         aws_session_token=token, config=Config(retries={"total_max_attempts": 1}, proxies={}),
     )  # fmt: skip
 
@@ -144,7 +144,7 @@ async def test_an_event_is_a_job(deploy, aws, gate: Gate):
 
 async def test_the_same_idempotency_key_is_the_same_job(deploy):
     function = await deploy(ECHO)
-    path = f"/2015-03-31/functions/{function.name}/invocations"
+    path = f"/lambda/2015-03-31/functions/{function.name}/invocations"
     headers = {"X-Amz-Invocation-Type": "Event", "Idempotency-Key": "once"}
     found = [await function.client.post(path, json=n, headers=headers) for n in (2, 2, 3)]
     assert [one.status_code for one in found] == [202, 202, 409]
@@ -413,7 +413,7 @@ async def handler(event):
         gate.say("over")
 """
     function = await deploy(source, gate=gate)
-    url = f"/2021-11-15/functions/{function.name}/response-streaming-invocations"
+    url = f"/lambda/2021-11-15/functions/{function.name}/response-streaming-invocations"
     async with function.client.stream("POST", url) as response:
         assert response.headers["X-Accel-Buffering"] == "no"
         # Kept, because httpx closes the response with the iterator.
@@ -427,7 +427,7 @@ async def handler(event):
 
 
 def path(function: Function) -> str:
-    return f"/2015-03-31/functions/{function.name}/invocations"
+    return f"/lambda/2015-03-31/functions/{function.name}/invocations"
 
 
 async def test_a_body_that_is_not_json_is_refused(deploy):
@@ -541,7 +541,7 @@ def signed_head(
     gateway: Gateway, key_id: str, secret: str, body: bytes = b"", length: int | None = None
 ) -> bytes:
     """Return the head of a request that boto3's signer has signed, and its body."""
-    path = "/2015-03-31/functions/mine/invocations"
+    path = "/lambda/2015-03-31/functions/mine/invocations"
     request = AWSRequest("POST", gateway.url + path, data=body)
     SigV4Auth(Credentials(key_id, secret), "lambda", "us-east-1").add_auth(request)
     lines = [f"POST {path} HTTP/1.1", f"Host: {gateway.url.partition('//')[2]}", "Connection: close"]

@@ -75,7 +75,7 @@ class Caller:
     async def __call__(self, body: Any = None, *, path: str = "", method: str = "POST", **headers: str) -> httpx.Response:  # fmt: skip
         named = {key.replace("_", "-"): value for key, value in headers.items()}
         named["X-Pilotflame-Function"] = self.function.name
-        return await self.function.client.request(method, f"/predictions{path}", json=body, headers=named)
+        return await self.function.client.request(method, f"/cog/predictions{path}", json=body, headers=named)
 
     async def succeeds(self, body: Any, output: Any) -> None:
         response = await self(body)
@@ -556,11 +556,11 @@ async def test_setup_healthcheck(deployed: Callable[..., Any], gate: Gate) -> No
     call = await deployed(source, gate=gate, check=False)
     asked = asyncio.ensure_future(call())
     arrival = await gate.next("setup")
-    response = await call.function.client.get("/health-check", params={"function": call.function.name})
+    response = await call.function.client.get("/cog/health-check", params={"function": call.function.name})
     assert (response.json()["status"], response.json()["setup"]) == ("STARTING", {})
     arrival.go()
     assert (await asked).json()["output"] == 3
-    response = await call.function.client.get("/health-check", params={"function": call.function.name})
+    response = await call.function.client.get("/cog/health-check", params={"function": call.function.name})
     assert (response.json()["status"], response.json()["setup"]) == ("READY", {"status": "succeeded"})
 
 

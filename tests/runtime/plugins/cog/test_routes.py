@@ -54,10 +54,10 @@ class Predictor:
 
     async def post(self, event: Any, **more: Any) -> httpx.Response:
         headers = {key: more.pop(key) for key in ("Prefer", "Accept") if key in more}
-        return await self.ask("POST", "/predictions", {"input": event, **more}, **headers)
+        return await self.ask("POST", "/cog/predictions", {"input": event, **more}, **headers)
 
     async def look(self, prediction: str) -> dict[str, Any]:
-        response = await self.ask("GET", f"/predictions/{prediction}")
+        response = await self.ask("GET", f"/cog/predictions/{prediction}")
         assert response.status_code == 200, response.text
         return dict(response.json())
 
@@ -152,7 +152,7 @@ async def test_waiting_for_a_while(deploy, gate: Gate):
 
 async def test_a_caller_that_disconnects_cancels_its_prediction(deploy, gate: Gate):
     predictor = Predictor(await deploy(WAITS_ASYNC, gate=gate))
-    waiting = asyncio.ensure_future(predictor.ask("PUT", "/predictions/mine-1", {"input": 1}))
+    waiting = asyncio.ensure_future(predictor.ask("PUT", "/cog/predictions/mine-1", {"input": 1}))
     await gate.next("begun")
     waiting.cancel()
     await gate.next("cancelled")
@@ -162,11 +162,11 @@ async def test_a_caller_that_disconnects_cancels_its_prediction(deploy, gate: Ga
 
 async def test_a_second_caller_that_disconnects_does_not_cancel(deploy, gate: Gate):
     predictor = Predictor(await deploy(WAITS, gate=gate))
-    assert (await predictor.ask("PUT", "/predictions/mine-2", {"input": 1}, Prefer="respond-async")).status_code == 202  # fmt: skip
+    assert (await predictor.ask("PUT", "/cog/predictions/mine-2", {"input": 1}, Prefer="respond-async")).status_code == 202  # fmt: skip
     arrival = await gate.next("1")
     with pytest.raises(httpx.ReadTimeout):
         await predictor.function.client.put(
-            "/predictions/mine-2", json={"input": 1}, timeout=0.3,
+            "/cog/predictions/mine-2", json={"input": 1}, timeout=0.3,
             headers={"X-Pilotflame-Function": predictor.function.name},
         )  # fmt: skip
     arrival.go()
@@ -178,13 +178,13 @@ async def test_a_second_caller_that_disconnects_does_not_cancel(deploy, gate: Ga
 
 async def test_the_same_request_is_the_same_prediction(deploy):
     predictor = Predictor(await deploy(DOUBLES))
-    first = await predictor.ask("PUT", "/predictions/order-7", {"input": {"n": 1}})
-    again = await predictor.ask("PUT", "/predictions/order-7", {"input": {"n": 1}, "id": "order-7"})
+    first = await predictor.ask("PUT", "/cog/predictions/order-7", {"input": {"n": 1}})
+    again = await predictor.ask("PUT", "/cog/predictions/order-7", {"input": {"n": 1}, "id": "order-7"})
     assert (first.status_code, again.status_code) == (200, 200)
     assert first.json() == again.json()
     assert "Idempotent-Replayed" not in first.headers
     assert again.headers["Idempotent-Replayed"] == "true"
-    error = failure(await predictor.ask("PUT", "/predictions/order-7", {"input": {"n": 2}}))
+    error = failure(await predictor.ask("PUT", "/cog/predictions/order-7", {"input": {"n": 2}}))
     assert (error["status"], error["type"]) == (409, "idempotency_conflict")
     assert (await predictor.post({"n": 1}, id="order-7")).json() == first.json()
 
@@ -192,7 +192,7 @@ async def test_the_same_request_is_the_same_prediction(deploy):
 async def test_the_same_key_is_the_same_prediction(deploy):
     predictor = Predictor(await deploy(DOUBLES))
     found = [
-        await predictor.ask("POST", "/predictions", {"input": {"n": n}}, Idempotency_Key="once")
+        await predictor.ask("POST", "/cog/predictions", {"input": {"n": n}}, Idempotency_Key="once")
         for n in (2, 2, 3)
     ]
     assert [one.status_code for one in found] == [200, 200, 409]
@@ -203,28 +203,28 @@ async def test_the_same_key_is_the_same_prediction(deploy):
 
 async def test_an_id_belongs_to_one_function(deploy):
     one, other = Predictor(await deploy(DOUBLES)), Predictor(await deploy(DOUBLES))
-    assert (await one.ask("PUT", "/predictions/shared", {"input": {"n": 1}})).status_code == 200
-    error = failure(await other.ask("PUT", "/predictions/shared", {"input": {"n": 1}}))
+    assert (await one.ask("PUT", "/cog/predictions/shared", {"input": {"n": 1}})).status_code == 200
+    error = failure(await other.ask("PUT", "/cog/predictions/shared", {"input": {"n": 1}}))
     assert (error["status"], error["type"]) == (409, "job_conflict")
 
 
 @pytest.mark.parametrize("wanted", ["a b", "job-1", "x" * 129, "ä"])
 async def test_invalid_ids_are_refused(deploy, wanted: str):
     predictor = Predictor(await deploy(DOUBLES))
-    assert failure(await predictor.ask("PUT", f"/predictions/{wanted}", {"input": 1}))["status"] == 422
+    assert failure(await predictor.ask("PUT", f"/cog/predictions/{wanted}", {"input": 1}))["status"] == 422
     assert failure(await predictor.post(1, id=wanted))["status"] == 422
-    assert failure(await predictor.ask("GET", f"/predictions/{wanted}"))["type"] == "unknown_job"
+    assert failure(await predictor.ask("GET", f"/cog/predictions/{wanted}"))["type"] == "unknown_job"
 
 
 async def test_cancelling(deploy, gate: Gate):
     predictor = Predictor(await deploy(WAITS, gate=gate))
     found = (await predictor.post(1, Prefer="respond-async")).json()
     await gate.next("1")
-    response = await predictor.ask("POST", f"/predictions/{found['id']}/cancel")
+    response = await predictor.ask("POST", f"/cog/predictions/{found['id']}/cancel")
     assert (response.status_code, response.json()["status"]) == (200, "canceled")
-    again = await predictor.ask("POST", f"/predictions/{found['id']}/cancel")
+    again = await predictor.ask("POST", f"/cog/predictions/{found['id']}/cancel")
     assert again.json() == response.json()
-    assert failure(await predictor.ask("POST", "/predictions/none/cancel"))["status"] == 404
+    assert failure(await predictor.ask("POST", "/cog/predictions/none/cancel"))["status"] == 404
 
 
 # -- streams
@@ -243,7 +243,7 @@ async def test_a_stream_of_events(deploy):
     ]
     last = told[-1][1]
     assert (last["status"], last["output"]) == ("succeeded", [{"n": 0}, {"n": 1}, {"n": 2}])
-    again = await predictor.ask("GET", f"/predictions/{last['id']}", Accept="text/event-stream", Last_Event_ID="2")  # fmt: skip
+    again = await predictor.ask("GET", f"/cog/predictions/{last['id']}", Accept="text/event-stream", Last_Event_ID="2")  # fmt: skip
     assert [data["index"] for name, data in events(again.text) if name == "output"] == [2]
 
 
@@ -278,16 +278,16 @@ async def test_pieces_of_a_stream_are_shown_while_it_runs(deploy, gate: Gate):
 async def test_the_function_must_be_unambiguous(deploy):
     one, other = await deploy(DOUBLES), await deploy(DOUBLES)
     client, body = one.client, {"input": {"n": 1}}
-    error = failure(await client.post("/predictions", json=body))
+    error = failure(await client.post("/cog/predictions", json=body))
     assert error["status"] == 422
     assert {one.name, other.name} <= set(error["details"]["functions"])
     for given_ in (
-        await client.post(f"/predictions?function={one.name}", json=body),
-        await client.post("/predictions", json={**body, "version": one.name}),
-        await client.post("/predictions", json={**body, "version": "x"}, headers={"X-Pilotflame-Function": one.name}),
+        await client.post(f"/cog/predictions?function={one.name}", json=body),
+        await client.post("/cog/predictions", json={**body, "version": one.name}),
+        await client.post("/cog/predictions", json={**body, "version": "x"}, headers={"X-Pilotflame-Function": one.name}),
     ):  # fmt: skip
         assert given_.json()["version"] == one.name, given_.text
-    assert failure(await client.post("/predictions", json={**body, "version": "none"}))["status"] == 404
+    assert failure(await client.post("/cog/predictions", json={**body, "version": "none"}))["status"] == 404
 
 
 @pytest.mark.parametrize(
@@ -300,7 +300,7 @@ async def test_the_function_must_be_unambiguous(deploy):
 )  # fmt: skip
 async def test_invalid_bodies_are_refused(deploy, body: bytes, status: int):
     function = await deploy(DOUBLES)
-    response = await function.client.post(f"/predictions?function={function.name}", content=body)
+    response = await function.client.post(f"/cog/predictions?function={function.name}", content=body)
     assert failure(response)["status"] == status
 
 
@@ -325,25 +325,25 @@ async def test_the_only_function_needs_no_name_and_a_key_sees_what_it_covers(sta
         for number, covered in enumerate((mine, theirs)):
             headers = await key(functions=[covered.name])
             response = await gateway.client.put(
-                f"/predictions/p-{number}", json={"input": {"n": 1}}, headers=headers
+                f"/cog/predictions/p-{number}", json={"input": {"n": 1}}, headers=headers
             )
             assert response.json()["version"] == covered.name, response.text
             made_ids.append(response.headers["X-Job-Id"])
-            assert (await gateway.client.get("/predictions/p-0", headers=headers)).status_code == (404 if number else 200)  # fmt: skip
-            assert list((await gateway.client.get("/health-check", headers=headers)).json()["functions"]) == [covered.name]  # fmt: skip
-            other = await gateway.client.post("/predictions?function=none", json={}, headers=headers)
+            assert (await gateway.client.get("/cog/predictions/p-0", headers=headers)).status_code == (404 if number else 200)  # fmt: skip
+            assert list((await gateway.client.get("/cog/health-check", headers=headers)).json()["functions"]) == [covered.name]  # fmt: skip
+            other = await gateway.client.post("/cog/predictions?function=none", json={}, headers=headers)
             hidden = await gateway.client.post(
-                f"/predictions?function={(theirs, mine)[number].name}", json={}, headers=headers
+                f"/cog/predictions?function={(theirs, mine)[number].name}", json={}, headers=headers
             )
             assert (other.status_code, hidden.status_code) == (404, 404)
         # A chosen id can be guessed, so others do not see its prediction.
         second = await key(functions=["mine"])
-        assert (await gateway.client.get("/predictions/p-0", headers=second)).status_code == 404
+        assert (await gateway.client.get("/cog/predictions/p-0", headers=second)).status_code == 404
         # An admin uses the stored id.
         whole = made_ids[0]
         assert whole.startswith("p-0~")
-        assert (await gateway.client.get(f"/predictions/{whole}")).status_code == 200
-        assert (await gateway.client.get(f"/predictions/{whole}", headers=second)).status_code == 404
+        assert (await gateway.client.get(f"/cog/predictions/{whole}")).status_code == 200
+        assert (await gateway.client.get(f"/cog/predictions/{whole}", headers=second)).status_code == 404
 
 
 # -- health
@@ -353,7 +353,7 @@ async def test_health(deploy, gate: Gate):
     function = await deploy(WAITS, {"scale.max": 1}, gate=gate)
 
     async def status() -> str:
-        response = await function.client.get("/health-check", params={"function": function.name})
+        response = await function.client.get("/cog/health-check", params={"function": function.name})
         assert response.status_code == 200
         return str(response.json()["status"])
 
@@ -364,8 +364,8 @@ async def test_health(deploy, gate: Gate):
     arrival.go()
     await call
     assert await status() == "READY"
-    assert (await function.client.get("/health-check")).json()["status"] == "READY"
-    assert (await function.client.get("/health-check?function=none")).status_code == 404
+    assert (await function.client.get("/cog/health-check")).json()["status"] == "READY"
+    assert (await function.client.get("/cog/health-check?function=none")).status_code == 404
 
 
 async def test_health_of_a_function_that_cannot_start(deploy, gate: Gate):
@@ -373,12 +373,12 @@ async def test_health_of_a_function_that_cannot_start(deploy, gate: Gate):
     function = await deploy(source, gate=gate, check=False)
     call = asyncio.ensure_future(function.call(1))
     arrival = await gate.next("setup")
-    response = await function.client.get("/health-check", params={"function": function.name})
+    response = await function.client.get("/cog/health-check", params={"function": function.name})
     assert response.json()["status"] == "STARTING"
     arrival.go()
     async with asyncio.timeout(LIMIT_S):
         assert (await call).status_code >= 500
-    response = await function.client.get("/health-check", params={"function": function.name})
+    response = await function.client.get("/cog/health-check", params={"function": function.name})
     assert response.json()["status"] == "SETUP_FAILED"
 
 
@@ -409,5 +409,5 @@ async def test_metrics_that_a_predictor_records(deploy):
         again = await predictor.look(found["id"])
         assert again["metrics"] == recorded | times
     # A job that was stored before it ran.
-    made = (await predictor.ask("PUT", "/predictions/mine", {"input": {}})).json()
+    made = (await predictor.ask("PUT", "/cog/predictions/mine", {"input": {}})).json()
     assert made["metrics"].items() >= recorded.items()

@@ -73,7 +73,7 @@ async def test_the_client(
 ) -> None:
     plain, streaming, token = await predictor(), await predictor(STREAM), await key()
     process = await asyncio.create_subprocess_exec(
-        "node", "main.js", f"{gateway.url}/v1", token, plain.name, streaming.name,
+        "node", "main.js", f"{gateway.url}/replicate/v1", token, plain.name, streaming.name,
         cwd=package, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     async with asyncio.timeout(60):

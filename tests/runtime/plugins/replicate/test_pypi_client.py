@@ -25,7 +25,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 @contextlib.asynccontextmanager
 async def opened(gateway: Gateway, token: str) -> AsyncIterator[replicate.Client]:
-    client = replicate.Client(api_token=token, base_url=gateway.url)
+    client = replicate.Client(api_token=token, base_url=f"{gateway.url}/replicate")
     yield client
     # The client has no method that closes its connections.
     await client._async_client.aclose()

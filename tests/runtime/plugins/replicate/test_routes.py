@@ -36,10 +36,10 @@ class Caller:
     async def upload(self, name: str, content: bytes, metadata: Any = None) -> httpx.Response:
         data = {} if metadata is None else {"metadata": metadata}
         files = {"content": (name, content, "text/plain")}
-        return await self._client.post("/v1/files", files=files, data=data, headers=self._headers)
+        return await self._client.post("/replicate/v1/files", files=files, data=data, headers=self._headers)
 
     async def made(self, function: Function, text: str = "a", **headers: str) -> dict[str, Any]:
-        response = await self("POST", "/v1/predictions", {"version": function.name, "input": {"text": text}}, **headers)  # fmt: skip
+        response = await self("POST", "/replicate/v1/predictions", {"version": function.name, "input": {"text": text}}, **headers)  # fmt: skip
         assert response.status_code == 201, response.text
         return dict(response.json())
 
@@ -59,18 +59,20 @@ async def test_a_prediction_belongs_to_its_key(
     made = await mine.made(function, Prefer="wait=5")
     assert (made["status"], made["output"], made["source"]) == ("succeeded", "a", "api")
     own = made["urls"]["get"]
-    assert own.endswith(f"/v1/predictions/{made['id']}")
+    assert own.endswith(f"/replicate/v1/predictions/{made['id']}")
     assert (await mine("GET", own)).json() == made
     for method, path in (
         ("GET", own),
         ("POST", made["urls"]["cancel"]),
-        ("GET", f"/v1/predictions?cursor={made['id']}"),
+        ("GET", f"/replicate/v1/predictions?cursor={made['id']}"),
     ):
         response = await theirs(method, path)
         assert (response.status_code, response.json()["title"]) == (404, "Not Found")
         assert made["id"] in response.json()["detail"]
-    assert (await theirs("GET", "/v1/predictions")).json()["results"] == []
-    assert [one["id"] for one in (await mine("GET", "/v1/predictions")).json()["results"]] == [made["id"]]
+    assert (await theirs("GET", "/replicate/v1/predictions")).json()["results"] == []
+    assert [one["id"] for one in (await mine("GET", "/replicate/v1/predictions")).json()["results"]] == [
+        made["id"]
+    ]
 
 
 async def test_a_key_of_another_function(caller: Callable[..., Any], predictor: Callable[..., Any]) -> None:
@@ -78,12 +80,16 @@ async def test_a_key_of_another_function(caller: Callable[..., Any], predictor: 
     stranger = await caller(functions=[other.name])
     body: dict[str, Any] = {"input": {"text": "a"}}
     for path in ("models", "deployments"):
-        assert (await stranger("POST", f"/v1/{path}/me/{function.name}/predictions", body)).status_code == 404
-        assert (await stranger("GET", f"/v1/{path}/me/{function.name}")).status_code == 404
-        assert [one["name"] for one in (await stranger("GET", f"/v1/{path}")).json()["results"]] == [
-            other.name
-        ]
-    assert (await stranger("POST", "/v1/predictions", body | {"version": function.name})).status_code == 404
+        assert (
+            await stranger("POST", f"/replicate/v1/{path}/me/{function.name}/predictions", body)
+        ).status_code == 404
+        assert (await stranger("GET", f"/replicate/v1/{path}/me/{function.name}")).status_code == 404
+        assert [
+            one["name"] for one in (await stranger("GET", f"/replicate/v1/{path}")).json()["results"]
+        ] == [other.name]
+    assert (
+        await stranger("POST", "/replicate/v1/predictions", body | {"version": function.name})
+    ).status_code == 404
 
 
 @pytest.mark.parametrize("reference", ["{}", "me/{}", "me/{}:anything", "{}:1"])
@@ -92,8 +98,8 @@ async def test_what_a_version_may_be(
 ) -> None:
     function, call = await predictor(), await caller()
     body = {"version": reference.format(function.name), "input": {"text": "a"}}
-    assert (await call("POST", "/v1/predictions", body)).json()["version"] == function.name
-    refused = await call("POST", "/v1/predictions", {"input": {"text": "a"}})
+    assert (await call("POST", "/replicate/v1/predictions", body)).json()["version"] == function.name
+    refused = await call("POST", "/replicate/v1/predictions", {"input": {"text": "a"}})
     assert (refused.status_code, refused.json()["error"]["type"]) == (422, "input_invalid")
 
 
@@ -144,7 +150,7 @@ async def test_pages(
     function, call = await predictor(), await caller()
     monkeypatch.setattr(routes, "PAGE", 2)
     made = [(await call.made(function))["id"] for _ in range(3)]
-    first = (await call("GET", "/v1/predictions")).json()
+    first = (await call("GET", "/replicate/v1/predictions")).json()
     assert [one["id"] for one in first["results"]] == made[:0:-1]
     second = (await call("GET", first["next"])).json()
     assert ([one["id"] for one in second["results"]], second["next"]) == (made[:1], None)
@@ -153,7 +159,9 @@ async def test_pages(
     assert ([one["id"] for one in back["results"]], back["previous"]) == (made[:0:-1], None)
     more = [(await call.made(function))["id"] for _ in range(2)]
     third = (
-        await call("GET", (await call("GET", f"/v1/predictions?cursor={made[1]}")).json()["previous"])
+        await call(
+            "GET", (await call("GET", f"/replicate/v1/predictions?cursor={made[1]}")).json()["previous"]
+        )
     ).json()
     assert [one["id"] for one in third["results"]] == [made[2], made[1]]
     top = (await call("GET", third["previous"])).json()
@@ -166,7 +174,7 @@ async def test_pages_of_functions(
     names = sorted([(await predictor()).name for _ in range(3)])
     call = await caller(functions=names)
     monkeypatch.setattr(models, "PAGE", 2)
-    for path in ("/v1/models", "/v1/deployments"):
+    for path in ("/replicate/v1/models", "/replicate/v1/deployments"):
         first = (await call("GET", path)).json()
         assert ([one["name"] for one in first["results"]], first["previous"]) == (names[:2], None)
         second = (await call("GET", first["next"])).json()
@@ -188,10 +196,12 @@ async def test_files_are_their_uploaders(caller: Callable[..., Any], predictor: 
     assert (downloaded.content, downloaded.headers["content-disposition"]) == (b"content", "attachment")
     for method, path in (("GET", own), ("DELETE", own), ("GET", f"{own}/download")):
         assert (await theirs(method, path)).status_code == 404
-    assert (await theirs("GET", "/v1/files")).json()["results"] == []
+    assert (await theirs("GET", "/replicate/v1/files")).json()["results"] == []
     body = {"version": function.name, "input": {"text": "a", "image": own}}
-    assert (await mine("POST", "/v1/predictions", body, Prefer="wait")).json()["output"] == "acontent.txt"
-    refused = await theirs("POST", "/v1/predictions", body)
+    assert (await mine("POST", "/replicate/v1/predictions", body, Prefer="wait")).json()[
+        "output"
+    ] == "acontent.txt"
+    refused = await theirs("POST", "/replicate/v1/predictions", body)
     assert (refused.status_code, "not there" in refused.json()["detail"]) == (422, True)
     assert (await mine("DELETE", own)).status_code == 204
 
@@ -205,12 +215,12 @@ async def test_forms_that_are_refused(gateway: Gateway, caller: Callable[..., An
         b'--x\r\nContent-Disposition: form-data; name="a\x7f"\r\n\r\n\r\n--x--\r\n',
         b"--y--",
     ):
-        response = await gateway.client.post("/v1/files", content=body, headers=form)
+        response = await gateway.client.post("/replicate/v1/files", content=body, headers=form)
         assert (response.status_code, response.json()["error"]["type"]) == (400, "bad_json"), response.text
-    assert (await call("POST", "/v1/files", {})).status_code == 400
+    assert (await call("POST", "/replicate/v1/files", {})).status_code == 400
     assert (await call.upload("a", b"a", "[]")).status_code == 400
     assert (await call.upload("a", b"a", "{")).status_code == 400
-    assert (await call("GET", "/v1/files")).json()["results"] == []
+    assert (await call("GET", "/replicate/v1/files")).json()["results"] == []
 
 
 async def test_a_caller_cannot_name_files_of_the_gateway(
@@ -219,11 +229,13 @@ async def test_a_caller_cannot_name_files_of_the_gateway(
     function, call = await predictor(), await caller()
     body = {"input": {"text": "a", "image": "http://x/secret"}, "version": function.name,
             "prediction": {"files": {"http://x/secret": "/etc/passwd"}}, "context": {"files": "/etc/passwd"}}  # fmt: skip
-    found = (await call("POST", "/v1/predictions", body, Prefer="wait")).json()
+    found = (await call("POST", "/replicate/v1/predictions", body, Prefer="wait")).json()
     assert (found["status"], found["output"]) == ("failed", None)
     for path in ("/etc/passwd", "file:///etc/passwd"):
         body["input"] = {"text": "a", "image": path}
-        assert (await call("POST", "/v1/predictions", body, Prefer="wait")).json()["status"] == "failed"
+        assert (await call("POST", "/replicate/v1/predictions", body, Prefer="wait")).json()[
+            "status"
+        ] == "failed"
 
 
 async def test_only_urls_of_this_gateway_are_its_files(
@@ -231,15 +243,20 @@ async def test_only_urls_of_this_gateway_are_its_files(
 ) -> None:
     function, call = await predictor(), await caller()
     file_id = (await call.upload("in.txt", b"content")).json()["id"]
-    body: dict[str, Any] = {"version": function.name, "input": {"text": "a", "image": f"/v1/files/{file_id}"}}
-    assert (await call("POST", "/v1/predictions", body, Prefer="wait")).json()["output"] == "acontent.txt"
+    body: dict[str, Any] = {
+        "version": function.name,
+        "input": {"text": "a", "image": f"/replicate/v1/files/{file_id}"},
+    }
+    assert (await call("POST", "/replicate/v1/predictions", body, Prefer="wait")).json()[
+        "output"
+    ] == "acontent.txt"
     # The caller reaches this gateway by another name.
     body["input"]["image"] = f"http://models.example/v1/files/{file_id}/download"
-    found = await call("POST", "/v1/predictions", body, Prefer="wait", Host="models.example")
+    found = await call("POST", "/replicate/v1/predictions", body, Prefer="wait", Host="models.example")
     assert found.json()["output"] == "acontent.txt", found.text
     # A file of another host is downloaded from there, here in vain.
     body["input"]["image"] = f"http://127.0.0.1:1/v1/files/{file_id}"
-    found = await call("POST", "/v1/predictions", body, Prefer="wait")
+    found = await call("POST", "/replicate/v1/predictions", body, Prefer="wait")
     assert (found.json()["status"], "cannot be fetched" in found.json()["error"]) == ("failed", True)
 
 
@@ -252,7 +269,7 @@ async def test_a_file_that_has_lost_its_content(
     async with asyncio.timeout(5):
         assert (await call("GET", f"{file['urls']['get']}/download")).status_code == 404
         body = {"version": function.name, "input": {"text": "a", "image": file["urls"]["get"]}}
-        assert (await call("POST", "/v1/predictions", body)).status_code == 422
+        assert (await call("POST", "/replicate/v1/predictions", body)).status_code == 422
 
 
 async def test_a_full_disk(gateway: Gateway, caller: Callable[..., Any]) -> None:
@@ -265,14 +282,14 @@ async def test_a_full_disk(gateway: Gateway, caller: Callable[..., Any]) -> None
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert (refused.status_code, refused.json()["error"]["type"]) == (507, "storage_full"), refused.text
     assert (refused.json()["title"], str(gateway.state) in refused.text) == ("Insufficient Storage", False)
-    assert (await call("GET", "/v1/files")).json()["results"] == []
+    assert (await call("GET", "/replicate/v1/files")).json()["results"] == []
     assert not [one for one in (gateway.state / "files").iterdir() if one.name.startswith(".")]
 
 
 async def test_links_behind_a_proxy(gateway: Gateway, caller: Callable[..., Any], tmp_path: Path) -> None:
     told = {"X-Forwarded-Proto": "https", "X-Forwarded-Host": "models.example"}
     # This gateway trusts no proxy.
-    assert (await (await caller())("GET", "/v1/models", **told)).text.count("https://") == 0
+    assert (await (await caller())("GET", "/replicate/v1/models", **told)).text.count("https://") == 0
     with short_folder() as folder:
         expired = folder / "state/files/.interrupted"
         expired.mkdir(parents=True)
@@ -288,9 +305,9 @@ async def test_links_behind_a_proxy(gateway: Gateway, caller: Callable[..., Any]
                 ({}, behind.url),
             ):
                 file = (
-                    await behind.client.post("/v1/files", files={"content": b"1"}, headers=headers)
+                    await behind.client.post("/replicate/v1/files", files={"content": b"1"}, headers=headers)
                 ).json()
-                assert file["urls"]["get"] == f"{origin}/v1/files/{file['id']}"
+                assert file["urls"]["get"] == f"{origin}/replicate/v1/files/{file['id']}"
 
             async def swept() -> bool:
                 return not await asyncio.to_thread(expired.exists)

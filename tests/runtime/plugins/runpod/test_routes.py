@@ -277,8 +277,8 @@ ASKED = {
     "run": ("/v2/{name}/run", {}),
     "runsync": ("/v2/{name}/runsync", {}),
     "later": ("/invoke/{name}", {"Prefer": "respond-async"}),
-    "lambda": ("/2015-03-31/functions/{name}/invocations", {"X-Amz-Invocation-Type": "Event"}),
-    "predictions": ("/predictions?function={name}", {}),
+    "lambda": ("/lambda/2015-03-31/functions/{name}/invocations", {"X-Amz-Invocation-Type": "Event"}),
+    "predictions": ("/cog/predictions?function={name}", {}),
 }
 
 
