@@ -198,17 +198,24 @@ class SimulatedNode:
                 self.tell(f"deploy of {workers.key} fails: {type(error).__name__} {error}")
                 await asyncio.shield(self.tasks.create_task(self._retire(workers, 0.0)))
                 return
-            await asyncio.sleep(self.world.draw((0.0, STORED_S)))
-            self.tell(f"{workers.key} is live")
-            function.live = workers
-            history, scale = function.function, record.settings.scale
-            history.account.open(BudgetSpec(seconds_per_day=setup.seconds_per_day), setup.owner)
-            prices = HoldingPrices(memory_byte_s=MEMORY_BYTE_S, waiting_s=setup.price_waiting_s)
-            assert scale.price_waiting_s is None
-            history.ladder.adopt(workers, ladder_spec_of(record, prices), 0.1, self.tasks)
-            workers.go_live()
-            if old is not None:
-                self.tasks.create_task(self._retire(old, DRAIN_S))
+            # As in the registry, a deploy that is cancelled now goes live nevertheless.
+            await asyncio.shield(self.tasks.create_task(self._go_live(function, workers, record, setup)))
+
+    async def _go_live(
+        self, function: SimulatedFunction, workers: RevisionWorkers, record: RevisionRecord, setup: Setup
+    ) -> None:
+        old = function.live
+        await asyncio.sleep(self.world.draw((0.0, STORED_S)))
+        self.tell(f"{workers.key} is live")
+        function.live = workers
+        history, scale = function.function, record.settings.scale
+        history.account.open(BudgetSpec(seconds_per_day=setup.seconds_per_day), setup.owner)
+        prices = HoldingPrices(memory_byte_s=MEMORY_BYTE_S, waiting_s=setup.price_waiting_s)
+        assert scale.price_waiting_s is None
+        history.ladder.adopt(workers, ladder_spec_of(record, prices), 0.1, self.tasks)
+        workers.go_live()
+        if old is not None:
+            self.tasks.create_task(self._retire(old, DRAIN_S))
 
     async def delete(self, name: str) -> None:
         function = self.function(name)

@@ -301,7 +301,7 @@ class Reconciler:
         present = (one for one in self._all() if one.held_workers or one in self._short)
         # Processes that end hold memory of GPUs for a moment after their revision was forgotten.
         members = list(dict.fromkeys(chain(present, cast("list[Member]", self.gpus.owners))))
-        claims = [one.claim(self._short[one].since_s if one in self._short else math.inf) for one in members]
+        claims = [self._claim(one) for one in members]
         allocation = allocate(claims, self._limits(members), self.gpus.gpus, now_s)
         self._rested_at_s = time.monotonic() + (time.monotonic() - now_s) * (1 / MOST_SHARE - 1)
         self._carry_out(allocation, members, now_s)
@@ -309,6 +309,11 @@ class Reconciler:
             self._allocate_at_s = min(self._allocate_at_s, max(allocation.again_s, self._rested_at_s))
             if self._allocate_at_s < math.inf:
                 self._set_timer(self._allocate_at_s)
+
+    def _claim(self, one: Member) -> RevisionClaim:
+        """Return what a revision has and wants. One that ends wants nothing: its last row is out of date."""
+        claim = one.claim(self._short[one].since_s if one in self._short else math.inf)
+        return claim if one.key in self._members else claim._replace(wants={}, awake=0, held=0)
 
     def _limits(self, members: list[Member]) -> Limits:
         owners = {owner: self._of_owner(owner) for owner in {one.owner for one in members}}

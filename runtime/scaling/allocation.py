@@ -115,7 +115,8 @@ class _Revision:
             if one.state is ProcessState.STANDBY:
                 last = (WorkerTier.STANDBY, 0, 0, 0, 0.0, 0.0, claim.key)
                 self.standbys.append(_Member(one, last, one.holding))
-            elif one.state is ProcessState.READY and number + starting <= claim.held:
+            elif one.restores or (one.state is ProcessState.READY and number + starting <= claim.held):
+                # The row ends no worker that restores its weights, so that one is here to make room.
                 self.ready.insert(0, _Member(one, self.order(number, one), one.holding))
             elif one.state is ProcessState.PARKED and number + starting <= claim.held:
                 stays = one.holding if one.parked is None else one.parked
@@ -413,7 +414,7 @@ class _Sharing:
         if (limit := self._reached(one, member.stays)) is not None:
             one.note(limit, stop=(member.process.key,))
             return
-        if one.awake + one.spared == one.claim.held:
+        if one.awake + one.spared >= one.claim.held:
             # Another worker starts in its place.
             one.note(stop=(member.process.key,))
             return

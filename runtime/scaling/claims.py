@@ -56,13 +56,18 @@ class NodeProcess(NamedTuple):
     state: ProcessState
     calls: int = 0
     used_s: float = 0.0
-    """The time at which its last call ended, or before its first call the time of its start (monotonic, in seconds)."""
+    """The time at which its last call ended, or before its first call the time of its start (monotonic, in seconds); -infinity
+    while it restores its weights: such a start can be cancelled."""
     holding: Holding = NOTHING
     """The GPU memory that is booked for it now."""
     full: Holding = NOTHING
     """The GPU memory of an awake worker."""
     parked: Holding | None = None
     """The GPU memory of a parked worker; None if it cannot park, or frees nothing."""
+
+    @property
+    def restores(self) -> bool:
+        return self.state is ProcessState.READY and self.used_s == -math.inf
 
 
 class RevisionClaim(NamedTuple):

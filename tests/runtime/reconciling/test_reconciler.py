@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -13,6 +14,9 @@ import pytest_asyncio
 from live import LIMIT_S, Gate, Gateway, failure, gateway_here
 from pilotflame.runtime.reconciling.gpu_places import GpuPlaces
 from pilotflame.runtime.reconciling.reconciler import Reconciler
+from pilotflame.runtime.scaling.claims import Grant, NodeProcess, ProcessState, RevisionClaim, WorkerTier
+from pilotflame.runtime.scaling.seen import Seen
+from pilotflame.runtime.scaling.table import Proposal, Rank, Row
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -216,3 +220,50 @@ async def test_a_function_whose_look_fails_does_not_stop_the_looks_at_others():
     finally:
         loop.set_exception_handler(before)
     assert told == ["a defect of one function"]
+
+
+class Wanting:
+    """A revision with one draining worker, whose row wants a number of workers."""
+
+    gpu_need, owner, urgent, row, held_workers = None, "", False, Row(0, 0), 1
+
+    def __init__(self, key: str, wants: dict[WorkerTier, int]) -> None:
+        self.key, self.wants, self.granted = key, wants, list[Grant]()
+
+    def claim(self, waiting_since_s: float) -> RevisionClaim:
+        most = max(self.wants.values())
+        drains = (NodeProcess(self.key, ProcessState.DRAINING),)
+        return RevisionClaim(
+            self.key, self.key, "", self.wants, most, most, drains, waiting_since_s=waiting_since_s
+        )
+
+    def fits_gpus(self, _workers: int) -> bool:
+        return True
+
+    def decide(self, _now_s: float, _arriving: int = 0) -> tuple[Row, Seen]:
+        return Row(2, 2, (Proposal(Rank.AHEAD, "warmup", 2),)), Seen(0, 0, 0, 0)
+
+    def settle(self, *_arguments: Any) -> None: ...
+
+    note_limit = settle
+
+    def advance(self, _now_s: float) -> float:
+        return math.inf
+
+    def look(self) -> None: ...
+
+    def carry_out(self, grant: Grant, _seen: Seen) -> None:
+        self.granted.append(grant)
+
+
+async def test_a_revision_that_ends_takes_no_place_although_its_last_row_wanted_workers():
+    reconciler = Reconciler(GpuPlaces(), most=3)
+    ends, waits = Wanting("ends", {WorkerTier.LOAD: 1}), Wanting("waits", {WorkerTier.AHEAD: 2})
+    for one in (ends, waits):
+        reconciler.join(one)  # type: ignore[arg-type]
+    reconciler.leave(ends)  # type: ignore[arg-type]
+    reconciler.look(waits)  # type: ignore[arg-type]
+    # The loop runs the allocation next.
+    await asyncio.sleep(0)
+    assert [len(grant.start) for grant in waits.granted] == [1]
+    assert ends.granted == []

@@ -263,6 +263,15 @@ def test_a_first_worker_that_callers_wait_for_keeps_its_place_until_it_is_ready(
     assert grants == {"waits": Grant(limit=ReachedLimit(kind, 1))}
 
 
+def test_a_worker_that_still_restores_makes_room_although_its_row_wants_none() -> None:
+    starting = idle("h")._replace(used_s=-math.inf)
+    paused = claim("has", starting)._replace(awake=0, held=0)
+    reached = ReachedLimit(NODE, 1)
+    grants = shared([paused, claim("new", load=1)], limits(1))
+    assert grants == {"has": Grant(stop=("h",), limit=reached), "new": Grant(limit=reached)}
+    assert shared([paused], limits(1)) == {}
+
+
 def test_who_waits_longest_comes_first() -> None:
     found = [claim(f"w{waits}", load=1, waits_s=waits) for waits in (1, 3, 2)]
     assert [key for key, grant in shared(found, limits(1)).items() if grant.start] == ["w3"]
