@@ -16,11 +16,12 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from ...errors import GatewayError
-from .connection import ClientConnection, FastConnection, header_timer, missing_internals
+from .connection import ClientConnection, FastConnection, header_timer
 from .deploys import MAX_ARCHIVE_BYTES
 from .fast_path import FastPath
 from .responses import Handler, complete_headers
 from .routes import Route, aiohttp_routes
+from .self_check import why_not_fast
 
 LOG = logging.getLogger(__name__)
 OnPrepare: TypeAlias = Callable[[web.Request, web.StreamResponse], Awaitable[None]]
@@ -28,8 +29,7 @@ BACKLOG = 1024
 # The file descriptor of the first socket that systemd passes.
 FIRST_PASSED = 3
 NO_FAST_PATH = (
-    "aiohttp {version} lacks {names}, so plain calls take more time. Install an aiohttp that pilotflame's"
-    " pyproject.toml allows."
+    "plain calls take more time, since the fast path does not work with aiohttp {version}: {reason}"
 )
 
 
@@ -146,8 +146,8 @@ async def http_server(
     Each of `on_prepare` is called with the request and the response before the response's header is sent.
     If the installed aiohttp does not support `fast_path`, log a message and serve without it.
     """
-    if missing := missing_internals():
-        LOG.warning(NO_FAST_PATH.format(version=aiohttp.__version__, names=", ".join(missing)))
+    if reason := await why_not_fast():
+        LOG.warning(NO_FAST_PATH.format(version=aiohttp.__version__, reason=reason))
         middlewares = [header_timer, *middlewares]
     app = web.Application(client_max_size=MAX_ARCHIVE_BYTES, middlewares=[callers_leave, *middlewares])
     app.add_routes(aiohttp_routes(routes))
@@ -159,7 +159,7 @@ async def http_server(
     def accept() -> asyncio.Protocol:
         if runner.server is None:
             raise GatewayError("The gateway is shutting down.")
-        if missing:
+        if reason:
             return ClientConnection(runner.server, header_timeout_s=header_timeout_s)
         return FastConnection(runner.server, fast_path, header_timeout_s=header_timeout_s)
 
