@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .._version import __version__
-from .commands import display, exit_codes, options
+from .client import display, exit_codes, options
+from .client.gateway_start import announced_start
 from .commands.first_process import become_child_of_init
-from .commands.gateway_start import announced_start
 from .commands.lazy_group import PluginGroup
 
 if TYPE_CHECKING:
@@ -58,10 +58,6 @@ COMMANDS = {
     "settings": (
         "settings",
         "Describe the settings of functions and of the gateway: type, range, default, meaning.",
-    ),
-    "simulate": (
-        "simulate",
-        "Predict how many calls are answered in time, or what keeping functions warm costs.",
     ),
     "snapshot": ("snapshot", "Create, inspect, verify, copy and convert snapshots of weights."),
     "status": ("functions", "Show one function: revision, workers, settings, event sources, processes."),

@@ -27,30 +27,23 @@ from .access.control_socket import control_socket
 from .access.keyring import Keyring
 from .access.keys import ANYBODY
 from .access.secrets import Secrets
+from .access.webhook_signing import load_key
 from .api.access import AccessControl
-from .api.access_log import AccessLog
 from .api.admin import Admin
-from .api.audit import Audit
 from .api.backend import Backend
 from .api.console import Console
-from .api.cross_origin import CrossOrigin
 from .api.deploys import Deploys
 from .api.docs_page import DocsPage
-from .api.endless_answers import EndlessAnswers
 from .api.fast_path import FastPath
 from .api.guard import Guard
 from .api.history import HistoryApi
 from .api.invoke import Gateway
 from .api.logs import LogsApi
 from .api.openapi import OpenApi
-from .api.origins import Origins
 from .api.plugin import ApiPlugin, Plugins
-from .api.responses import ErrorResponses, compressed
 from .api.revisions import RevisionsApi
-from .api.routes import Route, error_formats, joined
 from .api.server import HttpServer, bind, http_server, url_of
 from .api.standalone import Standalone
-from .api.tls import Certificate
 from .api.usage import UsageApi
 from .api.warmup import WarmupApi
 from .api.webhooks import WebhooksApi
@@ -67,9 +60,16 @@ from .functions.recorder import Recorder
 from .functions.registry import FunctionEvents, Functions
 from .functions.rest import Rest
 from .functions.store import Retention, Store
+from .http.access_log import AccessLog
+from .http.audit import Audit
+from .http.cross_origin import CrossOrigin
+from .http.endless_answers import EndlessAnswers
+from .http.origins import Origins
+from .http.responses import ErrorResponses, compressed
+from .http.routes import Route, error_formats, joined
+from .http.tls import Certificate
 from .jobs.alerts import FunctionAlerts
 from .jobs.jobs import Jobs
-from .jobs.webhook_signing import load_key
 from .launching.container_engine import find_engine
 from .launching.container_launcher import ContainerLauncher
 from .launching.fetcher_client import FetcherClient, Sharing

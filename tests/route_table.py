@@ -18,11 +18,11 @@ from pilotflame.runtime.api.invoke import Gateway
 from pilotflame.runtime.api.logs import LogsApi
 from pilotflame.runtime.api.openapi import OpenApi
 from pilotflame.runtime.api.revisions import RevisionsApi
-from pilotflame.runtime.api.routes import based
 from pilotflame.runtime.api.usage import UsageApi
 from pilotflame.runtime.api.warmup import WarmupApi
 from pilotflame.runtime.api.webhooks import WebhooksApi
 from pilotflame.runtime.functions.live import FunctionStatus
+from pilotflame.runtime.http.routes import based
 
 
 def described() -> OpenApi:

@@ -23,23 +23,25 @@ PACKAGES = (*HOUSE, "templates")
 # Modules that write to the terminal.
 SPEAKING = {
     "runtime.cli",
-    "runtime.commands.display",
+    "runtime.client.display",
 }
 # Packages that must not be loaded by those who never use them.
 HEAVY = {"aiohttp", "boto3", "httpx", "numpy", "pydantic", "safetensors", "torch", "transformers", "uvloop"}
 
 
-def _load_house() -> Any:
-    spec = importlib.util.spec_from_file_location("house", ROOT / "infra" / "house.py")
+def _load(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "infra" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["house"] = module
+    sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
 
 
-house = _load_house()
+house, lines = _load("house"), _load("lines")
+# The largest number of lines of code in a room.
+MOST_LINES = 2500
 
 
 @cache
@@ -70,6 +72,13 @@ def test_the_figures_are_within_their_limits() -> None:
     assert len(found.small_modules) <= 10
     assert found.function_lines_median <= 7
     assert found.function_lines_p90 <= 20
+
+
+def test_no_room_is_larger_than_one_person_can_hold() -> None:
+    large = {
+        room: count for room, count in lines.rooms(ROOT).items() if count > MOST_LINES and room != "total"
+    }
+    assert large == {}
 
 
 def test_every_package_says_what_it_is_and_holds_no_code() -> None:

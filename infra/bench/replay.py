@@ -32,7 +32,7 @@ from pilotflame.runtime.batching.simulator import (
     SimulatedFunction,
     Simulator,
 )
-from pilotflame.runtime.commands.simulate import figures
+from pilotflame.runtime.plugins.simulate.command import figures
 from report import Report
 from warm_open import DEADLINES
 from warm_replay import instants_ns, replay

@@ -14,10 +14,10 @@ from ..access.keyring import Keyring
 from ..access.keys import KeyFields, NewKey, Scope, parse_new_key
 from ..access.secrets import MAX_VALUE_BYTES, Secrets
 from ..functions.registry import Functions
-from .audit import note
-from .requests import load_json, read_body, validate
-from .responses import Timestamp, json_response
-from .routes import Route
+from ..http.audit import note
+from ..http.requests import load_json, read_body, validate
+from ..http.responses import Timestamp, json_response
+from ..http.routes import Route
 
 # A JSON string needs up to six bytes for one byte of a secret's value. The rest of the body gets 1024 bytes.
 MAX_BODY_BYTES = 6 * MAX_VALUE_BYTES + 1024

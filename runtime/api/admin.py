@@ -15,11 +15,11 @@ from ..access.keys import Caller, Scope
 from ..functions.live import FunctionStatus, Live, Prefetched, Process, SourceStatus
 from ..functions.node_memory import MemoryMeter, NodeMemory
 from ..functions.registry import Functions
+from ..http.requests import caller_of
+from ..http.responses import Timestamp, json_response, timestamp
+from ..http.routes import Flag, Route
 from ..telemetry.logs import Logs
 from ..telemetry.metrics import Metrics
-from .requests import caller_of
-from .responses import Timestamp, json_response, timestamp
-from .routes import Flag, Route
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 ALL_MEMORY = Flag("memory", "Measure the memory of all processes.")

@@ -11,11 +11,8 @@ from typing_extensions import TypedDict
 
 from ..functions.live import Live
 from ..functions.registry import Functions
-from ..jobs.job import Job, JobState, NewJob
-from ..jobs.jobs import Jobs
-from ..serving.revision import Revision
-from .origins import Origins
-from .requests import (
+from ..http.origins import Origins
+from ..http.requests import (
     GATEWAY_REMEDY,
     MAX_KEY_CHARS,
     STORED_REMEDY,
@@ -25,7 +22,10 @@ from .requests import (
     read_body,
     traceparent_of,
 )
-from .routes import Parameter, header
+from ..http.routes import Parameter, header
+from ..jobs.job import Job, JobState, NewJob
+from ..jobs.jobs import Jobs
+from ..serving.revision import Revision
 
 ASYNC_BODY_BYTES = 10 << 20
 """Limit for the body of a request that becomes a job: the body is stored and run later."""

@@ -15,8 +15,8 @@ from aiohttp.http import RawRequestMessage
 from multidict import CIMultiDict
 
 from ...errors import MalformedRequest, OutputInvalid, PilotflameError
+from ..http.responses import SERVER, Handler, Response, error_reply
 from .fast_path import BEGINNING, FastPath, FastRequest
-from .responses import SERVER, Handler, Response, error_reply
 
 MAX_REASON_CHARS = 200
 KEEPALIVE_S = 75.0

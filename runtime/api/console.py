@@ -26,14 +26,14 @@ from ...handlers.codec import JSON_TYPE
 from ..access.keys import Caller, Scope
 from ..functions.live import Live
 from ..functions.registry import Functions
+from ..http.endless_answers import EndlessAnswers
+from ..http.requests import caller_of
+from ..http.responses import Timestamp, json_response, timestamp
+from ..http.routes import Flag, Parameter, Route
 from ..telemetry.cold_starts import ColdStart
 from ..telemetry.metrics import SECONDS, Metrics
 from ..telemetry.rung_name import RungName
 from .docs_page import HEADERS
-from .endless_answers import EndlessAnswers
-from .requests import caller_of
-from .responses import Timestamp, json_response, timestamp
-from .routes import Flag, Parameter, Route
 
 FOLDER = Path(__file__).with_name("console_page")
 PAGE = "console.html"

@@ -23,13 +23,13 @@ from ..functions.deploy import Deployment
 from ..functions.live import Deployed, Live
 from ..functions.progress import DeployNote, DeployStep, DeployTarget, Progress
 from ..functions.registry import Functions
+from ..http.audit import note
+from ..http.event_stream import EVENTS, HEARTBEAT, HEARTBEAT_S, STREAM_HEADERS, accepts_events, event
+from ..http.requests import caller_of, load_json, media_type_of, read_body, validate
+from ..http.responses import json_response
+from ..http.routes import Flag, Parameter, Route
 from ..packaging.code import identity
 from ..packaging.reuse import FileDigests, ReusedRevision
-from .audit import note
-from .event_stream import EVENTS, HEARTBEAT, HEARTBEAT_S, STREAM_HEADERS, accepts_events, event
-from .requests import caller_of, load_json, media_type_of, read_body, validate
-from .responses import json_response
-from .routes import Flag, Parameter, Route
 
 MAX_ARCHIVE_BYTES = 256 << 20
 UPLOAD_TIMEOUT_S = 600.0

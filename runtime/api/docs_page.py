@@ -15,8 +15,8 @@ from typing import Any
 from aiohttp import web
 
 from ..._version import __version__
-from .responses import json_response
-from .routes import Route
+from ..http.responses import json_response
+from ..http.routes import Route
 
 NAME = "pilotflame"
 POLICY = (

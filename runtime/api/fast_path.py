@@ -20,14 +20,14 @@ from multidict import istr
 from ...errors import InvocationError, PilotflameError
 from ...handlers.codec import JSON_TYPE
 from ..functions.registry import Functions
+from ..http.access_log import AccessLog
+from ..http.requests import REQUEST_ID_HEADER, Headers, request_id_of
+from ..http.responses import MAX_ON_LOOP_BYTES, Response, choose_coding, compress_now, error_reply, pays
+from ..http.routes import INVOKE_PATH, Route
 from ..serving.invocation import Invocation
 from ..serving.revision import Revision
-from .access_log import AccessLog
 from .guard import Admitted, Guard
 from .invoke import Gateway
-from .requests import REQUEST_ID_HEADER, Headers, request_id_of
-from .responses import MAX_ON_LOOP_BYTES, Response, choose_coding, compress_now, error_reply, pays
-from .routes import INVOKE_PATH, Route
 
 LOG = logging.getLogger(__name__)
 BEGINNING = "/invoke/"

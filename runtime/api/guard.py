@@ -35,10 +35,10 @@ from ..access.aws_signature import SCHEME, Signature, SignedRequest, parse_signa
 from ..access.control_socket import ControlSocket
 from ..access.keyring import Held, Keyring, Meter
 from ..access.keys import ANYBODY, Caller, Scope
-from .cross_origin import CrossOrigin
-from .requests import BODY, CALLER, GATEWAY_REMEDY, Headers, read_body
-from .responses import MAX_ON_LOOP_BYTES, Handler
-from .routes import Route, scopes_by_route
+from ..http.cross_origin import CrossOrigin
+from ..http.requests import BODY, CALLER, GATEWAY_REMEDY, Headers, read_body
+from ..http.responses import MAX_ON_LOOP_BYTES, Handler
+from ..http.routes import Route, scopes_by_route
 
 LOG = logging.getLogger(__name__)
 # AWS's clients sign requests, and may also send a session token. A caller can use the API key as this token.

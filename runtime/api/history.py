@@ -16,11 +16,11 @@ from ..billing.usage import GB, HOUR_S
 from ..functions.live import Live, ladder_spec_of
 from ..functions.recorder import Recorder
 from ..functions.registry import Functions
+from ..http.responses import Timestamp, timestamp
+from ..http.routes import Number, Route, UnixTime
 from ..scaling.rung_figures import HoldingPrices
 from ..telemetry.decisions import describe
 from ..telemetry.rung_name import RungName
-from .responses import Timestamp, timestamp
-from .routes import Number, Route, UnixTime
 
 MAX_ARRIVALS = 1_000_000
 # With these prices, what a rung costs is what it holds.

@@ -14,11 +14,8 @@ from multidict import istr
 from ...errors import DeadlineExceeded, PilotflameError
 from ...handlers.codec import JSON_TYPE
 from ..access.keys import Caller, Scope
-from ..serving.invocation import Invocation, Output, Stream
-from ..serving.revision import Revision
-from .backend import ASYNC_BODY_BYTES, Accepted, Backend
-from .event_stream import EVENTS, LAST_EVENT_S, EventStream
-from .requests import (
+from ..http.event_stream import EVENTS, LAST_EVENT_S, EventStream
+from ..http.requests import (
     Headers,
     accept_of,
     caller_of,
@@ -33,8 +30,11 @@ from .requests import (
     timeout_of,
     traceparent_of,
 )
-from .responses import Response, error_reply, invocation_headers, json_response
-from .routes import INVOKE_PATH, Parameter, Route, header
+from ..http.responses import Response, error_reply, invocation_headers, json_response
+from ..http.routes import INVOKE_PATH, Parameter, Route, header
+from ..serving.invocation import Invocation, Output, Stream
+from ..serving.revision import Revision
+from .backend import ASYNC_BODY_BYTES, Accepted, Backend
 
 HOLD = istr("X-Scale-Up-Timeout")
 MAX_HOLD_S = 3600.0

@@ -13,6 +13,10 @@ from typing_extensions import TypedDict
 from ...errors import BadInput, UnknownFunction, UnknownRoute
 from ..access.keys import Scope
 from ..functions.registry import Functions
+from ..http.endless_answers import EndlessAnswers
+from ..http.requests import caller_of
+from ..http.responses import Timestamp, json_response, timestamp
+from ..http.routes import Flag, Number, Parameter, Route, UnixTime
 from ..telemetry.log_files import (
     ACCESS,
     AUDIT,
@@ -24,10 +28,6 @@ from ..telemetry.log_files import (
     function_of,
 )
 from ..telemetry.logs import Logs
-from .endless_answers import EndlessAnswers
-from .requests import caller_of
-from .responses import Timestamp, json_response, timestamp
-from .routes import Flag, Number, Parameter, Route, UnixTime
 
 MAX_LINES = 10_000
 NAMES = (GATEWAY, AUDIT, ACCESS)

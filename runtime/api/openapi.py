@@ -17,10 +17,10 @@ from ...errors import UnknownFunction
 from ...handlers.arrays import NPY_TYPE, SAFETENSORS_TYPE
 from ...handlers.codec import BYTES_TYPE, JSON_TYPE
 from ..functions.live import FunctionStatus
-from .event_stream import EVENT_STREAM_TYPE
+from ..http.event_stream import EVENT_STREAM_TYPE
+from ..http.responses import json_response
+from ..http.routes import INVOKE_PATH, Parameter, Route
 from .plugin import ApiPlugin
-from .responses import json_response
-from .routes import INVOKE_PATH, Parameter, Route
 
 REFERENCE = "#/components/schemas/"
 FUNCTION = Parameter(

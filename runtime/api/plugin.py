@@ -10,12 +10,12 @@ from aiohttp import web
 from ...errors import OutputInvalid
 from ...handlers.codec import JSON_TYPE
 from ..functions.live import FunctionStatus
+from ..http.requests import dump_json, load_json
+from ..http.routes import Route, based
 from ..jobs.outbox import WebhookBodies
 from ..telemetry.background import BackgroundTasks
 from .backend import Backend
 from .invoke import Gateway
-from .requests import dump_json, load_json
-from .routes import Route, based
 
 CALL_REMEDY = "Return values that JSON has, or call it at /invoke."
 

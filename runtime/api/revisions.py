@@ -8,9 +8,9 @@ from pydantic import BaseModel, Field
 from ..access.keys import Scope
 from ..functions.live import FunctionStatus, RevisionFacts
 from ..functions.registry import Functions
-from .requests import load_json, read_body, validate
-from .responses import json_response
-from .routes import Route
+from ..http.requests import load_json, read_body, validate
+from ..http.responses import json_response
+from ..http.routes import Route
 
 MAX_ORDER_BYTES = 4096
 ORDER_TIMEOUT_S = 10.0

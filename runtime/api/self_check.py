@@ -9,16 +9,16 @@ from typing import Any, cast
 
 from aiohttp import web
 
+from ..http.responses import Response
 from .connection import FastConnection, missing_internals
 from .fast_path import FastPath
-from .responses import Response
 
 LIMIT_S = 2.0
 # The second request is left to aiohttp. All four come on one connection.
 PATHS = ("/fast", "/slow", "/fast", "/fast")
 
 
-class _Taken:
+class _Answered:
     """A request that the probe has taken."""
 
     def abandon(self) -> None: ...
@@ -32,13 +32,13 @@ class _Probe:
 
     def take(
         self, message: Any, payload: Any, _transport: Any, send: Callable[[Response], None]
-    ) -> _Taken | None:
+    ) -> _Answered | None:
         if message.path != "/fast":
             return None
         self.taken += 1
         body = bytes(payload.read_nowait())
         asyncio.get_running_loop().call_soon(send, Response(200, {"X-Request-Id": "probe"}, b"fast " + body))
-        return _Taken()
+        return _Answered()
 
 
 async def why_not_fast() -> str:

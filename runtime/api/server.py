@@ -16,11 +16,11 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from ...errors import GatewayError
+from ..http.responses import Handler, complete_headers
+from ..http.routes import Route, aiohttp_routes
 from .connection import ClientConnection, FastConnection, header_timer
 from .deploys import MAX_ARCHIVE_BYTES
 from .fast_path import FastPath
-from .responses import Handler, complete_headers
-from .routes import Route, aiohttp_routes
 from .self_check import why_not_fast
 
 LOG = logging.getLogger(__name__)

@@ -15,11 +15,11 @@ from aiohttp import web
 from ...errors import ActivationTimeout, GatewayError, QueueFull
 from ..access.keys import Caller, Scope
 from ..functions.registry import Functions
+from ..http.requests import seconds
+from ..http.responses import Handler
+from ..http.routes import INVOKE_PATH, Route
 from ..settings.function_settings import FunctionSettings
 from .invoke import HOLD, MAX_HOLD_S
-from .requests import seconds
-from .responses import Handler
-from .routes import INVOKE_PATH, Route
 
 ROOT = "/"
 PLATFORM = "platform"

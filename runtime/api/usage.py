@@ -14,10 +14,10 @@ from ..access.keys import Scope
 from ..billing.ledger import Ledger
 from ..billing.usage import Prices, Usage
 from ..billing.usage_store import UsageKey, UsageQuery
+from ..http.requests import caller_of
+from ..http.responses import Timestamp, json_response, timestamp
+from ..http.routes import Parameter, Route, UnixTime
 from ..settings.function_settings import name_problem
-from .requests import caller_of
-from .responses import Timestamp, json_response, timestamp
-from .routes import Parameter, Route, UnixTime
 
 DEFAULT_S = 30 * 86400.0
 BY = Parameter(

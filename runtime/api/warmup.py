@@ -13,10 +13,10 @@ from ...handlers.codec import JSON_TYPE
 from ..access.keys import Scope
 from ..functions.live import Workers
 from ..functions.registry import Functions
+from ..http.requests import load_json, media_type_of, read_body, validate
+from ..http.responses import json_response
+from ..http.routes import Number, Parameter, Route
 from ..reconciling.prewarms import HOLD_S
-from .requests import load_json, media_type_of, read_body, validate
-from .responses import json_response
-from .routes import Number, Parameter, Route
 
 MAX_HOLD_S = 86_400
 MAX_WAIT_S = 300

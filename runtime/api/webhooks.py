@@ -12,12 +12,12 @@ from typing_extensions import TypedDict
 
 from ..access.keys import Scope
 from ..functions.registry import Functions
+from ..http.requests import owner_of
+from ..http.responses import Timestamp, json_response, timestamp
+from ..http.routes import Choices, Number, Parameter, Route
 from ..jobs.jobs import Jobs
 from ..jobs.webhook_delivery import JOB as JOB_SUBJECT
 from ..jobs.webhook_delivery import Delivery, DeliveryState
-from .requests import owner_of
-from .responses import Timestamp, json_response, timestamp
-from .routes import Choices, Number, Parameter, Route
 
 MAX_LISTED = 1000
 JOB = Parameter("job", "Only deliveries of this job.")

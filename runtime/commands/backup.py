@@ -24,8 +24,8 @@ import click
 from ..._version import __version__
 from ...errors import GatewayError
 from ...snapshot.publish import publish
+from ..client import display, options
 from ..functions import shared_weights
-from . import display, options
 
 FORMAT = 1
 FACTS_FILE = "pilotflame-backup.json"

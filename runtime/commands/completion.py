@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 from click.shell_completion import get_completion_class
 
-from . import display, options
+from ..client import display, options
 
 # The variable in which the script passes the words to complete; click makes it from the program's name.
 VARIABLE = "_PILOTFLAME_COMPLETE"

@@ -17,10 +17,11 @@ import click
 import psutil
 
 from ...errors import GatewayError
-from . import display, minilm, options
-from .client import Client
+from ..client import display, options
+from ..client.client import Client
+from ..client.function_template import TEMPLATES
+from . import minilm
 from .fresh_process import first_answer
-from .init import TEMPLATES
 from .trial import private_gateway
 
 NAME = "text-embedding"

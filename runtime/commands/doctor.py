@@ -20,12 +20,12 @@ import click
 
 from ...errors import SourceError
 from ...machine import free_memory_bytes, processors
+from ..client import display, exit_codes, options
 from ..launching.cgroups import CONTROLLERS, find_controllers
 from ..launching.container_engine import find_engine
 from ..launching.gpus import AMD_MODULE, NVIDIA_MODULE, find_driver
 from ..settings.gateway_settings import GatewaySettings
 from ..worker.confinement import SINCE_SCOPE, landlock_version
-from . import display, exit_codes, options
 
 MIN_FREE_BYTES = 512 << 20
 MIN_OPEN_FILES = 256

@@ -6,8 +6,8 @@ import time
 
 import click
 
-from . import display, options
-from .client import Client
+from ..client import display, options
+from ..client.client import Client
 
 
 @click.command()

@@ -11,10 +11,10 @@ import click
 
 from ...errors import GatewayUnreachable, PilotflameError
 from ...handlers.example import example_text
-from . import display, exit_codes, options
-from .client import Client
-from .folder_deploy import FolderDeploy, deploy_changes
-from .options import FunctionSource
+from ..client import display, exit_codes, options
+from ..client.client import Client
+from ..client.folder_deploy import FolderDeploy, deploy_changes
+from ..client.options import FunctionSource
 
 # A longer input is named by its file.
 MAX_EXAMPLE_CHARS = 200

@@ -12,9 +12,9 @@ from typing import Any
 import click
 
 from ...errors import BadInput, JobConflict, JobError, PilotflameError
+from ..client import display, exit_codes, options
+from ..client.client import Client
 from ..jobs.job import JobState
-from . import display, exit_codes, options
-from .client import Client
 
 # Higher than the number of any piece: after this number, `Client.follow` yields no pieces.
 AFTER_ALL_PIECES = 999_999_999

@@ -21,12 +21,12 @@ from ...errors import UnknownKey
 from ..access.control_socket import find_control_socket
 from ..access.keyring import Keyring
 from ..access.keys import parse_new_key
+from ..client import display, options
+from ..client.client import Client
+from ..client.gateway_start import wait_for_start
 from ..settings.gateway_settings import GatewaySettings
 from ..settings.state_dir import locked_state_dir
 from ..telemetry.log_files import AUDIT, LogFiles, LogLine
-from . import display, options
-from .client import Client
-from .gateway_start import wait_for_start
 
 SCOPES = click.Choice(["invoke", "read", "deploy", "admin"])
 _repeatable = functools.partial(click.option, multiple=True)

@@ -6,9 +6,9 @@ from typing import Any
 
 import click
 
+from ..client import display, options
+from ..client.client import Client
 from ..telemetry.log_files import LogLevel
-from . import display, options
-from .client import Client
 
 
 @click.command()

@@ -6,8 +6,8 @@ from typing import Any
 
 import click
 
-from . import display, options
-from .client import Client
+from ..client import display, options
+from ..client.client import Client
 
 
 @click.command()

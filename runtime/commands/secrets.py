@@ -7,8 +7,8 @@ from typing import BinaryIO
 
 import click
 
-from . import display, options
-from .client import Client
+from ..client import display, options
+from ..client.client import Client
 
 
 @click.group()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import click
 
+from ..client import display, options
 from ..settings.reference import SettingFacts, all_settings, find_settings, markdown
-from . import display, options
 
 _SCOPES = {"function": "function (pilotflame.toml)", "gateway": "gateway"}
 

@@ -19,7 +19,7 @@ from ...snapshot.format.verify import verify as verify_files
 from ...snapshot.sources.locate import is_remote, open_source, split_file, weights_file
 from ...snapshot.sources.source import Source, Writable
 from ...snapshot.sources.variables import WEB, own_variables
-from . import display, options
+from ..client import display, options
 from .lazy_group import LazyGroup
 
 LARGEST_TENSORS = 10

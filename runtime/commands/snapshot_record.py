@@ -15,10 +15,10 @@ import click
 from ...errors import CacheError, HandlerError, PilotflameError, SnapshotError
 from ...handlers.recognise import installed_dialects
 from ...snapshot.format.manifest import MANIFEST_NAME, Manifest
+from ..client import display, options
 from ..link.worker_spec import Weights, WorkerSpec
 from ..packaging.requirements import check_requirements
 from ..settings.function_settings import FunctionSettings, read_settings, setting_of
-from . import display, options
 from .snapshot import folder_of, read_manifest_of
 
 SHOWN_TENSORS = 5

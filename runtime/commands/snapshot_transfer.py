@@ -25,8 +25,8 @@ from ...snapshot.format.manifest import MANIFEST_NAME, Manifest, read_manifest
 from ...snapshot.format.verify import verify as verify_files
 from ...snapshot.sources.locate import is_remote, open_source, weights_file
 from ...snapshot.sources.realm import realm_of
+from ..client import display, exit_codes, options
 from ..settings.gateway_settings import GatewaySettings
-from . import display, exit_codes, options
 from .snapshot import contents, folder_of, of_caller, print_rate, rate, read_manifest_of
 
 SHOWN_DIGEST_CHARS = 16

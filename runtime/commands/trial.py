@@ -18,9 +18,9 @@ from typing import IO
 import click
 
 from ...errors import GatewayError, InvocationError
+from ..client import display, options
+from ..client.client import Client
 from ..telemetry.logs import OWN_SOURCES
-from . import display, options
-from .client import Client
 
 START_TIMEOUT_S = 60.0
 DRAIN_S = 5.0

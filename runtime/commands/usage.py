@@ -9,8 +9,8 @@ from typing import Any
 import click
 
 from ..billing.usage import HOUR_S
-from . import display, options
-from .client import Client
+from ..client import display, options
+from ..client.client import Client
 
 TIMES = ("busy", "idle", "starting", "zygote only", "files only")
 CALLS = ("calls", "cold starts", "waited")

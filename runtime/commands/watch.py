@@ -11,10 +11,10 @@ from watchfiles import awatch
 from watchfiles.main import FileChange
 
 from ...errors import PilotflameError
+from ..client import display
 from ..functions.deploy import Deployment
 from ..functions.live import Live
 from ..functions.registry import Functions
-from . import display
 
 SHOWN_CHANGES = 3
 Say = Callable[[str], None]

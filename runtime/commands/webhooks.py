@@ -6,9 +6,9 @@ from typing import Any
 
 import click
 
+from ..client import display, options
+from ..client.client import Client
 from ..jobs.webhook_delivery import DeliveryState
-from . import display, options
-from .client import Client
 
 # Longer errors are cut in the table. --json prints them whole.
 MAX_ERROR_CHARS = 40

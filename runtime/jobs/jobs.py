@@ -11,6 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from ...errors import GatewayError, JobStoreFailed, UnknownFunction
+from ..access.webhook_signing import SigningKey
 from ..functions.live import Live
 from ..settings.gateway_settings import GatewaySettings
 from ..telemetry.background import BackgroundTasks
@@ -24,7 +25,6 @@ from .schema import SCRIPTS
 from .store import JobStore
 from .transaction import Transaction
 from .webhook_sender import MAX_SLEEP_S, WebhookSender, wait
-from .webhook_signing import SigningKey
 
 DATABASE_FILE = "jobs.sqlite3"
 CLOSE_TIMEOUT_S = 10.0

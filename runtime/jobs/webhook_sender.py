@@ -13,12 +13,12 @@ from collections.abc import Callable
 from functools import partial
 
 from ...errors import JobStoreFailed
+from ..access.webhook_signing import SigningKey
 from ..telemetry.background import BackgroundTasks
 from . import outbox
 from .database import Database
 from .http_post import AddressPolicy, HttpPoster
 from .webhook_delivery import Delivery, DeliveryState, RetrySchedule
-from .webhook_signing import SigningKey
 
 _log = logging.getLogger(__name__)
 

@@ -311,7 +311,7 @@ class Reconciler:
                 self._set_timer(self._allocate_at_s)
 
     def _claim(self, one: Member) -> RevisionClaim:
-        """Return what a revision has and wants. One that ends wants nothing: its last row is out of date."""
+        """Return what a revision has and wants. A revision that ends wants nothing: its last row is out of date."""
         claim = one.claim(self._short[one].since_s if one in self._short else math.inf)
         return claim if one.key in self._members else claim._replace(wants={}, awake=0, held=0)
 

@@ -34,7 +34,7 @@ def test_docstrings_comments_and_blank_lines_do_not_count(tmp_path: Path) -> Non
     for name, text in {
         "runtime/cli.py": "import os\n",
         "runtime/api/__init__.py": '"""Only a docstring."""\n',
-        "runtime/api/routes.py": MODULE,
+        "runtime/http/routes.py": MODULE,
         "snapshot/restoring/device/cuda.py": "one = 1\ntwo = 2\n",
         "tests/test_one.py": "three = 3\n",
     }.items():

@@ -19,8 +19,8 @@ import torch
 from device_memory import DeviceMemory
 from PIL import Image
 from pilotflame.errors import PilotflameError
-from pilotflame.runtime.commands.client import Client
-from pilotflame.runtime.commands.init import copy_template
+from pilotflame.runtime.client.client import Client
+from pilotflame.runtime.client.function_template import copy_template
 from pilotflame.snapshot.format.create import create
 from pilotflame.snapshot.handle import Snapshot
 

@@ -10,7 +10,7 @@ from typing_extensions import TypedDict
 from .... import errors
 from ....errors import PilotflameError
 from ....handlers.codec import JSON_TYPE
-from ...api.responses import Response, retry_headers
+from ...http.responses import Response, retry_headers
 
 # Errors of the function, sent with status 200 and the header X-Amz-Function-Error. All others, and
 # RevisionRetired (see `_ended`), belong to the request or the gateway and keep their own status.

@@ -14,10 +14,10 @@ from typing_extensions import TypedDict
 from ....errors import MalformedRequest, UnknownFunction
 from ...access.keys import Scope
 from ...api.backend import Backend
-from ...api.requests import caller_of
-from ...api.responses import ErrorBody, json_response
-from ...api.routes import Parameter, Route
 from ...functions.live import Live
+from ...http.requests import caller_of
+from ...http.responses import ErrorBody, json_response
+from ...http.routes import Parameter, Route
 from .failures import LambdaError, aws_error
 from .handler import ACCOUNT, DEFAULT_REGION
 

@@ -16,7 +16,7 @@ from aiohttp import web
 
 from ....errors import PilotflameError
 from ....handlers.codec import BYTES_TYPE, JSON_TYPE
-from ...api.event_stream import STREAM_HEADERS, EventStream
+from ...http.event_stream import STREAM_HEADERS, EventStream
 from ...serving.invocation import Invocation
 from .failures import function_error
 

@@ -23,13 +23,13 @@ from ....errors import (
 from ....handlers.codec import JSON_TYPE
 from ...access.keys import Scope
 from ...api.backend import ASYNC_BODY_BYTES, Backend
-from ...api.event_stream import LAST_EVENT_S
 from ...api.invoke import PRIORITY_PARAMETER, TIMEOUT_PARAMETER
 from ...api.plugin import ApiPlugin
-from ...api.requests import caller_of, load_json, priority_of, request_id_of, timeout_of, traceparent_of
-from ...api.responses import ErrorBody
-from ...api.routes import Route, header
 from ...functions.live import Live
+from ...http.event_stream import LAST_EVENT_S
+from ...http.requests import caller_of, load_json, priority_of, request_id_of, timeout_of, traceparent_of
+from ...http.responses import ErrorBody
+from ...http.routes import Route, header
 from ...serving.invocation import Invocation, Output
 from ...telemetry.logs import Capture
 from .failures import FUNCTION_ERRORS, LambdaError, aws_error, function_error

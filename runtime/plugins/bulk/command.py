@@ -12,7 +12,7 @@ import uvloop
 
 from ....errors import BatchFailed, SourceMissing
 from ....snapshot.sources.s3 import S3Source
-from ...commands import display, exit_codes, options
+from ...client import display, exit_codes, options
 from ...settings.gateway_settings import default_state_dir
 from .inputs import InputLine, Inputs
 from .journal import Journal

@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
 from ....errors import EventInvalid, InputTooLarge, UnsupportedMedia
 from ....handlers.codec import BYTES_TYPE, JSON_TYPE
-from ...api.requests import Headers, media_type_of, problems
+from ...http.requests import Headers, media_type_of, problems
 
 FAMILY = "application/cloudevents"
 STRUCTURED = "application/cloudevents+json"

@@ -16,7 +16,7 @@ from aiohttp import web
 
 from ....errors import EventInvalid, OutputInvalid
 from ....handlers.codec import JSON_TYPE
-from ...api.requests import preferences_of
+from ...http.requests import preferences_of
 from .parsing import PREFIX, STRUCTURED, ReceivedEvent, structured_event
 
 DEFAULT_TYPE = "pilotflame.output"

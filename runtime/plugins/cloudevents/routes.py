@@ -18,10 +18,10 @@ from ...access.keys import Scope
 from ...api.backend import ASYNC_BODY_BYTES, Accepted, Backend, Submitted
 from ...api.invoke import Gateway
 from ...api.plugin import ApiPlugin
-from ...api.requests import caller_of, preferences_of, request_id_of, traceparent_of
-from ...api.responses import error_reply, json_response
-from ...api.routes import INVOKE_PATH, Route, header
 from ...functions.live import Live
+from ...http.requests import caller_of, preferences_of, request_id_of, traceparent_of
+from ...http.responses import error_reply, json_response
+from ...http.routes import INVOKE_PATH, Route, header
 from ...jobs.job import JobState
 from .parsing import BATCHED, STRUCTURED, CloudEvent, ReceivedEvent, is_event, parse
 from .reply import reply, wants_reply

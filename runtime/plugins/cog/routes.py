@@ -23,12 +23,12 @@ from ....handlers.contract import NOTHING
 from ....handlers.files import UNAVAILABLE
 from ...access.keys import Scope
 from ...api.backend import ASYNC_BODY_BYTES, Backend
-from ...api.event_stream import EVENTS, JobEncoder, accepts_events, event, send_job
 from ...api.plugin import ApiPlugin
-from ...api.requests import caller_of, dump_json, preferences_of
-from ...api.responses import json_response
-from ...api.routes import Parameter, Route, header
 from ...functions.live import FunctionStatus, Live
+from ...http.event_stream import EVENTS, JobEncoder, accepts_events, event, send_job
+from ...http.requests import caller_of, dump_json, preferences_of
+from ...http.responses import json_response
+from ...http.routes import Parameter, Route, header
 from ...jobs.job import Job, JobState
 from ...jobs.outbox import WebhookBodies
 from ..predictions.cog_version import COG_VERSION

@@ -18,8 +18,8 @@ from urllib.parse import urlsplit, urlunsplit
 import click
 
 from ....errors import SettingsError
-from ...commands import display, options
-from ...commands.options import FunctionSource
+from ...client import display, options
+from ...client.options import FunctionSource
 from .image_engine import ENGINES, EPOCH_VARIABLE, ImageEngine, repository_of
 from .recipe import CONTAINERFILE
 

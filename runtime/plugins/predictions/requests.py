@@ -14,9 +14,9 @@ from typing_extensions import TypedDict
 
 from ....errors import InputInvalid, PilotflameError, UnknownJob
 from ...api.backend import Backend
-from ...api.requests import Headers, caller_of, load_json, owner_of, read_body, too_large, validate
-from ...api.responses import ErrorFields, Response, Timestamp, error_reply
 from ...functions.live import Live
+from ...http.requests import Headers, caller_of, load_json, owner_of, read_body, too_large, validate
+from ...http.responses import ErrorFields, Response, Timestamp, error_reply
 from ...jobs.job import EVENTS, Job, Webhook
 from ...jobs.jobs import Jobs
 from .prediction import FORM, MAX_SHOWN_PIECES, PredictionState, prediction_of, stored_id

@@ -10,9 +10,9 @@ from typing_extensions import TypedDict
 from ....errors import Forbidden, UnknownRoute
 from ...access.keys import Scope
 from ...api.backend import Backend
-from ...api.requests import caller_of
-from ...api.responses import json_response
-from ...api.routes import Parameter, Route
+from ...http.requests import caller_of
+from ...http.responses import json_response
+from ...http.routes import Parameter, Route
 from .models import OWNER, hardware_of
 from .problem import ERRORS, Problem
 

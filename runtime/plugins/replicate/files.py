@@ -17,10 +17,10 @@ from ....errors import BadInput, InputInvalid, InputTimeout, InputTooLarge, Unkn
 from ....handlers.codec import BYTES_TYPE
 from ....handlers.files import media_type
 from ...access.keys import Scope
-from ...api.origins import Origins
-from ...api.requests import caller_of, continue_body, load_json, owner_of
-from ...api.responses import Timestamp, json_response, timestamp
-from ...api.routes import Route
+from ...http.origins import Origins
+from ...http.requests import caller_of, continue_body, load_json, owner_of
+from ...http.responses import Timestamp, json_response, timestamp
+from ...http.routes import Route
 from .file_store import FileStore, expires_s
 from .problem import ERRORS
 from .upload import MAX_FILE_BYTES, StoredFile, Upload

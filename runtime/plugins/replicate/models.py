@@ -15,10 +15,10 @@ from typing_extensions import TypedDict
 from ....errors import UnknownFunction
 from ...access.keys import Scope
 from ...api.backend import Backend
-from ...api.requests import caller_of, owner_of
-from ...api.responses import Timestamp, json_response
-from ...api.routes import Parameter, Route
 from ...functions.live import FunctionStatus, Live
+from ...http.requests import caller_of, owner_of
+from ...http.responses import Timestamp, json_response
+from ...http.routes import Parameter, Route
 from ..predictions.cog_version import COG_VERSION
 from ..predictions.predictor_schema import predictor_document
 from .problem import ERRORS

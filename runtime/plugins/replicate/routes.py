@@ -14,9 +14,9 @@ from ....errors import InputInvalid
 from ...access.keys import Scope
 from ...api.backend import ASYNC_BODY_BYTES, Backend
 from ...api.plugin import ApiPlugin
-from ...api.requests import caller_of, dump_json, owner_of, preferences_of
-from ...api.responses import json_response
-from ...api.routes import Route, header
+from ...http.requests import caller_of, dump_json, owner_of, preferences_of
+from ...http.responses import json_response
+from ...http.routes import Route, header
 from ...jobs.job import Job
 from ...jobs.outbox import WebhookBodies
 from ..predictions.prediction import FORM, prediction_of, webhook_body

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 import orjson
 from aiohttp import web
 
-from ...api.event_stream import EVENTS, JobEncoder, send_job
-from ...api.routes import Parameter, Route
+from ...http.event_stream import EVENTS, JobEncoder, send_job
+from ...http.routes import Parameter, Route
 from ...jobs import queries
 from ...jobs.job import Job, JobState
 from ...jobs.jobs import Jobs

@@ -19,12 +19,12 @@ from ....errors import BadInput, InputInvalid
 from ....handlers.codec import JSON_TYPE
 from ...access.keys import Scope
 from ...api.backend import ASYNC_BODY_BYTES, REPLAYED_HEADER, SUBMIT_PARAMETERS, Accepted, Backend, Submitted
-from ...api.event_stream import EVENTS, JobEncoder, accepts_events, event, send_job
 from ...api.plugin import ApiPlugin
-from ...api.requests import dump_json, load_json, owner_of, validate
-from ...api.responses import ErrorFields, Handler, Timestamp, json_response, timestamp
-from ...api.routes import Choices, Number, Parameter, Route, header
 from ...functions.live import Live
+from ...http.event_stream import EVENTS, JobEncoder, accepts_events, event, send_job
+from ...http.requests import dump_json, load_json, owner_of, validate
+from ...http.responses import ErrorFields, Handler, Timestamp, json_response, timestamp
+from ...http.routes import Choices, Number, Parameter, Route, header
 from ...jobs.job import BATCH_PRIORITY, LOW_PRIORITY, Job, JobState, Webhook
 from ...telemetry.invocation_end import Source
 

@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 from live import GATE_MODULE, Gate, Gateway, failure, gateway_here, until
-from pilotflame.runtime.commands.client import parse_events
+from pilotflame.runtime.client.client import parse_events
 from pilotflame.runtime.launching import slow_build
 from pilotflame.runtime.packaging.code import file_digests, identity, pack
 

@@ -17,7 +17,7 @@ from pilotflame.runtime.api import connection as connections
 from pilotflame.runtime.api.connection import encode
 from pilotflame.runtime.api.fast_path import FastPath
 from pilotflame.runtime.api.invoke import Gateway as ApiGateway
-from pilotflame.runtime.api.responses import Response
+from pilotflame.runtime.http.responses import Response
 from pilotflame.runtime.serving.invocation import Invocation
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")

@@ -11,7 +11,7 @@ import click
 import pytest
 from pilotflame.errors import CodeError, SettingsError
 from pilotflame.runtime.cli import cli
-from pilotflame.runtime.commands.init import copy_template, templates
+from pilotflame.runtime.client.function_template import copy_template, templates
 from pilotflame.runtime.packaging.requirements import check_requirements
 from pilotflame.runtime.settings.function_settings import read_settings
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from pilotflame.runtime.commands.client import Client
+from pilotflame.runtime.client.client import Client
 
 Run = Callable[..., Any]
 

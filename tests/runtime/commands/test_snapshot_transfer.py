@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 from fault_server import Faults, FaultServer, Request
 from pilotflame.errors import CacheError, PilotflameError, SourceMissing
 from pilotflame.runtime.cli import cli
-from pilotflame.runtime.commands import options
+from pilotflame.runtime.client import options
 from pilotflame.snapshot.caching.download import MARK_NAME
 from pilotflame.snapshot.caching.node import node_tiers
 from pilotflame.snapshot.format.manifest import MANIFEST_NAME, Manifest

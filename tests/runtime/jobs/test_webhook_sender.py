@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from pilotflame.errors import JobStoreFailed
+from pilotflame.runtime.access.webhook_signing import SigningKey
 from pilotflame.runtime.jobs import outbox, webhook_sender
 from pilotflame.runtime.jobs.http_post import AddressPolicy
 from pilotflame.runtime.jobs.schema import SCRIPTS
 from pilotflame.runtime.jobs.webhook_delivery import Delivery, RetrySchedule
 from pilotflame.runtime.jobs.webhook_sender import WebhookSender
-from pilotflame.runtime.jobs.webhook_signing import SigningKey
 from pilotflame.runtime.telemetry.background import BackgroundTasks
 from receiver import Held, Receiver, Watched, job, receiving
 from standardwebhooks import Webhook

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pilotflame.errors import BadInput, InputInvalid
-from pilotflame.runtime.api.requests import load_json, parse_preferences, validate
+from pilotflame.runtime.http.requests import load_json, parse_preferences, validate
 from pilotflame.runtime.jobs.job import EVENTS, Job, JobState, Webhook
 from pilotflame.runtime.plugins.cog.routes import preferred_wait
 from pilotflame.runtime.plugins.predictions.prediction import FORM, STATUSES, prediction_of

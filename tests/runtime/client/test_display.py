@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from pilotflame.errors import GatewayError
-from pilotflame.runtime.commands.display import deploying, snapshots
+from pilotflame.runtime.client.display import deploying, snapshots
 
 
 @pytest.mark.parametrize(

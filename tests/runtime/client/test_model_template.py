@@ -16,8 +16,8 @@ import pytest
 from hub_server import HubServer
 from moto_server import moto_server
 from pilotflame.errors import CodeError, PilotflameError, SnapshotError
-from pilotflame.runtime.commands.client import Client
-from pilotflame.runtime.commands.model_template import find_template, write_function
+from pilotflame.runtime.client.client import Client
+from pilotflame.runtime.client.model_template import find_template, write_function
 
 Answer = Callable[[object], Any]
 Deploy = Callable[..., Answer]
@@ -249,14 +249,14 @@ def test_speech(deploy: Deploy, tmp_path: Path, kind: str) -> None:
 
 def sound() -> str:
     """Return the recording of the template, in base64."""
-    from pilotflame.runtime.commands.init import TEMPLATES
+    from pilotflame.runtime.client.function_template import TEMPLATES
 
     return str(json.loads((TEMPLATES / "speech-recognition" / "test_input.json").read_text())["audio"])
 
 
 def test_the_command_writes_and_deploys_a_language_model(run: Any, served: str, tmp_path: Path) -> None:
     pytest.importorskip("torch")
-    from pilotflame.runtime.commands.init import TEMPLATES
+    from pilotflame.runtime.client.function_template import TEMPLATES
 
     script = tmp_path / "make_weights.py"
     text = (TEMPLATES / "text-generation" / "make_weights.py").read_text()

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pilotflame.errors import CodeError
-from pilotflame.runtime.commands.trace import read_trace, split
+from pilotflame.runtime.client.trace import read_trace, split
 
 
 def written(folder: Path, name: str, text: str) -> Path:

@@ -16,13 +16,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
-from ...errors import CodeError
-from ..batching import simulator
-from ..batching.simulator import CallOutcome, DurationModel, Run, SimulatedCall, SimulatedFunction, Simulator
-from ..billing.usage import GB, HOUR_S
-from ..scaling.idle_period import QUIET_S
-from ..scaling.ladder import Ladder, Rung
-from ..scaling.ladder_simulator import (
+from ....errors import CodeError
+from ...batching import simulator
+from ...batching.simulator import CallOutcome, DurationModel, Run, SimulatedCall, SimulatedFunction, Simulator
+from ...billing.usage import GB, HOUR_S
+from ...client import display, options
+from ...client.trace import FUNCTION_COLUMN, TIME_COLUMN, read_trace, split
+from ...scaling.idle_period import QUIET_S
+from ...scaling.ladder import Ladder, Rung
+from ...scaling.ladder_simulator import (
     FELT_S,
     Fixed,
     Habits,
@@ -33,11 +35,9 @@ from ..scaling.ladder_simulator import (
     run_together,
     timeout,
 )
-from . import display, options
-from .trace import FUNCTION_COLUMN, TIME_COLUMN, read_trace, split
 
 if TYPE_CHECKING:
-    from ..settings.gateway_settings import GatewaySettings
+    from ...settings.gateway_settings import GatewaySettings
 
 MAX_CALLS = 5_000_000
 MAX_LOGGED_CALLS = 1_000_000
@@ -92,7 +92,7 @@ class SimulateOptions:
     def ask(self, name: str, *path: str, **query: Any) -> dict[str, Any]:
         """Return what the gateway says of a function."""
         # httpx takes 50 ms to import, and most simulations ask no gateway.
-        from .client import Client  # noqa: PLC0415
+        from ...client.client import Client  # noqa: PLC0415
 
         with Client(self.url, api_key=self.api_key) as client:
             found: dict[str, Any] = client.get("v1", "functions", name, *path, **query)

@@ -8,8 +8,8 @@ import sys
 import threading
 
 import pytest
-from pilotflame.runtime.api import responses
-from pilotflame.runtime.api.responses import MIN_COMPRESSED_BYTES, choose_coding
+from pilotflame.runtime.http import responses
+from pilotflame.runtime.http.responses import MIN_COMPRESSED_BYTES, choose_coding
 
 if sys.version_info >= (3, 14):
     from compression import zstd

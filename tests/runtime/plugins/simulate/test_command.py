@@ -26,7 +26,7 @@ from pilotflame.runtime.batching.simulator import (
     poisson,
 )
 from pilotflame.runtime.cli import cli
-from pilotflame.runtime.commands.simulate import figures, percentile
+from pilotflame.runtime.plugins.simulate.command import figures, percentile
 
 CURVE = ["--curve", "1:20.5,32:36"]
 

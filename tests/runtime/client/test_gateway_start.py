@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from pilotflame.errors import GatewayUnreachable
-from pilotflame.runtime.commands.client import Client
-from pilotflame.runtime.commands.gateway_start import announced_start, wait_for_gateway, wait_for_start
+from pilotflame.runtime.client.client import Client
+from pilotflame.runtime.client.gateway_start import announced_start, wait_for_gateway, wait_for_start
 from pilotflame.runtime.settings.state_dir import locked_state_dir
 
 

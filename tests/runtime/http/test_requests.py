@@ -5,7 +5,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from multidict import CIMultiDict
 from pilotflame.errors import BadInput
-from pilotflame.runtime.api.requests import ENVOY, GRPC, STAINLESS, TIMEOUT, priority_of, timeout_of
+from pilotflame.runtime.http.requests import ENVOY, GRPC, STAINLESS, TIMEOUT, priority_of, timeout_of
 
 MOST = 600.0
 

@@ -18,9 +18,9 @@ import pytest
 import trustme
 from live import events, gateway_here, until
 from pilotflame.errors import GatewayError, SettingsError
-from pilotflame.runtime.api import tls
 from pilotflame.runtime.api.fast_path import FastPath
-from pilotflame.runtime.api.tls import Certificate
+from pilotflame.runtime.http import tls
+from pilotflame.runtime.http.tls import Certificate
 from pilotflame.runtime.settings.gateway_settings import read_gateway_settings
 
 ECHO = "def handler(event):\n    return event"

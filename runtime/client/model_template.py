@@ -16,7 +16,7 @@ from ...snapshot.sources.locate import is_remote, open_source
 from ...snapshot.sources.location import shown
 from ...snapshot.sources.source import Listing, Source
 from ..settings.function_settings import SETTINGS_FILE, slug
-from .init import README_FILE, copy_template
+from .function_template import README_FILE, copy_template
 
 # What the class in config.json ends with, and the template for it.
 TEMPLATES = {

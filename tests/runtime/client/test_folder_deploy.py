@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 from pilotflame.errors import CodeError
-from pilotflame.runtime.commands.client import Client
-from pilotflame.runtime.commands.folder_deploy import Changes, FolderDeploy
-from pilotflame.runtime.commands.options import FunctionSource
+from pilotflame.runtime.client.client import Client
+from pilotflame.runtime.client.folder_deploy import Changes, FolderDeploy
+from pilotflame.runtime.client.options import FunctionSource
 
 WEIGHTS_BYTES = 2 << 20
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pilotflame.errors import BadInput, GatewayError, GatewayUnreachable, SettingsError, UnknownFunction
-from pilotflame.runtime.commands.client import Client, parse_events, split_lines
+from pilotflame.runtime.client.client import Client, parse_events, split_lines
 from pilotflame.runtime.packaging.code import pack
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from pilotflame.errors import PluginError, UnsupportedMedia
 from pilotflame.runtime.access.keys import Scope
-from pilotflame.runtime.api.routes import Route, aiohttp_routes, error_formats, joined, scopes_by_route
+from pilotflame.runtime.http.routes import Route, aiohttp_routes, error_formats, joined, scopes_by_route
 from route_table import described
 
 
