@@ -5,7 +5,7 @@ INSTALL := $(BIN)/python infra/install.py
 SOURCES := $(shell find runtime snapshot handlers templates -type f -not -name '*.pyc') $(wildcard *.py) pyproject.toml
 EXTRAS := test
 
-.PHONY: help demo test test-slow coverage lint bench bench-snapshot bench-gpu bench-cgroup bench-jobs bench-batch bench-clairvoyant bench-path bench-compare bench-decisions bench-policy bench-policy-live bench-warm bench-containers check-api check-infra soak soak-gateway soak-jobs soak-containers soak-rolling soak-histories bench-examples bench-burst bench-starts bench-fleet bench-prewarm picture clean
+.PHONY: help demo check test test-slow coverage lint bench bench-snapshot bench-gpu bench-cgroup bench-jobs bench-batch bench-clairvoyant bench-path bench-compare bench-decisions bench-policy bench-policy-live bench-warm bench-containers check-api check-infra soak soak-gateway soak-jobs soak-containers soak-rolling soak-histories bench-examples bench-burst bench-starts bench-fleet bench-prewarm picture clean
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
 
@@ -34,6 +34,9 @@ picture: .venv/installed-demo ## docs/demo.svg: a recording of the demo's output
 
 test: .venv/wheel ## All tests, on three processes: they wait for a third of their time
 	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+check: .venv/installed-test ## One room: lint, types, its tests, in less than a minute: make check ROOM=runtime/api
+	$(BIN)/python infra/check_room.py $(ROOM) $(CHECK_ARGS)
 
 test-slow: .venv/wheel ## The tests that take more than 30 s each, which `make test` leaves out
 	$(BIN)/python -m pytest -m slow $(PYTEST_ARGS)

@@ -19,6 +19,8 @@ from browser import REQUIRED as BROWSER_REQUIRED
 from containers import REQUIRED as CONTAINERS_REQUIRED
 from live import Function, Gate, Gateway, gateway_here, give_memory_back, short_folder
 
+pytest_plugins = ["fast_first"]
+
 # Half of hypothesis' default number of examples keeps CI short. PILOTFLAME_TEST_EXAMPLES draws more.
 # No example has a deadline of its own: on a machine that others use, any of them may take long.
 hypothesis.settings.register_profile(

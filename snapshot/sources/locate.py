@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from .folder import FolderSource
+from .schemes import scheme_of
 from .source import Kept, Source
 
 WEIGHTS_SUFFIX = ".safetensors"
@@ -18,7 +19,7 @@ MOST_KEPT = 16
 
 def is_remote(url: str) -> bool:
     """Return True if `url` is of a cloud, the hub or a web server. Anything else is a path on this machine."""
-    return url.startswith(("s3://", "gs://", "az://", "hf://", "http://", "https://"))
+    return scheme_of(url) is not None
 
 
 def split_file(url: str) -> tuple[str, str | None]:
@@ -45,28 +46,9 @@ def open_source(url: str, secrets: Mapping[str, str] | None = None) -> Source:
     If the URL is that of a file of weights or of a manifest, the source is the folder of that file. `secrets`
     are those of a function. They count before the environment of this process (see `variables`).
     """
-    url, _ = split_file(url)
-    if url.startswith("hf://"):
-        from .hub import HubSource  # noqa: PLC0415  ssl and h11 take time to import
-
-        return HubSource(url, secrets)
-    if url.startswith("gs://"):
-        from .google import GoogleSource  # noqa: PLC0415  as above
-
-        return GoogleSource(url, secrets)
-    if url.startswith("az://"):
-        from .azure import AzureSource  # noqa: PLC0415  as above
-
-        return AzureSource(url, secrets)
-    if url.startswith("s3://"):
-        from .s3 import S3Source  # noqa: PLC0415  ssl and h11 take time to import
-
-        return S3Source(url, secrets)
-    if is_remote(url):
-        from .http import HttpSource  # noqa: PLC0415  ssl and h11 take time to import
-
-        return HttpSource(url, secrets=secrets)
-    return FolderSource(Path(url))
+    folder, _ = split_file(url)
+    scheme = scheme_of(folder)
+    return FolderSource(Path(folder)) if scheme is None else scheme.open(folder, secrets)
 
 
 class KeptSources:

@@ -12,10 +12,9 @@ import json
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
-from .locate import is_remote, split_file
-from .variables import AWS, AZURE, GOOGLE, HUB, WEB, own_variables
-
-_FAMILIES = {"s3": AWS, "gs": GOOGLE, "az": AZURE, "hf": HUB}
+from .locate import split_file
+from .schemes import scheme_of
+from .variables import WEB, own_variables
 
 
 def realm_of(url: str, secrets: Mapping[str, str] | None = None) -> str:
@@ -27,19 +26,18 @@ def realm_of(url: str, secrets: Mapping[str, str] | None = None) -> str:
     this process are not: its operator may change them and keep the cache. The realm is a hash, which shows no
     credentials.
     """
-    if not is_remote(url):
-        return ""
     folder, _ = split_file(url)
-    scheme, _, rest = folder.partition("://")
-    family = _FAMILIES.get(scheme)
-    if family is None:
+    if (scheme := scheme_of(folder)) is None:
+        return ""
+    name, _, rest = folder.partition("://")
+    if scheme.secrets == WEB:
         parts = urlsplit(folder)
         path = parts.path.rstrip("/")
         path = path.rpartition("/")[0] or path
-        place, family = f"{scheme}://{parts.netloc}{path}?{parts.query}", WEB
+        place = f"{name}://{parts.netloc}{path}?{parts.query}"
     else:
         # The ARN of an access point has a slash before its name.
         names = rest.split("/")[: 2 if rest.startswith("arn:") else 1]
-        place = f"{scheme}://{'/'.join(names)}"
-    given = own_variables(secrets or {}, family)
+        place = f"{name}://{'/'.join(names)}"
+    given = own_variables(secrets or {}, scheme.secrets)
     return hashlib.sha256(json.dumps([place, sorted(given.items())]).encode()).hexdigest()

@@ -28,6 +28,7 @@ from ....errors import BuildFailed, RequirementsError, SettingsError
 from ....handlers.dialect import Requirements
 from ....handlers.recognise import installed_dialects
 from ....snapshot.sources.location import shown
+from ....snapshot.sources.schemes import scheme_of
 from ...functions.deploy import function_requirements
 from ...packaging import code
 from ...packaging.requirements import RequirementLine, parse_requirements
@@ -49,8 +50,6 @@ UV_TIMEOUT_S = 60.0
 # All files get this time, the earliest that a zip file can hold: 1980.
 FILE_TIME_S = 315_532_800
 _ZIP_TIME = (1980, 1, 1, 0, 0, 0)
-# By scheme of a snapshot's URL: the extra of pilotflame that reads it. Others need none.
-_EXTRAS = {"s3": "s3", "gs": "clouds", "az": "clouds"}
 # What an installer adds to the files of a wheel, in its *.dist-info folder.
 _INSTALLERS_OWN = frozenset({"INSTALLER", "REQUESTED", "RECORD", "direct_url.json"})
 
@@ -161,8 +160,8 @@ def _write_settings(folder: Path, settings: FunctionSettings, inside: dict[str, 
 def _extras_of(settings: FunctionSettings) -> set[str]:
     """Return the extras of pilotflame with which the function reads its queues and its weights."""
     queues = {source.extra for source in settings.source if source.extra}
-    schemes = {url.partition("://")[0] for url in settings.snapshot_urls.values()}
-    return queues | {_EXTRAS[scheme] for scheme in schemes if scheme in _EXTRAS}
+    schemes = (scheme_of(url) for url in settings.snapshot_urls.values())
+    return queues | {scheme.extra for scheme in schemes if scheme is not None and scheme.extra}
 
 
 def _system_packages(needs: Requirements) -> tuple[str, ...]:

@@ -1,0 +1,46 @@
+"""Lists the schemes of URLs that weights are read from. A new scheme is a row here and a module beside it."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, NamedTuple
+
+from .variables import AWS, AZURE, GOOGLE, HUB, WEB
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from .source import Source
+
+
+class Scheme(NamedTuple):
+    """How the URLs of one scheme are read."""
+
+    opener: str
+    """The class of its source, as "module:Class" of this package. It is called as Class(url, secrets=...)."""
+    secrets: tuple[str, ...]
+    """The beginnings of the variables that configure it, among a function's secrets and in the environment (variables.py)."""
+    extra: str = ""
+    """The extra of pilotflame that installs what it needs; "" for none."""
+
+    def open(self, url: str, secrets: Mapping[str, str] | None) -> Source:
+        """Return the source of a folder's URL. Imports its module: ssl and HTTP take time to import."""
+        module, _, name = self.opener.partition(":")
+        source: Source = getattr(import_module(f".{module}", __package__), name)(url, secrets=secrets)
+        return source
+
+
+SCHEMES = {
+    "s3": Scheme("s3:S3Source", AWS, "s3"),
+    "gs": Scheme("google:GoogleSource", GOOGLE, "clouds"),
+    "az": Scheme("azure:AzureSource", AZURE, "clouds"),
+    "hf": Scheme("hub:HubSource", HUB),
+    "http": Scheme("http:HttpSource", WEB),
+    "https": Scheme("http:HttpSource", WEB),
+}
+
+
+def scheme_of(url: str) -> Scheme | None:
+    """Return the row of a URL; None for a path on this machine."""
+    name, mark, _ = url.partition("://")
+    return SCHEMES.get(name) if mark else None
