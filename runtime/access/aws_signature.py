@@ -74,7 +74,7 @@ def signing_digest(secret: str) -> str:
 def parse_signature(headers: Mapping[str, str], now_s: float) -> Signature:
     """Return the signature of a request. Raises Unauthorized if it is malformed, or too old or too new.
 
-    It must cover the host and all headers x-amz-…, so that nobody can change them on the way.
+    The signature must cover the host and all x-amz-… headers, so that they cannot be changed on the way.
     """
     found, at = _AUTHORIZATION.fullmatch(headers.get("Authorization", "")), headers.get(DATE_HEADER, "")
     if found is None:
@@ -95,7 +95,7 @@ def parse_signature(headers: Mapping[str, str], now_s: float) -> Signature:
 
 
 def verify(digest: str | None, signature: Signature, request: SignedRequest) -> None:
-    """Raise Unauthorized unless the request was signed with the secret of which `digest` was made.
+    """Raise Unauthorized unless the request was signed with the secret from which `digest` was computed.
 
     The time it takes does not depend on how much of the signature is right. `digest` is None for a key that
     was made by an older version of pilotflame.
@@ -119,7 +119,7 @@ def refused(signature: Signature, reason: str) -> Unauthorized:
 
 
 def _canonical(names: tuple[str, ...], request: SignedRequest) -> bytes:
-    """Return the request in the canonical form of AWS, of which the signature is made."""
+    """Return the request in AWS's canonical form. The signature is computed from it."""
     path, _, query = request.target.partition("?")
     pairs = (pair.partition("=") for pair in query.split("&") if pair)
     encoded = sorted((_encode(name), _encode(value)) for name, _, value in pairs)

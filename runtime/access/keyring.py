@@ -27,7 +27,7 @@ USE_GRAIN_S = 3600.0
 # The bucket counts as holding a token if it lacks less than this. Otherwise a caller who waits exactly as
 # long as `enter` told them could be refused, because sums of fractions are rounded.
 _TOLERANCE = 1e-9
-# What callers with too many running requests are told to wait: nobody knows when these requests will end.
+# The retry time for callers with too many running requests. The end of these requests cannot be predicted.
 CONCURRENCY_WAIT_S = 1.0
 
 
@@ -76,7 +76,7 @@ class Meter:
         self.running -= 1
 
     def withdraw(self) -> None:
-        """Leave, and return the token: the request turned out to be somebody else's."""
+        """Leave, and return the token, because the request's signature could not be verified."""
         self.leave()
         self._tokens = min(self._burst, self._tokens + 1.0)
 

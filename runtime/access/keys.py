@@ -1,4 +1,4 @@
-"""Defines API keys: what the callers who send their tokens may do, and what is stored of the keys."""
+"""Defines API keys: the permissions of callers who send a key's token, and the stored form of a key."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Scope(enum.StrEnum):
     ADMIN = "admin"
 
 
-# For each scope, those of which a caller must have one.
+# For each required scope, the scopes that grant it. A caller must have one of them.
 _ALLOWING = {scope: frozenset({scope, Scope.ADMIN}) for scope in Scope}
 _ALLOWING[Scope.READ] |= {Scope.DEPLOY}
 
@@ -44,7 +44,7 @@ NO_CHANGES_REMEDY = (
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who sent a request, and what they may do."""
+    """The sender of a request, and the sender's permissions."""
 
     owner: str = ""
     """The id of the caller's API key; "" for a caller who needed no key."""
@@ -64,7 +64,7 @@ class Caller:
         return not self.owner or self.administers
 
     def allows(self, function: str) -> bool:
-        """Return True if the caller may use, and know of, this function."""
+        """Return True if the caller may use this function and may know that it exists."""
         return self.functions is None or function in self.functions
 
     def has(self, scope: Scope) -> bool:
@@ -75,7 +75,7 @@ class Caller:
         return self.has(Scope.DEPLOY) and self.allows(function)
 
     def check(self, function: str) -> None:
-        """Raise UnknownFunction, as for a missing function, if the caller may not know of this function."""
+        """Raise UnknownFunction, as for a missing function, if the caller may not know that this function exists."""
         if not self.allows(function):
             raise UnknownFunction.named(function)
 
@@ -138,8 +138,8 @@ class ApiKey(KeyFields):
     # SHA-256 of the token, computed for every request. A slow hash would protect passwords, which can be
     # guessed. A token has 256 random bits and cannot be guessed.
     digest: str = Field(pattern=r"^[0-9a-f]{64}$")
-    # What verifies AWS signatures by the token's secret part. It does not reveal the secret, but whoever reads
-    # it can sign requests to the routes of AWS Lambda. None for keys made before there was this field.
+    # Verifies AWS signatures that were made with the token's secret part. It does not reveal the secret, but with
+    # this digest, requests to the routes of AWS Lambda can be signed. None for keys made before this field existed.
     signing_digest: str | None = Field(None, pattern=r"^[0-9a-f]{64}$")
     created_s: float
     expires_s: float | None = None

@@ -1,8 +1,8 @@
 """Holds the secrets of functions in memory, and stores them in `access/secrets/<function>.json`.
 
 The files have mode 0600 and are not encrypted: the encryption key would be on the same disk. The workers of
-all functions run as the same system user, who can read these files. So functions that do not trust each other
-must run in separate containers, each with its own gateway.
+all functions run as the same system user, who can read these files. So mutually distrusting functions must run
+in separate containers, with a gateway in each container.
 
 The zygote of a function gets its secrets over its link to the gateway, before it imports the handler, and its
 workers inherit them. A changed secret replaces these processes (`Functions.renew`). Bases hold no secrets.

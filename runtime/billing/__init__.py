@@ -1,4 +1,4 @@
-"""Adds up what functions use and what that costs: accounts, budgets of a day, and the usage that is stored.
+"""Adds up the usage of functions and its cost: accounts, daily budgets, and stored usage.
 
 Enter at `account.py`. It knows a revision only as a `Spender`.
 """

@@ -1,4 +1,4 @@
-"""Adds up what a function uses, over all its revisions, and tells them when the budget of its day is used up."""
+"""Adds up the usage of a function over all its revisions, and notifies them of the state of its daily budget."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LONGEST_TIMER_S = 3600.0
 
 
 class StoredUsage(NamedTuple):
-    """What is known of a function from before: its usage of today, how much of that does not count, what it holds."""
+    """The stored usage of a function: of today, the part of it that the budget forgives, and what the function holds."""
 
     today: Usage = Usage()
     forgiven: Spending = Spending()
@@ -32,26 +32,26 @@ class Spender(Protocol):
 
     @property
     def held_workers(self) -> int:
-        """The number of its workers, also of those that are being started."""
+        """The number of its workers, including starting workers."""
 
     def usage(self, now_s: float) -> Usage:
-        """Return what its workers and its zygote have used so far."""
+        """Return the usage of its workers and its zygote so far."""
 
     def on_budget(self, *, changed: bool) -> None:
-        """The budget was looked at. If it is used up, stop; `changed` tells whether its state is a new one."""
+        """Called after each check of the budget. If the budget is used up, stop. `changed`: its state has changed."""
 
 
 class Account:
-    """What one function has used: since the gateway started, today, and what is not yet stored.
+    """The usage of one function: since the gateway started, today, and not yet stored.
 
-    Nothing is counted here for an invocation: the sums that revisions have anyway are read when they are needed.
+    An invocation updates no counter here. The revisions keep their sums anyway, and these are read when needed.
     """
 
     def __init__(
         self, function: str, prices: Prices, stored: StoredUsage = NOTHING, counted: Callable[[], Usage] = Usage
     ) -> None:  # fmt: skip
-        """`stored` is what an earlier run of the gateway has stored of today. `counted` returns what others have
-        counted of the function since its last call."""
+        """`stored` is the usage that an earlier run of the gateway has stored. `counted` returns the usage since its last
+        call that other objects count, such as cold starts."""
         self.total = Usage()
         self.today, self.forgiven, self.holding = stored
         self.day = day_of(time.time())
@@ -78,7 +78,7 @@ class Account:
         self._spenders.append(spender)
 
     def detach(self, spender: Spender) -> None:
-        """Keep what a revision has used: it has ended."""
+        """Keep the usage of a revision that has ended."""
         if spender in self._spenders:
             self._past += spender.usage(time.monotonic())
             self._spenders.remove(spender)
@@ -89,7 +89,7 @@ class Account:
             self._unwritten.pop(None, None)
 
     def note_removed(self) -> None:
-        """Learn that the function was deleted: the next one of its name may be another owner's."""
+        """Note that the function was deleted. The next function of this name may have another owner."""
         self.settle()
         self.owner = None
 
@@ -103,7 +103,7 @@ class Account:
     # -- what is used
 
     def settle(self) -> None:
-        """Add to the sums what was used since the last time. It counts for the day of that time."""
+        """Add the usage since the last call to the sums. It counts for the day of the last call."""
         now_s, used = time.monotonic(), self._past
         for spender in self._spenders:
             used += spender.usage(now_s)
@@ -113,7 +113,8 @@ class Account:
         self._add(priced(news, self.holding, self._prices) + self._counted())
         if (day := day_of(time.time())) != self.day:
             self.day, self.today, self.forgiven, self._unmeasured = day, Usage(), Spending(), Usage()
-            # Nobody is refused until the timer fires: it may be late, since the wall clock may be set.
+            # Yesterday's exhausted budget refuses calls until `check`. The timer for the end of the day may be late, because
+            # the wall clock can be set.
             asyncio.get_running_loop().call_soon(self.check)
 
     def _add(self, used: Usage) -> None:
@@ -121,7 +122,10 @@ class Account:
         self._owe(self.owner, used)
 
     def measured(self, holding: Holding) -> None:
-        """Learn how much the function holds. What its workers used today before the first measurement is priced now."""
+        """Note how much the function holds, as measured now.
+
+        Worker time of today from before the first measurement of a worker is priced again with the measured figures.
+        """
         self.settle()
         before, self.holding = self.holding, holding
         if holding.worker_gb:
@@ -130,22 +134,23 @@ class Account:
         self.check()
 
     def unwritten(self) -> Mapping[str, Usage]:
-        """Return what is not yet stored, by owner; what the present one has used, also if it is nothing.
+        """Return the usage that is not yet stored, by owner.
 
-        What a first deploy uses has no owner before its revision is live.
+        While there are revisions, the present owner has an entry even without usage. The usage of a first deploy has no
+        owner, and is left out, until its revision is live.
         """
         present = {self.owner: Usage()} if self._spenders else {}
         return {owner: used for owner, used in (present | self._unwritten).items() if owner is not None}
 
     def written(self, owner: str, used: Usage) -> None:
-        """Learn that so much of `unwritten` is being stored."""
+        """Note that the part `used` of `unwritten` is being stored."""
         if self._unwritten.get(owner) is used:
             del self._unwritten[owner]
         else:
             self._owe(owner, Usage() - used)
 
     def not_written(self, owner: str, used: Usage) -> None:
-        """Learn that this could not be stored."""
+        """Note that `used` could not be stored."""
         self._owe(owner, used)
 
     def _owe(self, owner: str | None, used: Usage) -> None:
@@ -161,7 +166,7 @@ class Account:
 
     @property
     def scarce(self) -> bool:
-        """True if the owner is to be warned of what is used."""
+        """True if the owner is to be warned about the used budget."""
         return self.state is not BudgetState.WITHIN
 
     @property
@@ -174,13 +179,13 @@ class Account:
 
     @property
     def spent(self) -> Spending:
-        """What counts against today's budget."""
+        """The usage that counts against today's budget."""
         return Spending(self.today.cost - self.forgiven.money, self.today.worker_s - self.forgiven.seconds)
 
     def open(self, budget: BudgetSpec, owner: str) -> None:
-        """Set the budget and the owner: those of the revision that has become live.
+        """Set the budget and the owner of the revision that has become live.
 
-        What was used until now is the last owner's. The first deploy of a function has used it for its own.
+        Usage until now counts for the previous owner. The usage of a function's first deploy counts for the new owner.
         """
         self.settle()
         before, self.owner = self.owner, owner
@@ -236,7 +241,7 @@ class Account:
         )
 
     def _rate(self) -> Spending:
-        """Return what is used in a second, if no more workers are started."""
+        """Return the usage in a second, if no more workers are started."""
         workers, held, prices = sum(one.held_workers for one in self._spenders), self.holding, self._prices
         rest_gb = held.beside_gb if workers else held.rest_gb
         per_h = (workers * held.worker_gb + rest_gb) * prices.memory_gb_hour

@@ -39,7 +39,7 @@ class BudgetSpec:
 
 
 class Spending(NamedTuple):
-    """Money and worker-seconds: those that were used today, or those that are used in a second at present."""
+    """Money and worker-seconds, used today or used in each second at present."""
 
     money: float = 0.0
     seconds: float = 0.0

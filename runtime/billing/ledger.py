@@ -22,12 +22,12 @@ NODE = "(node)"
 
 
 class Ledger:
-    """The accounts of the functions of one gateway, also of deleted ones until what they used is stored."""
+    """The accounts of the functions of one gateway. A deleted function keeps its account until its usage is stored."""
 
     def __init__(
         self, store: UsageStore, prices: Prices, totals: Callable[[str], Totals], currency: str = "USD"
     ) -> None:
-        """`totals` returns what the metrics have counted of a function, for its cold starts."""
+        """`totals` returns the counts of a function from the metrics. Its cold starts are used."""
         self.prices, self.currency = prices, currency
         self._store, self._totals = store, totals
         self._accounts: dict[str, Account] = {}
@@ -45,11 +45,11 @@ class Ledger:
         self._stored, self._stored_day = self._store.today(now), day_of(now)
 
     def account(self, function: str) -> Account:
-        """Return the account of a function. If it is a new one, it goes on with what is stored of today."""
+        """Return the account of a function. A new account begins with the stored usage of today."""
         if function not in self._accounts:
             used, standing = self._stored.pop(function, (Usage(), Standing()))
             day = day_of(time.time())
-            # What was read may be that of an earlier day.
+            # The stored usage may belong to an earlier day.
             today = used if self._stored_day == day else Usage()
             forgiven = Spending(standing.money, standing.seconds) if standing.day == day else Spending()
             stored = StoredUsage(today, forgiven, standing.holding)
@@ -86,7 +86,7 @@ class Ledger:
                     await asyncio.to_thread(self._store.forget_old, now)
                     pruned_day = today
             except GatewayError as error:
-                # What could not be written is written with the next minute.
+                # The next minute's write includes the usage that could not be written.
                 LOG.warning("%s", error)
 
     async def close(self) -> None:
@@ -98,7 +98,7 @@ class Ledger:
         await asyncio.to_thread(self._store.close)
 
     async def write(self) -> None:
-        """Store what was used since the last time. Raise GatewayError."""
+        """Store the usage since the last call. Raise GatewayError."""
         async with self._writing:
             await self._settle()
             records, at = self._records(), self._begun_at

@@ -1,6 +1,6 @@
 """Defines what a function uses: seconds on each rung, memory, disk and devices over time, and their price.
 
-The rungs are those on which a gateway can hold a function, from the warmest down.
+`RungName` lists the rungs.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ class Usage:
     disk_gb_s: float = 0.0
     """Size of the stored revisions, times the seconds for which they were there."""
     cost: float = 0.0
-    """What memory, disk and devices cost, at the prices of that time: using and holding."""
+    """The cost of memory, disk and devices, used or held, at the prices of that time."""
     always_on_cost: float = 0.0
-    """What it had cost if one worker had been ready all the time, and the others as they were."""
+    """The cost if one worker had always been ready, with the other workers unchanged."""
     invocations: float = 0.0
     """Invocations that workers have answered, those of jobs included."""
     cold_starts: float = 0.0
     """Callers who waited for the start of a worker. Jobs are not counted here."""
     waiting_s: float = 0.0
-    """Seconds for which these waited."""
+    """Seconds for which these callers waited."""
     holding_gb_s: float = 0.0
     """The part of `memory_gb_s` that no call used: of idle workers, zygote and standby, bases and gateway."""
     holding_cost: float = 0.0
@@ -93,7 +93,7 @@ class Holding:
     """How much a function holds on this node, as it was measured last."""
 
     worker_gb: float = 0.0
-    """Memory of one worker, beside what it shares with others."""
+    """Memory (PSS) of one worker. A page that several processes share counts in part."""
     rest_gb: float = 0.0
     """Memory of zygote and standby while there is no worker."""
     disk_gb: float = 0.0
@@ -105,14 +105,14 @@ class Holding:
 
 
 def priced(used: Usage, holding: Holding, prices: Prices) -> Usage:
-    """Return what was used with its memory, disk, devices and cost, while as much was held as `holding` says."""
-    # If only one case was measured, its figure stands for both.
+    """Return the usage `used` with its memory, disk, devices and cost, computed from `holding`."""
+    # If only one of the two cases was measured, its figure is used for both.
     beside_gb, alone_gb = holding.beside_gb or holding.rest_gb, holding.rest_gb or holding.beside_gb
     holding_gb_s = used.idle_s * holding.worker_gb + used.occupied_s * beside_gb + used.zygote_s * alone_gb
     memory_gb_s = (used.busy_s + used.starting_s) * holding.worker_gb + holding_gb_s
     disk_gb_s = used.deployed_s * holding.disk_gb
     device_s = used.worker_s * holding.devices
-    # In the seconds without a worker there had been one, and a zygote beside it.
+    # The seconds without a worker are counted as if there had been one, with a zygote beside it.
     on_s = used.worker_s + used.zygote_s + used.local_s
     on_gb_s = on_s * holding.worker_gb + used.deployed_s * max(beside_gb, alone_gb)
 
@@ -128,7 +128,7 @@ def priced(used: Usage, holding: Holding, prices: Prices) -> Usage:
 
 
 class RungClock:
-    """Measures for how long a revision stands on each rung. Times are monotonic seconds."""
+    """Measures the time that a revision spends on each rung. Times are monotonic seconds."""
 
     def __init__(self, now_s: float, rung: RungName = RungName.LOCAL) -> None:
         self.rung = rung
@@ -142,6 +142,6 @@ class RungClock:
             self.rung, self._since_s = rung, now_s
 
     def seconds(self, rung: RungName, now_s: float) -> float:
-        """Return for how many seconds it has stood on a rung."""
+        """Return the seconds that it has spent on a rung."""
         present_s = now_s - self._since_s if rung is self.rung else 0.0
         return self._past.get(rung, 0.0) + present_s

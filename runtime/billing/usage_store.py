@@ -51,7 +51,7 @@ _KEYS = {
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """What else is stored of a function: how much it holds, and what of a day's usage its budget forgives."""
+    """Further stored figures of a function: how much it holds, and the part of a day's usage that its budget forgives."""
 
     day: int = 0
     money: float = 0.0
@@ -73,7 +73,7 @@ _standing = operator.attrgetter(*_NAMES)
 
 
 class UsageRecord(NamedTuple):
-    """What one function has used since the last write."""
+    """The usage of one function since the last write."""
 
     function: str
     owner: str
@@ -155,7 +155,7 @@ class UsageStore:
         return found is not None
 
     def today(self, at: float) -> dict[str, tuple[Usage, Standing]]:
-        """Return what each function that is known has used on this day, and its standing."""
+        """Return the usage of each known function on this day, and its standing."""
         day = math.floor(at / DAY_S) * DAY_S
         query = UsageQuery(UsageKey.FUNCTION, day, day + 1)
         used = {str(name): usage for name, usage in self._sums("days", query)}

@@ -1,4 +1,4 @@
-"""Receives as many messages from a queue as its function can run, and runs each message as a stored job.
+"""Receives messages from a queue, at most as many as the function can run at once, and runs each as a stored job.
 
 A message is deleted from the queue only after its job is COMPLETED and the output was passed to the sink.
 Otherwise the message stays in the queue, which delivers it again and, after too many deliveries, moves it to
@@ -6,8 +6,8 @@ its dead-letter queue. All deliveries of a message have the same idempotency key
 message is delivered again, a COMPLETED job is not run again, a queued or running job is awaited, and a FAILED
 or TIMED_OUT job is retried. Only a CANCELLED job is replaced by a new one.
 
-The messages of one group of a FIFO queue run one after the other. If one of them is left to the queue, so are
-those behind it, and the queue delivers all of them again in their order.
+The messages of one group of a FIFO queue run one after the other. If a message is left to the queue, the messages
+behind it are given back too. The queue delivers all of them again in order.
 """
 
 from __future__ import annotations
@@ -38,8 +38,9 @@ RETRY_S = 1.0
 """The first pause after a failure to receive messages. Each further pause is twice as long."""
 MAX_RETRY_S = 60.0
 BACKLOG_S = 5.0
-"""How often a queue that has more messages than one request returns is asked how many, at most."""
+"""The shortest time between two queries for the number of waiting messages."""
 BACKLOG_RETRY_S = 300.0
+"""The pause before the next query if a query fails."""
 MAX_BACKOFF_S = 900
 """The longest time for which a message whose job failed is hidden before its next delivery."""
 
@@ -156,12 +157,12 @@ class Consumer:
     def _note_received(self, messages: Sequence[Message]) -> None:
         self._state, self._last_error, self._last_error_at = "connected", "", None
         waited_s = [time.time() - message.sent_s for message in messages if message.received == 1]
-        # A message that is delivered again says nothing of the queue.
+        # The age of a message that is delivered again does not show how far the consumer is behind.
         if waited_s or not messages:
             self._lag_s = round(max([0.0, *waited_s[-1:]]), 3)
 
     async def _look_behind(self, room: int, received: int) -> None:
-        """Ask how many messages wait if the queue gave as many as it was asked for, and say so."""
+        """Query the number of waiting messages if the queue returned as many as requested, and pass it to `on_backlog`."""
         if not received:
             self._backlog = 0
         now_s = time.monotonic()
@@ -171,7 +172,7 @@ class Consumer:
         try:
             self._backlog = await self._queue.depth()
         except BusFailed as error:
-            # The credentials may suffice for all else.
+            # The credentials may allow all other requests.
             self._look_at_s = now_s + BACKLOG_RETRY_S
             self._log(f"the number of waiting messages is not known: {error}")
             return
@@ -280,7 +281,7 @@ class Consumer:
         return not self._stopping and not before.cancelled() and before.result()
 
     def _end_group(self, message: Message) -> None:
-        """Let messages that arrive from now on not wait for those that are given back to the queue."""
+        """Let new messages of the group run without waiting for the messages that are given back to the queue."""
         self._last.pop(message.group, None)
 
     async def _leave(self, message: Message, why: str) -> None:

@@ -41,14 +41,15 @@ if TYPE_CHECKING:
     from ...snapshot.format.manifest import Manifest
 
 MANIFEST_FILE = "manifest.json"
-# Holds a folder for each named snapshot, with its manifest and assets. Those of the only one are not in a folder.
+# Holds a folder for each named snapshot, with its manifest and assets. A single unnamed snapshot
+# has them in the revision's folder.
 SNAPSHOTS_FOLDER = "snapshots"
 # Holds the files of a remote snapshot that are not weights, such as config and tokenizer.
 ASSETS_FOLDER = "assets"
 REQUIREMENTS_FILE = "requirements.txt"
-# What a base zygote imports once for all functions that import the package. It takes seconds and many megabytes. It
-# starts no threads, so the base zygote can fork afterwards. `transformers` itself imports its parts when they are used:
-# the parts of models take seconds and many megabytes, which each function's zygote would have for itself.
+# Modules that a base zygote imports once for all functions that import the package. The imports take seconds and many
+# megabytes. They start no threads, so the base zygote can fork afterwards. `transformers` imports its submodules on first
+# use: without this entry, each function's zygote would import the submodules of models for itself.
 HEAVY = ("numpy", "torch", "transformers.modeling_utils")
 
 
@@ -119,7 +120,7 @@ def prepare(
 
 
 def _settings(folder: Path, request: Deployment, dialects: Dialects) -> tuple[FunctionSettings, Requirements]:
-    """Return the settings of the function in `folder`, and what a file of its handler's platform says.
+    """Return the settings of the function in `folder`, and the requirements in a file of its handler's platform.
 
     Raise Forbidden if the caller may not deploy it, and SettingsError if it cannot be deployed with them.
     """

@@ -68,7 +68,7 @@ class Process(BaseModel, frozen=True):
 
 
 class LastError(BaseModel, frozen=True):
-    """What the function's log says of a failure, in one line."""
+    """An error in the function's log, cut to one line."""
 
     at: datetime
     source: str
@@ -87,7 +87,7 @@ class BudgetUse(BaseModel, frozen=True):
 
 
 class SourceStatus(BaseModel, frozen=True):
-    """How an event source of a function does. Counts are those since the gateway started the source."""
+    """The status of an event source of a function. Counts begin when the gateway starts the source."""
 
     queue: str
     state: Literal["connecting", "connected", "failing"]
@@ -98,7 +98,8 @@ class SourceStatus(BaseModel, frozen=True):
     lag_s: float | None
     """How long the latest message had waited when it was received first; 0 if the queue was empty after it."""
     backlog: int | None = None
-    """About how many messages waited when the queue was asked last: when one request did not return all of them."""
+    """About how many messages waited at the last query. It follows a request that returned as many messages as requested;
+    0 after an empty response."""
     last_error: str
     """Why the latest request to the queue failed; "" after one that succeeded."""
     last_error_at: datetime | None
@@ -186,7 +187,7 @@ class Deployed(FunctionStatus, frozen=True):
 class Prefetched(BaseModel, frozen=True):
     """What a prefetch has brought to this node. `image` and `snapshot` are None if the function has none.
 
-    `snapshots` are the URLs of named ones. `fetched_bytes` are those of all snapshots that were missing.
+    `snapshots` has the URLs of named snapshots. `fetched_bytes` counts the bytes fetched for all snapshots.
     """
 
     function: str
@@ -197,7 +198,7 @@ class Prefetched(BaseModel, frozen=True):
 
 
 class RevisionFacts(BaseModel, frozen=True):
-    """A stored revision of a function. `size_bytes` are those that no newer revision shares with it."""
+    """A stored revision of a function. `size_bytes` is the size of its files without files that a newer revision shares."""
 
     revision: str
     number: int
@@ -244,7 +245,7 @@ class Live:
         return self.workers.function
 
     def builds_within(self, seconds: float) -> bool:
-        """Return True if the zygote took at most so long to import and build the handler."""
+        """Return True if the zygote took at most `seconds` to import and build the handler."""
         return bool(self.record.handler.get("build_s", math.inf) <= seconds)
 
     @property
@@ -272,14 +273,14 @@ class Live:
         )  # fmt: skip
 
     def note_rest(self, held_mb: float) -> None:
-        """Remember how much memory the zygote and the standby hold, which `status` shows."""
+        """Note how much memory the zygote and the standby hold. `status` shows it."""
         self._rest_mb = held_mb
 
     async def prove(self, *, check: bool, progress: Progress, ready: int = 0) -> None:
         """Start the zygote and, with `check`, a worker. Raise the error if one of them fails to start.
 
-        With `check`, also start as many workers as `ready` (at most `scale.max`), which remain. The zygote
-        also tells the facts of the handler. They are put into the record and the policy.
+        With `check`, also start up to `ready` workers (at most `scale.max`) if the limits have room. They stay once the
+        revision is live. The zygote also reports the facts of the handler, which the record and the policy get.
         """
         began_s = time.monotonic()
         progress.begin("import")

@@ -1,8 +1,8 @@
-"""Hears from the kernel that memory becomes short, and tells how much there should be free.
+"""Subscribes to the kernel's reports of memory pressure, and computes how much memory to free.
 
 The kernel reports pressure (PSI) of the gateway's cgroup, or else of the machine. Version 1 of cgroups has no PSI, but
-reports that a group passes a share of its limit, and that it looks for pages to reclaim. Where the kernel reports
-nothing, memory is only checked when something has changed.
+reports when a group's usage passes a share of its limit, and when the kernel looks for pages to reclaim. If the kernel
+reports nothing, memory is only checked after a change, such as the start of a worker.
 """
 
 from __future__ import annotations
@@ -17,15 +17,16 @@ from pathlib import Path
 
 from ...machine import CGROUPS, PROC, limits, physical_memory
 
-# Memory is short when so much of a limit cannot be reclaimed. Then there is to be less than EASY_SHARE again.
+# Memory is short if more than SHORT_SHARE of a limit cannot be reclaimed. Then it is freed down to EASY_SHARE.
 SHORT_SHARE, EASY_SHARE = 0.8, 0.7
-# PSI: somebody waited for memory for 200 ms within 2 s. Windows of 2 s need no privilege.
+# PSI trigger: a task waited for memory, for 200 ms within a window of 2 s. Windows of 2 s need no privilege.
 TRIGGER = b"some 200000 2000000\0"
-# The kernel is not heard for so long after a report: it repeats itself.
+# Reports are ignored for this long after one report, because the kernel repeats them.
 DEAF_S = 0.05
-# Version 1 reports when a group passes these shares. They count what can be reclaimed, too, so one is not enough.
+# Version 1 reports when a group's usage passes one of these shares. The usage includes reclaimable memory, so one share
+# is not enough.
 REPORTED_SHARES = tuple(share / 100 for share in range(70, 100, 3))
-# A limit of version 1 that is none is as large as the address space.
+# In version 1, a cgroup without a limit has a number as large as the address space.
 _NO_LIMIT = 1 << 60
 
 
@@ -101,7 +102,7 @@ class MemoryPressure:
         file = os.open(own if own.exists() else self._proc / "pressure" / "memory", os.O_RDWR | os.O_NONBLOCK)
         self._resources.callback(os.close, file)
         os.write(file, TRIGGER)
-        # The event loop does not wait for priority events. This one is readable when there is one.
+        # The event loop does not wait for priority events. The epoll descriptor becomes readable at a priority event.
         waiting = select.epoll()
         self._resources.callback(waiting.close)
         waiting.register(file, select.EPOLLPRI)
@@ -126,7 +127,7 @@ class MemoryPressure:
         if self._heard is None:
             return
         self._loop.remove_reader(self._heard)
-        # Only an event counter has something to read; EINVAL or EBADF of an epoll descriptor do no harm.
+        # Only an eventfd can be read. The read of an epoll descriptor fails with EINVAL or EBADF, which is ignored.
         with contextlib.suppress(OSError):
             os.read(self._heard, 8)
         self._timer = self._loop.call_later(DEAF_S, self._listen)

@@ -110,7 +110,7 @@ class Metering:
             self._measure_in(EVERY_S)
 
     async def _tell(self, live: Live, memory: FunctionMemory, told: _Told | None) -> None:
-        """Tell the account of a function what it holds. Weights that several functions share count for each."""
+        """Pass the holding of a function to its account. Weights that several functions share count for each function."""
         function, revision = live.record.function, live.record.revision
         if told is not None and told.revision == revision:
             disk_gb = told.disk_gb
@@ -123,7 +123,7 @@ class Metering:
 
 
 def _holding(before: Holding, memory: FunctionMemory, disk_gb: float, devices: float) -> Holding:
-    """Return what a function holds. What has just ended is what it was when it was measured before."""
+    """Return what a function holds. Figures that cannot be measured at present keep their last values."""
     workers, rest_gb = memory.workers, memory.rest_bytes / GB
     return Holding(
         worker_gb=memory.workers_bytes / workers / GB if workers else before.worker_gb,

@@ -98,7 +98,7 @@ class MemoryMeter:
         # The pids and roles of the processes of each revision, and how many these are together.
         self._processes: dict[Live, list[tuple[int, str]]] = {}
         self._count = 0
-        # By function: what its processes held when they were measured.
+        # By function: the memory of its processes at their last measurement.
         self._held: dict[str, FunctionMemory] = {}
         # The functions whose processes have come or gone since the last measurement of them.
         self._changed = set[str]()

@@ -19,8 +19,8 @@ from ..telemetry.metrics import Reading
 from .live import Live
 from .registry import Functions
 
-# Timers do not follow the wall clock when somebody sets it or when the machine sleeps. So no timer waits longer
-# than this for a schedule: it fires at most so much later then.
+# The event loop's timers ignore changes of the wall clock and the time during which the machine sleeps. So a timer for a
+# schedule waits at most this long before the clock is read again. A schedule fires at most this much too late.
 REARM_S = 30.0
 # The event loop's timers are exact to a millisecond.
 SOONEST_S = 0.001
@@ -45,9 +45,9 @@ class Alarms:
     def put(
         self, function: str, schedules: Iterable[Schedule], at: float
     ) -> Iterator[tuple[Schedule, float]]:
-        """Replace a function's schedules. Yield those that fired before and whose time has not ended.
+        """Replace a function's schedules. Yield the schedules that have fired before and whose time has not ended.
 
-        Each comes with the seconds that are left of its time.
+        Also yield the seconds that are left of each schedule's time.
         """
         self.drop(function)
         for schedule in schedules:
@@ -60,9 +60,9 @@ class Alarms:
         self._alarms = [alarm for alarm in self._alarms if alarm.function != function]
 
     def due(self, at: float) -> Iterator[tuple[str, Schedule, float]]:
-        """Yield the function and schedule of each that has fired since the last call, and the seconds left of its time.
+        """Yield each schedule that has fired since the last call, with its function and the seconds left of its time.
 
-        One whose whole time has passed meanwhile, because the machine slept, is left out.
+        A schedule whose whole time passed while the machine slept is left out.
         """
         was_set_back = at < self._looked_at
         self._looked_at = at
@@ -84,41 +84,41 @@ def _next(schedule: Schedule, at: float) -> float | None:
 
 
 def _left_s(schedule: Schedule, at: float) -> float:
-    """Return for how many seconds the schedule still wants its workers; 0 or less if it does not."""
+    """Return the seconds for which the schedule still wants its workers; 0 or less if its time has ended."""
     last = schedule.last_fire(datetime.fromtimestamp(at, UTC))
     return 0.0 if last is None else last.timestamp() + schedule.for_s - at
 
 
 @dataclass(slots=True)
 class _Expected:
-    """A call that is expected after another function's, and until when, in monotonic seconds."""
+    """An expected call of a function after a call of its upstream function. `until_s` is monotonic."""
 
     until_s: float
     timer: asyncio.TimerHandle | None = None
 
 
 class Prewarming:
-    """Watches the schedules of the live functions, and who is called after whom."""
+    """Watches the schedules of the live functions, and which functions are called after which other functions."""
 
     def __init__(
         self, functions: Functions, clock: Callable[[], float] = time.time, *, learned: bool = True
     ) -> None:
-        """`clock` returns the Unix seconds. Unless `learned`, only upstream functions count that settings name."""
+        """`clock` returns the Unix seconds. Unless `learned`, only the upstream functions in the settings count."""
         self._functions, self._clock, self._learned = functions, clock, learned
         self._loop = asyncio.get_running_loop()
         self._alarms = Alarms()
         self._timer: asyncio.TimerHandle | None = None
         # By function.
         self._owners: dict[str, str] = {}
-        # By owner: one owner's calls say nothing to another one, and start none of their workers.
+        # By owner: the calls of one owner reveal nothing to other owners, and start no workers of other owners.
         self._upstreams: dict[str, Upstreams] = {}
-        # By upstream function: those of which its calls start a worker, as their settings say.
+        # By upstream function: the functions whose settings name it. Its calls start a worker of each of them.
         self._declared: dict[str, set[str]] = {}
         # By function and upstream function.
         self._expected: dict[tuple[str, str], _Expected] = {}
 
     def follow(self, name: str) -> None:
-        """Follow the signals of a function, of which a revision became live."""
+        """Follow the signals of a function that has a new live revision."""
         live = self._functions.get(name)
         settings, owner = live.record.settings, live.record.deployed_by
         for schedule, left_s in list(self._alarms.put(name, settings.schedule, self._clock())):
@@ -190,7 +190,7 @@ class Prewarming:
     # -- upstream functions
 
     def note_call(self, name: str, called_s: float) -> None:
-        """Note a call of a function, which others may follow. `called_s` is in monotonic seconds."""
+        """Note a call of a function. Calls of other functions may follow it. `called_s` is in monotonic seconds."""
         # The call itself goes first.
         self._loop.call_soon(self._expect_followers, name, called_s)
 

@@ -1,4 +1,4 @@
-"""Tells how a deploy proceeds: which function it creates or updates, and how long each of its steps takes."""
+"""Reports the progress of a deploy: the function that it creates or updates, and the duration of each step."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class DeployNote(BaseModel, frozen=True):
 class Progress:
     """The target and the steps of one deploy. Methods may be called from any thread, one at a time.
 
-    `tell` is called with each change, in the thread that made it.
+    `tell` is called with each change, in the thread of the change.
     """
 
     def __init__(

@@ -1,11 +1,11 @@
-"""Stores what was decided about each function, its load over time, and when its calls arrived.
+"""Stores the decisions about each function, its load over time, and the arrival times of its calls.
 
     <state dir>/records/<name>/decisions.jsonl    a decision a line
     <state dir>/records/<name>/load.jsonl         a row for each second in which something changed
     <state dir>/records/<name>/arrivals.f64       Unix times, as float64 of this machine's byte order
 
-Rows are written every few seconds, and before they are read. A crash loses those that were not. The records of a
-deleted function are removed.
+Rows are written every few seconds, and before they are read. A crash loses the rows that are not yet written. The
+records of a deleted function are removed.
 """
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ from .live import Live
 LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 WRITE_EVERY_S = 10.0
-# How much of each a function keeps on disk: the newest 5,000 decisions or so, 10,000 rows, and a million arrivals.
+# Size limits of a function's files on disk: about 5,000 decisions, 10,000 rows of load and a million arrivals.
 DECISIONS_BYTES, LOAD_BYTES, ARRIVALS_BYTES = 1 << 20, 1 << 20, 8 << 20
 
 
 class BoundedFile:
     """A file to which rows are appended. Together with its predecessor it has at most `max_bytes`.
 
-    Its methods block. Rows have either `row_bytes`, or end with a line feed. One that a crash has
-    torn is cut off; a torn line stays, and whoever reads it finds that it is none.
+    Its methods block. Rows have either `row_bytes`, or end with a line feed. A crash can leave a partial row. The
+    next `append` cuts off a partial row of fixed size. It ends a partial line with a line feed, so readers must skip
+    lines that cannot be parsed.
     """
 
     def __init__(self, path: Path, max_bytes: int, *, row_bytes: int = 0) -> None:
@@ -86,7 +87,7 @@ class BoundedFile:
 
 
 class _Rows(NamedTuple):
-    """What is to be appended to the files of one function."""
+    """The rows to append to the files of one function."""
 
     decisions: list[DecisionRecord]
     load: list[LoadSample]
@@ -94,7 +95,7 @@ class _Rows(NamedTuple):
 
 
 class Recorder:
-    """Takes what the histories of live functions have gathered, and writes and reads their records."""
+    """Takes new rows from the histories of live functions, and writes and reads their records."""
 
     def __init__(self, folder: Path, functions: Callable[[], Iterable[Live]]) -> None:
         """`functions` returns all live functions."""
@@ -116,7 +117,7 @@ class Recorder:
             await self.flush()
 
     async def flush(self, only: str | None = None) -> None:
-        """Write what has been gathered so far, of all functions or of one."""
+        """Write the new rows of all functions, or of the function `only`."""
         async with self._writing:
             now_s, due = time.monotonic(), dict[str, _Rows]()
             changed = self._changed if only is None else self._changed & {only}
@@ -125,7 +126,7 @@ class Recorder:
                 name, function = live.record.function, live.function
                 if only not in (None, name):
                     continue
-                # Weights that are fetched come into memory, and leave it, without a process.
+                # Fetched weights enter and leave the memory without a start or end of a process.
                 if name in changed or live.revision.spec.remote:
                     live.workers.note_load(now_s)
                 if _pending(function) and any(rows := _take(function, now_s)):
@@ -152,7 +153,7 @@ class Recorder:
         return await self._read(function, lambda: self._load_since(function, since))
 
     async def arrivals(self, function: str, since: float = 0.0) -> list[float]:
-        """Return when a function's invocations arrived since a Unix time, ascending. Those that were answered count."""
+        """Return the arrival times of a function's answered invocations since a Unix time, ascending."""
         return await self._read(function, lambda: self._arrivals_since(function, since))
 
     async def _read(self, function: str, read: Callable[[], list[T]]) -> list[T]:

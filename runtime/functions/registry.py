@@ -41,8 +41,8 @@ from .rest import LIGHT_S
 from .store import RevisionRecord, Store
 
 LOG = logging.getLogger(__name__)
-# How many deploys may work on files at a time. They have threads of their own: they can wait for minutes, for
-# example for a package index, and the threads of the event loop compress answers.
+# How many deploys may work on files at a time. Deploys have separate threads, because they can wait for minutes, for
+# example for a package index. The event loop's default threads must stay free: they compress answers.
 DEPLOY_THREADS = 4
 # After a start of the gateway, the next zygote is launched when the one before is ready, or after this time.
 WARM_TURN_S = 30.0
@@ -97,7 +97,7 @@ class Functions:
     _locks: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary, init=False)
     # Pairs of a function and its revision that may become live. Their files must stay.
     _proving: list[tuple[str, str]] = field(default_factory=list, init=False)
-    # One change at a time, so that memory and disk say the same.
+    # One change at a time, so that memory and disk agree.
     _pausing: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     # Functions whose secrets have changed since their processes were started last.
     _renewing: set[str] = field(default_factory=set, init=False)
@@ -490,7 +490,7 @@ class Functions:
         await self.histories.close()
 
     def close_threads(self) -> None:
-        """Start no more work of deploys. The process ends only when what runs in a thread has ended."""
+        """Start no more work of deploys. The process waits for running threads before it ends."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _create(self, record: RevisionRecord, logs: LogBook) -> Live:
@@ -555,7 +555,7 @@ class Functions:
             self._running.discard(live)
 
     def _note_end(self, function: Function, logs: LogBook, end: InvocationEnd) -> None:
-        """Tell all that count invocations that one has ended."""
+        """Report the end of an invocation to the function and to all callbacks of `events.ended`."""
         if end.timeline.activation is not None:
             function.note_cold(end)
         if end.error is not None:

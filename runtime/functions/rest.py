@@ -1,10 +1,10 @@
-"""Limits what idle functions hold: zygotes and standbys that wait for their next request, and idle workers.
+"""Limits the memory of idle functions: zygotes and standbys that wait for their next request, and idle workers.
 
 A function that is not in use is moved down its ladder, and its next cold start pays for that:
 
 - if it is light, which means that its zygote was ready within LIGHT_S, and was not called for UNUSED_S after
   its deploy, it loses its zygote. After a start of the gateway, a light function has none until it is called.
-- if all zygotes together hold more than the limit, those go whose callers lose least for the bytes they free.
+- if all zygotes together hold more than the limit, zygotes end, in order of the cost to their callers for each freed byte.
 - if the machine or the gateway's cgroup is short of memory, idle workers and fetched weights go in the same order
   (scaling/eviction.py), after spare files and weights of no function.
 """
@@ -37,14 +37,14 @@ UNUSED_S = 300.0
 # has been forked. While the limit is exceeded, it is measured again after RECHECK_S.
 SETTLE_S = 5.0
 RECHECK_S = 30.0
-# While memory is short, processes that were told to end get so long before others have to.
+# While memory is short, workers that are ending get this long before more functions must give memory back.
 RELIEF_S = 1.0
 # Without a limit in the settings, functions at rest may hold this share of the machine's memory.
 SHARE = 1 / 8
-# Why memory is freed, as decisions tell it: the machine or the control group is short of it, or zygotes hold too much.
+# The causes in decisions for freeing memory: the machine or the cgroup is short of it, or zygotes hold too much.
 PRESSURE, REST_MB = "pressure", "rest_mb"
 _MIB = 1 << 20
-# What the log says of a step down, by the rung that is left.
+# The message in the log for a step down, by the upper rung.
 _GIVEN_UP = {
     RungName.READY: "idle workers end because memory is short",
     RungName.ZYGOTE: "the zygote ended to save memory; the next call launches it again",
@@ -54,7 +54,7 @@ _GIVEN_UP = {
 
 @dataclass(frozen=True, slots=True)
 class RestStats:
-    """What one function holds at rest, and when it was used."""
+    """The memory that one function holds at rest, and when it was used."""
 
     name: str
     held_mb: float
@@ -68,15 +68,15 @@ class RestStats:
 
 
 def never_used(stats: Iterable[RestStats], now_s: float) -> list[str]:
-    """Return the light functions that should lose their zygotes because nobody called them after their deploy."""
+    """Return the light functions whose zygotes should end, because no call came within UNUSED_S after the deploy."""
     unused = [one for one in stats if one.light and not one.used_s and now_s - one.since_s >= UNUSED_S]
     return [one.name for one in unused if one.idle and one.held_mb]
 
 
 def next_check_s(stats: Iterable[RestStats], now_s: float) -> float | None:
-    """Return after how many seconds one of these functions may have to rest; None if none will."""
+    """Return the seconds until a light function may lose its zygote as unused. None if there is no such function."""
     waits = [one.since_s + UNUSED_S - now_s for one in stats if one.light and not one.used_s and one.held_mb]
-    # One that is due but in use is checked like an exceeded limit.
+    # A function that is due but in use is checked again after RECHECK_S, as an exceeded limit is.
     return min((max(SETTLE_S, wait_s) if wait_s > 0 else RECHECK_S for wait_s in waits), default=None)
 
 
@@ -97,7 +97,7 @@ class _Processes(NamedTuple):
 
 
 class Rest:
-    """Measures what the functions hold at rest when that may have changed, and keeps it below the limit."""
+    """Measures the memory of functions at rest when it may have changed, and keeps it below the limit."""
 
     def __init__(
         self, functions: Callable[[], Sequence[Live]], launcher: Launcher, tasks: BackgroundTasks,
@@ -152,7 +152,7 @@ class Rest:
             self._check_in(next_s)
 
     async def _rest(self) -> float | None:
-        """Let functions rest. Return after how many seconds to check again, None for no further check."""
+        """Let functions rest. Return the seconds until the next check, None for no further check."""
         shared_mb = await asyncio.to_thread(_held_mb, self._launcher.base_pids())
         stats = [await self._measure(live) for live in self._functions()]
         self._measured = {one.name: self._measured[one.name] for one in stats}
@@ -190,7 +190,7 @@ class Rest:
                 worker_mb, own_mb = await asyncio.to_thread(_worker_mb, idle)
                 ladder.note_held(RungName.READY, (held_mb + worker_mb) * _MIB)
                 if pids and len(workers.replicas) == 1:
-                    # When the worker ends, what it shares is held by the others alone, and the weights stay.
+                    # When the worker ends, the zygote and the standby hold the shared pages alone, and the weights stay.
                     rest_bytes = (held_mb + worker_mb - own_mb) * _MIB
                     ladder.note_held(RungName.ZYGOTE, rest_bytes + resident_bytes)
             elif pids and not len(workers.replicas):
@@ -204,7 +204,7 @@ class Rest:
     # -- giving memory back
 
     def _start_relief(self) -> None:
-        # The kernel repeats itself. Who relieves it already looks once more.
+        # The kernel repeats its reports. If `_relieve` runs already, `_reported` makes it check once more.
         self._reported = True
         if not self._relieving.locked():
             self._tasks.create_task(self._relieve())
@@ -221,7 +221,7 @@ class Rest:
         async with self._relieving:
             while (short := await self._short_bytes()) > 0:
                 if self._give_back() > 0:
-                    # If it does not suffice, functions are next.
+                    # If this does not suffice, the next round takes memory from functions.
                     self._loop.call_later(RELIEF_S, self._start_relief)
                     return
                 spare = [live for live in self._functions() if _spare(live.workers)]
@@ -244,9 +244,9 @@ class Rest:
                     yield replica.child
 
     def _free(self, needed_bytes: float, cause: str, private: Mapping[str, float]) -> bool:
-        """Take the cheapest steps down that free so much. Return False if there were none.
+        """Take the cheapest steps down that free `needed_bytes`. Return False if no step is possible.
 
-        `private` has the functions whose idle workers may end, and the bytes that these hold for themselves.
+        `private` has the functions whose idle workers may end, and the private bytes of these workers.
         """
         lives = {live.record.function: live for live in self._functions()}
         # Against `rest_mb`, only processes count.
@@ -267,12 +267,12 @@ class Rest:
 def _descents(live: Live, private_bytes: float | None, *, weights: bool) -> Iterator[Descent]:
     """Yield the steps down that a function can take now, from its present rung on.
 
-    `private_bytes` are those of its workers, None if these must stay. With `weights`, fetched weights may leave the
-    memory, too.
+    `private_bytes` is the private memory of its workers, None if the workers must stay. With `weights`, fetched weights
+    may leave the memory, too.
     """
     workers, upper = live.workers, live.workers.rung
     if workers.held_until_s is not None:
-        # The signal is stronger than an eviction.
+        # A prewarm signal holds its workers: they are not evicted.
         return
     spare = private_bytes is not None and _spare(workers)
     if not (spare or (_idle(workers) and upper in (RungName.ZYGOTE, RungName.RESIDENT))):
@@ -300,7 +300,7 @@ class _Family(NamedTuple):
 
 
 def _private(families: Mapping[str, _Family]) -> dict[str, float]:
-    """Return about how many bytes the workers of each function hold for themselves. It is quick, unlike PSS."""
+    """Return the approximate private bytes of the workers of each function. This is quick, unlike PSS."""
     return {
         name: float(sum(_anonymous(pid) - _anonymous(zygote) for pid in workers))
         for name, (zygote, workers) in families.items()
@@ -308,7 +308,7 @@ def _private(families: Mapping[str, _Family]) -> dict[str, float]:
 
 
 def _anonymous(pid: int | None) -> int:
-    """Return the bytes of a process that are of no file. Those of a fork that it has not changed count, too."""
+    """Return the anonymous memory of a process in bytes. In a fork, it includes pages that the fork has not changed."""
     with contextlib.suppress(psutil.Error):
         if pid is not None:
             memory = psutil.Process(pid).memory_info()
@@ -328,7 +328,7 @@ def _idle(workers: RevisionWorkers) -> bool:
 
 
 def _spare(workers: RevisionWorkers) -> bool:
-    """Return True if it has ready or parked workers, nobody needs them, and neither settings nor a signal keep them."""
+    """Return True if it has ready or parked workers that no call needs and that neither settings nor a signal keep."""
     replicas, revision = workers.replicas, workers.revision
     calls = replicas.in_flight or replicas.starting or len(revision.dispatcher.queue)
     kept = revision.policy.scale.min or workers.held_until_s is not None

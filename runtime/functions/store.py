@@ -234,7 +234,7 @@ class Store:
         return records
 
     def current(self, name: str) -> RevisionRecord | None:
-        """Return the record of a function's live revision. If there is none that can be read, return None."""
+        """Return the record of a function's live revision; None if there is no readable record."""
         folder = self._folder(name)
         try:
             if (revision := private_files.read(folder / _CURRENT)) is not None:
@@ -250,9 +250,9 @@ class Store:
         return self._folder(record.function) / record.revision / CODE_FOLDER
 
     def compiled(self, record: RevisionRecord) -> CompiledCode | None:
-        """Return where compilers keep what they make for a revision; None if that is not kept.
+        """Return where compilers keep their output for a revision; None if the output is not kept.
 
-        Nothing bounds what a running process writes there, so those whose disk is limited do not write there.
+        No limit applies to a running process that writes there. So functions with limited disk space do not write there.
         """
         limit_bytes, settings = self._retention.compiled_bytes, record.settings
         if not limit_bytes or settings.image.name or settings.resources.files == "private":
@@ -319,8 +319,8 @@ class Store:
     def prune(self, name: str, keep: int | None = None, *, busy: Collection[str] = ()) -> list[str]:
         """Remove old revisions of a function, and return their ids.
 
-        The newest `keep` remain (by default as many as the retention says), at least one of these, as long as
-        they are not too large together. The live revision and those in `busy` remain in any case. If the live
+        The newest `keep` revisions remain (by default the retention's count), while their total size is within the
+        retention's limit. The newest revision, the live revision and the revisions in `busy` always remain. If the live
         revision cannot be read, nothing is removed.
         """
         with self._lock:

@@ -41,12 +41,12 @@ BACKOFF_S = 2.0
 """The delay before the second attempt if no worker could start. Each further delay is 4 times longer."""
 MAX_BACKOFF_S = 300.0
 MAX_LOG_CHARS = 64 << 10
-"""How much of what a job has printed is stored with its result: the last lines."""
+"""The last lines that a job has printed, up to this size, are stored with its result."""
 LOGS_EVERY_S = 0.5
-"""The shortest time between two webhook deliveries of what a job has printed, as in Cog."""
+"""The shortest time between two webhook deliveries of a job's printed lines, as in Cog."""
 UNSTORED_S = 0.5
-"""A job that nobody knows of yet is stored after this time if it has not ended. Then it can be listed and
-cancelled, and it survives the gateway."""
+"""An unstored job that has not ended after this time is stored. Then it can be listed and cancelled, and it
+survives an end of the gateway."""
 STORE_RETRY_S = 5.0
 """The pause before a failed call of the store is repeated."""
 
@@ -78,8 +78,8 @@ class JobAttempt:
         self.awaited = unstored is not None
         """True if it was submitted for a caller who waits, before the job was stored."""
         self.stored: asyncio.Future[Job | None] = asyncio.get_running_loop().create_future()
-        """Of an unstored job: resolved with the job when it is stored, which is at its end or, if that takes
-        longer, after UNSTORED_S. None: it was not run, since the gateway or its revision ends. Or an error."""
+        """For an unstored job: resolved with the job when it is stored, at its end or after UNSTORED_S. Resolved with
+        None if the job did not run: its revision or the gateway ends, or no worker could start. Or it has an error."""
         self._sent = asyncio.Event()
         """Set when the invocation was sent to a worker, or ended before that."""
         self._fence = 0
@@ -126,14 +126,14 @@ class JobAttempt:
             internal = GatewayError(f"The job's result could not be stored: {type(error).__name__}.")
             await self._finish(JobOutcome(JobState.FAILED, error=internal.to_wire()))
         finally:
-            # Nobody else resolves it if this task is cancelled or the code above has a bug.
+            # If this task is cancelled or the code above has a bug, `stored` is still pending and a caller waits for it.
             if self._unstored is not None and not self.stored.done():
                 self._refuse(GatewayError("The job was not run to its end.", remedy="Submit it again."))
 
     async def _run_unstored(self, new: NewJob) -> bool:
         """Wait for the end of an unstored job, and store it. Return False if the job was stored before its end.
 
-        Until `stored` is resolved, nobody was promised that the job exists. So an error is the caller's.
+        Until `stored` is resolved, no caller has been promised that the job exists. So the caller gets the error.
         """
         output = self.invocation.output
         try:
@@ -283,7 +283,7 @@ class JobAttempt:
         await self._finish(_completed(output, self._logs()))
 
     async def _aggregate(self) -> bytes:
-        """Return all pieces as one JSON list, which is empty if it is too large or the handler wants none."""
+        """Return all pieces as one JSON list. It is empty if the output is too large or the handler wants no list."""
         if not self._revision.policy.aggregates or self._stored_bytes > MAX_AGGREGATE_BYTES:
             return b"[]"
         pieces: list[bytes] = []
@@ -318,7 +318,7 @@ class JobAttempt:
 
     async def _requeue(self, error: dict[str, object], delay_s: float = 0.0, *, counted: bool = True) -> None:
         # Without a fence, no start was stored and the job is still queued. Then nothing is written for an
-        # attempt that does not count. One that counts is started first, which increments `attempts`.
+        # attempt that does not count. An attempt that counts is started first, which increments `attempts`.
         if (self._fence or counted) and await self._take():
             failure = JobOutcome(JobState.FAILED, error=error, logs=self._logs())
             requeue = partial(self._store.requeue, failure=failure, delay_s=delay_s, counted=counted)
@@ -346,7 +346,7 @@ class JobAttempt:
                     await self._closing.wait()
 
     def _logs(self) -> str:
-        """Return what this job has printed, and no other invocation of its worker."""
+        """Return the lines that this job has printed, without lines of other invocations of the worker."""
         return self.invocation.capture.text() if self.invocation.capture is not None else ""
 
 

@@ -110,8 +110,8 @@ class Database:
         """Run `change` in a transaction and return its result once the transaction is durably on disk.
 
         `change` runs in the writer thread. It runs a second time if the commit of its group failed. If it
-        raises, its own changes are undone, but not those of other callers in the group. `committed` is called
-        with the result on the event loop after the commit, even if the caller was cancelled.
+        raises, only its own changes are undone: the changes of other callers in the group stay. `committed` is
+        called with the result on the event loop after the commit, even if the caller was cancelled.
         Raises JobStoreFailed if the database cannot be written.
         """
         return await self._call(self._writes, change, committed)
@@ -199,7 +199,7 @@ def _replaced(connection: sqlite3.Connection, connect: _Connect) -> sqlite3.Conn
 
 
 def _read(connection: sqlite3.Connection, group: list[_QueuedCall]) -> None:
-    """Run a group's queries in one transaction, so that each sees one state of the file in all its statements."""
+    """Run a group's queries in one transaction, so that all their statements read the same state of the file."""
     connection.execute("BEGIN")
     for call in group:
         _run(connection, call)
@@ -210,7 +210,7 @@ def _read(connection: sqlite3.Connection, group: list[_QueuedCall]) -> None:
 def _commit(connection: sqlite3.Connection, group: list[_QueuedCall]) -> None:
     """Commit a group in one transaction.
 
-    If that fails, commit each call in its own transaction, so that only the call that caused it fails.
+    If the commit fails, repeat each call in a separate transaction. Then only the call at fault fails.
     Raises sqlite3.Error if the connection cannot be used any more.
     """
     try:
@@ -240,7 +240,7 @@ def _run(connection: sqlite3.Connection, call: _QueuedCall) -> None:
     try:
         call.result = call.run(connection)
     except sqlite3.Error as error:
-        # IntegrityError is not translated: the caller knows which constraint this is and what that means.
+        # IntegrityError is not translated: the caller knows the violated constraint and its meaning.
         call.error = error if isinstance(error, sqlite3.IntegrityError) else _refused(error)
     except Exception as error:  # noqa: BLE001  raised again in the caller
         call.error = error
@@ -267,7 +267,7 @@ def _settle(calls: list[_QueuedCall]) -> None:
             # Not called directly: if `committed` raised, the remaining calls would get no result.
             call.future.get_loop().call_soon(call.committed, call.result)
         if call.future.done():
-            # The caller was cancelled, so nobody reads the result. The change stays committed.
+            # The caller was cancelled and does not read the result. The change stays committed.
             continue
         if call.error is not None:
             call.future.set_exception(call.error)

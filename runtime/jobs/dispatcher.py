@@ -31,7 +31,7 @@ from .job import Job, NewJob, new_job_id
 from .store import JobStore
 
 MIN_PREFETCH = 8
-"""How many submitted jobs may wait for a worker, or as many as all workers run at a time if that is more."""
+"""This many submitted jobs may wait for a worker; more if all workers together run more jobs at a time."""
 MAX_SUBMITTED = 1024
 """The most jobs of one function that are submitted at a time."""
 FULL_RETRY_S = 1.0
@@ -60,7 +60,8 @@ class JobDispatcher:
     def run_unstored(self, new: NewJob) -> JobAttempt | None:
         """Run a job that is not stored, and return its attempt. Return None if it must be stored before it runs.
 
-        This is so if anybody could know of it before it ends, and if its function cannot take it. It waits in the
+        A job must be stored first if its caller can refer to it before its end (it has a webhook, an idempotency key or
+        a wanted id), if its handler streams, or if the function cannot take it now. An unstored job waits in the
         revision's queue, which serves jobs with the same ttl in the order of their arrival.
         """
         jobs = self._functions.get(new.function)
@@ -163,7 +164,7 @@ class JobDispatcher:
         scale = self._live(function).revision.policy.scale
         capacity = scale.max * scale.concurrency
         # An attempt whose invocation has ended waits only for the store and uses no worker.
-        # Those of waiting callers are not counted: otherwise a steady flow of them would keep out stored jobs.
+        # Attempts for waiting callers are not counted. Otherwise a steady flow of such callers would keep out stored jobs.
         queued = [attempt for attempt in jobs.attempts.values() if not attempt.awaited]
         outstanding = sum(not attempt.invocation.ended for attempt in queued)
         room = min(MAX_SUBMITTED, capacity + max(capacity, MIN_PREFETCH)) - outstanding
@@ -184,7 +185,7 @@ class JobDispatcher:
         return attempt
 
     async def _attend(self, attempt: JobAttempt, jobs: _FunctionJobs) -> None:
-        """Run an attempt to its end. Errors go to the function's log: nobody else waits for them."""
+        """Run an attempt to its end. Errors go to the function's log, because no code awaits this task."""
         job_id = attempt.job.id
         try:
             await attempt.run()

@@ -28,7 +28,7 @@ REDIRECTS = frozenset({301, 302, 307, 308})
 MAX_REDIRECTS = 3
 CONNECT_TIMEOUT_S = 5.0
 KEEP_ALIVE_S = 4.0
-"""How long an unused connection is kept. Most servers keep it longer, so they rarely close it first."""
+"""How long an unused connection is kept. Most servers keep idle connections longer, so they rarely close one first."""
 
 
 @dataclass(frozen=True, slots=True)

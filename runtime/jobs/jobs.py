@@ -103,7 +103,7 @@ class Jobs:
     async def run(self, new: NewJob, wait_s: float) -> tuple[Job, bool]:
         """Submit a job as `submit` does, wait for its end, but not longer than `wait_s`, and return the job.
 
-        Nobody knows the job's id until this returns, so a job that ends soon is stored only then, in one commit.
+        The caller gets the job's id only when this returns. So a job that ends soon is stored only at its end, in one commit.
         """
         until_s = time.monotonic() + wait_s
         if (attempt := self._dispatcher.run_unstored(new)) is not None:

@@ -40,7 +40,7 @@ MAX_HOSTS = 256
 """How many hosts `due` examines: those whose deliveries are due earliest."""
 
 WebhookBodies: TypeAlias = Mapping[str, Callable[[Job, Sequence[bytes]], bytes]]
-"""By `Webhook.form`, what makes a body from the job and, while it streams, the first pieces of its output."""
+"""By `Webhook.form`: a function that makes a body from the job and, while it streams, the first pieces of its output."""
 _COLUMNS = ", ".join(
     field.name for field in dataclasses.fields(Delivery) if field.name not in ("body", "trace")
 )
@@ -77,7 +77,7 @@ def add(
     subject = JOB + job.id
     attempts, next_s, log = 0, max(now_s, _held_until(connection, subject)), "[]"
     if event in SUPERSEDED and (earlier := _take_superseded(connection, subject, event)) is not None:
-        # The new delivery continues the retries of the one that it replaces. So a receiver that is down gets
+        # The new delivery continues the retries of the replaced delivery. So a receiver that is down gets
         # no more requests than for a single delivery.
         attempts, next_s, log = earlier["attempts"], max(next_s, earlier["next_s"]), earlier["log"]
     row = (_new_id(), subject, job.function, event, webhook.url, _host(webhook.url))

@@ -6,12 +6,12 @@ Group commit: the writer thread takes all queued changes as one group, runs each
 SQLite transaction, and commits once, with synchronous=FULL. A caller gets its result after that commit. So
 every id and state that a caller sees is durably on disk, and all callers of the group share one fsync.
 
-Fence: the start of an attempt increments the job's `attempts`. The new value is the attempt's fence, which it
-passes with every change that it requests. `running_row` returns None if the fence is no longer the current
-one. So an attempt that reports after its job was requeued changes nothing.
+Fence: the start of an attempt increments the job's `attempts`. The new value is the attempt's fence. The attempt
+passes the fence with every change that it requests. `running_row` returns None if the fence is out of date. So an
+attempt that reports after its job was requeued changes nothing.
 
-Counters: a function's rows of `counters` hold the number of jobs in each state: of all its jobs, and of those
-of each owner. They are updated in the transaction that changes the state, so they are exact even after a crash.
+Counters: a function's rows of `counters` hold the number of jobs in each state, over all owners and for each owner.
+They are updated in the transaction that changes the state, so they are exact even after a crash.
 """
 
 from __future__ import annotations

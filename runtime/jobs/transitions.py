@@ -49,7 +49,7 @@ def submit(transaction: Transaction, new: NewJob) -> tuple[Job, bool]:
 def admit(transaction: Transaction, new: NewJob) -> Job:
     """Store a new job that waits in its revision's queue already. Raises what `submit` raises."""
     job, _ = submit(transaction, new)
-    # Nobody has to look for it.
+    # The job is in the revision's queue already, so the dispatcher need not be notified.
     transaction.queued.clear()
     return job
 
@@ -69,7 +69,7 @@ def _submitted(transaction: Transaction, new: NewJob) -> Job | None:
 
 
 def _check_room(transaction: Transaction, new: NewJob) -> None:
-    """Raise QueueFull, which does not tell callers what others have queued, if the queue has no room."""
+    """Raise QueueFull if the queue has no room. The error does not reveal how much other callers have queued."""
     counts, most_bytes = queries.counts(transaction.connection, new.function), new.max_queued_bytes
     if new.max_queued is not None and counts.in_queue >= new.max_queued:
         raise QueueFull(
@@ -325,7 +325,7 @@ def _delete_tombstones(transaction: Transaction, limit: int) -> int:
 
 
 def _excess_pages(connection: sqlite3.Connection) -> int:
-    """Return how many free pages the file has in addition to those that it keeps for reuse (see SPARE_PAGES).
+    """Return how many free pages the file has beyond the pages that it keeps for reuse (see SPARE_PAGES).
 
     Return 0 for a file without incremental vacuum (`auto_vacuum` is not 2): its pages cannot be released.
     """

@@ -54,7 +54,7 @@ class Delivery:
     host: str
     state: DeliveryState
     attempts: int
-    """The attempts since it was added or redelivered. Those of a pending delivery that it replaced count too."""
+    """The attempts since it was added or redelivered. The attempts of a pending delivery that it replaced count too."""
     next_s: float
     """The earliest time of the next attempt."""
     created_s: float
@@ -71,7 +71,7 @@ class Delivery:
 
     @property
     def job_id(self) -> str:
-        """The id of the job that it is about; "" if it is about none."""
+        """The id of the job that it reports; "" if it reports no job."""
         return self.subject.removeprefix(JOB) if self.subject.startswith(JOB) else ""
 
 

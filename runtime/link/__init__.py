@@ -1,6 +1,6 @@
 """Links connect a gateway with its zygotes and workers.
 
 `frames.py` defines the wire format, `connection.py` both ends of a link, `stream_credit.py` the flow control
-of streams, and `worker_spec.py` what a worker needs to know about its revision. The gateway and its workers
-both import this package, so it must import code of neither.
+of streams, and `worker_spec.py` what a worker needs to know about its revision. Gateway and workers both import
+this package, so it must import no code of the gateway or of the worker.
 """

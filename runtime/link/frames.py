@@ -54,7 +54,7 @@ class FrameKind(enum.IntEnum):
     CANCEL = 13
     # Down: the caller has read this many more chunks. They no longer count against the stream's credit.
     MORE = 14
-    # Down: finish what runs; no invocations follow. Up: send no more invocations, and confirm with DRAIN.
+    # Down: finish the running invocations; no more follow. Up: send no more invocations, and confirm with DRAIN.
     DRAIN = 15
     # Down, to a zygote: fork a child.
     FORK = 16
@@ -163,7 +163,7 @@ class FrameReader:
     def feed(self, data: bytes) -> list[Frame]:
         """Add bytes and return the complete frames. Raise LinkError if one is too long or inconsistent.
 
-        If others came before it, they are returned first, and `check` raises the error.
+        Complete frames before an invalid frame are returned first. Then `check` raises the error.
         """
         self.check()
         if self._rest:

@@ -20,7 +20,7 @@ POSITION_SIGNAL = signal.SIGRTMIN + 6
 
 
 class Confinement(BaseModel):
-    """What a process of this machine does before it runs code of a function, so that it is held at its limits."""
+    """The limits that a process of this machine puts on itself before it runs code of a function."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -34,7 +34,7 @@ class Confinement(BaseModel):
     """Folders that it cannot read, but for `readable`. If there are any, it can write only to `tmp`."""
     readable: tuple[Path, ...] = ()
     unlisted: tuple[Path, ...] = ()
-    """Folders in `hidden` of which it can read the files whose names it knows."""
+    """Folders in `hidden` that it cannot list. It can read a file in them if it knows the file's name."""
 
 
 class Weights(BaseModel):
@@ -43,7 +43,7 @@ class Weights(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = ""
-    """Its name in the setting `snapshots`; "" if it is that of the setting `snapshot`."""
+    """Its name in the setting `snapshots`; "" for the snapshot of the setting `snapshot`."""
     root: Path
     """The folder or file of the weights; of a fetched snapshot, the folder of its other files (config, tokenizer)."""
     manifest: Path
@@ -61,14 +61,14 @@ class Weights(BaseModel):
 
 
 class CompiledCode(BaseModel):
-    """Where compilers keep what they make for a function, as `runtime/worker/compiled_code.py` says."""
+    """Where compilers keep their output for a function, as `runtime/worker/compiled_code.py` says."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     folder: Path
     """The function's own folder."""
     code: str
-    """A digest of the function's code, and requirements, which tell what is compiled."""
+    """A digest of the function's code and requirements, on which the compiled code depends."""
     limit_bytes: int
     """How much of it is kept for each key."""
 

@@ -41,7 +41,7 @@ _NOT_CODE = (
     ".cache/", ".direnv/", ".eggs/", "*.egg-info/", "htmlcov/", ".coverage", ".terraform/",
     "*.py[co]", "*.sw[po]", "*~", ".#*", "\\#*#", ".DS_Store", "._*",
 )  # fmt: skip
-# The same of files that hold credentials. `withheld` names those that it found, since code may miss them.
+# Patterns of files that hold credentials. `withheld` names the files that it found, because code may need them.
 _CREDENTIALS = (
     ".env", ".env.*", "!.env.example", "!.env.sample", "!.env.template", ".envrc", "*.pem", "*.key", "*.p12", "*.pfx",
     "*.jks", "*.kdbx", "id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*", ".ssh/", ".aws/", ".azure/", ".gcloud/",

@@ -47,7 +47,7 @@ _log = logging.getLogger(__name__)
 Log = Callable[[str], None]
 _MARKER = "pilotflame-complete"
 _UV_CACHE = ".uv-cache"
-# Files in the cache of uv are hard-linked into the environments that use them. It may hold so much besides.
+# uv hard-links files of its cache into the environments that use them. All other files in the cache may have this size.
 CACHE_BYTES = 2 << 30
 # How long a command that shrinks the cache may take, and how long it waits for other commands of uv.
 _SHRINK_S, _LOCK_S = 300.0, 5
@@ -173,7 +173,7 @@ def discard_unused(root: Path, digests: Callable[[], Collection[str]]) -> int:
 
     If there are no environments, `digests` is not called: it reads the records of all revisions.
 
-    One that another deploy is building stays. A function whose environment is missing gets it built again.
+    An environment that another deploy is building stays. If a function's environment is missing, it is built again.
     """
     if not (folders := list(root.glob("py*-*/"))):
         return 0
@@ -189,7 +189,7 @@ def discard_unused(root: Path, digests: Callable[[], Collection[str]]) -> int:
 
 
 def shrink_cache(root: Path) -> None:
-    """Make uv remove what it has downloaded or built, if more than CACHE_BYTES of that is in no environment.
+    """Make uv remove downloaded and built files, if more than CACHE_BYTES of its cache are in no environment.
 
     Wheels that uv has built are kept, unless they alone are larger. A cache that UV_CACHE_DIR names is not
     touched. Blocks while uv removes files.

@@ -170,7 +170,7 @@ def _parsed(number: int, line: str) -> RequirementLine:
 def _with_extras(requirement: Requirement, *, follow: bool) -> Iterator[Requirement]:
     """Yield the requirement if its marker applies to this interpreter.
 
-    With `follow`, also yield the dependencies that its extras add, and what the extras of these add.
+    With `follow`, also yield the dependencies that its extras add, and recursively the dependencies of their extras.
     """
     pending = [(requirement, "")]
     seen: set[tuple[str, str]] = set()

@@ -1,4 +1,4 @@
-"""Runs a command of another program to its end, and passes on each line of its output as it arrives."""
+"""Runs an external command to its end, and passes on each line of output as soon as it arrives."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 LAST_LINES = 20
-# What a command gets after SIGTERM, to remove its temporary files, before it is killed.
+# The time between SIGTERM and SIGKILL, in which a command can remove its temporary files.
 END_TIMEOUT_S = 5.0
 
 

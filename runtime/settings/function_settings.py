@@ -160,7 +160,7 @@ class Image(BaseModel, frozen=True, extra="forbid", strict=True):
 
     @property
     def unbuilt(self) -> bool:
-        """Whether the settings say how the image is built, but not which image it became."""
+        """True if the settings describe how the image is built, but do not name the built image."""
         return self.name is None and (self.base is not None or bool(self.packages))
 
 
@@ -399,7 +399,7 @@ class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
 
     @property
     def snapshot_urls(self) -> dict[str, str]:
-        """Those of the snapshots that are URLs of remote ones, by name."""
+        """The URLs of the remote snapshots, by name."""
         return {name: where for name, where in self.all_snapshots.items() if is_remote(where)}
 
     def snapshot_paths(self, folder: Path) -> dict[str, Path]:
@@ -457,7 +457,7 @@ def _unnamed(place: str) -> SettingsError:
 def setting_origins(folder: Path, *, overrides: Mapping[str, Any] | None = None) -> dict[str, str]:
     """Return where each setting of the function in `folder` comes from, by its key; defaults are left out.
 
-    The arguments are those of `read_settings`, which must have accepted them.
+    `read_settings` must have accepted the same arguments.
     """
     found = dict.fromkeys(_flat(read_toml(folder / SETTINGS_FILE, missing_ok=True)), SETTINGS_FILE)
     found.setdefault("name", FROM_FOLDER)

@@ -47,7 +47,7 @@ The commands also read `PILOTFLAME_URL` (the gateway's address) and `PILOTFLAME_
 
 
 class SettingFacts(NamedTuple):
-    """What a reader needs to know of one setting. `variable` is "" for a function's setting."""
+    """The facts about one setting, for its readers. `variable` is "" for a function's setting."""
 
     name: str
     scope: Literal["function", "gateway"]

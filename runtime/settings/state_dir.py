@@ -39,10 +39,10 @@ def locked_state_dir(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def running_marker(state: Path) -> Iterator[str]:
-    """Keep a file in the state folder that says which gateway runs, until the block ends.
+    """Keep a file in the state folder that identifies the running gateway, until the block ends.
 
-    Yield the content of that of a gateway that ended without shutdown; "" if there is none. A disk that takes no file is
-    no reason not to start.
+    Yield the content of the file that a gateway left behind if it ended without shutdown; "" if there is no such file. If
+    the file cannot be written, the gateway starts anyway.
     """
     path = state / "run" / "gateway"
     previous = ""

@@ -162,7 +162,7 @@ def unknown_key(key: str, known: Iterable[str]) -> str:
 
 
 def _problem(details: ErrorDetails, known: dict[str, FieldInfo]) -> str:
-    """Return a sentence for one error of pydantic's. `known` are all keys, as `keys` returns them."""
+    """Return a sentence for one validation error of pydantic. `known` has all keys, as `keys` returns them."""
     loc = [part for part in details["loc"] if part != "[key]"]
     if loc[:1] == ["source"]:
         # After the index of a table comes its type.

@@ -42,7 +42,7 @@ class BackgroundTasks(asyncio.TaskGroup):
     ) -> asyncio.Task[T]:
         """Run a coroutine once."""
         label = _label(coro, name)
-        # The type is that of the overridden method. A failed task has no result, as the class says.
+        # The overridden method prescribes the type. A failed task has no result, as the class docstring says.
         run: Coroutine[Any, Any, Any] = self._guard(label, coro)
         task = super().create_task(run, name=name, context=context)
         # A task that is cancelled before its first step never runs its coroutine, which must be closed then.

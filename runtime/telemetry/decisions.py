@@ -61,13 +61,13 @@ class Decisions:
 
 # -- in words
 
-# The experts of the keep-alive policy, by number.
+# The candidate policies of the keep-alive policy, by their number in the figure `expert`.
 _EXPERTS = {
     0: "no habit is known", 1: "by its last 1024 idle times", 2: "by its last 32 idle times",
     3: "by its last 128 intervals", 4: "by its last 32 intervals",
 }  # fmt: skip
 
-# The causes that sentences name in other words.
+# Phrases for causes. Other causes appear as they are.
 _CAUSES = {
     "warmup": "a call asked for it", "schedule": "the schedule asks for it", "plan": "the keep-alive policy",
     "pressure": "memory is short", "budget": "the budget", "min": "scale.min", "buffer": "scale.buffer", "predicted": "a call is expected",
@@ -77,7 +77,7 @@ _CAUSES = {
     "paused": "its owner has paused it",
 }  # fmt: skip
 _BUDGET = {"within": "is not used up", "warned": "is nearly used up", "exhausted": "is used up"}
-# The same for causes of which the first word is the kind of signal, and the rest says which one it was.
+# Phrases for causes that begin with a kind of signal. The rest of the cause identifies the signal and replaces {}.
 _SIGNALS = {
     "schedule": "the schedule {} asks for it", "upstream": "{} was called", "hook": "{} asked for it",
 }  # fmt: skip
@@ -90,13 +90,13 @@ NUMBERED_RUNGS = tuple(_RUNGS)
 
 
 def seconds(value: float) -> str:
-    """Return a time as it is said: 12.3 ms, 4.20 s, 0:12:30."""
+    """Return a time as text: 12.3 ms, 4.2 s, 0:12:30."""
     if abs(value) < 1:
         return f"{value * 1e3:.3g} ms"
     return f"{value:.1f} s" if abs(value) < 600 else str(timedelta(seconds=round(value)))
 
 
-# What figures are, by the end of their name: a template for the name without that end, and the number.
+# Formats of figures with their units, by the end of the figure's name. The first end that fits is removed from the name.
 _UNITS: tuple[tuple[str, Callable[[float], str]], ...] = (
     ("_per_hour", lambda value: f"{value:.4g} an hour"),
     ("_per_s", lambda value: f"{value:.3g} a second"),
@@ -173,13 +173,13 @@ def _woken(_decision: DecisionRecord, left: dict[str, float]) -> str:
 
 
 def _state(left: dict[str, float]) -> list[str]:
-    """Tell what else the function had at that time, without what is zero."""
+    """Return phrases for the other numbers of the function at that time, without zeros."""
     words = {"queued": "waiting", "in_flight": "running", "starting": "already starting"}
     return [f"{count:.0f} {word}" for name, word in words.items() if (count := left.pop(name, 0.0))]
 
 
 def _moved(decision: DecisionRecord, left: dict[str, float]) -> str:
-    """Tell a step on the ladder. `rung` is the number of the one that is held from now on."""
+    """Return the sentence for a step on the ladder. `rung` is the number of the new rung."""
     rungs, verbs = NUMBERED_RUNGS, {"step_up": "went up to", "evict": "was evicted to"}
     number = left.pop("rung", None)
     known = number is not None and 0 <= number < len(rungs)
@@ -194,7 +194,7 @@ def _moved(decision: DecisionRecord, left: dict[str, float]) -> str:
     return ": ".join([said, ", ".join(facts)]) if facts else said
 
 
-# How the figures of a step are told.
+# Phrases for the figures of a step.
 _MOVES: dict[str, Callable[[float], str]] = {
     "freed_bytes": lambda value: f"it held {value / 1e6:.1f} MB",
     "hold_per_hour": lambda value: f"this costs {value:.3g} an hour",

@@ -1,7 +1,7 @@
 """Configures the standard library's logging for the gateway: its own messages go to standard error and a file.
 
-Modules log with `logging.getLogger(__name__)`. Standard error is written by a thread, because whoever reads it
-may be slow.
+Modules log with `logging.getLogger(__name__)`. A thread writes to standard error, because the reader of standard
+error may be slow.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class _Printer(QueueListener):
     """The thread that writes messages to standard error."""
 
     def stop(self) -> None:
-        """Write what waits, unless whoever reads standard error is too slow."""
+        """Write the waiting messages, unless the reader of standard error is too slow."""
         with contextlib.suppress(queue.Full):
             self.enqueue_sentinel()
         if (thread := self._thread) is not None:

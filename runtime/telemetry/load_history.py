@@ -1,4 +1,4 @@
-"""Remembers the load of one function: a coarse series of its workers, queue and cold starts, and when calls arrived.
+"""Records the load of one function: a coarse series of its workers, queue and cold starts, and when calls arrived.
 
 Both wait in memory until they are stored. A call costs the series nothing and the arrivals one `append`.
 """
@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 from .rung_name import RungName
 
-# The series has one row for each time that is so long, if there was a change. Its numbers are the largest of that time.
+# The length of an interval of the series. An interval with a change has a row with its largest numbers.
 BUCKET_S = 1.0
-# What waits to be stored may have so many rows. The oldest are dropped.
+# The most samples and arrivals that wait to be stored. The oldest are dropped.
 MAX_SAMPLES = 10_000
 MAX_ARRIVALS = 100_000
 
@@ -30,7 +30,7 @@ class LoadState(NamedTuple):
 
 
 class LoadSample(NamedTuple):
-    """What a function had, from one second on until the next sample."""
+    """The numbers of a function from one second until the next sample."""
 
     at: float
     """The beginning of the second, in Unix seconds."""
@@ -38,7 +38,7 @@ class LoadSample(NamedTuple):
     """The most invocations that waited at once in that second."""
     in_flight: int
     starting: int
-    """The workers that were starting, and those that were ready, when there were most."""
+    """The starting workers and the ready workers, at the moment with the most workers in total."""
     ready: int
     rung: str
     """The rung at the second's end."""

@@ -82,7 +82,7 @@ class LogLine(NamedTuple):
 
 
 class LogQuery(NamedTuple):
-    """Which lines to return: at most the last `most` of those that fit all else."""
+    """Selects lines: the last `most` lines that fit all other fields."""
 
     most: int = 100
     since_s: float = 0.0
@@ -94,7 +94,7 @@ class LogQuery(NamedTuple):
     """The name of the worker that printed the line."""
 
     def marks(self) -> list[bytes]:
-        """Return bytes that each stored line that fits contains, so that the others need not be parsed."""
+        """Return byte strings that every fitting stored line contains. Lines without them need not be parsed."""
         marks = [self.request_id.encode(), self.worker.encode()]
         if self.level == LogLevel.ERROR:
             marks.append(b'"level":"error"')
@@ -110,7 +110,7 @@ class LogQuery(NamedTuple):
 
 
 class LogFacts(NamedTuple):
-    """What is known of a stored log without its lines."""
+    """The facts about a stored log that are known without reading its lines."""
 
     name: str
     bytes: int
@@ -300,7 +300,7 @@ class LogFiles:
 
 
 class _LogFile(RotatingFileHandler):
-    """One log's file. It is renamed when it is full, or when its first line is half as old as lines may get."""
+    """One log's file. It is renamed when it is full, or when its first line has half the largest age of lines."""
 
     terminator = ""
 

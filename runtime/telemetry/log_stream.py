@@ -23,7 +23,7 @@ MAX_UNFINISHED = 256
 MARK_START = b"\x1e"
 NOBODY = "-"
 LEVEL_NAMES = {"d": "debug", "i": "info", "w": "warning", "e": "error"}
-# The first words of Python's report of a crash. What follows is for the function's owner.
+# The first words of Python's report of a crash. The report is for the function's owner: no invocation's output gets it.
 CRASH = b"Fatal Python error"
 _Recorded: TypeAlias = tuple[str, Capture]
 
@@ -64,7 +64,7 @@ class LogStream:
     def record(self, channel: int, request_id: str, capture: Capture, *, alone: bool) -> None:
         """Add the lines of the invocation on `channel`, which is about to be sent, to `capture`.
 
-        If it is `alone` in its worker, that includes what is written to the descriptors directly.
+        If it is `alone` in its worker, `capture` also gets output that is written to the descriptors directly.
         """
         self.drain()
         self._recorded[channel] = (request_id, capture)
@@ -84,7 +84,7 @@ class LogStream:
             self._alone = 0
 
     def drain(self) -> None:
-        """Read what has arrived."""
+        """Read the output that has arrived."""
         for _ in range(MAX_READS):
             if not self.alive or not self._read():
                 return

@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 
 from .log_files import LogFacts, LogFiles, LogLine, LogQuery, function_file, function_of
 
-# In memory, for the last words of a worker and the terminal of `dev`. The files have the other lines.
+# Lines in memory, for the last words of a worker and the terminal of `dev`. The files also have earlier lines.
 KEPT_LINES = 100
 # The sources of lines that a function has not printed itself.
 OWN_SOURCES = ("gateway", "deploy")
@@ -23,7 +23,7 @@ TICK_S = 1e-6
 
 
 class Log(Protocol):
-    """What writes lines to a log: the log of a function, or of one of its revisions."""
+    """Writes lines to the log of a function, or of one of its revisions."""
 
     def write(self, source: str, text: str, level: str = "info", *, request_id: str = "") -> None: ...
 
@@ -136,7 +136,7 @@ class Logs:
 
     def __init__(self, files: LogFiles) -> None:
         self.files = files
-        # A book is kept as long as its function lives or somebody follows it.
+        # A book is kept as long as its function lives or a follower reads it.
         self._books: WeakValueDictionary[str, LogBook] = WeakValueDictionary()
 
     def of_function(self, function: str) -> LogBook:

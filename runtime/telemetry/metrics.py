@@ -80,7 +80,7 @@ class _Histogram:
 
 
 class Totals(NamedTuple):
-    """What was counted of one function since the gateway started or the function was deployed first."""
+    """The counts of one function since the gateway started or the function was first deployed."""
 
     by_source: Mapping[Source, Mapping[int, int]]
     """Invocations by what submitted them, and by the status of their response."""

@@ -49,11 +49,11 @@ class SnapshotMetrics(Collector):
         self._outcomes[outcome] += 1
 
     def on_tiers(self, tiers: Sequence[Mapping[str, Any]]) -> None:
-        """Take over what the fetcher reported of its tiers."""
+        """Use the fetcher's report about its tiers."""
         self._tiers = tiers
 
     def on_shared(self, taken_bytes: int, served_bytes: int) -> None:
-        """Take over what the fetcher reported of chunks that went between this node and others."""
+        """Use the fetcher's report about chunks that were exchanged with other nodes."""
         self._shared = {"taken": taken_bytes, "served": served_bytes}
 
     def take_spare_bytes(self) -> int:

@@ -13,9 +13,9 @@ wait      from its arrival in the worker until its batch starts
 exec      while the handler runs
 respond   from the arrival of the worker's result in the gateway until the response
 
-Fetching weights and copying them to a device are no phases, because they run at the same time as some of the phases.
-They are reported separately as "fetch" and "copy", or "fetch-NAME" and "copy-NAME" for each named snapshot, with the
-time for which they ran during each phase.
+Fetching weights and copying them to a device are no phases, because they overlap with phases. They are reported
+separately as "fetch" and "copy", or "fetch-NAME" and "copy-NAME" for each named snapshot, with the time of overlap with
+each phase.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ class Activation:
     ready_s: float = 0.0
     fetches: tuple[Fetch, ...] = ()
     copies: tuple[Transfer, ...] = ()
-    """Those of the worker's snapshots to its device."""
+    """The copies of the worker's snapshots to its device."""
     contexts: tuple[Transfer, ...] = ()
     """When the worker made its context on the device. A standby may have done that before the start."""
     signal: str = ""
-    """What asked for the worker ahead of need; "" if it is for invocations that wait."""
+    """The signal that started the worker ahead of need; "" if the worker is for waiting invocations."""
 
     def mark_forked(self, now_s: float) -> None:
         self.forked_s = now_s
@@ -76,7 +76,7 @@ class Activation:
         self.fetches = tuple(fetches)
 
     def mark_copied(self, copy: Transfer) -> None:
-        """Learn of a copy, or of its end. What is known to have ended stays: later ones are not of the start."""
+        """Note the start or the end of a copy. An ended copy is not replaced: a later copy is not part of the start."""
         known = next((one for one in self.copies if one.name == copy.name), None)
         if known is None or not known.ended_s:
             self.copies = (*(one for one in self.copies if one is not known), copy)
@@ -171,7 +171,7 @@ class Timeline:
         return cold | phases
 
     def overlap(self, transfer: Transfer) -> dict[str, float]:
-        """Return for how many seconds a transfer ran during each phase. Phases with 0 are left out."""
+        """Return the seconds of each phase in which a transfer ran. Phases without the transfer are left out."""
         start, beside = self.received_s, dict[str, float]()
         end_s = min(transfer.ended_s or start + self.total_s, start + self.total_s)
         for name, seconds in self.phases().items():
