@@ -29,7 +29,7 @@ def assign(
 ) -> Iterator[tuple[W | None, Selection[T]]]:
     """Yield pairs of a worker and a selection. Carry out each selection before you ask for the next pair.
 
-    The worker is None if the selection only says until when to wait. `pick` returns a worker with room.
+    The worker is None if the selection has no batch, only the time to wait for. `pick` returns a worker with room.
     """
     while len(queue):
         worker, start_s = pick(), now_s

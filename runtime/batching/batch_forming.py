@@ -63,7 +63,7 @@ class ArrivalPattern:
 def wait_until(
     now_s: float, queued: int, max_batch: int, slack_s: float, curve: LatencyCurve, arrivals: ArrivalPattern
 ) -> float:
-    """Return until when to wait for more items, at most for `slack_s`; `now_s` means not to wait.
+    """Return the time until which to wait for more items, at most `slack_s` from now; `now_s` means not to wait.
 
     Let n items wait (`queued`), and k more be expected within t seconds (`more`, `wait_s`). L is the median
     of the latency curve. If the n items run now, they end after L(n), and the k items run after them and end

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-# The percentiles of a bucket are those of its latest durations, at most this many. So the curve adapts
+# The percentiles of a bucket are computed from its latest durations, at most this many. So the curve adapts
 # if a machine becomes slower.
 KEPT = 64
 # The curve is computed again after this many observations, and after each one in a bucket that has fewer.

@@ -185,7 +185,7 @@ class Outstanding(Generic[T]):
         self._started_late.clear()
 
     def total_busy_s(self, now_s: float) -> float:
-        """Return for how many seconds in total the worker had at least one item."""
+        """Return the total number of seconds in which the worker had at least one item."""
         return self.busy_s + (now_s - self._busy_since_s if self.calls else 0.0)
 
     def load_s(self, now_s: float) -> float:
@@ -193,7 +193,7 @@ class Outstanding(Generic[T]):
         return len(self.calls) * now_s - self._added_s
 
     def overdue(self, before_s: float) -> float:
-        """Return the share of the slots that run what was started before `before_s`."""
+        """Return the share of the slots whose item or batch was started before `before_s`."""
         if self.batching:
             started = [batch.started_s for batch in self._batches[: self.slots]]
         else:

@@ -1,9 +1,9 @@
 """Records reservations: a refused caller who retries when told to is served before new callers.
 
-Without reservations, a caller who follows Retry-After during a long overload would do no better than one who
-retries at random. A caller is recognised by the tenant and a digest of the body, so clients need not know of
-reservations. A reservation is not valid for a retry with a much longer timeout than that of the refused
-request: otherwise a caller could first send a request that is sure to be refused, and so be served earlier.
+Without reservations, a caller that follows Retry-After during a long overload would do no better than a caller that
+retries at random. The tenant and a digest of the body identify a caller, so clients need no support for reservations.
+A reservation is not valid for a retry with a much longer timeout than the refused request had. Otherwise a caller
+could first send a request that is sure to be refused, and so be served earlier.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Reservations:
     """The reservations that are not used yet, and when each is valid."""
 
     def __init__(self) -> None:
-        # By number, in the order in which they were made. Those of one key are also used in this order.
+        # By number, in the order in which they were made. Reservations with the same key are used in this order too.
         self._open: dict[int, _Reservation] = {}
         self._by_key: dict[bytes, dict[int, _Reservation]] = {}
         # A heap with the earliest end first. The entry of a used reservation stays until then.

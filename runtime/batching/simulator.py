@@ -143,7 +143,7 @@ class SimulatedWorker:
 
 @dataclass(slots=True)
 class Run:
-    """The outcomes of a run. `sizes` are those of its batches, and `span_s` is the time of its last event."""
+    """The outcomes of a run. `sizes` has the sizes of its batches, and `span_s` is the time of its last event."""
 
     attempts: list[SimulatedAttempt] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)

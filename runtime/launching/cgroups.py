@@ -1,4 +1,4 @@
-"""Makes control groups (cgroups): the kernel limits what all processes in one may use together.
+"""Makes control groups (cgroups): the kernel limits the resources that all processes of a group may use together.
 
 In version 2 there is one tree with all controllers, and processes are only in its leaves. A gateway that is to
 make groups there needs a part of the tree of its own, as a systemd service with `Delegate=yes` has. In version
@@ -68,8 +68,8 @@ class Cgroup:
                     path.write_text(value)
 
     def remove(self) -> None:
-        """Kill what still runs in the group, and remove it. Blocks until that has ended."""
-        # The group that limits processes first: what runs in it then cannot fork while it is killed.
+        """Kill the processes that still run in the group, and remove the group. Blocks until they have ended."""
+        # The folder with `pids.max` first: `_remove_all` sets it to 0, so the processes cannot fork while they are killed.
         _remove_all(
             sorted(set(self._folders.values()), key=lambda folder: not (folder / "pids.max").exists())
         )
@@ -196,7 +196,7 @@ def _remove_all(folders: Sequence[Path]) -> None:
         while folder.exists() and time.monotonic() < until_s:
             for pid in map(int, _lines(folder / "cgroup.procs")):
                 _kill(pid, until_s)
-            # A process may leave the group a moment after its end was told.
+            # A process may stay in the group for a moment after its pidfd has reported the end.
             os.sched_yield()
             with contextlib.suppress(OSError):
                 folder.rmdir()

@@ -1,4 +1,4 @@
-"""Makes and removes what confines the processes of a function: its cgroup and its folder for temporary files."""
+"""Makes and removes the confinement of a function's processes: its cgroup and its folder for temporary files."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class Confinements:
         digest = hashlib.sha256(os.fsencode(state)).hexdigest()[:8]
         self._prefix = f"{PREFIX}{os.getuid()}-{digest}"
         self._groups: dict[Confinement, cgroups.Cgroup] = {}
-        # Several threads make confinements at the start: only what was there before all of them is removed.
+        # Several threads make confinements at the start. Only the first of them removes the leftovers of an earlier gateway.
         self._cleaning, self._clean = threading.Lock(), False
         self._root_lock: int | None = None
 
     def make(self, spec: WorkerSpec) -> Confinement:
-        """Return what confines the processes of a revision from now on. Raise LauncherError."""
+        """Make and return the confinement of a revision's processes. Raise LauncherError."""
         with self._cleaning:
             if not self._clean:
                 self._remove_left()
@@ -118,7 +118,7 @@ class Confinements:
             raise PermissionError(errno.EPERM, "it belongs to another user or is open to others", str(root))
         with self._cleaning:
             if self._root_lock is None:
-                # systemd-tmpfiles removes what nobody has used for days, but nothing in a folder that is locked.
+                # systemd-tmpfiles removes files that were not used for days, but nothing in a locked folder.
                 self._root_lock = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
                 with suppress(BlockingIOError):
                     fcntl.flock(self._root_lock, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 REMOVE_TIMEOUT_S = 30.0
 PULL_TIMEOUT_S = 3600.0
-# How long a container that ends by itself may take, before the engine is told to kill it.
+# How long a container that ends by itself may take, before the engine kills it.
 EXIT_TIMEOUT_S = 5.0
 ENGINE_TIMEOUT_S = 60.0
 GATEWAY_LABEL = "pilotflame.gateway"
@@ -165,13 +165,13 @@ class ContainerEngine:
         return f"ended with code {code} before it was ready: {''.join(lines)[-MAX_OUTPUT_CHARS:].strip()}"
 
     async def remove(self, container: DockerContainer, *, ending: bool) -> None:
-        """Remove a container and what runs in it. One that is `ending` by itself gets a moment for that.
+        """Remove a container and its processes. If it is `ending` by itself, wait at most EXIT_TIMEOUT_S for that first.
 
         Raise TimeoutError too.
         """
         async with self._errors(), asyncio.timeout(REMOVE_TIMEOUT_S):
             if ending:
-                # An engine may fail to kill what is just ending.
+                # An engine may fail to kill a container that is just ending.
                 with contextlib.suppress(TimeoutError), _if_there():
                     await container.wait(timeout=EXIT_TIMEOUT_S)
             with _if_there():

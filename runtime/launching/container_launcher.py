@@ -325,8 +325,8 @@ def _mount(path: Path, *, writable: bool = False) -> dict[str, Any]:
 def _limits() -> Iterator[dict[str, Any]]:
     """Yield the limits of each process. An engine may be unable to set higher ones than the gateway has.
 
-    The kernel counts all processes of a user on the machine against `nproc`. So it is as many as can exist on
-    the machine, and `PidsLimit` limits those of the container.
+    The kernel counts all processes of a user on the machine against `nproc`. So `nproc` is the largest number of
+    processes that the machine can have, and `PidsLimit` limits the processes of the container.
     """
     for name, number, wanted in (
         ("nofile", resource.RLIMIT_NOFILE, OPEN_FILES),

@@ -91,7 +91,7 @@ class Fetcher:
     def close(self) -> None:
         """Release all leases. Free the memory of unused snapshots that are also in the cache on disk."""
         if self._shared is not None:
-            # What other nodes take is in use, and would stay in the memory.
+            # Snapshots that other nodes are reading are in use, and would stay in the memory.
             self._shared[1].close()
         with self._lock:
             numbers = list(self._leases)
@@ -245,7 +245,7 @@ class Fetcher:
 
     def _emit(self, number: int, event: str, **facts: Any) -> None:
         line = orjson.dumps({"id": number, "event": event, **facts}) + b"\n"
-        # Nobody reads once the gateway has ended. The end of the standard input then ends this process.
+        # If the gateway has ended, the pipe is broken. The end of the standard input then ends this process.
         with self._lock, contextlib.suppress(BrokenPipeError):
             os.write(sys.stdout.fileno(), line)
 

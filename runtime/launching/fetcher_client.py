@@ -37,9 +37,10 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """How this node exchanges chunks with others: where it serves them, who the others are, and what all of them know.
+    """How this node exchanges chunks with other nodes. It serves chunks on `host` and `port`.
 
-    `certificate` is the chain and the key, in PEM files, for TLS.
+    `urls` are the URLs of the other nodes. `token` is the secret that all nodes share. `certificate` is the chain and the key, in
+    PEM files, for TLS.
     """
 
     host: str
@@ -57,7 +58,7 @@ class FetchProgress:
         self.fetch = Fetch(time.monotonic(), name=weights.name)
         self.error: PilotflameError | None = None
         self.deadline_s = time.monotonic() + WEIGHTS_TIMEOUT_S
-        """By when all bytes must be here, in monotonic seconds."""
+        """The time by which all bytes must be here, in monotonic seconds."""
         self.held: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done when all bytes are here, or when the fetch has failed with `error`."""
@@ -109,14 +110,17 @@ class FetcherClient:
         self._in_memory: dict[str, int] = {}
         """The snapshots in memory, by digest, and their bytes."""
         self._given_back: set[str] = set()
-        """Those of them that were to leave, and were not held since. What is in use, or not on the disk, stays."""
+        """The digests in memory that `give_back` has counted as freed, unless they were held since.
+
+        Snapshots stay in memory if they are in use or not on the disk.
+        """
         self._process: Process | None = None
         self._requests: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
         self._starting = asyncio.Lock()
         self._closed = False
         self._port: asyncio.Future[int] | None = None
-        """On which the fetcher serves chunks to other nodes."""
+        """The port on which the fetcher serves chunks to other nodes."""
 
     @property
     def pids(self) -> list[int]:
@@ -177,9 +181,9 @@ class FetcherClient:
     ) -> FetchProgress:
         """Hold a snapshot. Return once its files can be mapped; bytes may still be arriving.
 
-        `secrets` are those of the function. The fetcher gets the ones that sources use. With `copied`, it has only
-        ended when it is on the disk too. `user` is whoever wants it in memory until `drop`. Raise SourceError,
-        CacheError, SnapshotError or LauncherError.
+        `secrets` are the secrets of the function. The fetcher gets only the secrets that sources use. With `copied`, the
+        fetch ends only when the snapshot is on the disk too. `user` is the object that wants the snapshot in memory until
+        `drop`. Raise SourceError, CacheError, SnapshotError or LauncherError.
         """
         await self._ensure_started()
         progress = FetchProgress(next(self._numbers), weights, user)
@@ -210,14 +214,14 @@ class FetcherClient:
                 self.metrics.ended("released")
             self._send(op="release", id=progress.number)
 
-    # -- weights in memory that nobody holds
+    # -- weights that stay in memory without a hold
 
     def resident_bytes(self, user: object) -> int:
-        """Return how many bytes of what `user` has held, and not dropped, are in memory."""
+        """Return the number of bytes in memory of the snapshots that `user` has held and not dropped."""
         return sum(self._in_memory.get(digest, 0) for digest in set(self._used.get(user, {}).values()))
 
     def drop(self, user: object) -> None:
-        """Let the weights of `user` leave the memory, but for those that others use, or that are not on the disk."""
+        """Let the weights of `user` leave the memory, except weights that others use or that are not on the disk."""
         dropped = set(self._used.pop(user, {}).values()) - self._wanted()
         self._send(op="drop", digests=sorted(dropped))
 
@@ -226,10 +230,10 @@ class FetcherClient:
         self._used.pop(user, None)
 
     def give_back(self) -> int:
-        """Let the fetcher delete from memory what nobody uses, because it is short. Return how many bytes that is.
+        """Let the fetcher delete unused files from memory, because memory is short. Return how many bytes that frees.
 
-        It is the spare files, and weights that no user has held and not dropped. It is 0 from then on, until there
-        is more.
+        The unused files are the spare files, and all weights except the weights that a user has held and not dropped. Later
+        calls return 0 until there are more unused files.
         """
         if self._requests is None or self._requests.is_closing():
             return 0

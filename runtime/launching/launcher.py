@@ -32,7 +32,7 @@ class EndCause(NamedTuple):
     """How a process ended."""
 
     text: str = ""
-    """For messages: "signal 9 (SIGKILL)" or "exit code 1". If it was killed, also by whom and why, if known."""
+    """For messages: "signal 9 (SIGKILL)" or "exit code 1". If it was killed, also the sender and the reason, if known."""
     out_of_memory: bool = False
     """True if the kernel certainly killed it because the memory of its function ran out."""
 
@@ -41,7 +41,7 @@ class Child(ABC):
     """A launched process that has connected to the gateway. `gone` is set once the process has ended."""
 
     def __init__(self, link: Link, pid: int, name: str, output: LogStream | None = None) -> None:
-        """`output` is what the process prints, if it has connected that."""
+        """`output` reads the lines that the process prints; None if the process has connected no output."""
         self.link, self.pid, self.name, self.output = link, pid, name, output
         self.gone = asyncio.Event()
         self._loop = asyncio.get_running_loop()
@@ -78,16 +78,16 @@ class Child(ABC):
         self._kill_timer = self._loop.call_later(STACKS_TIMEOUT_S, self.kill)
 
     def kill_after(self, timeout_s: float) -> None:
-        """Kill the process if it has not ended in `timeout_s`. Of several deadlines, the earliest counts."""
+        """Kill the process if it has not ended in `timeout_s`. If this is called several times, the earliest deadline counts."""
         kill_at_s = self._loop.time() + timeout_s
-        # One that is stuck is killed in a moment.
+        # With a reason, `kill_stuck` has already set a timer, which is short.
         if self._kill_reason or self.gone.is_set() or kill_at_s >= self._kill_at_s:
             return
         if self._kill_timer is not None:
             self._kill_timer.cancel()
         self._kill_at_s = kill_at_s
         reason = f"it had not ended {timeout_s:.0f} s after it was told to"
-        # One that is not given any time is not stuck.
+        # A process that had no time to end is not stuck, so its stacks are not of interest.
         kill = functools.partial(self.kill_stuck, reason) if timeout_s > 0 else self.kill
         self._kill_timer = self._loop.call_later(timeout_s, kill)
 
@@ -187,16 +187,16 @@ class Launcher(Protocol):
         """
 
     async def prepare(self, spec: WorkerSpec) -> None:
-        """Start what a launch of `spec` shares with others, so that it takes less time. Raise LauncherError."""
+        """Start the processes that a launch of `spec` shares with others, so that it takes less time. Raise LauncherError."""
 
     async def provide(self, spec: WorkerSpec) -> bool:
-        """Bring to this machine what a launch of `spec` needs: the image. Return True if it was missing.
+        """Bring the image that a launch of `spec` needs to this machine. Return True if it was missing.
 
         Raise LauncherError.
         """
 
     async def forget(self, spec: WorkerSpec) -> None:
-        """End what was started for `spec`, which must be the same object as at its launch, and for no other."""
+        """End the processes that were started only for `spec`, which must be the same object as at its launch."""
 
     def base_pids(self) -> list[int]:
         """Return the bases: the processes with the heavy imports, from which zygotes are forked."""

@@ -22,7 +22,7 @@ from .zygote_process import ChildProcess, ZygoteProcess, ZygoteSource
 
 # How long a base may take to start. Importing large packages from a disk that is not cached is slow.
 BASE_TIMEOUT_S = 300.0
-# How long a base that was told to end may take. Then it is killed.
+# How long a base may take to end after its link is closed. Then it is killed.
 BASE_EXIT_S = 10.0
 # The variables of the gateway's environment that functions inherit. Credentials are not among them.
 INHERITED = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "TZ", "LANG", "LANGUAGE", "VIRTUAL_ENV",

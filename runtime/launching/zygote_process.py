@@ -65,7 +65,7 @@ class ZygoteProcess:
         self.building = SlowBuild(child, self._built)
         self.reported_failure = False
         self._forking: dict[str, asyncio.Future[Child]] = {}
-        # The pids are those that the zygote sees: in a container they differ from the machine's.
+        # By the pid that the zygote sees. In a container it differs from the pid on the machine.
         self._token_of: dict[int, str] = {}
         self._children: dict[str, Child] = {}
         child.link.bind(self._on_frame, self._on_lost)
@@ -139,7 +139,7 @@ class ZygoteProcess:
         try:
             head = await zygote.building.wait(spec, logs)
         except BaseException as error:
-            # A failure is told by the zygote, a death by the base.
+            # The zygote itself reports a failure. If the zygote has died, the base reports its exit code.
             told = zygote.reported_failure or not isinstance(error, LauncherError)
             died = None if told or zygote.alive else await _death(child, spec)
             # The build failed or the deploy was cancelled. The process may be running user code and not

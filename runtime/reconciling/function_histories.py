@@ -1,7 +1,7 @@
-"""Holds what the gateway remembers of each function. Its revisions share it, and the folder `habits` keeps it.
+"""Holds the history of each function, which its revisions share, and stores it in the folder `habits`.
 
-There is one file for each function, and `node.json` for the habits that all functions of the node share. A file that is
-missing or damaged counts as empty: the policy then begins anew.
+There is one file for each function, and `node.json` for the node-wide prior of idle times. A file that is missing or damaged
+counts as empty: the policy then begins anew.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ..telemetry.rung_name import RungName
 from .function import Function
 from .idle_ladder import NodeHabits
 
-# Changes are written so long after the first of them. What is lost in a crash is harmless.
+# The delay between the first change and the write of all changes. If a crash loses changes, no harm is done.
 WRITE_AFTER_S = 60.0
 NODE_FILE = "node.json"
 _Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -45,14 +45,14 @@ class _Idling(BaseModel, frozen=True):
 
 
 class _Delays(BaseModel, frozen=True):
-    """What is known of the calls of the function after those of another one."""
+    """The delays of the function's calls after calls of an upstream function, as stored."""
 
     calls: _Amount
     hits: tuple[_Amount, ...] = Field(min_length=len(BOUNDS_S), max_length=len(BOUNDS_S))
 
 
 class _SlowShare(BaseModel, frozen=True):
-    """What was learned of the requests that were slow."""
+    """The `SlowShare` of the function, as stored."""
 
     doublings: float = Field(0.0, ge=-MOST_DOUBLINGS, le=MOST_DOUBLINGS)
     burst: float = Field(1.0, ge=1, allow_inf_nan=False)
@@ -61,7 +61,7 @@ class _SlowShare(BaseModel, frozen=True):
 
 
 class _Remembered(BaseModel, frozen=True):
-    """What a file holds of one function."""
+    """The content of a function's file."""
 
     idles: tuple[_Amount, ...] = Field((), max_length=IDLES)
     intervals: tuple[_Amount, ...] = Field((), max_length=INTERVALS)
@@ -157,7 +157,7 @@ class FunctionHistories:
 
 
 def _remembering(known: Function) -> Callable[[], _Remembered]:
-    """Return what makes, in a thread, what is to be stored of a function as it is now."""
+    """Return a function that makes the content of the file from the present state. It can run in a thread."""
     ladder = known.ladder
     delays = {name: (one.calls, tuple(one.hits)) for name, one in known.upstreams.items()}
     learning, figures, idle = ladder.learning(), ladder.figures, ladder.idle_for_s()

@@ -1,7 +1,7 @@
 """Books the places of workers and standbys on the node's GPUs, within the memory of each.
 
-A worker has its place from before it is activated until its process has ended. A parked one keeps only what its process
-still holds. A standby that rehearses has a place too, which its worker inherits. The allocation decides which of them make
+A worker has its place from before it is activated until its process has ended. A parked worker keeps only the memory that its
+process still holds. A standby that rehearses has a place too, which its worker inherits. The allocation decides which of them make
 room (scaling/allocation.py).
 """
 
@@ -91,7 +91,7 @@ class GpuPlaces:
     # -- the places
 
     def fits(self, one: GpuClaimant, parked: Sequence[Replica], missing: int) -> bool:
-        """Return True if there is room for `missing` workers of a revision that wake or start. Parked ones wake first."""
+        """Return True if there is room for `missing` workers of a revision that wake or start. Parked workers wake first."""
         if one.gpu_need is None:
             return True
         # The standby becomes the first one that starts.
@@ -151,7 +151,7 @@ class GpuPlaces:
         return min(held.holding.values()) if known and held is not None else 0
 
     def note_rehearsed(self, held: GpuPlace, kept: Holding) -> None:
-        """Learn what a standby holds after its rehearsal."""
+        """Book the memory that a standby holds after its rehearsal."""
         if held.standby:
             self._ledger.note_held(held, kept)
             self.on_freed()
@@ -161,10 +161,10 @@ class GpuPlaces:
         self.on_freed()
 
     async def kept(self, held: GpuPlace, child: Child, reserved: Sequence[int]) -> Holding:
-        """Return what a process holds that has given memory back: what the driver says, or else an estimate.
+        """Return the memory that a process still holds after it has given memory back: a measurement of the driver, or an estimate.
 
-        The estimate is what torch's allocator keeps of its GPUs (`reserved`, in bytes, in their order), and an allowance for
-        its context.
+        The estimate is the memory that torch's allocator keeps of each GPU (`reserved`, in bytes, in their order), and an
+        allowance for its context.
         """
         measured = await asyncio.to_thread(self._driver.held_by, child.pid)
         torchs = dict(zip(held.full, reserved, strict=False))
@@ -174,7 +174,7 @@ class GpuPlaces:
         }
 
     def share(self, replica: Replica) -> float | None:
-        """Return how many GPUs a worker holds, as shares of their memory summed; None if it has no place."""
+        """Return the number of GPUs that a worker holds, as the sum of its shares of their memory; None if it has no place."""
         if (held := self.of(replica)) is None:
             return None
         sizes = {gpu.id: gpu.memory_mb for gpu in self.gpus}
@@ -225,12 +225,12 @@ class GpuPlaces:
         return next(found, None) if child is not None else None
 
     def of_owner(self, one: GpuClaimant) -> list[GpuPlace]:
-        """Return the places of a revision, those of processes that end included."""
+        """Return the places of a revision, including the places of processes that end."""
         return [each for each in self._ledger.bookings if each.owner is one]
 
     @property
     def owners(self) -> list[GpuClaimant]:
-        """The revisions that hold memory of GPUs, also those whose last processes end."""
+        """The revisions that hold memory of GPUs. A revision is included until its last process has ended."""
         return list(dict.fromkeys(each.owner for each in self._ledger.bookings))
 
     def leave(self, one: GpuClaimant) -> None:

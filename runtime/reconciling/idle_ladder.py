@@ -27,7 +27,8 @@ from ..scaling.upstream import NEVER_READY, ClimbCost, ready_shares
 from ..telemetry.decisions import NUMBERED_RUNGS, Decisions
 from ..telemetry.rung_name import RungName
 
-# Periods whose followers are still being counted. Of more, the oldest is learned with what was counted.
+# The largest number of ended periods whose later arrivals are still being counted. Beyond it, the oldest period is learned
+# with the arrivals counted so far.
 MOST_LESSONS = 64
 NOTHING_KNOWN = SlowShare()
 PLANNED = (RungName.READY, RungName.ZYGOTE, RungName.RESIDENT, RungName.LOCAL)
@@ -48,11 +49,11 @@ class LadderTarget(Protocol):
 
     @property
     def slow(self) -> tuple[int, int]:
-        """The number of invocations that were slow for want of a worker, and of all, refused ones included."""
+        """The number of invocations that were slow because no worker was ready, and of all invocations, refused ones included."""
 
     @property
     def held_until_s(self) -> float | None:
-        """Until when a signal holds workers; None if none does."""
+        """The end of the time for which a signal holds workers; None without such a signal."""
 
     def look(self) -> None:
         """Ask for the present stand, and act on it."""
@@ -85,7 +86,7 @@ class NodeHabits:
 
 
 class LadderSpec(NamedTuple):
-    """What the owner says of the rungs."""
+    """The rungs that the owner allows, their prices, and the owner's target for slow requests."""
 
     rungs: tuple[RungName, ...] = PLANNED
     prices: HoldingPrices = HoldingPrices()
@@ -103,7 +104,7 @@ class NextStep(NamedTuple):
 
 
 class _Lesson(NamedTuple):
-    """A period that has ended. It is learned once its followers were counted."""
+    """An idle period that has ended. It is learned once the arrivals after it are counted."""
 
     idle_s: float
     since_s: float
@@ -117,7 +118,7 @@ class _Settled(NamedTuple):
 
 
 class IdleLadder:
-    """The idle periods of one function, what was learned of them, and the plan of the present one."""
+    """The idle periods of one function, the history of past periods, and the plan of the present period."""
 
     def __init__(
         self, decisions: Decisions, habits: NodeHabits | None = None, on_change: Callable[[], None] = lambda: None
@@ -130,7 +131,7 @@ class IdleLadder:
         self._tasks: asyncio.TaskGroup | None = None
         self._watch = IdleWatch()
         self._planning = asyncio.Lock()
-        # How many requests of the target were slow, and how many it had, when that was learned from last.
+        # The target's numbers of slow requests and of all requests when `slow_share` last learned from them.
         self._counted = (0, 0)
         self._ladder = self._measured = self.figures.ladder(self._spec.rungs, self._spec.prices)
         self._plan: Plan | None = None
@@ -138,7 +139,7 @@ class IdleLadder:
         # The rung of the plan, and the highest one that may be held until the next call because memory was short.
         self._stands_on = 0
         self._evicted_to: RungName | None = None
-        # The wake of the present target that has not ended: the rung, and when the worker was asked for.
+        # The unfinished wake of the present target: the rung it began on, and the time at which the worker was requested.
         self._woken_from: tuple[RungName, float] | None = None
         self._lessons: deque[_Lesson] = deque()
         self._followers: Followers | None = None
@@ -156,7 +157,8 @@ class IdleLadder:
         self._counted = target.slow
         self._measure()
         self._forget_plan()
-        # The plan of a restored function goes on with its age; after a deploy, somebody is about to call.
+        # For a restored function, the plan counts from the start of the idle period. After a deploy, the plan starts again,
+        # because a call is likely to come soon.
         if period is None:
             period = self._watch.open(now_s, now_s, known=False)
         elif deployed:
@@ -164,7 +166,7 @@ class IdleLadder:
         return tasks.create_task(self._settle_and_plan(period), name="keep_alive")
 
     def remember(self, history: History, figures: RungFigures, slow_share: SlowShare = NOTHING_KNOWN) -> None:
-        """Begin with what was known before the gateway started."""
+        """Begin with the history that was stored before the gateway started."""
         self.history, self.figures, self.slow_share = history, figures, slow_share
         self._measure()
 
@@ -244,7 +246,7 @@ class IdleLadder:
             self._woken_from = target.rung, time.monotonic()
 
     def note_ready(self, target: LadderTarget, *, usual: bool, devices: float) -> None:
-        """Note that a worker is ready. If its start was not `usual`, its time says nothing of later ones.
+        """Note that a worker is ready. If its start was not `usual`, its start time does not predict later starts.
 
         `devices` is how many GPUs it holds.
         """
@@ -277,14 +279,15 @@ class IdleLadder:
         return None
 
     def idle_for_s(self) -> tuple[float, float] | None:
-        """Return for how long the function is idle, and the seconds from the last wake to that; None if it is not."""
+        """Return the seconds since the idle period began, and from the last wake until then; None if the function is busy."""
         period = self._watch.period
         return None if period is None else (time.monotonic() - period.begun_s, period.since_s)
 
     def climb_cost(self) -> ClimbCost:
-        """Return what a worker would cost that waits for the next call, and what it would save.
+        """Return the cost of a worker that waits for the next call, and the waiting cost that it saves.
 
-        Beside the rung that is held now, or beside the next one if there is a worker: the plan may give it up.
+        Both are relative to the rung that is held now. If a worker is held, they are relative to the rung below READY, because
+        the plan may give the worker up.
         """
         costs, rungs = self.history.costs(self._measured), self._spec.rungs
         held = (
@@ -295,7 +298,7 @@ class IdleLadder:
         return ClimbCost(costs.holds[0] - costs.holds[lower], saved, costs.wakes[lower])
 
     def ready_shares(self) -> tuple[float, ...]:
-        """Return for each delay from now on how much of it the present plan holds a worker. See `upstream.ready_shares`."""
+        """Return for each bin of delays from now the share in which the present plan holds a worker (`upstream.ready_shares`)."""
         period, plan = self._watch.period, self._plan
         if period is None or plan is None or self._target is None or self._evicted_to is not None:
             return NEVER_READY
@@ -314,9 +317,9 @@ class IdleLadder:
     def step_down(
         self, name: str, upper: RungName, lower: RungName, freed_bytes: float | None = None
     ) -> StepDown:
-        """Return what it would cost and free to give up `upper` now, for `eviction.cheapest_step`.
+        """Return the costs and the freed memory of a step from `upper` to `lower` now, for `eviction.cheapest_step`.
 
-        It frees what was measured of the rungs, unless the caller knows better.
+        Without `freed_bytes`, the freed memory is the measured difference of the two rungs.
         """
         idle = self.idle_for_s()
         wake_s = self.figures.wake(lower) - self.figures.wake(upper)
@@ -338,7 +341,7 @@ class IdleLadder:
             self._target.look()
 
     def learning(self) -> Callable[[], History]:
-        """Return what makes, in a thread, the history with all periods that have ended."""
+        """Return a function that makes the history with all ended periods. It can run in a thread."""
         lessons, prior = tuple(self._lessons), self._habits.prior
         return functools.partial(_learn, self.history, self._measured, prior, lessons)
 
@@ -377,7 +380,7 @@ class IdleLadder:
         self._measured = self.figures.ladder(self._spec.rungs, self.prices)
 
     def _measure_and_replan(self) -> None:
-        """Plan the present idle period anew if its plan was made for a ladder that has turned out to be another one."""
+        """Plan the present idle period anew if the measured ladder differs much from the ladder of its plan."""
         self._measure()
         period = self._watch.period
         if period is None or self._plan is None or self._tasks is None:

@@ -93,7 +93,7 @@ class Pool:
     # -- state
 
     def worked_s(self, now_s: float) -> tuple[float, float]:
-        """Return how many seconds all workers, dead ones included, had work, and how many they were ready."""
+        """Return the seconds in which all workers, including dead workers, had work, and in which they were ready."""
         busy_s, ready_s = self._past_busy_s, self._past_ready_s
         for replica in self.replicas:
             busy_s += replica.outstanding.total_busy_s(now_s)
@@ -106,7 +106,7 @@ class Pool:
         return self.zygote.exists or self.replicas.held > 0
 
     def usage(self, now_s: float) -> Usage:
-        """Return what all workers, dead ones included, and the zygote have used so far."""
+        """Return the usage so far of the zygote and of all workers, including dead workers."""
         busy_s, ready_s = self.worked_s(now_s)
         held_s = self._past_held_s + sum(now_s - replica.activation.asked_s for replica in self.replicas)
         parked_s = self._past_parked_s + sum(replica.parked_s(now_s) for replica in self.replicas)
@@ -125,7 +125,7 @@ class Pool:
         self._events.on_processes_changed()
 
     def load_s(self, now_s: float) -> float:
-        """Return the seconds of all invocations at workers so far, dead ones included, summed."""
+        """Return the total seconds of all invocations at workers so far, including dead workers."""
         load_s = self._past_load_s
         for replica in self.replicas:
             load_s += replica.outstanding.load_s(now_s)
@@ -138,7 +138,7 @@ class Pool:
     ) -> None:
         """Start `count` workers. The standby becomes the first, and the others are forked.
 
-        `signal` is what asks for them ahead of need, if it is not the load. The GPUs must have room for them, at `places` if
+        `signal` is the signal that asks for them ahead of need; "" if the load asks. The GPUs must have room for them, at `places` if
         these are given. Workers that a deploy starts (`deploying`) are not counted as activations.
         """
         if not deploying:
@@ -249,11 +249,11 @@ class Pool:
 
     @property
     def resident_bytes(self) -> int:
-        """How many bytes of its fetched weights are in memory."""
+        """The number of bytes of its fetched weights in memory."""
         return self._weights.resident_bytes(self) if self._weights is not None else 0
 
     def drop_weights(self) -> None:
-        """Let the fetched weights leave the memory once there is no worker. What is not on the disk stays."""
+        """Let the fetched weights leave the memory once there is no worker. Weights that are not on the disk stay."""
         self._drops_weights = True
         self._drop_unused_weights()
 
@@ -279,7 +279,7 @@ class Pool:
         return ActivationFailed(message, remedy=cause.remedy, details=details)
 
     def unheard(self, error: PilotflameError) -> list[FetchProgress]:
-        """Return the fetches one of which has failed if `error` is true, although the fetcher has not said so yet."""
+        """Return the unended fetches, if `error` means that one of them has failed and the fetcher has not reported this yet."""
         fetching = list(self._fetching.values())
         heard = any(one.error is not None for one in fetching)
         return [] if heard or not _only_missing(error) else [one for one in fetching if not one.ended.done()]

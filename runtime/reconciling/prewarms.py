@@ -10,7 +10,7 @@ from ..serving.replica import Replica
 from ..telemetry.decisions import Decisions
 
 HOLD_S = 60.0
-"""For how long workers that are started ahead of need are kept, if the signal does not say."""
+"""The time for which workers that are started ahead of need are kept, if the signal does not give one."""
 
 
 class WarmHold(NamedTuple):
@@ -25,11 +25,12 @@ class WarmHolds:
     """The holds of one function that have not ended. Their number is at most that of workers."""
 
     def __init__(self) -> None:
-        # Those that end later want fewer workers. Others would change nothing.
+        # By ascending end. Each hold wants fewer workers than the hold before it: a hold that ends earlier and does not want
+        # more workers would have no effect.
         self._steps: list[WarmHold] = []
 
     def add(self, hold: WarmHold) -> None:
-        """Add a hold, if it wants any workers. Those that want no more and end no later are dropped."""
+        """Add a hold, if it wants any workers. Drop the holds that want no more workers and end no later."""
         if hold.workers < 1:
             return
         if any(step.workers >= hold.workers and step.until_s >= hold.until_s for step in self._steps):
@@ -38,7 +39,7 @@ class WarmHolds:
         self._steps = sorted([*kept, hold], key=lambda step: step.until_s)
 
     def at(self, now_s: float) -> WarmHold | None:
-        """Return the hold that wants most workers at `now_s`; None if all have ended, which are dropped."""
+        """Return the hold that wants most workers at `now_s`; None if all holds have ended. Drop holds that have ended."""
         while self._steps and self._steps[0].until_s <= now_s:
             del self._steps[0]
         return self._steps[0] if self._steps else None
@@ -69,7 +70,7 @@ class Prewarms:
                 self.end(replica, used=True)
 
     def end(self, replica: Replica, *, used: bool) -> None:
-        """Note whether a worker was used. One that was noted before, or that no signal asked for, is ignored."""
+        """Note whether a worker was used. Ignore a worker that was noted before, or that no signal asked for."""
         if replica in self._unused:
             self._unused.remove(replica)
             cause = replica.activation.signal

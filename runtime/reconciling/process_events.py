@@ -99,7 +99,7 @@ class ProcessEvents(PoolEvents):
     async def _note_kept(
         self, place: GpuPlace, replica: Replica, freed_bytes: int, reserved: list[int]
     ) -> None:
-        """Let other functions have what a parked worker has given back."""
+        """Release the memory that a parked worker has given back, for other functions."""
         parks, kept = replica.parks, await self._one.node.gpus.kept(place, replica.child, reserved)
         # It may have been woken meanwhile, and parked again.
         if parks == replica.parks:
@@ -114,7 +114,7 @@ class ProcessEvents(PoolEvents):
             self._fail_start(error)
 
     async def _fail_start_later(self, error: PilotflameError) -> None:
-        """Wait until the fetcher says why the weights are missing: that may come after what the worker says."""
+        """Wait until the fetcher reports why the weights are missing: its report may come after the worker's report."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(CAUSE_TIMEOUT_S):
                 while fetching := self._one.pool.unheard(error):
@@ -188,7 +188,7 @@ def _died_in_start(replica: Replica) -> bool:
 
 
 class WorkerEnd(NamedTuple):
-    """What the log says of the end of a worker."""
+    """The log entry for the end of a worker."""
 
     text: str
     level: str = "info"
@@ -207,7 +207,7 @@ def describe_end(
         return WorkerEnd(f"worker {replica.name} has drained and ended")
     words = logs.last_words(replica.name, LAST_WORDS)
     said = f"; its last words: {words}" if words else "; it printed nothing"
-    # A failed start was logged as such, and the gateway kills what it does not want any more.
+    # A failed start was logged as such, and the gateway itself ends the workers of a retiring revision.
     expected = replica.reported_failure or (replica.left and retiring)
     ids = [invocation.id for invocation in started]
     ran = f"; it ran {', '.join(ids[:MOST_IDS])}" if len(ids) > 1 else ""

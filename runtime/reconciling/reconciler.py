@@ -63,12 +63,12 @@ class Member(GpuClaimant, Protocol):
         """Take the steps that are due. Return when the next one is."""
 
     def decide(self, now_s: float, arriving: int = 0) -> tuple[Row, Seen]:
-        """Return its row, and what it follows from. `arriving` invocations are about to be queued."""
+        """Return its row, and the observations that the row follows from. `arriving` invocations are about to be queued."""
 
     def settle(self, row: Row, seen: Seen, now_s: float) -> None:
         """Hold the rung, and tell the load, once the row is carried out."""
 
-    # -- what is done
+    # -- actions
 
     def start(self, workers: int, row: Row, seen: Seen) -> None: ...
     def wake(self, workers: int, queued: int) -> int:
@@ -77,19 +77,19 @@ class Member(GpuClaimant, Protocol):
     def stop(self, workers: int, seen: Seen) -> None: ...
     def park(self, workers: int) -> None: ...
 
-    # -- what all share
+    # -- shared limits
 
     def fits_gpus(self, workers: int) -> bool:
         """Return True if the GPUs have room for this number of further workers awake."""
 
     def claim(self, waiting_since_s: float) -> RevisionClaim:
-        """Return what it has and wants of what all revisions share."""
+        """Return the workers and the GPU memory that it has and wants, within the limits that all revisions share."""
 
     def carry_out(self, grant: Grant, seen: Seen) -> None:
-        """Do what the allocation says."""
+        """Start, wake, park and stop workers as the allocation says."""
 
     def note_limit(self, reached: ReachedLimit | None, missing: int, seen: Seen) -> None:
-        """Learn that `missing` workers do not start because of a limit, or with None, that this has ended."""
+        """Note that a limit keeps `missing` workers from starting; with None, that no limit does so any more."""
 
 
 class _Short(NamedTuple):
@@ -173,7 +173,7 @@ class Reconciler:
         self.look_by(one, min(row.again_s, again_s))
 
     def _act(self, one: Member, row: Row, seen: Seen, now_s: float) -> bool:
-        """Do what a row says. Return True if workers woke, stop or park, so that there is another row."""
+        """Carry out a row. Return True if workers woke, stop or park, so that there is another row."""
         missing = row.start(seen)
         if missing and not self._fits(one, missing, seen):
             self._wait(one, missing, now_s)
@@ -227,10 +227,10 @@ class Reconciler:
         if next_s < math.inf:
             self._set_timer(next_s)
 
-    # -- what all of them share
+    # -- the limits that all revisions share
 
     def _fits(self, one: Member, missing: int, seen: Seen) -> bool:
-        """Return True if a revision may have `missing` more workers awake now, beside those that others wait for."""
+        """Return True if a revision may have `missing` more workers awake now, beside the workers that others wait for."""
         starting = max(0, missing - seen.parked)
         for scope, most in ((None, self._most), (one.owner, self._of_owner(one.owner))):
             if most is not None and self._held(scope) + self._awaited(one, scope) + starting > most:
@@ -242,7 +242,7 @@ class Reconciler:
         return one.fits_gpus(missing)
 
     def _awaited(self, one: Member, owner: str | None) -> int:
-        """Return how many workers other revisions wait for."""
+        """Return the number of workers that other revisions wait for."""
         waiting = (other for other in self._short if other is not one and owner in (None, other.owner))
         return sum(self._short[other].missing for other in waiting)
 
@@ -254,7 +254,7 @@ class Reconciler:
         return chain(self._members.values(), self._leaving.values())
 
     def _wait(self, one: Member, missing: int, now_s: float) -> None:
-        """Have the next allocation decide what a revision gets."""
+        """Have the next allocation decide which workers a revision gets."""
         since_s = now_s if one.urgent else math.inf
         if (short := self._short.get(one)) is None:
             self._note_short(one, _Short(since_s, missing))

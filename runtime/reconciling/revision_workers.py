@@ -1,4 +1,4 @@
-"""The workers of one revision: what is observed of them, the row that follows from it, and how the row is carried out.
+"""The workers of one revision: the observations, the row that follows from them, and the steps that carry out the row.
 
 Only the reconciler (reconciler.py) has it make and end workers, zygotes, standbys and weights in memory.
 """
@@ -116,7 +116,7 @@ class RevisionWorkers:
         self.gpu_need: GpuNeed | None = need_of(spec.resources)
         """The GPUs that each worker needs."""
         self.row, self._seen = Row(0, 0), Seen(0, 0, 0, 0)
-        """Its row of the table, which says how many workers it should have and why, and what the row follows from."""
+        """Its row of the table (how many workers it should have, and why), and the observations that the row follows from."""
         self._demand = Demand(self.pool, self.revision)
         self.breaker = self.events.starts.breaker
         # What the plan said at the last look.
@@ -128,7 +128,7 @@ class RevisionWorkers:
         function.account.attach(self)
         self._bar()
 
-    # -- what is observed
+    # -- observations
 
     @property
     def owner(self) -> str:
@@ -211,7 +211,7 @@ class RevisionWorkers:
 
     @property
     def reached(self) -> ReachedLimit | None:
-        """The limit that keeps workers from starting that are wanted, or None."""
+        """The limit that keeps wanted workers from starting, or None."""
         return self.node.reconciler.reached(self)
 
     def census(self) -> Census:
@@ -235,14 +235,14 @@ class RevisionWorkers:
         return self.pool.usage(now_s)
 
     def devices(self, replica: Replica) -> float:
-        """Return how many GPUs a worker holds: shares by its place, or a whole one if it uses one without a place."""
+        """Return the number of GPUs that a worker holds: the shares of its place. Without a place, it is 1 if it uses a device, else 0."""
         placed = self.node.gpus.share(replica)
         return float(replica.uses_device) if placed is None else placed
 
     # -- the row
 
     def decide(self, now_s: float, arriving: int = 0) -> tuple[Row, Seen]:
-        """Return the present row, and what it follows from. `arriving` invocations are about to be queued."""
+        """Return the present row, and the observations that it follows from. `arriving` invocations are about to be queued."""
         spec, hold = self._scale_spec(), self.function.prewarms.holds.at(now_s)
         seen = self._seen = self._demand.see(spec, now_s, arriving)
         ahead = None if hold is None else Proposal(Rank.AHEAD, hold.cause, hold.workers, until_s=hold.until_s)
@@ -297,7 +297,7 @@ class RevisionWorkers:
         return stand
 
     def _state(self, now_s: float) -> RevisionState:
-        """Return what holds for the revision, beside its load."""
+        """Return the state of the revision that bounds its workers beside its load."""
         breaker = self.breaker
         return RevisionState(
             self.phase, self._rollover, self.function.stopped, breaker.failures,
@@ -351,7 +351,7 @@ class RevisionWorkers:
         return woken
 
     def stop(self, workers: int, seen: Seen) -> None:
-        """Drain workers: parked ones, then those that are idle for the longest time, then the least busy ones."""
+        """Drain workers: first parked workers, then the workers that are idle for the longest time, then the least busy."""
         replicas = self.replicas
         busy = sorted((one for one in replicas.ready if one.load), key=lambda one: one.load)
         self.pool.stop([*replicas.parked, *replicas.idle, *busy][:workers])
@@ -361,7 +361,7 @@ class RevisionWorkers:
             )
 
     def park(self, workers: int) -> None:
-        """Park ready workers without work, those that are idle for the longest time."""
+        """Park the ready workers without work that are idle for the longest time."""
         self.pool.park(self.replicas.idle[:workers])
 
     def settle(self, row: Row, seen: Seen, now_s: float) -> None:
@@ -390,7 +390,7 @@ class RevisionWorkers:
             self.pool.drop_weights()
 
     def _bar(self) -> None:
-        """Refuse what no worker is free for while the function may not run, or its starts fail."""
+        """While the function may not run or its starts fail, refuse the invocations for which no worker is free."""
         refusal: Refusal | None = None
         if barred := (stopped := self.function.stopped):
             refusal = self.function.refusal
@@ -404,7 +404,7 @@ class RevisionWorkers:
             self.events.starts.refuse(error)
 
     def _crash_loop(self) -> CrashLoop | None:
-        """Return the error of an invocation while so many starts have failed that none is tried for it."""
+        """Return the error of an invocation while the breaker is open: after many failed starts, no start is tried for it."""
         now_s = time.monotonic()
         if self.replicas.ready or not self.breaker.open(now_s):
             return None
@@ -428,7 +428,7 @@ class RevisionWorkers:
             starting=seen.starting, ready=seen.ready, **predicted,
         )  # fmt: skip
 
-    # -- what all revisions share
+    # -- the limits that all revisions share
 
     @property
     def urgent(self) -> bool:
@@ -446,7 +446,7 @@ class RevisionWorkers:
         self.revision.dispatcher.note_limit(reached)
 
     def claim(self, waiting_since_s: float) -> RevisionClaim:
-        """Return what it has and wants of what all revisions share."""
+        """Return the workers and the GPU memory that it has and wants, within the limits that all revisions share."""
         row, replicas = self.desired(), self.replicas
         wants = {_TIERS[rank]: count for rank, count in row.wants.items()}
         first_s = min((one.activation.ready_s for one in replicas.ready + replicas.parked), default=math.inf)
@@ -463,7 +463,7 @@ class RevisionWorkers:
         return waiting_per_byte(ladder.step_down(self.spec.function, RungName.READY, below, freed_bytes))
 
     def carry_out(self, grant: Grant, seen: Seen) -> None:
-        """Do what the allocation says."""
+        """Start, wake, park and stop workers as the allocation says."""
         cause = grant.limit.name if grant.limit is not None else "gpus"
         for key in grant.stop:
             if isinstance(key, Replica):

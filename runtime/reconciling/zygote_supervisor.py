@@ -222,7 +222,7 @@ class ZygoteSupervisor:
         return child if child is not None and not child.link.closed else None
 
     def replenish(self) -> None:
-        """Fork a standby if there is none, unless the function wants none."""
+        """Fork a standby, if the function uses one and it is missing."""
         if self._closed or not self._with_standby or self._forking_standby or self.standby is not None:
             return
         if (source := self.source) is not None:

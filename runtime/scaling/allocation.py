@@ -1,7 +1,7 @@
 """Shares the workers of a node, the workers of each owner and the memory of GPUs among revisions. It does no I/O and reads no clock.
 
-All workers, the present and the wanted ones, are served in one order (`_Revision.order`). Each takes a place within the limits and
-its GPU memory. A present worker that finds no room parks or ends, and a wanted one is refused. So room for a wanted worker is
+All present and wanted workers are served in one order (`_Revision.order`). Each takes a place within the limits and
+its GPU memory. A present worker that finds no room parks or ends, and a wanted worker is refused. So room for a wanted worker is
 in the result at once, but the worker starts only when the processes that exist leave the room: the caller asks again after each
 event.
 """
@@ -77,7 +77,7 @@ def _strength(process: NodeProcess) -> tuple[int, int, float]:
 
 
 def _tiers(wants: Mapping[WorkerTier, int]) -> list[WorkerTier]:
-    """Return what each wanted worker is for: the strongest tier that wants it."""
+    """Return the tier of each wanted worker: the strongest tier that wants it."""
     tiers = list[WorkerTier]()
     for tier in sorted(wants):
         tiers += [tier] * (wants[tier] - len(tiers))
@@ -87,7 +87,7 @@ def _tiers(wants: Mapping[WorkerTier, int]) -> list[WorkerTier]:
 
 
 class _Revision:
-    """A claim, its members that are not decided yet, and what was decided. Lists of members have the strongest at the end."""
+    """A claim, its undecided members, and the decisions so far. Lists of members have the strongest at the end."""
 
     def __init__(self, claim: RevisionClaim, now_s: float) -> None:
         self.claim, self.now_s = claim, now_s
@@ -101,16 +101,16 @@ class _Revision:
             sorted(claim.processes, key=_strength) if len(claim.processes) > 1 else claim.processes
         )
         starting = sum(one.state is ProcessState.STARTING for one in self.processes)
-        # The number of workers that are awake in the result. `kept` are the ready ones among them, the strongest first.
+        # The number of workers that are awake in the result. `kept` are the ready workers among them, the strongest first.
         self.awake = starting
         self.kept: list[_Member] = []
         # The number of workers that are parked in the result.
         self.spared = 0
         self.ready: list[_Member] = []
-        # Parked workers, and ready ones that can only stay if they park.
+        # Parked workers, and ready workers that can only stay if they park.
         self.parked: list[_Member] = []
         self.standbys: list[_Member] = []
-        # A worker that starts cannot be displaced. So the ready ones have the first numbers.
+        # A worker that starts cannot be displaced. So the ready workers have the first numbers.
         for number, one in enumerate(self.processes[starting:], 1):
             if one.state is ProcessState.STANDBY:
                 last = (WorkerTier.STANDBY, 0, 0, 0, 0.0, 0.0, claim.key)
@@ -235,7 +235,7 @@ class _Places:
 
 
 class _Loss(NamedTuple):
-    """What a worker displaces on GPUs."""
+    """The loss by the displacement of workers from GPUs."""
 
     busy_mb: float = 0
     """The memory of workers with calls."""
@@ -295,7 +295,7 @@ class _GpuMemory:
         return *self._loss(gpu, memory_mb, aside), short, waits, beside
 
     def loss(self, wanted: Holding, aside: Sequence[_Member]) -> _Loss:
-        """Return what a worker displaces."""
+        """Return the loss of the processes that a worker displaces."""
         losses = [self._loss(gpu, memory_mb, aside) for gpu, memory_mb in wanted.items()]
         return _Loss(*map(sum, zip(*losses, strict=True)))
 
@@ -367,7 +367,7 @@ class _Sharing:
                 self._push(one)
 
     def _observe(self, one: _Revision) -> None:
-        """Note all processes. Starting ones keep their room."""
+        """Note all processes. Starting workers keep their room."""
         owner, proves, first = one.claim.owner, one.deployed and not one.ready, one.deployed
         for process in one.processes:
             state = process.state
@@ -519,7 +519,7 @@ class _Sharing:
         self._memory.take(holding)
 
     def _displace(self, one: _Revision, member: _Member, limit: ReachedLimit) -> None:
-        """Have a worker park, if there is room for what it holds then, or end."""
+        """Have a worker park, if there is room for the memory of the parked worker. Otherwise it ends."""
         process = member.process
         if limit is not self._gpus or not _can_park(process):
             one.note(limit, stop=(process.key,))

@@ -1,4 +1,4 @@
-"""What a revision has and wants of the workers and the GPU memory that all revisions share, and what it is granted.
+"""The workers and the GPU memory that a revision has and wants (its claim), and that it is granted.
 
 `allocation.py` computes the grants from the claims.
 """
@@ -17,7 +17,7 @@ NOTHING: Holding = MappingProxyType({})
 
 
 class WorkerTier(IntEnum):
-    """What a worker is for. Lower tiers are served first."""
+    """The purpose of a worker. Lower tiers are served first."""
 
     PROOF = 0
     """The first worker of a revision that is being deployed. It may be one more than `max_workers` and the owner's limit."""
@@ -71,7 +71,7 @@ class NodeProcess(NamedTuple):
 
 
 class RevisionClaim(NamedTuple):
-    """What a revision has and wants."""
+    """The workers and the GPU memory that a revision has and wants."""
 
     key: str
     """Its id on the node."""
@@ -83,7 +83,7 @@ class RevisionClaim(NamedTuple):
     awake: int
     """The number of workers that should be awake (`Row.awake`), at least each number of `wants`."""
     held: int
-    """The number of workers that should be awake or parked (`Row.held`). The row stops those beyond it."""
+    """The number of workers that should be awake or parked (`Row.held`). The row stops the workers beyond this number."""
     processes: tuple[NodeProcess, ...] = ()
     need: GpuNeed | None = None
     waiting_since_s: float = math.inf
@@ -96,7 +96,7 @@ class RevisionClaim(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """How many workers there may be at most."""
+    """The largest numbers of workers."""
 
     node: int | None = None
     """The limit of the node (`max_workers`); None for no limit."""
@@ -113,7 +113,7 @@ class ReachedLimit(NamedTuple):
 
 
 class Grant(NamedTuple):
-    """What a revision does now."""
+    """The steps that a revision takes now."""
 
     start: tuple[Holding | None, ...] = ()
     """For each worker that starts, its GPU memory; None without GPUs. The first one is the standby, if the revision has one."""
@@ -129,7 +129,7 @@ NO_GRANT = Grant()
 
 
 class Allocation(NamedTuple):
-    """What all revisions do now."""
+    """The steps that all revisions take now."""
 
     grants: Mapping[str, Grant]
     """By the key of the claim. Revisions that have nothing to do and miss no worker are left out."""

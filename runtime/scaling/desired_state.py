@@ -1,4 +1,4 @@
-"""Computes the row of one revision from what is observed. It does no I/O and reads no clock."""
+"""Computes the row of one revision from the observations. It does no I/O and reads no clock."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def desired(
     state: RevisionState = NOTHING_WRONG,
     ahead: Proposal | None = None,
 ) -> Row:
-    """Return how many workers a revision should have at `now_s`. `ahead` is what a signal wants before calls arrive."""
+    """Return how many workers a revision should have at `now_s`. `ahead` is the proposal of a prewarm signal."""
     if state.phase in NOT_LIVE:
         # The live revision has the workers that the owner and signals want.
         spec, ahead = replace(spec, min=0) if spec.min else spec, None

@@ -34,10 +34,10 @@ class Gaps:
         self._sums = [0.0, *accumulate(self._ascending)]
 
     def rate(self, idle_s: float) -> float:
-        """Return how many calls a second are to be expected after `idle_s` seconds without one.
+        """Return the expected calls per second after `idle_s` seconds without a call.
 
-        It is the number of idle times that were longer over the time that they still lasted. The halves and ones stand
-        for what was never seen.
+        It is the number of idle times that were longer over the time that they still lasted. The constants
+        stand for calls that were never seen.
         """
         at_most = bisect.bisect_right(self._ascending, idle_s)
         longer = len(self._ascending) - at_most
@@ -51,7 +51,7 @@ def cheapest_step(idle: Iterable[StepDown]) -> StepDown | None:
 
 
 def waiting_per_byte(step: StepDown) -> float:
-    """Return how many seconds a second the callers will wait longer, for each byte that a step frees."""
+    """Return the additional waiting of the callers, in seconds per second, for each byte that a step frees."""
     return step.waiting / step.freed_bytes
 
 

@@ -1,7 +1,7 @@
-"""Books the memory of a node's GPUs: what each worker, parked worker and standby may hold. It does no I/O and reads no clock.
+"""Books the memory of a node's GPUs that each worker, parked worker and standby may hold. It does no I/O and reads no clock.
 
-A process is booked before it may use a GPU, and with less only once it is known to hold less. So the bookings are never less
-than what the processes hold, and fit into the memory, as long as each process keeps to its booking. Sizes are in MiB.
+A process is booked before it may use a GPU. Its booking is lowered only once it is known to hold less. So the bookings are never
+less than the memory that the processes hold, and fit into the memory, as long as each process keeps to its booking. Sizes are in MiB.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class GpuLedger(Generic[AnyBooking]):
         return True
 
     def note_held(self, booking: Booking, held: Holding) -> None:
-        """Learn what a process holds that gave memory back, and does not take any until `wake`."""
+        """Lower the booking of a process that gave memory back to `held`. It must not take more until `wake`."""
         booking.holding = held
 
     def remove(self, booking: AnyBooking) -> None:

@@ -1,4 +1,4 @@
-"""Estimates how long an idle period will last, and finds the cheapest plan for such a law."""
+"""Estimates the distribution of a function's idle times, and finds the cheapest plan for it."""
 
 from __future__ import annotations
 
@@ -16,39 +16,40 @@ SHORTEST_S, LONGEST_S = 0.05, 30 * 86400.0
 DECADES_S = tuple(SHORTEST_S * 10**power for power in range(8) if SHORTEST_S * 10**power < LONGEST_S)
 QUANTILES = 16
 LONGEST_SAMPLES = 32
-# How many samples the guesses about what was never seen weigh: long periods (each of two guesses), and the habits of the
-# node.
+# The weights, in samples, of the guesses about idle times that were never seen: TAIL_SAMPLES for each of two guesses about
+# long periods, PRIOR_SAMPLES for the node-wide prior.
 TAIL_SAMPLES, PRIOR_SAMPLES = 4.0, 0.2
-# A quarter of the samples, but at most so many, count as long ones: they tell the next long one, which need not be
-# as long as one of them to the second. These multiples of the longest one are told apart.
+# The longest samples (one in LONG_SHARE of all samples, at most LONG_SAMPLES) predict the next long one. A continuous
+# distribution is fitted to them, because the next long period will not repeat an earlier length exactly. BEYOND_LONGEST: the
+# edges of the bins beyond the longest sample, as multiples of its length.
 LONG_SAMPLES, LONG_SHARE = 16, 4
 BEYOND_LONGEST = (1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
 # For plans that climb, the same guess for short samples. The next one may be shorter than the shortest by these multiples of
 # the spread of the SHORT_SAMPLES shortest, and in any case by LEAST_LEAD of itself.
 HEAD_SAMPLES, SHORT_SAMPLES = 2.0, 8
 BELOW_SHORTEST, LEAST_LEAD = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0), 0.001
-# Fewer samples than this beyond a time say nothing of what comes then.
+# If fewer samples than this are longer than a time, a plan steps down there no earlier than the ski-rental schedule.
 ENOUGH_LONGER = 3
 PRIOR_BINS, PRIOR_BINS_PER_DECADE = 31, 4
-# A function's later periods teach the node less, or a busy function would drown all others.
+# Later periods of a function weigh less in the node-wide prior. Otherwise a busy function would outweigh all others.
 PRIOR_HALF_LIFE = 10
 
 
 @dataclass(frozen=True, slots=True)
 class Prior:
-    """The habits of a node: a histogram of idle times over four bins a decade from SHORTEST_S on."""
+    """The node-wide prior: a histogram of all functions' idle times, with four bins a decade from SHORTEST_S on."""
 
     weights: tuple[float, ...] = (0.0,) * PRIOR_BINS
 
     def learn(self, idle_s: float, known: int) -> Prior:
-        """Return the prior with one more idle period of a function of which `known` were known before."""
+        """Return the prior with one more idle period of a function that had `known` periods before."""
         place = math.log10(max(idle_s, SHORTEST_S) / SHORTEST_S) * PRIOR_BINS_PER_DECADE
         weights = list(self.weights)
         weights[min(PRIOR_BINS - 1, int(place))] += 1 / (PRIOR_HALF_LIFE + known)
         return Prior(tuple(weights))
 
     def cdf(self) -> Callable[[float], float]:
-        """Return the share of idle times up to a time. Half of it is what was seen, half is log-uniform."""
+        """Return the share of idle times up to a time. Half of it comes from the histogram, half is log-uniform."""
         total = sum(self.weights)
         even = 1 / PRIOR_BINS
         shares = [0.5 * even + 0.5 * (weight / total if total else even) for weight in self.weights]
@@ -68,21 +69,21 @@ class Prior:
 
 @dataclass(frozen=True, slots=True)
 class IdleLaw:
-    """The probability of each length of an idle period: the mass of each bin between two edges, in seconds."""
+    """A distribution of idle times: the mass of each bin between two edges, in seconds. The masses need not add up to 1."""
 
     edges: tuple[float, ...]
     masses: tuple[float, ...]
     longer: tuple[int, ...]
-    """For each edge: how many samples were longer."""
+    """For each edge, the number of samples that were longer."""
 
 
 def law_of(
     samples: Sequence[float], costs: Costs, habits: Callable[[float], float], *, climbs: bool = False
 ) -> IdleLaw:
-    """Return the law of `samples`, with guesses of what is longer than most and of what was never seen.
+    """Return the distribution of `samples`, with guesses about long periods and about lengths that were never seen.
 
-    `habits` is the `cdf` of the node's prior. If `climbs`, guess also what is shorter than most: a plan that climbs must
-    be ready before the shortest sample.
+    `habits` is the `cdf` of the node's prior. If `climbs`, guess also about short periods: a plan that climbs must be ready
+    before the shortest sample.
     """
     ascending = sorted(samples)
     edges = _edges(ascending, costs, climbs=climbs)
@@ -122,9 +123,10 @@ def _pareto(median_s: float) -> Callable[[float], float]:
 
 
 def _following(ascending: list[float]) -> Callable[[float], float]:
-    """Return the cdf of the next long sample: what the long ones last beyond the one before them is exponential.
+    """Return the cdf of the next long sample, from the excess of the long samples over the longest sample that is not long.
 
-    Their rate is not known, nor its scale: with a Gamma distribution of it, the next one follows a Lomax distribution.
+    The excess is taken as exponential. Its rate is unknown: with a Gamma distribution of the rate, the next excess follows a
+    Lomax distribution.
     """
     known = min(LONG_SAMPLES, (len(ascending) - 1) // LONG_SHARE)
     if known < 2:
@@ -229,7 +231,7 @@ def _climb(
 
 
 def _climb_costs(costs: Costs) -> list[list[float]]:
-    """Return for each rung what a climb to each rung above costs, beyond staying. `PlanRoute` takes it rung by rung."""
+    """Return for each rung the cost of a climb to each rung above, beyond staying. `PlanRoute` climbs rung by rung."""
     holds, wakes = costs.holds, costs.wakes
     return [
         [

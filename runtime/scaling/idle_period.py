@@ -1,4 +1,4 @@
-"""Finds the idle periods of a function, says which rung a plan stands on, and counts who comes after a wake.
+"""Finds the idle periods of a function, says which rung a plan stands on, and counts the arrivals after a wake.
 
 It reads no clock: `now_s` is the time on any clock that does not jump.
 """
@@ -15,7 +15,7 @@ from .ladder import BurstWait, Plan, Step
 
 # An idle period counts if it lasts longer. Its length is counted from the end of the last request nevertheless.
 QUIET_S = 0.5
-# The arrivals after a wake are counted so often in each rung's wake time.
+# The number of times that the arrivals after a wake are counted within the wake time of each rung.
 COUNTS_PER_WAKE = 4
 
 
@@ -30,7 +30,7 @@ class IdlePeriod:
     planned_from_s: float
     """The time from which the offsets of its plan count."""
     known: bool = True
-    """False if its length cannot be learned: nobody knows whether calls came while the gateway was down."""
+    """False if its length is not learned: it began with a deploy, or calls may have come while the gateway was down."""
 
     def rung(self, plan: Plan, now_s: float) -> int:
         """Return the rung on which `plan` stands at `now_s`."""
@@ -40,7 +40,7 @@ class IdlePeriod:
     def later(self, plan: Plan, now_s: float) -> Iterator[Step]:
         """Yield the steps of `plan` after `now_s`, each with the time at which it is due as its offset.
 
-        Those after LONGEST_S are never taken.
+        Steps later than LONGEST_S are left out: they are never taken.
         """
         for offset_s, rung in plan:
             if now_s - self.planned_from_s < offset_s <= LONGEST_S:
@@ -58,7 +58,7 @@ class IdleWatch:
     def quiet(self, now_s: float, last_end_s: float | None) -> float | None:
         """Note that nothing runs or waits. Return when to look again, None if an idle period has begun.
 
-        `last_end_s` is when a request ended last; None if only those know it whose worker has gone.
+        `last_end_s` is the end of the last request; None if the workers that could report it have gone.
         """
         if self.period is not None:
             return None
@@ -70,7 +70,7 @@ class IdleWatch:
         return None
 
     def busy(self, now_s: float) -> IdlePeriod | None:
-        """Note that a request runs or waits. Return the period that this has ended, if one has."""
+        """Note that a request runs or waits. Return the idle period that it ends, if there is one."""
         self._quiet_from_s = None
         period, self.period = self.period, None
         if period is not None:
@@ -94,7 +94,7 @@ class IdleWatch:
 
 
 class Followers:
-    """Counts the arrivals in the first seconds after an idle period, and sums what they would have waited."""
+    """Counts the arrivals in the first seconds after an idle period, and sums the time that they would have waited."""
 
     def __init__(self, woken_s: float, wakes_s: Sequence[float], before: Followers | None = None) -> None:
         """`wakes_s` are the wake times of the rungs. No wake begins from a rung whose wake before is under way."""
@@ -125,7 +125,7 @@ class Followers:
             self._counts.append((after_s, max(arrived, before[1])))
 
     def waits(self, wakes_s: Sequence[float]) -> tuple[BurstWait, ...]:
-        """Return for each wake time how many seconds the arrivals within it would have waited, summed.
+        """Return for each wake time the total seconds that the arrivals within it would have waited.
 
         An arrival after a seconds waits for the rest, so the sum is the integral of the number of arrivals.
         """

@@ -1,7 +1,7 @@
-"""Decides for how long an idle function stays on which rung of its ladder, from the history of its idle times.
+"""Plans which rung of its ladder an idle function holds, and for how long, from the history of its idle times.
 
-Five experts plan each idle period. One is followed whose plans would have cost little so far. All functions
-here are pure: the caller passes what was observed, and no clock is read.
+Five candidate policies plan each idle period. The function follows a policy whose plans would have cost little so far, as in
+"prediction with expert advice". All functions here are pure: the caller passes the observations, and no clock is read.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from .ladder import BurstWait, Costs, Ladder, Plan
 from .route import clamped
 
 IDLES, INTERVALS, RECENT = 1024, 128, 32
-# The bills decay by this share with each idle period, so that habits that have changed are forgotten. By the lasting
-# bills it is judged what an expert has saved so far.
+# The accumulated cost of each policy (its bill) decays by this share with each idle period, because calling patterns change.
+# The lasting bills decay more slowly. They show how much money a policy has saved so far.
 DECAY, LASTING_DECAY = 1 / 128, 1 / 1024
-# The law of all idle times is followed unless the bill of the envelope or of the recent law is lower by this factor: where
-# bursts come seldom, a few periods say little of which one is better.
+# The policy for the distribution of all idle times is followed, unless the ski-rental schedule or the policy for the recent
+# idle times has a bill that is lower by this factor. If bursts are rare, a few periods do not show which policy is better.
 STEADY_MARGIN = 0.8
-# An expert that prewarms is followed only if its bill is lower than the best other one by this factor.
+# A policy that prewarms is followed only if its bill is lower by this factor than the bill of the best policy that does not.
 CLIMB_MARGIN = 0.95
 EXPERTS = 5
 NO_PRIOR = Prior()
@@ -29,32 +29,36 @@ NO_PRIOR = Prior()
 
 @dataclass(frozen=True, slots=True)
 class _Experts:
-    """The plans of the envelope and of two laws of idle times, and the strategies for two laws of intervals."""
+    """The five candidate policies: three fixed plans, and two strategies that prewarm, whose plans depend on `since_s`.
+
+    `steady` has the ski-rental schedule, and the plans for the distributions of all and of the recent idle times. `climbing` has
+    the strategies for the distributions of all and of the recent intervals.
+    """
 
     steady: tuple[Plan, Plan, Plan]
     climbing: tuple[Strategy, Strategy]
 
     @property
     def rungs(self) -> int:
-        """How many rungs the ladder has for which they have planned."""
+        """The number of rungs of the ladder for which the plans were made."""
         return len(self.climbing[0].costs.holds)
 
     def plan(self, expert: int, since_s: float) -> Plan:
-        """Return the plan of an expert. Only those that prewarm look at `since_s`."""
+        """Return the plan of a policy. Only the policies that prewarm use `since_s`."""
         count = len(self.steady)
         return self.steady[expert] if expert < count else self.climbing[expert - count].plan(since_s)
 
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What is remembered of one function. The default is a function of which nothing is known."""
+    """The idle times of one function, and the cost of each policy so far. The default is for a new function."""
 
     idles: tuple[float, ...] = ()
     """The last idle periods in seconds, the newest last."""
     intervals: tuple[float, ...] = ()
     """The last seconds between the arrivals that ended two idle periods one after the other."""
     waits: tuple[BurstWait, ...] = ()
-    """For each rung, what an arrival on it and those after it would have waited, summed over periods."""
+    """For each rung, how long an arrival on it and the arrivals after it would have waited, summed over periods."""
     periods: int = 0
     bills: tuple[float, ...] = (0.0,) * EXPERTS
     lasting_bills: tuple[float, ...] = (0.0,) * EXPERTS
@@ -74,7 +78,7 @@ class History:
 
 
 class Choice(NamedTuple):
-    """A plan, and the number of the expert that made it: 0 is the envelope, 3 and 4 prewarm."""
+    """A plan, and the number of the policy that made it: 0 is the ski-rental schedule, 3 and 4 prewarm."""
 
     expert: int
     plan: Plan
@@ -86,10 +90,10 @@ def decide(history: History, ladder: Ladder, since_s: float, prior: Prior = NO_P
 
 
 def choose(history: History, ladder: Ladder, since_s: float, prior: Prior = NO_PRIOR) -> Choice:
-    """Return what `decide` does, and who made the plan.
+    """Return the plan that `decide` returns, and the number of its policy.
 
-    The plan of a candidate policy that prewarms risks no more than the policy would have saved so far: few idle times say
-    little of calls at other times. A plan that risks more rests on a higher rung.
+    The plan of a candidate policy that prewarms risks no more than the policy would have saved so far, because few idle times
+    predict little about calls at other times. A plan that risks more is changed to rest on a higher rung.
     """
     experts = _experts(history, ladder, prior)
     best = _steadiest(history)
@@ -112,7 +116,7 @@ def _affordable(bold: Plan, steady: Plan, costs: Costs, saved: float) -> Plan | 
 
 
 def _steadiest(history: History) -> int:
-    """Return the best of the experts that do not prewarm."""
+    """Return the number of the best policy that does not prewarm."""
     if not history.idles:
         return 0
     envelope, lasting, recent = history.bills[:3]
@@ -122,7 +126,7 @@ def _steadiest(history: History) -> int:
 
 
 def _risk(bold: Plan, steady: Plan, costs: Costs) -> float:
-    """Return by how much one plan costs more than the other, if the idle period ends at the worst moment."""
+    """Return the extra cost of `bold` over `steady` if the idle period ends at the worst moment."""
     moments = [step.offset_s * (1 + 1e-9) + 1e-9 for plan in (bold, steady) for step in plan]
     return max(costs.bill(bold, moment) - costs.bill(steady, moment) for moment in moments)
 
@@ -133,9 +137,10 @@ def learn(
 ) -> History:  # fmt: skip
     """Return the history with an idle period that has ended after `idle_s` seconds.
 
-    `since_s` is what `decide` was given at its beginning. `burst_waits` has for each rung what arrivals since the last
-    call, this one included, would have waited for a wake from it. An arrival that ends an idle period begins such a
-    wake, whatever the rung was, unless one is under way. Later arrivals within it count when they have come.
+    `since_s` is the argument that `decide` had at the beginning of the period. `burst_waits` has for each rung how long the
+    arrivals since the last call, including this arrival, would have waited for a wake from the rung. An arrival that ends an idle
+    period begins such a wake, whatever the rung was, unless a wake is under way. Later arrivals within the wake count when they
+    have come.
     """
     experts = _experts(history, ladder, prior)
     costs = history.costs(ladder)
@@ -163,12 +168,12 @@ def _added(bills: Sequence[float], due: Sequence[float], decay: float) -> tuple[
 
 
 def _to_consult(periods: int) -> bool:
-    """Return True if the experts are to plan anew: each period changes a long history less."""
+    """Return True if the policies should make new plans. A long history needs this less often: a period changes it less."""
     return periods % (1 if periods <= 32 else 4 if periods <= 128 else 16) == 0
 
 
 def _experts(history: History, ladder: Ladder, prior: Prior) -> _Experts:
-    """Return the experts of a history. A deploy may have changed how many rungs there are: then they plan anew."""
+    """Return the policies of a history. If a deploy has changed the number of rungs, make their plans anew."""
     known = history.experts
     return (
         known if known is not None and known.rungs == len(ladder.rungs) else _consult(history, ladder, prior)

@@ -1,7 +1,7 @@
-"""Describes how warm a function can be kept, what that costs, and a plan for one idle period.
+"""Describes how warm a function can be kept, the cost of keeping it so, and a plan for one idle period.
 
 The rungs of a ladder are numbered from 0 (READY: a worker holds everything) downwards. A rung has no name here: two
-measured figures describe it, what it costs to hold and how long it takes to wake.
+measured figures describe it, its price in money per second, and the seconds until a function on it is READY.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def course(plan: Plan, wakes: Sequence[float], idle_s: float) -> Course:
 
 
 class BurstWait(NamedTuple):
-    """What arrivals would have waited, summed, for wakes from one rung. During a wake, no other one begins."""
+    """The total time that arrivals would have waited for wakes from one rung. During a wake, no other wake begins."""
 
     waited_s: float = 0.0
     wakes: int = 0
@@ -75,7 +75,7 @@ class BurstWait(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Ladder:
-    """The rungs from READY down, and what a second of one caller's waiting is worth, in the same money."""
+    """The rungs from READY down, and the price of a second of one caller's waiting, in the same money."""
 
     rungs: tuple[Rung, ...]
     wait_per_s: float
@@ -86,7 +86,7 @@ class Ladder:
             raise ValueError(f"the wake times of a ladder start with 0 and ascend, not {wakes}")
 
     def costs(self, burst_waits: Sequence[float] = ()) -> Costs:
-        """Return the costs for the seconds that an arrival on each rung and those after it wait, summed.
+        """Return the costs. `burst_waits` has for each rung the total seconds that an arrival on it and later arrivals wait.
 
         Without `burst_waits`, an arrival waits alone, for the rung's wake time.
         """
@@ -101,7 +101,7 @@ class Ladder:
 
 @dataclass(frozen=True)
 class Costs:
-    """For each rung: what a second on it costs, its seconds to wake, and what an arrival on it costs."""
+    """The price of a second on each rung, the seconds until it is READY, and the cost of an arrival on it."""
 
     holds: tuple[float, ...]
     wakes: tuple[float, ...]
@@ -123,18 +123,18 @@ class Costs:
             ]
             if not following:
                 return tuple(steps)
-            # Of rungs that are reached at the same time, the lowest is the cheapest to hold.
+            # If several rungs are reached at the same time, take the lowest: it is the cheapest to hold.
             at_s, rung = min(following, key=lambda found: (max(found[0], at_s), -found[1]))
             steps.append(Step(max(at_s, steps[-1].offset_s), rung))
 
     def bill(self, plan: Plan, idle_s: float) -> float:
-        """Return what an idle period of `idle_s` seconds costs under `plan`, its end included."""
+        """Return the cost of an idle period of `idle_s` seconds under `plan`, including the arrival at its end."""
         stays, rung, to_ready_s = course(plan, self.wakes, idle_s)
         held = sum(self.holds[stay.rung] * stay.seconds for stay in stays)
         return held + (self._penalty(to_ready_s) if to_ready_s > self.wakes[rung] else self.penalties[rung])
 
     def _penalty(self, to_ready_s: float) -> float:
-        """Return what an arrival costs in the middle of a prewarm, between the penalties of two rungs."""
+        """Return the cost of an arrival in the middle of a prewarm, between the penalties of two rungs."""
         lower = bisect.bisect_left(self.wakes, to_ready_s)
         (fast_s, slow_s), (less, more) = (
             self.wakes[lower - 1 : lower + 1],

@@ -87,7 +87,7 @@ def sufficient_load(spec: ScaleSpec, seen: Seen) -> float:
 
 
 def proposals(spec: ScaleSpec, seen: Seen, now_s: float) -> Iterator[Proposal]:
-    """Yield what the load, its recent past and the owner want."""
+    """Yield the proposals of the load, of its recent past and of the owner."""
     if seen.calls:
         need = needed(spec, seen)
         # The need is predicted for the workers that are awake. With fewer, it would grow while invocations wait.
@@ -106,7 +106,7 @@ def proposals(spec: ScaleSpec, seen: Seen, now_s: float) -> Iterator[Proposal]:
 
 
 def caps(spec: ScaleSpec, seen: Seen, now_s: float) -> Iterator[Cap]:
-    """Yield the end of the idle time, after which only what is wanted stays, and the parking of workers without work."""
+    """Yield the cap at the end of the idle time, which keeps only wanted workers, and the cap that parks workers without work."""
     if (zero_at_s := _zero_at_s(spec, seen)) is not None and zero_at_s <= now_s:
         yield Cap(IDLE_TIMEOUT, frozenset({Rank.KEEP}), held=0)
     # With fewer workers that are awake, waiting invocations would take longer.

@@ -1,6 +1,6 @@
 """Places workers on the GPUs of a node, within the memory of each. It does no I/O and reads no clock.
 
-A GPU may also be a part of one, such as a MIG slice: all that counts is its memory. Sizes are in MiB.
+A GPU here is a whole device or a part of a device, such as a MIG slice: only its memory counts. Sizes are in MiB.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ class Gpu(NamedTuple):
 
 
 class GpuNeed(NamedTuple):
-    """What each worker of a function needs."""
+    """The GPUs that each worker of a function needs."""
 
     gpus: int
     memory_mb: int | None
-    """Of each of them; None: the whole GPU."""
+    """The memory that it needs of each GPU; None for the whole GPU."""
 
     def of(self, gpu: Gpu) -> int:
         return gpu.memory_mb if self.memory_mb is None else self.memory_mb
 
 
 def need_of(resources: Resources) -> GpuNeed | None:
-    """Return what each worker of a function needs; None if it has no GPU of its own."""
+    """Return the GPUs that each worker of a function needs; None if it needs no GPU."""
     return GpuNeed(resources.gpus, resources.gpu_memory_mb) if resources.gpus else None
 
 

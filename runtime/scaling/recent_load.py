@@ -1,4 +1,4 @@
-"""Computes the load of a revision that lasts, from that of the last seconds. It reads no clock."""
+"""Computes the lasting load of a revision from the load of the last seconds. It reads no clock."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from typing import NamedTuple
 # How long a load has to last, as in Knative's panic window. The window's beginning is known to one of MARKS parts of it.
 LASTING_S = 6.0
 MARKS = 12
-# What is added if somebody had to wait of late: two callers, and not one who sends one request after the other.
+# The least addition for recently queued requests. A queued request shows that two callers are active at once: the requests of
+# a single caller that sends one after the other do not wait for each other.
 SOMEBODY = 0.005
 
 
 class _Mark(NamedTuple):
-    """What was known at a time."""
+    """The totals that `RecentLoad.note` was given at one time."""
 
     at_s: float
     in_flight_s: float
@@ -32,13 +33,15 @@ class RecentLoad:
         self._queued_s = self._joined_s = -LASTING_S
 
     def note(self, now_s: float, in_flight_s: float, queued: int, admitted: int, emptied: int) -> float:
-        """Return the number of invocations that run or wait lastingly at `now_s`.
+        """Return the lasting load at `now_s`: the number of running and waiting invocations in the last LASTING_S seconds.
 
-        It is the mean number of running ones, and the least number of waiting ones, but no more than came meanwhile.
-        It is 0 while a burst ends: then workers are busy with what was queued, and nobody joins the queue.
+        It is the mean number of running invocations plus the least number of waiting ones, which counts only up to the number
+        that joined the queue meanwhile. It is 0 while a burst ends: then workers are busy with queued invocations, and no
+        new ones join the queue.
 
-        `in_flight_s` are the seconds of all running invocations, `admitted` the number of those that had to wait, and
-        `emptied` how often none waited any more, all of them counted from some beginning. `queued` wait now.
+        `in_flight_s` is the time that invocations have spent at workers, `admitted` the number that joined the queue, and
+        `emptied` the number of times that the queue became empty. Each of them is a total that is never reset. `queued`
+        invocations wait now.
         """
         low = min(queued, self._queued) if emptied == self._emptied else 0
         if queued or emptied != self._emptied:
@@ -60,7 +63,7 @@ class RecentLoad:
         return lasting
 
     def _waiting(self, from_s: float, admitted: int) -> int:
-        """Return how many have waited at any time since `from_s`, but no more than came meanwhile."""
+        """Return the least number of waiting invocations since `from_s`, at most the number that joined the queue meanwhile."""
         marks = self._marks
         if not self._low or len(marks) < 2 or marks[0].at_s > from_s:
             return 0
@@ -68,7 +71,7 @@ class RecentLoad:
         return min(self._low, admitted - inside[0].admitted, *(mark.low for mark in inside))
 
     def _running_until(self, from_s: float, now_s: float, in_flight_s: float) -> float:
-        """Return what `in_flight_s` was at `from_s`. Between two marks, the load counts as constant."""
+        """Return the value of `in_flight_s` at `from_s`. Between two marks, the load counts as constant."""
         if not self._marks:
             return in_flight_s
         before, (after_s, after) = self._marks[0], (now_s, in_flight_s)

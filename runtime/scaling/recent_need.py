@@ -1,4 +1,4 @@
-"""Remembers how many workers a revision needed of late. It reads no clock."""
+"""Remembers how many workers a revision needed recently. It reads no clock."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ class RecentNeed:
     """The largest number of workers that was wanted within a window that ends now."""
 
     def __init__(self) -> None:
-        # The times at which a number was wanted last and none above it since: the numbers descend.
+        # Numbers of workers, each with the last time at which it was wanted. If a larger number was wanted later, the entry is
+        # dropped, so the numbers descend.
         self._peaks: deque[tuple[float, int]] = deque()
 
     def note(self, now_s: float, workers: int) -> None:

@@ -1,4 +1,4 @@
-"""Makes a function's ladder of what was measured: the memory that each rung holds, and how long it takes to wake."""
+"""Makes a function's ladder from measurements: the memory that each rung holds, and the seconds from it to READY."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..telemetry.rung_name import RungName
 from .ladder import Ladder, Rung
 
 WAKES_KEPT = 16
-# What is assumed until it was measured.
+# Guesses until there is a measurement.
 _MIB = float(1 << 20)
 GUESSED_BYTES = {RungName.READY: 64 * _MIB, RungName.ZYGOTE: 24 * _MIB, RungName.LOCAL: 0.0}
 GUESSED_WAKE_S = {RungName.ZYGOTE: 0.03, RungName.RESIDENT: 0.3, RungName.LOCAL: 0.3}
@@ -20,7 +20,7 @@ LEAST_WAKE_S = 0.001
 
 
 class HoldingPrices(NamedTuple):
-    """What holding and waiting cost, in the same money."""
+    """The prices of holding and of waiting, in the same money."""
 
     memory_byte_s: float = 3e-15
     device_s: float = 0.0008
@@ -29,7 +29,7 @@ class HoldingPrices(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RungFigures:
-    """What was measured of one revision."""
+    """The measurements of one revision."""
 
     held_bytes: Mapping[RungName, float] = field(default_factory=lambda: MappingProxyType({}))
     """The memory of all its processes on each rung, and of its fetched weights."""
@@ -48,7 +48,7 @@ class RungFigures:
         return replace(self, wakes_s={**self.wakes_s, rung: kept}, devices=devices)
 
     def of_next_revision(self, build_s: float) -> RungFigures:
-        """Return the figures with which a new revision begins: those of this one are guesses for it."""
+        """Return the figures with which a new revision begins: the figures of this revision are guesses for it."""
         wakes = {rung: (_usual(kept),) for rung, kept in self.wakes_s.items() if kept}
         return replace(self, wakes_s=wakes, build_s=build_s)
 

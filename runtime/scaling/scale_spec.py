@@ -18,7 +18,7 @@ class ScaleSpec:
     buffer: int = 0
     """How many workers to have above the need while there is any load."""
     concurrency: int = 1
-    """How many invocations one worker runs at a time, those of all its batches included."""
+    """The number of invocations that one worker runs at a time, in all its batches together."""
     scale_to_zero_s: float = 60.0
     """How long the last worker stays without load. Infinity if a plan decides about its end."""
     scale_down_s: float = WINDOW_S

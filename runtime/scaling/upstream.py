@@ -1,7 +1,7 @@
 """Learns which function is called soon after another one, and whether a worker should wait for that call.
 
-The price of a window is what holding a worker in it costs. It pays if the call comes in it so often that the waiting
-which this saves is worth more.
+A window is a time in which a worker is held for the call. Its price is the cost of holding the worker. The window pays if
+calls come in it often enough that the saved waiting is worth more than this price.
 """
 
 from __future__ import annotations
@@ -17,56 +17,56 @@ from typing import NamedTuple
 from .ladder import Plan, Step
 from .route import reached
 
-# Delays are told apart by these bounds, in seconds: four a decade. Longer ones are no delays.
+# The upper bounds of the bins of delays, in seconds: four a decade. A call after a longer time does not count as a follower.
 BOUNDS_S = tuple(0.1 * 10 ** (power / 4) for power in range(15))
 HORIZON_S = BOUNDS_S[-1]
 NEVER_READY = (0.0,) * len(BOUNDS_S)
-# A call of the upstream function counts this much less than the next one: habits change.
+# The weight of earlier calls is multiplied by this at each call of the upstream function, because calling patterns change.
 DECAY = 1 - 1 / 32
 # Nothing is learned from fewer calls.
 LEAST_HITS = 2.5
 # A window is kept open for this share of its last bound longer, and at least until LEAST_UNTIL_S.
 MARGIN = 0.25
 LEAST_UNTIL_S = 1.0
-# A function that was called within this time has a worker anyway: nothing is learned of such calls.
+# A function that was called within this time has a worker anyway, so its next call is no sample.
 SELDOM_S = 1.0
-# How many upstream functions, and how many followers, one function may have. Pairs with the fewest hits go first.
+# The largest numbers of upstream functions and of followers of one function. The pair with the fewest hits is dropped first.
 MOST_UPSTREAMS = MOST_FOLLOWERS = 16
-# Among so many functions that were called last, new upstream functions are looked for.
+# A new upstream function is one of this many functions that were called last.
 MOST_RECENT = 16
 
 
 class ClimbCost(NamedTuple):
-    """What a worker costs that waits for a call, and what it saves."""
+    """The cost of a worker that waits for a call, and the waiting cost that it saves."""
 
     hold_per_s: float
-    """The money for holding it, beyond what is held anyway."""
+    """The price of holding the worker, in money per second, less the price of the rung that is held anyway."""
     saved: float
-    """The money that the waiting of a call without it is worth."""
+    """The cost of a call without the worker, less its cost with the worker, in the same money."""
     wake_s: float
-    """How long its start takes."""
+    """How long the start of the worker takes."""
 
 
 class Window(NamedTuple):
-    """When a worker should wait for a call: from and until so many seconds after the upstream function's call."""
+    """The time in which a worker should wait for a call, in seconds after the upstream function's call."""
 
     from_s: float
     until_s: float
     probability: float
-    """How likely the call comes in it."""
+    """The probability that the call comes in this time."""
 
 
 @dataclass(slots=True)
 class Delays:
-    """The delays of one function's calls after those of another. Older ones count less."""
+    """The delays of one function's calls after calls of another function. Older calls count less."""
 
     calls: float = 1.0
-    """The calls of the upstream function. The latest counts although nobody knows yet whether it will be followed."""
+    """The calls of the upstream function. The latest call counts before it is known whether a call follows it."""
     hits: list[float] = field(default_factory=lambda: [0.0] * len(BOUNDS_S))
-    """Those that were followed by a call, by the bound of its delay."""
+    """The number of upstream calls that a call followed, by the bound of its delay."""
 
     def note_call(self) -> None:
-        """Note that the time for a call to follow has begun anew."""
+        """Note a call of the upstream function: a call may follow it from now on."""
         self.calls = self.calls * DECAY + 1
         # All zeros are one object: most bounds have no hits, and there may be sixteen pairs for each of many functions.
         self.hits = [hit * DECAY if hit else 0.0 for hit in self.hits]
@@ -81,15 +81,16 @@ class Delays:
         return sum(self.hits) >= LEAST_HITS
 
     def span_s(self) -> float:
-        """Return within how many seconds nearly all calls have followed."""
+        """Return the delay, in seconds, that nearly all calls do not exceed."""
         longest_s = max(bound_s for bound_s, hit in zip(BOUNDS_S, self.hits, strict=True) if hit)
         return max(longest_s * (1 + MARGIN), LEAST_UNTIL_S)
 
     def best_window(self, cost: ClimbCost, ready_shares: Sequence[float] = NEVER_READY) -> Window | None:
         """Return the window with the largest gain; None if no window gains anything.
 
-        Found backwards: a worker that waits goes on waiting as long as what may still come is worth it. `ready_shares` is
-        what `ready_shares` returns: a call that finds a worker without a window is no gain, and the worker no cost.
+        The search goes backwards from the last bin: a waiting worker goes on waiting while the calls that may still come are
+        worth it. `ready_shares` is the result of the function `ready_shares`. In these shares of the bins, the plan holds a
+        worker anyway, so a window neither gains nor costs anything there.
         """
         if not self.known:
             return None
@@ -130,17 +131,17 @@ def ready_shares(plan: Plan, wakes: Sequence[float], elapsed_s: float) -> tuple[
 
 
 class Upstreams:
-    """Who is called after whom, of all functions of one owner on a node."""
+    """The delays of calls after calls of another function, for all pairs of functions of one owner on a node."""
 
     def __init__(self) -> None:
-        # When each function was called last, the latest last.
+        # The time of each function's last call. The latest call is the last entry.
         self._last_s: dict[str, float] = {}
         # By function, then by upstream function.
         self._pairs: dict[str, dict[str, Delays]] = {}
         self._followers: dict[str, set[str]] = {}
 
     def adopt(self, name: str, pairs: dict[str, Delays]) -> None:
-        """Begin with the pairs that are known of a function, by upstream function. They are kept up to date there."""
+        """Start with the known pairs of a function, by upstream function. `pairs` itself is kept up to date."""
         self._pairs[name] = pairs
         for upstream in pairs:
             self._followers.setdefault(upstream, set()).add(name)
@@ -176,7 +177,7 @@ class Upstreams:
             del self._pairs[follower][name]
 
     def _recent(self, name: str, now_s: float) -> Iterator[tuple[str, float]]:
-        """Yield functions that were called within HORIZON_S, and when: those known and those called last."""
+        """Yield the known upstream functions and the functions called last, with their times, if within HORIZON_S."""
         known = self._pairs.get(name, {})
         latest = itertools.islice(reversed(self._last_s), MOST_RECENT)
         for upstream in dict.fromkeys([*latest, *known]):
@@ -184,7 +185,7 @@ class Upstreams:
                 yield upstream, called_s
 
     def _pair(self, name: str, upstream: str) -> Delays:
-        """Return the delays of a pair. If it is new and there are too many, one with the fewest hits goes."""
+        """Return the delays of a pair. If the pair is new and there are too many, drop the pair with the fewest hits."""
         pairs = self._pairs.setdefault(name, {})
         if upstream not in pairs:
             followers = self._followers.setdefault(upstream, set())

@@ -21,8 +21,8 @@ from .invocation import Invocation
 # An invocation that is due within this time gets its own timer. A later one waits in a slot, which opens
 # SOON_S / 2 to SOON_S before it is due.
 SOON_S = 2.0
-# How many times as wide as the slots of one level those of the next level are. A time is in a slot of the
-# first level of which it is less than 2 * RATIO slots away.
+# The slots of each level are RATIO times as wide as the slots of the level before. A time is in a slot of the first level
+# on which the time is less than 2 * RATIO slots away.
 RATIO = 64
 # Tolerance: a time at most this far in the future counts as reached, because timers may fire slightly early.
 EARLY_S = 0.001
@@ -120,7 +120,7 @@ def limit_s(invocation: Invocation, now_s: float) -> float:
 
 
 class _Taken(NamedTuple):
-    """What a caller is told who gets no worker."""
+    """The parts of the error message for a caller that gets no worker because of a limit."""
 
     text: str
     remedy: str

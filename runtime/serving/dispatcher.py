@@ -42,14 +42,14 @@ SMOOTHING = 0.3
 # Without batches, the latency curve learns from one in this many invocations of a worker: their durations are
 # similar, and learning takes processor time.
 OBSERVED_EVERY = 16
-# So many of them give the median time in the handler.
+# The median time in the handler is computed from this many of the latest observed times.
 KEPT = 31
 Refusal: TypeAlias = Callable[[], PilotflameError | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """How a revision treats its invocations: its settings, and what follows from its handler."""
+    """The rules by which a revision treats its invocations, from its settings and its handler."""
 
     settings: FunctionSettings
     scale: ScaleSpec
@@ -59,7 +59,7 @@ class Policy:
     aggregates: bool = True
     """True if the output of a job is the list of all pieces of a streamed output."""
     owner: str = ""
-    """Who has deployed it: the id of an API key, or "" if none was needed."""
+    """The id of the API key with which it was deployed; "" if no key was needed."""
 
 
 class Dispatcher:
@@ -100,7 +100,7 @@ class Dispatcher:
         self._fails_queued = True
 
     def note_limit(self, reached: ReachedLimit | None) -> None:
-        """Learn that no more workers start because of a limit, or with None, that this has ended."""
+        """Note that a limit keeps workers from starting; with None, that no limit does so any more."""
         self._limit = reached
 
     def configure(self, policy: Policy) -> None:
@@ -172,7 +172,7 @@ class Dispatcher:
         return self.queue.curve if self.queue.curve.points else self._stored
 
     def work_s(self, waiting: int) -> float | None:
-        """Return how long one worker would take for so many waiting invocations; None if that is unknown."""
+        """Return the seconds that one worker would take for this number of waiting invocations; None if that is unknown."""
         curve, most = self._curve, self.queue.max_batch
         if not curve.points:
             return None
@@ -413,7 +413,7 @@ class Dispatcher:
         self.dispatch()
 
     def limit_batch(self) -> None:
-        """Limit batches to what fits into the memory of every ready worker: each may get any batch."""
+        """Limit batches to the size that fits into the memory of every ready worker: each worker may get any batch."""
         limits = [replica.batch_limit for replica in self._replicas.ready if replica.batch_limit is not None]
         self.queue.configure(max_batch=max(1, min([self._policy.max_batch, *limits])))
 
@@ -449,7 +449,7 @@ class Dispatcher:
 
     @property
     def learned(self) -> Sequence[Point]:
-        """The points of the latency curve: those of the present workers, or else the stored ones."""
+        """The points of the latency curve: the curve of the present workers, or else the stored curve."""
         return self.queue.curve.points or self._curves.latest()
 
     async def store_curve(self) -> None:

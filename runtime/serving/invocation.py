@@ -61,7 +61,7 @@ class Stream:
         return pieces
 
     def consumed(self, count: int) -> None:
-        """Let the worker send `count` more pieces, because the reader has received as many."""
+        """Let the worker send `count` more pieces, because the reader has received `count` pieces."""
         if self._grant is not None:
             self._grant(count)
 
@@ -92,7 +92,7 @@ class Invocation:
     execution_s: float | None = None
     """Only for stored jobs: how many seconds it has to end after it was sent. It is never refused as late."""
     tenant: str = ""
-    """Whose invocation it is. The queue shares the workers fairly between tenants."""
+    """The tenant of the caller. The queue shares the workers fairly between tenants."""
     priority: int = NORMAL
     source: Source = "http"
     """Its submitter."""
@@ -105,7 +105,7 @@ class Invocation:
     on_end: Callable[[], None] | None = None
     """Called as soon as the invocation has an output or an error, but not if its caller has gone."""
     capture: Capture | None = None
-    """Gets the lines that the invocation prints, if somebody wants them."""
+    """Receives the lines that the invocation prints; None if they are not captured."""
     output: asyncio.Future[Output] = field(init=False)
     stream: Stream | None = field(init=False)
     timeline: Timeline = field(init=False)

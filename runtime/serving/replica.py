@@ -48,7 +48,7 @@ class CallEvents(Protocol):
         """A worker gave back an invocation that it has not started."""
 
     def on_split(self, invocations: list[Invocation]) -> None:
-        """A worker makes one more handler call for `invocations`, those of a batch that have not ended."""
+        """A worker makes one more handler call for the `invocations` of a batch that have not ended."""
 
     def on_resized(self, replica: Replica) -> None:
         """A worker takes more or fewer invocations at a time than before."""
@@ -70,7 +70,7 @@ class WorkerEvents(Protocol):
 
 
 class Replica:
-    """One worker: how much it may be sent, and which invocations it has. It changes no invocation."""
+    """A worker with its state, its capacity, and the invocations that were sent to it. It changes no invocation."""
 
     def __init__(
         self, child: Child, activation: Activation, calls: CallEvents, events: WorkerEvents, env: dict[str, str],
@@ -88,7 +88,7 @@ class Replica:
         self.window = 0
         """How many invocations it may have at a time. If the handler takes batches: how many batches."""
         self.batch_limit: int | None = None
-        """The largest batch that fits into its memory; None until it has reported one."""
+        """The largest batch that fits into the worker's memory; None until the worker has reported a limit."""
         self.reported_failure = False
         self.device = ""
         """Its device and dtype."""
@@ -230,18 +230,18 @@ class Replica:
 
     def wake(self, now_s: float) -> None:
         """Have a parked worker bring its weights back. It may be sent invocations at once."""
-        # If it has not begun to park yet, it does not, and tells nothing.
+        # If the worker has not begun to park yet, it does not park, and sends no PARKED.
         self._drop_park_timer()
         self._past_parked_s, self.state = self.parked_s(now_s), ReplicaState.READY
         self.child.link.send(FrameKind.UNPARK)
 
     def parked_s(self, now_s: float) -> float:
-        """Return for how many seconds it has been parked."""
+        """Return the total number of seconds for which the worker has been parked."""
         present_s = now_s - self._parked_since_s if self.state is ReplicaState.PARKED else 0.0
         return self._past_parked_s + present_s
 
     def drain(self, kill_after_s: float | None) -> None:
-        """Ask the worker to end what it runs and to exit. Kill it if it still runs after `kill_after_s`.
+        """Ask the worker to end its invocations and to exit. Kill it if it still runs after `kill_after_s`.
 
         If that is None, it may run until its last invocation has ended, which deadlines limit.
         """

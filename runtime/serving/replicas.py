@@ -90,8 +90,8 @@ class Replicas:
     def pick(self) -> Replica | None:
         """Return the worker for the next invocation or batch; None if no worker has room.
 
-        It is the least busy worker, and of equally busy ones the newest, so that older ones can stop. If
-        workers prefetch, it is the busiest one that has room: its process is awake, others must be woken.
+        It is the least busy worker. If several are equally busy, it is the newest, so that older workers can stop. If
+        workers prefetch, it is the busiest worker with room: its process is running, and idle processes would have to be woken.
         """
         if self._last is not None and self._last.can_prefetch:
             return self._last
@@ -124,7 +124,7 @@ class ReplicaList(Replicas):
         self.forget_last()
 
     def forget_last(self) -> None:
-        """Pick the next worker anew: the last one may take nothing any more."""
+        """Pick the next worker anew, because the last worker may not take invocations any more."""
         self._last = None
 
 

@@ -1,7 +1,7 @@
 """Runs the invocations of a revision, which is one immutable version of a function.
 
-It accepts invocations, queues them, and has workers run them. It starts and stops no worker: it tells its watcher of what may
-change how many there should be (reconciling/revision_workers.py).
+It accepts invocations, queues them, and has workers run them. It starts and stops no worker: it tells its watcher
+(reconciling/revision_workers.py) when the right number of workers may have changed.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from .replica import CallEvents, Replica, ReplicaState
 from .replicas import Replicas
 
 FAILURES = (HandlerFailed, OutputInvalid)
-# Those who listen to the calls of a function hear of one in this time at most.
+# The minimum time between two calls of `on_called`.
 BEAT_S = 0.5
 
 
 class CallWatcher(Protocol):
-    """Decides how many workers a revision has. The revision tells it of its invocations."""
+    """Decides how many workers a revision has. The revision notifies it of its invocations."""
 
     def look(self, arriving: int = 0) -> None:
-        """The number of invocations may need another number of workers. `arriving` ones are not queued yet."""
+        """The number of invocations may need another number of workers. `arriving` invocations are not queued yet."""
 
     def on_refused(self) -> None:
         """A caller could not wait until a worker has started."""
@@ -63,7 +63,7 @@ class Revision(CallEvents):
         self.enough = -1.0
         """Up to this number of running invocations, an arrival needs no other number of workers. The watcher sets it."""
         self.peak = 0
-        """The largest number of running invocations since the watcher has looked last. It sets it to 0."""
+        """The largest number of running invocations since the watcher last looked. The watcher resets it to 0."""
         self._waited = self._refused = 0
 
     def configure(self, policy: Policy) -> None:
@@ -107,12 +107,12 @@ class Revision(CallEvents):
 
     @property
     def arrived(self) -> int:
-        """How many invocations were accepted so far. Those that have failed in the queue do not count."""
+        """The number of invocations accepted so far, without the invocations that have failed in the queue."""
         return self.replicas.completed + self.replicas.in_flight + len(self.dispatcher.queue)
 
     @property
     def slow(self) -> tuple[int, int]:
-        """How many invocations have waited for the start of a worker, or could not; and how many there were."""
+        """The number of invocations that waited for the start of a worker or could not wait for it, and of all invocations."""
         lost = self._refused + self.dispatcher.given_up
         return self._waited + lost, self.arrived + lost
 

@@ -1,4 +1,4 @@
-"""The processes that run handlers, and what runs inside them.
+"""The code of the processes that run handlers: zygotes and workers.
 
 Start reading at `zygote.py`, which has the `main` of a launched process and forks workers. `worker.py` is one
 worker from its start to its exit. `function_setup.py` builds and sets up a function in this process.

@@ -46,7 +46,7 @@ class BatchRun:
                 self._pack(piece)
             elif calls := [call for call in piece if not self._is_over(call)]:
                 if self._started:
-                    # The gateway restarts its time limit for each handler call, so tell it that one starts.
+                    # The gateway restarts its time limit for each handler call, so report the start of this call.
                     head = {"window": self._runner.window, "call": calls[0].channel}
                     self.frames.append(encode_json(FrameKind.WINDOW, 0, head))
                 self._runner.send(self.frames)

@@ -2,11 +2,11 @@
 
     <state dir>/compiled/<function>/<key>/inductor/ triton/ cuda/
 
-Each compiler has keys of its own for what it makes. The key of the folder holds what such code depends on beyond
-that: inductor, for example, compiles for the very processor it runs on, and its keys do not name that. The zygote
-does all of this with the rights of the function, before it runs any of its code.
+Each compiler has its own keys for compiled code. The key of the folder names the other facts that the code depends on:
+inductor, for example, compiles for the processor that it runs on, and its keys do not name this processor. The zygote
+does all of this with the rights of the function, before it runs any of the function's code.
 
-A zygote and its workers hold a shared lock on their folder. Only who gets the exclusive one changes what is there.
+A zygote and its workers hold a shared lock on their folder. Only a process with the exclusive lock removes anything there.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from pathlib import Path
 from ...snapshot.caching.flock import lock_folder, try_lock
 from ..link.worker_spec import CompiledCode
 
-# The variables that tell the compilers where, and the names of their folders.
+# The variables that set the compilers' folders, and the names of the folders.
 FOLDERS = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "CUDA_CACHE_PATH": "cuda"}
-# The folders of so many other keys stay beside that in use: a rollback finds what it has compiled before.
+# The number of folders of other keys that stay beside the folder in use. After a rollback, the older folder is used again.
 KEPT_OTHERS = 1
-# Inductor makes a folder with this ending beside a library or header while a compiler writes that.
+# Inductor makes a folder with this ending beside a library or header while a compiler writes the file.
 _UNFINISHED = "_CxxBuild"
 _LIBRARIES = (".so", ".o", ".gch")
-# The first lines of /proc/cpuinfo tell of one processor. The file has so many for each.
+# /proc/cpuinfo has one block of lines for each processor. The first block is enough, and fits into this number of bytes.
 _CPUINFO, _CPUINFO_BYTES = Path("/proc/cpuinfo"), 8192
 _CPU_FIELDS = ("vendor_id", "cpu family", "model", "flags", "CPU implementer", "CPU part", "Features")
 _NVIDIA = Path("/proc/driver/nvidia")
 # The file of a folder that names the boot of the machine in which it was used last.
 _BOOT, _BOOT_ID = "boot", Path("/proc/sys/kernel/random/boot_id")
-# How long the kernel may keep in memory what was written to a file: by default 30 s, and 5 s until it looks.
+# How long the kernel may keep written data in memory before it is on the disk: by default 30 s, and 5 s until it looks.
 WRITTEN_BACK_S = 120.0
 
 
 def keep_compiled_code(kept: CompiledCode) -> dict[str, str]:
-    """Make room in the folder of this process's key, and return the variables that lead compilers there.
+    """Prepare the folder of this process's key, and return the variables that lead compilers there.
 
-    When it is made, the folders of older keys are removed, but for KEPT_OTHERS and those in use. If there is more than
-    the limit in it, it is emptied. Return no variables if it cannot be used.
+    If the folder is new, remove the folders of older keys, except KEPT_OTHERS and the folders in use. If the folder has
+    more than the limit, empty it. Return no variables if the folder cannot be used.
     """
     folder = kept.folder / _key(kept)
     try:
@@ -68,14 +68,14 @@ def note_end(kept: CompiledCode) -> None:
 
 
 def prepare() -> None:
-    """Find out in a base what its zygotes then know."""
+    """Compute cached facts in a base, so that its zygotes inherit them."""
     platform()
     _boot()
 
 
 @functools.cache
 def platform() -> str:
-    """Return a digest of what code depends on that was compiled by this interpreter on this machine."""
+    """Return a digest of the facts about this interpreter and machine that compiled code depends on."""
     facts = (sys.version, *os.uname()[4:], _libc(), *_packages(), *_processor(), *_gpus())
     return hashlib.sha256("\n".join(facts).encode()).hexdigest()[:16]
 
@@ -124,7 +124,7 @@ def _make(folder: Path) -> None:
 
 
 def _take(folder: Path, limit_bytes: int) -> None:
-    """Lock the folder for this process and those that are forked from it. If nobody else uses it, mend it before."""
+    """Lock the folder for this process and its forks. If no other process uses the folder, clean it first."""
     if (descriptor := lock_folder(folder, exclusive=True)) is None:
         lock_folder(folder, exclusive=False)
     else:
@@ -137,7 +137,7 @@ def _take(folder: Path, limit_bytes: int) -> None:
 
 
 def _on_disk(folder: Path, written_s: float) -> bool:
-    """Return False if the machine may have crashed before what was written last was on its disk.
+    """Return False if the machine may have crashed before the last written files were on its disk.
 
     Compilers do not wait for the disk, and a damaged file makes inductor fail, or kills the worker. Note that the
     folder is used in this boot of the machine.
@@ -161,13 +161,13 @@ def _boot() -> str:
 def _mended(folder: Path) -> tuple[int, float]:
     """Remove the libraries that a compiler has left unfinished. Inductor would load them, and fail.
 
-    All else is written beside and renamed. Return how many bytes of disk are in use, and when they were written last.
+    All other files are written beside and renamed. Return the bytes of disk in use, and the time of the last write.
     """
     size, written_s = 0, 0.0
     for entry in (entry for name in FOLDERS.values() for entry in _entries(folder / name)):
         found = entry.stat(follow_symlinks=False)
         size += found.st_blocks * 512
-        # Folders, and the empty files that are only locked, are changed by those who read, too.
+        # Readers also change the times of folders and of empty lock files, so these do not count.
         if found.st_size and entry.is_file(follow_symlinks=False):
             written_s = max(written_s, found.st_mtime)
         if entry.name.endswith(_UNFINISHED):
@@ -191,9 +191,9 @@ def _entries(folder: Path | str) -> Iterator[os.DirEntry[str]]:
 
 
 def _remove_others(folder: Path) -> None:
-    """Remove the folders of other keys that nobody uses, but for those used last."""
+    """Remove the unused folders of other keys, except the KEPT_OTHERS that were used last."""
     others = sorted((path for path in folder.parent.iterdir() if path != folder), key=_last_used_s)
-    # A name with a dot is of one whose removal was interrupted.
+    # A name with a dot in front marks a folder whose removal was interrupted.
     interrupted = [path for path in others if path.name.startswith(".")]
     whole = [path for path in others if path not in interrupted]
     for other in (*interrupted, *whole[:-KEPT_OTHERS]):

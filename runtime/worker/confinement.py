@@ -76,7 +76,7 @@ def _restrict(confinement: Confinement) -> None:
         if _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), "no new privileges")
         _call(_RESTRICT_SELF, ruleset, 0)
-        # A process of root could otherwise read the memory of those that it must not look into.
+        # With capabilities, a process of root could read the memory of processes that it must not look into.
         _drop_capabilities()
     finally:
         os.close(ruleset)
@@ -90,7 +90,7 @@ def _rules(confinement: Confinement) -> Iterator[tuple[Path, int]]:
     yield from ((path, _READ) for path in _outside(Path("/"), hidden | {devices}))
     python = (Path(sys.prefix), Path(sys.base_prefix), *map(Path, filter(None, sys.path)))
     for path in (*confinement.readable, *python):
-        # One that holds a hidden folder was yielded in parts before. The working directory may be "/".
+        # Skip a path that contains a hidden folder, such as the working directory "/". Its other parts were yielded above.
         if not any(other.is_relative_to(path.resolve()) for other in hidden):
             yield path, _READ
     for path in confinement.unlisted:
@@ -103,10 +103,10 @@ def _rules(confinement: Confinement) -> Iterator[tuple[Path, int]]:
 
 
 def _outside(folder: Path, hidden: set[Path]) -> Iterator[Path]:
-    """Yield what is in `folder` but the hidden folders, as few paths as possible.
+    """Yield paths, as few as possible, that cover everything in `folder` but the hidden folders.
 
-    What is made in `folder` later, beside a hidden folder, is not among them. Links are left out: what they
-    point to is yielded at its own place, unless it is hidden.
+    Files and folders that are made later beside a hidden folder are not covered. Links are left out: their targets are
+    yielded at their own places, unless they are hidden.
     """
     with suppress(PermissionError), os.scandir(folder) as entries:
         for entry in entries:

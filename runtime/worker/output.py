@@ -1,7 +1,7 @@
-"""Marks what a worker prints with the invocation that prints it, so that its caller gets these lines alone.
+"""Marks each printed line with the invocation that printed it, so that a caller gets only the lines of its invocation.
 
 `current` is the invocation that the present thread or task works for. Lines printed for it are marked as
-`runtime/telemetry/log_stream.py` describes. What is written to the descriptors directly passes unmarked.
+`runtime/telemetry/log_stream.py` describes. Output that is written directly to the descriptors passes unmarked.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ def redirect(descriptor: int, word: str) -> None:
 
 
 def begin(calls: list[Call]) -> None:
-    """The handler is called. What it prints belongs to a caller only if it is called for one."""
+    """The handler is called for `calls`. Its output belongs to an invocation only if there is exactly one."""
     current.set((calls[0].channel, calls[0].context.id) if len(calls) == 1 else None)
 
 

@@ -1,6 +1,7 @@
 """Parks a worker: its weights give the memory of their devices back, until an invocation needs them.
 
-Both ways take their time, so a thread goes them, and the event loop stays free. What arrives meanwhile is held in order.
+Both directions take time, so they run in a thread, and the event loop stays free. Frames that arrive meanwhile are held in
+order.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class WorkerParking:
     ) -> None:  # fmt: skip
         """`deliver` takes the frames that were held. `follow` is called, in a thread, once weights are on their way back.
 
-        `drain` is called if they cannot come back: another worker, or the error of its start, is what callers get then.
+        `drain` is called if the weights cannot come back. Callers then get another worker, or the error of its start.
         """
         self.awake = True
         """False from PARK until the worker can run invocations again: until then, call `hold`."""
@@ -62,7 +63,7 @@ class WorkerParking:
         self.wake()
 
     def close(self) -> None:
-        """Bring no weights back any more, because the worker ends, and deliver what is held."""
+        """Bring no weights back any more, because the worker ends, and deliver the held frames."""
         self._closed = True
         self.wake()
 
@@ -96,7 +97,7 @@ class WorkerParking:
                 freed_bytes = self._snapshots.park() if self._snapshots is not None else 0
                 return freed_bytes, devices.reserved_bytes()
         except (PilotflameError, RuntimeError) as error:
-            # What is not parked stays where it is.
+            # Weights that are not parked yet stay on their devices.
             sys.stderr.write(f"the weights could not be parked: {error}\n")
             return 0, []
 
