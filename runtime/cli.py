@@ -172,7 +172,7 @@ def dev(*, source: options.FunctionSource, as_json: bool, state_dir: Path | None
 def _run(gateway: GatewaySettings, listening: Callable[[str], None], **how: Any) -> None:
     """Run the gateway, as `main.run` does, and announce its start to commands until it listens."""
     with announced_start(gateway.port) as started:
-        # Imported here: it takes a second, --help does not need it, and by now commands know that they can wait.
+        # Imported here because it takes a second. --help does not need it, and commands already see the announcement.
         from .main import run  # noqa: PLC0415
 
         def tell(url: str) -> None:
@@ -184,7 +184,7 @@ def _run(gateway: GatewaySettings, listening: Callable[[str], None], **how: Any)
 
 def _announce(gateway: GatewaySettings, text: str) -> None:
     """Print a line on stderr, in the format of the gateway's log."""
-    # It takes time to import, and --help does not need it.
+    # Imported here because it takes time, and --help does not need it.
     from .telemetry.log_files import LogLine  # noqa: PLC0415
 
     in_log = LogLine(time.time(), "gateway", text).encode().decode().rstrip("\n")

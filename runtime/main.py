@@ -97,10 +97,10 @@ LOG = logging.getLogger(__name__)
 # How many new objects trigger a garbage collection. A request creates about twenty objects that the collector
 # counts. Nearly all of them are freed when the request ends, so frequent collections would find nothing.
 YOUNG_OBJECTS = 20_000
-# How long a gateway that other machines can reach serves new requests after SIGTERM. Kubernetes tells balancers
-# at the same time as the process, and they need a second or two.
+# How long a gateway that other machines can reach serves new requests after SIGTERM. Kubernetes informs the load
+# balancers when it signals the process, and they need a second or two to react.
 LAME_DUCK_S = 3.0
-# How long slow readers get at least for answers that are made.
+# The minimum time that slow clients have to read answers that are complete.
 LAST_BYTES_S = 1.0
 NO_SHUTDOWN = (
     "the previous gateway (%s) ended without shutdown; restored: %d functions, %d jobs that were running and run again,"
@@ -443,23 +443,23 @@ def _open_audit(routes: Sequence[Route], logs: Logs, stack: contextlib.AsyncExit
 
 
 async def shutdown(server: Server) -> None:
-    """Refuse new work, finish what runs, and release messages of event sources that no job is running for."""
+    """Refuse new work, finish running work, and release messages of event sources whose jobs do not run."""
     begun_s = time.monotonic()
     server.leave()
     server.http.stop_accepting()
     if server.standalone is not None:
         await server.standalone.close()
     server.jobs.stop()
-    # Not a task group of their own: if one failed, it would cancel the other.
+    # Not in a task group: if one task failed, the group would cancel the other one.
     parts = (server.sources.close(), server.functions.close())
     await asyncio.wait([server.tasks.create_task(part) for part in parts])
-    # Only now, so that they tell how the functions have ended.
+    # Followed logs and the console stay open until now, so that they also show the end of the functions.
     server.endless.close()
     await server.http.finish(max(LAST_BYTES_S, begun_s + server.functions.drain_s - time.monotonic()))
 
 
 def _lame_duck_s(settings: GatewaySettings, *, local: bool) -> float:
-    """Return for how many seconds new requests are served after SIGTERM."""
+    """Return the time in seconds for which the gateway serves new requests after SIGTERM."""
     if settings.lame_duck_s is not None:
         return settings.lame_duck_s
     return 0.0 if local else LAME_DUCK_S
@@ -469,7 +469,7 @@ def _standalone(
     alone: FunctionSettings | None, functions: Functions, rows: Sequence[Route], form: Format,
     stack: contextlib.AsyncExitStack,
 ) -> Standalone | None:  # fmt: skip
-    """Return what serves the only function, and print that function's log until `stack` closes."""
+    """Return the `Standalone` of the only function, and print that function's log until `stack` closes."""
     if alone is None:
         return None
     printing = print_log(functions.logs.of_function(alone.name), form)
@@ -519,9 +519,9 @@ def _observe(
     functions: Functions, metrics: Metrics, ledger: Ledger, settings: GatewaySettings,
     stack: contextlib.AsyncExitStack,
 ) -> tuple[Rest, MemoryMeter]:  # fmt: skip
-    """Tell who must know when workers start and when functions come and go, until `stack` closes.
+    """Connect the metrics, the ledger and the memory limit to the events of functions, until `stack` closes.
 
-    Return what limits the memory at rest, and what measures the memory of all processes.
+    Return the limiter of the memory of idle functions, and the meter of the memory of all processes.
     """
     events, memory = functions.events, MemoryMeter(functions, functions.tasks)
     metering = Metering(functions, ledger, memory, functions.tasks)
@@ -545,14 +545,14 @@ def _observe(
 
 
 def _recorder(functions: Functions, state: Path, stack: contextlib.AsyncExitStack) -> Recorder:
-    """Store what is decided about functions and when they are called, until `stack` closes."""
+    """Store the decisions about functions, their load and their arrivals, until `stack` closes."""
     recorder, tasks = Recorder(state / "records", functions.all), functions.tasks
 
     def deleted(name: str) -> None:
         tasks.create_task(recorder.forget(name))
 
-    # Not `removed`: a gateway that is killed before the function's own files go must leave no records to a new
-    # function of this name.
+    # Not `removed`, which comes later: if the gateway is killed during the deletion, a new function of this name must
+    # not get the old records.
     functions.events.deleted.append(deleted)
     functions.events.processes.append(recorder.note_change)
     stack.push_async_callback(recorder.flush)
@@ -567,7 +567,7 @@ async def _connect(
     prewarming: Prewarming,
     stack: contextlib.AsyncExitStack,
 ) -> None:
-    """Tell jobs, event sources, pre-warming and alerts, until `stack` closes, when a function becomes live or is deleted."""
+    """Connect jobs, event sources, pre-warming and alerts to the events of functions, until `stack` closes."""
     events, alerts = functions.events, FunctionAlerts(jobs.store, functions.tasks, jobs.check_webhook)
     await alerts.start()
     stack.callback(prewarming.close)

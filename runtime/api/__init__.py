@@ -1,6 +1,6 @@
-"""Serves HTTP: pilotflame's own routes, and the code that all routes share, for example the guard.
+"""Serves HTTP: pilotflame's own routes, and the steps around every request, for example the guard.
 
-Start reading at `routes.py`, which defines the rows of the route table, or at `invoke.py`, which serves
-`POST /invoke/{function}`. This package turns HTTP requests into invocations and jobs. The functions, jobs
+Start reading at `invoke.py`, which serves `POST /invoke/{function}`, or at `http/routes.py`, which defines the rows of
+the route table. This package turns HTTP requests into invocations and jobs. The functions, jobs
 and keys themselves belong to other packages. This package must not import a dialect or a command.
 """

@@ -68,8 +68,8 @@ class Admin:
         disk_full: Callable[[], bool] = lambda: False,
         starting: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`sources` returns how a function's event sources do. `disk_full` is called in a thread, and returns whether
-        the state folder's disk is full. While `starting` returns True, /readyz responds with 503 too.
+        """`sources` returns the state and the counts of a function's event sources. `disk_full` is called in a thread, and
+        returns whether the state folder's disk is full. While `starting` returns True, /readyz responds with 503 too.
         """
         self._sources = sources
         self._disk_full, self._starting = disk_full, starting
@@ -156,7 +156,7 @@ class Admin:
         return (_visible(status, caller) for status in found)
 
     def _status(self, live: Live, processes: Sequence[Process] = ()) -> FunctionStatus:
-        """Return the status of a function, with what the metrics have counted of it."""
+        """Return the status of a function, with its counts from the metrics."""
         by_source = self._metrics.totals(live.record.function).by_source
         counts = {
             source: {str(code): count for code, count in of.items()} for source, of in by_source.items()
@@ -173,7 +173,7 @@ def _with_memory(status: FunctionStatus, memory: NodeMemory) -> FunctionStatus:
 
 
 def _visible(status: FunctionStatus, caller: Caller) -> FunctionStatus:
-    """Return the status without what only those may see who may deploy: environment, alerts.url, and error texts."""
+    """Return the status. Without the scope `deploy`, hide the values of `env`, alerts.url and error texts."""
     if caller.has(Scope.DEPLOY):
         return status
     alerts = status.settings.alerts

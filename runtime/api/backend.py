@@ -67,7 +67,7 @@ class Backend:
         return min(self.max_body_bytes, revision.policy.settings.max_body_bytes)
 
     def too_large_remedy(self, limit: int, revision: Revision | None = None) -> str:
-        """Return what helps if a body exceeds `limit`: the limit of the gateway, of the revision or of jobs."""
+        """Return the remedy for a body above `limit`, which is the limit of the gateway, of the revision or of jobs."""
         if limit == self.max_body_bytes:
             return GATEWAY_REMEDY
         own = revision is not None and limit == revision.policy.settings.max_body_bytes
@@ -89,8 +89,9 @@ class Backend:
     async def submit(
         self, request: web.Request, live: Live, body: bytes, *, wait_s: float | None = None, **fields: Any
     ) -> Submitted:
-        """Store a job and, with `wait_s`, wait as long for its end. The caller must not know its id before.
+        """Store a job, and wait up to `wait_s` for its end. Return the job, and headers for the response.
 
+        With `wait_s`, a job that ends soon is stored only at its end, so do not give its id to anyone before this returns.
         The job has values from the function's settings and the request. `fields` override both.
         """
         fields = {"traceparent": traceparent_of(request.headers)} | fields

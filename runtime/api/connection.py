@@ -25,7 +25,7 @@ INTERNALS = (
     "_next_keepalive_close_time", "_parser", "_paused", "_process_keepalive", "_reading_paused", "_request_count",
     "_request_in_progress", "_waiter", "resume_reading",
 )  # fmt: skip
-"""What `FastConnection` uses of `web.RequestHandler`. aiohttp may change these names in any release."""
+"""The names of `web.RequestHandler` that `FastConnection` uses. aiohttp may change these names in any release."""
 _STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}" for status in HTTPStatus}
 
 
@@ -129,9 +129,10 @@ class FastConnection(ClientConnection):
         super().connection_lost(exc)
 
     def finish(self) -> asyncio.Future[None] | None:
-        """Close the connection after the answer that it sends, and return the future of that.
+        """Close the connection after the present response. Return a future that is done once it is closed.
 
-        Return None if it sends none. What waits for something else, such as a follower of a log, sends none.
+        Return None and leave the connection open if no invocation runs and the write buffer is empty. A request that
+        waits for something else, such as the next line of a log, is not an invocation.
         """
         transport, request = self.transport, self._current_request
         if transport is None:
@@ -143,7 +144,7 @@ class FastConnection(ClientConnection):
         if self._request_in_progress:
             self._close = True
         else:
-            # What is written already is sent before.
+            # The transport sends its write buffer before it closes.
             transport.close()
         return self._lost
 

@@ -5,8 +5,8 @@ its security policy forbids everything else: other origins, scripts and styles i
 strings. The page holds no data. It sends the API key that a user enters in the header Authorization. There are no
 cookies, so a page of another origin cannot act for the user, and no token against forged requests is needed.
 
-`GET /v1/console?follow=1` is a line of JSON each second, with the functions that have changed. Nothing runs while
-nobody reads it.
+`GET /v1/console?follow=1` sends a line of JSON each second, with the functions that have changed. The console does no
+work while it has no readers.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ POLICY = (
 )
 MEDIA_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 EVERY_S = 1.0
-# A stream ends after this time and the page opens another, so that a key that was revoked is noticed.
+# A stream ends after this time. The page then opens another one, which a revoked key cannot.
 MAX_FOLLOW_S = 300.0
-# After so many functions, the event loop gets a turn, since a gateway may have thousands.
+# The event loop gets a turn each time after this number of functions, because a gateway may have thousands.
 ROWS_AT_ONCE = 10
 FOLLOW = Flag("follow", "Go on with a line each second, with the functions that have changed.")
 
@@ -68,14 +68,14 @@ class ConsoleFunction(TypedDict):
     rung: RungName
     next_rung: RungName | None
     next_rung_at: int | None
-    """When the keep-alive policy moves it to `next_rung`, in Unix seconds, if no invocation comes before. In whole
-    seconds, since a part that changes would let the row be sent each time."""
+    """When the keep-alive policy moves it to `next_rung`, in Unix seconds, if no invocation comes before. Rounded to
+    whole seconds: a changing fraction would be a change of the row, which would then be sent each time."""
     standby: bool
     workers: ConsoleWorkers
     queued: int
     in_flight: int
     stopped: str
-    """Why it refuses calls now, as "budget"; "" if it accepts them."""
+    """The reason why it refuses calls now, such as "budget"; "" if it accepts them."""
     failed_starts: int
     """How many starts of a worker have failed since the last that succeeded."""
     rest_mb: float | None
@@ -100,7 +100,7 @@ class ConsoleGateway(TypedDict):
 
 
 class ConsoleView(TypedDict):
-    """What the console shows. `removed` are functions that are gone since the line before."""
+    """The content of the console. `removed` lists the functions that are gone since the previous line."""
 
     at: float
     gateway: ConsoleGateway
@@ -109,7 +109,7 @@ class ConsoleView(TypedDict):
 
 
 class Console:
-    """The routes of the console. Its files are public, and what it shows is not."""
+    """The routes of the console. Its files are public, but its data is not."""
 
     def __init__(self, functions: Functions, metrics: Metrics, endless: EndlessAnswers) -> None:
         self._functions, self._metrics, self._endless = functions, metrics, endless

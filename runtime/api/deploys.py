@@ -105,7 +105,7 @@ class Deploys:
         loop, events = asyncio.get_running_loop(), asyncio.Queue[bytes]()
 
         def tell(name: str, told: BaseModel) -> None:
-            # Threads of the deploy tell too. One way for all keeps the order.
+            # Some events come from threads of the deploy. Sending all events this way keeps their order.
             loop.call_soon_threadsafe(events.put_nowait, event(name, told.model_dump_json().encode()))
 
         progress = Progress(lambda change: tell(_NAMES[type(change)], change))

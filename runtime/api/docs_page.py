@@ -42,7 +42,7 @@ class DocsPage:
     """The routes of the page and of `/`. They are public: a health checker or a browser needs no key."""
 
     def __init__(self, more: Mapping[str, str] = MappingProxyType({})) -> None:
-        """`more` is what plugins add to the fields of `/`."""
+        """`more` holds the fields that plugins add to `/`."""
         self._fields = {"name": NAME, "version": __version__, **LINKS, **more}
 
     def routes(self) -> list[Route]:

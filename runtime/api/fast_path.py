@@ -76,7 +76,7 @@ class FastPath:
         return request
 
     def close(self) -> None:
-        """Take no more requests. aiohttp handles them, so that `on_response_prepare` applies to their responses."""
+        """Leave all further requests to aiohttp, so that `on_response_prepare` applies to their responses."""
         self._closed = True
 
     def send(self, send: Send, response: Response) -> None:

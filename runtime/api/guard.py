@@ -1,9 +1,10 @@
-"""Checks, before every route, who the caller is and what they may do.
+"""Identifies the caller before every route, and checks the caller's rights.
 
 A gateway is open if only this machine can reach it, its setting `auth` is not "always", and it never had an
-API key. An open gateway admits every request, except those that a web page of another origin has caused. Any
-other gateway requires an API key on all routes that are not public, but not with the key of the control socket. A gateway
-that serves one function alone requires none, unless it has one, but admits its callers to few routes only.
+API key. An open gateway admits every request, except requests that a web page of another origin has caused. Any
+other gateway requires an API key on all routes that are not public, except in requests with the key of the control
+socket. A gateway that serves one function alone requires an API key only if a key exists. Without a key, its callers may
+use only a few routes.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ LOG = logging.getLogger(__name__)
 # AWS's clients sign requests, and may also send a session token. A caller can use the API key as this token.
 SESSION_TOKEN = "X-Amz-Security-Token"  # noqa: S105
 UNVERIFIED_BODIES = 16
-"""How many large bodies are read at a time of which it is not known yet who has sent them."""
+"""The maximum number of large bodies that are read at the same time before their signatures are verified."""
 RETRY_S = 1.0
 _FETCH_SITE = istr("Sec-Fetch-Site")
 
@@ -97,7 +98,7 @@ class Guard:
         cors: CrossOrigin, *, local: bool, required: bool, on_quota: Callable[[str, PilotflameError], None], max_body_bytes: int, body_timeout_s: float,
         names: Callable[[], Iterable[str]] = tuple, anybody: Caller = ANYBODY, open_to_anybody: Set[tuple[str, str]] = frozenset(),
     ) -> None:  # fmt: skip
-        """`local`: only this machine can reach the gateway. `required`: requests need a key although there is none.
+        """`local`: only this machine can reach the gateway. `required`: requests need a key even if no key exists.
 
         While requests need no key, their caller is `anybody`, who may use the routes (method and path) in
         `open_to_anybody` whatever their scope. `on_quota` is called with the function and the error of a
@@ -259,7 +260,7 @@ class Guard:
 
     @contextlib.asynccontextmanager
     async def _reading(self, request: web.Request) -> AsyncIterator[None]:
-        """Limit how many bodies are in memory that are not verified. Small ones are not counted."""
+        """Limit the number of unverified bodies in memory. Small bodies do not count."""
         if not request.can_read_body or (request.content_length or math.inf) <= MAX_ON_LOOP_BYTES:
             yield
             return

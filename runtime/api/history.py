@@ -1,4 +1,4 @@
-"""Serves what the gateway remembers of a function: its decisions, its load over time, and when its calls arrived."""
+"""Serves the records of a function: the decisions about it, its load over time, and the arrival times of its calls."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ..telemetry.decisions import describe
 from ..telemetry.rung_name import RungName
 
 MAX_ARRIVALS = 1_000_000
-# With these prices, what a rung costs is what it holds.
+# With these prices, the cost of a rung is the number of bytes that it holds.
 IN_BYTES = HoldingPrices(memory_byte_s=1.0, device_s=0.0, waiting_s=0.0)
 SINCE = UnixTime("since", "Unix time in seconds from which on to tell; by default all that is kept.", 0.0)
 MOST_DECISIONS = Number("lines", "The largest number of decisions, the last ones.", 1000, maximum=10_000)
@@ -33,7 +33,7 @@ MOST_ARRIVALS = Number(
 
 
 class DecisionFacts(TypedDict):
-    """A decision about a function. `text` says it in plain words, with the `figures` behind it."""
+    """A decision about a function. `text` explains it in words, `figures` holds the numbers behind it."""
 
     at: Timestamp
     action: str
@@ -43,9 +43,10 @@ class DecisionFacts(TypedDict):
 
 
 class LoadFacts(TypedDict):
-    """What a function had from `at` on until the next sample: the largest numbers of one second.
+    """A sample of a function's load. It holds from `at` until the next sample.
 
-    `cold` counts the invocations that were answered then and had waited for an activation, `slowest_cold_s` for how long.
+    Counts of invocations and workers are the maxima within the second. `rung` is the rung at its end. `cold` is the
+    number of answered invocations that had waited for an activation, and `slowest_cold_s` the longest of these waits.
     """
 
     at: Timestamp
@@ -76,7 +77,7 @@ class PriceFacts(TypedDict):
 
 
 class HistoryApi:
-    """The routes of what is remembered of functions."""
+    """The routes of the records of functions."""
 
     def __init__(self, functions: Functions, recorder: Recorder) -> None:
         self._functions = functions
@@ -148,7 +149,7 @@ class HistoryApi:
 
 
 def _rungs(live: Live) -> list[RungFacts]:
-    """Return the rungs of a function's ladder as they were measured, or guessed until then."""
+    """Return the rungs of a function's ladder, with estimates until the first measurements exist."""
     figures = live.function.ladder.figures
     names = ladder_spec_of(live.record, IN_BYTES).rungs
     rungs = figures.ladder(names, IN_BYTES).rungs
@@ -167,5 +168,5 @@ def _prices(live: Live) -> PriceFacts:
 
 
 async def _json(told: Callable[[], bytes]) -> web.Response:
-    """Return a response with the JSON that `told` makes in a thread: there can be many rows."""
+    """Return a response with the JSON from `told`, which is called in a thread because there can be many rows."""
     return web.Response(body=await asyncio.to_thread(told), content_type=JSON_TYPE)

@@ -83,7 +83,7 @@ class Gateway:
         received_s = time.monotonic()
         name = request.match_info["function"]
         request_id = request_id_of(request.headers)
-        # Raises before `refused` could count it: the metrics of made-up names would grow without limit.
+        # Raise here, so that `refused` does not count the error: invented names would add metrics without limit.
         revision = self._functions.live(name)
         try:
             most = self.most(revision)

@@ -21,14 +21,14 @@ CALL_REMEDY = "Return values that JSON has, or call it at /invoke."
 
 
 class ApiPlugin:
-    """The routes of a plugin, and what else it adds. This class adds nothing."""
+    """The routes of a plugin and its other additions to the API. This class adds nothing."""
 
     base: ClassVar[str] = ""
-    """What the paths of its routes begin with, as "/cog". At the bare paths it answers only with the setting `bare_paths`."""
+    """The prefix of the paths of its routes, such as "/cog". The paths without the prefix exist only with `bare_paths`."""
     webhook_bodies: ClassVar[WebhookBodies] = {}
     """The forms of webhooks that jobs of this plugin have."""
     root: ClassVar[Mapping[str, str]] = {}
-    """What `GET /` returns beside the gateway's own fields."""
+    """The fields that it adds to the response to `GET /`."""
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
@@ -60,7 +60,7 @@ class ApiPlugin:
         return load_json(output.payload)
 
     async def sweep(self) -> None:
-        """Do what is done from time to time, until it is cancelled. It is started again after an error."""
+        """Run the plugin's periodic work until cancelled. The gateway starts it again after an error."""
 
     def describe(
         self, document: dict[str, Any], functions: Sequence[FunctionStatus], *, named: bool
@@ -84,7 +84,7 @@ class Plugins:
         return list(self._by_name.values())
 
     def start(self, tasks: BackgroundTasks) -> Callable[[], None]:
-        """Let each plugin do what it does from time to time. Return what ends that."""
+        """Start the `sweep` of each plugin. Return a function that stops them."""
         running = [tasks.keep(plugin.sweep, name=name) for name, plugin in self._by_name.items()]
 
         def end() -> None:
@@ -102,7 +102,7 @@ class Plugins:
 
     @property
     def root(self) -> dict[str, str]:
-        """What plugins add to the fields of `/`. Values that are paths begin with the plugin's base."""
+        """The fields that plugins add to `/`. Values that are paths begin with the plugin's base."""
         return {
             name: plugin.base + text if text.startswith("/") and not self._bare else text
             for plugin in self.all

@@ -49,7 +49,7 @@ async def why_not_fast() -> str:
     try:
         async with asyncio.timeout(LIMIT_S):
             found = await _served(probe)
-    # Whatever another release of aiohttp raises or does not answer: the gateway serves without the fast path.
+    # Another release of aiohttp may raise any error, or not answer. The gateway then serves without the fast path.
     except Exception as error:  # noqa: BLE001
         return f"requests that were tried have failed ({type(error).__name__}: {error})"
     wanted = [f"{path[1:]} {number}" for number, path in enumerate(PATHS)]

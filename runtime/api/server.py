@@ -79,7 +79,7 @@ def url_of(sock: socket.socket, *, tls: bool = False) -> str:
 
 
 class HttpServer:
-    """The gateway's HTTP server, which first sends its clients away when the gateway is to end."""
+    """The gateway's HTTP server. Before the gateway ends, it makes its clients connect elsewhere."""
 
     def __init__(self, runner: web.AppRunner, fast_path: FastPath, tls: ssl.SSLContext | None) -> None:
         self._runner, self._fast_path, self._tls = runner, fast_path, tls
@@ -89,7 +89,7 @@ class HttpServer:
     async def listen(
         self, accept: Callable[[], asyncio.Protocol], socks: Sequence[socket.socket], header_timeout_s: float
     ) -> list[asyncio.Server]:
-        """Accept connections on `socks`, with TLS on those of other programs than our own."""
+        """Accept connections on `socks`, with TLS on all sockets but the control socket, which is a unix socket."""
         loop = asyncio.get_running_loop()
         for sock in socks:
             tls: dict[str, Any] = {}
@@ -131,7 +131,7 @@ async def callers_leave(request: web.Request, handler: Handler) -> web.StreamRes
     except ConnectionError:
         if request.transport is not None and not request.transport.is_closing():
             raise
-        # aiohttp finds that it cannot be sent, and ends the connection.
+        # aiohttp cannot send this response, and ends the connection.
         return web.Response()
 
 

@@ -41,7 +41,7 @@ class Standalone:
         self.caller = Caller(owner=PLATFORM, scopes=frozenset({Scope.INVOKE}))
         """The caller of every request without an API key."""
         self.open_routes = frozenset({METRICS_ROUTE})
-        """What they may use beside the routes that call the function: platforms scale it by its metrics."""
+        """Routes that these callers may use beside the routes that call the function. Platforms scale by the metrics."""
         self._functions, self._hold_s, self._most = functions, settings.hold_s, settings.max_queue
         self._calls = {
             (route.method, route.path)
@@ -67,7 +67,7 @@ class Standalone:
         self._live.set()
 
     async def close(self) -> None:
-        """Give the first deploy up if it still runs, and refuse the requests that wait for it."""
+        """Cancel the first deploy if it still runs, and refuse the requests that wait for it."""
         self._closing = not self._live.is_set()
         if self._deploying is not None and not self._deploying.done():
             self._deploying.cancel()

@@ -1,4 +1,4 @@
-"""Serves what functions have used, and what it cost."""
+"""Serves the usage of functions, and its cost."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ UNTIL = UnixTime("until", "Unix time in seconds; by default now.")
 
 
 class UsageRow(TypedDict):
-    """What was used under one key: a function, the id of the key that deployed it, or the start of an hour or day."""
+    """One sum. `key` is a function, the id of the API key that deployed it, or the start of an hour or day."""
 
     key: str
     usage: Usage
@@ -76,7 +76,7 @@ class UsageApi:
 
 
 def _query(request: web.Request) -> UsageQuery:
-    """Return what the caller asks for, of the functions that they may know of. Raise BadInput or UnknownFunction."""
+    """Return the caller's query, limited to the functions that the caller may see. Raise BadInput or UnknownFunction."""
     sent, now, caller = request.query, time.time(), caller_of(request)
     try:
         by = UsageKey(sent.get(BY.name, UsageKey.FUNCTION))

@@ -1,4 +1,4 @@
-"""Serves the route that starts workers ahead of need: for a caller who knows what comes, or for a platform's hook."""
+"""Serves the route that starts workers ahead of need, for callers that expect load and for hooks of platforms."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class WarmupRequest(BaseModel, frozen=True, strict=True):
 
 
 class WarmupApi:
-    """The route of warm-ups. What the query says goes before what the body says."""
+    """The route of warm-ups. A value in the query takes precedence over the body."""
 
     def __init__(self, functions: Functions) -> None:
         self._functions = functions
@@ -98,7 +98,7 @@ async def _body_of(request: web.Request) -> dict[str, Any]:
 
 
 def _cause_of(request: web.Request, event: dict[str, Any], body: WarmupRequest) -> str:
-    """Return what the caller names as the cause, or the type of the event that a platform sent."""
+    """Return the cause that the caller names, or the type of the event that a platform sent."""
     sent = request.query.get("cause", body.cause)
     if sent is not None:
         if CAUSE.fullmatch(sent) is None:

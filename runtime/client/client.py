@@ -23,14 +23,14 @@ EVENT_STREAM_TYPE = "text/event-stream"
 CONNECT_TIMEOUT_S = 5.0
 ANSWER_S = 30.0
 TIMEOUT = httpx.Timeout(ANSWER_S, connect=CONNECT_TIMEOUT_S)
-# A shell that completes a word does not wait longer.
+# For requests of shell completion, during which the shell is blocked.
 COMPLETION_TIMEOUT = httpx.Timeout(1.0)
 # For requests whose end only the gateway knows, for example the end of an invocation at its deadline.
 NO_TIMEOUT = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
 # A deploy takes long: it imports the handler, and with `install` it also installs requirements.
 DEPLOY_TIMEOUT = httpx.Timeout(1800.0, connect=CONNECT_TIMEOUT_S)
 OnProgress = Callable[[str, dict[str, Any]], None]
-"""Called with the name and the data of an event of a deploy: "function" or "step"."""
+"""Called with the name and the data of an event of a deploy: "function", "step" or "note"."""
 
 
 def _ignore(_event: str, _told: dict[str, Any]) -> None:
@@ -155,7 +155,7 @@ class Client:
         """Deploy an archive of the folder with the name `folder`, as `deploy` does.
 
         `base` is FUNCTION/REVISION: the live revision from which the gateway takes the files that the archive lists
-        and does not hold. Raise BaseChanged if that has changed.
+        and does not hold. Raise BaseChanged if another revision is live.
         """
         params: dict[str, Any] = {
             "folder": folder,
@@ -199,7 +199,7 @@ class Client:
         yield from self._lines(_path("v1", "logs", name), query)
 
     def views(self) -> Iterator[dict[str, Any]]:
-        """Yield what the console shows, and each second the functions that have changed."""
+        """Yield the content of the console, and then each second the functions that have changed."""
         yield from self._lines(_path("v1", "console"), {"follow": True})
 
     def _lines(self, path: str, query: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -32,7 +32,7 @@ def say(text: str) -> None:
 
 
 def function_trace(trace: str) -> str:
-    """Return a traceback of a function, with a first line that says that it is none of this command."""
+    """Return the traceback of a function's error. Its first line says that it is not this command's own."""
     return trace.rstrip().replace("Traceback (", "The function's traceback (")
 
 
@@ -168,7 +168,7 @@ def deploying(folder: str, *, quiet: bool) -> Iterator[Callable[[str, dict[str, 
     """Yield a function that shows the events of a deploy on stderr: the function, and each step with its time.
 
     On a terminal they are shown as they happen, and a spinner names the step that runs. Otherwise they are shown if
-    the deploy succeeds: a command that fails prints its error alone. Nothing is shown if `quiet`.
+    the deploy succeeds: a command that fails prints its error alone. Notes are shown at once. Nothing is shown if `quiet`.
     """
     console, lines = _console(err=True), list[str]()
     live = console.is_terminal and not quiet
@@ -176,7 +176,7 @@ def deploying(folder: str, *, quiet: bool) -> Iterator[Callable[[str, dict[str, 
 
         def show(name: str, told: dict[str, Any]) -> None:
             if name == "note":
-                # It says why the deploy takes long, so it does not wait for the end.
+                # A note says why the deploy takes long, so it must appear during the deploy.
                 return None if quiet else console.print(f"  {told['text']}", markup=False)
             if (line := _deploy_line(name, told)) is None:
                 return status.update(f"{told['name']} …") if status is not None else None

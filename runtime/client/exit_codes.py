@@ -69,7 +69,7 @@ def say_error(error: PilotflameError, *, as_json: bool) -> None:
     if as_json:
         return _say_json(error.to_wire(private=True))
     say(f"error: {' '.join(str(error).split())}")
-    # The gateway sends it only to those who may see the function's code.
+    # The gateway sends the traceback only to callers that may see the function's code.
     return say(f"\n{function_trace(error.trace)}") if error.trace else None
 
 

@@ -25,8 +25,8 @@ from . import display, exit_codes
 from .client import Client, OnProgress
 from .options import FunctionSource
 
-# The first upload of a command asks which files the gateway has if they are larger than this in all. The name of the
-# function, under which it asks, is found by a module whose import takes longer than to send them.
+# The minimum total size of the files for which the first upload of a command asks which of them the gateway has. The
+# question needs the function's name, and the import that finds the name takes longer than sending fewer bytes.
 WORTH_ASKING_BYTES = 1 << 20
 SHOWN_CHANGES = 3
 # Errors of the folder's content.
@@ -38,8 +38,8 @@ MENDABLE: tuple[type[PilotflameError], ...] = (
 class FolderDeploy:
     """A folder that is deployed once, or again after each change.
 
-    A gateway on loopback is sent the path. If it does not see the same folder there, since it runs in a container or
-    behind a forwarded port, it is sent the files instead, as is every other gateway and with `upload`.
+    A gateway on loopback gets the path. If it does not see the same folder there, because it runs in a container or
+    behind a forwarded port, it gets the files. Every other gateway gets the files, as does any gateway with `upload`.
     """
 
     def __init__(self, client: Client, source: FunctionSource, *, upload: bool, **flags: bool) -> None:
@@ -58,7 +58,7 @@ class FolderDeploy:
             if found is None:
                 found = self._upload(on_progress)
         except PilotflameError:
-            # Saving a file again is a reason to try again.
+            # Forget the files, so that saving a file again counts as a change even if its content is the same.
             self._files = []
             raise
         self._function = found["name"]
@@ -103,7 +103,7 @@ class FolderDeploy:
             return "", []
         try:
             found = self._client.post("v1", "functions", function, "lacking", body={"files": self._files})
-        # No such function yet, or none that the key covers.
+        # The function does not exist yet, or the API key does not cover it.
         except UnknownFunction:
             return "", []
         lacking = set(found["lacking"])
@@ -129,7 +129,7 @@ class Changes:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._found = queue.SimpleQueue[list[str] | CodeError]()
-        # A daemon, since nothing but the end of the process ends it.
+        # A daemon thread, because it runs until the process ends.
         threading.Thread(target=self._watch, daemon=True).start()
 
     def next(self) -> list[str]:
@@ -144,7 +144,7 @@ class Changes:
         try:
             for changed in watch(self._folder, raise_interrupt=False):
                 self._found.put(sorted({path for _, path in changed})[:SHOWN_CHANGES])
-        # What the kernel refuses, and the watcher's own errors.
+        # OSError comes from the kernel, RuntimeError from the watcher itself.
         except (OSError, RuntimeError) as error:
             message = f"{self._folder} cannot be watched: {error}."
             self._found.put(CodeError(message, remedy="Check that it still exists."))
@@ -155,7 +155,8 @@ def deploy_changes(
 ) -> NoReturn:
     """Call `once` now and after each change of the folder. Print its errors and go on.
 
-    An error of the first call is raised unless it is one of MENDABLE: no edit of the folder makes a gateway answer.
+    Raise an error of the first call unless it is one of MENDABLE. An edit of the folder cannot fix any other error, for
+    example a gateway that does not answer.
     """
     changes, mendable = Changes(folder), MENDABLE
     while True:

@@ -47,9 +47,9 @@ def copy_template(template: str, folder: Path) -> str:
 
 
 def _name_of(folder: Path) -> str:
-    """Return the function's name for a folder. Raise SettingsError if a folder of this name is not to be made.
+    """Return the function's name for a folder. Raise SettingsError if a new folder should have another name.
 
-    The name of a folder that exists is not the user's choice now: then the most similar name is taken.
+    The name of an existing folder is not the user's choice now, so the function gets the most similar valid name.
     """
     last = folder.resolve().name
     name = slug(last)

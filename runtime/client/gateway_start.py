@@ -47,14 +47,14 @@ def wait_for_start(port: int, timeout_s: float = START_S) -> bool:
 def wait_for_gateway(host: str, port: int, on_wait: Callable[[], None]) -> None:
     """Wait until something listens at `host`, this machine, or until no gateway can be expected there any more.
 
-    Call `on_wait` if there is something to wait for. Each return means only that one more attempt is due.
+    Call `on_wait` if there is something to wait for. A return only means that the caller should try once more.
     """
     if _listens(host, port):
         return
     on_wait()
     give_up_s, pause_s = time.monotonic() + ANNOUNCE_S, FIRST_PAUSE_S
     while not wait_for_start(port) and not _listens(host, port) and time.monotonic() < give_up_s:
-        # No event tells that a process is about to announce its start.
+        # Poll, because no event reports that a process is about to announce its start.
         threading.Event().wait(pause_s)
         pause_s = min(LAST_PAUSE_S, pause_s * 1.5)
 

@@ -18,7 +18,7 @@ from ...snapshot.sources.source import Listing, Source
 from ..settings.function_settings import SETTINGS_FILE, slug
 from .function_template import README_FILE, copy_template
 
-# What the class in config.json ends with, and the template for it.
+# The endings of the class names in config.json, each with its template.
 TEMPLATES = {
     "ForCausalLM": "text-generation",
     "LMHeadModel": "text-generation",
@@ -54,9 +54,9 @@ _SNAPSHOT_LINE = re.compile(r"^(# )?snapshot = .*$", re.MULTILINE)
 def write_function(model: str, folder: Path | None, name: str = "") -> Path:
     """Write the template for the task of `model` into a new folder, and return the folder.
 
-    `model` is a folder or the URL of one. Without `folder`, a folder in the working directory gets `name`, or that of
-    the model; if the model itself is there, `-function` follows. Raise SnapshotError if no template fits, CodeError if the
-    folder is not empty, and the errors of the model's source.
+    `model` is a folder or the URL of one. Without `folder`, the new folder is in the working directory. It is named
+    `name`, or like the model, with the suffix `-function` if the model's own folder has this path. Raise SnapshotError if
+    no template fits, CodeError if the folder is not empty, and the errors of the model's source.
     """
     where = model if is_remote(model) else str(Path(model).expanduser().resolve())
     template = find_template(where)
@@ -68,10 +68,10 @@ def write_function(model: str, folder: Path | None, name: str = "") -> Path:
     given = copy_template(template, made)
     readme = _README.format(name=given, template=template, model=shown(where))
     (made / README_FILE).write_text(readme, encoding="utf-8")
-    # It makes the template's own model.
+    # This script makes the weights of the template's own model.
     (made / "make_weights.py").unlink(missing_ok=True)
     settings = made / SETTINGS_FILE
-    # A basic string of TOML is written as a string of JSON is.
+    # A string of JSON is also a valid basic string of TOML.
     line = f"snapshot = {json.dumps(where, ensure_ascii=False)}"
     text = _SNAPSHOT_LINE.sub(lambda _: line, settings.read_text(encoding="utf-8"), count=1)
     settings.write_text(text, encoding="utf-8")
@@ -187,5 +187,5 @@ def _read_json(source: Source, name: str) -> Any:
 
 
 def _last_part(where: str) -> str:
-    """Return the name of a model: of `hf://org/name@revision` it is `name`."""
+    """Return the name of a model: `name` for `hf://org/name@revision`."""
     return where.partition("?")[0].rstrip("/").rpartition("/")[2].partition("@")[0]

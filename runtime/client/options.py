@@ -216,7 +216,7 @@ optional_source = functools.partial(function_source, default=None)
 
 @contextlib.contextmanager
 def gateway_defaults(*, standalone: bool, state_dir: Path | None) -> Iterator[dict[str, Any]]:
-    """Yield what the gateway's settings are if nothing sets them: a platform's $PORT, and temporary folders.
+    """Yield defaults for the gateway's settings: a platform's $PORT, and temporary folders.
 
     A `standalone` function, whose container usually has no home, keeps its state only if there is a folder for it.
     """
@@ -275,9 +275,9 @@ def gateway_settings(
 
 
 def trusted_authorities() -> ssl.SSLContext | None:
-    """Return what makes a gateway's certificate valid: the file PILOTFLAME_CA, or SSL_CERT_FILE.
+    """Return a TLS context that trusts the authorities in the file PILOTFLAME_CA, or else SSL_CERT_FILE.
 
-    None if neither is set: then the well-known authorities count. Raise GatewayError if it cannot be read.
+    Return None if neither is set: then the well-known authorities apply. Raise GatewayError if the file cannot be read.
     """
     # The import takes time, and only commands that send requests need it.
     import ssl  # noqa: PLC0415
@@ -294,7 +294,7 @@ def trusted_authorities() -> ssl.SSLContext | None:
 
 
 def seconds_of(text: str) -> float | None:
-    """Return the seconds of a duration such as 90s, 5m, 12h, 30d or 2w. Return None if `text` is none."""
+    """Return the seconds of a duration such as 90s, 5m, 12h, 30d or 2w. Return None if `text` is not a duration."""
     match = _DURATION.fullmatch(text)
     return float(match[1]) * _UNITS_S[match[2]] if match is not None else None
 
@@ -319,6 +319,6 @@ def read_event(file: Path, *, remedy: str) -> bytes:
 
 
 def check_terminal() -> None:
-    """Raise UsageError if stdin is not a terminal: then the user cannot be asked for confirmation."""
+    """Raise UsageError if stdin is not a terminal, so that the command cannot ask for confirmation."""
     if not sys.stdin.isatty():
         raise click.UsageError("Not a terminal, so cannot ask for confirmation. Pass --yes.")

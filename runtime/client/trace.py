@@ -1,4 +1,4 @@
-"""Reads traces: files that tell when calls arrived, of one function or of several."""
+"""Reads traces: files with the arrival times of calls to one function or to several."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def read_trace(
     """Return the ascending times of the calls of each function in a file, in seconds after the first of all.
 
     The file is CSV with a line of column names, or JSON lines if its name says so: objects, or bare times. It may be
-    compressed (.gz). Without a column of functions, all calls are of one, whose name is "". Raise CodeError if the file
-    cannot be read or has no calls.
+    compressed (.gz). Without a column of functions, all calls belong to one function, whose name is "". Raise CodeError if
+    the file cannot be read or has no calls.
     """
     names = (time_column.lower(), function_column.lower())
     times: dict[str, list[float]] = defaultdict(list)
@@ -46,8 +46,8 @@ def read_trace(
 
 
 def split(arrivals: Iterable[float], functions: int, seed: int) -> dict[str, list[float]]:
-    """Deal calls to functions at random, whose shares follow Zipf's law. Those that get none are left out."""
-    # It only has to be repeatable.
+    """Assign calls to functions at random. The functions' shares follow Zipf's law. Omit functions without calls."""
+    # The numbers must be repeatable, not unpredictable.
     rnd = random.Random(seed)  # noqa: S311
     shares = [1 / (number + 1) for number in range(functions)]
     dealt: dict[str, list[float]] = defaultdict(list)

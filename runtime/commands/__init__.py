@@ -1,6 +1,6 @@
-"""The commands of the command line: one module for each group of commands, and shared modules.
+"""The commands of the command line: one module for each group of commands, and a few modules that they share.
 
-Start reading at `runtime/cli.py`, which names the module of every command. The shared modules are `options`
-(decorators), `display` (output), `exit_codes`, `client` (HTTP) and `lazy_group`. `cli.py` imports from this
-package, and `main.py` the folder watch of `dev`.
+Start reading at `runtime/cli.py`, which names the module of every command. Options, output, exit codes and the HTTP
+client are in the room `client`. `cli.py` imports `lazy_group` and `first_process` from this package, and `main.py`
+imports `watch`, the folder watch of `dev`.
 """

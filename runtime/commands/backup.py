@@ -32,7 +32,7 @@ FACTS_FILE = "pilotflame-backup.json"
 DATABASE_ENDING = ".sqlite3"
 FUNCTIONS_FOLDER = "functions"
 STAGING_FOLDER = "staging"
-# What belongs to a running gateway, or is made again.
+# Files and folders that belong to a running gateway, or that it makes again.
 LEFT_OUT = {STAGING_FOLDER, "compiled", "environments", "run", "lock"}
 # Files may be removed while a folder is linked. Then it is linked again, at most this many times.
 ATTEMPTS = 20
@@ -93,7 +93,7 @@ def restore(*, file: Path, state_dir: Path | None, as_json: bool) -> None:
             aside.rename(state)
         finally:
             shutil.rmtree(aside, ignore_errors=True)
-        # The disk has the folder before the user relies on it.
+        # Write the folder to the disk before the user relies on it.
         os.sync()
     text = f"{state} is restored from a backup of {found['created_at']}; start it: pilotflame serve --state-dir {state}"
     display.print_result({**found, "state_dir": str(state)}, text, as_json=as_json)

@@ -29,7 +29,7 @@ EVENT = {"text": minilm.TEXT}
 BODY = json.dumps(EVENT).encode()
 # A worker ends after this idle time, so that the next request finds no worker.
 IDLE_TIMEOUT_S = 0.2
-# The view of the gateway has a line each second.
+# The maximum wait for an idle function, in seconds and in lines of the console's stream, which has a line each second.
 REST_S = 60
 WARM_CALLS = 3
 FRESH_PROCESSES = 3

@@ -36,7 +36,6 @@ LINK_SOCKET = Path("run", "link.sock")
 NO_SNAPSHOT = "0" * 64
 PROBE_BYTES = 64 << 20
 SLOW_FORK_MS = 50.0
-# Here NVIDIA's driver tells of itself.
 SLOW_READ_BYTES_S = 1 << 30
 SLOW = "Slow: check whether this machine is busy."
 
@@ -154,8 +153,8 @@ def _port(settings: GatewaySettings) -> Check:
 
 
 def peers_answer(urls: Sequence[str], token: str) -> Check:
-    """Check which of the gateways answer that serve chunks of snapshots to each other."""
-    # Here, because most nodes are alone.
+    """Check which of this node's peers answer. Peers are gateways that serve chunks of snapshots to each other."""
+    # Imported here because most nodes have no peers.
     from ...snapshot.peering.peer import Peer, Roster  # noqa: PLC0415
 
     nodes, faults = Roster(urls).nodes(), []
@@ -236,7 +235,7 @@ def _torch() -> Check:
 
 
 def _gpus() -> Iterator[Check]:
-    """Tell which GPUs functions with resources.gpus share. Say nothing where there is no driver."""
+    """Yield a check of the GPUs that functions with resources.gpus share. Yield nothing without a driver."""
     driver = find_driver()
     if found := driver.uses():
         used = [
@@ -250,7 +249,7 @@ def _gpus() -> Iterator[Check]:
 
 
 def _limits() -> Check:
-    """Tell which of `[resources]` this user can hold processes at, and where."""
+    """Check which limits of `[resources]` this user can impose on processes, and with which versions of cgroups."""
     found = find_controllers()
     held = [setting for name, setting in CONTROLLERS.items() if name in {one.name for one in found}]
     versions = " and ".join(sorted({f"version {2 if one.unified else 1}" for one in found}))
@@ -263,9 +262,9 @@ def _limits() -> Check:
 
 
 def private_files(version: int) -> Check:
-    """Tell whether functions can be kept from the files of the gateway and of other functions.
+    """Check whether functions can be denied access to the files of the gateway and of other functions.
 
-    `version` is that of the kernel's Landlock.
+    `version` is the version of the kernel's Landlock, or 0 without Landlock.
     """
     remedy = ""
     if not version:

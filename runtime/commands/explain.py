@@ -26,7 +26,7 @@ def explain(*, name: str, since: float | None, lines: int, client: Client, as_js
     """List what the gateway decided about FUNCTION, with the figures behind it.
 
     Each line is a decision to start or stop workers, or to hold the function on another rung of its ladder. The
-    gateway keeps thousands of them for each function, also while it does not run.
+    gateway stores thousands of decisions for each function on disk.
 
     \b
     Examples:
@@ -49,6 +49,6 @@ def explain(*, name: str, since: float | None, lines: int, client: Client, as_js
 
 
 def _moment(at: str) -> str:
-    """Return the time of day, after the date if that is not today's."""
+    """Return the date and the time of day, or only the time of day if the date is today."""
     text, today = display.local_time(at)[:19], display.local_time(time.time())[:10]
     return text[11:] if text[:10] == today else text

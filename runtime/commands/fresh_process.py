@@ -45,11 +45,11 @@ def first_answer(code: Path, snapshot: Path, event: dict[str, Any]) -> tuple[dic
 
 async def serve(code: Path, root: Path) -> None:
     """Load the handler in `code` with the weights in `root`, and answer `POST /invoke` until the process is killed."""
-    # Here, because only the fresh process serves.
+    # Imported here because only the fresh process serves.
     from aiohttp import web  # noqa: PLC0415
 
     handler = resolve(code)
-    # As at the deploy: if there is a manifest, none is made.
+    # As in a deploy, make a manifest only if there is no manifest yet.
     known = (root / MANIFEST_NAME).is_file()
     snapshot = Snapshot(root, Manifest.read(root) if known else create(root))
     snapshots = Snapshots([snapshot])

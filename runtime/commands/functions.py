@@ -16,7 +16,7 @@ from ..client.client import Client
 from ..client.folder_deploy import FolderDeploy, deploy_changes
 from ..client.options import FunctionSource
 
-# A longer input is named by its file.
+# A longer example input is replaced by @FILE, the name of its file.
 MAX_EXAMPLE_CHARS = 200
 # The dialect of pilotflame's own handlers.
 OWN = "pilotflame"
@@ -121,9 +121,9 @@ def invoke(
 def list_functions(*, client: Client, as_json: bool) -> None:
     """List the functions, with their workers, requests and memory.
 
-    Memory is that of all processes, a page that several of them map counted once. Functions share the bases: the
-    processes with the heavy imports. Activations are starts of workers, without those of deploys. The last cold start is
-    the wait for a worker, without the call itself; `invoke --timing` shows both.
+    Memory is the memory of all processes. A page that several of them map counts once. Functions share the bases: the
+    processes with the heavy imports. Activations are starts of workers outside of deploys. The last cold start is the
+    time that a call waited for a worker, without the call itself; `invoke --timing` shows both.
 
     Example: pilotflame list
     """
@@ -179,7 +179,7 @@ def delete(*, name: str, yes: bool, client: Client, as_json: bool) -> None:
     """
     if not yes:
         options.check_terminal()
-        # If there is no such function, this raises the error before the user is asked.
+        # If the function does not exist, raise the error before the question.
         known = client.get("v1", "functions", name)["name"]
         click.confirm(f"Delete {known} and all its revisions?", abort=True, err=True)
     client.delete("v1", "functions", name)
@@ -229,8 +229,8 @@ def warmup(
 def prefetch(*, names: tuple[str, ...], every: bool, client: Client, as_json: bool) -> None:
     """Bring images and weights to the gateway's machine, ahead of cold starts.
 
-    What is there already is not fetched again. The weights also go to the disk of the node's cache, which may evict
-    them when it needs room. If something cannot be fetched, the others still are.
+    Images and weights that are already there are not fetched again. The weights also go to the disk of the node's
+    cache, which may evict them when it needs room. If one function fails, the others are still prefetched.
 
     \b
     Examples:
@@ -257,7 +257,7 @@ def prefetch(*, names: tuple[str, ...], every: bool, client: Client, as_json: bo
 
 
 def _prefetched(client: Client, name: str) -> dict[str, Any]:
-    """Return what was brought for a function, or its error. Raise GatewayUnreachable."""
+    """Return the image and the weights that were brought for a function, or its error. Raise GatewayUnreachable."""
     try:
         return client.prefetch(name)
     except GatewayUnreachable:
@@ -286,7 +286,7 @@ def _memory_rows(found: dict[str, Any]) -> list[tuple[str, ...]]:
     """Return the rows below the functions: memory of no single function, and the sum."""
     listed = [one["memory_bytes"] for one in found["functions"] if one["memory_bytes"] is not None]
     if (memory := found.get("memory")) is None:
-        # A key for some functions sees the sum of these, if they were measured.
+        # A key that covers only some functions sees the sum of their memory, if it was measured.
         held = {"all": sum(listed) if listed else None}
     else:
         held = {"(bases)": memory["bases_bytes"], "(gateway)": memory["gateway_bytes"]}

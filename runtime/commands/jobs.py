@@ -101,7 +101,7 @@ def list_jobs(*, name: str, states: tuple[str, ...], limit: int, client: Client,
 @click.option("--output-only", is_flag=True, help="Print only the output; exit code 4 if the job failed.")
 @options.gateway
 def get_job(*, name: str, job_id: str, output_only: bool, client: Client, as_json: bool) -> None:
-    """Show all of one job: its status, its output or error, and what it printed last.
+    """Show one job in full: its status, its output or error, and the last lines that it printed.
 
     The exit code is 0 whatever the status. With --output-only it is 4 if the job failed, timed out or was
     cancelled, and 1 if it has not ended.
@@ -182,7 +182,7 @@ def purge_jobs(*, name: str, yes: bool, client: Client, as_json: bool) -> None:
 def follow_job(*, name: str, job_id: str, client: Client, as_json: bool) -> None:
     """Print what a job yields until it has ended.
 
-    One JSON value a line, from the first piece on; of a function that does not stream, the output at its end.
+    One JSON value a line, from the first piece on. Without streaming, the only line is the output at the end.
 
     Exit codes: 0 it completed, 4 it failed, timed out or was cancelled. Ctrl-C does not end the job.
 

@@ -42,8 +42,8 @@ CLOSES = (
 def _open_keys(url: str, api_key: str, state_dir: Path | None) -> Iterator[Client | Keyring]:
     """Yield access to a gateway's API keys: a client of the gateway, or the keyring in its files.
 
-    If the user gave a URL or an API key, and no state folder, the gateway is the one at `url`. Otherwise it
-    is the one of the state folder. Its control socket is used if it runs, else its files.
+    If the user gave a URL or an API key, and no state folder, it is the gateway at `url`. Otherwise it is the gateway
+    of the state folder: through its control socket if it runs, else through its files.
     """
     source = click.get_current_context().get_parameter_source("url")
     if state_dir is None and (api_key or source is not click.core.ParameterSource.DEFAULT):
@@ -114,7 +114,7 @@ def keys() -> None:
 
 @keys.command("create")
 @click.argument("name")
-@_repeatable("--scope", "scopes", default=("invoke",), type=SCOPES, help="What it may do; repeatable.")
+@_repeatable("--scope", "scopes", default=("invoke",), type=SCOPES, help="Scope of the key; repeatable.")
 @_repeatable(
     "--function", "functions", metavar="NAME", help="A function it may use; repeatable.  [default: all]"
 )
@@ -127,7 +127,7 @@ def keys() -> None:
 @click.option("--expires", "expires_in_s", callback=_seconds, metavar="TIME", help="Lifetime: 90d, 12h, 30m.")
 @_with_keys
 def create_key(*, functions: tuple[str, ...], store: Client | Keyring, as_json: bool, **fields: Any) -> None:
-    """Make an API key. NAME tells people whose it is. The key is printed this once.
+    """Make an API key. NAME says who or what uses the key. The key is printed only once.
 
     As soon as the first key exists, the gateway answers only health checks without one.
 
@@ -153,7 +153,7 @@ def create_key(*, functions: tuple[str, ...], store: Client | Keyring, as_json: 
 @keys.command("list")
 @_with_keys
 def list_keys(*, store: Client | Keyring, as_json: bool) -> None:
-    """List the API keys, whose they are and what they may do. Their secret parts are not stored.
+    """List the API keys, with their names and rights. Their secret parts are not stored.
 
     Example: pilotflame keys list
     """
@@ -200,7 +200,7 @@ def _id_of(text: str, keys: list[dict[str, Any]]) -> str:
     # If the user gave a whole key, use only its id: the rest is secret and must not be printed.
     key_id = match[1] if (match := _WHOLE_KEY.match(text)) else text
     ids = [key["id"] for key in keys if key_id in (key["id"], key["name"])]
-    # An id is one key, even if another one has it as its name.
+    # A key with this id takes precedence over keys with this name.
     if key_id in ids or len(ids) == 1:
         return key_id if key_id in ids else ids[0]
     if ids:

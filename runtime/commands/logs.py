@@ -34,8 +34,8 @@ from ..telemetry.log_files import LogLevel
 def logs(*, name: str | None, kind: str | None, client: Client, as_json: bool, **query: Any) -> None:
     """Print the log of a function, or of the gateway.
 
-    Without FUNCTION it is what the gateway said. FUNCTION may be deleted. A function's log has what its
-    processes printed, the tracebacks of failed calls, and why workers ended.
+    Without FUNCTION, print the gateway's own messages. FUNCTION may be a deleted function. A function's log has the
+    output of its processes, the tracebacks of failed calls, and the reasons why workers ended.
 
     \b
     Examples:

@@ -1,4 +1,4 @@
-"""The model of the demo: where all-MiniLM-L6-v2 lies, and what plain transformers answers with it."""
+"""The model of the demo: the folder of all-MiniLM-L6-v2, and the answers of plain transformers with it."""
 
 from __future__ import annotations
 

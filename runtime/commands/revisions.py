@@ -16,8 +16,8 @@ from ..client.client import Client
 def restart(*, name: str, client: Client, as_json: bool) -> None:
     """Replace a function's processes, without dropping a call.
 
-    The new workers have the function's present secrets. As many as are ready now have to get ready before the
-    old ones finish their calls and end. If the new ones do not start, the old ones stay.
+    The new workers have the function's present secrets. First, one new worker for each ready one must become ready. Then
+    the old workers finish their calls and end. If the new ones do not start, the old ones stay.
 
     Example: pilotflame restart greeter
     """
@@ -52,10 +52,10 @@ def rollback(*, name: str, revision: str | None, client: Client, as_json: bool) 
 def reset(*, name: str, client: Client, as_json: bool) -> None:
     """Start workers of a function again at once, although the last starts failed.
 
-    After five failed starts in a row, calls are refused for a while. Use this when the cause was not the function
-    and is mended: a full disk, a licence server, a missing file. A deploy does the same.
+    After five failed starts in a row, calls are refused for a while. Use this after you have removed a cause outside
+    the function, such as a full disk, a licence server or a missing file. A deploy does the same.
 
-    If today's budget is used up, the function may use as much once more.
+    If today's budget is used up, the function gets the same budget once more.
 
     Example: pilotflame reset greeter
     """

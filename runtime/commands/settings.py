@@ -17,7 +17,7 @@ _SCOPES = {"function": "function (pilotflame.toml)", "gateway": "gateway"}
 def settings(*, name: str | None, as_markdown: bool, as_json: bool) -> None:
     """Describe the settings of functions and of the gateway: type, range, default, meaning.
 
-    NAME is a key, such as scale.max, a table, such as scale, or a variable, such as PILOTFLAME_PORT.
+    NAME is a key (scale.max), a table (scale) or an environment variable (PILOTFLAME_PORT).
 
     \b
     Examples:
@@ -36,7 +36,7 @@ def settings(*, name: str | None, as_markdown: bool, as_json: bool) -> None:
 
 
 def _details(one: SettingFacts) -> list[tuple[str, str]]:
-    """Return what is known of a setting, a row for each fact."""
+    """Return the facts about a setting, a row for each."""
     variable = [("variable", one.variable)] if one.variable else []
     return [
         ("setting", one.name),

@@ -26,7 +26,7 @@ LARGEST_TENSORS = 10
 MANIFEST_SUFFIX = ".json"
 
 
-# -- what the commands about snapshots share
+# -- shared by the commands about snapshots
 
 
 def url_or_path(text: str) -> str | Path:
@@ -35,7 +35,7 @@ def url_or_path(text: str) -> str | Path:
 
 
 def of_caller() -> dict[str, str]:
-    """Return the variables that a function would need as secrets, since the gateway's do not count."""
+    """Return this process's variables for sources on the web. A function needs them as secrets."""
     return own_variables(os.environ, WEB)
 
 
@@ -93,7 +93,7 @@ def rate(size_bytes: float, elapsed_s: float) -> str:
 
 
 def print_rate(facts: dict[str, Any], text: str, size_bytes: int, started_s: float, *, as_json: bool) -> None:
-    """Print what a command has done with `size_bytes` bytes since `started_s`, with the time and the rate."""
+    """Print the result of a command that has processed `size_bytes` since `started_s`, with the time and the rate."""
     elapsed_s = time.monotonic() - started_s
     text = f"{text}, {rate(size_bytes, elapsed_s)}"
     display.print_result({**facts, "seconds": elapsed_s}, text, as_json=as_json)
@@ -160,7 +160,7 @@ def create(path: str | Path, chunk_mib: int, output: Path | None, as_json: bool)
 def inspect(path: str | Path, tensors: bool, as_json: bool) -> None:
     """Show the files, tensors, types and sizes of the snapshot at PATH_OR_URL. Reads only the manifest.
 
-    Of a URL without a manifest, it reads the headers of the safetensors files.
+    If a URL has no manifest, it reads the headers of the safetensors files.
 
     \b
     Examples:

@@ -69,9 +69,9 @@ def record(*, source: options.FunctionSource, input_file: Path | None, as_json: 
 
 
 def _told(weights: Path, manifest: Manifest, order: list[str]) -> tuple[dict[str, Any], str]:
-    """Write the order of a snapshot into its manifest. Return the facts, and what the user reads.
+    """Write the order of a snapshot into its manifest. Return the facts for --json, and the text for people.
 
-    One of which nothing was touched keeps its manifest.
+    If no tensor was touched, leave the manifest unchanged.
     """
     touched = _write(weights, manifest, order) if order else manifest
     never = [tensor.name for tensor in touched.tensors if tensor.name not in set(order)]

@@ -96,8 +96,8 @@ def pull(
     """Copy the snapshot at URL into FOLDER, verified. URL begins with s3:// or http(s)://, or is a folder.
 
     Valid files and parts of files in FOLDER are kept: after Ctrl-C or a crash the same command continues
-    there. The manifest is written last, when everything else is complete. If there is none at URL, it is made
-    of the bytes as they arrive.
+    there. The manifest is written last, when everything else is complete. If URL has no manifest, it is computed
+    from the bytes as they arrive.
 
     \b
     Examples:

@@ -14,7 +14,7 @@ from ..client.client import Client
 
 TIMES = ("busy", "idle", "starting", "zygote only", "files only")
 CALLS = ("calls", "cold starts", "waited")
-# What differences of floats leave over.
+# Smaller amounts are rounding errors of differences of floats.
 NO_MONEY = 1e-12
 MONEY = ("using", "holding", "cost", "always on", "saved")
 
@@ -39,10 +39,10 @@ def usage(
 ) -> None:  # fmt: skip
     """Show what functions have used and cost, and what always-on workers would have cost.
 
-    FUNCTION may be deleted. Busy, idle and starting are times of workers, added up. Zygote only and files only are
-    times without a worker. Using is what workers cost while they were busy or starting, holding the rest: idle
-    workers, zygotes, standbys, files, and in rows of their own the bases, which functions share, and the gateway.
-    Always on: the same with one worker ready all the time. Hours are kept for 14 days, days (of UTC) for 400.
+    FUNCTION may be a deleted function. Busy, idle and starting are summed times of workers. Zygote only and files only
+    are times without a worker. Using is the cost of workers while they were busy or starting. Holding is the other cost:
+    idle workers, zygotes, standbys, files, and in rows of their own the bases, which functions share, and the gateway.
+    Always on is the cost with one worker ready all the time. Hours are kept for 14 days, days (of UTC) for 400.
     Prices and their currency are settings of the gateway: `price_…`, `currency`.
 
     \b

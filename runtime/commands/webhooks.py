@@ -55,7 +55,7 @@ def list_deliveries(
 def redeliver(*, name: str, delivery_id: str, client: Client, as_json: bool) -> None:
     """Send a delivery again now.
 
-    It keeps its id and body, whatever its state, and is retried as often as a new one.
+    The delivery may have any state. It keeps its id and body, and gets all the retries of a new delivery.
 
     Example: pilotflame webhooks redeliver hello msg_…
     """

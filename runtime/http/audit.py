@@ -67,11 +67,11 @@ class Audit:
 def note(request: web.Request, **facts: str) -> None:
     """Add facts to the request's line in the audit log, such as what was made.
 
-    A streamed response names its `outcome`, since it has a status before there is one.
+    A streamed response adds its `outcome`, because its status is sent before the outcome is known.
     """
     request[FACTS] = facts
 
 
 def _plain(value: str) -> str:
-    """Return a value without what would end it or the line: callers choose some of them."""
+    """Return a value without double quotes and line breaks, which would end it or the line: callers choose some values."""
     return ascii(value[:200])[1:-1].replace('"', "'")

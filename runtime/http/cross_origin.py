@@ -52,7 +52,7 @@ class CrossOrigin:
 
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Answer a browser's question whether a page may send a request. It is asked without an API key."""
+        """Answer preflights: a browser asks, without an API key, whether a page may send a request."""
         origin = request.headers.get(hdrs.ORIGIN)
         method = request.headers.get(hdrs.ACCESS_CONTROL_REQUEST_METHOD, "")[:MAX_METHOD_CHARS]
         if request.method != hdrs.METH_OPTIONS or origin is None or not method:
@@ -67,7 +67,7 @@ class CrossOrigin:
             hdrs.ACCESS_CONTROL_ALLOW_HEADERS: wanted[:MAX_HEADERS_CHARS],
             hdrs.ACCESS_CONTROL_MAX_AGE: str(settings.max_age_s),
         }
-        # Chrome asks this before a page of the internet calls a gateway on this machine or network.
+        # Chrome sends this header before a page of the internet calls a gateway on this machine or network.
         if _PRIVATE_NETWORK.format("Request") in request.headers:
             headers[_PRIVATE_NETWORK.format("Allow")] = "true"
         return web.Response(status=204, headers=headers | _allow(origin, settings))
@@ -86,7 +86,7 @@ class CrossOrigin:
             response.headers[hdrs.ACCESS_CONTROL_EXPOSE_HEADERS] = EVERY
 
     def _settings(self, origin: str, path: str, function: str | None) -> Cors | None:
-        """Return the settings that allow the origin, of the function or of the gateway. None if none do."""
+        """Return the settings that allow the origin: the function's, or else the gateway's. None: it is not allowed."""
         if path not in self._paths:
             return None
         if path in self._invoking and _LOCAL.fullmatch(origin) and self._is_open():

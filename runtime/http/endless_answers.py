@@ -1,4 +1,4 @@
-"""Ends, when the gateway drains, the answers that have no end of their own: of the console and of followed logs."""
+"""Ends the answers that have no end of their own when the gateway drains: the console and followed logs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 
 
 class EndlessAnswers:
-    """The answers that are being sent."""
+    """The endless answers that the gateway sends now."""
 
     def __init__(self) -> None:
         self._limits: set[asyncio.Timeout] = set()
@@ -16,7 +16,7 @@ class EndlessAnswers:
 
     @contextlib.asynccontextmanager
     async def limited(self, most_s: float | None = None) -> AsyncIterator[None]:
-        """Run the block until it ends, `most_s` seconds have passed, or `close` is called; it is cancelled then."""
+        """Run the block. Cancel it after `most_s` seconds, or when `close` is called."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(0.0 if self._closed else most_s) as limit:
                 self._limits.add(limit)
@@ -26,7 +26,7 @@ class EndlessAnswers:
                     self._limits.remove(limit)
 
     def close(self) -> None:
-        """End all answers once they have sent what is there."""
+        """End all answers in the next turn of the event loop. Tasks that are already scheduled send their data first."""
         self._closed = True
         now_s = asyncio.get_running_loop().time()
         for limit in self._limits:

@@ -14,8 +14,8 @@ _HOST = re.compile(r"[A-Za-z0-9._-]{1,255}(?::[0-9]{1,5})?|\[[0-9A-Fa-f:.]{2,45}
 class Origins:
     """The origins of requests. Links in responses begin with them.
 
-    A proxy tells the origin in Forwarded (RFC 7239), or in X-Forwarded-Proto and X-Forwarded-Host. Only those in
-    the trusted networks are believed: any other client can send these headers, too.
+    A proxy sends the origin in Forwarded (RFC 7239), or in X-Forwarded-Proto and X-Forwarded-Host. These headers count
+    only from proxies in the trusted networks, because any other client can send them, too.
     """
 
     def __init__(self, trusted: Iterable[str]) -> None:
@@ -41,7 +41,7 @@ class Origins:
 
     @staticmethod
     def _told(request: web.Request) -> tuple[str, str]:
-        """Return the scheme and the host that the first proxy was called with; "" for what is not told."""
+        """Return the scheme and the host with which the client called the first proxy; "" for a missing or invalid one."""
         headers, first = request.headers, (request.forwarded or ({},))[0]
         scheme = first.get("proto") or headers.get("X-Forwarded-Proto", "").partition(",")[0]
         host = first.get("host") or headers.get("X-Forwarded-Host", "").partition(",")[0]

@@ -111,7 +111,7 @@ async def check_expectation(request: web.Request) -> None:
 async def continue_body(request: web.Request) -> None:
     """Tell a client that waits for it (`Expect: 100-continue`) to send the body. Call it before the body is read.
 
-    A request that is refused before gets its error at once, and the client does not send the body.
+    A request that is refused before this call gets its error at once, and the client does not send the body.
     """
     if awaits_continue(request):
         request[CONTINUED] = True

@@ -45,7 +45,7 @@ Timestamp = Annotated[str, WithJsonSchema({"type": "string", "format": "date-tim
 
 
 class ErrorFields(TypedDict):
-    """What an error says; `type` is its stable code."""
+    """The fields of an error; `type` is its stable code."""
 
     type: str
     message: str
@@ -151,7 +151,7 @@ class ErrorResponses:
 
     def _response(self, request: web.Request, error: PilotflameError) -> web.Response:
         formats = [form for prefix, form in self._formats.items() if request.path.startswith(prefix)]
-        # An error that is raised here with a traceback is one of a deploy, whose caller brought the code.
+        # Only a deploy raises errors with tracebacks here. Its caller has sent the code, so may see them.
         if not formats and error.private and caller_of(request).has(Scope.DEPLOY):
             error_format: ErrorFormat = functools.partial(error_reply, private=True)
         else:

@@ -99,9 +99,9 @@ class UnixTime(Parameter):
         self._default = default
 
     def read(self, request: web.Request, default: float | None = None) -> float:
-        """Return the time that was sent, in Unix seconds, or the default. Raises BadInput if it is none.
+        """Return the time that was sent, in Unix seconds, or the default. Raises BadInput if the value is not a time.
 
-        `default` replaces the default, for one that depends on the present time.
+        `default` replaces the parameter's default, for example if it depends on the present time.
         """
         text = request.query.get(self.name)
         try:
@@ -150,7 +150,7 @@ class Route:
     status: int = 200
     other_responses: Mapping[int, Any] = field(default_factory=dict)
     errors: tuple[int, ...] = (400, 404, 503)
-    """The statuses of the typed errors that the route responds with. Those of the guard are added."""
+    """The statuses of the typed errors that the route responds with. The guard's statuses are added."""
     parameters: tuple[Parameter, ...] = ()
     """Parameters of the path may be left out: then `path` gives their names, and they are strings."""
     body: Any = None

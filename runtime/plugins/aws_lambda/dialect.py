@@ -1,4 +1,4 @@
-"""Recognises AWS Lambda's handlers: `lambda_handler`, or `handler(event, context)` in a file that Lambda's users have."""
+"""Recognises AWS Lambda's handlers: `lambda_handler`, or `handler(event, context)` in a file with a usual name of Lambda."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Describes errors as AWS Lambda does: those of a function as its output, all others as errors of the request."""
+"""Describes errors as AWS Lambda does: a function's error as its output, any other error as an error of the request."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class LambdaError(TypedDict):
 
 
 def aws_error(error: PilotflameError, request_id: str) -> Response:
-    """Return the response for an error that is none of the function."""
+    """Return the response for an error that the function did not cause."""
     ours = error.status >= 500
     name = next((name for cls, name in ERROR_NAMES if isinstance(error, cls)), "")
     name = name or ("ServiceException" if ours else "InvalidParameterValueException")

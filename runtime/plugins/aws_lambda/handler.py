@@ -31,7 +31,7 @@ VERSION = "$LATEST"
 DEFAULT_REGION = "us-east-1"
 # The remaining time of an invocation without a deadline: the longest timeout of Lambda.
 _MAX_REMAINING_MS = 900_000
-# A body without so many digits in a row holds no integer that orjson cannot read exactly.
+# A run of at least 19 digits. orjson reads all shorter integers exactly.
 _LONG_NUMBER = re.compile(rb"[0-9]{19}")
 _LEAST_INT, _LARGEST_INT = -(1 << 63), (1 << 64) - 1
 _CLIENT = ("installation_id", "app_title", "app_version_name", "app_version_code", "app_package_name")

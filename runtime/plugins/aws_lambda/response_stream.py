@@ -59,7 +59,7 @@ class ResponseStream(EventStream):
 
 
 def _payload(piece: bytes) -> bytes:
-    """Return the bytes for a piece of the output: of text the text itself, of other values a line of JSON."""
+    """Return the bytes for a piece of the output: text as it is, any other value as a line of JSON."""
     value = orjson.loads(piece) if piece.startswith(b'"') else None
     return value.encode() if isinstance(value, str) else piece + b"\n"
 

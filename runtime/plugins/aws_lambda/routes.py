@@ -82,7 +82,7 @@ class LambdaApi(ApiPlugin):
         return await self._respond(request, {"RequestResponse": self._stream})
 
     async def _respond(self, request: web.Request, kinds: Mapping[str, Any]) -> web.StreamResponse:
-        """Respond by one of `kinds`, methods by the invocation type, or to a DryRun."""
+        """Respond with the method that `kinds` has for the invocation type, or to a DryRun."""
         request_id = request_id_of(request.headers)
         try:
             live, qualifier = self._live(request)
@@ -118,7 +118,7 @@ class LambdaApi(ApiPlugin):
             answer = await self._ended(live, invocation)
             tail = _log_tail(invocation)
         except CrashLoop as error:
-            # AWS, too, answers an initialisation that fails as a failure of the function.
+            # Like AWS, report a failed initialisation as a failure of the function.
             (live, qualifier), answer, tail = self._live(request), error, ""
         sent = _headers(request_id, live, qualifier)
         if tail:
@@ -214,7 +214,7 @@ class LambdaApi(ApiPlugin):
 
 
 def _extra(headers: Mapping[str, str]) -> dict[str, Any]:
-    """Return what the handler's context gets from the header ClientContext. Raises BadInput if it is invalid."""
+    """Return the fields of `context.extra` from the header ClientContext. Raises BadInput if the header is invalid."""
     sent = headers.get(CLIENT_CONTEXT_HEADER)
     if not sent:
         return {}
@@ -231,7 +231,7 @@ def _extra(headers: Mapping[str, str]) -> dict[str, Any]:
 
 
 async def _collect(invocation: Invocation) -> Output:
-    """Return the output, of a stream as a JSON array. Raises OutputInvalid if that is too large."""
+    """Return the output. A stream's output is a JSON array. Raises OutputInvalid if the array is too large."""
     if invocation.stream is None:
         return await invocation.output
     pieces, size = [], 0
@@ -247,7 +247,7 @@ async def _collect(invocation: Invocation) -> Output:
 
 
 def _log_tail(invocation: Invocation) -> str:
-    """Return the end of what the invocation printed as base64, if its caller has asked for that, else ""."""
+    """Return the end of the invocation's log in base64 if its caller has asked for the log, else ""."""
     if invocation.capture is None:
         return ""
     printed, took_ms = invocation.capture.text(), invocation.timeline.exec_s * 1000

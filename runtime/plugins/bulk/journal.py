@@ -23,8 +23,8 @@ ERROR_START = b'{"error":'
 class Journal:
     """The output of one batch. Only one process at a time can open it.
 
-    `run` is a random id of the batch, which stays the same when the batch is resumed. `done` and `failed`
-    count the lines that are written, and those of them that are errors.
+    `run` is a random id of the batch, which stays the same when the batch is resumed. `done` counts the written
+    lines. `failed` counts the written lines that are errors.
     """
 
     def __init__(self, path: Path, *, function: str, digest: str, restart: bool) -> None:
@@ -90,7 +90,7 @@ class Journal:
         os.fsync(self._lock)
 
     def _run_in(self, text: bytes, identity: dict[str, str]) -> str:
-        """Return `run` from the note `text`. Raise BatchFailed if it is that of another function or input."""
+        """Return `run` from the note `text`. Raise BatchFailed if the note belongs to another function or input."""
         note: dict[str, str] = json.loads(text) if _is_json(text) else {}
         for key, value in identity.items():
             if note.get(key) != value:

@@ -22,8 +22,8 @@ from ....errors import BadInput, GatewayError, PilotflameError
 from .inputs import InputLine
 from .journal import Journal
 
-# If n lines may be in flight, AHEAD * n lines may be started and not yet written. Those of them that are not
-# in flight have answers, which wait until the answer of an earlier line is written.
+# If n lines may be in flight, up to AHEAD * n lines may be started without a written answer. An answer waits in
+# memory until the answers of all earlier lines are written.
 AHEAD = 8
 READ_LINES = 512
 READ_BYTES = 4 << 20
@@ -48,7 +48,7 @@ class Submitter:
         self, url: str, function: str, *, api_key: str, run: str, patience_s: float = PATIENCE_S,
         authorities: ssl.SSLContext | None = None,
     ) -> None:  # fmt: skip
-        """`run` is the id of the batch, the same after it is resumed. `authorities` make certificates valid.
+        """`run` is the id of the batch, the same after it is resumed. `authorities` sign the gateway's certificate.
 
         `patience_s` is how long every request may fail before the batch fails.
         """

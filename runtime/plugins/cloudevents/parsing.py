@@ -90,7 +90,7 @@ class ReceivedEvent:
 
 
 def is_event(headers: Headers) -> bool:
-    """Return True if the headers are those of a request with events, in any mode."""
+    """Return True if a request with these headers has events, in any mode."""
     if _SPECVERSION in headers or _TYPE in headers:
         return True
     kind = headers.get(hdrs.CONTENT_TYPE)

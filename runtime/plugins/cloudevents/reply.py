@@ -29,7 +29,7 @@ def wants_reply(request: web.Request) -> bool:
 
 
 def reply(request: web.Request, cause: ReceivedEvent, response: web.Response) -> web.Response:
-    """Return the response to the event `cause` as an event. Without an output it is empty and no event.
+    """Return the response to the event `cause` as an event. Without an output, the response is empty and not an event.
 
     `response` holds the output. Raises OutputInvalid if that is an event, but not a valid one.
     """

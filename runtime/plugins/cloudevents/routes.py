@@ -82,7 +82,7 @@ class EventsApi(ApiPlugin):
             return await self.submit(request)
         received_s, name, gateway = time.monotonic(), request.match_info["function"], self._gateway
         request_id = request_id_of(request.headers)
-        # Raises before `refused` could count it: the metrics of made-up names would grow without limit.
+        # Raise here, so that `refused` does not count the error: invented names would add metrics without limit.
         self._backend.functions.live(name)
         try:
             _, body = await self._backend.read_body(request, name)

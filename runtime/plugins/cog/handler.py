@@ -132,7 +132,7 @@ class Predictor:
                         yield await asyncio.to_thread(self._answers.piece, piece, context)
 
     def _files(self, context: Context) -> InputFiles:
-        """Return the files of a prediction. The scope that its code can read lasts as long as they do."""
+        """Return the files of a prediction. Until they are closed, its code can read its scope."""
         about = _about(context)
         files = InputFiles(context.remaining_ms, about.get("files"))
         if self._scope is not None:
@@ -192,7 +192,7 @@ def _fits_as_json(adapter: TypeAdapter[Any], output: Any) -> bool:
 
 
 def _about(context: Context) -> Mapping[str, Any]:
-    """Return what the gateway says of a prediction; it is empty for other invocations."""
+    """Return the gateway's facts about a prediction, or an empty mapping for any other invocation."""
     return context.extra.get("prediction") or {}
 
 
@@ -201,9 +201,9 @@ def _publisher(context: Context) -> Uploader | None:
 
 
 def _scope() -> Callable[[Mapping[str, str], CogMetrics], AbstractContextManager[None]] | None:
-    """Return what makes `cog.current_scope()` return a scope with this context and these metrics; None if nobody calls it.
+    """Return a function that opens a scope with a context and metrics: `cog.current_scope()` returns it until it closes.
 
-    Cog 0.17 and later have no such module.
+    Return None without the module `cog.server.scope`, which Cog 0.17 and later do not have.
     """
     try:
         scopes: Any = importlib.import_module("cog.server.scope")
@@ -252,7 +252,7 @@ def _concurrency() -> int:
 
 
 def weights_for(setup: Callable[..., Any], files: InputFiles) -> Any:
-    """Return the argument `weights` for `setup` as Cog does: of COG_WEIGHTS, or else of the path `weights`.
+    """Return the argument `weights` for `setup` as Cog does: from COG_WEIGHTS, or else from the path `weights`.
 
     It is a file, a path or text, by the parameter's annotation; None if there are no weights.
     """
@@ -264,7 +264,7 @@ def weights_for(setup: Callable[..., Any], files: InputFiles) -> Any:
         return files.open(named) if named else files.enter_context(path.open("rb"))
     if issubclass(wanted, PurePath):
         return wanted(files.fetch(named) if named else path)
-    # Without an annotation, or with several types, the path remains one.
+    # Without an annotation, or with several types, the argument is a Path.
     return named or (str(path) if wanted is str else path)
 
 

@@ -49,7 +49,7 @@ class CogMetrics:
         if mode == "incr" and kind not in (int, float):
             raise TypeError(f"the metric {name!r} is {kind.__name__}: incr needs int or float")
         if kind in (list, dict):
-            # A copy, since the predictor may change it later. A TypeError if it is not JSON.
+            # Copy the value, because the predictor may change it later. Raises TypeError if it is not JSON.
             value = orjson.loads(orjson.dumps(value))
         with self._lock:
             before = self._kinds.get(name, kind)
@@ -61,7 +61,7 @@ class CogMetrics:
             if name not in self._kinds and len(self._kinds) >= MAX_METRICS:
                 raise ValueError(f"a prediction may have {MAX_METRICS} metrics")
             combined = self._combined(name, value, mode)
-            # A TypeError, here and not at the end of the prediction, for what JSON cannot hold: huge integers, lone surrogates.
+            # Raises TypeError here, not at the end of the prediction, if JSON cannot hold the value, for example a huge integer.
             orjson.dumps(combined)
             self._values[name], self._kinds[name] = combined, kind
 
@@ -73,7 +73,7 @@ class CogMetrics:
                 *steps, last = name.split(".")
                 inner = found
                 for step in steps:
-                    # A metric whose name is the beginning of another one gives way to it.
+                    # The object of `a.b` replaces a metric with the name `a`.
                     known = inner.get(step)
                     inner[step] = inner = dict(known) if isinstance(known, dict) else {}
                 inner[last] = value

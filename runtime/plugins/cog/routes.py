@@ -1,4 +1,4 @@
-"""Serves the routes of Cog's predictions. A prediction is a job, whose end the request waits for by default.
+"""Serves the routes of Cog's predictions. A prediction is a job. By default, the request waits for its end.
 
 While all workers are busy, a prediction waits in the queue. Cog itself responds with 409 then. A failed
 prediction is returned with status 200, and its `status` is "failed". But if its input or output does not fit
@@ -66,7 +66,7 @@ HEALTH = {
     "version": dict[str, str],
     "functions": dict[str, Health],
 }
-# What Cog says of the setup. While no worker has started, nothing is known of it.
+# The status of the setup, as Cog shows it. It is unknown until a worker has started.
 SETUPS: dict[Health, dict[str, str]] = {
     "READY": {"status": "succeeded"}, "BUSY": {"status": "succeeded"}, "STARTING": {},
     "SETUP_FAILED": {"status": "failed"}, "DEFUNCT": {"status": "failed"},

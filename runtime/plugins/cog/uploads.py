@@ -38,7 +38,7 @@ class Uploader:
     def of(cls, about: Mapping[str, Any], context: Context, environ: Mapping[str, str]) -> Uploader | None:
         """Return the uploader for a prediction, or None if its files are returned as data URLs.
 
-        `about` is what the gateway says of the prediction.
+        `about` holds the gateway's facts about the prediction.
         """
         own = {"traceparent": context.traceparent} if context.traceparent else {}
         headers = about.get("trace") or own

@@ -50,7 +50,7 @@ UV_TIMEOUT_S = 60.0
 # All files get this time, the earliest that a zip file can hold: 1980.
 FILE_TIME_S = 315_532_800
 _ZIP_TIME = (1980, 1, 1, 0, 0, 0)
-# What an installer adds to the files of a wheel, in its *.dist-info folder.
+# The files that an installer adds to the *.dist-info folder of a wheel.
 _INSTALLERS_OWN = frozenset({"INSTALLER", "REQUESTED", "RECORD", "direct_url.json"})
 
 
@@ -95,7 +95,7 @@ def write_context(
     digest = code.code_digest(target / CODE_FOLDER)
     _settle(target)
     notices = () if with_weights else tuple(_notices(weights, inside))
-    # These are hard links where possible, so their times stay as they are.
+    # Placed after `_settle`: weights are hard links where possible, and new times would change the user's files, too.
     if recipe.weights:
         for path in _outermost(inside.values()):
             _place(source.resolve() / path, target / WEIGHTS_FOLDER / path)
@@ -145,7 +145,7 @@ def _notices(weights: dict[str, Path], inside: dict[str, str]) -> Iterator[str]:
 def _write_settings(folder: Path, settings: FunctionSettings, inside: dict[str, str]) -> None:
     """Write the settings in force, which options of the command line may have changed.
 
-    An image does not name itself, and where it runs alone the platform limits its resources.
+    Omit `image`, because an image cannot name itself, and `resources`, because the platform limits a function alone.
     """
     fields = settings.model_dump(
         mode="json", exclude_unset=True, exclude_none=True, exclude={"image", "resources"}
@@ -187,7 +187,7 @@ def _is_own(line: RequirementLine) -> bool:
 
 
 def _own_extras(lines: list[RequirementLine]) -> set[str]:
-    """Return the extras of pilotflame that are required. Raise RequirementsError if another version is."""
+    """Return the required extras of pilotflame. Raise RequirementsError if another version is required."""
     own = [line for line in lines if _is_own(line)]
     for number, requirement, _ in own:
         if not requirement.specifier.contains(__version__, prereleases=True):
@@ -197,7 +197,7 @@ def _own_extras(lines: list[RequirementLine]) -> set[str]:
 
 
 def _write_requirements(target: Path, lines: list[RequirementLine]) -> None:
-    """Write requirements, if there are any, and their versions as constraints for what is installed after them."""
+    """Write the requirements, if any, and their versions as constraints for the packages that are installed later."""
     if lines:
         (target / REQUIREMENTS).write_text("".join(map(_requirement, lines)), encoding="utf-8")
         (target / CONSTRAINTS).write_text("".join(map(_constraint, lines)), encoding="utf-8")

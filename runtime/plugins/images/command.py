@@ -94,7 +94,7 @@ def build(
 @contextmanager
 def _written(source: FunctionSource, folder: Path | None, *, with_weights: bool) -> Iterator[BuildContext]:
     """Write the build context into `folder`, or into a temporary one."""
-    # Imported here as in other commands, so that --help does not wait for it.
+    # Imported here, as in other commands, so that --help is fast.
     from .build_context import write_context  # noqa: PLC0415
 
     with tempfile.TemporaryDirectory(prefix="pilotflame-build-") as temporary:

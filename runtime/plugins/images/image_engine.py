@@ -25,7 +25,7 @@ Reason = Literal["base", "disk_full", "timeout", "push", "step"]
 SHOWN_LINES = 3
 _PUSHED = re.compile(r"\bdigest: (sha256:[0-9a-f]{64})\b")
 _DISK_FULL = re.compile(r"no space left on device|disk quota exceeded", re.IGNORECASE)
-# What the engines write if an image cannot be pulled: podman and buildah, then docker.
+# The messages of the engines if an image cannot be pulled: podman and buildah, then docker.
 _NOT_PULLED = re.compile(
     r"creating build container|initializing source|did not resolve to an alias|unable to copy from source"
     r"|failed to resolve source metadata|pull access denied|failed to resolve reference"
@@ -52,7 +52,7 @@ class ImageEngine:
 
     @staticmethod
     def find(name: str | None = None) -> str:
-        """Return `name`, or the first engine that works. Raise BuildFailed if it does not, or none does."""
+        """Return the engine `name`, or without it the first engine that works. Raise BuildFailed if no candidate works."""
         problems: list[str] = []
         for candidate in (name,) if name is not None else ENGINES:
             if (problem := _problem(candidate)) is None:
@@ -79,7 +79,7 @@ class ImageEngine:
             return id_file.read_text(encoding="ascii").strip()
 
     def inspect(self, image: str) -> BuiltImage:
-        """Return what the engine says of an image. Raise BuildFailed if it does not have it."""
+        """Return the engine's facts about an image. Raise BuildFailed if the engine does not have the image."""
         if self.name == "buildah":
             found = json.loads(self._query("inspect", "--type", "image", image))
             size = sum(layer["size"] for layer in json.loads(found["Manifest"])["layers"])
@@ -115,7 +115,7 @@ class ImageEngine:
     def _build_options(self, context: Path, platform: str | None, options: Sequence[str]) -> list[str]:
         found = ["--file", str(context / CONTAINERFILE)]
         if self.name == "buildah":
-            # The others cache layers without being asked.
+            # docker and podman cache layers by default.
             found.append("--layers")
         if platform is not None:
             found += ["--platform", platform]

@@ -17,7 +17,7 @@ CONSTRAINTS = "constraints.txt"
 # Folders of the build context.
 CODE_FOLDER = "function"
 WEIGHTS_FOLDER = "weights"
-# Where the image has the function.
+# The function's folder in the image.
 FUNCTION_PATH = "/function"
 # No user of a usual base image has this number. Kubernetes accepts `runAsNonRoot` only with a number.
 USER = "65532:65532"
@@ -43,7 +43,7 @@ RUN --mount=type=bind,from=uv,source=/uv,target=/run/pilotflame/uv \\
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What the Containerfile of a function's image says.
+    """The contents of the Containerfile of a function's image.
 
     All texts must have been checked: they become part of lines of the Containerfile, without quotes.
     """

@@ -21,9 +21,9 @@ STATUSES: dict[JobState, PredictionState] = {
     JobState.CANCELLED: "canceled",
 }
 FORM = "prediction"
-"""The form of webhooks of predictions, and the key of what a request says beside its input in `context.extra`."""
+"""The form of webhooks of predictions. In `context.extra`, the key of a request's fields besides its input."""
 MAX_SHOWN_PIECES = 1000
-"""While a job streams, its output so far has at most this many pieces."""
+"""The maximum number of pieces in the output of a job that is still streaming."""
 _NULL = orjson.Fragment(b"null")
 
 
@@ -40,7 +40,7 @@ def chosen_id(job: Job) -> str:
 def prediction_of(job: Job, pieces: Iterable[bytes] = ()) -> dict[str, Any]:
     """Return a job as a prediction, to be written by orjson.
 
-    `pieces` are those of a streaming handler so far: the output while the job runs.
+    `pieces` are the pieces that a streaming handler has yielded so far. They are the output while the job runs.
     """
     so_far = b",".join(pieces)
     return {
@@ -76,7 +76,7 @@ def _output(job: Job) -> Any:
 
 
 def _metrics(job: Job) -> dict[str, Any]:
-    """Return what the predictor has recorded, and the durations."""
+    """Return the metrics that the predictor has recorded, and the durations."""
     recorded = orjson.loads(job.metrics) if job.metrics else {}
     if not job.ended_s or not job.started_s:
         return recorded

@@ -75,7 +75,7 @@ def _free(name: str, function: str, taken: Container[str]) -> str:
 
 
 def _without_null(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of an input. As in Cog, that it may be null is not said, since it may be left out."""
+    """Return the schema of an input without the type null. As in Cog, callers leave an optional input out instead."""
     choices = [one for one in schema.get("anyOf", ()) if one.get("type") != "null"]
     if len(choices) != 1:
         return schema

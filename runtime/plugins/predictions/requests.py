@@ -1,4 +1,4 @@
-"""Defines predictions for the callers of Cog and Replicate: the requests for them, and how they are answered."""
+"""Defines the requests for predictions that callers of Cog and Replicate send, and the responses to them."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ async def read_prediction(
 
 
 def trace_of(headers: Headers) -> dict[str, str]:
-    """Return the headers of the caller's trace, which webhooks and uploads get as they are, as from Cog."""
+    """Return the headers of the caller's trace. As in Cog, webhooks and uploads get them unchanged."""
     sent = {name: headers.get(name, "") for name in TRACE_HEADERS}
     return {
         name: value

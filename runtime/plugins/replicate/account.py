@@ -1,4 +1,4 @@
-"""Serves what Replicate's clients ask of an account: itself, its hardware, its webhook secret, and its trainings."""
+"""Serves Replicate's routes of the account: the account itself, its hardware, its webhook secret, and its trainings."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _PATH = {
 
 
 class KeyAccount(TypedDict):
-    """Who calls. `name` is the id of the API key; it is the username if there is none."""
+    """The caller. `name` is the id of the API key, or the username if the caller has no key."""
 
     type: Literal["user"]
     username: str
@@ -41,7 +41,7 @@ class KeyAccount(TypedDict):
 
 
 class Hardware(TypedDict):
-    """What functions run on."""
+    """A kind of hardware on which functions run."""
 
     name: str
     sku: str

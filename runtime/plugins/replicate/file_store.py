@@ -24,7 +24,7 @@ KEEP_S = 24 * 3600.0
 
 
 class Share(NamedTuple):
-    """What a file, or an upload that is not complete, takes of its owner's share of the disk."""
+    """The disk space that a file or an incomplete upload takes from its owner's share."""
 
     owner: str
     size: int
@@ -49,7 +49,7 @@ class FileStore:
         self._pending: dict[str, Share] = {}
 
     def load(self) -> None:
-        """Find the stored files, unless that is done. Remove what the uploads of a dead gateway have left.
+        """Find the stored files at the first call. Remove incomplete uploads that an earlier gateway has left.
 
         Raises StorageFull if the folder cannot be created or read.
         """
@@ -84,7 +84,7 @@ class FileStore:
         return Upload(self._root, file_id, owner, name, most)
 
     def finish(self, upload: Upload, content_type: str, metadata: dict[str, Any]) -> StoredFile:
-        """Store an upload and return what is stored of it. Raises StorageFull."""
+        """Store an upload and return its record. Raises StorageFull."""
         about = upload.publish(content_type, metadata)
         with self._lock:
             self._pending.pop(about.id, None)
@@ -92,7 +92,7 @@ class FileStore:
         return about
 
     def discard(self, upload: Upload) -> None:
-        """End an upload. Remove what has arrived of it, unless it is stored."""
+        """End an upload. Remove the received part of the file, unless the file is stored."""
         upload.close()
         with self._lock:
             self._pending.pop(upload.file_id, None)
@@ -130,11 +130,11 @@ class FileStore:
             return tuple(file_id for file_id, share in self._stored.items() if wanted(share))
 
     def _remove(self, file_id: str) -> bool:
-        """Remove a file. Return False if somebody else has removed it."""
+        """Remove a file. Return False if it has already been removed."""
         with self._lock:
             if self._stored.pop(file_id, None) is None:
                 return False
-        # Renamed first, so that after a crash in the middle nobody finds a file whose content is missing.
+        # Renamed first: if the gateway crashes during the removal, `load` must not find a file without its content.
         hidden = self._root / f"{HIDDEN}{file_id}"
         with contextlib.suppress(OSError):
             (self._root / file_id).rename(hidden)
@@ -151,7 +151,7 @@ def _unknown(file_id: str) -> UnknownFile:
 
 
 def _read(folder: Path) -> StoredFile | None:
-    """Return what is stored of a file, or None if it is unreadable."""
+    """Return the record of a stored file, or None if it is unreadable."""
     try:
         about = StoredFile.model_validate_json((folder / ABOUT).read_bytes())
     except (OSError, ValidationError):

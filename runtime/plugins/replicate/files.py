@@ -56,7 +56,7 @@ FORM = {"multipart/form-data": {CONTENT: bytes, "metadata?": dict[str, Any]}}
 
 
 class FilesApi:
-    """The routes of files. A file is its uploader's, and of administrators."""
+    """The routes of files. Only its uploader and administrators can use a file."""
 
     def __init__(self, store: FileStore, origins: Origins, origin_of: Callable[[web.Request], str]) -> None:
         """`origin_of` returns the URL below which a caller finds the paths of `routes`."""
@@ -104,7 +104,7 @@ class FilesApi:
 
     async def download(self, request: web.Request) -> web.StreamResponse:
         _, path = await asyncio.to_thread(self._store.get, request.match_info["id"], owner_of(request))
-        # Never shown by a browser as a page of this gateway.
+        # A browser must not show the file as a page of this gateway.
         headers = {"Content-Type": BYTES_TYPE, "Content-Disposition": "attachment"}
         return web.FileResponse(path, headers=headers)
 
@@ -153,7 +153,7 @@ class FilesApi:
                 elif part.name == CONTENT and upload is None:
                     name = (part.filename or "file")[:MAX_NAME_CHARS]
                     kind = part.headers.get("Content-Type", BYTES_TYPE)[:MAX_NAME_CHARS]
-                    # The form is larger than its file. Without a length it may have any.
+                    # The form is larger than its file, so its length limits the file. Without a length, the maximum applies.
                     most = MAX_FILE_BYTES if request.content_length is None else request.content_length
                     upload = self._store.begin(caller_of(request).owner, name, most)
                     await _copy(part, upload)

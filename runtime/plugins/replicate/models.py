@@ -107,7 +107,7 @@ class ModelsApi:
     def live(self, request: web.Request, reference: str) -> Live:
         """Return the function of a reference such as "name", "owner/name" or "owner/name:version".
 
-        Raises UnknownFunction, also if the caller may not know of the function.
+        Raises UnknownFunction, also if the caller may not see the function.
         """
         name = reference.rpartition("/")[2].partition(":")[0]
         caller_of(request).check(name)

@@ -1,4 +1,4 @@
-"""Serves Replicate's predictions. A prediction is a job, whose end a request waits for only if it says so.
+"""Serves Replicate's predictions. A prediction is a job. A request waits for its end only if it asks to wait.
 
 `version`, the model's name and the deployment's name are the function's name. See `models.py`.
 """

@@ -1,4 +1,4 @@
-"""Streams the output of a prediction as server-sent events, as Replicate does, to whoever has its signed URL.
+"""Streams the output of a prediction as server-sent events, as Replicate does, to any client that has its signed URL.
 
 Replicate's clients for browsers and Node open the URL of a stream without an API key. So the URL itself is
 the permission: it holds a signature of the prediction's id that only the gateway can make. Receivers of webhooks
@@ -49,7 +49,7 @@ class StreamApi:
 
     async def stream(self, request: web.Request) -> web.StreamResponse:
         job_id = request.match_info["id"]
-        # The signature stands for the owner, so the job may be anybody's.
+        # The signature replaces the check of the owner, so find jobs of all owners.
         job = await self._jobs.store.find(job_id, lambda _: True, ())
         sent = request.query.get(SIGNATURE.name, "")
         if not hmac.compare_digest(sent.encode(errors="replace"), self._signature(job).encode()):

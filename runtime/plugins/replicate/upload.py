@@ -25,7 +25,7 @@ HIDDEN = "."
 
 
 class StoredFile(BaseModel, frozen=True):
-    """What is stored of a file beside its content. `owner` is the id of the API key that uploaded it."""
+    """The record of a stored file, without its content. `owner` is the id of the API key that uploaded it."""
 
     id: str
     owner: str
@@ -41,7 +41,7 @@ class StoredFile(BaseModel, frozen=True):
 class Upload:
     """A file that is being uploaded. Its methods block, and are safe to call from several threads.
 
-    A caller can disconnect while a thread still writes. What is closed then writes nothing any more.
+    A caller can disconnect while a thread still writes. After `close`, further writes raise StorageFull.
     """
 
     def __init__(self, root: Path, file_id: str, owner: str, name: str, most: int) -> None:
@@ -68,7 +68,7 @@ class Upload:
             target.write(block)
 
     def publish(self, content_type: str, metadata: dict[str, Any]) -> StoredFile:
-        """Complete the file, sync it to the disk, and return what is stored of it. Raises StorageFull."""
+        """Complete the file, sync it to the disk, and return its record. Raises StorageFull."""
         about = StoredFile(
             id=self.file_id, owner=self._owner, name=self._name, content_type=content_type, size=self._size,
             sha256=self._sha256.hexdigest(), md5=self._md5.hexdigest(), metadata=metadata, created_s=time.time(),

@@ -81,7 +81,9 @@ class JobStatus(TypedDict):
     status: JobState
     function: str
     output: NotRequired[Annotated[Any, Field(description="While the job runs, its progress.")]]
-    output_type: NotRequired[Annotated[str, Field(description="Of output that is not JSON: it is Base64.")]]
+    output_type: NotRequired[
+        Annotated[str, Field(description="Media type of a non-JSON output, sent in Base64.")]
+    ]
     error: NotRequired[str]
     errorDetails: NotRequired[ErrorFields]
     pieces: NotRequired[NonNegativeInt]
@@ -131,7 +133,7 @@ class QueueApi(ApiPlugin):
         super().__init__(backend)
         self._backend = backend
         self._jobs = backend.jobs
-        # By job and owner: the number of the last piece that a poll has returned; those polled last are at the
+        # The number of the last piece that a poll has returned, by job and owner. The job that was polled last is at the
         # end. The polls of an administrator take no piece from the job's owner.
         self._polled: OrderedDict[tuple[str, str], int] = OrderedDict()
 
@@ -258,7 +260,7 @@ class QueueApi(ApiPlugin):
 
 
 def _throttled(live: Live, queued: int) -> int:
-    """Return how many workers the queue needs that a limit of the node, or failed starts, keep from starting."""
+    """Return the number of workers that the queue needs but that a limit of the node or failed starts hold back."""
     workers = live.workers
     if workers.reached is None and not workers.breaker.failures:
         return 0

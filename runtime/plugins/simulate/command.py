@@ -90,7 +90,7 @@ class SimulateOptions:
         return read_trace(file, time_column=self.time_column, function_column=self.function_column)
 
     def ask(self, name: str, *path: str, **query: Any) -> dict[str, Any]:
-        """Return what the gateway says of a function."""
+        """Return the gateway's answer about a function."""
         # httpx takes 50 ms to import, and most simulations ask no gateway.
         from ...client.client import Client  # noqa: PLC0415
 
@@ -99,7 +99,7 @@ class SimulateOptions:
         return found
 
     def calls_of(self, name: str) -> dict[str, Any]:
-        """Return the calls of a function that the gateway remembers, and the ladder that it has measured."""
+        """Return the calls of a function that the gateway has recorded, and the ladder that it has measured."""
         query = {} if self.since is None else {"since": self.since}
         return self.ask(name, "arrivals", lines=MAX_LOGGED_CALLS, **query)
 
@@ -127,7 +127,7 @@ class SimulateOptions:
 @click.option("--workers", default="1", metavar="N,...", help="How many to try: 2, or 1,2,4, or 1-4.")
 @click.option("--limit", type=click.IntRange(1, 4096), help="max_size of @batch; 1 without it.  [default: 32]")  # fmt: skip
 @click.option("--max-queue", type=click.IntRange(min=1), help="max_queue of the function.  [default: 1000]")
-@click.option("--speed", type=POSITIVE, default=1.0, help="Play ARRIVALS so many times faster.")
+@click.option("--speed", type=POSITIVE, default=1.0, help="Factor by which ARRIVALS are sped up.")
 @click.option("--seed", type=int, default=1, help="Seed of the random numbers.")
 @click.option(
     "--policy", "policies", metavar="NAME", multiple=True,
@@ -162,17 +162,17 @@ def simulate(**values: Any) -> None:
 
     ARRIVALS is a CSV file with a column `timestamp` (seconds, or ISO times), or .jsonl, plain or .gz; or give a --rate.
     Calls go through the gateway's own queue on a simulated clock. Nothing is deployed, and no handler runs. The
-    time of a batch is what a gateway has learned of a --function, or a --curve.
+    time of a batch comes from --curve, or from a gateway's measurements of --function.
 
-    With --policy, calls are replayed through the gateway's own keep-alive policy, with all that it has to learn, and
-    under others: what would each have cost, in holding and in waiting? A fixed:60 stays READY for 60 s and then goes
-    down to the lowest rung.
+    With --policy, calls are replayed through the gateway's own keep-alive policy, which learns from them as they come,
+    and through other policies. The result is the cost of each, in holding and in waiting. A fixed:60 stays READY for
+    60 s and then goes down to the lowest rung.
 
     \b
-    Examples: are two workers enough for three times last week's load, if callers wait for a second?
+    Example: are two workers enough for three times last week's load, if callers wait for a second?
       pilotflame simulate calls.csv.gz --speed 3 --function embed --deadline 1 --workers 1-4
       pilotflame simulate calls.csv.gz --speed 3 --curve 1:20.5,32:36 --deadline 1 --workers 1-4
-    What would the last two days of a function have cost, and what those of a trace with many functions?
+    Example: what is the cost of the last two days of a function, and of a trace with many functions?
       pilotflame simulate --policy all --from-log embed --since 2d
       pilotflame simulate calls.csv.gz --policy all --rung ready:1gpu+18:0 --rung parked:18:0.4 --rung local:16disk:12
     """
@@ -420,7 +420,7 @@ def _ladder(rungs: Sequence[Rung], waiting_s: float) -> Ladder:
 def replay(functions: Sequence[ReplayedFunction], policy: str) -> dict[str, Any]:
     """Return the figures of all functions together under a policy, as "policy" or "fixed:60:zygote". Raise CodeError."""
     title, choose = _policy(policy)
-    # Live, an idle period begins only after a moment without work, so the policy's worker stays for that long.
+    # In a gateway, an idle period begins only QUIET_S after the last work, so the policy's worker stays that much longer.
     quiet_s = QUIET_S if policy == "policy" else 0.0
     replays = [Replay(one.arrivals, one.service_s, one.ladder, choose(one), quiet_s) for one in functions]
     whole, rung_s, bill = LadderRun(), defaultdict[str, float](float), 0.0

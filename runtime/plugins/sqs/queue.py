@@ -55,7 +55,7 @@ class SqsQueue(AwsClient):
         )
 
     async def extend(self, messages: Sequence[Message]) -> Sequence[str]:
-        """Hide messages for another visibility timeout. Return the ids of those for which this failed."""
+        """Hide messages for another visibility timeout. Return the ids of the messages for which this failed."""
         return await self.call(lambda client: self._hide(client, messages, self._visibility_s))
 
     async def delete(self, message: Message) -> None:
@@ -67,7 +67,7 @@ class SqsQueue(AwsClient):
         await self.call(lambda client: self._hide(client, messages, delay_s))
 
     def _hide(self, client: Any, messages: Sequence[Message], visibility_s: int) -> list[str]:
-        """Set the visibility timeout of messages. Return the ids of those for which this failed."""
+        """Set the visibility timeout of messages. Return the ids of the messages for which this failed."""
         failed: list[str] = []
         for begin in range(0, len(messages), BATCH):
             batch = messages[begin : begin + BATCH]
@@ -95,7 +95,7 @@ def open_queue(source: SqsSource) -> tuple[SqsQueue, Sink | None]:
 def _message(raw: dict[str, Any], *, fifo: bool) -> Message:
     facts = raw.get("Attributes", {})
     count, sent_s = max(1, int(facts.get(_COUNT, "1"))), int(facts.get(_SENT, "0")) / 1000 or time.time()
-    # In a standard queue, a group only says whose the message is, and has no order.
+    # In a standard queue, the group only names the message's tenant and implies no order.
     group = str(facts.get(_GROUP, "")) if fifo else ""
     attributes = {
         name: str(value["StringValue"])
