@@ -38,5 +38,5 @@ def awaited(output: Any) -> Any:
 
 
 def of_kind(kind: HandlerKind, *calls: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the one of four `calls` for `kind`. They are in the order of the members of HandlerKind."""
+    """Return the call for `kind`. `calls` has four, in the order of the members of HandlerKind."""
     return calls[list(HandlerKind).index(kind)]

@@ -60,8 +60,8 @@ class InputCodec(_Codec):
     def decode(self, body: bytes, content_type: str = "") -> Any:
         """Return the event in `body`.
 
-        Raise BadInput if the body is not what its content type says (by default JSON), and InputInvalid if
-        the event does not fit the annotation.
+        Raise BadInput if the body does not have the format of its content type (by default JSON), and InputInvalid
+        if the event does not fit the annotation.
         """
         if self._raw:
             return body

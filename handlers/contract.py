@@ -217,7 +217,7 @@ class Context:
             self._host.metrics(self._channel, values)
 
     def retire(self) -> None:
-        """Let this worker accept no more invocations, and end after it has answered those that it runs."""
+        """Let this worker accept no more invocations, and end after its running invocations are answered."""
         for context in self.items:
             context.retire()
         if self._host is not None:

@@ -44,7 +44,7 @@ def parse_reference(reference: str) -> Entry:
 
 
 class Requirements(NamedTuple):
-    """What the platform's own file says that a function needs."""
+    """The needs of a function, as the platform's own file declares them."""
 
     file: str = ""
     """The name of that file, for messages."""
@@ -57,7 +57,7 @@ class Requirements(NamedTuple):
 
 
 class Dialect:
-    """The handlers of one platform. This class recognises none."""
+    """The handlers of one platform. This base class recognises no handlers."""
 
     name: ClassVar[str]
     """The prefix of references, as in "runpod:handler.py"."""
@@ -67,7 +67,7 @@ class Dialect:
     """The function that makes the Handler in a worker, as "package.module:name". It is called with the folder, the Entry and
     the function's name, and raises HandlerImportError or HandlerSignatureError."""
     order: ClassVar[int] = 100
-    """A dialect with a lower number is asked first."""
+    """The dialects try to recognise a handler in ascending order of this number."""
     files: ClassVar[tuple[str, ...]] = ()
     """The files that usually hold the handler, beside handler.py."""
     stands_in: ClassVar[frozenset[str]] = frozenset()

@@ -62,7 +62,7 @@ def locate(error: BaseException, root: Path) -> tuple[str, int]:
 
 
 def locate_frame(frame: FrameType | None, root: Path) -> dict[str, Any]:
-    """Return where the stack of `frame` is: `file` and `line` in the user's folder `root`, and what is called there.
+    """Return the position of the stack of `frame`: `file` and `line` in the user's folder `root`, and the called function.
 
     `file` is the outermost one in `root`, usually the handler's. `inside` is the innermost function of the stack.
     """
@@ -143,8 +143,8 @@ def _importable(filename: str) -> str:
 def _user_traceback(error: BaseException, root: Path) -> str:
     """Return the traceback without the stack frames of pilotflame and importlib.
 
-    If frames of libraries come before those of the user's folder `root`, these are also shown at the start. A
-    long text is cut in its middle.
+    If frames of libraries come before the frames of the user's folder `root`, the user's frames are also shown at the
+    start. A long text is cut in its middle.
     """
     trace: Any = traceback.TracebackException.from_exception(error)
     trace.stack = traceback.StackSummary.from_list(

@@ -35,7 +35,7 @@ MAX_BYTES = 4 << 30
 BLOCK_BYTES = 1 << 20
 MAX_SUFFIX_CHARS = 100
 OCTETS = "application/octet-stream"
-# The type of the problem of a file that cannot be fetched. All other problems are those of the input itself.
+# The problem type for a file that cannot be fetched. All other problems are faults of the input itself.
 UNAVAILABLE = "file_unavailable"
 Publish: TypeAlias = Callable[[PurePath | io.IOBase, str], str]
 """Takes an output file and its name in error messages, and returns the file's URL."""
@@ -100,7 +100,7 @@ class InputFiles(ExitStack):
         return SILENCE_S if remaining_ms is None else min(SILENCE_S, max(0.001, remaining_ms / 1000))
 
     def _copy(self, source: Any, target: IO[bytes]) -> None:
-        # `read1` returns what has arrived, so that the loop notices the deadline even if a server is slow.
+        # `read1` does not wait for a full block, so that the loop notices the deadline even if a server is slow.
         remaining_ms = self._remaining_ms()
         deadline_s = math.inf if remaining_ms is None else time.monotonic() + remaining_ms / 1000
         # The number of bytes still to be read, if there is a Content-Length.

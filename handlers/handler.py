@@ -1,4 +1,4 @@
-"""Defines what the runtime knows of a user's handler, in the same form for all dialects."""
+"""Defines Handler: the runtime's description of a user's handler, in the same form for all dialects."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ class Handler:
     setup: Hook | None = None
     teardown: Hook | None = None
     dialect: str = "pilotflame"
-    """The contract that the user's file follows: one of `dialects.recognise.DIALECTS`."""
+    """The contract that the user's file follows: "pilotflame", or the name of a Dialect."""
     entry: str = ""
     """Where the handler was found: "file.py:name", or the file alone."""
     aggregate: bool = True
     """True if a job of a streaming handler stores the list of all pieces as its output."""
 
     def facts(self) -> dict[str, Any]:
-        """Return what the gateway needs to know of the handler, as plain JSON."""
+        """Return the properties of the handler that the gateway needs, as plain JSON."""
         return {
             "dialect": self.dialect,
             "entry": self.entry,
@@ -75,7 +75,7 @@ class Handler:
         return (event, context) if self.takes_context else (event,)
 
     def answers(self, answer: Any, count: int) -> list[Any]:
-        """Return a list with one answer per event. `answer` is what one handler call returned.
+        """Return a list with one answer per event. `answer` is the return value of one handler call.
 
         Raise OutputInvalid if a batch handler did not return exactly `count` answers.
         """

@@ -39,8 +39,8 @@ def weigh(header: str, name: str) -> Weight:
 def preferred(header: str, offered: Sequence[str]) -> str:
     """Return the name in `offered` that the header prefers, or "" if the header accepts none of them.
 
-    Without a header it is the first name. If two names have the same quality, the one that the header names
-    more exactly is preferred, then the one whose range comes first in the header.
+    Without a header, return the first name. If two names have the same quality, prefer the name with the more exact
+    range in the header, then the name whose range comes first.
     """
     if not header:
         return offered[0]

@@ -57,7 +57,7 @@ class _CheckedHandler(request.AbstractHTTPHandler):
 
 
 def connected(host: str, port: int, timeout_s: float | None, addresses: Addresses) -> socket.socket:
-    """Connect to the first allowed address that accepts. If none does, raise the last address's OSError."""
+    """Connect to the first allowed address that accepts. If every address fails, raise the OSError of the last one."""
     failure: OSError = OSError("its host has no address")
     for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
         if reason := addresses.fault(str(address[0])):

@@ -40,7 +40,7 @@ class Dialects:
         return frozenset[str]().union(*(one.stands_in for one in self._all))
 
     def requirements(self, folder: Path, reference: str) -> Requirements:
-        """Return what a file of the handler's platform says that the function needs."""
+        """Return the needs of the function, as a file of the handler's platform declares them."""
         dialect = self.find(self.recognise(folder, reference).dialect)
         return Requirements() if dialect is None else dialect.requirements(folder)
 
@@ -54,8 +54,8 @@ class Dialects:
 
         If the reference names no dialect, the contents of its file decide. If it is the default reference, and
         handler.py shows no handler or does not exist, the other files of the folder are searched for foreign
-        handlers. If none is found, the dialect is pilotflame's own. Raise HandlerSignatureError if several files
-        have a foreign handler, or if no installed dialect has the name.
+        handlers. If no foreign handler is found, the dialect is pilotflame's own. Raise HandlerSignatureError if
+        several files have a foreign handler, or if no installed dialect has the name.
         """
         wanted = parse_reference(reference)
         source = SourceFile.read(root / wanted.file)

@@ -70,7 +70,7 @@ class Snapshot:
         self._arrival: Arrival | None = None
         self._plans: list[Plan] = []
         self._mapping: Mapping | None = None
-        # The plans of `build` keep its modules. Those of `setup` end with the last use of them.
+        # Weak references: a module that `setup` restored is freed after its last use. `_plans` keeps the modules of `build`.
         self._uploads: list[tuple[weakref.ref[nn.Module], DeviceUpload]] = []
         self._parked: list[tuple[weakref.ref[nn.Module], ParkedWeights]] = []
         # The devices that this process has used, by their names.
@@ -105,21 +105,21 @@ class Snapshot:
 
         The mapping is private and copy-on-write: writing to a weight changes no file and no other process.
         `prefix` is prepended to the module's tensor names to find them in the snapshot. `ignore` has regular
-        expressions: a tensor of the snapshot that the module does not have is an error unless one of them is
-        found in its name (`re.search`, as in transformers). With `cast`, floating-point weights are copied to
+        expressions: a tensor of the snapshot that the module does not have is an error unless one of these expressions
+        is found in its name (`re.search`, as in transformers). With `cast`, floating-point weights are copied to
         the module's dtype. Without it, the dtypes must be equal. Raises SnapshotMismatch, which names all
         tensors that do not fit.
 
-        `slices` is for a module that has a part of each weight, such as that of one worker of a
+        `slices` is for a module that has a part of each weight, such as the module of one worker of a
         tensor-parallel group. It maps patterns of the snapshot's names, in which * stands for any characters,
         to (dim, rank, world): the module gets slice number `rank` of `world` equal ones along `dim`. The
-        first pattern that fits a name counts. By default, the slices are those of the setting
-        `snapshot_part`. Slices are views too. Those along another dimension than 0 are not contiguous.
+        first pattern that fits a name counts. By default, the setting `snapshot_part` gives the
+        slices. Slices are views too. A slice along another dimension than 0 is not contiguous.
 
         On another `device` than "cpu", the weights are copied there, each tensor aligned to 256 bytes, while the
         module may already run, and tensors that the module has computed are moved there. "cuda" is the first CUDA
-        device, "cuda:1" the second, and "auto" the first one if there is one, otherwise the host; with `resources.gpus`, that
-        is an error. Raises SnapshotError if there is no such device, or if it has no room.
+        device, and "cuda:1" is the second. "auto" is the first CUDA device. Without a CUDA device, "auto" is the host, or an
+        error with `resources.gpus`. Raises SnapshotError if there is no such device, or if it has no room.
         """
         with needs(_SUBJECT, "torch"):
             from .restoring.plan import make_plan  # noqa: PLC0415
@@ -135,7 +135,7 @@ class Snapshot:
         if self._mapping is None:
             self._plans.append(plan)
         elif (upload := self._apply(plan, self._mapping)) is not None:
-            # Who restores in `setup` uses the module in `setup`, without a gate.
+            # `setup` runs without a gate, and may use the module as soon as this returns.
             upload.wait(UPLOAD_TIMEOUT_S)
 
     def _apply(self, plan: Plan, mapping: Mapping) -> DeviceUpload | None:
@@ -182,7 +182,7 @@ class Snapshot:
             blank(plan, device)
 
     def open(self) -> None:
-        """Map the files into memory and apply the plans that `build` made. What lies on a disk is read ahead.
+        """Map the files into memory and apply the plans that `build` made. Read ahead the files that lie on a disk.
 
         Raises SnapshotChanged if a file was replaced or written to after it was verified.
         """
@@ -193,7 +193,7 @@ class Snapshot:
             self._mapping = self._mapped(Mapping)
             for plan in self._plans:
                 self._apply(plan, self._mapping)
-            # What is arriving is not read from the disk, and what is copied to a device is read for that.
+            # Not while bytes arrive: they come from the source, and a copy to a device reads the files itself.
             if not self.arriving:
                 self._mapping.read_ahead()
 
@@ -252,7 +252,8 @@ class Snapshot:
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait for all bytes. Raises the error of the fetch, or SourceUnavailable after `timeout_s`.
 
-        By default, that is the deadline of the arrival, and UPLOAD_TIMEOUT_S later for copies to devices.
+        By default, the limit for the fetch is the deadline of the arrival, and each copy to a device may then take
+        UPLOAD_TIMEOUT_S.
         """
         with self._named():
             if self._arrival is not None and self._arrival.count:
@@ -284,7 +285,7 @@ class Snapshot:
         return [upload.slab for _, upload in self._uploads]
 
     def park(self, slabs: Sequence[torch.Tensor], timeout_s: float = UPLOAD_TIMEOUT_S) -> int:
-        """Give back the memory that the weights have on devices. `slabs` are those of all snapshots."""
+        """Give back the memory that the weights have on devices. `slabs` has the slabs of all snapshots."""
         if not self._uploads:
             return 0
         from .restoring.device.parking import park  # noqa: PLC0415
@@ -300,7 +301,7 @@ class Snapshot:
         return freed_bytes
 
     def unpark(self) -> None:
-        """Copy the weights to their devices again. What does not succeed can be tried again."""
+        """Copy the weights to their devices again. After an error, call it again for the weights that are still parked."""
         if not self._parked:
             return
         from .restoring.device.parking import unpark  # noqa: PLC0415
@@ -312,7 +313,7 @@ class Snapshot:
                 self._parked.pop()
 
     def finish(self) -> None:
-        """Wait until the devices that it has used have ended what was submitted. Raises the error of one that has failed."""
+        """Wait until the devices that this process has used have ended all submitted work. Raises the error of a failed device."""
         for device in self._devices.values():
             device.finish()
 

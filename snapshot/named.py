@@ -31,7 +31,7 @@ class Snapshots:
 
     def __init__(self, snapshots: Iterable[Snapshot]) -> None:
         self._named = {one.name: one for one in snapshots}
-        # Those of which bytes are not fetched yet. The gate of each invocation looks here, so it gets shorter.
+        # The snapshots with bytes that are not fetched or copied yet. The gate of each invocation removes complete ones.
         self._arriving: list[Snapshot] = []
 
     def __getitem__(self, name: str) -> Snapshot:
@@ -68,10 +68,10 @@ class Snapshots:
         cast: bool = False,
         device: str = "cpu",
     ) -> None:
-        """Set the module's weights, each from the one snapshot that has it, such as a base and an adapter.
+        """Set the weights of a module from several snapshots, such as a base and an adapter.
 
-        See `Snapshot.restore`. `prefixes` and `ignore` have, by the names of snapshots, what `prefix` and
-        `ignore` are there. If several snapshots have a tensor, one whose `ignore` fits its name gives way to another.
+        See `Snapshot.restore`. `prefixes` and `ignore` map the name of a snapshot to its `prefix` and `ignore`. If
+        several snapshots have a tensor, a snapshot is passed over if its `ignore` fits the tensor's name.
         Raises SnapshotMismatch if a tensor of the module is in no snapshot or in several, or does not fit, or
         if a snapshot has a tensor that the module does not have. The error names the tensors and the snapshots.
         """
@@ -112,7 +112,7 @@ class Snapshots:
         return sum(one.park(slabs) for one in self._named.values())
 
     def finish(self) -> None:
-        """Wait until the devices that they have used have ended what was submitted. Raises the error of one that has failed."""
+        """Wait until the devices that this process has used have ended all submitted work. Raises the error of a failed device."""
         for one in self._named.values():
             one.finish()
 
@@ -120,7 +120,7 @@ class Snapshots:
         """Copy the weights to their devices again. The objects of the modules are the same, their addresses are not.
 
         Until the weights are there, operations need a `gate` that is entered afterwards, or `wait`. Raises
-        SnapshotError if a device has no room. Then what is still parked can be tried again.
+        SnapshotError if a device has no room. Then call it again for the weights that are still parked.
         """
         for one in self._named.values():
             one.unpark()

@@ -68,7 +68,7 @@ class Lease:
     def wait(self, timeout_s: float | None = None, *, copied: bool = False) -> None:
         """Block until the snapshot is published and, with `copied`, until its copy on the disk is too.
 
-        Raises the error of the fetch or of the copy, SourceUnavailable if one of them is not done within
+        Raises the error of the fetch or of the copy, SourceUnavailable if the fetch or the copy is not done within
         `timeout_s`, and CacheError if the copy is not even begun within `timeout_s`.
         """
         if self._pull is not None:
@@ -84,7 +84,7 @@ class Lease:
     def described(self) -> Manifest:
         """Return the manifest with the digests of all chunks. Call it after `wait`.
 
-        If `manifest` has no digests, these are the ones that the first fetch of the snapshot has learned.
+        If `manifest` has no digests, they come from the published manifest, for which the first fetch has computed them.
         """
         if self.manifest.has_digests:
             return self.manifest
@@ -101,7 +101,7 @@ class Lease:
     def start_copy(self, tiers: Sequence[Tier]) -> None:
         """Copy the published snapshot to the first of `tiers` that has room. Return at once.
 
-        A copy that was broken off is continued, and one that is there is only marked as used.
+        An incomplete copy is continued, and a complete copy is only marked as used.
         """
         if tiers:
             # In a thread of its own: making room may wait for a lock and for the disk, `close` must not.
@@ -224,7 +224,7 @@ class Cache:
         self, digest: str, manifest: Manifest, source: Source, related: Related, *, before: Pull | None = None
     ) -> Pull:
         refusals = []
-        # Try first the tier where it is arriving, then those that hold a part of it: there is less to fetch.
+        # Try first the tiers into which a process fetches it, then the tiers that hold some of it: there is less to fetch.
         for tier in sorted(self.tiers, key=lambda tier: (not tier.fetches(digest), not tier.has(digest))):
             try:
                 return Pull(tier, digest, manifest, source, related, before=before, nodes=self._nodes)

@@ -52,7 +52,7 @@ def download(
 
     Raises CacheError, without changing any file, if the folder holds the manifest of another snapshot, or if
     a name of this snapshot is taken by a link, or by a file of another size or with other bytes. With
-    `force`, those files are removed instead. Damaged files of this snapshot are mended either way. Raises
+    `force`, those files are removed instead. Damaged files of this snapshot are repaired either way. Raises
     SnapshotCorrupt for an asset that differs from the manifest, and the errors of `fetch`.
     """
     stopped = cancelled or threading.Event()
@@ -96,7 +96,7 @@ class _Download:
 
     @property
     def present_digests(self) -> list[str] | None:
-        """The digests of the manifest that is in the folder. None if there is none, or not one of these files."""
+        """The digests of the manifest that is in the folder. None without a manifest, or if it describes other files."""
         return Chunks(self._present).digests if self._present is not None else None
 
     def described(self) -> Manifest:
@@ -110,7 +110,7 @@ class _Download:
     ) -> None:
         """Open the shards' files at full size, and record as landed the chunks that they hold.
 
-        `learned` are the digests that are known of earlier downloads, if the manifest has none.
+        `learned` are the digests that earlier downloads have computed, if the manifest has no digests.
         Raises CacheError if files in the folder may not be replaced, or if the disk has too little room. Then
         no file is replaced or removed, and new files are removed again.
         """
@@ -232,7 +232,7 @@ def _mark(folder: Path) -> Iterator[int]:
 
 
 def _learned(folder: Path, work: _Download, opened: ExitStack) -> Sequence[str] | None:
-    """Return what is known of the chunks' digests, if the manifest has none. What is learned is kept meanwhile."""
+    """Return the known digests of the chunks, or None if the manifest has them. Store each new digest until `opened` is closed."""
     if work.manifest.has_digests:
         return None
     learned = opened.enter_context(learned_digests(folder / DIGESTS_NAME, work.arrival))

@@ -80,7 +80,7 @@ class Hold:
         self._pid = os.getpid()
 
     def __del__(self) -> None:
-        # A forked child may have closed the inherited descriptor, and its number may now be another file's.
+        # A forked child may have closed the inherited descriptor. There, its number may now belong to another file.
         if os.getpid() == self._pid:
             os.close(self.descriptor)
 

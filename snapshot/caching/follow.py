@@ -147,7 +147,7 @@ class Feed:
             self._arrival.demand(first, last)
 
     def _send_pending(self, follower: socket.socket) -> None:
-        """Send the chunks that the follower was not told of, as far as its socket has room for them."""
+        """Send the follower the numbers of further landed chunks, as far as its socket has room for them."""
         try:
             self._send_landed(follower)
             self._selector.modify(follower, _READ, follower)

@@ -36,7 +36,7 @@ CACHED_SHARE = 0.25
 PIECE_BYTES = 2 << 20
 """The largest page of the page cache. A file is read anew only where its pages are small, in pieces of this size."""
 MOST_FAULTS = 8
-"""A piece takes one fault in a large page, and 32 in pages of 4 KiB, of which the kernel maps 16 at a time."""
+"""Mapping a piece takes one page fault if it is a large page. In pages of 4 KiB, it takes 32: the kernel maps 16 per fault."""
 
 # Flags from <sys/mount.h>. No file on this file system is a program or a device.
 _NOSUID, _NODEV, _NOEXEC = 2, 4, 8
@@ -67,7 +67,7 @@ def is_ours(root: Path) -> bool:
 
 def mount(folder: Path, size_bytes: int) -> bool:
     """Mount a tmpfs with huge pages on `folder`. Return True if that was allowed."""
-    # within_size: a file has huge pages only where it fills them, so it uses no more memory than its size.
+    # within_size: the kernel uses a huge page only if the file fills the page, so a file takes no memory beyond its size.
     options = f"huge=within_size,mode=0700,size={size_bytes}".encode()
     flags = _NOSUID | _NODEV | _NOEXEC
     return bool(_libc.mount(b"pilotflame", os.fsencode(folder), b"tmpfs", flags, options) == 0)
@@ -104,7 +104,7 @@ def sweep(roots: Iterable[Path], own: Path) -> None:
 def has_huge_pages(folder: Path) -> bool:
     """Return True if the mount options of the file system that holds `folder` give its files huge pages."""
     device = f"{os.major(folder.stat().st_dev)}:{os.minor(folder.stat().st_dev)}"
-    # A fetch waits for this, and there are many mounts: only lines that may be the one are split.
+    # A fetch waits for this, and there may be many mounts. So split only the lines that contain the device.
     mounts = Path("/proc/self/mountinfo").read_text().splitlines()
     lines = (line.split() for line in mounts if f" {device} " in line)
     options = [option for line in lines if line[2] == device for option in line[-1].split(",")]
@@ -158,9 +158,9 @@ def _map(descriptor: int, pieces: Iterable[int]) -> dict[int, int]:
             before = _faults()
             _libc.madvise(address + begin, min(PIECE_BYTES, size_bytes - begin), _MADV_POPULATE_READ)
             found[begin] = _faults() - before
-            # On a virtual machine, what the disk wrote to memory is not mapped for its processors yet. Reading it does
-            # that, for which a worker would wait at its first request. Not from `memory`: if somebody cuts the file
-            # meanwhile, that would end this process.
+            # On a virtual machine, pages that the disk has written are not mapped for the processors yet. Reading maps them
+            # now, so that a worker need not wait for that at its first request. Do not read from `memory`: if the file were
+            # truncated meanwhile, the read would end this process with SIGBUS.
             os.preadv(descriptor, [read], begin)
         return found
 

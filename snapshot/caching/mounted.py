@@ -75,7 +75,7 @@ def _keep(tier: Tier, digest: str) -> int:
 def _holds_only_its_own(tier: Tier, digest: str) -> bool:
     """Return True if the folder of a snapshot holds no bytes of another one, and False if a fetch must end first.
 
-    Remove the files if they are of a fetch that nobody continues. Raise CacheError if they are in use.
+    Remove the files if a fetch left them incomplete and no process continues it. Raise CacheError if they are in use.
     """
     if not (tier.folder(digest) / REUSED).exists() or tier.discard_unused(digest):
         return True
@@ -93,7 +93,7 @@ def _lock_mounted(folder: Path) -> int:
 
 
 class FollowedTier(Tier):
-    """A tier in folder `root` that another process fetches into. This one locks nothing but what it uses."""
+    """A tier in folder `root` that another process fetches into. This process locks only the snapshots that it uses."""
 
     read_only: ClassVar[bool] = True
 

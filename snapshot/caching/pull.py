@@ -1,4 +1,4 @@
-"""Brings one snapshot into one tier for one lease: a pull fetches it, or follows another that does.
+"""Brings one snapshot into one tier for one lease. A pull fetches the snapshot, or follows another pull's fetch.
 
 The pull that gets the fetch lock fetches. If its process ends in any way, the kernel releases that lock. Then
 one of the followers gets it and continues the fetch with what is in the files. Two leases in one process work
@@ -62,14 +62,14 @@ class Neighbours(Protocol):
     def take(
         self, targets: Sequence[ShardTarget], left_out: Container[int], cancelled: threading.Event
     ) -> int:
-        """Take the missing chunks from them that they have and `left_out` has not. Return how many bytes these are."""
+        """Take missing chunks from these nodes, without the chunks in `left_out`. Return the number of bytes taken."""
 
 
 class Nodes(Protocol):
     """The other nodes."""
 
     def joined(self, manifest: Manifest, arrival: Arrival, files: Path) -> AbstractContextManager[Neighbours]:
-        """Give them what lands of a snapshot, while the block runs, and find out which of them may have its chunks."""
+        """Offer the landed chunks of a snapshot to other nodes while the block runs. Yield the nodes that may have chunks."""
 
 
 Elsewhere = Callable[["Pull"], "Pull"]
@@ -96,7 +96,7 @@ class Pull:
     ) -> None:
         """Chunks that `related` has are copied instead of fetched, and taken from other `nodes` that have them.
 
-        `before` is the pull that this one continues in another tier, whose landed chunks it copies.
+        With `before`, this pull continues that pull in another tier, and copies its landed chunks.
         """
         self.tier = tier
         self.files = tier.folder(digest) / "files"
@@ -132,7 +132,7 @@ class Pull:
 
     @property
     def at(self) -> Pull:
-        """The pull that brings the chunks now: this one, or the one that continues it in another tier."""
+        """The pull that brings the chunks now: this pull, or a pull that continues it in another tier."""
         return self._after.at if self._after is not None else self
 
     def start(self, on_published: Callable[[], None], elsewhere: Elsewhere | None = None) -> None:
@@ -234,7 +234,7 @@ class Pull:
         return None
 
     def _follow(self, folder: Path, deadline_s: float) -> Following | None:
-        """Follow the process that fetches. Return None if all is published. Raise SourceDenied if none does."""
+        """Follow the process that fetches. Return None if the snapshot is published. Raise SourceDenied if no process fetches."""
         self.hold = self.hold or hold(folder)
         while self.hold is not None:
             # In this order: a process that publishes and ends in between is not missed.
@@ -293,7 +293,7 @@ class Pull:
     ) -> None:
         """Let another pull bring the missing chunks, to the same waiters, because this tier is full.
 
-        The followers are told only once that pull has its role, so that they find whom to follow there.
+        The followers get the error only after the other pull has its role. They then find a fetch to follow there.
         """
         try:
             after = elsewhere(self)

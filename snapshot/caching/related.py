@@ -29,10 +29,10 @@ from .stored import is_published
 from .tier import Tier
 
 MOST_SNAPSHOTS = 8
-"""How many snapshots are looked at, those used last. Reading the manifest of one with 25 000 chunks takes 5 ms."""
+"""The most snapshots that are searched, most recently used first. A manifest with 25 000 chunks takes 5 ms to read."""
 
 _HASH = re.compile(r'"(?!(.)\1*["-])[0-9a-f]{32,128}(-[0-9]+)?"')
-"""An ETag that is a hash of the bytes, or of those of its parts. Some stores give all files the same one, or a time."""
+"""An ETag that is a hash of the object or of its parts. It is not a time or a repeated digit, which some stores give."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +44,10 @@ class Related:
     def places(
         self, manifest: Manifest, arrival: Arrival, opened: ExitStack, *, by_version: bool = False
     ) -> dict[int, Place]:
-        """Return where those chunks of `manifest` are that have not landed, in the order in which they are wanted.
+        """Return where the missing chunks of `manifest` are, in the order in which they are wanted.
 
-        With `by_version`, shards of which no digests are known are presumed in those of the same version. The files
-        stay open, and their snapshots protected from eviction, until `opened` is closed.
+        With `by_version`, a chunk without a known digest is looked for in a shard with the same version and size. The
+        files stay open, and their snapshots protected from eviction, until `opened` is closed.
         """
         folders = list(self._folders(manifest)) if manifest.realm else []
         if not folders:
@@ -69,10 +69,7 @@ class Related:
         return {chunk: found[chunk] for chunk in missing if chunk in found}
 
     def _folders(self, manifest: Manifest) -> Iterator[Path]:
-        """Yield the folders of the realm's complete snapshots.
-
-        Those in the first tier come first, and of a tier those used last.
-        """
+        """Yield the folders of the realm's complete snapshots: tier by tier, and the most recently used first."""
         seen, ending = {manifest.digest}, realm_digits(manifest.realm)
         for tier in self.tiers:
             for folder in tier.folders(ending):
@@ -106,7 +103,7 @@ class _Lender:
     opened: ExitStack
     _descriptors: dict[int, int] = field(default_factory=dict)
     _first: list[int] = field(default_factory=list)
-    """The number of each shard's first chunk, once it was asked for."""
+    """The number of each shard's first chunk. Empty until `_has` needs it."""
 
     def same(self, manifest: Manifest, chunks: Chunks, missing: Sequence[int]) -> dict[int, Place]:
         """Return the places of chunks with the digest and the size of a chunk here."""

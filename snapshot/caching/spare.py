@@ -1,4 +1,4 @@
-"""Keeps spare files: those of snapshots that were evicted from a tmpfs, whose memory pages are used again.
+"""Keeps spare files: files of snapshots that were evicted from a tmpfs. Their memory pages are used again.
 
 Writing to existing pages is faster than allocating new ones, most of all through a mapping whose page tables
 are filled (docs/snapshot-choices.md). A spare that is used again still contains bytes of another snapshot, so

@@ -18,7 +18,7 @@ MOUNTED = "mounted"
 """The file of a snapshot's folder that is locked shared while containers have the folder mounted."""
 
 REUSED = "reused"
-"""The file of a snapshot's folder that is there while its files may hold bytes of another snapshot."""
+"""The file of a snapshot's folder that exists while the shards may hold bytes of another snapshot."""
 
 
 DIGESTS = "digests"
@@ -26,14 +26,14 @@ DIGESTS = "digests"
 
 
 PART = "part"
-"""The file of a snapshot's folder with the bytes that are needed of it, if only a part of it is."""
+"""The file of a snapshot's folder with the number of needed bytes, if only a part of the snapshot is needed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
     """A snapshot in a tier, complete or not; `ready` is True if it is published.
 
-    The sizes are those of its shards and assets: `size_bytes` of all that is needed, `allocated_bytes` without holes.
+    `size_bytes` is the size of the needed shards and assets, and `allocated_bytes` is their size without holes.
     `used_s` is when it was last opened, in seconds since the epoch.
     """
 
@@ -51,7 +51,7 @@ class Stored:
 
 
 class TierCounts:
-    """What this process brought into a tier and evicted from it, in bytes. Thread-safe."""
+    """Counts the bytes that this process brought into a tier, verified there and evicted. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -79,7 +79,7 @@ def allocated_bytes(status: os.stat_result) -> int:
 
 
 def read_stored(folder: Path) -> Stored:
-    """Return what the files say of the snapshot in `folder`. Raises FileNotFoundError if there is none."""
+    """Describe the snapshot in `folder` by its files. Raises FileNotFoundError if there is no snapshot."""
     sizes = list(_sizes(folder / "files"))
     return Stored(
         digest=folder.name,

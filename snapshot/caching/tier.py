@@ -8,8 +8,8 @@
         mounted                       locked shared while containers have the folder mounted: eviction then
                                       leaves the folder, without `files`
         reused                        there until `files`, made of spares, hold no more bytes of another snapshot
-        part                          if only a part of it is needed: how many bytes
-        digests                       while weights without a manifest are fetched: the digests of what has landed
+        part                          if only a part of the snapshot is needed: the number of needed bytes
+        digests                       while weights without a manifest are fetched: the digests of the landed chunks
     <root>/trash/                     snapshots that were evicted and are being deleted
     <root>/spare/                     files of evicted snapshots, kept to use their pages again (tmpfs only)
 
@@ -73,7 +73,7 @@ class Tier:
         return self.root / "snapshots" / digest
 
     def folders(self, ending: str) -> Sequence[Path]:
-        """Return the folders of the snapshots whose digest has this ending, those that were used last first."""
+        """Return the folders of the snapshots whose digest has this ending, the most recently used first."""
         found = []
         with suppress(OSError), os.scandir(self.root / "snapshots") as entries:
             for entry in entries:
@@ -265,7 +265,7 @@ class Tier:
         self._discard(chosen)
 
     def _available_bytes(self, stored: Sequence[Stored]) -> int:
-        """Return the bytes that are free or in spare files, less those still to be allocated for `stored`."""
+        """Return the bytes that are free or in spare files, less the bytes still to be allocated for `stored`."""
         free_bytes = shutil.disk_usage(self.root).free
         return free_bytes + self.spares.total_bytes() - sum(item.outstanding_bytes for item in stored)
 
@@ -294,7 +294,7 @@ class Tier:
             (folder / "files").rename(gone / "files")
         else:
             folder.rename(gone)
-        # A handler in a container can have the files open without a lock. It may not see what is written next.
+        # A handler in a container can have the files open without a lock. It may not see another snapshot's bytes in them.
         if self.kind == "tmpfs" and not mounted and not (gone / PART).exists():
             for file in list((gone / "files").rglob("*")):
                 # Using the pages of smaller files again would save too little.
@@ -304,7 +304,7 @@ class Tier:
         shutil.rmtree(gone, ignore_errors=True)
 
     def _trim(self, digest: str = "", size_bytes: int = 0) -> None:
-        """Delete spares beyond `spare_bytes`, and those for which the budget or the file system has no room.
+        """Delete spares beyond `spare_bytes`, and spares for which the budget or the file system has no room.
 
         If `digest` is given, that snapshot counts as `size_bytes`, whatever its folder holds.
         """
@@ -319,8 +319,8 @@ class Tier:
         size_bytes = manifest.shards[index].size_bytes
         path = folder / "files" / manifest.shards[index].name
         path.parent.mkdir(parents=True, exist_ok=True)
-        # A handler in a container can read the files before they have arrived. It may not see a spare's bytes.
-        # Nor may the bytes that a part does not need stay another snapshot's.
+        # A handler in a container can read the files before they have arrived. It may not see a spare's bytes. A part
+        # never overwrites the bytes that it does not need, so a spare would keep another snapshot's bytes there.
         reuses = self.kind == "tmpfs" and manifest.part is None and not is_mounted(folder)
         if reuses and not path.exists():
             self.spares.take(size_bytes, path, folder / REUSED)

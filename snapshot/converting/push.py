@@ -13,7 +13,7 @@ from ..sources.source import ByteCounter, Composing, Progress, Source, Writable
 from .stock import Stock
 
 _FORCE = "Push to another prefix, or overwrite it with --force."
-# In place of a manifest while files are overwritten. It is none, so that it is refused.
+# Stands in place of the manifest while files are overwritten. It is not a valid manifest, so readers refuse the snapshot.
 _BROKEN_OFF = b'{"incomplete": "A push overwrites these files. If it broke off, push again with --force."}\n'
 
 
@@ -21,7 +21,7 @@ _BROKEN_OFF = b'{"incomplete": "A push overwrites these files. If it broke off, 
 class Pushed:
     """How many files and bytes a push sent, and how many were already there. The manifest is not counted.
 
-    `copied_bytes` are those of the files of `sent_files` that the store had in other objects, and copied itself.
+    `copied_bytes` counts bytes of the sent files that the store itself copied from other objects.
     """
 
     sent_files: int
@@ -69,14 +69,14 @@ def push(
     if existing is not None and isinstance(destination, Composing):
         stock.add(destination, existing, sizes)
     known: set[Shard | Asset] = set(existing.assets if existing else ())
-    # Each digest of a shard is that of one chunk, so both manifests must have the same chunk size.
+    # A shard's digests belong to its chunks, so only manifests with the same chunk size are comparable.
     if existing is not None and existing.chunk_bytes == manifest.chunk_bytes:
         known.update(existing.shards)
     missing = [
         file for file in manifest.files if file not in known or sizes.get(file.name) != file.size_bytes
     ]
     if existing is not None and existing.digest != manifest.digest and _replaces(missing, existing):
-        # The manifest that is there will be untrue. If this push breaks off, the next one must not believe it.
+        # The existing manifest will not fit the files. If this push breaks off, the next push must not trust it.
         destination.put(MANIFEST_NAME, _BROKEN_OFF)
     copied_bytes = _send(folder, manifest, missing, destination, stock, progress)
     if existing is None or missing or existing.to_json() != manifest.to_json():

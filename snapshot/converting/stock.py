@@ -1,4 +1,6 @@
-"""Plans how to store an object of which a store has chunks already: which bytes it copies, and which are sent to it."""
+"""Plans how to store an object if the store already has some of its chunks: which bytes the store copies from other
+objects, and which bytes are sent.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ MOST_PARTS = 10_000
 COPY_BYTES = 256 << 20
 """The most bytes that one request copies. The answer comes when they are copied, and must not time out before."""
 _MOST_PLACES = 8
-"""How many places are remembered of a chunk that is there often, such as one of zeros."""
+"""The most places that are remembered of one chunk. A chunk of zeros, for example, may be at many places."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,7 @@ class Stock:
         """The URLs of objects that were overwritten: another source may have the same ones."""
 
     def add(self, source: Source, manifest: Manifest, sizes: Mapping[str, int]) -> None:
-        """Add the shards of a snapshot. `sizes` are those of the objects: one of another size is not the shard."""
+        """Add the shards of a snapshot. `sizes` has the sizes of the stored objects: a shard of another size is left out."""
         for shard in manifest.shards:
             if sizes.get(shard.name) == shard.size_bytes:
                 for index, key in enumerate(_keys(shard, manifest.chunk_bytes)):

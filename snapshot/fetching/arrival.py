@@ -27,7 +27,7 @@ class View(Protocol):
         """Take the chunks that are shown from now on from the files in folder `root`."""
 
     def show(self, chunk: int) -> None:
-        """Make the bytes of `chunk` readable. It is called before anybody is told that the chunk has landed."""
+        """Make the bytes of `chunk` readable. Called before any waiting thread or listener sees that the chunk has landed."""
 
 
 class Arrival:
@@ -92,7 +92,7 @@ class Arrival:
             new = [chunk for chunk, awaited in enumerate(self._awaited) if awaited] if wanted else []
             for chunk in new:
                 self._show(chunk)
-            # Byte by byte: what had landed, or was to land.
+            # A bytewise OR of two flags: the chunk had landed already, or was still missing.
             both = int.from_bytes(self._landed, "big") | int.from_bytes(self._awaited, "big")
             self._landed = bytearray(both.to_bytes(self.count, "big"))
             self._awaited = bytearray(self.count)
@@ -106,7 +106,7 @@ class Arrival:
                 listener(chunk)
 
     def _listeners(self) -> list[Callable[[int], None]]:
-        """Return those that are told of a landing, and forget all after the last one: they keep memory."""
+        """Return the listeners for landed chunks. After the last chunk, forget all listeners, because they hold memory."""
         listeners = list(self._on_land)
         if self._missing == 0:
             self._on_land.clear()
@@ -178,7 +178,7 @@ class Arrival:
     def move(self, root: Path) -> None:
         """Record that the chunks that land from now on are in the files in folder `root`.
 
-        Those that have landed already are there too, and stay where the views have found them.
+        Chunks that have landed already are there too, but the views go on showing them from the earlier folder.
         """
         with self._changed:
             for view in self._views:

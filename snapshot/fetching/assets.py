@@ -34,7 +34,7 @@ def fetch_assets(manifest: Manifest, source: Source, files: Path, copies: Path |
         for asset in remote:
             bring(asset)
         return
-    # Each thread writes what it has read, so no more than that many assets are in memory.
+    # Each thread writes an asset before it reads the next one, so at most READERS assets are in memory.
     with ThreadPoolExecutor(READERS, "assets") as readers:
         for _ in readers.map(bring, remote):
             pass

@@ -22,14 +22,14 @@ from .landing import BOUNCE_BYTES, ShardTarget
 COPIERS = 4
 """The number of threads. Copying and hashing release the interpreter lock."""
 MOST_WRONG = 16
-"""Copying ends once so many chunks were wrong, if that is most of them: the rest waits for it to be fetched."""
+"""Copying ends once at least this many chunks, and more than half of all, were wrong. The rest is then fetched."""
 
 
 class Lender(Protocol):
     """Where the bytes of one chunk may be."""
 
     def copy(self, target: ShardTarget, begin: int, end: int, buffer: memoryview) -> str:
-        """Fill bytes [begin, end) of a shard. Return their digest, or "" if they are not to be had.
+        """Fill bytes [begin, end) of a shard. Return their digest, or "" if the bytes are not available.
 
         Raises OSError if they cannot be written.
         """
@@ -57,10 +57,10 @@ class Place(NamedTuple):
 
 
 class Borrowing:
-    """Copies the chunks in `places`, in their order, on threads of its own. Its block ends when they have.
+    """Copies the chunks in `places`, in their order, on threads of its own. Its block ends when the threads have ended.
 
-    `cancelled` ends the copying, without an error. A chunk that is not as its digest says, or cannot be read, is left
-    missing, and so is the rest if most are wrong. Chunks that somebody waits for are next.
+    `cancelled` ends the copying, without an error. A chunk that has another digest, or cannot be read, is left
+    missing, and so is the rest if most chunks are wrong. Chunks that a reader waits for are copied next.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Borrowing:
                 thread.start()
                 started.append(thread)
         except RuntimeError:
-            # There are too many threads. Those that have started suffice; without any, all chunks are fetched.
+            # There are too many threads. The started threads suffice. If no thread has started, all chunks are fetched.
             self._threads = started
         return self
 

@@ -2,8 +2,8 @@
 
 It decides only from measurements that the caller passes, and does no I/O. A fetch starts with a few
 connections. The rate is measured over short windows of time. After each window the number of connections is
-doubled (or quadrupled, if this machine is mostly idle), as long as the rate grows enough. If it does not, the
-number goes back to the one before, and stays there for a while.
+doubled (or quadrupled, if this machine is mostly idle), as long as the rate grows enough. If the rate does not grow
+enough in two windows in a row, the number goes back to the previous one, and stays there for a while.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ FAR: tuple[tuple[float, int], ...] = ((0.005, 8), (0.015, 16), (0.05, 32))
 """Pairs: if nothing was received for this many seconds since the start, open this many connections. The
 source is far then, and many parallel requests hide its latency."""
 PAYS = 0.3
-"""n times as many connections are kept if the rate grew by a factor of at least 1 + PAYS * (n - 1)."""
+"""After the number of connections was multiplied by n, the rate must grow by a factor of at least 1 + PAYS * (n - 1).
+If the next two windows do not show that, the number goes back."""
 BUSY, BUSY_RATE = 0.85, 100e6
 """If a larger share than this of all processor time is used, and this many bytes per second and processor arrive,
 the number does not grow: this machine is then the bottleneck, and more connections would make it slower. At a
@@ -80,8 +81,8 @@ class ConcurrencyControl:
     def update(self, now_s: float, received_bytes: int, idle_s: float, processors: int) -> None:
         """If the window is over, measure the rate, decide on the connections, and begin the next window.
 
-        `received_bytes` and `idle_s` are totals since the start of the fetch and of the machine. `idle_s` is
-        summed over all processors, of which there are `processors`.
+        `received_bytes` is the total since the start of the fetch. `idle_s` is the idle time since the machine's
+        boot, summed over all `processors`.
         """
         if received_bytes == 0:
             self._grow_while_waiting(now_s)

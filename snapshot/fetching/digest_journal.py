@@ -22,7 +22,7 @@ _ENTRY = struct.Struct("<I16s")
 
 @contextmanager
 def learned_digests(path: Path, arrival: Arrival) -> Iterator[list[str]]:
-    """Yield the digests of all chunks as file `path` has them, UNKNOWN_DIGEST for those that it does not have.
+    """Yield the digests of all chunks from file `path`, with UNKNOWN_DIGEST for chunks that are not in the file.
 
     Within the block, the digest of every chunk that lands in `arrival` is appended to the file. Raises OSError.
     """

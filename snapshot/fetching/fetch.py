@@ -51,8 +51,8 @@ class FetchStats:
     """What a fetch did.
 
     `fetched_bytes` is the size of the chunks that were missing. `received_bytes` also counts bytes that had
-    to be received again. `connections` is the number that was found best (see ConcurrencyControl). `taken_bytes` are
-    those of chunks that came from other nodes, which are not counted as fetched.
+    to be received again. `connections` is the number that was found best (see ConcurrencyControl). `taken_bytes` is
+    the size of the chunks that came from other nodes, which are not counted as fetched.
     """
 
     fetched_bytes: int
@@ -65,7 +65,7 @@ class FetchStats:
     taken_bytes: int = 0
 
     def add(self, later: FetchStats) -> None:
-        """Count another fetch of the same snapshot, of what this one has left out."""
+        """Add the statistics of another fetch, which brought the chunks that this fetch has left out."""
         self.fetched_bytes += later.fetched_bytes
         self.received_bytes += later.received_bytes
         self.requests += later.requests
@@ -168,7 +168,7 @@ class _Fetch:
         return self._stats
 
     def _observed_versions(self) -> dict[int, str]:
-        """Return the version that each shard must have, if its bytes cannot be told by their digests yet."""
+        """Return the version that each shard must have, by number. Empty if the digests of all needed chunks are known."""
         observed, chunks = self.manifest.observed, self.arrival.chunks
         if observed is None or all(chunks.digests[chunk] != UNKNOWN_DIGEST for chunk in chunks.needed()):
             return {}
@@ -204,7 +204,8 @@ class _Fetch:
     def _give_up_silent(self, now_s: float, late_s: float) -> None:
         """Close the connection of each part that received nothing for longer than its limit.
 
-        `late_s`, by how much this thread woke too late, is not counted: the others are delayed as much.
+        `late_s` is how much too late this thread woke. It does not count as silence of the source, because the receiving
+        threads had the same delay.
         """
         for part in self._ranges.active:
             if late_s > 0.01:
@@ -240,8 +241,8 @@ class _Fetch:
                 fresh = part.broken_off or not believed or part.at < part.asked_end
                 if fresh:
                     # The supervisor closed this connection, so it cannot be used again. Or it has brought an
-                    # answer that belongs to another request. Or the source goes on sending what another connection
-                    # has taken over.
+                    # answer that belongs to another request. Or the source goes on sending bytes that
+                    # another connection has taken over.
                     connection.close()
                     connection = self.source.connect()
             connection.release()
@@ -258,7 +259,7 @@ class _Fetch:
     def _next(self, number: int) -> Part | None:
         """Wait for the next part to fetch and return it; None if the thread should end.
 
-        `number` counts connections from 1. The thread ends if that is more than are wanted.
+        `number` counts connections from 1. The thread ends if `number` exceeds the wanted number of connections.
         """
         ranges, control = self._ranges, self.control
         with self._changed:
@@ -274,11 +275,11 @@ class _Fetch:
         return None
 
     def _fetch_part(self, connection: Connection, part: Part, buffer: memoryview, *, fresh: bool) -> bool:
-        """Fetch a part, or put back what is left of it. Return False if it should be asked for elsewhere.
+        """Fetch a part, or put back the rest of it. Return False if the rest must be requested on a new connection.
 
-        That is so if the object seems to have changed, or the answer is of another range, and the connection is
-        not `fresh`: if a server or a proxy answers a request twice, the second answer passes for that to the
-        next request. Only a new connection shows whether it is so.
+        That is so if the connection is not `fresh`, and the object seems to have changed or the answer is of another
+        range. If a server or a proxy answers a request twice, the second answer is taken for the answer to the next
+        request. Only a new connection shows whether the object has really changed.
         """
         with self._changed:
             if self._over:
@@ -320,7 +321,7 @@ class _Fetch:
             raise SnapshotChanged(error.message, remedy=_REDEPLOY, details=error.details) from error
 
     def _put_back(self, part: Part, problem: SourceUnavailable | None, begun: int, *, doubtful: bool) -> None:
-        # An answer that may be another request's is no failure of this range, and no success.
+        # A doubtful answer may belong to another request, so it leaves the number of failed attempts as it is.
         attempts, due_s = part.attempts if doubtful else 0, 0.0
         self._stats.retries += doubtful
         if problem is not None:
@@ -334,7 +335,7 @@ class _Fetch:
         self._changed.notify_all()
 
     def _check_version(self, part: Part, info: ObjectInfo) -> None:
-        """Raise SnapshotChanged if the size is not the manifest's or the version not the first answer's."""
+        """Raise SnapshotChanged if the size differs from the manifest, or the version from the first answer."""
         shard = self.manifest.shards[part.shard]
         with self._changed:
             # An answer of another size is no answer for this object, and must not tell its version.

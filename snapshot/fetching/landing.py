@@ -61,7 +61,7 @@ class ShardTarget:
         hasher: xxhash.xxh3_128,
         read: Callable[[memoryview, int], int],
     ) -> bool:
-        """Fill bytes [begin, end), which `hasher` gets too, with what `read(view, done)` puts into a view.
+        """Fill bytes [begin, end) with the bytes that `read(view, done)` puts into a view, and hash them with `hasher`.
 
         `done` is the number of bytes that were read before. Returns False if `read` returns 0 before the end. Raises
         OSError if the bytes cannot be written.
@@ -145,7 +145,7 @@ class Landing:
     def _settle(self, chunk: int, count: int, digest: str | None, buffer: memoryview) -> None:
         """Count `count` more bytes of `chunk`. If it is complete, verify it and record that it has landed.
 
-        `digest` is that of the whole chunk. It is None if the chunk was received in pieces and must be read
+        `digest` is the digest of the whole chunk. It is None if the chunk was received in pieces and must be read
         again, if it is not complete, or if nothing is verified.
         """
         extent = self.arrival.chunks.extent(chunk)
@@ -210,9 +210,9 @@ def land_existing(
 ) -> None:
     """Record as landed every chunk that the files already hold. Parts that were never written are not read.
 
-    `learned` are the digests of all chunks as an earlier fetch has learned them, if the manifest has none. That
-    a chunk is there is not recorded anywhere, since such a record could be wrong after a crash: the files are
-    read and hashed (5 GB/s from memory).
+    `learned` are the digests that an earlier fetch has computed, if the manifest has none. No file records which
+    chunks have landed, since such a record could be wrong after a crash. So the files are read and hashed (5 GB/s
+    from memory).
     Returns early, without an error, once `cancelled` is set.
     """
     buffer = memoryview(bytearray(_RESUME_BUFFER_BYTES))

@@ -1,4 +1,4 @@
-"""Keeps account of the byte ranges of a fetch: which ones wait, in what order, and which ones are being read.
+"""Keeps account of the byte ranges of a fetch: the waiting ranges in their order, and the parts that are being read.
 
 It uses no threads and no clock: callers lock, and pass the time. Every byte is in exactly one state: in a
 waiting range, in one part that a connection is reading, or done. So bytes can be counted, and no two
@@ -32,7 +32,7 @@ class Range:
 
 @dataclass(slots=True, eq=False)
 class Part:
-    """Bytes of a shard that one connection is reading: those before `at` are done, [at, end) are not.
+    """Bytes of a shard that one connection is reading. Bytes before `at` are done, bytes [at, end) are not.
 
     Another thread may lower `end` meanwhile (see Ranges.split). `attempts` counts the failures in a row.
     """
@@ -64,18 +64,18 @@ class Chunks:
         self._part = manifest.part
 
     def needed(self) -> Collection[int]:
-        """Return the numbers of the chunks that are fetched, in their order: all, or those of the part."""
+        """Return the numbers of the chunks that are fetched, in their order: all chunks, or the chunks of the part."""
         if self._part is None:
             return range(self.count)
         return {chunk: None for first, last in self._part.chunks for chunk in range(first, last + 1)}.keys()
 
     @cached_property
     def digests(self) -> list[str]:
-        """The digests of all chunks. One that the manifest does not have is UNKNOWN_DIGEST until it is learned."""
+        """The digests of all chunks. If the manifest lacks a digest, it is UNKNOWN_DIGEST until `accept` sets it."""
         return [digest for shard in self._shards for digest in shard.chunks]
 
     def accept(self, chunk: int, digest: str) -> bool:
-        """Return whether the bytes with this digest are those of `chunk`. The first digest is learned."""
+        """Return whether this is the digest of `chunk`. Accept and record the first digest of a chunk that had no known one."""
         if self._learning and self.digests[chunk] == UNKNOWN_DIGEST:
             self.digests[chunk] = digest
         return self.digests[chunk] == digest

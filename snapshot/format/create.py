@@ -88,7 +88,7 @@ def observe(source: Source, names: Sequence[str], file: str | None = None) -> Ma
 
 @dataclass(frozen=True, slots=True)
 class _Headers:
-    """What was read of a layout's shards, in their order."""
+    """The object infos and headers of a layout's shards, by name, in the order of the shards."""
 
     layout: Layout
     infos: dict[str, ObjectInfo]

@@ -13,7 +13,7 @@ from .layout import INDEX_SUFFIX, SUFFIX, read_index
 from .manifest import Manifest, read_manifest
 
 INDEX = f"model{INDEX_SUFFIX}"
-# The names under which transformers and sentence-transformers save weights, then those of diffusers and PEFT.
+# The file names of weights: of transformers and sentence-transformers, of diffusers, and of PEFT.
 WHOLE = (f"model{SUFFIX}", f"diffusion_pytorch_model{SUFFIX}", f"adapter_model{SUFFIX}")
 # The files beside weights that handlers read, for a web server that cannot be listed.
 BESIDE = (
@@ -36,7 +36,7 @@ def find_manifest(source: Source, file: str | None = None) -> Manifest:
         if file is None or [shard.name for shard in manifest.shards] == [file]:
             return manifest
     except (SourceMissing, SourceDenied) as error:
-        # S3 says "denied" of an object that is missing, to those who may not list the bucket.
+        # Without the permission to list the bucket, S3 answers "denied" for a missing object.
         if error.details.get("code") == "NoSuchBucket":
             raise
         missing = error
@@ -55,7 +55,7 @@ def find_manifest(source: Source, file: str | None = None) -> Manifest:
 def names_of(source: Source, file: str | None = None) -> Sequence[str]:
     """Return the names of the weights at `source`, and of all files beside them.
 
-    If it cannot be listed, files that usually are there are asked for. Raises SnapshotError if none is there.
+    If the source cannot be listed, look for files with usual names. Raises SnapshotError if there are no weights.
     """
     names = _listed(source)
     if file is not None and file not in names:

@@ -182,7 +182,7 @@ def _check_cover(file: str, tensors: list[TensorHeader], end_bytes: int, file_by
 def aliases_of(headers: Iterable[Header], stored: Set[str]) -> dict[str, str]:
     """Return the aliases of tensors in `stored` that safetensors.torch.save_model put into the metadata.
 
-    Entries with keys that cannot be names of tensors are notes of somebody.
+    An entry is left out if its key cannot be the name of a tensor: the metadata may hold any notes.
     """
     return {
         alias: target

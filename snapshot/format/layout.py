@@ -21,8 +21,8 @@ FOREIGN = frozenset(
     {".bin", ".pt", ".pth", ".ckpt", ".h5", ".hdf5", ".keras", ".msgpack", ".gguf", ".ggml", ".onnx", ".onnx_data"}
     | {".tensors", ".tflite", ".pb", ".npz", ".npy", ".ot", ".pkl", ".pickle", ".engine", ".mlmodel", ".pte"}
 )  # fmt: skip
-# Further suffixes that are never those of assets: partial downloads, caches and archives, since no handler
-# reads them, and code, since it belongs to the function, and editing it must not change the snapshot.
+# Further suffixes that no asset has. No handler reads partial downloads, caches and archives. Code belongs to the
+# function: editing it must not change the snapshot.
 _IGNORED = frozenset(
     {".py", ".pyc", ".lock", ".incomplete", ".part", ".tmp", ".log", ".zip", ".tar", ".gz", ".tgz", ".zst"}
 )

@@ -1,7 +1,7 @@
 """Defines the manifest: a JSON file that makes the safetensors files in its folder a snapshot.
 
-It says where each tensor is, so that restoring parses no headers. It has the digest of each chunk, so that
-fetching can verify each chunk when it arrives. It is untrusted input: each fault raises ManifestError.
+The manifest has the place of each tensor, so that restoring parses no headers. It also has the digests of all chunks,
+so that a fetch can verify each arriving chunk. It is untrusted input: each fault raises ManifestError.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ UNKNOWN_DIGEST = "0" * 32
 LOCAL_FIELDS = ("observed", "part", "realm")
 """The fields that only manifests on a node have. Other readers refuse fields that they do not know."""
 REALM_DIGITS = 24
-"""How many digits of a digest are those of the realm: enough that no realm can be made to have those of another."""
+"""How many digits of a digest come from the realm. They are enough: a realm cannot be made to match another one's digits."""
 
 
 def _file_name(name: str) -> str:
@@ -103,7 +103,7 @@ class TensorEntry(_Frozen):
 
 
 class Asset(_Frozen):
-    """A small file that belongs to the weights, such as config.json. `digest` is that of the whole file."""
+    """A small file that belongs to the weights, such as config.json. `digest` is the digest of the whole file."""
 
     name: Annotated[FileName, _must(_is_shallow, f"an asset is at most {MAX_ASSET_DEPTH} folders deep")]
     size_bytes: Annotated[int, Field(ge=0, le=MAX_ASSET_BYTES)]
@@ -118,7 +118,7 @@ class Provenance(_Frozen):
 
 
 class Observed(_Frozen):
-    """Where shards without a manifest were found, and which version each of them had, such as its ETag.
+    """Where shards without a manifest were found, and the version of each shard, such as its ETag.
 
     `url` is the address of the first shard at its server: a cache must not take another server's shards for these.
     """
@@ -128,17 +128,17 @@ class Observed(_Frozen):
 
     @property
     def provenance(self) -> Provenance:
-        """What a manifest that was made of these versions says of them. Other versions say something else."""
+        """The provenance of a manifest that was made from these versions. It differs if a version differs."""
         digest = hashlib.sha256("\0".join(self.versions).encode("utf-8", "surrogateescape")).hexdigest()
         source = f"{self.url[:4000]}, versions {digest}"
         return Provenance(created_by=f"pilotflame {__version__}", source=source)
 
 
 class NeededPart(_Frozen):
-    """The part of a snapshot that somebody needs. Only its chunks are fetched.
+    """The part of a snapshot that a function needs. Only its chunks are fetched.
 
-    `chunks` are the first and the last of ascending ranges of chunks, numbered from 0 through all shards. `slices`
-    are those that the part was made of (see `format.slices`).
+    `chunks` has the first and the last chunk of each range, in ascending order, numbered from 0 through all shards.
+    `slices` are the slices from which the part was made (see `format.slices`).
     """
 
     chunks: Annotated[tuple[tuple[int, int], ...], FailFast(), Field(max_length=MAX_CHUNKS)]
@@ -174,7 +174,7 @@ class Manifest(_Frozen):
 
     @staticmethod
     def parse(text: bytes) -> Manifest:
-        """Return the manifest of which `text` is the JSON form. Raises ManifestError if it is not valid."""
+        """Return the manifest whose JSON form is `text`. Raises ManifestError if it is not valid."""
         if len(text) > MAX_MANIFEST_BYTES:
             fault = f"The manifest is over the limit of {MAX_MANIFEST_BYTES} bytes."
             raise ManifestError(fault, remedy=_REMEDY)
@@ -217,12 +217,12 @@ class Manifest(_Frozen):
     def digest(self) -> str:
         """The sha256 (hex) of the canonical JSON, without the hints, which are provenance and first_touch.
 
-        With `observed`, it is also without the chunks, so that it is the same before and after they are read.
-        With `realm`, the last digits are those of the realm: each realm has its own copy in a cache.
+        With `observed`, it is also without the chunks' digests, so that it does not change when they become known.
+        With `realm`, the last digits identify the realm: each realm has its own copy in a cache.
         """
         without: dict[str, Any] = {"provenance": True, "first_touch": True, "realm": True}
         without |= {"observed": True} if self.observed is None else {"shards": {"__all__": {"chunks"}}}
-        # What is taken of the chunks makes no other ones: ranks that need the same share them.
+        # Leave out the slices of a part: ranks that need the same chunks share one snapshot in a cache.
         without |= {"part": True if self.part is None else {"slices"}}
         plain = self.model_dump(mode="json", exclude=without)
         text = json.dumps(plain, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
@@ -263,7 +263,7 @@ class Manifest(_Frozen):
 
     @property
     def needed_bytes(self) -> int:
-        """The bytes of the chunks that are fetched: of all, or of those of the part."""
+        """The size of the chunks that are fetched: all chunks, or the chunks of the part."""
         if self.part is None:
             return self.total_bytes
         return sum(

@@ -121,10 +121,10 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def part_of(manifest: Manifest, tensors: Sequence[str], slices: Slices) -> Manifest:
-    """Return a manifest of the same files of which only these tensors, all if there are none, or their slices are needed.
+    """Return the manifest with a part: only the chunks of these tensors, or of their slices, are needed.
 
-    `tensors` are patterns, like the keys of `slices`. Raises SnapshotMismatch if a pattern fits no name or a tensor
-    cannot be cut.
+    `tensors` are patterns, like the keys of `slices`. Without `tensors`, all tensors are needed. Raises
+    SnapshotMismatch if a pattern fits no name or a tensor cannot be cut.
     """
     entries = named_entries(manifest)
     cuts = chosen(slices, entries)

@@ -1,9 +1,9 @@
 """Serves the chunks of a Shelf to other nodes, over HTTP/1.1, and over TLS if there is a certificate.
 
-    GET /v1/line/KEY               where this node stands for a snapshot, as JSON; with ?settled=1, once it has chosen
-    GET /v1/chunks/KEY/TICKET/N    chunk N; 503 if it has not landed after a second, 404 if it is not to be had here
+    GET /v1/line/KEY               this node's position in line for a snapshot, as JSON; ?settled=1 waits a moment for it
+    GET /v1/chunks/KEY/TICKET/N    chunk N; 503 if it has not landed after a second, 404 if it does not come to this node
 
-Every request needs the token of the cluster. Without it, the answer is 401, whatever is asked.
+Every GET request needs the token of the cluster. Without it, the answer is 401 for every path.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .shelf import LANDED, Lent, Shelf
 MOST_CONNECTIONS = 512
 IDLE_TIMEOUT_S = 30.0
 HEAD_TIMEOUT_S = 5.0
-"""How long a stranger may take until a request of theirs has the token."""
+"""How long a new connection may take until one of its requests has the token."""
 MAX_HEAD_BYTES = 8 << 10
 _BACKLOG = 128
 _TLS_PIECE_BYTES = 1 << 20
@@ -73,13 +73,13 @@ class ChunkServer:
         """Refuse further connections, and end those that are open."""
         self._closed.set()
         with self._lock:
-            # What is opened from now on ends after IDLE_TIMEOUT_S.
+            # A connection that is added after this ends by itself, after IDLE_TIMEOUT_S.
             for one in (self._sock, *self._open):
-                # It wakes the thread that waits for it, which closes the connection.
+                # The shutdown wakes the thread that waits for this socket, and the thread closes it.
                 _shut(one)
 
     def admits(self, authorization: str) -> bool:
-        """Return True if a request has the token. This takes as long for every wrong one."""
+        """Return True if a request has the token. The comparison takes equally long for every wrong token."""
         return hmac.compare_digest(authorization.encode("utf-8", "replace"), self._token)
 
     def count(self, served_bytes: int) -> None:
@@ -101,16 +101,16 @@ class ChunkServer:
                 try:
                     threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
                 except RuntimeError:
-                    # There are no more threads to be had.
+                    # The system starts no more threads.
                     self._slots.release()
                     connection.close()
 
     def _serve(self, connection: socket.socket) -> None:
         before_bytes = self._served_bytes
         try:
-            # OSError: the peer has gone, or is silent, or speaks no TLS.
+            # OSError: the peer has gone, or is silent, or does not use TLS.
             with suppress(OSError), connection:
-                # It is also the limit of the whole TLS handshake.
+                # This timeout is also the limit of the whole TLS handshake.
                 connection.settimeout(HEAD_TIMEOUT_S)
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 with self._secured(connection) as secured, self._listed(secured):
@@ -134,7 +134,7 @@ class ChunkServer:
     def _secured(self, connection: socket.socket) -> socket.socket:
         if self._certificate is None:
             return connection
-        # The files are read for each connection, of which there are few: they are renewed now and then.
+        # Read the files for each connection, because a renewed certificate may replace them. There are few connections.
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(*self._certificate, password="")
         return context.wrap_socket(connection, server_side=True)
@@ -212,7 +212,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self._say(404, {})
 
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  the base class names it so
-        """Log nothing: what is wrong with a request, its sender says."""
+        """Log nothing: the node that sent a request reports its failure."""
 
     def _tell_standing(self, shelf: Shelf, key: str, *, settled: bool) -> None:
         standing = shelf.standing(key, settled=settled)

@@ -1,10 +1,11 @@
-"""Says from which nodes a node takes the chunks of a snapshot: from those that stand before it in line.
+"""Says from which nodes a node takes the chunks of a snapshot: from the nodes that stand before it in line.
 
 Nodes that fetch the same snapshot stand in a line, in the order in which they began, and the first one asks the
-bucket. To get its place, a node asks all others for theirs and takes the next number, as in Lamport's bakery
-algorithm: while it chooses, others can see that it does, and afterwards it asks all others again, who then wait until
-they have chosen too. A node that has the whole snapshot stands before all others. Nobody waits for a chunk of a node
-behind it, so no nodes wait for each other in a circle.
+bucket. To get its position, a node asks all other nodes for theirs and takes the next number, as in Lamport's bakery
+algorithm. While it chooses, other nodes can see that it is choosing. Afterwards it asks the nodes that had no position
+again: a node that is choosing answers once it has chosen, or after half a second. A node that has the whole snapshot
+stands before all others. A node never waits for a chunk of a node behind it, so no nodes wait for each other in a
+circle.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import TypeVar
 import xxhash
 
 MAX_NUMBER = 1 << 31
-"""A larger number is none. Nodes would have to join the same line for years to get there."""
+"""Positions with this number or a larger one are not valid. Nodes would have to join one line for years to reach it."""
 
 _Node = TypeVar("_Node")
 _TICKET = re.compile("[0-9a-f]{32}")
@@ -25,7 +26,7 @@ _TICKET = re.compile("[0-9a-f]{32}")
 
 @dataclass(frozen=True, slots=True, order=True)
 class Position:
-    """A position in line, which nobody else has: of equal numbers, the smaller ticket is before the other."""
+    """A unique position in line. If two numbers are equal, the position with the smaller ticket is first."""
 
     number: int
     ticket: str
@@ -43,9 +44,9 @@ WHOLE = Position(0, "whole")
 
 @dataclass(frozen=True, slots=True)
 class LineAnswer:
-    """What a node says of itself for one snapshot. It neither fetches nor has it if `position` is None.
+    """A node's answer about one snapshot. Without a position, the node neither has the snapshot nor fetches it.
 
-    A node that is `choosing` has no position yet.
+    A node that is `choosing` fetches it, but has no position yet.
     """
 
     node: str
@@ -72,7 +73,7 @@ def ahead(own: Position, standings: Mapping[_Node, LineAnswer]) -> dict[_Node, P
 def ranked(nodes: Iterable[str], key: str, chunk: int) -> Sequence[str]:
     """Return the nodes in the order in which to ask them for a chunk of snapshot `key`.
 
-    Every node ranks them alike (rendezvous hashing): chunks are spread evenly over the nodes, and if one goes, only
-    the chunks of which it was first move to others.
+    Every node computes the same order (rendezvous hashing). Chunks are spread evenly over the nodes. If a node goes, only
+    the chunks for which it was the first choice move to other nodes.
     """
     return sorted(nodes, key=lambda node: xxhash.xxh3_64_intdigest(f"{key}/{chunk}/{node}".encode()))

@@ -24,7 +24,7 @@ from .line import LineAnswer, Position
 LANDED_HEADER = "pilotflame-landed-bytes"
 CONNECT_TIMEOUT_S = 0.5
 SILENT_TIMEOUT_S = 3.0
-"""For how long a peer may send nothing. It answers within a second, if only that a chunk has not landed."""
+"""The longest time for which a peer may send nothing. A peer answers within a second, even if a chunk has not landed."""
 RESOLVE_TIMEOUT_S = 0.25
 ANSWER_TIMEOUT_S = 4.0
 """How long a node may take for the head of an answer, or for a small answer."""
@@ -74,7 +74,7 @@ class Roster:
             self._own.add(node)
 
     def _addresses(self, server: ServerAddress, deadline_s: float) -> list[Address]:
-        """Return the addresses of a host. If they are not to be had in time, return those that it had last."""
+        """Return the addresses of a host. If resolving fails or takes too long, return the addresses found last."""
         # OSError: also if no node has this name now, such as before the first one is ready.
         with suppress(OSError):
             self._last[server] = self._dialer.addresses(server.host, server.port, deadline_s)
@@ -102,7 +102,7 @@ class Answer:
 
     @property
     def size_bytes(self) -> int:
-        """How long the body is. -1 if it is not told."""
+        """The length of the body. -1 if the response does not give it."""
         text = self.head.headers.get("content-length", "")
         return int(text) if text.isdecimal() and len(text) < _MAX_DIGITS else -1
 

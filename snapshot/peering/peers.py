@@ -1,10 +1,10 @@
-"""Brings the chunks of a snapshot from other nodes, as far as they have them before this one.
+"""Brings chunks of a snapshot from the nodes that stand before this node in line (see `line`).
 
     peers = Peers(Shelf(tiers), Roster(["http://pilotflame-peers:8601"]), token)
     with peers.joined(manifest, arrival, files) as joined:
         joined.take(targets, left_out, cancelled)
 
-What `take` has not brought is to be fetched from the source. Other nodes take what lands meanwhile.
+Chunks that `take` has not brought must be fetched from the source. In the block, other nodes can take landed chunks.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from .peer import Answer, Node, Peer, Roster
 from .shelf import FetchTicket, Shelf
 
 LEAST_BYTES = 16 << 20
-"""A smaller snapshot comes from the source sooner than all nodes are asked."""
+"""A smaller snapshot is fetched from the source alone: asking all nodes would take longer."""
 ASK_TIMEOUT_S = 0.6
 TAKERS = 8
 """The number of threads. Each waits for one chunk."""
 PATIENCE_S = 10.0
-"""A peer is left alone if less than SLOWEST_BYTES_S has landed there for so long."""
+"""A peer is given up if, over this time, fewer than SLOWEST_BYTES_S bytes land there per second."""
 LEAST_WAIT_S = 0.5
-"""A peer is asked again for the same chunk only after so long."""
+"""Minimum time between two requests to a peer for the same chunk."""
 SLOW_S = 2.0
 SLOWEST_BYTES_S = 2e6
 """A chunk that has landed at a peer may take SLOW_S, and as long as it takes at this rate."""
@@ -72,9 +72,9 @@ class Peers:
 
     @contextmanager
     def joined(self, manifest: Manifest, arrival: Arrival, files: Path) -> Iterator[Joined]:
-        """Stand in line for a snapshot that is fetched to folder `files`, and give others what lands, in the block."""
+        """In the block, stand in line for a snapshot that is fetched to folder `files`, and serve its landed chunks."""
         ticket = FetchTicket(manifest, arrival, files)
-        # The digest of a manifest with a realm is known to those alone who may read the weights.
+        # With a realm in it, the digest is known only to functions that may read the weights.
         known = bool(manifest.realm) and manifest.has_digests
         if not known or manifest.needed_bytes < self._least_bytes:
             yield Joined(self, ticket, {})
@@ -97,7 +97,7 @@ class Peers:
         return {found[node].node: Ahead(peers[node], at.ticket) for node, at in ahead(own, found).items()}
 
     def _ask(self, key: str, peers: Mapping[Node, Peer], *, settled: bool) -> dict[Node, LineAnswer]:
-        """Ask nodes where they stand. Those that do not answer soon are not asked again for a while."""
+        """Ask nodes for their positions in line. Nodes that do not answer soon are avoided for a while."""
         if not peers:
             return {}
         pool = ThreadPoolExecutor(min(_MOST_THREADS, len(peers)), "ask-peers")
@@ -112,7 +112,7 @@ class Peers:
         found = {}
         for node, answer in asked.items():
             if answer.cancel():
-                # There are more nodes than threads, and this one was not asked.
+                # The request was never sent: there are more nodes than threads.
                 continue
             try:
                 standing = answer.result(0)
@@ -142,7 +142,7 @@ class Joined:
         self._peers, self._ticket, self._ahead = peers, ticket, before
         self._lock = threading.Lock()
         self._left: set[str] = set()
-        """The nodes that are left alone."""
+        """The nodes that are given up."""
         self._taken_bytes = 0
 
     def take(
@@ -150,8 +150,8 @@ class Joined:
     ) -> int:
         """Take every chunk that has not landed and is not in `left_out` from the nodes before this one.
 
-        Block until all of them have landed, or are not to be had from these nodes, or `cancelled` is set. Return how
-        many bytes have been taken. Raises CacheError if they cannot be written.
+        Block until each chunk has landed or cannot come from these nodes, or until `cancelled` is set. Return how many
+        bytes have been taken. Raises CacheError if they cannot be written.
         """
         arrival = self._ticket.arrival
         if self._ahead:
@@ -169,7 +169,7 @@ class Joined:
     def copy(self, chunk: int, cancelled: threading.Event, receive: Callable[[Answer], str]) -> str:
         """Ask one node after another for a chunk. Return its digest if `receive` has got the right bytes, else "".
 
-        A node that fails, is too slow or sends wrong bytes is left alone from then on.
+        A node that fails, is too slow or sends wrong bytes is given up for the rest of this fetch.
         """
         key, wanted = self._ticket.key, self._ticket.arrival.chunks.digests[chunk]
         for node in ranked(self._ahead, key, chunk):
@@ -213,9 +213,9 @@ class _Remote(NamedTuple):
 
 
 def _asked(peer: Peer, target: str, cancelled: threading.Event, receive: Callable[[Answer], str]) -> str:
-    """Ask a node for a chunk again and again, as long as others land there. Return what `receive` makes of it.
+    """Ask a node for a chunk again and again, as long as other chunks land there. Return the result of `receive`.
 
-    Raises SourceError if it is not to be had there. Returns "" if `cancelled` is set.
+    Raises SourceError if the node cannot send the chunk. Returns "" if `cancelled` is set.
     """
     landed_bytes, since_s = 0, time.monotonic()
     while not cancelled.is_set():
@@ -232,6 +232,6 @@ def _asked(peer: Peer, target: str, cancelled: threading.Event, receive: Callabl
             if answer.landed_bytes - landed_bytes < SLOWEST_BYTES_S * PATIENCE_S:
                 raise SourceUnavailable("Too little lands at the peer.")
             landed_bytes, since_s = answer.landed_bytes, now_s
-        # A peer waits itself. This is for one that does not.
+        # A peer waits before it answers that a chunk has not landed. Wait here too, in case a peer does not.
         cancelled.wait(asked_s + LEAST_WAIT_S - now_s)
     return ""

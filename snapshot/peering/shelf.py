@@ -1,7 +1,7 @@
-"""Knows what this node can give to others: snapshots that are complete here, and those that it fetches.
+"""Finds the chunks that this node can give to other nodes: of complete snapshots, and of fetches that are running.
 
-A file is read only while its snapshot's folder is held, so that it is not evicted meanwhile: its pages would be used
-for another snapshot.
+A file is read only while its snapshot's folder is held against eviction. After an eviction, its pages may be used for
+another snapshot.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..format.manifest import MANIFEST_NAME, Manifest
 from .line import WHOLE, LineAnswer, Position
 
 WAIT_S = 1.0
-"""For how long a request for a chunk waits that has not landed. Its caller may ask again."""
+"""The longest time for which a request waits for its chunk to land. Its caller may ask again."""
 SETTLE_S = 0.5
 LANDED = "landed_bytes"
 _KEY = re.compile("[0-9a-f]{64}")
@@ -64,7 +64,7 @@ class Lent:
 
 
 class Shelf:
-    """What this node, whose name is `node`, can give of the snapshots in `tiers`. Thread-safe."""
+    """The chunks of the snapshots in `tiers` that this node can give. `node` is the name of this node. Thread-safe."""
 
     def __init__(self, tiers: Sequence[Tier]) -> None:
         self.node = uuid4().hex
@@ -74,7 +74,7 @@ class Shelf:
 
     @contextmanager
     def offered(self, ticket: FetchTicket) -> Iterator[None]:
-        """Give what lands of a fetch to others, while the block runs."""
+        """Let other nodes take the landed chunks of a fetch, while the block runs."""
         with self._lock:
             self._tickets[ticket.name] = ticket
         try:
@@ -101,8 +101,8 @@ class Shelf:
     def lent(self, key: str, ticket: str, chunk: int) -> Iterator[Lent]:
         """Yield a chunk of snapshot `key`, of the fetch with this ticket, or of the whole snapshot.
 
-        Waits for a moment if it has not landed, and then raises SourceUnavailable with the bytes that have. Raises
-        SourceMissing if it is not to be had here, and the error of the fetch.
+        If the chunk has not landed, waits for a moment and then raises SourceUnavailable with the number of landed
+        bytes. Raises SourceMissing if this node does not fetch the chunk, or the error of the fetch if that has failed.
         """
         manifest, arrival, files, _held = self._found(key, ticket)
         if not 0 <= chunk < arrival.count:
@@ -123,7 +123,7 @@ class Shelf:
                 return fetch.manifest, fetch.arrival, fetch.files, held
         elif _KEY.fullmatch(key):
             for folder in (tier.folder(key) for tier in self._tiers):
-                # It is held first, so that what is published stays.
+                # Hold the folder before looking, so that a published snapshot is not evicted.
                 if (held := hold(folder)) is not None and is_published(folder):
                     return *_published(folder / "files", _version(folder)), held
         raise _missing(key)
@@ -137,7 +137,7 @@ def _wait(arrival: Arrival, chunk: int) -> None:
             raise
         raise SourceUnavailable(error.message, details={LANDED: arrival.landed_bytes}) from None
     if not arrival.landed(chunk):
-        # It is none of the part that is needed here.
+        # The chunk does not belong to the part that this node needs.
         raise SourceMissing(f"Chunk {chunk} is not fetched here.")
 
 

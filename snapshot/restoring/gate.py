@@ -43,7 +43,7 @@ class Awaited(Protocol):
     def has(self, extent: Extent) -> bool: ...
 
     def wait(self, extent: Extent, timeout_s: float | None) -> None:
-        """Wait for these bytes, so that what this thread does next has them. Raises the error of the fetch."""
+        """Wait until the next operation of this thread can use these bytes. Raises the error of the fetch."""
 
     def wait_for_all(self, timeout_s: float | None) -> None:
         """Block until all bytes are there for all threads. Raises the error of the fetch."""
@@ -190,7 +190,7 @@ class Gate(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @functools.cache
 def _keep_compiler_out() -> None:
-    """Let torch.compile, which is loaded, compile no frames of the gate: what torch does by default."""
+    """Keep torch.compile, which is loaded, from compiling frames of the gate. torch's default does the same (see `_should_skip_dynamo`)."""
     disable = torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
     disabled = disable(Gate.__torch_dispatch__, recursive=True)
     Gate.__torch_dispatch__ = disabled  # type: ignore[method-assign]

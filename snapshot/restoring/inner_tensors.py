@@ -1,8 +1,8 @@
 """Takes apart tensors that are made of others, such as torchao's quantised weights, and puts them together again.
 
 Such a tensor is an object of a subclass with `__tensor_flatten__` and `__tensor_unflatten__`, torch's protocol for
-them: it has no bytes of its own, but attributes with tensors (the packed integers, the scales) that have. In a
-file, each of these is a tensor with a name of its own.
+them. It has no bytes of its own. Its attributes hold inner tensors with the bytes: the packed integers, the scales. In
+a file, each inner tensor has a name of its own.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ PLAIN = (Tensor, nn.Parameter)
 
 
 def inner_tensors(tensor: Tensor) -> dict[str, Tensor] | None:
-    """Return the tensors of which `tensor` is made, by the path of their attribute. None if it is made of none.
+    """Return the inner tensors of `tensor`, by the path of their attribute. None if it has no inner tensors.
 
-    These may be made of others too, whose attributes follow after a dot.
+    If an inner tensor has inner tensors too, a path has several attributes, with dots between them.
     """
     kind: Any = type(tensor)
     if kind in PLAIN or not hasattr(kind, "__tensor_flatten__"):
@@ -39,7 +39,7 @@ def inner_tensors(tensor: Tensor) -> dict[str, Tensor] | None:
 def inner_names(name: str, path: str) -> tuple[str, str]:
     """Return the names that a file may have for an inner tensor of `name`: `0.weight.scale` or `0._weight_scale`.
 
-    The second is torchao's. transformers and vLLM read it too.
+    torchao writes the second name. transformers and vLLM read it too.
     """
     owner, _, attribute = name.rpartition(".")
     return f"{name}.{path}", f"{owner}._{attribute}_{path}".removeprefix(".")
@@ -66,7 +66,7 @@ def _made(tensor: Tensor, inner: Mapping[str, Tensor], path: str) -> Tensor:
 
 
 def tensors_with_bytes(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the tensors whose bytes an operation on `tensor` may read: itself, or those of which it is made."""
+    """Yield the tensors whose bytes an operation on `tensor` may read: `tensor` itself, or its inner tensors."""
     if type(tensor) in PLAIN:
         yield tensor
         return

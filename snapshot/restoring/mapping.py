@@ -66,7 +66,7 @@ class Mapping:
         """What `FolderSource.stat` returned for the mapped files."""
         memories = [memory for memory, _ in found]
         self.flats = [_flat(memory) for memory in memories]
-        """For each shard, all its bytes as a one-dimensional tensor of uint8."""
+        """Each shard as a one-dimensional tensor of uint8."""
         if arrival is not None and not arrival.complete:
             arrival.attach(_Veil(root, arrival, manifest.shards, memories))
 
@@ -83,23 +83,23 @@ class Mapping:
 
 
 class _Memory(mmap.mmap):
-    """A mapped shard. Its tensors refer to it, and it refers to `keep`, which protects its file."""
+    """A mapped shard. Its tensors hold a reference to the mapping, and the mapping holds `keep`, which protects the file."""
 
     keep: object = None
 
 
 class _Veil:
-    """Lets readers see of each mapped shard the chunks that have landed, and zeros in place of the others.
+    """Shows readers of a mapped shard the chunks that have landed, and zeros in place of missing chunks.
 
     The file of a shard may be one that another snapshot left (see `caching.spare`). So until a chunk has
-    landed, pages of zeros are mapped over its bytes. A reader that does not wait sees these, and never bytes
+    landed, pages of zeros are mapped over its bytes. A reader that does not wait sees zeros, and never bytes
     of other weights. Showing a chunk takes one call of mmap, a few microseconds.
     """
 
     def __init__(
         self, root: Path, arrival: Arrival, shards: Sequence[Shard], memories: Sequence[_Memory | None]
     ) -> None:
-        """`memories` are the `shards`, mapped whole, which nobody reads yet. Those of size 0 are None."""
+        """`memories` are the `shards`, mapped whole. An empty shard is None. No thread may read them yet."""
         self._root, self._chunks, self._shards = root, arrival.chunks, shards
         # Weak, because a memory refers to the lease, which refers to `arrival`, which refers to this object.
         self._memories = [memory if memory is None else weakref.ref(memory) for memory in memories]

@@ -12,7 +12,7 @@ from ..format.layout import some
 _KEPT = 100
 
 Difference = tuple[str, str, str]
-"""A tensor's name, what the snapshot has, and what the module has."""
+"""A tensor's name, its shape or dtype in the snapshot, and in the module."""
 
 
 @dataclass(slots=True)
@@ -29,12 +29,12 @@ class Mismatches:
     untyped: list[str] = field(default_factory=list)
     """Tensors of a type or shape that torch does not have, each with the reason."""
     uncut: list[str] = field(default_factory=list)
-    """Tensors that cannot be cut into the slices that were asked for, each with the reason."""
+    """Tensors that cannot be cut into the requested slices, each with the reason."""
 
     outside: list[str] = field(default_factory=list)
     """Tensors with bytes outside of the part of the snapshot that the function has."""
     twice: list[tuple[str, dict[str, str]]] = field(default_factory=list)
-    """Tensors that several snapshots have, each with its name in these, by their names."""
+    """Tensors that are in several snapshots: the module's name of the tensor, and its name in each snapshot."""
 
     def __bool__(self) -> bool:
         return any(getattr(self, one.name) for one in fields(self))
@@ -62,8 +62,8 @@ def describe(
 ) -> SnapshotMismatch:
     """Return the error that names everything that does not fit. `module` is the name of the module's class.
 
-    `found` and `names` are those of each snapshot, by its name, which is "" if there is one. `common` is what
-    concerns all snapshots. `wanted` are all tensor names of the module.
+    The keys of `found` and `names` are the names of the snapshots: "" if there is only one. `common` has the mismatches
+    that concern all snapshots. `wanted` are all tensor names of the module.
     """
     everything = Mismatches()
     everything.add(common, "")

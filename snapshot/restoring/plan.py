@@ -1,4 +1,4 @@
-"""Makes plans, which say which attribute of which module gets which bytes of a snapshot, and applies them.
+"""Makes and applies plans. A plan assigns bytes of a snapshot to each parameter and buffer of a module.
 
 A plan is made once, in the zygote, before the fork, by comparing names, shapes and dtypes. No file is opened.
 A forked worker then only makes the views, in a loop (`restore`).
@@ -46,29 +46,29 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class RestoreStep:
-    """One tensor to restore: where its bytes are, and all slots that hold it."""
+    """One tensor to restore: the place of its bytes in the snapshot, and all slots of the module that hold it."""
 
     name: str
     shard: int
     place: Elements
-    """Of the whole tensor, or of the slice of it that the module gets."""
+    """The elements of the whole tensor, or of the slice that the module gets."""
     offset_elements: int
-    """That of `place`, or -1 if the tensor must be copied, because its dtype is converted or its bytes are not
+    """The offset of `place`, or -1 if the tensor must be copied, because its dtype is converted or its bytes are not
     aligned for its dtype."""
     tensor: torch.Tensor
     """The parameter or buffer that the module gets. It is empty until `restore` makes it view its bytes."""
     slots: tuple[Slot, ...]
-    """Empty if another tensor is made of it (see `Whole`)."""
+    """Empty for an inner tensor (see `Whole`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A tensor that is made of others, each of which has a step, and all slots that hold it."""
+    """A tensor with inner tensors, and all slots that hold it. Each inner tensor has a step (see `inner_tensors`)."""
 
     tensor: torch.Tensor
     """The tensor of the skeleton. Each worker makes one like it."""
     inner: dict[str, torch.Tensor]
-    """Those that it is made of, by the path of their attribute."""
+    """The inner tensors, by the path of their attribute."""
     slots: tuple[Slot, ...]
 
 
@@ -103,7 +103,7 @@ class _Held:
 
 @dataclass(frozen=True, slots=True)
 class Supply:
-    """One of the snapshots of which a module's weights are taken. For the fields see `Snapshot.restore`."""
+    """One of the snapshots that supply a module's weights. For the fields see `Snapshot.restore`."""
 
     manifest: Manifest
     prefix: str = ""
@@ -135,8 +135,8 @@ def make_plans(
 ) -> dict[str, Plan]:
     """Return the plans that together restore `module` from several snapshots, by the snapshots' names.
 
-    Each tensor of the module must be in exactly one of them. One whose name fits `ignore` of its snapshot gives
-    way to another snapshot's. Raises as `make_plan`; the error names the snapshots.
+    Each tensor of the module must be in exactly one of them. If several snapshots have a tensor, a snapshot is passed
+    over if its `ignore` fits the tensor's name. Raises as `make_plan`; the error names the snapshots.
     """
     check_name(device)
     rename = renaming_of(module)
@@ -175,7 +175,7 @@ def _for_device(plan: Plan, device: str, computed: Iterable[_Held]) -> Plan:
 def _owners(held: _Held, planners: dict[str, _Planner]) -> list[str]:
     """Return the names of the snapshots that have a tensor of the module: one, unless something does not fit.
 
-    A single snapshot must have them all.
+    If there is only one snapshot, return its name in any case: it must have all tensors.
     """
     if len(planners) == 1:
         return list(planners)
@@ -218,11 +218,11 @@ class _Planner:
         return Names(named_entries(self._manifest), self.prefix)
 
     def has(self, held: _Held) -> bool:
-        """Return True if the snapshot has the tensor, or some of what it is made of."""
+        """Return True if the snapshot has the tensor, or at least one of its inner tensors."""
         return bool(self._names_of(held))
 
     def gives_way(self, held: _Held) -> bool:
-        """Return True if `ignore` covers the names of the tensor, so that another snapshot's is taken."""
+        """Return True if `ignore` covers all names of the tensor here, so that another snapshot supplies it."""
         names = self._names_of(held)
         return all(any(pattern.search(name) for pattern in self._ignore) for name in names)
 
@@ -313,7 +313,7 @@ class _Planner:
 
 
 def _lacks(found: Mismatches, held: _Held, name: str, prefix: str = "") -> None:
-    """Note that no snapshot has `name`: a tensor of the module, or one that it is made of."""
+    """Note that no snapshot has `name`: a tensor of the module, or an inner tensor."""
     if held.needed:
         found.missing.append(prefix + name)
     elif held.tensor.is_meta:

@@ -1,8 +1,8 @@
 """Reads weights that lie on a disk into the page cache, in the order in which a forward pass touches them.
 
-Operations run meanwhile. One that touches a page which is not there waits for it in a page fault, with or without this
-module. But faults alone read only while an operation waits, and in the order of its accesses, which is not that of the
-file. docs/snapshot-choices.md has what was measured.
+Operations run meanwhile. An operation that touches a missing page waits for it in a page fault, with or without this
+module. But page faults alone read only while an operation waits, and in the order of its accesses, not in the order of
+the file. docs/snapshot-choices.md has the measurements.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from ..format.manifest import Manifest
 from ..sources.folder import FolderSource
 
 SAMPLES = 8
-"""How many pages are looked at to tell whether the weights are in memory: every cold start waits for that."""
+"""How many pages are sampled to find out whether the weights are in memory. Every cold start waits for these checks."""
 THREADS = 2
 MEMORY_SHARE = 0.5
-"""How much of the memory is filled. What is read beyond that would evict bytes that were not used yet."""
+"""The share of the memory that is filled. Reading more would evict pages that were not used yet."""
 
 # Without MAP_NORESERVE, a writable private mapping larger than the memory is refused. Nothing is written to it.
 _FLAGS, _PROTECTION = mmap.MAP_PRIVATE | 0x4000, mmap.PROT_READ | mmap.PROT_WRITE
@@ -38,7 +38,7 @@ _libc.mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p)
 
 
 def in_memory(manifest: Manifest, flats: Sequence[Tensor]) -> bool:
-    """Return True if no page of those that are looked at, in all mapped shards `flats`, is missing in memory."""
+    """Return True if all sampled pages of the mapped shards `flats` are in memory."""
     present = ctypes.create_string_buffer(1)
     step = max(mmap.PAGESIZE, manifest.needed_bytes // SAMPLES)
     for shard, flat in enumerate(flats):

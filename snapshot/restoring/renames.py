@@ -8,7 +8,7 @@ from typing import Any
 
 
 def renaming_of(module: object) -> Callable[[str], str] | None:
-    """Return what makes the names in a checkpoint those of `module`. None if `module` is no model of transformers.
+    """Return a function from names in a checkpoint to names in `module`. None if `module` is no model of transformers.
 
     Some models of transformers also merge stored tensors into one. No view of a file gives that, so it stays missing.
     """

@@ -57,8 +57,8 @@ class Touched:
             if not makes_view:
                 yield from self._extent(tensor)
             return
-        # A subclass may do anything with the tensors of which it is made, also to make a view, and where no mode
-        # sees it. So wait for all of them.
+        # A subclass may read its inner tensors even to make a view, and in ways that no dispatch mode sees. So yield all
+        # of them.
         for one in tensors_with_bytes(tensor):
             if not (makes_view and one is tensor):
                 yield from self._extent(one)

@@ -15,7 +15,7 @@ from .place import Elements, place, type_fault
 def views(mapping: Mapping, names: Sequence[str], slices: Slices | None = None) -> dict[str, torch.Tensor]:
     """Return the tensors whose names fit one of the patterns `names`. See `Snapshot.load`.
 
-    Raises SnapshotMismatch if there is none for a pattern, or if torch has no such tensor or slice.
+    Raises SnapshotMismatch if no name fits a pattern, or if torch has no such tensor or slice.
     """
     manifest, stored = mapping.manifest, named_entries(mapping.manifest)
     if slices is None and manifest.part is not None:

@@ -25,9 +25,9 @@ _SIGNATURES = ("AZURE_STORAGE_SAS_KEY", "AZURE_STORAGE_SAS_TOKEN")
 class AzureSource(CloudSource):
     """The blobs below `az://container/prefix` of the account AZURE_STORAGE_ACCOUNT_NAME.
 
-    The variables are those of obstore: the account's key, a shared access signature (SAS) or a token. Without
-    any, the identity of the machine or of the workload counts, and signs with a delegated key. A function with
-    secrets of this family uses none of the machine's.
+    The variables have the names that obstore uses: the account's key, a shared access signature (SAS) or a token.
+    Without such a variable, the identity of the machine or of the workload counts, and signs with a delegated key. A
+    function with secrets of this family does not use the machine's credentials.
     """
 
     scheme = "az"

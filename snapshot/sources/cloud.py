@@ -34,7 +34,7 @@ RETRIES = {"max_retries": 3, "retry_timeout": timedelta(seconds=30)}
 class CloudSource(WebSource):
     """The objects below `scheme://bucket/prefix`. Its variables are one family of `variables`."""
 
-    # Tokens and signatures are valid for about an hour. They are made anew before that, and when refused.
+    # Tokens and signatures are valid for about an hour. New ones are made earlier, and after a refusal.
     kept_for_s = 900.0
     scheme: str
     credentials: str

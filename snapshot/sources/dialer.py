@@ -45,7 +45,7 @@ class Dialer:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # By host and port. All who ask while one runs wait for the same one.
+        # By host and port. All threads that need the addresses of a host wait for the same look-up.
         self._lookups: dict[tuple[str, int], _Lookup] = {}
         self._avoided: dict[Address, float] = {}
         self._turn = 0
@@ -60,9 +60,9 @@ class Dialer:
                 self.avoid(address)
 
     def addresses(self, host: str, port: int, deadline_s: float) -> list[Address]:
-        """Return the addresses of `host` in the order in which to try them. Each call begins with another.
+        """Return the addresses of `host` in the order in which to try them. Each call begins with another address.
 
-        Those that are avoided come last. Raises OSError if none is known by the monotonic time `deadline_s`.
+        Avoided addresses come last. Raises OSError if no address is known by the monotonic time `deadline_s`.
         """
         known, now_s = self._lookup(host, port).addresses(deadline_s), time.monotonic()
         with self._lock:
@@ -124,7 +124,7 @@ class _Lookup(threading.Thread):
 
 
 def interleaved(addresses: Iterable[Address], turn: int) -> list[Address]:
-    """Return the addresses with their families in turn, that of the first one first, each family rotated by `turn`."""
+    """Return the addresses with their families alternating, the first address's family first, each family rotated by `turn`."""
     families: dict[int, list[Address]] = {}
     for address in addresses:
         families.setdefault(address.family, []).append(address)
@@ -133,7 +133,7 @@ def interleaved(addresses: Iterable[Address], turn: int) -> list[Address]:
 
 
 class _Race:
-    """Connects to the first of several addresses that answers. `lost` are those that failed or were too slow."""
+    """Connects to the first of several addresses that answers. `lost` has the addresses that failed or were too slow."""
 
     def __init__(self, addresses: list[Address], deadline_s: float, sockets: Sockets) -> None:
         self.lost: list[Address] = []
@@ -193,7 +193,7 @@ class _Race:
         return None
 
     def _win(self, winner: int) -> None:
-        """Give up the other attempts. Only those that began before the winner have lost."""
+        """Give up the other attempts. Only attempts that began before the winner count as lost."""
         began = list(self._trying)
         del self._trying[winner]
         for descriptor in began[began.index(winner) + 1 :]:

@@ -19,7 +19,7 @@ class FolderSource:
     """A folder. Each read opens and closes the file (10 µs), so no file stays open.
 
     The last component of a name may be a symlink to anywhere: the Hugging Face cache stores its blobs outside
-    the snapshot folder. This is safe, because whoever can create a link in this folder can also create
+    the snapshot folder. This is safe, because a user who can create a link in this folder can also create
     weights in it. But names may come from a hostile manifest, so they must not lead out of the folder: a name
     must not be absolute or contain `..`, and its directories must not be links that lead out.
     """

@@ -23,10 +23,10 @@ SCOPE = "https://www.googleapis.com/auth/devstorage.read_write"
 class GoogleSource(CloudSource):
     """The objects below `gs://bucket/prefix`.
 
-    The variables are those of obstore, and of Google's own libraries: GOOGLE_SERVICE_ACCOUNT_KEY,
-    GOOGLE_BEARER_TOKEN, GOOGLE_APPLICATION_CREDENTIALS. Without any, the login of gcloud and the service account
-    of the machine count. If there are none, or GOOGLE_SKIP_SIGNATURE is true, requests are anonymous. A function
-    with secrets of this family uses none of the machine's.
+    The variables have the names that obstore and Google's own libraries use: GOOGLE_SERVICE_ACCOUNT_KEY,
+    GOOGLE_BEARER_TOKEN, GOOGLE_APPLICATION_CREDENTIALS. Without these variables, the login of gcloud and the service
+    account of the machine count. Without credentials, or if GOOGLE_SKIP_SIGNATURE is true, requests are anonymous. A
+    function with secrets of this family does not use the machine's credentials.
     """
 
     scheme = "gs"
@@ -85,7 +85,7 @@ class GoogleToken:
         self.origin = "anonymously, since no credentials were found"
 
     def current(self) -> str:
-        """Return a valid token, or "" if requests are to be anonymous. Raises SourceDenied if it cannot be had."""
+        """Return a valid token, or "" if requests are to be anonymous. Raises SourceDenied if refreshing the token fails."""
         with self._lock:
             if is_set(self._variables, "GOOGLE_SKIP_SIGNATURE"):
                 self.origin = "anonymously, as configured"

@@ -132,7 +132,7 @@ class WebSource(ABC):
                         retries = Retries()
                 except (SourceUnavailable, SnapshotChanged) as error:
                     if info is None:
-                        # The object may be shorter than what was asked for.
+                        # The object may be shorter than the requested range.
                         info = self.stat(name)
                         end = min(info.size_bytes, end)
                     elif isinstance(error, SnapshotChanged):
@@ -159,7 +159,7 @@ class WebSource(ABC):
 
     @contextmanager
     def _borrowed(self) -> Iterator[HttpConnection]:
-        # What is read here is not verified, and a kept connection may still bring the second answer to a request.
+        # Without `reuse`: a kept connection may deliver a second answer to an earlier request, and these reads are not verified.
         connection = HttpConnection(self, Wire(self._trust, self._dialer), reuse=False)
         try:
             yield connection
@@ -248,7 +248,7 @@ class HttpConnection:
             check(head, request, known.size_bytes if known else None)
         except (SnapshotChanged, SourceUnavailable) as error:
             if not self._fresh and (isinstance(error, SnapshotChanged) or MISPLACED in error.details):
-                # Perhaps the second answer to an earlier request. Kept connections may bring more of them.
+                # Perhaps the second answer to an earlier request. Other kept connections may deliver such answers too.
                 self._source.idle.distrust()
             if isinstance(error, SnapshotChanged):
                 self._source.infos.pop(name, None)

@@ -71,7 +71,7 @@ class HubSource(WebSource):
     the file that `hf auth login` writes counts too.
     """
 
-    # The signed URLs are valid for an hour. They are asked for anew before that, and when they are refused.
+    # The signed URLs are valid for an hour. Request new ones earlier, and when a signed URL is refused.
     kept_for_s = 900.0
     versioned_by_content = True
 
@@ -109,7 +109,7 @@ class HubSource(WebSource):
         return sorted(name for name in found if name_fault(name) is None and "/." not in f"/{name}")
 
     def explain(self, request: RangeRequest, head: Head, body: bytes) -> PilotflameError:
-        """Return the error, with what the hub says of it: the body is for other servers, such as the network."""
+        """Return the error for a refused request, according to the hub's headers. The body is not used."""
         del body
         if head.status == 401:
             # The next request has the token that the file holds now.
@@ -141,7 +141,7 @@ class HubSource(WebSource):
         return {"Authorization": f"Bearer {self._token}"} if self._token else {}
 
     def _resolved(self) -> str:
-        """Return the commit, which the hub is asked for once if the URL names a branch or a tag."""
+        """Return the commit. If the URL names a branch or a tag, the first call asks the hub."""
         with self._asking:
             if not self._commit:
                 self._ask()

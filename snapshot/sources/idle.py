@@ -1,6 +1,6 @@
-"""Keeps the network connections of one source that nobody uses, for its next requests.
+"""Keeps the idle network connections of one source for its next requests.
 
-A source has one server's credentials, so a connection is never used with those of another source.
+A source has one server's credentials, so a connection is never used with the credentials of another source.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ MOST_IDLE = 8
 IDLE_S = 20.0
 """How long a connection is kept. Amazon's servers close one a little later."""
 DISTRUSTED_FOR_S = 600.0
-"""How long none is kept after a server has answered a request twice. It may be mended or replaced by then."""
+"""How long no connection is kept after a server has answered a request twice. Then the server may be repaired."""
 
 
 class IdleConnections:
@@ -72,7 +72,7 @@ class IdleConnections:
                 self._timer = None
 
     def _wake_later(self) -> None:
-        """Close those that nobody takes. The lock is held."""
+        """Start a timer that closes the oldest connection when its time is over. The caller holds the lock."""
         if self._timer is None and self._kept:
             wait_s = max(0.0, self._kept[0][0] - time.monotonic())
             self._timer = threading.Timer(wait_s, self._close_old)

@@ -12,9 +12,9 @@ from .source import Kept, Source
 
 WEIGHTS_SUFFIX = ".safetensors"
 FILE_SUFFIXES = (WEIGHTS_SUFFIX, ".json")
-"""A remote URL with one of these endings is that of a file, weights or a manifest, and not of a folder."""
+"""A remote URL with one of these endings names a file, weights or a manifest, and not a folder."""
 MOST_KEPT = 16
-"""How many sources a process keeps at most: those that it used last."""
+"""The most sources that a process keeps. It drops the least recently used source."""
 
 
 def is_remote(url: str) -> bool:
@@ -25,7 +25,7 @@ def is_remote(url: str) -> bool:
 def split_file(url: str) -> tuple[str, str | None]:
     """Return the URL of the folder, and the name of the file in it, if `url` names weights or a manifest.
 
-    A query stays with the folder, since it is that of every file.
+    A query stays with the folder, since every file needs it.
     """
     path, mark, query = url.partition("?")
     above, _, last = path.rstrip("/").rpartition("/")
@@ -43,8 +43,8 @@ def weights_file(url: str) -> str | None:
 def open_source(url: str, secrets: Mapping[str, str] | None = None) -> Source:
     """Return the source for `url`: of a cloud (s3, gs, az), the hub (hf) or a web server, or of a path.
 
-    If the URL is that of a file of weights or of a manifest, the source is the folder of that file. `secrets`
-    are those of a function. They count before the environment of this process (see `variables`).
+    If the URL names a file of weights or a manifest, the source is the folder of that file. `secrets` are the secrets
+    of a function. They count before the environment of this process (see `variables`).
     """
     folder, _ = split_file(url)
     scheme = scheme_of(folder)

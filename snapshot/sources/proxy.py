@@ -60,7 +60,7 @@ class Proxy:
         if not isinstance(event, h11.Response) or not 200 <= event.status_code < 300:
             raise ProxyError(self, event.status_code if isinstance(event, h11.Response) else 0)
         if parser.trailing_data[0]:
-            # The server must not speak before it is spoken to.
+            # The server behind the tunnel must not send bytes before it has received some.
             raise ConnectionError(f"the proxy {self.address} has sent bytes of its own")
 
 

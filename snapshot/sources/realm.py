@@ -1,8 +1,8 @@
-"""Decides which functions of a node share snapshots, and may have them made of each other's bytes: those of one realm.
+"""Computes the realm of a function. On a node, only functions of one realm share snapshots and reuse each other's bytes.
 
-A manifest is untrusted, and whoever knows the digests of weights need not be allowed to read the weights. Also, digests
-are no protection against bytes that are made to have the same ones. So a function gets bytes that are on the node only
-if it could have fetched them: from the same place, with the same credentials.
+A manifest is untrusted: its author may know the digests of weights without the right to read the weights. Also, digests
+do not protect against bytes that are constructed to have the same digest. So a function gets bytes that are on the node
+only if it could have fetched them: from the same place, with the same credentials.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from .variables import WEB, own_variables
 def realm_of(url: str, secrets: Mapping[str, str] | None = None) -> str:
     """Return the realm of `url` for a function with these secrets. A folder of this machine has none: "".
 
-    The place is the bucket, the owner of the repository on the hub, or on a web server the folder that holds that of
-    `url`. Folders at the root of a web server are a place each: they may belong to different people, such as the
-    buckets of a store. A function's credentials and endpoints, which are its secrets, are a part of its realm. Those of
-    this process are not: its operator may change them and keep the cache. The realm is a hash, which shows no
-    credentials.
+    The place is the bucket, the owner of the repository on the hub, or on a web server the parent of the folder in
+    `url`. Each folder at the root of a web server is a place of its own: such folders may belong to different people,
+    as the buckets of a store do. A function's credentials and endpoints, which are its secrets, are a part of its
+    realm. The credentials and endpoints of this process are not: its operator may change them and keep the cache. The
+    realm is a hash, which shows no credentials.
     """
     folder, _ = split_file(url)
     if (scheme := scheme_of(folder)) is None:

@@ -136,7 +136,7 @@ class S3Source(WebSource):
         return self._client().boto.meta.endpoint_url, self._own
 
     def copied(self, name: str, begin: int, end: int) -> dict[str, Any]:
-        """Return the parameters to copy a range of an object, if that is still the one that was looked at."""
+        """Return the parameters to copy a range of an object. S3 refuses the copy if a strong ETag has changed since `stat`."""
         version = self.stat(name).version
         same = {"CopySourceIfMatch": version} if version.startswith('"') else {}
         place = {"Bucket": self._bucket, "Key": self._key(name)}
@@ -146,7 +146,7 @@ class S3Source(WebSource):
         return f"{self._prefix}/{name}" if self._prefix and name else self._prefix or name
 
     def _move(self, region: str) -> None:
-        """Sign URLs for `region` from now on. Does nothing if the endpoint is not Amazon's."""
+        """Sign URLs for `region` from now on. Does nothing for an endpoint outside of Amazon."""
         with self._opening:
             if self._opened is not None and self._opened.amazon and self._region != region:
                 self._region, self._opened = region, None

@@ -87,7 +87,7 @@ class S3Client:
     bucket: str
     credentials: str
     ca_bundle: str | None
-    # True if the endpoint is one of Amazon's, False for another store with the interface of S3.
+    # True if the endpoint belongs to Amazon, False for another store with the interface of S3.
     amazon: bool
 
     @staticmethod

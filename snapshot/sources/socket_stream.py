@@ -18,7 +18,7 @@ class SocketStream:
     def __init__(self, connected: socket.socket, timeout_s: float) -> None:
         """The peer may be silent, or take nothing, for `timeout_s`."""
         self._socket, self._timeout_s = connected, timeout_s
-        # With a timeout of Python's, calls would not block in the kernel, but return with what is there.
+        # No Python timeout: it makes the socket non-blocking, so that the kernel would not wait for more bytes.
         connected.settimeout(None)
         for option, seconds in ((socket.SO_RCVTIMEO, GATHER_S), (socket.SO_SNDTIMEO, timeout_s)):
             value = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))

@@ -97,15 +97,15 @@ class Kept(Protocol):
     """A source that pays to keep for several fetches: it has connections, clients and tokens."""
 
     def forget(self) -> None:
-        """Forget what was seen of the objects, which may have changed since."""
+        """Forget the infos of the objects, which may have changed since."""
 
     def prepare(self) -> None:
-        """Do ahead what the first request would wait for, such as imports. Raises SourceError or SourceDenied."""
+        """Do the work ahead that the first request needs, such as imports. Raises SourceError or SourceDenied."""
 
 
 @runtime_checkable
 class Pinnable(Protocol):
-    """A source whose URL may come to mean other objects, such as that of a branch on the hub."""
+    """A source whose URL may later name other objects, such as the URL of a branch on the hub."""
 
     def pinned(self) -> str:
         """Return the URL of exactly the objects that this source reads."""
@@ -150,7 +150,7 @@ class Piece:
     offset: int = 0
 
     def joined(self, after: Piece, limit_bytes: int) -> Piece | None:
-        """Return one piece of this and the next, if both are copied as one range of at most `limit_bytes`."""
+        """Join this piece with the next if the store can copy both as one range of at most `limit_bytes`, or return None."""
         follows = self.there == after.there and self.offset + self.end - self.begin == after.offset
         if self.there is None or not follows or after.end - self.begin > limit_bytes:
             return None
@@ -159,7 +159,7 @@ class Piece:
 
 @runtime_checkable
 class Composing(Writable, Protocol):
-    """A source that makes objects of what its store has already: S3."""
+    """A source whose store can compose an object from ranges of other objects: S3."""
 
     def copies_from(self, other: Source) -> bool:
         """Return True if the store of `other` is the same one, reached with the same credentials."""
@@ -169,7 +169,8 @@ class Composing(Writable, Protocol):
     ) -> int:
         """Store the file `content` as object `name`, like `put`. Return how many of its bytes were not sent.
 
-        `pieces` are all of it, in order. Of those with `there`, the source `copies_from`, and the store copies them.
+        `pieces` cover the whole file, in order. The store copies each piece with `there`, whose source this source
+        must be able to copy from (see `copies_from`).
         """
 
 

@@ -51,7 +51,7 @@ def _stamp(path: str | None) -> tuple[object, ...]:
 class TlsStream:
     """TLS over a connected socket. One thread uses it, and not the SocketStream beneath. Any thread may shut the socket down.
 
-    Methods raise OSError, of which ssl.SSLError is one.
+    Methods raise OSError. ssl.SSLError is a subclass of it.
     """
 
     def __init__(self, raw: SocketStream, server: ServerAddress, trust: ssl.SSLContext) -> None:
@@ -118,7 +118,7 @@ class TlsStream:
 
     def _fill(self, gathered: int = 0, timeout_s: float | None = None) -> bool:
         """Wait for encrypted bytes, for `gathered` of them if there may be several records. False: the stream has ended."""
-        # Encrypted, bytes are more than they were, so at least as many come as are wanted.
+        # Encryption makes data longer, so at least `gathered` encrypted bytes come.
         gather = gathered >= GATHERED
         wanted = min(gathered, RECEIVED_AT_ONCE) if gather else RECEIVED_AT_ONCE
         count = self._raw.receive(self._buffer, wanted, gather=gather, timeout_s=timeout_s)

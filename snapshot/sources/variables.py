@@ -30,7 +30,7 @@ FAMILIES = (*AWS, *AZURE, *GOOGLE, *HUB, *WEB)
 
 
 def of_sources(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return those of a function's secrets that sources use."""
+    """Return the secrets of a function that configure sources."""
     return {name: value for name, value in variables.items() if name.startswith(FAMILIES)}
 
 

@@ -59,7 +59,7 @@ class Wire:
         """Close the current socket and connect a new one to `origin`, with TLS for https, or through a proxy.
 
         All of this together takes at most `connect_timeout_s`. Raises SourceError if the environment names a proxy
-        that cannot be used, ProxyError, another OSError, or h11.RemoteProtocolError if the proxy speaks no HTTP.
+        that cannot be used, ProxyError, another OSError, or h11.RemoteProtocolError if the proxy does not use HTTP.
         """
         self.drop()
         deadline_s = time.monotonic() + self._connect_timeout_s
@@ -86,8 +86,8 @@ class Wire:
     def receive(self, view: memoryview, limit: int = 0, *, gather: bool = False) -> int:
         """Wait for bytes and receive them into `view`. Return their number: 0 at the end of the stream.
 
-        At most `limit` bytes are received, or as many as fit into `view` if `limit` is 0. With `gather`, as many of them
-        as come within a few milliseconds: see SocketStream. The peer must be about to send so many.
+        At most `limit` bytes are received, or as many as fit into `view` if `limit` is 0. With `gather`, wait a few
+        milliseconds for the full number (see SocketStream). Use it only if the peer is about to send that number.
         """
         stream = self._connected()
         try:
@@ -151,7 +151,7 @@ class Wire:
             else:
                 self._stream = SocketStream(connected, self._timeout_s)
         except OSError:
-            # The server behind this address may be the one that is ill.
+            # The fault may concern only the server at this address, so try other addresses first.
             self._dialer.avoid(address)
             raise
 

@@ -73,7 +73,7 @@ class CudaDevice:
             raise SnapshotError(fault, remedy="Pass the number of one that there is, from 0.")
         self.device = torch.device("cuda", number)
         self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        # For what follows a copy, so that the next copy need not wait for it.
+        # Runs the operations that follow a copy, so that the next copy need not wait for them.
         self._following = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self.buffers = _buffers()
         self.made_s = begun_s, time.monotonic()
@@ -85,7 +85,7 @@ class CudaDevice:
         return found
 
     def resize(self, storage: UntypedStorage, size_bytes: int, *, copied_to: bool) -> None:
-        # What is copied to is allocated as in `empty`.
+        # The target of a copy is allocated on the stream of copies, as in `empty`.
         stream = self._stream if copied_to else torch.cuda.current_stream(self.device)
         with self._room(size_bytes), self._on(stream):
             storage.resize_(size_bytes)

@@ -22,7 +22,7 @@ from .buffers import HostBuffers
 from .simulated import SimulatedDevice
 
 OLDEST_TORCH = "2.11"
-"""The oldest version for weights on a device. tests/torch_names has what is in it."""
+"""The oldest version of torch for weights on a device. tests/torch_names lists its names."""
 SIMULATED_DEVICE = "PILOTFLAME_SIMULATED_DEVICE"
 """The environment variable FOLDER:BYTES of processes that share a simulated device of this size."""
 AUTO, CPU, SIMULATED = "auto", "cpu", "simulated"
@@ -71,12 +71,13 @@ class Device(Protocol):
         """
 
     def finish(self) -> None:
-        """Block until all that was submitted to the device has ended."""
+        """Block until the device has ended all submitted work."""
 
     def resize(self, storage: UntypedStorage, size_bytes: int, *, copied_to: bool) -> None:
         """Give memory of the device back, or allocate it again. Raises SnapshotError if there is no room.
 
-        What is there then is uninitialised. Nothing may use the storage meanwhile. `copied_to`: by `copy`.
+        The allocated memory is uninitialised. Nothing may use the storage meanwhile. With `copied_to`, it is a target of
+        `copy`.
         """
 
     def release(self) -> None:

@@ -1,6 +1,6 @@
-"""Takes the memory of a module's weights on a device back, and gives it back: the objects of the module stay the same.
+"""Frees the device memory of a module's weights, and restores the weights later. The module's objects stay the same.
 
-What the snapshot still has is dropped and copied from there again. What the handler has changed is copied to the host.
+Bytes that equal the snapshot's are dropped, and later copied from the snapshot again. Changed bytes are kept on the host.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class ParkedWeights:
     kept: dict[int, Tensor]
     """The changed spans of the slab, by number, on the host."""
     others: list[tuple[UntypedStorage, Tensor]]
-    """What else the module has on the device, with its content."""
+    """The other storages of the module on the device, each with its content on the host."""
     freed_bytes: int
 
 
@@ -33,15 +33,15 @@ def park(
 ) -> ParkedWeights:
     """Give back the memory of `module` on the device of `upload`. Nothing may use the module until `unpark`.
 
-    `slabs` are those of all uploads: the weights of a module may come from several. Waits for the copy to end first.
-    If that has failed, `unpark` tries it again. Only tensors of the module are found.
+    `slabs` are the slabs of all uploads, because the weights of a module may come from several uploads. Waits for the
+    copy to end first. If the copy has failed, `unpark` tries it again. Only tensors of the module are found.
     """
     device, spans = upload.device, upload.layout.spans
     if upload.end(timeout_s):
         device.finish()
         kept = {one: _on_host(upload.slab[spans[one].begin : spans[one].end]) for one in _changed(upload)}
     else:
-        # Nobody could use what was copied.
+        # The copy has failed, so no operation could use the copied weights.
         device.finish()
         kept = upload.kept
     storage = upload.slab.untyped_storage()
@@ -84,7 +84,7 @@ def _put_back(device: Device, others: list[tuple[UntypedStorage, Tensor]]) -> No
 
 
 def _changed(upload: DeviceUpload) -> list[int]:
-    """Return the numbers of the spans whose bytes are not those that the snapshot has."""
+    """Return the numbers of the spans whose bytes differ from the bytes of the snapshot."""
     spans = upload.layout.spans
     # The others were put back from the host: they had changed before.
     copied = sorted(upload.sums)

@@ -9,7 +9,7 @@ depends on neither the order of copies nor their speed. These are errors, as wit
 - during the capture of a graph: allocating, pinning, freeing, or asking whether a copy has ended
 
 An operation that was submitted to a stream does not keep its memory allocated. After the memory is freed, the operation
-reads poison, unless `record` was called before. It does what `record_stream` does for CUDA.
+reads poison, unless `record` was called before. `record` corresponds to torch's `record_stream`.
 """
 
 from __future__ import annotations

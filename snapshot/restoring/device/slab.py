@@ -109,13 +109,13 @@ class RawGroup(NamedTuple):
 
     tensors: tuple[int, ...]
     offsets: tuple[int, ...]
-    """Of each in the raw bytes."""
+    """The offset of each tensor in the raw bytes."""
     size_bytes: int
     """At most a piece, unless it is one tensor that is larger."""
 
 
 class Span(NamedTuple):
-    """Bytes [begin, end) of the slab, and the numbers of the pieces that fill them: one piece, or those of a group."""
+    """Bytes [begin, end) of the slab, and the numbers of the pieces that fill them: one piece, or the pieces of a group."""
 
     begin: int
     end: int
@@ -139,7 +139,7 @@ class SlabLayout:
                 tensors[number].place.begin_bytes,
             ),
         )
-        # Those that are not plain are behind the others: no copied piece may cover their place.
+        # Tensors that are not plain come after all plain ones: no copied piece may cover their place in the slab.
         plain = [number for number in order if tensors[number].plain]
         other = [number for number in order if not tensors[number].plain]
         for number in (*plain, *other):
@@ -223,7 +223,7 @@ class SlabLayout:
 
 
 def _extend(segments: list[Segment], added: Iterable[Segment]) -> None:
-    """Append segments. Where one goes on at the end of the last one, in the file and in the piece, lengthen that one."""
+    """Append segments. If a segment continues the last one, in the file and in the piece, lengthen the last one instead."""
     for new in added:
         last = segments[-1] if segments and not (segments[-1].step or new.step) else None
         ends = last and (last.shard, last.end, last.at + last.end - last.begin)

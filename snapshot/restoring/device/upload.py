@@ -59,7 +59,7 @@ class DeviceUpload:
         self._error: PilotflameError | None = None
         self._changed = threading.Condition()
         self._ready: list[tuple[int, int]] = []
-        """A heap of pieces whose bytes have landed: those that an operation waits for first, then by number."""
+        """A heap of pieces whose bytes have landed: pieces that an operation waits for come first, then by number."""
         self._demanded: set[int] = set()
         self._submitting = threading.Lock()
         self.kept = dict(kept or {})
@@ -87,12 +87,12 @@ class DeviceUpload:
         for piece in span.pieces:
             self._taken[piece], self._events[piece] = 1, event
 
-    # -- for those that wait
+    # -- for threads that wait
 
     @property
     def complete(self) -> bool:
         """True once all bytes are on the device."""
-        # The gate asks at each operation, so what was seen is not asked for again.
+        # The gate reads this at each operation, so do not query again the events that were done before.
         seen, events = self._seen, self._events
         while seen < len(events) and (event := events[seen]) is not None and event.done():
             seen += 1
@@ -100,7 +100,7 @@ class DeviceUpload:
         return seen == len(events)
 
     def fail(self, error: PilotflameError) -> None:
-        """Raise the first error given here in threads that wait, now or later, for what is not copied yet."""
+        """Raise the first error given here in threads that wait, now or later, for pieces that are not copied yet."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
@@ -142,7 +142,7 @@ class DeviceUpload:
     def wait(self, timeout_s: float | None) -> None:
         """Block until all bytes are on the device, and nothing is freed any more. Raises as `precede`.
 
-        A graph can be captured then: to free memory meanwhile would spoil it.
+        A CUDA graph can be captured then: freeing memory during the capture would invalidate it.
         """
         begun_s = time.monotonic()
         for event in self._submitted(range(len(self._events)), timeout_s):
@@ -157,7 +157,7 @@ class DeviceUpload:
         at = 0
 
         def over() -> bool:
-            # Look on from the first one that was missing, not from the start at every copy.
+            # Continue at the first event that was missing, instead of checking all events after every copy.
             nonlocal at
             while at < len(missing) and self._events[missing[at]] is not None:
                 at += 1
@@ -177,18 +177,18 @@ class DeviceUpload:
             self._demanded |= new
             for number in new:
                 if not self._awaited[number]:
-                    # It is there twice now. What is taken for the second time is skipped.
+                    # The piece is in the heap twice now. `_next` skips the second entry.
                     heapq.heappush(self._ready, (0, number))
-        # Without the lock: whoever fetches may be waiting for it, in `_land`.
+        # Without the lock: a fetching thread may be waiting for the lock in `_land`.
         if self._arrival is not None:
             for number in new:
                 for segment in self.layout.pieces[number].segments:
                     self._arrival.demand(*self._chunks.covering(segment.shard, segment.begin, segment.end))
 
-    # -- what has landed
+    # -- landed chunks
 
     def _wait_for_chunks(self, arrival: Arrival | None) -> None:
-        """Note for each piece how many chunks it waits for, and learn of each that lands."""
+        """Count the chunks that each piece waits for, and listen for landed chunks."""
         self._awaited = [0] * len(self.layout.pieces)
         if arrival is None:
             self._ready = [(1, number) for number in range(len(self.layout.pieces))]
@@ -249,7 +249,7 @@ class DeviceUpload:
                         self._taken[number] = True
                         self._left -= 1
                         return number
-                # What has landed before the fetch failed is copied all the same.
+                # Pieces that landed before the fetch failed are copied all the same.
                 if self._error is not None:
                     break
                 self._changed.wait()
@@ -312,7 +312,7 @@ class DeviceUpload:
 
     def sum_of(self, span: Span) -> Tensor:
         """Return the checksum of what is on the device now."""
-        # The bytes up to the next multiple of 8 belong to no tensor, and nobody writes them.
+        # The bytes up to the next multiple of 8 belong to no tensor and are never written.
         return checksum(self.slab[span.begin : -(-span.end // 8) * 8], random_factors(self.slab.device))
 
     def _end(self) -> None:
@@ -326,7 +326,7 @@ class DeviceUpload:
 
 
 def checksum(content: Tensor, factors: Tensor) -> Tensor:
-    """Return a number on the same device that changes if bytes change or change places, unless somebody hides it.
+    """Return a number on the same device that changes if bytes change or swap places. A crafted change may keep it equal.
 
     It is the sum of the 8-byte words modulo 2^64, each multiplied by the odd random number of its position in
     `factors`. Before that, their upper half is mixed into the lower one: otherwise, two flips of the highest bit, which
