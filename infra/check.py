@@ -1,12 +1,12 @@
-"""Check every manifest in infra/: a misspelt field, a file that is missing, a query that is none.
+"""Check every manifest in infra/ for misspelt fields, missing files and invalid queries.
 
     python infra/check.py [FOLDER]
 
 Kubernetes kinds are checked against the schemas of Kubernetes (strictly, from `kubernetes-validate`), compose files
 against the compose specification (`compose-spec`), Containerfiles by hadolint, Prometheus files by promtool (found as
 $PROMTOOL or on the PATH), units by `systemd-analyze verify` and by a list of directives, and the rest against the
-models in custom_kinds.py and observability.py. What is not installed is named and left out; the rest of its file is
-still checked.
+models in custom_kinds.py and observability.py. The script names a checker that is not installed, and still makes the other
+checks of its files.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def _kustomization(path: Path) -> Iterator[str]:
 
 
 def _rendered(path: Path) -> list[dict[str, Any]]:
-    """Return the objects of a kustomization, with its images and patches. Raise if it names what is not there."""
+    """Return the objects of a kustomization, with its images and patches. Raise if it names a missing object."""
     own = Kustomization.model_validate(_documents(path)[0])
     objects: list[dict[str, Any]] = []
     for name in own.resources:
@@ -255,7 +255,7 @@ def _verified(path: Path) -> Iterator[str]:
             text = re.sub(r"(?m)^ExecStart=\S+", "ExecStart=/bin/sh", unit.read_text())
             Path(folder, unit.name).write_text(text)
         done = _finished(["systemd-analyze", "verify", "--man=no", str(Path(folder, path.name))])
-        # It only warns of some faults, so all that it says of these files counts.
+        # It reports some faults only as warnings, so every line about these files counts.
         yield from (line for line in done.stderr.splitlines() if folder in line or path.name in line)
 
 

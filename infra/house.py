@@ -27,7 +27,7 @@ SMALL_LINES = 70
 class Figures:
     """The figures of a tree.
 
-    `load_cycles` are of modules that import each other when they are loaded. `small_modules` are under 70 lines and
+    `load_cycles` are groups of modules that import each other when they are loaded. `small_modules` are under 70 lines and
     imported by exactly one other module.
     """
 
@@ -111,7 +111,7 @@ class House:
         return found
 
     def _package_of(self, name: str) -> str:
-        """The module's package; of a package that holds others, each loose module counts as one of its own."""
+        """The module's package. In a package with subpackages, each loose module counts as a package of its own."""
         package = name if self._is_package(name) else name.rpartition(".")[0]
         return name if package in self._parents else package
 
@@ -146,7 +146,7 @@ class House:
 
 
 def _run_at_load(node: ast.AST) -> Iterator[ast.AST]:
-    """Walk what runs when a module is loaded: not the bodies of functions, nor what is for type checkers alone."""
+    """Walk the code that runs when a module is loaded: no bodies of functions, no code for type checkers alone."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             continue
@@ -162,7 +162,7 @@ def _dotted(path: Path) -> str:
 
 
 def _cycles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """Groups of nodes that reach each other. Kosaraju's algorithm."""
+    """Groups of nodes that can reach each other, by Kosaraju's algorithm."""
     order: list[str] = []
     seen: set[str] = set()
 

@@ -135,7 +135,7 @@ class Providers(Strict):
 
 
 def parse_query(query: str) -> promql_parser.Expr:
-    """Parse a query of Prometheus, with variables of Grafana. Raise ValueError if it is none."""
+    """Parse a query of Prometheus, with variables of Grafana. Raise ValueError if the query is invalid."""
     for name, value in VARIABLES.items():
         query = query.replace(name, value)
     return promql_parser.parse(query)

@@ -105,7 +105,7 @@ def svg(command: Sequence[str], lines: Sequence[Line]) -> str:
 
 
 def _animated(picture: str, starts: Sequence[float]) -> str:
-    """Give each text of line N, which is the one clipped to `line-N`, the time at which it appears."""
+    """Give each text that is clipped to `line-N` the time at which line N appears."""
 
     def timed(found: re.Match[str]) -> str:
         start_s = starts[min(int(found[1]), len(starts) - 1)]

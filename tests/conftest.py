@@ -22,7 +22,7 @@ from live import Function, Gate, Gateway, gateway_here, give_memory_back, short_
 pytest_plugins = ["fast_first"]
 
 # Half of hypothesis' default number of examples keeps CI short. PILOTFLAME_TEST_EXAMPLES draws more.
-# No example has a deadline of its own: on a machine that others use, any of them may take long.
+# No example has a deadline of its own: on a machine with other load, any example may take long.
 hypothesis.settings.register_profile(
     "house",
     max_examples=int(os.environ.get("PILOTFLAME_TEST_EXAMPLES", "50")),
@@ -48,7 +48,7 @@ def pytest_report_header() -> str:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Keep what the collection makes, some million objects, out of all collections of garbage: they took 6 s of its 19."""
+    """Exclude the objects of the collection (about a million) from garbage collection, which took 6 of its 19 seconds."""
     gc.disable()
     try:
         return (yield)
@@ -58,7 +58,7 @@ def pytest_collection() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Let the longest files begin first: otherwise one process waits for the other's last one."""
+    """Start the longest files first: otherwise one process still runs a long file when all others have finished."""
     if "PYTEST_XDIST_WORKER" in os.environ:
         ranks = {name: rank for rank, name in enumerate(LONGEST)}
         items.sort(key=lambda item: ranks.get(item.path.name, len(ranks)))

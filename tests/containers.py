@@ -120,7 +120,7 @@ class Engine:
 async def scripted_engine(
     folder: Path, create: Callable[[web.Request], Awaitable[web.StreamResponse]], version: dict[str, Any]
 ) -> AsyncIterator[str]:
-    """The URL of an engine that has no containers: `create` answers who wants one, and `version` tells what it is."""
+    """Yield the URL of an engine without containers: `create` answers requests for a container, `version` describes the engine."""
 
     async def answer(request: web.Request) -> web.StreamResponse:
         if request.path.endswith("/containers/create"):
@@ -154,7 +154,7 @@ def running_engine(folder: Path, lent: str = "") -> Iterator[Engine]:
 def made_image(*, torch: bool = False) -> str:
     """Return an image with this Python and the installed pilotflame, and with torch if that is wanted.
 
-    It is built once for each version of pilotflame, on what changes less often.
+    It is built once for each version of pilotflame, on top of an image that changes less often.
     """
     package = Path(pilotflame.__file__).parent
     digest = hashlib.sha256()
@@ -193,7 +193,7 @@ def _built(tag: str, parent: str, fill: Callable[[Path], None]) -> str:
 
 @contextlib.contextmanager
 def missing_image(tag: str) -> Iterator[bool]:
-    """Say whether the block has to build the image `tag`. One process at a time is in it: others take what it built."""
+    """Yield whether the block has to build the image `tag`. A lock admits one process; later processes find the built image."""
     with image_changes():
         yield subprocess.run([*PODMAN, "image", "exists", tag], check=False, timeout=60).returncode != 0
 
@@ -242,7 +242,7 @@ def required_by(name: str) -> set[str]:
 
 
 def _mounts(name: str) -> list[str]:
-    """Return the mounts of a distribution and of what it requires, beyond what is in the images."""
+    """Return the mounts of a distribution and of its requirements, except packages that the images already have."""
     site = Path(sysconfig.get_path("purelib"))
     found = set[str]()
     for required in _required(name, set()) - _required("pilotflame", set()):

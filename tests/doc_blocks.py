@@ -143,7 +143,7 @@ class Terminal:
         return ADDRESS.sub(rf"\g<1>:{self.port}", text)
 
     def end(self) -> None:
-        """End the commands that run on. Fail if one of them does not end with 0."""
+        """End the commands that still run. Fail if the exit code of one is not 0."""
         self._stack.close()
 
     def run(self, command: list[str], given: str = "") -> "subprocess.CompletedProcess[str]":

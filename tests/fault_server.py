@@ -32,15 +32,15 @@ _HEAD_BYTES = 64 << 10
 
 @dataclass(frozen=True)
 class Faults:
-    """What goes wrong with one response. Shares are probabilities from 0 to 1, drawn anew for each repetition of a range;
-    the draw depends on seed, name, range and repetition alone, not on the order of requests."""
+    """The faults of one response. Shares are probabilities from 0 to 1, drawn anew for each repetition of a range; the draw
+    depends on seed, name, range and repetition alone, not on the order of requests."""
 
     times: int | None = None
-    """Only the first so many requests for a range have what follows with a share; None: all have it."""
+    """The faults with a share apply to the first `times` requests for a range; None: to all requests."""
     stall_share: float = 0.0
     stall_s: float = 2.0
     stall_at: int | None = None
-    """After so many bytes of the body; None: before the head."""
+    """The number of body bytes before the stall; None: before the head."""
     short_share: float = 0.0
     """The connection closes in the middle of the body."""
     reset_share: float = 0.0
@@ -60,7 +60,7 @@ class Faults:
     latency_s: float = 0.0
     """Before the first byte of every answer."""
     bytes_per_s: float | None = None
-    """Of each connection."""
+    """The rate of each connection."""
     changed_from: int | None = None
     """From this request on (counted from 0), objects have another ETag."""
     etag: str | None = "strong"

@@ -61,7 +61,7 @@ class Checks:
         self._full = dict[int, Holding]()
         self._draining_since_s = dict[Replica, float]()
         self._waiting_since_s = dict[str, float]()
-        # By the key of a revision that waits the others that wanted workers meanwhile.
+        # For each waiting revision, by key: the other revisions that have wanted workers meanwhile.
         self._rivals = dict[str, set[str]]()
         node.on_created, node.on_event = self._watch, self._note_event
         node.loop.clock.on_quiet = self._on_quiet

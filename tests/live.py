@@ -213,7 +213,7 @@ class Function:
         return [row["pid"] for row in rows if row["role"] == role]
 
     async def settled(self, **wanted: Any) -> dict[str, Any]:
-        """Wait until exactly so many workers are ready, none is parked, starting or draining, and all else is as wanted."""
+        """Wait until the counts of workers (0 unless given) and all other values of the status are exactly as wanted."""
         counts = {"ready": 0, "parked": 0, "starting": 0, "draining": 0} | {
             key: wanted.pop(key) for key in ("ready", "parked", "starting", "draining") if key in wanted
         }
@@ -332,7 +332,7 @@ class Gateway:
         spec = functions.live(name).spec
         if spec.image or (kept := (spec.python, spec.preload)) in self._kept:
             return
-        # The launcher knows specs by their identity, and nobody tells it to forget this copy.
+        # The launcher identifies specs by object identity, and no code makes it forget this copy.
         self._kept[kept] = spec.model_copy()
         await functions.launcher.prepare(self._kept[kept])
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from containers import IMAGE, copy_libraries, missing_image, podman, python_image
 
-# What podman needs on machines where its limits cannot be raised.
+# Options for podman on machines where its limits cannot be raised.
 LIMITS = ("--network", "host", "--ulimit", "nofile=1024:1024", "--ulimit", "nproc=1024:1024")
 ROOT = Path(__file__).parents[1]
 SITE = "usr/local/lib/python3.11/site-packages"

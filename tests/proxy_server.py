@@ -1,4 +1,4 @@
-"""A small HTTP proxy: CONNECT for tunnels, and requests in absolute form. It knows names that nobody else knows."""
+"""A small HTTP proxy: CONNECT for tunnels, and requests in absolute form. Only the proxy resolves its host names."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _HEAD_BYTES = 64 << 10
 class ProxyServer:
     """Listens on 127.0.0.1, a thread for each connection: `with ProxyServer({"weights.test": 8443}) as proxy`.
 
-    `names` are hosts whose port on this machine is another. `answer` may return a response to send instead.
+    `names` maps host names to ports of this machine. `answer` may return a response to send instead.
     `heads` are the heads of all requests, as they came.
     """
 

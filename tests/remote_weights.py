@@ -47,7 +47,7 @@ def handler(event, context):
 
 @dataclass
 class Weights:
-    """A snapshot behind a server, and what its network makes of ones."""
+    """A snapshot behind a server, and the answer of its network to an input of ones."""
 
     server: FaultServer
     folder: Path
@@ -90,5 +90,5 @@ async def deployed(gateway: Gateway, weights: Weights, name: str = "net", **how:
 
 
 async def in_tier(tier: Tier, count: int = 1) -> bool:
-    """Return True if so many complete snapshots, and no others, are in a tier."""
+    """Return True if a tier has exactly `count` snapshots, all of them complete."""
     return [stored.ready for stored in tier.list()] == [True] * count

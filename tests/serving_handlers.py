@@ -1,4 +1,4 @@
-"""Handlers, weights for one of them, and a kill that several tests of this room use."""
+"""Handlers, the weights for one of them, and a kill of a worker, for several tests of this room."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def handler(event, context):
     return os.getpid(), context.state(torch.full(({DEVICE_WIDTH},), float(event))).sum().item()
 """
 
-# ON_DEVICE, but after "break" all that it does on the device fails, as after an illegal access; "raise" only raises.
+# ON_DEVICE, but after "break" every use of the device fails, as after an illegal access; "raise" only raises.
 BREAKS_ITS_DEVICE = ON_DEVICE.replace(
     "def handler(event, context):",
     """def handler(event, context):
@@ -70,7 +70,7 @@ KEPT = open(__file__)
 
 
 def device_weights(folder: Path, seed: int) -> Callable[[float], Any]:
-    """Write weights for ON_DEVICE into a folder. Return what the handler finds with them for an event."""
+    """Write weights for ON_DEVICE into a folder. Return a function that computes the handler's answer to an event."""
     torch.manual_seed(seed)
     net = torch.nn.Linear(DEVICE_WIDTH, DEVICE_WIDTH)
     folder.mkdir(exist_ok=True)

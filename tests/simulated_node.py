@@ -75,7 +75,7 @@ class CurvesInMemory(LatencyCurveStore):
 
 @dataclass
 class Setup:
-    """One revision to deploy: what its owner says, and how its processes behave."""
+    """One revision to deploy: its owner's settings, and the behaviour of its processes."""
 
     scale: dict[str, Any]
     nature: Nature

@@ -42,7 +42,7 @@ def handler(event, context):
 
 @pytest.fixture
 def weights(tmp_path):
-    """(folder, what the network must answer to ones)"""
+    """(folder, the network's answer to an input of ones)"""
     torch = pytest.importorskip("torch")
     from safetensors.torch import save_file
 

@@ -25,7 +25,7 @@ SPEAKING = {
     "runtime.cli",
     "runtime.client.display",
 }
-# Packages that must not be loaded by those who never use them.
+# Packages that are loaded only when they are used.
 HEAVY = {"aiohttp", "boto3", "httpx", "numpy", "pydantic", "safetensors", "torch", "transformers", "uvloop"}
 
 
@@ -131,7 +131,7 @@ def test_importing_the_face_loads_nothing_heavy() -> None:
 
 
 def test_every_file_can_be_imported_first() -> None:
-    """All can be imported, and none needs that another one was loaded before."""
+    """Every file can be imported, and no import needs that another file was loaded before."""
     loaded = python(f"""
         import importlib, json
         names = {sorted(f"pilotflame.{name}" for name in modules())!r}
@@ -202,12 +202,14 @@ def test_the_version_is_in_one_place() -> None:
 # -- what no file may do
 
 SOURCES = sorted([*modules().items(), ("__init__", ROOT / "__init__.py")])
-# Where an exception ends although it is none of Exception's: (file, function), and why.
+# Functions that catch BaseException without raising it: (file, function).
 SWALLOWED = {
+    # The caller gets the error, and the thread goes on.
     ("runtime.worker.thread_runner", "_execute"),
     ("runtime.worker.thread_runner", "_execute_batch"),
+    # The supervisor raises the error again.
     ("snapshot.fetching.fetch", "_work"),
-}  # the end of a thread of the user's; there is nobody above it
+}
 
 
 def functions(name: str) -> Iterator[tuple[str, ast.AST]]:

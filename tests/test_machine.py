@@ -88,7 +88,7 @@ def test_without_cgroups_it_is_the_memory_of_the_machine(tmp_path: Path) -> None
             200,
         ),
         ("0::/\n", {"memory.max": 1000, "memory.current": 50}, 900),
-        # A limit that was lowered below what is used.
+        # A limit that was lowered below the present use.
         ("0::/\n", {"memory.max": 100, "memory.current": 300}, 0),
         (
             "4:memory:/a\n",

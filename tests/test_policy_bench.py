@@ -1,4 +1,4 @@
-"""infra/bench/policy_*.py: many replays at once are those of the simulator, and hindsight is never beaten by a plan."""
+"""infra/bench/policy_*.py: many replays at once equal the simulator's replays, and no plan beats hindsight."""
 
 import math
 import sys
@@ -128,7 +128,7 @@ def test_many_hybrids_at_once_cost_what_each_costs_alone(gaps: list[float]) -> N
 
 
 def brute_force(at_s: list[float], rungs: Sequence[int]) -> float:
-    """The bill of one who ends each idle period on a rung that is chosen in advance."""
+    """Return the cost of a plan that ends each idle period on a rung chosen in advance."""
 
     class Chosen(Fixed):
         def plan(self, since_s: float) -> Plan:

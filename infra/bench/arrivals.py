@@ -185,7 +185,7 @@ class FirstAnswer:
         }
 
     def check(self) -> None:
-        """Compared by who reads both answers."""
+        """Nothing to check here: the caller of the lane compares the two answers."""
 
     def clear(self) -> None:
         """The next turn restores anew."""

@@ -1,9 +1,10 @@
 """Memory that the machine has touched: a ballast is touched and freed just before another contestant's clock starts.
 
 In a virtual machine the first touch of a page is slow if the hypervisor does not back it: it never has, or the guest has
-reported the page as free since (free page reporting of virtio-balloon). A machine in use has pages of both kinds. What is
-freed last is given out first, but by size: 4 KiB pages that were freed go to those who want such pages, and huge pages to
-those who want huge ones. So a contestant gets touched pages only from a ballast of its own kind.
+reported the page as free since (free page reporting of virtio-balloon). A machine in use has pages of both kinds. The
+kernel hands out the most recently freed pages first, separately for each size: freed 4 KiB pages go to requests for 4 KiB
+pages, and freed huge pages to requests for huge pages. So a contestant gets touched pages only from a ballast of its own
+page size.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import mmap
 import numpy as np
 
 SHARE = 1.5
-"""Of the size of the object: what is fetched, and what the fetch itself needs."""
+"""The ballast's size relative to the object: room for the fetched bytes and for the memory of the fetch itself."""
 
 
 class Ballast:

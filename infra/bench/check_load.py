@@ -87,7 +87,7 @@ async def _check() -> bool:
 
 
 async def _check_retry() -> bool:
-    """Each who is refused comes once more, after as long as it was told, and no more often."""
+    """The load generator repeats each refused request exactly once, after the delay in the refusal."""
     refusal = b"HTTP/1.1 503 No\r\nretry-after-ms: 20\r\nRetry-After: 9\r\nContent-Length: 2\r\n\r\nno"
     server = await _serve([refusal], False)
     request = Request(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/", body=b"hi")

@@ -35,14 +35,14 @@ _FINITE = 0xBFFF  # without the exponent's top bit every bf16 is finite, its mag
 
 @dataclass(frozen=True)
 class Shape:
-    """What makes a llama's size."""
+    """The dimensions of a llama."""
 
     name: str
     hidden: int
     intermediate: int
     layers: int
     kv_share: int = 8
-    """Grouped-query attention: keys and values are so many times narrower than queries."""
+    """Grouped-query attention: the width of the queries divided by the width of the keys and values."""
     vocabulary: int = 32_000
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -123,7 +123,7 @@ def checkpoint(shape: Shape) -> Checkpoint:
     found = Checkpoint(shape, DATA / BUCKET / shape.name)
     if not (found.folder / _DIGESTS).exists():
         print(f"making {shape.name} ({shape.data_bytes / 1e9:.2f} GB, three formats) in {found.folder}")
-        # In a child: what torch and tensorizer hold afterwards is not the benchmark's.
+        # In a child process, so that the benchmark's process does not keep memory of torch and tensorizer.
         subprocess.run([sys.executable, __file__, "--make", shape.name], check=True, timeout=600)
     return found
 
@@ -185,7 +185,7 @@ def _make(shape: Shape) -> None:
         for name, begin, end in made.ranges():
             file.seek(begin)
             found[name] = xxhash.xxh3_128_hexdigest(file.read(end - begin))
-    (made.folder / _DIGESTS).write_text(json.dumps(found))  # last: it says that all is there
+    (made.folder / _DIGESTS).write_text(json.dumps(found))  # last: marks the checkpoint as complete
 
 
 def _convert(made: Checkpoint) -> None:

@@ -18,7 +18,7 @@ _TIMEOUT_S = 60
 
 
 class Client:
-    """What the clients share: the job, the memory, the proof that the bytes are the file's."""
+    """The common part of the clients: the job, the memory, and the check that the bytes equal the file."""
 
     def __init__(self, kept: bool, digest: str, ranges: list[list[int]] | None = None, **job: Any) -> None:
         self.job = Job(**job)
@@ -27,7 +27,7 @@ class Client:
         self._digest = digest
 
     def pieces(self) -> list[memoryview]:
-        """What was brought, in the order of the file."""
+        """The fetched bytes, in the order of the file."""
         return [self.memory.view()]
 
     def check(self) -> None:

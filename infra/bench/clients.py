@@ -29,7 +29,7 @@ TLS_CEILING = "raw sockets + ssl"
 
 
 def job_of(server: Nginx, data: checkpoint.Checkpoint, digest: str, tls: bool = False) -> dict[str, Any]:
-    """What every client is told."""
+    """Return the arguments that every client gets."""
     return {
         "host": "127.0.0.1",
         "port": server.tls_port if tls else server.port,

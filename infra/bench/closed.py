@@ -1,4 +1,4 @@
-"""A closed loop: so many callers, each of which sends, waits for the whole answer, and sends again."""
+"""A closed loop of callers: each caller sends a request, waits for the whole answer, and sends the next request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _RECONNECT_S = 0.01
 
 
 class Caller:
-    """One caller on one connection, which it opens again where the server closes it."""
+    """One caller with one connection. The caller reconnects if the server closes the connection."""
 
     def __init__(self, loop: ClosedLoop) -> None:
         self._loop = loop

@@ -26,7 +26,7 @@ FRESH_EVERY = 8
 
 
 def measure(report: Report, rounds: int) -> None:
-    """Enters cold_start_ratio, cold_minus_warm_ms and what they are made of."""
+    """Enters cold_start_ratio, cold_minus_warm_ms and the times that they are computed from."""
     expected = minilm.reference([minilm.TEXT])[0]
     cold: list[Reply] = []
     warm: list[float] = []
@@ -65,7 +65,7 @@ def deployed(**overrides: object) -> Iterator[Control]:
 
 
 def check(replies: list[Reply], expected: list[float]) -> None:
-    """A fast wrong answer is none."""
+    """Raise unless the first reply is cold, all others are warm, and every embedding is right."""
     if not replies[0].cold or any(reply.cold for reply in replies[1:]):
         raise RuntimeError("the first request of a round must be cold and the others warm")
     worst = max(minilm.difference(reply.body["embedding"], expected) for reply in replies)
@@ -88,7 +88,7 @@ def enter(report: Report, cold: list[Reply], warm: list[float], fresh: list[floa
 
 
 def show_zero(control: Control) -> None:
-    """What is held before the first request: the processes, and that none of them has a page of the weights."""
+    """Print the processes and their memory before the first request. None of these processes may hold a page of the weights."""
     status = control.wait_for(NAME, workers=0, standby=True)
     processes = control.status(NAME, memory=True)["processes"]
     print_holdings([held(process["pid"]) for process in processes], "held at zero workers")

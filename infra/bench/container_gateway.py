@@ -1,6 +1,6 @@
-"""A gateway with a container engine of its own, for benchmarks and soaks, and what the engine has of it.
+"""A gateway with a container engine of its own, for benchmarks and soaks, and the engine's view of its containers.
 
-The engine is podman's service with runc, on its own socket; the images are those of the tests (tests/containers.py).
+The engine is podman's service with runc, on its own socket. The images come from the tests (tests/containers.py).
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Place:
         self.control.request("DELETE", f"/v1/functions/{name}")
 
     def containers(self, name: str = "") -> list[dict[str, Any]]:
-        """Those of one function, or all of the gateway."""
+        """The containers of one function, or of all functions of the gateway."""
         function = {"function": name} if name else {}
         return self.client.containers(gateway=str(self.state), **function)
 

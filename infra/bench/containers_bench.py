@@ -1,4 +1,4 @@
-"""Containers: what they add to a cold start, what they share, and what a neighbour notices of one at its limits.
+"""Containers: their cost at a cold start, the memory they share, and the effect of a container at its limits on a neighbour.
 
 Each pair of figures is measured in turn, on the same machine and with the same engine, and compared by medians.
 
@@ -41,7 +41,7 @@ def build(context):
 def handler(event, context):
     return {"pid": os.getpid(), "sum": sum(context.state["table"])}
 """
-# Reads every page of its weights, so that all of them count.
+# Reads every page of its weights, so that all pages count.
 HEAVY = """
 import torch
 
@@ -55,7 +55,7 @@ def build(context):
 def handler(event, context):
     return float(context.state(torch.ones(4096)).sum())
 """
-# At its limits of memory, processes and disk, one after the other, for as long as it is called.
+# Forks up to the limit of processes, then fills the disk, and with `eat` finally exceeds the limit of memory.
 HOG = """
 import os, time
 
@@ -213,7 +213,7 @@ def pss_mb(processes: list[psutil.Process]) -> float:
     """What processes hold together, from the host's smaps_rollup: shared pages count once."""
     total_kb = 0
     for process in processes:
-        # One that has just ended holds nothing.
+        # A process that has just ended holds nothing.
         with contextlib.suppress(ProcessLookupError, FileNotFoundError):
             for line in Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines():
                 if line.startswith("Pss:"):
@@ -264,7 +264,7 @@ def _weights(place: Place, size_mb: int) -> Path:
 
 
 def _warm(place: Place, name: str, workers: int) -> None:
-    """Have so many workers, each of which has read all of its weights."""
+    """Start `workers` workers, and call until each has answered. Each answer reads all of the weights."""
     place.control.request("POST", f"/v2/{name}/warmup?workers={workers}", {})
     place.control.wait_for(name, workers=workers)
     seen: set[str] = set()
@@ -278,7 +278,7 @@ def _warm(place: Place, name: str, workers: int) -> None:
 
 @contextlib.contextmanager
 def _calls(url: str, name: str, count: int) -> Iterator[list[str]]:
-    """Calls at the same time, so that several workers have one each; the workers that answered."""
+    """Make `count` calls at the same time, so that several workers have one each. Yield the ids of the workers."""
     workers: list[str] = []
 
     def call() -> None:

@@ -44,7 +44,7 @@ class Contestant:
         self._load(callers, duration_s, warmup_s=0.0)
 
     def idle_share(self, seconds: float = 1.0) -> float:
-        """Of one core, what the server uses while nobody asks it anything."""
+        """Return the share of one core that the server uses without requests."""
         before_s = self.server.cpu_s()
         time.sleep(seconds)
         return (self.server.cpu_s() - before_s) / seconds

@@ -88,7 +88,7 @@ class Control:
         return (time.perf_counter() - started) * 1e3
 
     def wait_for(self, name: str, *, workers: int, standby: bool | None = None) -> dict[str, Any]:
-        """Until the function has so many workers, all ready, and the standby is as asked."""
+        """Wait until the function has exactly `workers` workers, all ready, and the standby is as requested."""
         deadline = time.monotonic() + WAIT_S
         while time.monotonic() < deadline:
             status = self.status(name)

@@ -1,6 +1,6 @@
 """A crowd of callers who submit jobs, some twice, and look at them again and again, whatever happens to the gateway.
 
-What they were promised is written down: which id each got, and what each job was first seen to have come to.
+It records each promise: the id that each caller got, and the first final state seen of each job.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Crowd:
                 await asyncio.sleep(self._chance.uniform(0, pause_s))
 
     async def watch(self, stop: asyncio.Event) -> None:
-        """One who looks: at open jobs whether they end, at some others whether they stay as they were."""
+        """One observer: check whether open jobs end, and whether some of the ended jobs stay as they were."""
         async with self._session() as session:
             while not stop.is_set():
                 of = list(self._open.values())
@@ -84,7 +84,7 @@ class Crowd:
                 await asyncio.sleep(0.01)
 
     async def see_out(self, functions: Iterable[str]) -> None:
-        """Until all jobs of these functions have ended, those too that nobody was told of."""
+        """Wait until all jobs of these functions have ended, including jobs whose submission got no answer."""
         async with self._session() as session:
             while self._open:
                 for promise in list(self._open.values()):
@@ -120,7 +120,7 @@ class Crowd:
         return promise.result == _result(_wanted(self._functions[promise.function], promise.number))
 
     async def wake(self) -> None:
-        """Those who wait for room look whether they are to stop."""
+        """Wake the callers that wait for room, so that they check whether to stop."""
         async with self._moved:
             self._moved.notify_all()
 
@@ -179,7 +179,7 @@ class Crowd:
         *,
         again: bool = True,
     ) -> tuple[int, int, Any]:
-        """(status, how often it was sent, answer), sent `again` while it has none; status 0: it had none."""
+        """Return (status, number of attempts, answer). With `again`, repeat until there is an answer. Without one, status is 0."""
         sent = 0
         while True:
             await self._gateway.up.wait()

@@ -52,7 +52,7 @@ MAX_WORKERS, OWNER_LIMIT, MOST_WANTED = 330, 17, 3
 GPUS = [Gpu(str(number), 24_576) for number in range(4)]
 # A GPU has room for 7 workers. 6 are there, and 10 functions want it.
 WORKER_MB, PARKED_MB, PRESENT_ON_GPUS = 3_200, 400, 24
-# These shares of the present workers have calls, start, and drain. The others are idle.
+# The shares of the present workers that have calls, start, and drain. All other workers are idle.
 BUSY, STARTING, DRAINING = 0.6, 0.05, 0.03
 IDLE_TIMES = 50
 NOW_S = 1_000.0

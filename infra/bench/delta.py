@@ -1,10 +1,11 @@
-"""Between versions: what the server sends of a second revision whose first one the node has.
+"""Between versions: the bytes that the server sends for a second revision if the node has the first.
 
     python infra/bench/delta.py [--quick] [--rounds N]
 
-The second revision differs in one layer. The server counts the bytes: once as fast as loopback, and once held to a rate
-like that of object storage. They are more than what is asked for: of a request whose second half another connection has
-taken over, the server has more in its socket's buffer. Times are beside a fetch of the whole in the same round.
+The second revision differs in one layer. The server counts the bytes that it sends, once at loopback speed and once at a
+rate like that of object storage. The count exceeds the requested bytes: when another connection takes over the second half
+of a request, the server has already put more of that half into its socket's buffer. Each time is reported beside a fetch of
+the whole snapshot in the same round.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _TIMEOUT_S = 300.0
 
 @dataclass(frozen=True)
 class Turn:
-    """One fetch: the bytes that the server sent, those of the chunks that were asked for, and how long it took."""
+    """One fetch: the bytes that the server sent, the bytes of the requested chunks, and the duration."""
 
     sent_bytes: int
     fetched_bytes: int
@@ -134,7 +135,7 @@ def measure(report: Report, data: checkpoint.Checkpoint, rounds: int) -> None:
 def play(
     served: Path, manifests: dict[str, Manifest], rounds: int, bytes_s: float | None
 ) -> dict[str, list[Turn]]:
-    """Fetch the revisions beside the first one, which stays. One of them is fetched whole: as if of another realm."""
+    """Fetch revisions beside the first one, which stays. One turn fetches the whole: as if of another realm."""
     turns: dict[str, list[Turn]] = {"whole": [], "second": []}
     with (
         fault_server(served, bytes_s) as server,
@@ -142,7 +143,7 @@ def play(
     ):
         node = Node(Path(folder), server, 4 * manifests["first"].total_bytes)
         node.fetch("first", manifests["first"])
-        # The first round touches the memory, which the others use again, and counts nothing.
+        # The first round touches memory for the later rounds, and is not counted.
         for number in range(rounds + 1):
             for name, done in turns.items():
                 whole = name == "whole"

@@ -1,9 +1,9 @@
-"""Restoring what lies on the disk with a cold page cache: beside fio, and beside faults alone.
+"""Restoring a file from disk with a cold page cache: beside fio, and beside faults alone.
 
     python infra/bench/disk.py [--rounds N]
 
-Before each turn the file is dropped from the page cache, which mincore confirms. The order of first touch is not that of
-the file: libraries write tensors sorted by name, and a forward pass uses them otherwise.
+Before each turn the file is dropped from the page cache, which mincore confirms. The order of first touch differs from the
+order in the file: libraries write tensors sorted by name, and a forward pass uses another order.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Restored:
         from pilotflame.snapshot.format.manifest import Manifest  # noqa: PLC0415
         from pilotflame.snapshot.restoring import mapping, plan  # noqa: PLC0415
 
-        # Of several threads, one that a neighbour delays would delay the answer.
+        # With several threads, a neighbour that delays one thread would delay the answer.
         torch.set_num_threads(1)
         self._torch, self._mapping, self._planning = torch, mapping, plan
         self._folder, manifest = Path(folder), Manifest.read(Path(folder))
@@ -74,7 +74,7 @@ class Restored:
         return {"seconds": seconds, "read": reading is not None}
 
     def check(self) -> None:
-        """What is mapped is the file."""
+        """Nothing to check: the mapping is the file."""
 
     def clear(self) -> None:
         """`run` lets go of the mapping, or else the file would stay in memory."""

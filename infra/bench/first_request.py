@@ -36,7 +36,7 @@ _DEADLINE_S = 60.0
 
 
 def measure(report: Report, rounds: int) -> None:
-    """Enters first_request_ms and what it is made of, for both latencies and with and without the deploy's copy."""
+    """Enters first_request_ms and its phases, for both latencies and with and without the deploy's copy."""
     data = checkpoint.checkpoint(checkpoint.QUICK)
     for latency_s in LATENCIES_S:
         for copied in (True, False):

@@ -217,7 +217,7 @@ def play(entered: Sequence[Fleet], rounds: int) -> None:
 
 
 def enter(report: Report, few: dict[str, float], many: dict[str, float]) -> None:
-    """Enter the targets: ratios of many functions to few, and what is bounded by itself."""
+    """Enter the targets: ratios of many functions to few, and figures with a bound of their own."""
     for name, most in RATIOS.items():
         report.add(f"{name}_ratio", many[name] / few[name], "x", f"<= {most}")
     report.add("starts_per_s", many["starts_per_s"], "/s", ">= 200")

@@ -29,7 +29,7 @@ _WRITABLE = mmap.PROT_READ | mmap.PROT_WRITE
 
 
 def echo_p50_ms(url: str, duration_s: float = 1.0) -> float:
-    """What one caller waits for a bare aiohttp echo at `url`."""
+    """Return the median latency of a bare aiohttp echo at `url` for one caller."""
     headers = {"Content-Type": "application/json"}
     tally = load_apart(Request(url + "/", body=HELLO, headers=headers, expect=HELLO), duration_s=duration_s)
     if not tally.clean:
@@ -47,7 +47,7 @@ def bare_fork_ms(times: int = 200) -> list[float]:
 
 
 def write_safetensors(path: Path, size: int, tensors: int = 100) -> None:
-    """A valid file of about `size` bytes: so many float32 tensors of equal length, not all zero."""
+    """Write a valid file of about `size` bytes: `tensors` float32 tensors of equal length, not all zero."""
     elements = size // tensors // 4
     header = {
         f"layer.{index}.weight": {

@@ -1,4 +1,4 @@
-"""Memory: what the fourth worker of one function adds."""
+"""Memory: the amount that the fourth worker of one function adds."""
 
 from __future__ import annotations
 

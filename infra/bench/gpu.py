@@ -5,8 +5,8 @@
 On a machine without a CUDA device it runs on the simulated device with small models. Then the figures say that the
 script and the code work, and nothing about speed.
 
-Each part is a process, and writes its figures to build/bench/bench-gpu-<device>-<part>.json. A run that was killed, or whose time
-is up, is continued by the next one: parts whose figures are there are skipped.
+Each part is a process, and writes its figures to build/bench/bench-gpu-<device>-<part>.json. The next run continues a run that
+was killed or out of time: it skips the parts that have figures.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def run(device: str, seconds: float) -> None:
 
 
 def finish(device: str) -> bool:
-    """Write build/bench/bench-gpu.json from all parts. If none is missing, remove their files: the next run is a new one."""
+    """Write build/bench/bench-gpu.json from all parts. If every part has figures, remove their files, so that the next run is new."""
     report = Report("bench-gpu", packages=PACKAGES)
     for part in PARTS:
         if (path := path_of(target(device, part))).exists():

@@ -98,7 +98,7 @@ def parking(bench: GpuBench) -> None:
 
 
 def _park(case: Case, took_s: list[float]) -> int:
-    # The copy and what ends it are not on the clock.
+    # The clock excludes the copy and its end.
     case.snapshots.wait()
     started_s = time.perf_counter()
     freed_bytes = case.snapshots.park()

@@ -36,7 +36,7 @@ _CONTEXT_MB = 2048
 
 @dataclass(frozen=True)
 class Model:
-    """A llama whose weights lie in `folder`. `right` is its answer, `copy_ms` what a copy at the ceiling takes."""
+    """A llama with its weights in `folder`. `right` is its answer, `copy_ms` the time of a copy at the ceiling."""
 
     folder: Path
     shape: Shape
@@ -96,7 +96,7 @@ class GpuFunctions:
         self._bench.held("cold_8b_extra_ms", extra_ms, "ms beyond the copy", "<= 150")
 
     def from_zero_ms(self, *, drop: bool = False) -> list[float]:
-        """Return what cold requests take, and enter their phases. A standby has made the context. `drop` the page cache."""
+        """Return the times of cold requests, and enter their phases. A standby has made the context. `drop` the page cache."""
         cold_ms = list[float]()
         with self._deployed({"cold": self._model.needed_mb}, {"scale.idle_timeout_s": 0.4}) as control:
             for number in range(1 + ROUNDS):
@@ -151,7 +151,7 @@ class GpuFunctions:
 
     @contextmanager
     def _deployed(self, memory_mb: dict[str, int], settings: Mapping[str, float]) -> Iterator[Control]:
-        """A gateway with a function for each name, which may use so much of the device."""
+        """Run a gateway with a function for each name. A function may use `memory_mb[name]` MB of the device."""
         gpus = None if self._bench.cuda else {"PILOTFLAME_GPUS": f"0:{self._total_mb}"}
         with tempfile.TemporaryDirectory(prefix="pilotflame-gpu-") as name, start_pilotflame(gpus) as server:
             self._write_handler(Path(name))

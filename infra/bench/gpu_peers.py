@@ -1,4 +1,4 @@
-"""Other loaders of a safetensors file to a device, for `gpu.py`. Those that are not installed are left out."""
+"""Other loaders of a safetensors file to a device, for `gpu.py`. Loaders that are not installed are left out."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def fork(bench: GpuBench) -> None:
 
 
 def _fork(where: str) -> dict[str, Any]:
-    """Ask torch for a device as a base does. Return what this opens, and whether a child can use the device."""
+    """Ask torch for a device as a base does. Return its threads and open device files, and whether a child can use the device."""
     torch.cuda.is_available()
     opened = {os.path.realpath(one) for one in Path("/proc/self/fd").iterdir()}
     told = {

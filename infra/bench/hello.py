@@ -35,9 +35,9 @@ SETTINGS = (
     LitServeSettings(1, 2, fast_queue=False, max_batch_size=8, batch_timeout_s=0.001),
     LitServeSettings(1, 2, fast_queue=True, enable_async=True),
 )
-# Ahead in one sweep of three here (2 cores) and level in the others: those with two API
-# servers lie within each other's spread (1,040 to 1,950 requests/s). The servers share one listening socket
-# and get as many of the callers each as it happens. Hence the second ratio, to LitServe's best round.
+# The fastest setting in one of three sweeps here (2 cores), and level with others in the other two. Settings with
+# two API servers lie within each other's spread (1,040 to 1,950 requests/s): the servers share one listening
+# socket, so chance decides how many callers each server gets. Hence the second ratio, to LitServe's best round.
 FASTEST = LitServeSettings(2, 2, fast_queue=True)
 
 
@@ -54,7 +54,7 @@ class Plan:
 
 @contextmanager
 def contestants(*, ours: bool, litserve: LitServeSettings | None) -> Iterator[dict[str, Contestant]]:
-    """All servers up at once, so that rounds can be interleaved; the idle ones must cost nothing."""
+    """Run all servers at once, so that rounds can be interleaved. An idle server must cost nothing."""
     with ExitStack() as stack:
         entered = {"echo": Contestant("echo", stack.enter_context(start_echo()), "/", expect=HELLO)}
         if ours:
@@ -70,7 +70,7 @@ def contestants(*, ours: bool, litserve: LitServeSettings | None) -> Iterator[di
 
 
 def run_rounds(entered: dict[str, Contestant], report: Report, plan: Plan) -> None:
-    """The rounds; who begins changes from round to round."""
+    """Play the rounds. Each round starts with the next contestant."""
     order = list(entered.values())
     for contestant in order:
         contestant.warm_up(plan.callers, 1.0)
@@ -113,7 +113,7 @@ def enter_cpu_share(report: Report, entered: dict[str, Contestant], target: str 
 
 
 def measure(report: Report, plan: Plan) -> None:
-    """Enters everybody's figures and our ratios."""
+    """Enters the figures of all contestants and our ratios."""
     report.note(f"litserve: {FASTEST}; {plan.rounds} rounds, medians; the generator is a third process")
     with contestants(ours=plan.ours, litserve=FASTEST) as entered:
         run_rounds(entered, report, plan)

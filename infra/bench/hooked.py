@@ -15,7 +15,7 @@ from aiohttp import web
 
 
 class Hooked:
-    """`completed[job]` are the ids under which its end was told, one each time."""
+    """`completed[job]` has the webhook id of each `job.completed` event received, repeated events included."""
 
     def __init__(self, secret_file: Path) -> None:
         self.url = ""
@@ -40,7 +40,8 @@ class Hooked:
 
     def _genuine(self, request: web.Request, body: bytes) -> bool:
         master = base64.b64decode(self._secret_file.read_text().strip().removeprefix("whsec_"))
-        function = str(json.loads(body).get("function", ""))  # of whom it says to be: it must be signed so
+        # The event names its function, and must be signed with the key of that function.
+        function = str(json.loads(body).get("function", ""))
         key = hmac.digest(master, function.encode(), hashlib.sha256)
         name, moment = (request.headers.get(f"webhook-{part}", "") for part in ("id", "timestamp"))
         digest = hmac.digest(key, f"{name}.{moment}.".encode() + body, hashlib.sha256)

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 @dataclass(frozen=True)
 class Request:
-    """What is sent, over and over, and what a right answer is."""
+    """A request that a generator sends repeatedly, and the properties of a right answer."""
 
     url: str
     method: str = "POST"
@@ -116,7 +116,7 @@ class Connection(asyncio.Protocol):
         self._transport.write(wire)
 
     def close(self) -> None:
-        """End it without telling the owner, who knows."""
+        """End the connection without a report to the owner, who has asked for it."""
         self._last = True
         if self._transport is not None:
             self._transport.abort()

@@ -20,7 +20,7 @@ CALLERS = 64
 SECONDS, QUICK_SECONDS = 4.0, 1.0
 ROUNDS, QUICK_ROUNDS = 5, 2
 INPUT = b'{"input": {"prompt": "' + b"x" * 200 + b'"}}'
-# Takes one job and keeps it, so that what is measured is taking in and not running.
+# Takes one job and keeps it, so that the benchmark measures submission and not execution.
 _KEEPS = "import time\n\ndef handler(event):\n    time.sleep(600)\n"
 # The benchmark submits more jobs than the limits of a queue usually allow.
 _SETTINGS = {"scale.max": "1", "max_jobs": "10000000", "max_jobs_bytes": str(64 << 30)}
@@ -28,7 +28,7 @@ _ECHO = "def handler(event):\n    return event\n"
 
 
 def measure(report: Report, *, quick: bool) -> None:
-    """Enters submits_per_s and, beside it, what jobs that are run come to."""
+    """Enters submits_per_s and, beside it, the rate of jobs that are run."""
     seconds, rounds = (QUICK_SECONDS, QUICK_ROUNDS) if quick else (SECONDS, ROUNDS)
     with tempfile.TemporaryDirectory(prefix="pilotflame-bench-") as folder, start_pilotflame() as server:
         for name, handler in (("keeps", _KEEPS), ("echo", _ECHO)):

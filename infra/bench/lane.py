@@ -1,9 +1,8 @@
 """A lane: one contestant in a process of its own, that waits between its turns.
 
-Imports, buffers that are kept and everything a contestant prepares lie outside the clock; so does letting go of the
-round's memory. The lane is told in its environment to give large blocks back to the kernel when they are freed
-(MALLOC_MMAP_THRESHOLD_ at glibc's own initial value, which stops it from growing): else what a library calls fresh
-memory would be fresh in the first round only.
+The clock excludes imports, kept buffers, other preparations of the contestant, and the release of the round's memory. The
+lane's environment makes malloc return large freed blocks to the kernel (MALLOC_MMAP_THRESHOLD_ at glibc's own initial
+value, which stops it from growing). Otherwise memory that a library allocates anew would be fresh in the first round only.
 
     python infra/bench/lane.py MODULE:CLASS JSON      one turn per line of stdin
 """
@@ -36,7 +35,7 @@ class Contestant(Protocol):
     """What a lane runs. Made from keyword arguments, JSON all of them."""
 
     def run(self, **turn: Any) -> dict[str, Any] | None:
-        """One turn, on the clock; what it returns is told beside the seconds (its own `seconds` counts instead)."""
+        """Run one turn, on the clock. Its result is reported beside the seconds (its own `seconds` counts instead)."""
         ...
 
     def check(self) -> None:

@@ -40,8 +40,8 @@ def load_apart(
 ) -> Tally:
     """Run the load in a process of its own; an open loop where `rate` or `instants` is given, a closed one otherwise.
 
-    `instants`: a file with a JSON list of when to send, in ns after the start. `retry`: in an open loop, who is refused
-    waits as told and sends once more.
+    `instants`: a file with a JSON list of the times to send, in ns after the start. `retry`: in an open loop, a refused request
+    is sent once more after the stated delay.
     """
     command = [sys.executable, str(Path(__file__)), "--url", request.url, "--method", request.method]
     command += ["--body", request.body.decode(), "--duration-s", str(duration_s), "--seed", str(seed)]
@@ -59,7 +59,7 @@ def load_apart(
     if instants is not None:
         command += ["--instants", str(instants)]
     command += ["--retry"] * retry
-    # A file, not a pipe: through one of those more than 64 KiB did not always come whole.
+    # A file, not a pipe: more than 64 KiB did not always arrive whole through a pipe.
     with tempfile.TemporaryFile() as told:
         subprocess.run(command, check=True, stdout=told, timeout=timeout_s)
         told.seek(0)
@@ -130,7 +130,7 @@ async def _load(arguments: argparse.Namespace) -> Tally:
 def main() -> None:
     arguments = _arguments()
     gc.freeze()
-    gc.disable()  # the generator's own pauses must not show as the server's
+    gc.disable()  # a garbage collection in the generator must not count as latency of the server
     tally = uvloop.run(_load(arguments))
     print(json.dumps(tally.summary()) if arguments.summary else tally.to_json())
 

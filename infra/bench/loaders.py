@@ -27,13 +27,13 @@ TENSORIZER, BOTO3 = "tensorizer", "boto3 + safetensors.load"
 RUNAI, RUNAI_HUGE = "Run:ai streamer", "Run:ai streamer, huge pages"
 NAMES = (TENSORIZER, RUNAI, RUNAI_HUGE, BOTO3)
 
-# Run:ai's buffers come from torch and from malloc; these are what makes either advise huge pages (madvise), and in
-# this environment glibc and torch read them at start.
+# Run:ai's buffers come from torch and from malloc. These variables make both advise huge pages (madvise). glibc and
+# torch read them from the environment at their start.
 HUGE = {"THP_MEM_ALLOC_ENABLE": "1", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 
 
 class Loader:
-    """What the loaders share: the tensors of the turn, and the proof that they are right."""
+    """The common part of the loaders: the tensors of the turn, and the check that they are right."""
 
     def __init__(self, url: str, key: str, digests: dict[str, str]) -> None:
         import torch  # noqa: PLC0415
@@ -73,8 +73,8 @@ class Tensorizer(Loader):
 
 
 class Runai(Loader):
-    """`SafetensorsStreamer` from the S3 endpoint, as it is by default. What it yields is kept, not copied: its
-    buffers are given away with the tensors."""
+    """`SafetensorsStreamer` from the S3 endpoint, with its defaults. The yielded tensors are kept without a copy: the
+    streamer gives its buffers away with them."""
 
     def __init__(self, **given: Any) -> None:
         super().__init__(**given)

@@ -2,7 +2,7 @@
 
     python infra/bench/local.py [--quick] [--rounds N]
 
-And a second process that attaches to the same snapshot while the first has it: what its smaps say.
+It also measures a second process that attaches to the same snapshot while the first has it, by its smaps.
 """
 
 from __future__ import annotations

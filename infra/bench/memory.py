@@ -1,6 +1,6 @@
 """What processes hold in memory: RSS, PSS and USS per pid, and of a whole tree.
 
-USS is what a process alone holds (what ending it would free); PSS adds its share of what others hold too;
+USS is the memory that only this process holds (its end would free it). PSS adds the process's share of shared memory.
 RSS counts shared pages once per process and so must not be summed.
 
     python infra/bench/memory.py PID
@@ -38,7 +38,7 @@ class Holding:
 
 
 def held(pid: int) -> Holding:
-    """What one process holds; raises psutil.NoSuchProcess where it is gone."""
+    """Return the memory that one process holds. Raise psutil.NoSuchProcess if it has ended."""
     process = psutil.Process(pid)
     with process.oneshot():
         memory = process.memory_full_info()

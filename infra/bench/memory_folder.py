@@ -26,13 +26,13 @@ def mounted(size_bytes: int = _SIZE_BYTES) -> Iterator[None]:
 
 
 def unmount_left() -> None:
-    """Unmount what a benchmark that was killed has left mounted, which deletes all files in it."""
+    """Unmount the file system that a killed benchmark has left mounted. This deletes all files in it."""
     if _MOUNTED.is_mount():
         unmount(_MOUNTED)
 
 
 def memory_folder() -> Path:
-    """The one with huge pages if there is one, else shared memory as everybody has it."""
+    """Return our folder with huge pages if it is mounted, else the machine's ordinary shared memory."""
     return _MOUNTED if _MOUNTED.is_mount() else SMALL_PAGES
 
 

@@ -78,7 +78,7 @@ class Mortal:
         return self._process
 
     async def kill(self) -> None:
-        """SIGKILL, and wait for its end; what was under it is remembered."""
+        """Send SIGKILL, wait for the end, and remember the processes under the gateway."""
         self.up.clear()
         if self._process is not None:
             self._seen.update(process_tree.tree(self._process.pid)[1:])
@@ -117,7 +117,7 @@ class Mortal:
         return True
 
     async def left(self, timeout_s: float) -> list[str]:
-        """Who is still there of all that was ever under a gateway, though none runs any more; they are ended."""
+        """Return and end the processes that have outlived the gateways. Called when no gateway runs."""
         found = self._seen | set(self._ours())
         await asyncio.to_thread(psutil.wait_procs, found, timeout=timeout_s)
         alive = [process for process in found if process_tree.alive(process)]
@@ -129,7 +129,7 @@ class Mortal:
         return self._log.read_text(errors="replace")[-2000:] if self._log.exists() else ""
 
     def _ours(self) -> list[psutil.Process]:
-        """By title, or by environment before they have one: those that were never seen as children, too."""
+        """Find processes by title, or by environment before they have a title, including processes never seen as children."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):

@@ -1,11 +1,11 @@
-"""Between nodes: three that fetch the same snapshot at once, from a bucket that gives so many bytes per second in all.
+"""Between nodes: three nodes fetch the same snapshot at once, from a bucket with a limited total rate.
 
     python infra/bench/neighbours.py [--quick] [--rounds N]
 
-Each node is a process with a cache in memory and a port on loopback. Once they know each other, once each is alone, in
-turns. The bytes of the bucket are those that it has sent. The third condition is a bucket as fast as
-loopback, where three fetches and twice the copying between nodes share two cores: what peers cost where the bucket is no
-limit. A node that comes once another has the whole snapshot is measured beside both.
+Each node is a process with a cache in memory and a port on loopback. The nodes fetch in turns with their peers and without.
+The bucket counts the bytes that it sends. The third condition is a bucket as fast as loopback, where three fetches and twice
+the copying between nodes share two cores: the cost of peers where the bucket is no limit. A node that comes once another
+has the whole snapshot is measured beside both.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _TIMEOUT_S = 250.0
 
 
 class Node:
-    """A contestant (see lane.py). It fetches when it is told to, and lets go only when it is told to: others take from it."""
+    """A contestant (see lane.py). It keeps its chunks for its peers until the turn `clear`."""
 
     def __init__(self, url: str, manifest: str, folder: str) -> None:
         self._source, self._manifest = (
@@ -108,7 +108,7 @@ def at_once(lanes: Sequence[Lane], what: str) -> float:
 
 
 def play(data: checkpoint.Checkpoint, rounds: int, bytes_s: float | None) -> dict[str, list[float]]:
-    """Return of each round the seconds, and the share of the snapshot's bytes that the bucket was asked for."""
+    """Return for each round the seconds, and the share of the snapshot's bytes that the bucket sent."""
     found: dict[str, list[float]] = {name: [] for name in ("peers", "alone", "late", "share", "alone share")}
     with fault_server(data.folder, bytes_s) as bucket, cluster(bucket.url, data) as lanes:
         size_bytes = Manifest.read(data.folder / checkpoint.MANIFEST).total_bytes

@@ -17,7 +17,7 @@ from tally import Judge, Tally
 from timerfd import TimerFd
 
 BLANKS = 40
-"""After the body of a patient loop's request: which of them are tabs tells it from others."""
+"""Number of blanks after the body of a patient loop's request. Tabs among them number the request."""
 
 
 def poisson(rate: float, duration_s: float, seed: int) -> list[int]:
@@ -153,10 +153,10 @@ class OpenLoop:
 
 
 class PatientLoop(OpenLoop):
-    """The same; who is refused waits as long as the answer says, then sends the same once more.
+    """An open loop that sends a refused request once more, after the delay that the refusal states.
 
-    The tally has the first answers. `second_statuses` counts what the second ones were. Each request has a body of its
-    own, as those of different callers have: the same JSON with blanks after it that count.
+    The tally has the first answers. `second_statuses` counts the statuses of the second answers. Each request has a body of
+    its own, like requests of different callers: the same JSON, followed by blanks that encode a number.
     """
 
     def __init__(self, request: Request, most_connections: int) -> None:

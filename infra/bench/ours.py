@@ -58,7 +58,7 @@ class Files:
 
 
 class Ours:
-    """A lane's contestant. `run` is told whether to verify, and whether to go on to tensors."""
+    """A lane's contestant. Arguments of `run` turn on verification and the loading of tensors."""
 
     def __init__(
         self,
@@ -196,7 +196,7 @@ def all_tensors(folder: Path, manifest: Manifest) -> dict[str, Any]:
 
 
 def given_at(url: str, data: checkpoint.Checkpoint, digest: str = "") -> dict[str, Any]:
-    """What the lane is told of a server whose root is the bucket."""
+    """Return the lane's arguments for a server whose root is the bucket."""
     return {
         "url": f"{url}/{data.shape.name}",
         "manifest": str(data.folder / checkpoint.MANIFEST),
@@ -205,7 +205,7 @@ def given_at(url: str, data: checkpoint.Checkpoint, digest: str = "") -> dict[st
 
 
 def given(server: Nginx, data: checkpoint.Checkpoint, digest: str, tls: bool = False) -> dict[str, Any]:
-    """What the lane is told."""
+    """Return the lane's arguments for an nginx whose root contains the bucket."""
     base = server.tls_url if tls else server.url
     return {
         "url": f"{base}/{checkpoint.BUCKET}/{data.shape.name}",

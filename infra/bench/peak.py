@@ -2,11 +2,11 @@
 
     python infra/bench/peak.py [--quick]
 
-What is measured: the child fetches into fresh files, which it may have mapped meanwhile. The kernel's own
-high water mark of its resident memory (VmHWM: no sampling, no gap), less what of the files is mapped at the
-end, when all of them is, is the peak above the mapped file, interpreter, libraries and all. Then it maps,
-restores and reads a value of every page: what it holds then that is not the file (RssAnon; libraries' file
-pages left out, they are torch's) counts too. The greater of the two is the figure.
+The child fetches into fresh files, and may map them meanwhile. The first value is the kernel's own high water mark of the
+child's resident memory (VmHWM: no sampling, no gap) minus the mapped pages of the files at the end, when all of them are
+mapped: the peak above the mapped file, interpreter, libraries and all. Then the child maps, restores and reads a value of
+every page. The second value is its memory that is not the file (RssAnon; file pages of libraries are left out, because
+they belong to torch). The figure is the greater value.
 """
 
 from __future__ import annotations

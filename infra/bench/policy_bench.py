@@ -50,7 +50,7 @@ KNOWN_GAPS = 1000
 
 @dataclass(frozen=True)
 class Outcome:
-    """The bill of one class on one ladder at one price, and those of others relative to it: above 1, ours costs more."""
+    """The cost (bill) of one class on one ladder at one price, and its ratios to other policies' costs: above 1, ours costs more."""
 
     seed: int
     trace: str
@@ -73,7 +73,7 @@ class Outcome:
 
 
 class Recorded(Learned):
-    """The policy, which writes down what it met."""
+    """The policy, which also records idle periods and intervals."""
 
     def __init__(self, ladder: Ladder, habits: Habits) -> None:
         super().__init__(ladder, habits)
@@ -169,7 +169,7 @@ def replay(functions: Sequence[Sequence[float]], ladder: Ladder) -> tuple[list[L
 def envelopes(
     functions: Sequence[Sequence[float]], policies: Sequence[Recorded], ladder: Ladder
 ) -> FloatArray:
-    """Return the bills of two envelopes: of lone arrivals, and of those who know from the start how callers follow."""
+    """Return the costs of two ski-rental schedules: for lone arrivals, and with the arrivals during wake-ups known in advance."""
     rungs, bills = len(ladder.rungs), np.zeros(2)
     alone = begins_of(ladder.costs().envelope, rungs)
     for arrivals, policy in zip(functions, policies, strict=True):

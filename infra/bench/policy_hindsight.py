@@ -1,4 +1,4 @@
-"""What one who knows all arrivals could do: the best fixed ladder of one function, and the offline optimum."""
+"""Policies that know all arrivals: the best fixed ladder of one function, and the offline optimum."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Arrivals:
         self._next_break = ends[np.searchsorted(ends, np.arange(len(self.at_s)), "right")]
 
     def served(self, wake_s: float) -> tuple[FloatArray, NDArray[np.int64], FloatArray]:
-        """For each arrival, if it begins a wake: what is waited, who ends the next idle period, and since when."""
+        """For each arrival, if it begins a wake: the wait, the arrival that ends the next idle period, and the begin of that period."""
         count, ready_s = len(self.at_s), self.at_s + wake_s
         later = np.searchsorted(self.at_s, ready_s, "right")
         waited_s = (later - np.arange(count)) * ready_s - (self._sums[later] - self._sums[:count])
@@ -81,9 +81,9 @@ def own_best(
 ) -> float:  # fmt: skip
     """Return the least bill that any of many fixed ladders of switch times reaches for one function.
 
-    Tried are all timeouts and floors, the envelope, and the best ladder for the idle periods that were met (`met`: their
-    lengths, and the numbers of the arrivals that ended them), and for those of a worker that is always READY. The best of
-    these is then varied.
+    The candidates are all timeouts and floors, the ski-rental schedule (`envelope`), the best ladder for the idle periods that
+    were met (`met`: their lengths, and the numbers of the arrivals that ended them), and the best ladder for the idle periods
+    of a worker that is always READY. The best candidate is then varied.
     """
     known, holds = Arrivals(arrivals), np.array([rung.hold_per_s for rung in ladder.rungs])
     rows = [list(envelope), *timeouts(ladder).tolist()]
@@ -111,7 +111,7 @@ def _varied(begins: list[float]) -> list[list[float]]:
 def optimum(arrivals: Sequence[float], ladder: Ladder, prices: Sequence[float]) -> FloatArray:
     """Return the least bill at each price, without steps up (first row) and with steps up that end before an arrival.
 
-    It is found backwards over all arrivals: what is waited delays the next idle period.
+    It is found backwards over all arrivals, because waiting delays the next idle period.
     """
     known, rungs = Arrivals(arrivals), ladder.rungs
     served = [known.served(rung.wake_s) for rung in rungs]
@@ -152,6 +152,6 @@ def _resting(idles: FloatArray, ladder: Ladder) -> FloatArray:
 
 
 def envelopes(ladder: Ladder, burst_waits: Sequence[float]) -> tuple[list[float], list[float]]:
-    """Return the envelope of lone arrivals, and the one that knows how much is waited in a wake."""
+    """Return two ski-rental schedules: for lone arrivals, and for the given waiting times during a wake-up."""
     rungs = len(ladder.rungs)
     return begins_of(ladder.costs().envelope, rungs), begins_of(ladder.costs(burst_waits).envelope, rungs)

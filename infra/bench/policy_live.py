@@ -2,10 +2,9 @@
 
     python infra/bench/policy_live.py [--seconds 600] [--seed N]
 
-Several functions on one gateway, whose set-ups and imports take seconds (they sleep), are called at the times
-of a trace. The keep-alive policy moves them. Then the simulator replays the times at which the requests were
-sent, with the very same policy and the ladder that the gateway has measured, and both are asked for how long
-callers waited.
+Several functions on one gateway, whose set-ups and imports take seconds (they sleep), are called at the times of a trace.
+The keep-alive policy moves them. Then the simulator replays the times at which the requests were sent, with the same
+policy and the ladder that the gateway has measured. The benchmark compares the waiting times of both runs.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from report import Report, copy_figure
 from servers import Server, running
 
 SEED, SECONDS = 20261122, 600.0
-# At these prices the envelope steps down after some ten seconds, and again after about a minute.
+# At these prices the ski-rental schedule steps down after some ten seconds, and again after about a minute.
 PRICE_GB_HOUR, PRICE_WAITING_S = 10.0, 0.001
 CALIBRATIONS = 3
 RUNGS = (RungName.READY, RungName.ZYGOTE, RungName.LOCAL)
@@ -92,7 +91,7 @@ class Caller:
         return statistics.median([call.took_s for call in self.calls if not call.cold] or [SERVICE_S])
 
     def cold(self) -> list[Call]:
-        """Return the requests that waited, but for those that waited for the very first wake, which no policy decides."""
+        """Return the requests that waited, except during the very first wake, which no policy decides."""
         ready_s = min(call.sent_s + call.took_s for call in self.calls)
         return [call for call in self.calls if call.cold and call.sent_s > ready_s]
 
@@ -101,7 +100,7 @@ class Caller:
 
 
 def callers(seed: int, seconds: float) -> list[Caller]:
-    """Return functions with habits of several kinds, each with a slow import and a slow set-up."""
+    """Return functions with several arrival patterns, each with a slow import and a slow set-up."""
     fleet = short_fleet(seed, seconds)
     return [
         Caller(name, at_s, 1.0 + number % 3, 0.3 + 0.2 * (number % 4))
@@ -169,7 +168,7 @@ def figures_of(habits: dict[str, Any]) -> RungFigures:
 
 
 async def replay_live(fleet: Sequence[Caller], url: str) -> None:
-    """Send each request at its time, whatever became of those before."""
+    """Send each request at its time, whether or not earlier requests have succeeded."""
     timeout = aiohttp.ClientTimeout(total=120)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(url, timeout=timeout, connector=connector) as session:
@@ -199,8 +198,8 @@ async def _call(session: aiohttp.ClientSession, caller: Caller, at_s: float) -> 
 def replay_simulated(fleet: Sequence[Caller], figures: dict[str, RungFigures]) -> list[LadderRun]:
     """Replay the times at which the requests were sent.
 
-    The policy plans with the ladder that the gateway plans with, whose wake times are 90th percentiles. What is waited are
-    the means of the same measurements.
+    The policy plans with the gateway's ladder, whose wake times are 90th percentiles. The simulated waits are the means of
+    the same measurements.
     """
     prices = HoldingPrices(PRICE_GB_HOUR / 3600 / _GB, 0.0, PRICE_WAITING_S)
     habits, replays = Habits(), []
@@ -265,7 +264,7 @@ def run_live(fleet: Sequence[Caller]) -> dict[str, RungFigures]:
 
 
 def remembered(fleet: Sequence[Caller]) -> dict[str, RungFigures]:
-    """Return the figures of the last run, and give the callers what they met in it."""
+    """Return the figures of the last run, and give the callers their calls of that run."""
     found = json.loads(RECORD.read_text())
     for caller in fleet:
         caller.calls = [Call(**call) for call in found["calls"][caller.name]]

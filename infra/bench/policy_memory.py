@@ -1,4 +1,4 @@
-"""What a node that has memory for a part of its functions makes callers wait, by the order in which it frees memory.
+"""Waiting times on a node with memory for a part of its functions, by the order in which the node frees memory.
 
 No function steps down before memory is short. LRU takes one function all the way down before the next, greedy dual
 (FaasCache, Fuerst and Sharma, ASPLOS 2021) and ours take steps.

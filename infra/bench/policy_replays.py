@@ -23,7 +23,7 @@ BIN_WIDTHS_S = (1.0, 10.0, 60.0, 600.0)
 
 @dataclass(frozen=True)
 class Totals:
-    """What each of many plans cost, with the meaning of `LadderRun`'s figures."""
+    """The costs of many plans, one element a plan. The fields have the meaning of `LadderRun`'s figures."""
 
     held: FloatArray
     waited_s: FloatArray
@@ -76,7 +76,7 @@ class _Workers:
         self._busy_until_s = np.full(plans, first_s + SERVICE_S)
 
     def idle(self, arrival_s: float) -> FloatArray:
-        """Return for how long each has been idle at an arrival: 0 if it still worked."""
+        """Return each worker's idle time at an arrival: 0 if it still worked."""
         return np.maximum(arrival_s - self._busy_until_s, 0.0)
 
     def arrive(self, arrival_s: float, wakes_s: FloatArray) -> None:
@@ -117,7 +117,7 @@ class Hybrids:
 
     @classmethod
     def on(cls, ladders: Sequence[Ladder]) -> Hybrids:
-        """Return those for each ladder, floor rung and width of the bins."""
+        """Return one policy for each combination of ladder, floor rung and bin width."""
         rows = [
             (ladder.rungs[0].hold_per_s, floor.hold_per_s, floor.wake_s, width_s)
             for ladder in ladders

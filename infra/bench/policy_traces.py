@@ -1,4 +1,4 @@
-"""Arrivals of functions with many habits, for benchmarks of the keep-alive policy. Each class is a list of functions."""
+"""Arrivals of functions with many patterns, for benchmarks of the keep-alive policy. Each class is a list of functions."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def classes(seed: int, trace: Path = AZURE) -> dict[str, list[list[float]]]:
 
 
 def mixed_fleet(seed: int, functions: int = 60, days: float = 2.0) -> list[list[float]]:
-    """Return the arrivals of functions with habits of every class, for two days."""
+    """Return the arrivals of functions with patterns of every class, for two days."""
     fleet = []
     for number in range(functions):
         rnd = _random(seed, "fleet", number)
@@ -152,7 +152,7 @@ def _drifting(rnd: random.Random) -> Gaps:
 
 
 def _timer(rnd: random.Random, period_s: float) -> list[float]:
-    """A timer with 1 % of jitter, of which 5 % are missed."""
+    """A timer with 1 % of jitter that misses 5 % of its times."""
     times = [period_s * (number + 1) + rnd.gauss(0, 0.01 * period_s) for number in range(REQUESTS)]
     return sorted(max(0.0, at_s) for at_s in times if rnd.random() > 0.05)
 

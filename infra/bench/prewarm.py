@@ -25,7 +25,7 @@ from servers import start_pilotflame
 
 HELLO = "def handler(event):\n    return event"
 SCHEDULE = '[[schedule]]\ncron = "* * * * *"\nworkers = 1\nfor_s = 5\n'
-# The condition: the pair counts as learned after so many rounds.
+# The condition: the pair counts as learned after this number of rounds.
 LEARNED_AFTER = 20
 AHEAD_S, ROUND_S, FOLLOWS_S = 1.0, 1.5, 0.3
 QUICK = {"scale.idle_timeout_s": 0.4}

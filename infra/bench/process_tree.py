@@ -1,4 +1,4 @@
-"""A process and everything under it: who is there, what they used, and ending all of them."""
+"""A process and its descendants: list them, measure their CPU time, and end them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def tree(pid: int) -> list[psutil.Process]:
 
 
 def marked(mark: str) -> list[psutil.Process]:
-    """Whoever inherited this mark in the environment: finds those that left the tree, too."""
+    """Return the processes that inherited this mark in the environment, including processes that left the tree."""
     found: list[psutil.Process] = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
@@ -39,7 +39,7 @@ def marked(mark: str) -> list[psutil.Process]:
 
 
 def session(leader: int) -> list[psutil.Process]:
-    """The members of a session, whoever their parent is now."""
+    """Return the members of a session, even if their parent has ended."""
     found: list[psutil.Process] = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, ProcessLookupError):

@@ -2,7 +2,7 @@
 
     python infra/bench/raw_floor.py [--quick]
 
-The issue names 8 connections and parts of 16 MiB; the best of 2, 4 and 8 is told beside it.
+The issue names 8 connections and parts of 16 MiB. The report also has the best of 2, 4 and 8 connections.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Stream:
             got += self.more(view[got:])
 
     def ask(self, begin: int, end: int, view: memoryview) -> int:
-        """Send the request, read the head; what came with it goes into `view`."""
+        """Send the request and read the head. Bytes of the body that arrive with the head go into `view`. Return their number."""
         request = f"GET {self._job.path} HTTP/1.1\r\nHost: {self._job.host}\r\nRange: bytes={begin}-{end - 1}\r\n\r\n"
         self._socket.sendall(request.encode())
         got, stop = 0, -1
@@ -137,7 +137,7 @@ class Stream:
 def in_threads(
     count: int, parts: list[tuple[int, int]], work: Callable[[Iterator[tuple[int, int]]], None]
 ) -> None:
-    """Run `work` in so many threads; each takes its next part from one common row. The first error is raised."""
+    """Run `work` in `count` threads. Each thread takes its next part from one shared iterator. Raise the first error."""
     row, errors = iter(parts), []  # next() of a list's iterator is atomic
 
     def body() -> None:
@@ -156,7 +156,7 @@ def in_threads(
 
 
 class Raw:
-    """The contestant: new connections each turn, as everybody's."""
+    """The contestant: new connections each turn, like all contestants."""
 
     def __init__(
         self, kept: bool, digest: str = "", huge: bool = False, file: bool = False, **job: Any

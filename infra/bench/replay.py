@@ -2,8 +2,8 @@
 
     python infra/bench/replay.py [--for 60] [--shares 0.9 1.2]
 
-Live: the sleep curve (20 + 0.5 b ms) on one worker, an open loop with X-Request-Timeout, arrivals of data/ scaled to so
-much of its capacity. Simulated: the same instants, with the curve that the live run left behind when its worker went.
+Live: the sleep curve (20 + 0.5 b ms) on one worker, an open loop with X-Request-Timeout, arrivals of data/ scaled to a share
+of the worker's capacity. Simulated: the same instants, with the curve that the live run left behind when its worker went.
 """
 
 from __future__ import annotations
@@ -42,20 +42,20 @@ FOLDER = Path(__file__).with_name("functions") / "sleep"
 ALONE_S, CAPACITY = 0.0205, LIMIT / 0.036
 DEADLINE_S = DEADLINES * ALONE_S
 SHARES = (0.9, 1.2)
-# The worker goes so long after the last call; only then what was learned of it is written.
+# Idle time before the worker stops. The gateway writes the worker's curve only then.
 IDLE_S = 3.0
 WAIT_S = 30.0
 
 
 @dataclass(frozen=True)
 class Learned:
-    """What the live run knows of itself."""
+    """The measurements of the live run."""
 
     points: tuple[Point, ...]
     way_s: float
-    """What a lone caller waits beyond the group's own time: HTTP, and the generator."""
+    """The wait of a lone caller beyond the group's own time: HTTP, and the generator."""
     each_s: float
-    """The processor time of one call: those of a group are answered one after the other, so long apart."""
+    """The processor time of one call. The calls of a group are answered one after the other, at this interval."""
 
     @property
     def noise(self) -> float:
@@ -71,7 +71,7 @@ def simulate(instants: Sequence[int], learned: Learned) -> dict[str, Any]:
     plant = SimulatedFunction(timed, max_batch=LIMIT, transit_s=0.0)
     calls = (SimulatedCall(instant / 1e9, DEADLINE_S, body=b"%d" % at) for at, instant in enumerate(instants))
     run = Simulator(plant, curve=LatencyCurve(learned.points)).run(calls)
-    before: Counter[float] = Counter()  # of those that ended together, how many were answered before
+    before: Counter[float] = Counter()  # by the end of a group: how many of its calls are answered so far
     in_time = 0
     for one in run.attempts:
         if one.outcome is CallOutcome.ON_TIME:
@@ -109,7 +109,7 @@ def learned_of(request: Request, server: servers.Server, each_s: float) -> Learn
 
 
 def compare(share: float, for_s: float = 60.0) -> dict[str, Any]:
-    """Both on-time shares of one live run at so much of its capacity, and how many points apart they are."""
+    """Return both on-time shares of one live run at `share` of its capacity, and their difference in points."""
     instants = instants_ns(share * CAPACITY, for_s)
     with live() as (request, server):
         spent_s = server.cpu_s()

@@ -40,7 +40,7 @@ class Figure:
 
     @property
     def met(self) -> bool | None:
-        """Whether the target holds; None where there is none. Not-a-number meets nothing."""
+        """Whether the target holds; None without a target. Not-a-number meets no target."""
         if not self.target:
             return None
         sign, _, bound = self.target.partition(" ")
@@ -61,7 +61,7 @@ class Report:
         self._started = datetime.datetime.now(datetime.UTC)
 
     def add(self, name: str, value: float, unit: str = "", target: str = "") -> None:
-        """Enter a figure; `target` is such as "<= 3", or empty for one that is only told."""
+        """Enter a figure. `target` is such as "<= 3", or empty for a figure without a target."""
         sign, _, bound = target.partition(" ")
         if target and (sign not in _COMPARE or not _is_number(bound)):
             raise ValueError(f"{name}: a target is a sign and a number, such as '<= 3', not {target!r}")
@@ -88,7 +88,7 @@ class Report:
 
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """A part of the benchmark. If it fails, that is told at the end, and the other parts go on."""
+        """Run a part of the benchmark. If it fails, `finish` reports the failure, and the other parts go on."""
         print(f"{name} …", flush=True)
         try:
             yield
@@ -101,7 +101,7 @@ class Report:
         self._failures.append(text)
 
     def finish(self) -> bool:
-        """Print and write all figures, say at the end which fell short, and return whether none did."""
+        """Print and write all figures, list the figures that fell short, and return whether all targets were met."""
         self._print()
         path = self.write()
         print(f"written: {path.relative_to(_ROOT)}")

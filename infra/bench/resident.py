@@ -77,7 +77,7 @@ print((seconds[0] - seconds[1]) * 1e3)
 
 
 def measure(report: Report, data: checkpoint.Checkpoint, size: str, rounds: int) -> None:
-    """Enters cold_minus_warm_<size>_ms and what stands beside it."""
+    """Enters cold_minus_warm_<size>_ms and the figures to compare it with."""
     told: dict[str, list[float]] = {name: [] for name in ("cold", "warm", "fresh", "load_file", "touch")}
     drop(data.path)
     answers = set()

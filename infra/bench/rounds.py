@@ -15,7 +15,7 @@ from rich.table import Table
 
 @dataclass(frozen=True)
 class Entry:
-    """One contestant: a lane, and what it is told at its turns. Several entries may share a lane."""
+    """One contestant: a lane, and the arguments of its turns. Several entries may share a lane."""
 
     lane: Lane
     name: str
@@ -40,9 +40,9 @@ class Rounds:
         self._known: list[Lane] = []
 
     def play(self, entries: Sequence[Entry], rounds: int) -> None:
-        """One round after another, after one that is thrown away: it warms caches, and in it all are checked.
+        """Play one round after another. A first round, whose times are discarded, warms caches and checks every result.
 
-        Who fails is out, and said to be.
+        A contestant that fails drops out, and the report names it.
         """
         for entry in entries:
             if entry.lane not in self._known:

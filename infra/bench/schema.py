@@ -39,7 +39,7 @@ HANDLERS = {
     ),
     "streamed": "def handler(event):\n    yield from range(3)\n",
     "batched": "import pilotflame\n@pilotflame.batch(max_size=4)\ndef handler(events):\n    return list(events)\n",
-    # The one that may be deleted.
+    # The function that requests may delete.
     "spare": "def handler(event):\n    return 1\n",
 }
 SETTINGS: dict[str, Any] = {"scale.max": 2, "scale.idle_timeout_s": 60}

@@ -164,7 +164,7 @@ def start_echo() -> Iterator[Server]:
 
 @dataclass(frozen=True)
 class LitServeSettings:
-    """What LitServe lets one choose that matters to a handler with next to no work."""
+    """The options of LitServe that matter to a handler with next to no work."""
 
     workers_per_device: int = 1
     num_api_servers: int = 1

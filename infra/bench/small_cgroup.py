@@ -57,7 +57,7 @@ def expected(made: checkpoint.Checkpoint) -> int:
 
 
 def kills(group: Cgroup) -> int:
-    """How many processes of the group the kernel has killed for want of memory."""
+    """The number of the group's processes that the kernel has killed because memory ran out."""
     assert group.memory_kills is not None
     lines = (line.split() for line in group.memory_kills.read_text().splitlines())
     return next(int(count) for name, count in lines if name == "oom_kill")

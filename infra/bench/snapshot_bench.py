@@ -44,7 +44,7 @@ QUICK_ROUNDS, ROUNDS = 2, 5
 
 
 def groups(report: Report, where: transfers.Field, quick: bool) -> dict[str, Callable[[], None]]:
-    """What is measured, in order; each enters its figures."""
+    """The groups of measurements, in order. Each enters its figures."""
     giant = checkpoint.FULL if quick else checkpoint.GIANT
     server, data, rounds = where.server, where.data, where.rounds
     return {

@@ -56,7 +56,7 @@ run(
 
 @dataclass(frozen=True)
 class Held:
-    """What there is at one moment, at zero workers."""
+    """The processes and resources at one moment, at zero workers."""
 
     processes: Counter[str]
     descriptors: Counter[str]
@@ -126,7 +126,7 @@ def soak(activations: int, report: Report) -> None:
 
 
 def _settled(control: Control, server: Server, folders: list[Path]) -> Held:
-    """What is held once the last worker has been collected; a zombie that stays is a leak."""
+    """Return the resources that are held once the last worker has been collected. A zombie that stays is a leak."""
     control.wait_for(NAME, workers=0, standby=True)
     deadline = time.monotonic() + EXIT_S
     while ZOMBIE in (found := held(server, folders)).processes and time.monotonic() < deadline:
@@ -159,7 +159,7 @@ def _function(root: Path) -> Path:
 
 
 def _role(process: psutil.Process) -> str:
-    """What it calls itself: "pilotflame: zygote soak r1-…"."""
+    """Return the role from the process title: "zygote" from "pilotflame: zygote soak r1-…"."""
     if not process_tree.alive(process):
         return ZOMBIE
     title = " ".join(process.cmdline())

@@ -56,7 +56,7 @@ def held(place: Place) -> Held:
 
 
 def settled(place: Place, before: Held | None = None) -> Held:
-    """What is held once the last worker has ended; what was ended may take a moment to be gone."""
+    """Return the resources that are held once the last worker has ended. They may take a moment to be released."""
     deadline_s = time.monotonic() + SETTLE_S
     while True:
         place.control.wait_for(NAME, workers=0, standby=True)
@@ -84,7 +84,7 @@ def kill(place: Place, seen: set[str]) -> None:
 
 
 def soak(place: Place, activations: int, seen: set[str]) -> tuple[list[float], list[float]]:
-    """Return the times of ordinary activations, and of those after a kill, in ms. `seen` gets all containers."""
+    """Return the times of ordinary activations and of activations after a kill, in ms. Add all containers' ids to `seen`."""
     usual: list[float] = []
     after_kill: list[float] = []
     for number in range(1, activations + 1):

@@ -1,9 +1,9 @@
 """The soak of the gateway: 24 hours of traffic, by counts instead of by the clock, and what they leave behind.
 
-Each hour there are jobs with long and different times to live, of which some are cancelled, callers who disconnect
-while their call runs, and functions that are deployed, called, given jobs and deleted. At the end of each hour, at
-zero workers, the processes, descriptors, threads, timers, tasks and the memory are counted. The first hours are not
-compared, so that what is made once is there before. Ends with 1 if anything has grown.
+Each hour has jobs with long and different times to live (some are cancelled), callers who disconnect while their call
+runs, and functions that are deployed, called, given jobs and deleted. At the end of each hour, at zero workers, the
+processes, descriptors, threads, timers, tasks and the memory are counted. The first hours are not compared, because
+objects that are made only once appear in them. Ends with 1 if anything has grown.
 
     python infra/bench/soak_gateway.py --hours 24 --deploys 200
 """
@@ -87,7 +87,7 @@ class Hour:
 
 
 class Traffic:
-    """Everybody who uses the gateway."""
+    """All users of the gateway."""
 
     def __init__(self, session: aiohttp.ClientSession, root: Path, seed: int) -> None:
         self._session, self._root = session, root
@@ -189,7 +189,7 @@ class GatewaySoak:
         raise RuntimeError(f"the gateway did not tell what it holds: {self._server.errors()}")
 
     def _least(self, deadline: float) -> Held:
-        """The least of some counts at zero workers: what is ending is in some of them, a leak is in all.
+        """The least of some counts at zero workers. Ending objects are in some of the counts; a leak is in all.
 
         A worker may have been started ahead of calls, as the functions are called in turns that can be learned.
         """

@@ -1,7 +1,7 @@
 """The soak of jobs: callers submit them without end while gateways, zygotes and workers are killed at random moments.
 
-What was promised is checked when all is quiet: each accepted job has ended once, with the right output, told to its
-webhook under one id; a key stands for one job; nothing is left of those that were killed. Ends with 1 if not.
+The checks follow when all is quiet. Each accepted job has ended once, with the right output, and its webhook has received
+that end under one id. A key stands for one job. No process of the gateways is left. Ends with 1 if a check fails.
 
     python infra/bench/soak_jobs.py --kills 500
 """
@@ -36,9 +36,9 @@ QUIET_S = 400.0
 HOOKS_S = 120.0
 LEFT_S = 10.0
 ROLES = {"gateway": 8, "worker": 8, "zygote": 3, "standby": 1, "base": 1}
-"""Who is killed, with its weight."""
+"""Relative frequency of each role among the processes to kill."""
 AT_START = 0.15
-"""Of gateways that come back, so many are killed before they listen."""
+"""Probability that a gateway is killed again at a random moment within twice the median restart time."""
 STATE_FILES = 200
 VICTIM_S = 2.0
 HEAD = """
@@ -90,9 +90,7 @@ class Soak:
         self.kill_s: dict[str, list[float]] = {}
         self._root = root
         self._seed = seed
-        self._chance = random.Random(
-            seed
-        )  # its own: who is killed is the same each time, whatever callers do
+        self._chance = random.Random(seed)  # of its own, so that callers do not change the sequence of kills
         self._gateway = Mortal(root, mark)
 
     async def run(self, kills: int, report: Report) -> None:
@@ -155,7 +153,7 @@ class Soak:
             await crowd.wake()
 
     async def _calm(self, crowd: Crowd) -> None:
-        """Until all jobs have ended, those too that nobody was told of."""
+        """Wait until all jobs have ended, including jobs whose submission got no answer."""
         with contextlib.suppress(TimeoutError):  # what has not ended by then is counted
             async with asyncio.timeout(QUIET_S):
                 await crowd.see_out(self.functions)
@@ -172,7 +170,7 @@ class Soak:
         self.kill_s.setdefault(role, []).append(time.monotonic() - began)
 
     async def _kill_one(self, role: str) -> str:
-        """One in that role as soon as there is one; if there is none for long, one in another."""
+        """Kill a process of this role as soon as one exists. After VICTIM_S try roles at random. Return the role."""
         until = time.monotonic() + VICTIM_S
         while not self._gateway.kill_one(role, self._chance):
             await asyncio.sleep(0.02)
@@ -249,7 +247,7 @@ class Soak:
         report.add("completed_without_a_run", len(never), "jobs", "<= 0")
 
     def _check_rows(self, crowd: Crowd, report: Report) -> None:
-        """The store, once the gateway has gone: nothing in it that nobody asked for."""
+        """Check the store once the gateway has gone: it has no job that was not submitted."""
         with closing(sqlite3.connect(self._gateway.state / "jobs.sqlite3")) as connection:
             states: Mapping[str, int] = dict(
                 connection.execute("SELECT state, count(*) FROM jobs GROUP BY state")

@@ -62,7 +62,7 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class SourceBench:
-    """What was measured. `latency_s`: from the request on a kept connection to the first byte, median."""
+    """The measured rounds. `latency_s`: from the request on a kept connection to the first byte, median."""
 
     latency_s: float | None
     first_tensor: TensorEntry | None

@@ -30,7 +30,7 @@ _FAULTS: dict[str, dict[str, Any]] = {
 
 
 def measure(report: Report, rounds: int, quick: bool = False) -> None:
-    """Enters straggler_ratio. Twice the rounds: a round in which none was drawn shows nothing, and is left out."""
+    """Enters straggler_ratio. Plays twice the rounds, because a round without a drawn stall is left out."""
     data = checkpoint.checkpoint(checkpoint.QUICK if quick else checkpoint.FULL)
     seconds: dict[str, list[float]] = {name: [] for name in _FAULTS}
     stalls: dict[str, list[int]] = {name: [] for name in _FAULTS}

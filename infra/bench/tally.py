@@ -17,7 +17,7 @@ class Tally:
     latencies_ns: list[int] = field(default_factory=list)
     statuses: dict[int, int] = field(default_factory=dict)
     errors: dict[str, int] = field(default_factory=dict)
-    second_statuses: dict[int, int] = field(default_factory=dict)  # of those who were refused and came again
+    second_statuses: dict[int, int] = field(default_factory=dict)  # of requests repeated after a refusal
     wrong_bodies: int = 0
     wrong_sample: str = ""
     captured: dict[str, list[str]] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class Tally:
 
     @property
     def generator_share(self) -> float:
-        """Of one core, what the generator used; near 1 it is the generator that was measured."""
+        """The share of one core that the generator used. Near 1, the generator limits the rate instead of the server."""
         return self.cpu_s / self.wall_s if self.wall_s else 0.0
 
     def p_ms(self, share: float) -> float:

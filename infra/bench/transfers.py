@@ -1,6 +1,6 @@
 """Ours beside the ceiling, the client libraries and the loaders: from a fast server on loopback to memory of this machine.
 
-Every group is played in rounds of its own, the ceiling in each of them, the order rotated. Everybody is a lane.
+Every group is played in rounds of its own, the ceiling in each of them, the order rotated. Each contestant is a lane.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ def libraries(report: Report, where: Field) -> None:
 def tls(report: Report, where: Field) -> None:
     """Enters tls_client_ratio and tls_ceiling_share: TLS, with the default number of connections and with 8.
 
-    Everybody checks the certificate. Fresh memory beside fresh memory, touched beside touched, kept beside kept.
+    Every client checks the certificate. Fresh memory beside fresh memory, touched beside touched, kept beside kept.
     """
     ranges = [(begin, end) for _, begin, end in where.data.ranges()]
     with ExitStack() as stack:

@@ -27,7 +27,7 @@ from rich.table import Table
 
 LATENCIES_S = (0.0, 0.005, 0.020, 0.100)
 CAPS = (None, 60e6)
-CONNECTIONS = (8, 16, 32, 4, 2)  # the likely ones first: they set the bound that the others are held to
+CONNECTIONS = (8, 16, 32, 4, 2)  # the likely ones first: they set the bound for the later ones
 PARTS_MIB = (16, 4, 64)
 HOPELESS = 1.1
 FINALISTS, ROUNDS = 2, 3

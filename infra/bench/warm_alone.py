@@ -1,4 +1,4 @@
-"""A network of our own: loopback and nothing else, so that what Ray binds to every address can be reached by nobody.
+"""A network of our own: loopback only, so that no other machine reaches the ports that Ray binds to every address.
 
 A benchmark starts again inside `unshare --net`, which takes away no speed, and brings its loopback up. As an ordinary
 user it needs user namespaces.

@@ -1,4 +1,4 @@
-"""The floor of `make bench-warm`: the handler's work alone in a loop, with nothing around it, in as many processes."""
+"""The floor of `make bench-warm`: the handler's work alone in a loop, without a server, in one process per worker."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ class BareWork:
 
 
 class Bare:
-    """As many processes as our function has workers, each with as many threads."""
+    """One process for each worker of our function, with the same number of threads."""
 
     def __init__(self, lanes: list[Lane]) -> None:
         self._lanes = lanes
 
     def per_second(self, batch: int, for_s: float = 1.5, workers: int | None = None) -> float:
-        """What they come to together, of `workers` of them if said."""
+        """Return the total rate of the first `workers` processes, by default of all processes."""
         lanes = self._lanes[:workers]
         with ThreadPoolExecutor(len(lanes)) as threads:
             told = threads.map(lambda lane: lane.turn(batch=batch, for_s=for_s), lanes)

@@ -34,7 +34,7 @@ PARTS = ("minilm", "sleep", "overload", "tenants", "streams", "echo", "replay")
 
 
 class Bench:
-    """One run: what is to be measured, with whom, and the report it goes into."""
+    """One run: the measurements to make, the contestants, and the report."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.report = Report("bench-warm", packages=("torch", "transformers", "litserve"))
@@ -50,13 +50,13 @@ class Bench:
                     self._grid.sweep(name, handler)
 
     def run(self) -> bool:
-        """Every part that is asked for. Returns whether none fell short."""
+        """Run every requested part. Return whether all targets were met."""
         try:
             for part in PARTS:
                 if part in self._only:
                     with self.report.part(part):
                         getattr(self, f"_{part}")()
-        finally:  # what was measured before somebody ended it was measured
+        finally:  # an interrupted run keeps the figures that it has measured
             self._grid.print()
             met = self.report.finish()
         return met
@@ -68,7 +68,7 @@ class Bench:
         return chosen
 
     def _minilm(self) -> None:
-        """Both loops with the same servers; capacity is what the bare model does in as many processes."""
+        """Both loops with the same servers. Capacity is the rate of the bare model in the same number of processes."""
         choices = self._choices("minilm")
         closed = warm_closed.Closed("minilm", self.report)
         with bare("minilm", choices[OURS]) as floor, field("minilm", choices, self.report) as entered:
@@ -110,7 +110,7 @@ class Bench:
         replay.enter(self.report, 5.0 if self._quick else 20.0)
 
     def _sleep_curve(self) -> tuple[float, float]:
-        """What one worker can do at most, and how long a batch of one takes: the curve is known."""
+        """Return the highest rate of one worker, and the time of a batch of one. Both follow from the known curve."""
         sys.path.insert(0, str(HERE / "functions" / "sleep"))
         import curve  # noqa: PLC0415
 

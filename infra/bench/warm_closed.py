@@ -80,7 +80,7 @@ class Closed:
         self._report.row(part="bare", handler=self._handler, round=number, batch=batch, per_second=rate)
 
     def enter(self, entered: dict[str, Contender]) -> None:
-        """Everybody's rates, and ours against the best of the others."""
+        """Enter the rates of all contestants, and our rate relative to the best of the others."""
         report, handler = self._report, self._handler
         for callers in CALLERS:
             for name in entered:
@@ -100,7 +100,7 @@ _TARGETS = {"minilm_rps_vs_best_peer_32": ">= 1.1", "sleep_rps_vs_best_peer_8": 
 
 
 def batch_counts(contender: Contender) -> tuple[float, float]:
-    """Of our own gateway's `pilotflame_batch_size`: the sum and the count so far."""
+    """Return the sum and the count so far of our own gateway's `pilotflame_batch_size`."""
     with urllib.request.urlopen(f"{contender.server.url}/metrics", timeout=10) as answer:
         text = answer.read().decode()
     found = {

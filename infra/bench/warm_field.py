@@ -1,7 +1,7 @@
 """All contestants with one handler, up at the same time so that rounds can be interleaved; but only one of them runs.
 
-Some of them use the processor while nobody asks them anything (LitServe's loop and Ray's daemons poll), so whose turn
-it is not is stopped (SIGSTOP), processes and all.
+Some contestants use the processor even without requests (LitServe's loop and Ray's daemons poll). So all processes of a
+contestant are stopped (SIGSTOP) until its turn.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class WrongAnswer(Exception):
 
 @contextmanager
 def field(handler: str, choices: dict[str, Choice], report: Report) -> Iterator[dict[str, Contender]]:
-    """Those that can be started, checked, warmed up and stopped until their turn; who cannot be is told."""
+    """Start, check and warm up each contestant, and stop it until its turn. The report names a contestant that cannot start."""
     with ExitStack() as stack:
         entered: dict[str, Contender] = {}
         for name, choice in choices.items():
@@ -45,7 +45,7 @@ def field(handler: str, choices: dict[str, Choice], report: Report) -> Iterator[
 
 @contextmanager
 def turn(contender: Contender) -> Iterator[Contender]:
-    """Its turn: it runs, all others are stopped."""
+    """Let this contestant run during the block, while all others stay stopped."""
     contender.server.resume()
     time.sleep(_SETTLE_S)  # timers that came due while it was stopped go off before anything is counted
     try:
@@ -55,13 +55,13 @@ def turn(contender: Contender) -> Iterator[Contender]:
 
 
 def rotated(entered: dict[str, Contender], number: int) -> list[Contender]:
-    """Who begins changes from round to round."""
+    """Return the contestants in the order of a round. Each round starts with the next contestant."""
     order = list(entered.values())
     return order[number % len(order) :] + order[: number % len(order)]
 
 
 def check(contender: Contender) -> None:
-    """A fast wrong answer is none."""
+    """Raise WrongAnswer if the answer is wrong: speed without a right answer does not count."""
     request = contender.request
     parts = urlsplit(request.url)
     connection = HTTPConnection(*request.address, timeout=60)

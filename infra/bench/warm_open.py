@@ -1,8 +1,8 @@
 """`make bench-warm`, the open loop: Poisson arrivals at 0.5, 0.9 and 1.2 of what the handler's work alone can do.
 
-Everybody is sent the same arrivals (a seed for each load). A request counts as on time if its answer is right and there
-within DEADLINES times the time of a batch of one, counted by the caller from the instant at which it meant to send.
-Ours is told that deadline (X-Request-Timeout); the others know no such header.
+All contestants are sent the same arrivals (a seed for each load). A request counts as on time if its answer is right and
+arrives within DEADLINES times the time of a batch of one, counted by the caller from the instant at which it meant to send.
+Our gateway gets that deadline in X-Request-Timeout; the others know no such header.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ REFUSED = {429, 503}
 
 
 def with_deadline(request: Request, deadline_s: float) -> Request:
-    """The request as ours is sent it: with its deadline, and with what a refusal says brought back."""
+    """Return the request for our gateway: with its deadline, and with the retry headers of a refusal captured."""
     return replace(
         request,
         headers={**request.headers, "X-Request-Timeout": f"{deadline_s:.4f}"},
@@ -45,7 +45,7 @@ class Open:
         report.add(f"{handler}_deadline_ms", self._deadline_s * 1e3, "ms")
 
     def run(self, entered: dict[str, Contender], plan: Plan) -> None:
-        """One run of each load for each."""
+        """Run each load once for each contestant."""
         for number, load in enumerate(LOADS):
             for contender in rotated(entered, number):
                 ours = contender.name == OURS
@@ -61,7 +61,7 @@ class Open:
                 )  # fmt: skip
 
     def enter(self, entered: dict[str, Contender]) -> None:
-        """Everybody's p99 and on-time share at each load."""
+        """Enter each contestant's p99 and on-time share at each load."""
         for load in LOADS:
             word = str(load).replace(".", "_")
             for name in entered:
@@ -87,7 +87,7 @@ class Open:
         self._report.add("refusals_with_retry_after", told / max(1, refused(tally)), "", "== 1")
 
     def retry(self, contender: Contender, plan: Plan) -> None:
-        """At 1.2 again, and whoever is refused comes again when told: how many of those get an answer."""
+        """Repeat the load of 1.2 with callers who retry after a refusal. Enter the share of retries that succeed."""
         with turn(contender):
             tally = load_apart(
                 with_deadline(contender.request, self._deadline_s),

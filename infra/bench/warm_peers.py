@@ -33,7 +33,7 @@ LIMIT = 32  # the largest batch that our functions say
 
 @dataclass(frozen=True)
 class Choice:
-    """One setting of one contestant. What it does not have stays as it is."""
+    """One setting of one contestant. Options that the contestant does not have keep their defaults."""
 
     name: str
     workers: int = 1
@@ -150,7 +150,7 @@ STARTERS = {"pilotflame": _pilotflame, "litserve": _litserve, "bentoml": _bento,
 
 
 def deploy(control: Control, handler: str, *, workers: int, threads: int = 1, **overrides: Any) -> None:
-    """Our function with so many workers, no more and no fewer."""
+    """Deploy our function with exactly `workers` workers."""
     settings: dict[str, Any] = {"scale.min": workers, "scale.max": workers, "threads": threads, **overrides}
     if handler == "minilm":
         settings["snapshot"] = str(minilm.model_folder())

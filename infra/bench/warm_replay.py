@@ -1,6 +1,6 @@
-"""`make bench-warm`, a recorded hour of arrivals, faster: what of it is answered on time.
+"""`make bench-warm`, a recorded hour of arrivals, faster: the share of requests that is answered on time.
 
-data/azure-llm-2023-conv.csv.gz has the arrivals (data/README.md says whose they are). The beginning of the hour is taken,
+data/azure-llm-2023-conv.csv.gz has the arrivals (data/README.md names their source). The beginning of the hour is taken,
 as many arrivals as the rate and the time ask for, and their times are scaled so that their mean rate is the one asked
 for; bursts and lulls keep their shape. A simulation (replay.py) is given the very same instants.
 """
@@ -25,7 +25,7 @@ def trace_s(path: Path = TRACE) -> list[float]:
     """When each request of the trace came, in seconds after the first."""
     with gzip.open(path, "rt") as file:
         stamps = [row["TIMESTAMP"] for row in csv.DictReader(file)]
-    # Seven decimals, of which Python knows six.
+    # The stamps have seven decimals; Python reads only six.
     times = [datetime.datetime.fromisoformat(stamp[:26]).timestamp() for stamp in stamps]
     return [time - times[0] for time in times]
 

@@ -1,4 +1,4 @@
-"""`make bench-warm`, streams: what one caller who does not read costs in memory, and what it costs the other streams.
+"""`make bench-warm`, streams: the memory that one slow reader costs, and the slowdown of the other streams.
 
 One worker that runs 16 streams at the same time. The slow reader asks for SLOW_MB and reads nothing; beside it, 4 callers
 take streams of 1 MB one after the other, before it came and while it is there.

@@ -1,9 +1,9 @@
-"""The grid of settings that `make bench-warm` tries for each contestant, and which one each is measured with.
+"""The grid of settings that `make bench-warm` tries for each contestant, and the choice of the best setting.
 
     python infra/bench/warm_sweep.py [--peer NAME ...] [--handler NAME ...]
 
 Each choice is alone on the machine and is measured at 8 and at 32 callers; the best geometric mean of the two wins, so
-that nobody is tuned for one number of callers. Kept in build/bench/bench-warm-grid.json until the machine or a version
+that no contestant is tuned for one number of callers. Kept in build/bench/bench-warm-grid.json until the machine or a version
 differs. Ours has nothing to choose but the number of workers and of torch's threads.
 """
 
@@ -42,7 +42,7 @@ def _litserve(handler: str) -> list[Choice]:
 
 
 def _bentoml(handler: str) -> list[Choice]:
-    """Its wait is the latency beyond which it refuses; how long it gathers it learns itself."""
+    """BentoML refuses beyond its `wait`; it learns by itself how long to gather a batch."""
     one = Choice("bentoml", batch=32, wait_ms=10_000)
     two = replace(one, workers=2)
     found = [one, replace(one, batch=8), two, replace(two, batch=8)]
@@ -113,7 +113,7 @@ def measure(choice: Choice, handler: str) -> Point:
 
 
 class Grid:
-    """What was measured of each contestant with each handler on this machine."""
+    """The measured points of each contestant with each handler on this machine."""
 
     def __init__(self) -> None:
         self._of = _machine()
@@ -137,7 +137,7 @@ class Grid:
         GRID.write_text(json.dumps({"of": self._of, "points": wires}, indent=1) + "\n")
 
     def best(self, name: str, handler: str, workers: int | None = None) -> Choice:
-        """The choice to be measured with; of those with so many workers, if said. Sweeps if that was not done."""
+        """Return the best measured choice, with `workers` workers if given. Sweep first if this has not been done."""
         if f"{handler} {name}" not in self.points:
             self.sweep(name, handler)
         points = self.points[f"{handler} {name}"]

@@ -65,7 +65,7 @@ def add(whole: Tally, part: Tally) -> None:
 
 
 def beside(small: Request, big: Request, big_rate: float, for_s: float, seed: int) -> Tally:
-    """The small one's tally while the big one sends at such a rate, from a second before until it ends."""
+    """Return the small tenant's tally while the big tenant sends at `big_rate`, from a second before until the end."""
     with ThreadPoolExecutor(1) as threads:
         other = (
             threads.submit(load_apart, big, rate=big_rate, duration_s=for_s + 1, seed=2) if big_rate else None

@@ -1,4 +1,4 @@
-"""Arrays and tensors: as bytes for callers that accept them, as JSON for others, and never as pickle."""
+"""Arrays and tensors: bytes for callers that accept bytes, JSON for other callers, and never pickle."""
 
 import contextlib
 import io
@@ -228,6 +228,6 @@ def test_a_damaged_npy_body_is_taken_or_refused(data: st.DataObject) -> None:
     for _ in range(data.draw(st.integers(1, 4))):
         body[data.draw(st.integers(0, len(body) - 1))] = data.draw(st.integers(0, 255))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # numpy's, of what it takes for written by Python 2
+        warnings.simplefilter("ignore")  # numpy warns about headers that look as if Python 2 had written them
         with contextlib.suppress(BadInput):
             InputCodec(None).decode(bytes(body), NPY_TYPE)

@@ -428,7 +428,7 @@ def test_every_refusal_is_one_paragraph_over_the_wire(made: Resolve) -> None:
 
 
 def test_in_a_fresh_process_the_folder_comes_first_and_dataclasses_work(folder: Path) -> None:
-    """What only a process of its own can show: names that this one has loaded already."""
+    """Needs a process of its own: this process has already loaded modules with these names."""
     (folder / "handlers").mkdir()
     (folder / "handlers" / "__init__.py").write_text("MINE = True")
     (folder / "runtime.py").write_text("MINE = True")

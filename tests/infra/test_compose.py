@@ -79,7 +79,7 @@ class Stack:
         return list(json.loads(self.execute("python", "-c", GET, url))["data"]["result"])
 
     def healthy(self) -> bool:
-        """Run the health check of the gateway. Those of the others need programs that only their own images have."""
+        """Run the health check of the gateway. The other services' checks need programs that only their own images have."""
         command = [*PODMAN, "healthcheck", "run", self.container("gateway")]
         return subprocess.run(command, check=False, capture_output=True, timeout=60).returncode == 0
 

@@ -53,7 +53,7 @@ def faults(source: str, names: dict[str, dict[str, str]]) -> Iterator[str]:
 
 
 def takes(parameters: str, call: ast.Call) -> bool:
-    """Return True if a function with such parameters can be called so."""
+    """Return True if a function with these parameters accepts this call."""
     made: dict[str, Any] = {}
     # Its defaults may be names of torch's modules, which do not matter here.
     tree = ast.parse(f"def function{parameters}: pass").body[0]

@@ -1,4 +1,4 @@
-"""Fixtures of the command line's tests: commands, as processes and in this one, and one gateway for all of them."""
+"""Fixtures of the command line's tests: commands, as processes and in this process, and one gateway for all commands."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class Stdin(io.TextIOWrapper):
 
 @pytest.fixture
 def run_here(capsysbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """`run` in this process: another one would take 0.3 s to import what this one has. `person`: stdin is a terminal."""
+    """`run` in this process: a new process would take 0.3 s for its imports. `person`: stdin is a terminal."""
 
     def ran(
         *arguments: object, given: bytes = b"", person: bool = False, **variables: str

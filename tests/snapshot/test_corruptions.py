@@ -95,7 +95,7 @@ def test_ten_thousand_corruptions_are_found_ten_thousand_times(root: Path) -> No
     contents = {file.name: (root / file.name).read_bytes() for file in manifest.files}
     shards = {shard.name for shard in manifest.shards}
     draw = random.Random(SEED)
-    # All bytes are equally likely, those of the small assets a little more.
+    # All bytes are equally likely, but bytes of the small assets a little more.
     names = draw.choices(list(contents), [len(text) + 20_000 for text in contents.values()], k=2 * COUNT)
     kinds: Counter[str] = Counter()
     found = named = 0

@@ -411,7 +411,7 @@ def test_a_server_that_cannot_serve_is_refused_at_once(
 
 
 class Mixture:
-    """Faults drawn by seed: a new draw for each answer, at most `most` bad ones for what begins in one chunk."""
+    """Faults drawn by seed: a new draw for each answer, at most `most` bad answers for requests that begin in one chunk."""
 
     def __init__(self, seed: int, most: int) -> None:
         drawn = random.Random(seed)
@@ -448,7 +448,7 @@ class Mixture:
             return self.steady
         chunk = request.name, request.begin // CHUNK
         self._answers[chunk] += 1
-        # A second wrong bit in a chunk is corruption: only what lies in one chunk gets one, once.
+        # A second wrong bit in a chunk is corruption. So only a request within one chunk gets a wrong bit, once for each chunk.
         within = (request.end - 1) // CHUNK == chunk[1]
         if self.flips and within and chunk[1] % 3 == 0 and chunk not in self._flipped:
             self._flipped.add(chunk)

@@ -1,7 +1,7 @@
 """Ray Serve with a handler of `make bench-warm`: settings as JSON in the first argument. `POST /`.
 
-Everything that Ray starts is a child of this process's session; it ends with `ray.shutdown()`, and what does not is
-killed by whoever started this.
+All processes that Ray starts belong to this process's session. `ray.shutdown()` ends them. The process that started this
+one kills the rest.
 """
 
 from __future__ import annotations

@@ -8,7 +8,8 @@ def process(job):
     for step in range(1, steps + 1):
         runpod.serverless.progress_update(job, f"Step {step}/{steps}")
         if os.path.exists(job["input"].get("wait_at", "")):
-            open(job["input"]["wait_at"]).read()  # a named pipe: until somebody has looked at the progress
+            # A named pipe: this waits until the test has looked at the progress.
+            open(job["input"]["wait_at"]).read()
     return {"steps": steps, "webhook": job.get("webhook")}
 
 

@@ -125,7 +125,7 @@ def test_threads_may_change_it_at_once(tmp_path: Path):
     assert loaded(tmp_path).all() == keyring.all()
 
 
-# Quotas: never more than the limits, and a caller who waits as told is admitted.
+# Quotas: never more than the limits, and a caller that waits for the stated time is admitted.
 
 RATES = st.floats(min_value=1e-3, max_value=1e4)
 GAPS = st.lists(st.floats(min_value=0.0, max_value=1e4), max_size=60)

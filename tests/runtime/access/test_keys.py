@@ -1,4 +1,4 @@
-"""The stored key admits nobody, tokens are compared in constant time, and malformed tokens are no keys."""
+"""The stored key does not contain the token, tokens are compared in constant time, and malformed tokens are refused."""
 
 from __future__ import annotations
 

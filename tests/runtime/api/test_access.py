@@ -154,7 +154,7 @@ async def test_its_own_processes_alone_hold_a_secret_and_only_in_memory(state: P
             assert secret.encode() not in Path(f"/proc/{process.pid}/environ").read_bytes()
         own = [pid for role in ("worker", "zygote", "standby") for pid in await function.pids(role)]
         holders = {process.pid for process in processes if _holds(process.pid, secret.encode())}
-        # Otherwise the search found nothing at all.
+        # Without these hits, the search itself would not work.
         assert len(own) == 3
         assert set(own) <= holders
         assert holders <= {*own, gateway.process.pid}

@@ -270,7 +270,7 @@ def handler(event, context):
     assert said["in setup"] == said["in handler"] == said["native"] == said["in teardown"] == worker
     assert said["without end of line"] == said["logged"] == worker
     levels = {(line["text"], line["level"]): line["request_id"] for line in await function.lines()}
-    # What C code writes is the invocation's only if it was recorded.
+    # Output of C code belongs to the invocation only if it was recorded.
     assert levels["in setup", "info"] == levels["native", "info"] == ""
     assert levels["in handler", "info"] == levels["logged", "warning"] == "id-1"
 

@@ -1,4 +1,4 @@
-"""The console's files and its route: who sees what, what changes are sent, and that nothing goes on unread."""
+"""The console's files and its route: what a key may see, which changes are sent, and the end of the work without readers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fast path: a caller cannot tell whether their request took it. Without it, the gateway answers all the same."""
+"""The fast path: a caller cannot tell whether their request took it. Without the fast path, the gateway answers as well."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Wire = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """For each request that the fast path was offered, whether it took it."""
+    """For each request that was offered to the fast path: whether the fast path took the request."""
     asked: list[bool] = []
     take = FastPath.take
 

@@ -354,7 +354,7 @@ async def test_a_deploy_under_a_name_that_the_key_does_not_cover_is_refused(
         assert error.pop("request_id")
         said.append(str(error).replace(name, "?"))
     assert said[0] == said[1]
-    # Who comes after a function learns when that is called.
+    # A function with `after` reveals the calls of the other function, so the key has to cover both.
     after = {"name": "mine", "after": ["theirs"]}
     error = failure(await mine.post("/v1/functions", json={"path": str(tmp_path), "overrides": after}))
     assert (error["status"], error["message"]) == (

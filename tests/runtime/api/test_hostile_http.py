@@ -1,4 +1,4 @@
-"""Hostile HTTP over bare sockets: which status refuses it, that others are served meanwhile, and what it costs."""
+"""Hostile HTTP over bare sockets: the status that refuses it, the service for other clients meanwhile, and its cost."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Wire:
             return int(first.split()[1]), named, await self.reader.readexactly(length)
 
     async def ended(self) -> bytes:
-        """Wait until the gateway closes the connection; return what it sent before."""
+        """Wait until the gateway closes the connection. Return the bytes that it sent before."""
         async with asyncio.timeout(LIMIT_S):
             try:
                 return await self.reader.read()
@@ -78,7 +78,7 @@ def get(path: str, *headers: str, method: str = "GET") -> str:
 
 
 async def calls(function: Function) -> list[str]:
-    """Return the events that its handler was called with, one more call included."""
+    """Call the handler once more, and return the events of all its calls."""
     assert await function.answer("after") == "after"
     await function.logged("called 'after'")
     return [line["text"] for line in await function.lines() if line["text"].startswith("called")]
@@ -123,7 +123,7 @@ MALFORMED = {
 
 @pytest.mark.parametrize("name", MALFORMED)
 async def test_a_malformed_request_is_refused(gateway: Gateway, name: str, caplog):
-    """One typed 400, and the connection is closed: what follows is not parsed as a request."""
+    """One typed 400, and the connection is closed: the bytes after it are not parsed as a request."""
     async with wire(gateway) as connection:
         connection.send(MALFORMED[name], get("/readyz"))
         status, headers, body = await connection.reply()

@@ -1,4 +1,4 @@
-"""Logs over HTTP: they outlive the gateway and the function, and tell who changed what and who called."""
+"""Logs over HTTP: they outlive the gateway and the function, and name the author of each change and of each call."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ async def test_the_audit_log_says_who_changed_what(state: Path):
         by = f'by="key {admin.headers["X-Key"]}"'
         assert 'did="Start the gateway"' in lines.pop(0)["text"]
         texts = [line["text"] for line in lines]
-        # The first key was made over the control socket, which needs none.
+        # The first key was made over the control socket, which works without a key.
         assert 'by="no key" from="the control socket" did="Create an API key"' in texts[0]
         assert all(by in text for text in texts[1:])
         for text, *facts in zip(

@@ -1,6 +1,6 @@
 """The gateway against its OpenAPI document: generated requests to every operation, each response as described.
 
-`make check-api` makes thousands; this test makes as many as fit into its time.
+`make check-api` makes thousands of requests; this test makes only the requests that fit into its time.
 """
 
 import re

@@ -186,7 +186,7 @@ async def gate() -> AsyncIterator[Gate]:
 
 
 async def meets_the_contract_alone(instance: Instance, gate: Gate) -> None:
-    """What a platform sees of a function alone, from its start until it is ready."""
+    """A function alone, from its start until it is ready, as a platform sees it."""
     first = asyncio.create_task(instance.call({"n": 1}))
     setup = await gate.next("setup")
     response = await instance.fresh("GET", "/readyz")
@@ -232,7 +232,7 @@ async def test_the_contract_and_an_end_that_drops_no_request(kind: Kind, gate: G
             return await instance.ready() == 503
 
         await until(sent_away, "503 of /readyz")
-        # Balancers that have not heard yet go on: on old connections and on new ones.
+        # Load balancers that have not yet seen the 503 go on: on old connections and on new ones.
         path = "/" if kind.alone else "/invoke/echo"
         clients = (instance.fresh, idle.request)
         late = [asyncio.create_task(client("POST", path, json=n)) for n, client in enumerate(clients)]

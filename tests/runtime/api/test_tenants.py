@@ -1,4 +1,4 @@
-"""Tenants over real HTTP: whatever they do, nobody sees, changes or counts jobs that are not theirs."""
+"""Tenants over real HTTP: no sequence of actions lets a tenant see, change or count the jobs of another tenant."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ class TenantMachine(RuleBasedStateMachine):
         tenant = self.tenants[who]
         order: dict[str, Any] = {"input": 5}
         if hook:
-            # Nobody listens there, so the delivery stays.
+            # No server listens there, so the delivery stays.
             order |= {"webhook": "http://127.0.0.1:9/hook", "webhook_events": ["start", "completed"]}
         path = "runsync" if sync and function not in ("stuck", "pieces") else "run"
         response = tenant.client.post(

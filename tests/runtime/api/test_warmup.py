@@ -1,4 +1,4 @@
-"""Warm-ups over HTTP: by callers who know what comes, and by the hooks of platforms."""
+"""Warm-ups over HTTP: by callers that expect load, and by the hooks of platforms."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ async def test_the_error_of_a_start_that_fails_while_a_caller_waits(deploy: Any)
     error = failure(await warm(function, params={"wait_s": "60"}))
     assert error["type"] == "handler_setup_failed"
     assert "no licence" in error["message"]
-    # Nobody needs to wait for what has failed too often.
+    # After too many failed starts, a caller gets the error without a wait.
     found = [failure(await function.call(1))["type"] for _ in range(6)]
     assert found[-1] == "crash_loop"
     assert failure(await warm(function, params={"wait_s": "60"}))["type"] == "crash_loop"

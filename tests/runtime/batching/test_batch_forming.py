@@ -58,7 +58,7 @@ def test_it_does_not_wait_where_nothing_arrives_or_nothing_is_saved() -> None:
     situation = (100.0, 1, 32, 1.0)
     assert wait_until(*situation, curve, ArrivalPattern()) == 100.0
     assert wait_until(*situation, curve, learned(curve, 8, [])) == 100.0
-    # One late arrival costs as much as it saves.
+    # With one late arrival, the cost of a wait equals its saving.
     assert wait_until(*situation, curve, learned(curve, 8, [0.014])) == 100.0
     flat = affine(0.0, 0.01)
     assert wait_until(*situation, flat, learned(flat, 8, [0.001] * 8)) == 100.0

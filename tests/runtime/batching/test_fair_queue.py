@@ -77,7 +77,7 @@ class Beside(RuleBasedStateMachine):
         least = min(self.served[priority, rival.tenant] for rival in rivals)
         assert self.served[priority, item.tenant] == least
         own = [rival for rival in rivals if rival.tenant == item.tenant]
-        # Of equal deadlines the first added.
+        # With equal deadlines, the item that was added first.
         assert item is min(own, key=lambda rival: rival.deadline_s)
         self.served[priority, item.tenant] += cost
         self.waiting.remove(item)

@@ -1,4 +1,4 @@
-"""The queue: each item is run, refused or removed once; a refused caller is told when to retry; admission predicts ends."""
+"""The queue: each item is run, refused or removed once; a refusal states when to retry; admission predicts ends."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_it_refuses_on_arrival_what_would_end_too_late_and_says_when_to_retry() 
         queue.admit(Item(deadline_s=0.078), 0.0, busy())
     assert (caught.value.details or {})["retry_after_s"] == pytest.approx(0.01 + 2 * 0.024)
     queue.admit(Item(deadline_s=0.08), 0.0, busy())
-    # Before all others.
+    # This item runs before all others.
     queue.admit(Item(deadline_s=0.05, priority=1), 0.0, busy())
     queue.admit(Item(deadline_s=0.0, patient=True), 0.0, busy())
     assert len(queue) == 11

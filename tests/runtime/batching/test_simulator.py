@@ -31,7 +31,7 @@ def affine(fixed_s: float, each_s: float, noise: float = 0.05) -> DurationModel:
 
 
 def retrying(share: float) -> Callable[[SimulatedAttempt], SimulatedCall | None]:
-    """Return callers of which a share retries once, after their Retry-After."""
+    """Return callers: a share of them retries once, after their Retry-After."""
     draw = random.Random(1)
 
     def next_call(attempt: SimulatedAttempt) -> SimulatedCall | None:
@@ -47,7 +47,7 @@ CURVES = pytest.mark.parametrize("durations", [GPU, MID, CPU], ids=["gpu", "mid"
 
 
 class Greedy(Queue[SimulatedAttempt]):
-    """A queue that runs what waits at once: it never learns that waiting could pay."""
+    """A queue that runs waiting calls at once: it never learns that waiting could pay."""
 
     def _wait_until(self, now_s: float) -> float:
         return now_s
@@ -96,7 +96,7 @@ def test_at_a_fifth_too_much_load_hardly_less_is_on_time_than_could_be(
     )
     # 1 / 1.2 would be 0.83.
     assert share(run) >= 0.79
-    # Hardly any call waits in vain.
+    # Hardly any call waits and still misses its deadline.
     assert share(run, CallOutcome.LATE) + share(run, CallOutcome.EXPIRED) < 0.02
     refused = [one for one in run.attempts if one.outcome in (CallOutcome.REFUSED, CallOutcome.DROPPED)]
     assert refused

@@ -23,7 +23,7 @@ class Clock(SimpleNamespace):
 
 
 class Workers:
-    """A revision with so many workers since its start, all of them busy."""
+    """A revision that has had `workers` workers since its start, all of them busy."""
 
     def __init__(self, clock: Clock, workers: int) -> None:
         self.held_workers, self.told = workers, list[bool]()
@@ -138,7 +138,7 @@ async def test_a_new_day_begins_with_the_whole_budget_also_if_the_timer_is_late(
     account.detach(workers)
     account.attach(resting := Workers(clock, 0))
     clock.at = DAY + 86400.5
-    # Nobody has looked yet. A job that waits for the next day must not wait for the one after it.
+    # `settle` has not run since midnight. A job that waits for the next day must not wait for the day after it.
     assert account.refusal().details["retry_after_s"] < 1
     account.settle()
     await asyncio.sleep(0)

@@ -155,7 +155,7 @@ async def test_what_is_used_is_written_while_the_gateway_runs(state, monkeypatch
     monkeypatch.setattr("pilotflame.runtime.billing.ledger.WRITE_EVERY_S", 0.05)
     async with gateway_here(state) as gateway:
         await (await gateway.deploy(ECHO, name="kept")).answer(1)
-        # Whoever opens the file now finds what is there if the gateway is killed.
+        # A second reader sees the rows that a kill of the gateway would leave.
         found = UsageStore(state / "usage.sqlite3")
         found.open()
 
@@ -383,7 +383,7 @@ async def test_jobs_wait_for_a_reset_and_the_budget_begins_anew(gateway, deploy)
         return (await gateway.client.get(job)).json()["status"] == "COMPLETED"
 
     await until(completed, "the end of the job")
-    # A reset gives as much once more, not for ever.
+    # A reset allows the same amount once more, not an unlimited amount.
     await exhausted(function)
 
 

@@ -63,7 +63,7 @@ def test_hours_are_forgotten_after_two_weeks_and_days_stay(store: UsageStore) ->
     store.add(at, [used("here", 2)])
     store.forget_old(at)
     assert read(store, UsageKey.HOUR, at=at) == {at: 2}
-    # What is longer ago is read from the days.
+    # Older usage is read from the days.
     assert read(store, UsageKey.FUNCTION, at=at) == {"gone": 1, "here": 2}
     store.forget_old(DAY + 401 * DAY_S)
     assert read(store, UsageKey.FUNCTION, at=at) == {"here": 2}
@@ -86,7 +86,7 @@ def test_what_is_written_survives_a_process_that_is_killed(tmp_path: Path) -> No
     store = UsageStore(tmp_path / "usage.sqlite3")
     store.open()
     store.add(DAY, [used("a", 3)])
-    # As another process would find the file, which this one never closes.
+    # Open the file like another process, while this process has not closed it.
     found = UsageStore(tmp_path / "usage.sqlite3")
     found.open()
     assert read(found, UsageKey.FUNCTION) == {"a": 3}

@@ -154,7 +154,7 @@ def caller(client: Client, name: str) -> Answer:
 
 @pytest.fixture(scope="module")
 def deploy(served: str) -> Iterator[Deploy]:
-    """Deploys a model without code, and returns what calls it. All remain until the last test: they share a base."""
+    """Deploys a model without code, and returns a function that calls it. All models stay until the last test: they share a base."""
     names: list[str] = []
     with Client(served) as client:
 

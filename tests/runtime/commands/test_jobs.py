@@ -14,7 +14,7 @@ from pilotflame.runtime.client.client import Client
 
 Run = Callable[..., Any]
 
-# One function for all tests: it does what its event says. An event with `wait` waits until the test opens that FIFO.
+# One function for all tests, controlled by its event. An event with `wait` waits until the test opens that FIFO.
 DOES = """
 def handler(event):
     print('doing', event, flush=True)
@@ -32,7 +32,7 @@ NO_JOB = "job-aaaaaaaaaaaaaaaaaaaaaaaaaa"
 
 @pytest.fixture(scope="module")
 def deploy_once(served: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., str]]:
-    """Deploys a source the first time it is asked for; gone after the module."""
+    """Deploys a source at its first use; gone after the module."""
     names: dict[str, str] = {}
     with Client(served) as client:
 
@@ -133,7 +133,7 @@ def test_a_malformed_event_is_explained(pilotflame: Run, does: str, event: str, 
 
 
 def test_settings_of_a_job_arrive(pilotflame: Run, does: str, fifo: Path):
-    """While one job runs, of those that wait the low-priority ones run last, and one times out."""
+    """While one job runs, waiting jobs with a low priority run last, and one times out."""
     running = pilotflame("run", does, json.dumps({"wait": str(fifo)})).stdout.strip()
     low = [pilotflame("run", does, f'"low{n}"', "--low-priority").stdout.strip() for n in range(12)]
     late = pilotflame("run", does, '"late"', "--ttl", "0.05").stdout.strip()

@@ -356,7 +356,7 @@ async def test_a_source_tells_its_state_its_lag_and_what_became_of_its_messages(
         (found,) = (await function.status())["sources"]
         return (found["state"], found["lag_s"], found["last_error_at"]) == ("connected", 0.0, None)
 
-    # It was asked without waiting for messages, so this takes no 20 s.
+    # The first receive does not wait for messages, so this takes no 20 s.
     await until(connected, "the answer of an empty queue")
     await mine.send('"boom"')
     await mine.send('"fine"')
@@ -440,7 +440,7 @@ async def test_a_message_that_is_delivered_again_before_its_release_is_confirmed
 
 @asynccontextmanager
 async def hasty() -> AsyncIterator[tuple[str, asyncio.Event]]:
-    """An SQS with one message, which it sends again as soon as it is asked to release it, before it confirms that."""
+    """An SQS with one message. When a release is requested, it delivers the message again before it confirms the release."""
     visible, delivered, deleted = asyncio.Event(), asyncio.Event(), asyncio.Event()
     visible.set()
 
@@ -541,7 +541,7 @@ async def test_a_backlog_starts_workers_before_its_messages_are_received(
         await mine.send(str(number))
     settings = source(mine) | {"concurrency": 10, "scale.max": 3}
     function = await deploy(HANDLER, settings, gate=gate, check=False)
-    # The first ten messages need two workers. The third is for those that wait.
+    # The first ten messages need two workers. The third worker starts for the waiting messages.
     await function.settled(ready=3, in_flight=30)
     history = gateway.server.functions.get(function.name).workers.function  # type: ignore[union-attr]
     assert "backlog" in {one.cause for one in history.decisions.since(0) if one.action == "start"}

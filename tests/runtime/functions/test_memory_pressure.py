@@ -1,4 +1,4 @@
-"""When memory is short, idle functions give it back before the kernel kills anybody."""
+"""When memory is short, idle functions give it back before the kernel kills a process."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ async def test_a_kernel_that_does_not_report_is_no_error(tmp_path: Path):
 
 @pytest.fixture
 def _processes_in_a_small_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Gateways' processes, and all that they start, share LIMIT_MB of memory. None of them is killed for it."""
+    """Gateways' processes, and all processes that they start, share LIMIT_MB of memory. The kernel kills none of them."""
     with limited_group(LIMIT_MB) as group:
         joined = "".join(f"open({str(file)!r}, 'w').write('0')\n" for file in group.joins)
         monkeypatch.setattr(live, "PROCESS", joined + live.PROCESS)

@@ -61,7 +61,7 @@ def test_each_time_fires_exactly_once_whenever_the_timer_looks(pauses_s: list[fl
         assert following is not None
         now += pause_s
         found = list(alarms.due(now))
-        # One that was missed still wants its workers for the rest of its time.
+        # A time that was missed still wants its workers for the rest of its period.
         assert len(found) == (following <= now)
         assert all(99_900 - 1800 < left_s <= 100_000 for _, _, left_s in found)
         assert list(alarms.due(now)) == []
@@ -236,7 +236,7 @@ class TestUpstream:
             assert theirs.upstreams == {}
 
     async def test_prewarms_teach_nothing(self, gateway: Any, deploy: Any):
-        """Workers of `d` are started after each call of `c`, but nobody calls `d`."""
+        """Workers of `d` are started after each call of `c`, but `d` is never called."""
         c = await deploy(ECHO, name="c")
         await deploy(ECHO, {"after": ["c"], "scale.idle_timeout_s": 0}, name="d")
         e = await deploy(ECHO, {"after": ["d"], "scale.idle_timeout_s": 0}, name="e")

@@ -200,7 +200,7 @@ async def test_a_restart_brings_functions_back_at_zero(state):
         assert (await two.status())["settings"]["scale"]["max"] == 2
         response = await two.call()
         assert (response.json(), response.headers["x-cold-start"]) == ("two again", "true")
-        # Its imports take no time, so it has nothing until it is used.
+        # The imports of `one` take no time, so it has no processes until its first use.
         await gateway.function("one").settled(standby=False, zygote=False)
         assert await gateway.function("one").answer() == "one"
         await gateway.function("one").settled(ready=1, standby=True, zygote=True)
@@ -308,7 +308,7 @@ async def test_after_a_start_zygotes_warm_one_after_the_other_by_expected_need(s
         for name in ("busy", "often", "hourly"):
             arrival = await gate.next()
             assert arrival.word == name
-            # The others wait for it. They would need 0.3 s.
+            # The other functions wait until this start ends. Otherwise they would arrive within 0.3 s.
             await asyncio.sleep(0.4)
             assert gate.arrived[-1] is arrival
             arrival.go()

@@ -1,4 +1,4 @@
-"""What functions hold at rest: nothing for those that are not used, and no more than the limit for all."""
+"""The memory of idle functions: none for unused functions, and no more than the limit for all together."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def test_a_function_that_rests_causes_no_more_checks(state, quick, monkeyp
         before = len(checks)
         await gateway.deploy(HEAVY)
         await asyncio.sleep(20 * rest.SETTLE_S)
-        # One for the start of its worker, one for the deploy, and those that met the worker before it was idle.
+        # A check for the start of its worker, a check for the deploy, and further checks until the worker was idle.
         assert before < len(checks) <= before + 5
 
 
@@ -69,7 +69,7 @@ async def test_a_light_function_holds_nothing_until_it_is_used(state, quick):
         heavy = await gateway.deploy(HEAVY)
         await light.settled(zygote=False, standby=False)
         assert await light.answer() > 0
-        # From now on it is kept, as the heavy one was from its deploy.
+        # From now on its zygote and standby are kept, like the processes of the heavy function from its deploy on.
         await light.settled(zygote=True, standby=True)
         await asyncio.sleep(1.5)
         await light.settled(zygote=True, standby=True)

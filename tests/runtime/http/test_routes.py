@@ -61,7 +61,7 @@ def test_the_scope_read_changes_nothing():
     }
 
 
-# What dashboards show of a function; all else below it needs the scope `deploy`.
+# A function's data for dashboards. All other routes below a function need the scope `deploy`.
 FOR_DASHBOARDS = [f"/v1/functions/{{function}}/{kind}" for kind in ("arrivals", "decisions", "load")]
 
 
@@ -104,7 +104,7 @@ def test_two_owners_of_one_route_are_refused_with_both_names():
 
     with pytest.raises(PluginError, match="POST /x is a route of one and of other"):
         joined({"one": rows(), "other": rows()})
-    # One of them chooses by the headers.
+    # Two plugins may share a route if one of them chooses by the headers.
     assert len(joined({"one": rows(), "other": rows(accepts=bool)})) == 2
 
 

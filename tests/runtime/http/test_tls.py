@@ -43,7 +43,7 @@ class Files:
         self.renew()
 
     def renew(self) -> None:
-        """Replace the files, each by a rename, as those who renew certificates do."""
+        """Replace the files, each by a rename, as tools for renewing certificates do."""
         issued = self._ca.issue_cert("localhost", "127.0.0.1")
         for path, pem in (
             (self.chain, b"".join(blob.bytes() for blob in issued.cert_chain_pems)),

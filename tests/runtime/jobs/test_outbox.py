@@ -99,7 +99,7 @@ def test_a_failed_event_holds_up_later_ones_of_its_job_for_three_tries(
     record(connection, start.id, FAILED, 10.0)
     assert events(due(connection, 39.9)) == []
     assert events(due(connection, 40.0)) == ["job-1 start"]
-    # After three failures it no longer holds up the others.
+    # After three failures, a delivery no longer blocks later ones.
     record(connection, start.id, FAILED, 40.0)
     (logs,) = due(connection, 40.0)
     assert logs.event == "logs"

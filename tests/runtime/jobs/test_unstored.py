@@ -1,4 +1,4 @@
-"""Jobs whose callers wait for the end: stored in one commit, and lost only while nobody was told of them."""
+"""Jobs whose callers wait for the end: stored in one commit, and lost only before a caller has an answer."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ async def test_a_short_job_costs_one_commit(deploy, jobs: Jobs):
     await jobs.store._database.write(lambda connection: connection.set_trace_callback(said.append))
     shown = await runsync(function, {"n": 5})
     await jobs.store._database.write(lambda connection: connection.set_trace_callback(None))
-    # The first COMMIT is that of the callback itself.
+    # The first COMMIT belongs to the write that sets the callback.
     commits = [index for index, statement in enumerate(said) if statement == "COMMIT"]
     assert len(commits) == 2
     assert shown.pop("executionTime") >= 0

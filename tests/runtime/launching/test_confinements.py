@@ -194,7 +194,7 @@ async def test_a_folder_that_another_user_made_first_is_not_used(state: Path, tm
 async def test_the_folders_are_locked_while_the_gateway_runs(state: Path, tmp_root: Path) -> None:
     confinements = Confinements(state, state)
     made = confinements.make(spec_of())
-    # As systemd-tmpfiles does before it removes what was not used for long.
+    # systemd-tmpfiles takes this lock before it removes old files.
     descriptor = os.open(tmp_root, os.O_RDONLY)
     with pytest.raises(BlockingIOError):
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -336,7 +336,7 @@ async def test_a_process_that_cannot_be_confined_says_why(deploy) -> None:
     groups = [group for one in cgroups.find_controllers() if (group := one.folder / joined).exists()]
 
     async def removed() -> bool:
-        # The kernel removes a group only once the zygote, which was told to end, has ended.
+        # The kernel removes a group only once the zygote, which has been ordered to end, has ended.
         for group in list(groups):
             with contextlib.suppress(OSError):
                 group.rmdir()

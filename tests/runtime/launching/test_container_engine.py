@@ -1,4 +1,4 @@
-"""How the engine is asked for GPUs. No machine here has any, so what engines with GPUs get is read off the request."""
+"""Requests to the engine for GPUs. Test machines have no GPU, so the tests inspect the requests instead."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def podman_version(version: str) -> dict[str, Any]:
 async def recording_engine(
     folder: Path, version: dict[str, Any], message: str = "not here", status: int = 500
 ) -> AsyncIterator[tuple[str, list[Any]]]:
-    """The URL of an engine that creates no container, for this reason, and what it was asked to create."""
+    """Yield the URL of an engine that refuses to create containers with this message, and the list of the requests."""
     asked: list[Any] = []
 
     async def create(request: web.Request) -> web.StreamResponse:

@@ -1,4 +1,4 @@
-"""Containers that end too early: a deploy is cancelled, a base dies, somebody removes one, the engine hangs."""
+"""Containers that end too early: a deploy is cancelled, a base dies, a user removes one, the engine hangs."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def handler(event, context):
 
 
 class Weights:
-    """A snapshot in a folder, and what its network makes of ones."""
+    """A snapshot in a folder, and the answer of its network to an input of ones."""
 
     def __init__(self, folder: Path, seed: int) -> None:
         folder.mkdir()

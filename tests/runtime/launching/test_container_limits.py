@@ -68,7 +68,7 @@ async def neighbour(gateway: Gateway, image: str) -> Function:
 
 
 async def stopped(function: Function, neighbour: Function, do: str, *given: Any) -> dict[str, Any]:
-    """Return the error of an invocation of `function`. The neighbour answers as long as it runs, and after it."""
+    """Return the error of an invocation of `function`. The neighbour must answer during the invocation and after it."""
     failing = asyncio.ensure_future(function.error({"do": do, "with": given}))
     number = 0
     while not failing.done() or number < 3:

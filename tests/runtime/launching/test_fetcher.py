@@ -1,4 +1,4 @@
-"""The fetcher as a process of its own: what it is asked and what it answers, also while a fetch does not stop."""
+"""The fetcher as a process of its own: its orders and its answers, also while a fetch does not stop."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_weights_are_there_even_if_their_digests_cannot_be_kept(tmp_path: Path) 
     with FaultServer(tmp_path / "one") as server, fetching(tmp_path / "cache") as fetcher:
         find_manifest(HttpSource(server.url)).write(described)
         with described.open() as opened:
-            # Nobody can make files in this folder.
+            # No process can make files in this folder.
             place = f"/proc/{os.getpid()}/fd/{opened.fileno()}"
             fetcher.tell(op="hold", id=1, manifest=place, url=server.url)
             assert fetcher.hear(1, "done")["bytes"] > 0

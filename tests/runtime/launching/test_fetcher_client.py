@@ -96,7 +96,7 @@ async def test_slices_of_nothing_fail_the_deploy(gateway: Gateway, weights: Weig
     error = failure(await gateway.send(HALF, settings))
     assert error["status"] == 422
     assert "No tensor of the snapshot has a name that fits 'layer.*'" in error["message"]
-    # And so do other slices than those that the module has room for.
+    # Slices for which the module has no room fail the deploy as well.
     error = failure(await gateway.send(HALF, {**settings, "snapshot_part.slices": {"*weight": [0, 1, 2]}}))
     assert "layers.5.bias [256], not [128]" in error["message"]
 
@@ -261,7 +261,7 @@ async def test_without_a_fetcher_no_memory_is_given_back(tmp_path: Path) -> None
     async with asyncio.TaskGroup() as tasks:
         client = FetcherClient(tmp_path / "cache", tasks)
         client.metrics.on_tiers([{"spare_bytes": 1 << 20}])
-        # Otherwise those who are short of memory would wait for it.
+        # Otherwise callers that are short of memory would wait for it.
         assert client.give_back() == 0
         assert client.metrics.take_spare_bytes() == 1 << 20
 
@@ -295,7 +295,7 @@ async def test_fetches_and_tiers_are_in_the_metrics(gateway: Gateway, weights: W
         found = await snapshot_metrics(gateway)
         return sum(found[name] for name in found if name.startswith("verified_bytes_total")) >= size_bytes
 
-    # The fetcher tells what its tiers hold after it has told that a fetch is done.
+    # The fetcher reports the contents of its tiers only after it has reported the end of a fetch.
     await until(verified, "the count of the verified bytes")
     found = await snapshot_metrics(gateway)
     assert sum(found[name] for name in found if name.startswith("received_bytes_total")) >= size_bytes

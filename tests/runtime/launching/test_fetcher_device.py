@@ -86,7 +86,7 @@ ONES = [1.0] * WIDTH
 
 @pytest.fixture
 def bucket(tmp_path: Path) -> Iterator[tuple[FaultServer, list[float]]]:
-    # Other weights in each test, whose gateway has those of the tests before.
+    # Other weights in each test, because its gateway still has the weights of earlier tests.
     torch.manual_seed(next(SEEDS))
     layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)]
     tensors = {

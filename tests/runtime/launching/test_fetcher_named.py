@@ -66,7 +66,7 @@ def adapter_tensors(seed: int) -> Tensors:
 
 
 def right(base: Tensors, adapter: Tensors) -> Any:
-    """What the merged weights make of ones."""
+    """Return the answer of the merged weights to an input of ones."""
     x = torch.ones(WIDTH)
     for layer in range(LAYERS):
         a, b = (adapter[f"base_model.model.{layer}.up_proj.lora_{one}.weight"] for one in "AB")
@@ -108,7 +108,7 @@ class Bucket:
 
 @pytest.fixture
 def bucket(tmp_path: Path) -> Iterator[Bucket]:
-    # Other bytes in each test, whose gateway has those of the tests before.
+    # Other bytes in each test, because its gateway still has the bytes of earlier tests.
     seed = next(SEEDS)
     (folder := tmp_path / "bucket").mkdir()
     config = {"width": WIDTH, "layers": LAYERS}

@@ -78,7 +78,7 @@ def test_the_bucket_gives_every_chunk_about_once(
         for fetcher in cluster:
             assert fetcher.hear(1, "done")["bytes"] == manifest.total_bytes
         sent_bytes = sum(request.sent for request in bucket.requests)
-    # Of a range whose second half another connection took over, the server has more in its socket's buffer.
+    # When another connection takes over the second half of a range, the server has more of it in its socket's buffer.
     assert manifest.total_bytes <= sent_bytes < 1.5 * manifest.total_bytes
     taken_bytes = [fetcher.hear(0, "shared")["taken_bytes"] for fetcher in cluster]
     assert sum(taken_bytes) == 2 * manifest.total_bytes
@@ -87,7 +87,7 @@ def test_the_bucket_gives_every_chunk_about_once(
 
 
 def chunk_of(port: int, key: str, chunk: int) -> bytes | None:
-    """The bytes of a chunk that a node gives, or None if it has not got it."""
+    """Return the bytes of a chunk from a node, or None if the node does not have the chunk."""
 
     def ask(target: str) -> bytes | None:
         connection.request("GET", target, headers={"Authorization": f"Bearer {TOKEN}"})
@@ -150,7 +150,7 @@ async def test_a_gateway_gives_weights_to_another_node(
     with FaultServer(folder) as bucket, fetching(tmp_path / "other") as fetcher:
         async with gateway_here(state, **settings) as gateway:
             function = await gateway.deploy(HANDLER, {"snapshot": bucket.url, "name": "net"})
-            # The token is none of a handler's business.
+            # The handler must not see the token.
             assert await function.answer(3) == []
             fetcher.tell(
                 op="share", host="127.0.0.1", port=ports[1], urls=urls, token=TOKEN, certificate=None

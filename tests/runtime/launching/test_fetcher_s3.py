@@ -77,7 +77,7 @@ def credentials(moto: str) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def right(credentials: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Pushes s3://weights/net, and s3://weights/bare without its manifest; gives what the network makes of ones."""
+    """Push s3://weights/net, and s3://weights/bare without its manifest. Return the network's answer to an input of ones."""
     folder = tmp_path_factory.mktemp("net")
     generator = torch.Generator().manual_seed(4)
     made = {"weight": torch.randn(WIDTH, WIDTH, generator=generator), "bias": torch.arange(float(WIDTH))}

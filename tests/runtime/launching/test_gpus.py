@@ -1,4 +1,4 @@
-"""What NVML says of the GPUs: the real package beside a small library in place of the driver's, as no GPU is here."""
+"""GPUs according to NVML: the real package with a small library in place of the driver, because no GPU is here."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ print(json.dumps(seen | {"environment": driver.environment(["GPU-a", "GPU-b"], 2
 
 
 def asked(folder: Path, driver: str | None, ask: str = ASK, **environ: str) -> tuple[Any, str]:
-    """Return what the module finds where the driver's library is `driver`, and what it logs."""
+    """Return the findings of the module with `driver` as the driver's library, and the log."""
     if driver is not None:
         (folder / "nvml.c").write_text(driver)
         built = [str(COMPILER), "-shared", "-fPIC", "-o", "libnvidia-ml.so.1", "nvml.c"]
@@ -140,7 +140,7 @@ def test_gpus_and_slices_are_found(tmp_path: Path):
         ["MIG-a", 1, name, 10 << 30, used, None],
         ["MIG-b", 1, name, 10 << 30, used, None],
     ]
-    # Once, although it was asked twice.
+    # One message, although there were two queries.
     assert said.count("GPU 2, which is left out") == 1
 
 
@@ -200,7 +200,8 @@ def test_gpus_of_amd_are_found_through_amdsmi(tmp_path: Path):
     ]
     assert said.count("GPU 2, which is left out") == 1
     assert seen["held"] == [{first: 300 << 20}, {}]
-    # One variable chooses GPUs; the other counts those from 0, and may be inherited with other numbers.
+    # ROCR_VISIBLE_DEVICES chooses GPUs. HIP_VISIBLE_DEVICES counts the chosen GPUs from 0, and may be inherited with
+    # other numbers.
     assert seen["environment"] == {"ROCR_VISIBLE_DEVICES": "GPU-a,GPU-b", "HIP_VISIBLE_DEVICES": "0,1"}
     seen, _ = asked(tmp_path, None, ASK_DRIVER, PYTHONPATH=str(tmp_path), ROCR_VISIBLE_DEVICES="1")
     assert [name for name, _ in seen["found"]] == [second]

@@ -233,7 +233,7 @@ async def test_closing_disconnects_connections_without_a_hello(place: Place) -> 
 @contextmanager
 def no_free_descriptor() -> Iterator[None]:
     """Inside the block, this process can open no file and accept no connection."""
-    # Below it, none can be had, even if one is closed meanwhile. Those that are open stay open.
+    # With a limit of 0, no descriptor can be opened, even if one is closed meanwhile. Open descriptors stay open.
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, limits[1]))
     try:

@@ -1,4 +1,4 @@
-"""Fetched weights of idle functions leave the memory: by the ladder, when memory is short, and when nobody has used them."""
+"""Fetched weights of idle functions leave the memory: by the ladder, when memory is short, and when they are unused."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ async def test_weights_that_no_function_has_used_are_given_back(
     async def given_back() -> bool:
         return client.give_back() > 0
 
-    # It may be asked for before the fetcher has said that there is more than spare files.
+    # The first calls may come before the fetcher has reported more than spare files.
     await until(given_back, "what the fetcher reports")
     await until(lambda: in_tier(memory, 0), "weights that have left the memory")
     asked = weights.fetched()

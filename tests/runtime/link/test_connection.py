@@ -84,7 +84,7 @@ def test_a_blocking_link_sees_the_end() -> None:
 
 
 class End:
-    """One end of a link, and what happened at it."""
+    """One end of a link. It collects the received frames, and notes the close of the link."""
 
     def __init__(self, sock: socket.socket, *, join_writes: bool = False) -> None:
         self.link = Link(sock, join_writes=join_writes)
@@ -342,7 +342,7 @@ async def test_sending_on_a_closed_link_does_nothing(
 
 
 async def test_a_frame_that_cannot_be_taken_ends_its_link_loudly(caplog: pytest.LogCaptureFixture) -> None:
-    """And those before it, in the same read, were taken; the other links of the loop go on."""
+    """Frames before it in the same read are taken, and the other links of the loop go on."""
     ours, theirs = socket.socketpair()
     with ours, theirs:
         link, taken, closed = Link(ours), list[int](), asyncio.Event()

@@ -22,7 +22,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     write_wheel(folder, "tinything", "1.0", "def main():\n    print('tiny')\n")
     write_wheel(folder, "needy", "1.0", "", ("packaging<1", "pydantic"))
-    # Older than the current environment's, and yet first on the path of an environment that has it.
+    # Older than the version in the current environment, and yet first on the path of an environment that has it.
     write_wheel(folder, "packaging", "0.1", "def main(): ...\n")
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
@@ -160,7 +160,7 @@ def test_the_cache_of_uv_is_limited_to_what_environments_use(
 
     shrink_cache(environments)
     deploy()
-    # Its files are those of the environment, so removing them would free nothing.
+    # The environment uses the same files, so removing them would free nothing.
     assert len(kept()) == 1
     assert discard_unused(environments, tuple) == 1
     shrink_cache(environments)

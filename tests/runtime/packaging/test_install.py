@@ -1,4 +1,4 @@
-"""Deploys that install requirements: the environment that a function runs in, and who waits while one is built."""
+"""Deploys that install requirements: the environment of a function, and the service of other callers during a build."""
 
 from __future__ import annotations
 

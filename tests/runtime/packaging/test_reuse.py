@@ -1,4 +1,4 @@
-"""Uploads that reuse files: what the live revision lacks, what is taken from it, and what never is."""
+"""Uploads that reuse files: the files that the live revision lacks, the files taken from it, and files never taken from it."""
 
 from __future__ import annotations
 

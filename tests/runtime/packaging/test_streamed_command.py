@@ -1,4 +1,4 @@
-"""Commands of other programs: their lines, their deadline, and that nothing of them is left."""
+"""Commands of other programs: their lines, their deadline, and the end of all their processes."""
 
 from __future__ import annotations
 

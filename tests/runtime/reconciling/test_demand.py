@@ -1,4 +1,4 @@
-"""Demand: how many workers start for a load of which it is known how long it takes."""
+"""Demand: the number of workers that start for a load with a known execution time."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ async def test_a_busy_worker_that_is_not_needed_ends_after_its_call(deploy, gate
     calls = {str(n): asyncio.create_task(function.answer(str(n))) for n in range(6)}
     arrivals = [await gate.next() for _ in calls]
     await function.settled(ready=2, in_flight=6)
-    # One call is left at each worker, which one of them could run.
+    # One call is left at each worker. One worker could run both.
     for pid in {arrival.pid for arrival in arrivals}:
         for arrival in [one for one in arrivals if one.pid == pid][1:]:
             arrival.go()

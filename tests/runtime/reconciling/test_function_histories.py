@@ -1,4 +1,4 @@
-"""What is remembered of functions, in a folder."""
+"""The stored histories of functions, in a folder."""
 
 from __future__ import annotations
 

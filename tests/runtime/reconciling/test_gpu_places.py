@@ -51,7 +51,7 @@ async def held_mb(gateway: Gateway) -> dict[str, float]:
 
 
 async def booked_mb(gateway: Gateway) -> int:
-    """Return what is booked of GPU 0, as the metrics have it."""
+    """Return the booked memory of GPU 0 from the metrics."""
     (line,) = [
         line
         for line in (await gateway.client.get("/metrics")).text.splitlines()
@@ -183,7 +183,8 @@ async def test_workers_are_told_which_gpus_are_theirs(two_gpus: Gateway, gate: G
     }.items():  # fmt: skip
         function = await two_gpus.deploy(PLAIN, overrides, gate=gate)
         seen[name] = (await function.answer(1))[1]
-    # The small one goes where the least stays free. One that wants a whole one gets that of one that ends for it.
+    # The small function goes where the least memory stays free. A function that wants a whole GPU gets the GPU of a
+    # worker that ends for it.
     assert (seen["small"], seen["large"], seen["none"]) == ("GPU-b", "GPU-a", "")
     assert seen["slice"] in {"GPU-b", "GPU-a"}
     assert sorted(seen["both"].split(",")) == ["GPU-a", "GPU-b"]
@@ -327,7 +328,7 @@ async def test_one_that_parks_by_itself_is_not_ended_for_others(two_gpus: Gatewa
     busy = await two_gpus.deploy(PLAIN, needs(16384), gate=gate, check=False)
     running = asyncio.create_task(busy.answer("busy"))
     arrived = await gate.next("busy")
-    # It fits only where the busy one is, and nobody waits for it.
+    # It fits only where the busy one is, and no caller waits for it.
     other = await two_gpus.deploy(PLAIN, needs(16000), gate=gate, check=False)
     two_gpus.server.functions.get(other.name).workers.warm(1, "schedule")
     parks = await two_gpus.deploy(PLAIN, needs(8000) | {"scale.park_after_s": 0}, gate=gate, check=False)
@@ -405,7 +406,7 @@ async def test_a_parked_worker_is_booked_with_what_it_keeps(one_gpu: Gateway, tm
         return await booked_mb(one_gpu) == KEPT_MB + CONTEXT_MB
 
     await until(told, "what the parked worker keeps")
-    # It does not fit beside that: the parked one ends.
+    # The other function does not fit beside the parked worker, so that worker ends.
     _, found = await functions[1].answer(1)
     assert found == rights[1](1)
     other, found = await functions[0].answer(2)

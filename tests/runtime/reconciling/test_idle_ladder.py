@@ -1,4 +1,4 @@
-"""The keep-alive policy drives a live function: down its ladder when nobody calls, and up before the next call."""
+"""The keep-alive policy drives a live function: down its ladder without calls, and up before the next call."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ async def test_a_function_whose_callers_may_not_wait_stays_ready(gateway, deploy
     assert await function.answer() == pid
     ladder = history_of(gateway, function).ladder
     await idle(gateway, function, "ready")
-    # What is longer than the quiet is an idle time; the time before the first call is not.
+    # A gap that is longer than the quiet is an idle time; the time before the first call is not.
     assert len(ladder.history.idles) == 1
     assert 0.5 < ladder.history.idles[0] < 20
 
@@ -178,7 +178,7 @@ async def test_a_worker_that_a_warm_up_asked_for_outlives_the_next_step_of_the_p
 
 
 async def test_a_timer_is_prewarmed_and_its_call_is_not_cold(state):
-    """The habits of a timer are in the file; whether the policy learns them is shown in the simulator."""
+    """The stored history is that of a timer. Tests of the simulator show that the policy learns such a history."""
     rnd = random.Random(1)
     intervals = [3.0 + rnd.gauss(0, 0.01) for _ in range(100)]
     file = stored(state, "timer")
@@ -214,7 +214,7 @@ async def test_the_history_survives_a_deploy_and_a_restart_but_no_delete(state):
         assert before.periods == 1
         await gateway.deploy(PID.replace("getpid", "getppid"), name="kept")
         assert history_of(gateway, function).ladder.history.periods == 1
-    # The plan goes on after the gateway was down, and what comes then tells nothing of habits.
+    # The plan goes on after the gateway was down, and the idle time across that gap is not recorded.
     assert json.loads(stored(state, "kept").read_text())["idling"]["since_at"] > 0
     async with gateway_here(state, **IMPATIENT) as gateway:
         function = gateway.function("kept")
@@ -260,13 +260,13 @@ async def test_the_time_of_failed_starts_is_no_wake_time(gateway, deploy, tmp_pa
     function = await deploy(source, {"env.OK": str(tmp_path / "ok")}, check=False)
     assert (await function.error())["type"] == "handler_setup_failed"
     (tmp_path / "ok").touch()
-    # The worker that proves the next revision is not the one that was asked for before.
+    # The start-up check of the next revision is not the start that the failed call waited for.
     await deploy(source, {"env.OK": str(tmp_path / "ok")}, name=function.name)
     assert history_of(gateway, function).ladder.figures.wakes_s == {}
 
 
 class Warm:
-    """A revision with a worker that nobody calls."""
+    """A revision with a worker and without calls."""
 
     rung = RungName.READY
     arrived, slow = 0, (0, 0)
@@ -287,7 +287,7 @@ async def test_a_deploy_after_a_restart_begins_its_plan_anew():
         await ladder.adopt(restored, LadderSpec(), 0.1, tasks)
         assert restored.looks == 1
         assert ladder.stand(time.monotonic()).rung is RungName.LOCAL
-        # Somebody is about to call it.
+        # A call is likely soon after a deploy.
         await ladder.adopt(deployed, LadderSpec(), 0.1, tasks)
         assert ladder.stand(time.monotonic()).keeps_worker
         ladder.release(deployed)

@@ -194,7 +194,7 @@ async def test_it_ends_after_the_idle_timeout_that_counts_from_the_last_call(dep
 
 
 async def test_to_the_keep_alive_policy_it_is_an_idle_worker(deploy):
-    # Waiting is so dear that the policy keeps the worker, and so cheap that it gives it up.
+    # At a high price of waiting the policy keeps the worker; at a price of 0 it ends the worker.
     kept = await deploy(PLAIN, {"scale.park_after_s": 0, "scale.price_waiting_s": 1e9})
     worker, _ = await kept.answer(1)
     status = await kept.settled(parked=1, rung="parked")
@@ -264,7 +264,7 @@ async def test_a_worker_that_is_woken_before_it_began_to_park_is_not_taken_for_s
     )
     before = await function.answer(0)
     pool = gateway.server.functions.get(function.name).workers.pool
-    # Both frames arrive together, so the worker never tells that it has parked.
+    # Both frames arrive together, so the worker never reports that it has parked.
     pool.park(pool.replicas.idle)
     assert pool.wake(pool.replicas.parked, 1) == 1
     # Longer than one may take to park, and then to write its stacks before it is killed.

@@ -25,7 +25,7 @@ def test_as_many_workers_as_the_largest_hold_wants(added: list[WarmHold], times_
         running = [hold for hold in added if hold.until_s > now_s]
         found = holds.at(now_s)
         assert (found.workers if found else 0) == max((hold.workers for hold in running), default=0)
-        # It ends when fewer are wanted: with the last of those that want as many.
+        # The result ends with the last hold of the largest number of workers.
         if found is not None:
             assert found.until_s == max(hold.until_s for hold in running if hold.workers == found.workers)
 

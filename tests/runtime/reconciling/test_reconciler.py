@@ -1,4 +1,4 @@
-"""The gateway's `max_workers`: who gets the workers, and what a caller is told who gets none."""
+"""The gateway's `max_workers`: the distribution of workers among functions, and the error for a caller without a worker."""
 
 from __future__ import annotations
 
@@ -136,14 +136,14 @@ async def test_the_functions_of_an_owner_share_what_their_key_allows(state: Path
         arrived = [await gate.next("many") for _ in range(2)]
         await rich.settled(ready=2, in_flight=2, queued=2)
         assert actions(gateway, rich, "owner_limit") == ["refuse"]
-        # Another owner's function has as many as it needs.
+        # The limit does not hold for another owner's function.
         await deployer(gateway, "large")
         other = await gateway.deploy(WAITS, {"scale.max": 8, **STAYS}, name="other", gate=gate, check=False)
         others = [asyncio.create_task(other.answer("other")) for _ in range(3)]
         for _ in range(3):
             (await gate.next("other")).go()
         await asyncio.gather(*others)
-        # One of the same owner gets a place of the first, whatever idle workers others have.
+        # A second function of the same owner gets a place of the first, whatever idle workers other owners have.
         async with gateway.at_home() as home:
             gateway.client.headers["Authorization"] = f"Bearer {key['key']}"
             poor = await gateway.deploy(WAITS, {**STAYS}, name="poor", gate=gate, check=False)

@@ -245,7 +245,7 @@ def test_a_first_worker_rotates_after_ten_seconds(
     assert result.grants["waits"] == Grant(limit=ReachedLimit(kind, 1))
     assert (result.grants.get("has", Grant()).stop == ("h",)) == gives
     if not gives:
-        # The next look is due when one of them is through with its ten seconds.
+        # The next look is due when the ten seconds of one of the two are over.
         dues = [NOW_S - since + PATIENCE_S for since in (first_s, waits_s) if since < PATIENCE_S]
         assert result.again_s == min(dues)
 
@@ -433,7 +433,7 @@ def test_on_gpus_the_old_revision_makes_room_for_the_new_one() -> None:
     # While one of its workers drains for the deploy, the other one stays.
     old = claim("old", draining("d", {"1": 100}), busy("o", {"0": 100}), function="f", need=need, load=2)
     assert not does(allocate([old, deploys(need=need)], limits(), TWO, NOW_S))
-    # Only as much of it as is needed.
+    # The deploy takes only as much of the memory as it needs.
     old = claim("old", idle("p", {"0": 40}), busy("o", {"0": 60}), function="f", need=need, load=1, keep=1)
     assert shared([old, deploys(need=GpuNeed(1, 40))], limits(), ONE)["old"].stop == ("p",)
 
@@ -731,7 +731,7 @@ def test_a_worker_of_the_minimum_goes_for_a_deploy_of_its_function_or_a_limit_al
         ]
         if not kept or (one.function in deployed and PROOF not in one.wants):
             continue
-        # All that is left of the limit are such workers, those that start, and the first worker of a deploy.
+        # Such workers, starting workers and the first worker of a deploy take up the whole limit.
         assert grant.limit is not None
         assert grant.limit.name in (NODE, OWNERS)
         of_limit = [other for other in node.claims if grant.limit.name == NODE or other.owner == one.owner]
@@ -939,7 +939,7 @@ def test_over_time_all_callers_are_answered_and_the_node_comes_to_rest(
     assert sum(one.answered for one in node.revisions.values()) == calls
     assert node.again_s == math.inf
     assert all(len(one.processes) == one.least for one in node.revisions.values())
-    # One turn for each revision that is served before: its ten seconds, its calls and the start of the next one.
+    # Each revision that is served before has one turn: its ten seconds, its calls and the start of the next revision.
     slowest_s = max(one.start_s + one.call_s for one in node.revisions.values())
     assert node.longest_wait_s <= (len(keys) - 1) * (PATIENCE_S + slowest_s + 2 * END_S)
 

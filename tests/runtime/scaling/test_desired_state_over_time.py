@@ -21,7 +21,7 @@ from pilotflame.runtime.scaling.seen import Load, Seen
 
 @dataclass
 class Node:
-    """A revision of which each worker runs one call at a time. Times are those of the simulation."""
+    """A revision whose workers run one call at a time. Times are simulated."""
 
     spec: ScaleSpec
     exec_s: float

@@ -64,7 +64,7 @@ def test_steps_are_taken_from_the_cheapest_until_enough_is_free(
     taken, left = steps_down(ladders, needed), [list(steps) for steps in ladders]
     for place, step in enumerate(taken):
         assert sum(one.freed_bytes for one in taken[:place]) < needed
-        # It is the one that `cheapest_step` chooses, as the simulator does.
+        # The step is as cheap as the choice of `cheapest_step`, which the simulator uses.
         chosen = cheapest_step([steps[0] for steps in left if steps])
         assert chosen is not None
         assert waiting_per_byte(step) == waiting_per_byte(chosen)

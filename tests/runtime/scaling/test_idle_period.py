@@ -1,4 +1,4 @@
-"""Where idle periods begin and end, the steps of a plan, and who would have waited for a wake."""
+"""Where idle periods begin and end, the steps of a plan, and the callers that would have waited for a wake-up."""
 
 import math
 
@@ -24,7 +24,7 @@ def test_the_periods_are_the_gaps_that_are_longer_than_the_quiet(
         if end_s is not None and gap_s > QUIET_S + 1e-6:
             expected.append((gap_s, end_s - (end_s if woken_s is None else woken_s)))
             woken_s = arrival_s
-        # As the revision does it: look at the end of a request, and again when it was told to.
+        # Like the revision: look at the end of a request, and again at the time that `quiet` has returned.
         due_s = watch.quiet(now_s, now_s if workers_stay else None) if end_s is not None else None
         while due_s is not None and due_s < arrival_s:
             due_s = watch.quiet(due_s, end_s if workers_stay else None)
@@ -74,7 +74,7 @@ def test_before_its_time_a_plan_stands_on_its_first_rung() -> None:
 
 
 def counted(arrivals_s: list[float], wakes_s: list[float], *, late_s: float = 0.0) -> tuple[float, ...]:
-    """Return the waits if arrivals come so long after the first."""
+    """Return the waits if arrivals come at these delays after the first."""
     count = Followers(100.0, wakes_s)
     while (due_s := count.next_s) is not None:
         now_s = due_s + late_s

@@ -26,7 +26,7 @@ idle_periods = st.lists(st.tuples(st.floats(0, 1e6), st.floats(0, 1e4)), max_siz
 
 
 def once(waits_s: Sequence[float]) -> list[BurstWait]:
-    """Return what is waited for one wake from each rung."""
+    """Return the waits of one wake-up from each rung."""
     return [BurstWait(waited_s, 1) for waited_s in waits_s]
 
 
@@ -226,7 +226,7 @@ def test_a_short_silence_is_no_idle_period_and_the_worker_stays_for_it() -> None
 
 
 class Witness(Fixed):
-    """Writes down what a policy is told."""
+    """Records the arguments with which a policy learns."""
 
     def __init__(self) -> None:
         super().__init__((Step(0.0, 0),))

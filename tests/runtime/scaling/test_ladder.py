@@ -1,4 +1,4 @@
-"""The ladder: its envelope, and what a plan costs."""
+"""The ladder: its ski-rental schedule (`envelope`), and the cost of a plan."""
 
 import math
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""Where workers go on the GPUs of a node, and who makes room: by hand, and held to its rules on random nodes."""
+"""Where workers go on the GPUs of a node, and which workers make room: by hand, and held to its rules on random nodes."""
 
 from __future__ import annotations
 

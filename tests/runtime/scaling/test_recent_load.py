@@ -1,4 +1,4 @@
-"""The load that lasts, beside what one computes who sees every moment."""
+"""The load that lasts, compared with the mean over all moments."""
 
 import pytest
 from hypothesis import given
@@ -12,7 +12,7 @@ TICK_S = 0.05
     st.lists(st.tuples(st.integers(1, 90), st.integers(0, 9)), min_size=1, max_size=20), st.integers(0, 5_000)
 )
 def test_the_mean_of_what_runs(steps: list[tuple[int, int]], quiet: int) -> None:
-    """Each step: so many ticks with so many running invocations."""
+    """Each step is a number of ticks and the number of invocations that run during these ticks."""
     load, in_flight_s, now_s, runs = RecentLoad(), 0.0, float(quiet), list[int]()
     load.note(now_s, 0.0, 0, 0, 0)
     lasting = 0.0
@@ -36,7 +36,7 @@ def test_a_load_that_nobody_looked_at_counts_as_constant() -> None:
 
 
 def noted(queue: list[int], *, admitted_each: int, emptied_at: int = -1) -> float:
-    """Return what lasts after `queue`, which has the number of waiting invocations for each half second."""
+    """Return the lasting load after `queue`, which has the number of waiting invocations for each half second."""
     load, lasting = RecentLoad(), 0.0
     load.note(0.0, 0.0, 0, 0, 0)
     for step, queued in enumerate(queue, start=1):

@@ -1,4 +1,4 @@
-"""What was needed of late: the largest number of a window, as one remembers it who keeps all."""
+"""The recent need: the largest number of workers in a window, compared with a complete record."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""The ladder of what was measured."""
+"""The ladder that follows from measurements."""
 
 from hypothesis import given
 from hypothesis import strategies as st

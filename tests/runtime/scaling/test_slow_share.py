@@ -67,7 +67,7 @@ def test_the_share_comes_true_where_a_higher_price_makes_fewer_requests_slow(
         state = state.learn(target, late, arrived)
         if number >= 500:
             slow, requests = slow + late, requests + arrived
-    # Less is slow than may be where calls come together: not even a cold start of each period makes so much.
+    # The share may stay below the target if many requests come together: one cold start per period does not reach it.
     if slow / requests < target:
         assert state.doublings < 0 or slow / requests >= 0.8 * target
     assert slow / requests <= 1.2 * target + 3 / math.sqrt(requests)

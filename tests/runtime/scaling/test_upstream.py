@@ -1,4 +1,4 @@
-"""Functions that are called after others: what is learned of them, and when a worker should wait for the call."""
+"""Functions that are called after others: the learned delays, and when a worker should wait for the call."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def window_of(upstreams: Upstreams, upstream: str, follower: str, cost: ClimbCos
 def rounds(
     seed: int, *, mean_s: float, spread: float, followed: float
 ) -> Iterator[tuple[float, float | None]]:
-    """Yield when the upstream function is called, and after what delay the other one is, if it is."""
+    """Yield the time of each call of the upstream function, and the delay of the other function's call, or None without one."""
     chance, now_s = random.Random(seed), 1000.0
     for _ in range(200):
         now_s += HORIZON_S + chance.expovariate(1 / 600)

@@ -26,7 +26,7 @@ def handler(events):
 
 
 async def together(function, gate: Gate, events: list[object]) -> list:
-    """Invoke all at once, so that they run in one batch, after an invocation that holds the worker."""
+    """Invoke all events at once after an invocation that holds the worker, so that they form one batch."""
     first = asyncio.create_task(function.answer("first"))
     await gate.next("first")
     calls = [asyncio.create_task(function.call(event)) for event in events]
@@ -90,7 +90,7 @@ def handler(event):
     pid = await function.answer("before")
     stuck = asyncio.create_task(function.call("stuck"))
     await gate.next("stuck")
-    # The neighbour has time left when the stuck one has none.
+    # The neighbour's time limit ends later than the stuck call's limit.
     await asyncio.sleep(1.0)
     neighbour = asyncio.create_task(function.answer("neighbour"))
     arrival = await gate.next("neighbour")

@@ -335,7 +335,7 @@ async def test_a_revision_that_retires_accepts_nothing_more(gateway, deploy, gat
 
 
 async def test_nothing_keeps_a_replaced_revision_in_memory(gateway, deploy, gate: Gate):
-    """Neither timers of jobs with a long time to live, nor those of callers who disconnected."""
+    """Timers of jobs with a long time to live and of disconnected callers do not keep a reference to it."""
     source = "import gate\nasync def handler(event):\n    await gate.wait_async(str(event))\n    return event"
     function = await deploy(source, {"concurrency": 2, "scale.max": 1, "timeout_s": 7200.0}, gate=gate)
     job = await function.client.post(

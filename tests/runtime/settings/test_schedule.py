@@ -72,7 +72,7 @@ def test_a_fixed_time_comes_once_a_day_whatever_the_clocks_do(
     assert len(dates) in (5, 6, 7)
     for time in found:
         nominal = time.replace(hour=hour, minute=minute)
-        # It is the time that was asked for, or the end of the gap that this time is in.
+        # The time is the scheduled one, or the end of the gap that contains the scheduled time.
         skipped = nominal.astimezone(UTC).astimezone(local) != nominal
         assert (time.hour, time.minute) == (hour, minute) or skipped
 

@@ -127,6 +127,6 @@ def test_each_decision_is_taken_once_and_the_oldest_are_dropped() -> None:
     assert len(taken) == MAX_DECISIONS
     assert (taken[0].figures["number"], taken[-1].figures["number"]) == (5, MAX_DECISIONS + 4)
     assert decisions.since(taken[-1].at + 1) == []
-    # What is stored takes little memory: a gateway may have thousands of functions.
+    # The stored decisions take little memory: a gateway may have thousands of functions.
     assert decisions.since(0.0) == taken[-KEPT:]
     assert decisions.take() == []

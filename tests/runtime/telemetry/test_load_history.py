@@ -36,13 +36,13 @@ def test_the_series_shows_the_largest_numbers_and_the_last_state(
     states = [state for _, state in notes]
     assert max(one.queued for one in samples) == max(state.queued for state in states)
     assert max(one.in_flight for one in samples) == max(state.in_flight for state in states)
-    # The two numbers of workers are those of one moment.
+    # The two numbers of workers belong to one moment.
     assert max(one.starting + one.ready for one in samples) == max(one.starting + one.ready for one in states)
     assert {one[3:5] for one in samples} <= {state[2:4] for state in states} | {(0, 0)}
     assert samples[-1][1:6] == (*notes[-1][1][:4], notes[-1][1].rung.value)
     times = [one.at for one in samples]
     assert times == sorted(times)
-    # A second has two rows at most: its largest numbers, and those at its end if they were lower.
+    # A second has two rows at most: its largest numbers, and the numbers at its end if they were lower.
     assert len(samples) <= 2 * ((now_s - 100.0) / BUCKET_S + 1)
     assert series.take(now_s + 10) == []
 

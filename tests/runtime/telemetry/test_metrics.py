@@ -166,7 +166,7 @@ def test_refusals_and_failures_are_counted_by_the_code_of_their_error() -> None:
         assert value(metrics, "pilotflame_refusals_total", function="tone", reason=reason) == count
     for error, count in (("deadline_exceeded", 1), ("handler_failed", 1), ("overloaded", None)):
         assert value(metrics, "pilotflame_failures_total", function="tone", error=error) == count
-    # A request that exceeded a quota never reached its route, which may not be an invocation's.
+    # A request that exceeded a quota never reached its route, which may not be a route of invocations.
     assert value(metrics, "pilotflame_invocations_total", function="tone", code="429", source="http") == 1
 
 

@@ -98,7 +98,7 @@ def test_each_named_fetch_has_its_own_metric() -> None:
     timeline = Timeline(1.0, sent_s=10.0, completed_s=15.0, wait_s=1.0, exec_s=3.0, activation=activation)
     timeline.mark_responded(16.0)
     found = parse_server_timing(timeline.server_timing())
-    # One that still runs, and one that began after the response, which is not told.
+    # "style-2" still runs. "late" began after the response, so it is left out.
     assert (found["fetch-base"], found["fetch-style-2"]) == (1500.0, found["total"])
     assert "fetch-late" not in found
     assert 'fetch-base;dur=1500.000;desc="beside fork 1500.000"' in timeline.server_timing()
@@ -121,9 +121,9 @@ def test_the_copy_of_a_start_stays_that_of_the_start() -> None:
     activation.mark_copied(Transfer(4.0, 12.0, "base"))
     assert copied() == [8000.0, 1000.0]
     activation.mark_context(Transfer(3.5, 4.0))
-    # Another snapshot tells of the same one.
+    # Another snapshot reports the same context.
     activation.mark_context(Transfer(3.6, 4.0))
     assert parse_server_timing(timeline.server_timing())["context"] == 500.0
-    # That of a worker that was parked and woken.
+    # The copy of a later wake-up of a parked worker.
     activation.mark_copied(Transfer(30.0, 31.0, "base"))
     assert copied() == [8000.0, 1000.0]

@@ -307,7 +307,8 @@ def test_a_group_over_the_cost_is_split_and_each_part_is_answered_when_it_ends(l
     assert {channel: timing.cost for channel, timing in written.timings().items()} == {
         1: 5.0, 2: 1.0, 3: 30.0, 4: 1.0, 5: 5.0,
     }  # fmt: skip
-    assert [head["call"] for head in written.windows()] == [5, 3]  # the gateway hears of each further call
+    # The gateway gets a window for each further call.
+    assert [head["call"] for head in written.windows()] == [5, 3]
 
 
 @both

@@ -1,4 +1,4 @@
-"""The folders of compiled code: which one a process uses, what is removed, and what is mended. Real locks and files."""
+"""The folders of compiled code: which one a process uses, and which are removed or repaired. Real locks and files."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_another_key_starts_empty_and_the_last_one_stays(root: Path) -> None:
         os.utime(folders[-1], (number, number))
     assert len(set(folders)) == 3
     assert set(root.iterdir()) == set(folders[1:])
-    # The one that was used last, not the one that was made last.
+    # The folder that was used last, not the folder that was made last.
     assert used(root, "b") == folders[1]
     os.utime(folders[2], (1, 1))
     last = used(root, "d")

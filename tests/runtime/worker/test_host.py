@@ -242,6 +242,6 @@ async def handler(event, context):
         asked = [tasks.create_task(function.error(n)) for n in range(3)]
         arrived = [await gate.next() for _ in range(3)]
         arrived[0].go()
-    # None of them may run again: they had started, although `concurrency` in the settings is smaller.
+    # No call may run again: all had started, although `concurrency` in the settings is smaller.
     assert [task.result()["type"] for task in asked] == ["worker_died"] * 3
     assert len(gate.arrived) == 3

@@ -107,7 +107,7 @@ def test_calls_that_arrive_while_it_parks_are_answered_in_order(worker: Process,
 def test_what_it_is_told_last_holds(worker: Process, right: Any) -> None:
     for number, kind in enumerate((FrameKind.PARK, FrameKind.UNPARK, FrameKind.PARK, FrameKind.PARK)):
         worker.send(kind, number)
-    # Some parks are never answered, because what follows them is there already, but the last one is.
+    # Some parks are never answered, because the next frame is there already, but the last one is.
     while worker.expect(FrameKind.PARKED).channel != 3:
         pass
     worker.invoke(1, ONES)

@@ -220,7 +220,7 @@ async def test_bytes_are_answered_with_their_type(rig: MakeRig, kind: Any) -> No
 
 @both
 async def test_what_finished_is_sent_before_the_next_one_starts(rig: MakeRig, kind: Any) -> None:
-    """If this worker dies, the gateway knows that its oldest invocations are those that had started."""
+    """If this worker dies, the gateway knows that the oldest open invocations had started."""
     seen: list[list[int]] = []
     ran = asyncio.Event()
 

@@ -1,4 +1,4 @@
-"""The zygote and its forks: what they share, what they do not, and which deaths end which processes."""
+"""The zygote and its forks: shared and separate state, and which processes end after which deaths."""
 
 from __future__ import annotations
 

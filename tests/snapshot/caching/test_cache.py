@@ -556,7 +556,7 @@ def test_a_tmpfs_that_fills_up_meanwhile_is_continued_on_the_disk(
         verify(lease.root, manifest)
         late = Mapping(lease.root, manifest, keep=lease.hold)
         assert bytes(late.flats[0].numpy()) == whole
-    # What had landed in the tmpfs was copied. Only the chunks that were being received are fetched again.
+    # Chunks in the tmpfs were copied. Only the chunks that were being received are fetched again.
     assert stopping.given_bytes < manifest.total_bytes + 4 * CHUNK_BYTES
     with Cache(tiers).open(manifest, FolderSource(tmp_path / "nowhere")) as lease:
         assert lease.root.is_relative_to(tmp_path / "slow")
@@ -644,7 +644,7 @@ def test_a_source_that_raises_fails_those_who_wait_with_its_error(
         for wait in (lambda: mapping.wait(0, 0, 1), lambda: lease.wait(LIMIT_S)):
             with pytest.raises(SourceError, match="ZeroDivisionError"):
                 wait()
-    # What failed holds up no other fetch.
+    # The failed fetch does not block another fetch.
     with Cache([tier(tmp_path)]).open(manifest, FolderSource(source)) as lease:
         lease.wait(LIMIT_S)
         check(lease.root, source)

@@ -1,4 +1,4 @@
-"""Parts in the cache: only their chunks are asked for, kept and counted, and no bytes of others are ever in between."""
+"""Parts in the cache: only their chunks are requested, kept and counted, and no other bytes are ever in between."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def fetched(tiers: list[Tier], manifest: Manifest, source: Path, realm: str = ""
 
 
 def check(lease: Lease, source: Path) -> None:
-    """The chunks of the part are the source's, and the bytes between them are zeros."""
+    """The chunks of the part equal the source, and the bytes between them are zeros."""
     for index, shard in enumerate(lease.manifest.shards):
         wanted = bytearray(shard.size_bytes)
         whole = (source / shard.name).read_bytes()
@@ -84,14 +84,14 @@ def test_a_module_gets_its_slice_of_what_was_fetched(tmp_path: Path) -> None:
             {"up": nn.Linear(256, 128, bias=False), "down": nn.Linear(512, 128, bias=False)}
         )
         mapping = mapped(lease)
-        # The slices are those of the part, if no others are given.
+        # Without other slices, the part's slices apply.
         restore(make_plan(module, lease.manifest), mapping)
         lease.wait(LIMIT_S)
         library = load_file(source / "model.safetensors")
         assert torch.equal(module.up.weight, library["up.weight"][128:256])
         assert torch.equal(module.down.weight, library["down.weight"][128:])
         assert counted.given_bytes == lease.manifest.needed_bytes < whole.total_bytes * 3 // 5
-        # What was not fetched is refused, and is not read as zeros.
+        # Tensors that were not fetched are refused, and are not read as zeros.
         for wrong in ({}, {"up.*": (0, 0, 4)}):
             with pytest.raises(SnapshotMismatch, match=r"up.weight' is outside of the part"):
                 views(mapping, ["up.weight"], wrong)

@@ -188,7 +188,7 @@ def test_a_socket_left_by_one_that_was_killed_is_replaced(
 
 
 def test_only_so_many_may_follow(folder: int, manifest: Manifest) -> None:
-    """A container's handler could take all descriptors of the process that fetches for everybody."""
+    """A container's handler could take all descriptors of the process that fetches for all functions."""
     arrival = Arrival(manifest)
     feed = Feed(folder, arrival)
     hearing = Hearing(folder, manifest)

@@ -185,7 +185,7 @@ def test_a_nodes_cache_sweeps_when_it_starts(tmp_path: Path, monkeypatch: pytest
     for root in left:
         assert prepare(root, MIB)
     cache = node_cache(tmp_path / "cache")
-    # By its name, the other is not this program's.
+    # By its name, the other folder does not belong to this program.
     assert [root.exists() for root in left] == [not cache.tiers[0].root.is_mount(), True]
     for root in left:
         give_back(root)

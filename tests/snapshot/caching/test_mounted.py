@@ -133,7 +133,7 @@ def test_an_eviction_passes_over_folders_without_files(
     assert all(path.is_dir() for path in kept.paths)
 
 
-# -- spares: the bytes of another snapshot, which may be another tenant's
+# -- spares: files with the bytes of another snapshot, possibly of another tenant
 
 
 @pytest.fixture
@@ -175,7 +175,7 @@ def test_a_folder_that_is_fetched_over_anothers_bytes_is_kept_after_the_fetch(
         kept = keeping.result(LIMIT_S)
         check(kept.paths[0] / "files", folder)
     kept.close()
-    # It is complete, and nobody waits.
+    # The snapshot is complete, so this does not wait.
     KeptFolders(full, manifest.digest).close()
     assert full[0].has(manifest.digest)
 

@@ -43,7 +43,7 @@ def changed_bytes(before: Manifest, after: Manifest) -> int:
 
 
 class Revisions:
-    """Two revisions, of which the first is in the tiers, fetched in REALM."""
+    """Two revisions. The first one is in the tiers, fetched in REALM."""
 
     def __init__(self, folder: Path, tiers: list[Tier]) -> None:
         self.first = make(folder / "first").with_realm(REALM)
@@ -134,11 +134,11 @@ def test_the_copy_on_the_disk_is_of_the_same_realm(shm: Path, tmp_path: Path) ->
 
 
 def test_a_realm_does_not_use_what_another_one_has_fetched(tmp_path: Path, revisions: Revisions) -> None:
-    """Whoever may write to one place cannot choose the bytes that the functions of another place get."""
+    """Write access to one place must not decide the bytes that the functions of another place get."""
     tier, other = revisions.tiers[0], revisions.first.with_realm(OTHER)
     weights = tier.folder(revisions.first.digest) / "files" / "model.safetensors"
     with weights.open("r+b") as stream:
-        # As bytes with the same digests would be, it is found by none of the checks.
+        # Simulates bytes with the same digests, which no check would find.
         stream.seek(CHUNK_BYTES)
         stream.write(b"poison")
     assert revisions.fetch_first(OTHER) == revisions.first.total_bytes
@@ -190,7 +190,7 @@ def test_memory_that_becomes_full_while_copying_hands_over_to_the_disk(shm: Path
         revisions = Revisions(tmp_path, [slow])
         full = Overcommitted(small / "tier", ROOMY, "tmpfs")
         revisions.tiers = [full, slow]
-        # What had just been received when the memory was full is received again.
+        # Chunks that had just been received when the memory was full are received again.
         assert revisions.fetch_second() <= 2 * revisions.changed_bytes
         assert slow.ready(revisions.second.digest, revisions.second) is not None
     finally:

@@ -1,4 +1,4 @@
-"""A tier: what fits, what goes to make it fit, what never goes, and what a crash may leave."""
+"""A tier: its room, evictions that make room, snapshots that are never evicted, and the leftovers of a crash."""
 
 from __future__ import annotations
 
@@ -358,7 +358,7 @@ def test_who_reads_without_waiting_sees_zeros_and_never_the_spares_old_bytes(
             assert bytes(mapping.flats[0].numpy()) == new
         assert [mapping.flats[0].data_ptr() for mapping in (early, late)] == addresses
         first.wait(LIMIT_S)
-    # The mapping alone keeps the bytes, and what is written to it stays in it.
+    # The mapping alone keeps the bytes, and writes to it stay in it.
     del first, second, lease
     early.flats[0][:5] = 7
     assert bytes(early.flats[0].numpy()) == b"\7" * 5 + new[5:]
@@ -377,7 +377,7 @@ def mapped_at(address: int, size_bytes: int) -> tuple[int, int] | None:
 def test_a_mapping_that_is_gone_is_not_shown_anything(
     shm: Path, sources: list[tuple[Path, Manifest]]
 ) -> None:
-    """Its addresses may be those of other memory by then."""
+    """Other memory may have its addresses by then."""
     tier = Tier(shm / "tier", MIB + (64 << 10), "tmpfs")
     stopping = Stopping(sources[0][0], stop_at=CHUNK_BYTES)
     with Cache([tier]).open(sources[0][1], stopping) as lease:

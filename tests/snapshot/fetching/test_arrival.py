@@ -1,4 +1,4 @@
-"""What has landed, and who waits for it: the cost of waiting, and what an error does."""
+"""Chunks that have landed, and the threads that wait for them: the cost of a wait, and the effect of an error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CHUNK_BYTES = 4096
 
 
 class Watched(Arrival):
-    """Counts the chunks that waits look at, and tells of each look."""
+    """Counts the chunks that waits look at, and signals each look."""
 
     looked_at = 0
 
@@ -33,7 +33,7 @@ def test_waiting_for_many_chunks_looks_at_each_of_them_once() -> None:
     arrival = Watched(Manifest.build(chunk_bytes=CHUNK_BYTES, shards=(shard,), tensors=()))
     waiter = threading.Thread(target=arrival.wait, args=(0, CHUNKS - 1, 60.0))
     waiter.start()
-    # One look before it waits, and one as it begins to.
+    # A look before the wait, and a look at its beginning.
     for _ in range(2):
         assert arrival.looks.acquire(timeout=30)
     for chunk in range(CHUNKS - 1):

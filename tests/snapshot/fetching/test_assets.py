@@ -100,7 +100,7 @@ def test_an_asset_torn_by_a_crash_or_lost_is_brought_again(
 
 
 class SlowAssets(FolderSource):
-    """Gives assets only after `go`. Tells when the shards are asked for."""
+    """Gives assets only after `go`. A request for a shard sets `shards_asked`."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -131,7 +131,7 @@ def test_shards_are_fetched_beside_the_assets_and_published_only_with_them(
         opening = opener.submit(Cache([tier]).open, manifest, slow)
         try:
             assert slow.shards_asked.wait(LIMIT_S)
-            # A second lease follows the first one and hears of all chunks.
+            # A second lease follows the first one and receives the arrival of all chunks.
             following = Cache([tier])._pull(manifest.digest, manifest, FolderSource(source), Related())
             following.start(lambda: None)
             following.arrival.wait(0, following.arrival.count - 1, LIMIT_S)

@@ -1,4 +1,4 @@
-"""Copying chunks that are presumed elsewhere: those that are right are kept, and a wrong presumption ends it."""
+"""Copying chunks that are presumed elsewhere: right chunks are kept, and a wrong chunk ends the copying."""
 
 from __future__ import annotations
 

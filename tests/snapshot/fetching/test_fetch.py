@@ -41,7 +41,7 @@ Fault = Callable[["Ask"], None]
 
 @dataclass
 class Ask:
-    """One range that was asked for; a fault may change what comes of it."""
+    """One request for a range; a fault may change its result."""
 
     number: int
     name: str
@@ -267,7 +267,7 @@ def test_silent_connections_are_given_up_and_their_ranges_fetched_by_others(tmp_
 
     stats = fetched(tmp_path, FaultySource(objects, fault), manifest, connections=4, part_bytes=4 * CHUNK)
     assert stats.stalls == 2
-    # What had come before the silence is kept: nothing is received twice.
+    # Bytes that came before the silence are kept: nothing is received twice.
     assert stats.received_bytes == manifest.total_bytes
 
 
@@ -357,7 +357,7 @@ def test_an_object_that_changes_under_us_is_found(tmp_path: Path, info: ObjectIn
 
 @pytest.mark.parametrize("info", [ObjectInfo(10 * CHUNK, "v2"), ObjectInfo(10 * CHUNK - 1, "v1")])
 def test_one_odd_answer_on_a_used_connection_is_no_change(tmp_path: Path, info: ObjectInfo) -> None:
-    """It may be the second answer to an earlier request: a new connection is asked."""
+    """It may be the second answer to an earlier request, so a new connection repeats the request."""
     objects, manifest = snapshot_of(10 * CHUNK)
 
     def fault(ask: Ask) -> None:

@@ -107,7 +107,7 @@ class RangesMachine(RuleBasedStateMachine):
         assert all(all(shard) for shard in seen)
 
     def teardown(self) -> None:
-        """Whatever happened, it can be brought to an end."""
+        """After any sequence of steps, the fetch can be brought to its end."""
         if not hasattr(self, "ranges"):
             return
         while not self.ranges.idle:

@@ -63,7 +63,7 @@ def cache(tmp_path: Path) -> Cache:
 
 
 def brought(lease: Lease, weights: Path) -> FetchStats:
-    """Wait for the lease; every byte must be there, and the manifest must be that of the files."""
+    """Wait for the lease; every byte must be there, and the manifest must describe the files."""
     lease.wait(LIMIT_S)
     for name in (*SHARDS, "config.json", "1_Pooling/config.json"):
         assert (lease.root / name).read_bytes() == (weights / name).read_bytes()
@@ -173,7 +173,7 @@ def test_a_fetch_that_was_broken_off_goes_on_and_believes_bytes_not_notes(
         files = lease.root
     assert landed == [True] * len(chunks[0]) + [False]
     assert not (files / MANIFEST_NAME).exists()
-    # What a crash may leave: a chunk that is not what was noted of it, and half a note.
+    # Possible leftovers of a crash: a chunk that differs from its noted digest, and half a note.
     with (files / SHARDS[0]).open("r+b") as stream:
         stream.seek(DEFAULT_CHUNK_BYTES + 77)
         stream.write(b"torn")
@@ -236,7 +236,7 @@ def test_a_pull_into_a_folder_leaves_an_ordinary_snapshot(
 
 
 def test_the_same_url_at_another_server_is_another_snapshot(cache: Cache, tmp_path: Path) -> None:
-    """A function may name the endpoint. Its weights must not pass for those of others in the node's cache."""
+    """A function may name the endpoint. Its weights must not pass for other functions' weights in the node's cache."""
     commit = "5" * 40
     # Everything that the headers, the sizes and the ETags tell is the same.
     files = [save({"a": torch.full((100_000,), value)}) for value in (1.0, 2.0)]

@@ -1,4 +1,4 @@
-"""Parts: the chunks of a part are those with bytes of its tensors or slices, and no others."""
+"""Parts: a part has exactly the chunks with bytes of its tensors or slices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The line for a snapshot: nobody waits in a circle, one asks the bucket, and chunks are spread evenly."""
+"""The fetch order for a snapshot: no circular waits, one node asks the bucket, and chunks are spread evenly."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Cluster:
     def __init__(self, lost: set[tuple[str, str]]) -> None:
         self.standings = {node: LineAnswer(node) for node in NODES}
         self.behind: dict[str, set[str]] = {}
-        """Of each node that has joined, those that it takes chunks from."""
+        """For each node that has joined, the nodes that it takes chunks from."""
         self._lost = lost
 
     def joining(self, node: str) -> Generator[str | None]:
-        """Join, with a yield before each message: of the node that must have chosen, or None."""
+        """Join. Yield before each message: the node that must have chosen first, or None."""
         self.standings[node] = LineAnswer(node, choosing=True)
         found: dict[str, LineAnswer] = {}
         for other in self._reached(node, NODES):
@@ -47,7 +47,7 @@ class Cluster:
         return [other for other in others if other != node and (node, other) not in self._lost]
 
     def run(self, data: st.DataObject, begun_late: set[str]) -> None:
-        """Run all in any order; those in `begun_late` only once the others have ended."""
+        """Run all nodes in any order; nodes in `begun_late` start once the others have ended."""
         waiting = {node: (self.joining(node), None) for node in NODES if node not in begun_late}
         late = {node: (self.joining(node), None) for node in NODES if node in begun_late}
         while waiting or late:

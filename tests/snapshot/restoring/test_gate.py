@@ -104,7 +104,7 @@ def test_each_operation_waits_for_its_own_bytes_and_no_others(save: Save) -> Non
         names = {tensor.name: tensor for tensor in found.mapping.manifest.tensors}
         unused = names["unused.weight"]
         middle = (unused.offset_bytes + unused.size_bytes // 2) // CHUNK_BYTES
-        # No operation needed it, so none waited for it.
+        # No operation needed the tensor, so no wait requested its chunks.
         assert not found.arrival.landed(middle)
         # The first thing waited for was two rows of the table, not the table.
         table = names["table.weight"]
@@ -120,7 +120,7 @@ def test_each_operation_waits_for_its_own_bytes_and_no_others(save: Save) -> Non
 def test_a_gate_of_several_snapshots_waits_for_what_is_read_of_each(
     tmp_path: Path, order: tuple[int, int]
 ) -> None:
-    """Also for rows whose indices are in another snapshot, which must land before they say what to wait for."""
+    """Also for rows with indices in another snapshot. The indices must land before the rows to wait for are known."""
     indices, table, unused = torch.tensor([7, 200]), torch.randn(256, 64), torch.randn(64, 64)
     both = []
     for name, tensors in (("base", {"indices": indices, "unused": unused}), ("style", {"table": table})):

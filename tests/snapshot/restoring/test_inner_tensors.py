@@ -54,7 +54,7 @@ class Quantised(torch.Tensor):
         if func is torch.ops.aten.detach.default:
             return Quantised(args[0].numbers, args[0].scale, args[0].zero)
         plain = [one.values() if isinstance(one, Quantised) else one for one in args]
-        # As some of these classes do it: nothing sees what is called within.
+        # Some of these classes do it like this: the dispatch does not see the calls within.
         with torch._C._DisableTorchDispatch():
             return func(*plain, **(kwargs or {}))
 
@@ -190,7 +190,7 @@ def test_an_operation_waits_for_what_its_weight_is_made_of(save: Save, older: bo
     mapping = Mapping(root, manifest, arrival=arrival)
     model = nn.Sequential(quantised_linear("meta", 40, 600))
     restore(make_plan(model, manifest), mapping)
-    # The bytes are shown when they land, which they do when somebody waits for them.
+    # The bytes are shown when they land, and they land when a thread waits for them.
     arrival.on_demand(lambda first, last: [arrival.land(chunk) for chunk in range(first, last + 1)] and None)
     given = torch.rand(2, 600)
     with Gate(Unlanded(mapping, arrival)):

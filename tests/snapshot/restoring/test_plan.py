@@ -513,7 +513,7 @@ def test_a_tensor_that_two_snapshots_have_is_refused_unless_one_gives_way(
     error = misfits(adapted(), supplies)
     assert "1 tensor is in several of them (1.bias in base and style)" in error.message
     assert r'ignore={"base": [r"^1\."]}' in error.remedy
-    # One that does not have the tensor cannot give way. The pattern is of the name in the snapshot.
+    # A snapshot without the tensor cannot give way. The pattern applies to the name in the snapshot.
     _, other = save_in("another", {"x.y": torch.ones(1)})
     more = {"another": Supply(other, ignore=["^x"]), "tune": supplies["style"], "style": supplies["style"]}
     error = misfits(adapted(), more)

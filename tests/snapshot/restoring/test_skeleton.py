@@ -72,7 +72,7 @@ def test_initialising_meta_does_nothing_and_real_as_ever(init: str) -> None:
 
 @pytest.mark.parametrize("std", [0.5, 1.0, 5.0])
 def test_truncated_normals_of_real_tensors_are_drawn(std: float) -> None:
-    # It draws again whatever falls outside, in scratch tensors of its own.
+    # `trunc_normal_` draws values outside the bounds again, in scratch tensors of its own.
     with skeleton():
         position = nn.Parameter(torch.zeros(1000))
         nn.init.trunc_normal_(position, std=std, a=-1, b=1)

@@ -1,4 +1,4 @@
-"""Fixtures of the tests of clouds: none of this machine's settings counts."""
+"""Fixtures of the tests of clouds: the tests ignore this machine's settings."""
 
 from __future__ import annotations
 
@@ -17,5 +17,5 @@ def bare_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.delenv(name)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "no hub here"))
     monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path / "no gcloud here"))
-    # The address of a machine's own service account, which nobody answers here.
+    # Skip the address of a machine's own service account: no server answers here.
     monkeypatch.setenv("NO_GCE_CHECK", "true")

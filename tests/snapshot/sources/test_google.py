@@ -70,7 +70,7 @@ def store(emulator: str, name: str, data: bytes) -> None:
 
 
 class Google(BaseHTTPRequestHandler):
-    """Objects for whom has the current token, and tokens for whom signs with a service account's key."""
+    """Serves objects to requests with the current token, and issues tokens for the grant of a service account."""
 
     protocol_version = "HTTP/1.1"
 

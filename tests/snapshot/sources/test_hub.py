@@ -140,7 +140,7 @@ def test_a_new_commit_fetches_only_the_shards_that_changed(hub: HubServer, tmp_p
     cache, realm = Cache([Tier(tmp_path / "tier", 64 << 20)]), realm_of("hf://org/shards")
 
     def fetch() -> tuple[int, list[str]]:
-        """Return how many bytes were fetched, and the objects that the network was asked for."""
+        """Return the number of fetched bytes, and the objects that were requested over the network."""
         source = open_source("hf://org/shards")
         manifest = find_manifest(source)
         before = len(hub.asked)

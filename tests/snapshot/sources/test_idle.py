@@ -1,4 +1,4 @@
-"""Connections that are kept: used again by whoever has the same source, and by nobody else; never stale, never many."""
+"""Connections that are kept: used again for the same source, and for no other; never stale, never many."""
 
 from __future__ import annotations
 

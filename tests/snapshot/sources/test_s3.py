@@ -377,7 +377,7 @@ def test_the_secrets_of_a_function_count_alone(
     store: Any, moto: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     store.put_object(Bucket="weights", Key="f", Body=DATA)
-    # What this process has would fail, and must not be mixed with the function's own.
+    # The settings of this process would fail, and must not be mixed with the function's own.
     monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:1")
     monkeypatch.setenv("AWS_PROFILE", "gone")
     monkeypatch.setenv("AWS_SESSION_TOKEN", "the-gateways-token")

@@ -1,4 +1,4 @@
-"""Next to no work: what the path costs is all there is. The same as in litserve_server.py."""
+"""Next to no work: only the cost of the path remains. The same as in litserve_server.py."""
 
 from typing import Any
 

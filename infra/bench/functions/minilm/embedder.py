@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer
 
 
 class Embedder:
-    """A tokenizer and its model; without `weights` the model has none yet."""
+    """A tokenizer and its model. Without `weights`, the model's weights are not loaded."""
 
     def __init__(self, folder: str | Path, *, weights: bool = True, threads: int | None = None) -> None:
         if threads is not None:

@@ -16,6 +16,6 @@ def seconds(size: int) -> float:
 
 
 def answer(events: list[Any]) -> list[Any]:
-    """`{"value": x}` in, x out, after the time that so many take."""
+    """Return x for each `{"value": x}`, after the time of a batch of this size."""
     time.sleep(seconds(len(events)))
     return [event["value"] for event in events]

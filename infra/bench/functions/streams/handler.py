@@ -1,4 +1,4 @@
-"""A stream of so many pieces of so many bytes, as fast as it is taken."""
+"""A stream of `pieces` pieces with `bytes` bytes each, as fast as the caller reads it."""
 
 from collections.abc import Iterator
 from typing import Any

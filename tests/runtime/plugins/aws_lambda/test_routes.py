@@ -599,7 +599,7 @@ async def test_refusals_do_not_tell_which_keys_exist(keyed: Gateway):
 
 async def test_the_quota_counts_before_the_body_is_read(keyed: Gateway):
     key = await signing_key(keyed, concurrency=5, rate_per_s=0.001, burst=1)
-    # What somebody else signs in the key's name does not use its quota.
+    # A request with a false signature in the key's name does not use the key's quota.
     assert (await answer_to(keyed, signed_head(keyed, key[0], "0" * 64, b"{}")))[0] == 401
     assert (await answer_to(keyed, signed_head(keyed, *key, length=50_000)))[0] == 408
     assert (await answer_to(keyed, signed_head(keyed, *key, body=b"{}")))[0] == 200
@@ -616,7 +616,7 @@ async def test_few_large_bodies_are_read_before_they_are_verified(monkeypatch: p
             statuses = [
                 one[0] for one in await asyncio.gather(*(answer_to(gateway, stuck) for _ in range(3)))
             ]
-    # The first body takes too long. Those behind it wait as long for their turn.
+    # The first body takes too long. The requests behind it wait just as long for their turn.
     assert set(statuses) == {408, 503}
 
 

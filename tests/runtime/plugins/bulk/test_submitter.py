@@ -156,7 +156,7 @@ async def test_one_slow_line_does_not_let_the_others_run_away(journal: Journal) 
     async with asyncio.timeout(30), asyncio.TaskGroup() as tasks:
         tasks.create_task(running)
         await full.wait()
-        # Whatever can run has run by then.
+        # Let every task run that can run.
         for _ in range(100):
             await asyncio.sleep(0)
         assert farthest == 4 * AHEAD

@@ -285,7 +285,7 @@ class Predictor(BasePredictor):
     assert await function.answer({"what": "nested"}) == {"x": [{"path": url}, "red"]}
     assert await function.answer({"what": "memory"}) == "data:application/octet-stream;base64,YQ=="
     assert await function.answer({"what": "keys"}) == {"1": 2}
-    # As in Cog, bytes in JSON are text. Those that are no text are a file.
+    # As in Cog, bytes in JSON are text. Bytes that are not valid text are a file.
     assert await function.answer({"what": "inner"}) == ["text", "data:application/octet-stream;base64,/w=="]
     raw = await function.call({"what": "bytes"})
     assert (raw.content, raw.headers["content-type"]) == (b"raw", "application/octet-stream")

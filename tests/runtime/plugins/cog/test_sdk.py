@@ -67,7 +67,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     def installed(version: str) -> Path:
         target = root / version
         if not target.exists():
-            # Without its dependencies: it pins old ones, and importing it needs none that tests lack.
+            # Without its dependencies: it pins old versions, and the tests have everything that its import needs.
             install = [
                 sys.executable,
                 "-m",

@@ -50,7 +50,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="session")
 def uv_image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """An image with uv, as Astral's. It is removed after the tests."""
+    """An image with uv, like the one from Astral. It is removed after the tests."""
     folder = tmp_path_factory.mktemp("uv")
     shutil.copy(uv.find_uv_bin(), folder / "uv")
     (folder / "Containerfile").write_text("FROM scratch\nCOPY uv /uv\n")

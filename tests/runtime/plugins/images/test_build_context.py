@@ -113,7 +113,7 @@ def test_named_weights_are_put_into_the_image_at_their_paths(function: Path, tmp
     written = tomllib.loads((having.folder / "function" / "pilotflame.toml").read_text())
     assert written["snapshots"] == {"base": "base", "style": "adapters/style"}
     assert len(write_context(function, tmp_path / "without").notices) == 2
-    # Some may be inside others, or the same.
+    # A folder of weights may lie inside another one, or be the same.
     more = {"snapshots.all": "adapters", "snapshots.same": "base"}
     having = write_context(function, tmp_path / "more", overrides=more, with_weights=True)
     weights = sorted(

@@ -195,7 +195,7 @@ def test_the_printed_context_builds_without_us_also_with_weights(builder: Builde
     try:
         podman("build", "-q", "-t", tag, *builder.options, str(tmp_path / "context"))
         assert inspected(tag)["Labels"]["pilotflame.function"] == "hello"
-        # The user of the image can read what the user who built it alone could.
+        # The image's user can read files that only the user who built the image could read.
         script = "print(open('/function/weights/model.safetensors').read(), open('/function/pilotflame.toml').read())"
         found = podman("run", "--rm", *LIMITS, tag, "python", "-c", script)
         assert found.startswith("w ")

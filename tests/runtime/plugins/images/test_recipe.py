@@ -17,7 +17,7 @@ WHEEL = "pilotflame-0.1.0-py3-none-any.whl"
 # What could end a line, a word or a quotation, or begin an instruction, a variable or a command.
 _HOSTILE = st.text(alphabet="abz09 .-+:=/@\n\r\\\"'`$(){}#&;|<>\x00\u2028\x85é", max_size=30)
 
-# Most of what is accepted begins with a letter.
+# Most accepted values begin with a letter.
 HOSTILE = _HOSTILE | _HOSTILE.map("a".__add__)
 
 

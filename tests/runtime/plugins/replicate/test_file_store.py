@@ -89,7 +89,7 @@ def test_uploads_at_the_same_time_share_what_is_left(
     running = store.begin("me", "y", 5)
     with pytest.raises(InputTooLarge, match="no room"):
         store.begin("me", "z", 5)
-    # What others have stored is neither counted nor told.
+    # Files of other owners do not count, and the error does not mention them.
     assert put(store, "you", b"1234567890")
     store.discard(running)
     assert put(store, "me", b"12345")

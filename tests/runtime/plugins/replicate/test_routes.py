@@ -254,7 +254,7 @@ async def test_only_urls_of_this_gateway_are_its_files(
     body["input"]["image"] = f"http://models.example/v1/files/{file_id}/download"
     found = await call("POST", "/replicate/v1/predictions", body, Prefer="wait", Host="models.example")
     assert found.json()["output"] == "acontent.txt", found.text
-    # A file of another host is downloaded from there, here in vain.
+    # A file of another host is downloaded from there. Here, no server listens.
     body["input"]["image"] = f"http://127.0.0.1:1/v1/files/{file_id}"
     found = await call("POST", "/replicate/v1/predictions", body, Prefer="wait")
     assert (found.json()["status"], "cannot be fetched" in found.json()["error"]) == ("failed", True)

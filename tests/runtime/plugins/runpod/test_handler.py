@@ -179,7 +179,7 @@ def test_what_a_job_is(made: Callable[..., Any]) -> None:
     assert show({"input": 0, "webhook": "w"}) == {"id": "i1", "input": 0, "webhook": "w"}
     assert show([1]) == {"id": "i1", "input": [1]}
     assert show(None) == {"id": "i1", "input": None}
-    # The gateway removed the envelope, so this is the input, whatever its keys are.
+    # The gateway removed the envelope, so this is the input, even with the key "input".
     assert show({"input": 5}, bare=True) == {"id": "i1", "input": {"input": 5}}
     assert show({"input": 5}, about={"id": "job-7", "webhook": "w"}) == {
         "id": "job-7",

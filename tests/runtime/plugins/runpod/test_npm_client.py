@@ -47,7 +47,7 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 async def said(script: Path, gateway: Gateway, function: str, *calls: list[Any]) -> list[Any]:
-    """Return what the client's methods return."""
+    """Return the results of the calls of the client's methods."""
     process = await asyncio.create_subprocess_exec(
         "node", str(script), f"{gateway.url}/v2", function, json.dumps(calls),
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,

@@ -324,7 +324,7 @@ async def test_a_stream_is_polled_piece_by_piece(deploy, source: str):
 async def test_a_stream_of_events_is_replayed(deploy):
     queue = Queue(await deploy(STREAMS))
     job = await queue.run(3)
-    # When the status changes, and whether anybody sees it, depends on when the stream begins.
+    # The beginning of the stream decides whether it contains a change of the status.
     told = [name for name, _, _ in await events(queue, job) if name != "status"]
     assert told == ["output", "output", "output", "completed"]
     assert [number for name, number, _ in await events(queue, job, "2") if name == "output"] == ["3"]

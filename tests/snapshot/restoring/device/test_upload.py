@@ -83,7 +83,7 @@ class Source:
 
 @pytest.fixture(autouse=True)
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that small weights are many pieces."""
+    """Make small weights have many pieces."""
     monkeypatch.setattr(buffers, "MOST_THREADS", 3)
     monkeypatch.setattr(slab.SlabLayout.__init__, "__defaults__", (5000,))
 
@@ -159,7 +159,7 @@ def run_a_random_plan(
     names = [tensor.name for tensor in manifest.tensors]
     touch = tuple(draw.sample(names, draw.randrange(len(names))))
     source = Source(root, tmp_path / "arriving", manifest.model_copy(update={"first_touch": touch}))
-    # What has the weights from the start, with the same conversion.
+    # A reference that has the weights from the start, with the same conversion.
     whole = (kept.bfloat16() if half else kept).requires_grad_(False)
     net = skeleton(layers, width, torch.bfloat16 if half else torch.float32)
     if wrapped:
@@ -203,7 +203,7 @@ def test_an_operation_waits_for_the_copies_of_its_own_tensors_and_asks_for_their
     assert not uploaded.complete
     for thread in threads:
         thread.join(WAIT_S)
-    # So that its threads end.
+    # Lets its threads end.
     found.land_in(list(range(found.arrival.count))).join(WAIT_S)
     uploaded.wait(WAIT_S)
 
@@ -311,7 +311,7 @@ def test_the_arrival_keeps_no_upload_when_all_has_landed(source: tuple[Net, Sour
         )
         if not found.arrival.complete:
             found.land_in(list(range(found.arrival.count))).join(WAIT_S)
-        # An error that comes after the last landing is nobody's.
+        # An error that comes after the last landing does not concern the upload.
         found.arrival.fail(FetchFailed("The bucket burnt down."))
         uploaded.wait(WAIT_S)
         assert uploaded.end(WAIT_S)
