@@ -354,8 +354,13 @@ class Live:
     def desired(self) -> DesiredWorkers:
         """Return how many workers there should be now, and why."""
         row, limit = self.workers.desired(), self.workers.reached
-        limits = [f"{limit.name} ({limit.most}) allows no more"] if limit is not None else []
-        return DesiredWorkers(awake=row.awake, held=row.held, because=[*row.reasons(), *limits])
+        replicas = self.workers.replicas
+        missing = row.awake - len(replicas.ready) - replicas.starting
+        limits = (
+            [f"{limit.name} ({limit.most}) refuses {missing}"] if limit is not None and missing > 0 else []
+        )
+        because = [*row.reasons(time.monotonic()), *limits]
+        return DesiredWorkers(awake=row.awake, held=row.held, because=because)
 
     def schedules(self, now: datetime) -> list[ScheduleStatus]:
         """Return the function's schedules, and when each of them fires next."""

@@ -47,6 +47,10 @@ class Proposal(NamedTuple):
     until_s: float = math.inf
     """When the proposal changes although no event occurs."""
 
+    def left(self, now_s: float) -> str:
+        """Return in words how long it lasts. The load is only looked at again then, and may last longer."""
+        return "" if self.rank is Rank.LOAD else _for_s(self.until_s - now_s)
+
 
 class Cap(NamedTuple):
     """A bound on the proposals of some ranks."""
@@ -79,6 +83,12 @@ class Row(NamedTuple):
     """The number of workers that no proposal can exceed."""
     capped: str = ""
     """The cause of the cap that cuts most of what a proposal wants; "" without such a cap."""
+    refused: int = 0
+    """How many of the wanted workers that cap refuses."""
+    refused_until_s: float = math.inf
+    """When that cap ends although no event occurs."""
+    parks: str = ""
+    """The cause of the cap that lets workers park; "" without such a cap."""
 
     @property
     def wants(self) -> dict[Rank, int]:
@@ -110,14 +120,16 @@ class Row(NamedTuple):
         idle = len(seen.idle_since_s) - stopping
         return max(0, min(seen.awake - stopping - self.awake, idle))
 
-    def reasons(self) -> Iterator[str]:
-        """Yield in words why there should be this number of workers."""
+    def reasons(self, now_s: float) -> Iterator[str]:
+        """Yield in words why there should be this number of workers, and for how long where the time is known."""
         for proposal in self.wanted:
-            yield f"{proposal.cause} wants {proposal.want}"
+            yield f"{proposal.cause} wants {proposal.want}{proposal.left(now_s)}"
         for proposal in self.kept:
-            yield f"{proposal.cause} lets {proposal.keep} stay"
+            yield f"{proposal.cause} lets {proposal.keep} stay{proposal.left(now_s)}"
         if self.capped:
-            yield f"{self.capped} allows no more"
+            yield f"{self.capped} refuses {self.refused}{_for_s(self.refused_until_s - now_s)}"
+        if self.parks:
+            yield f"{self.parks} lets them park"
 
     def causes(self, seen: Seen, start: int) -> Iterator[tuple[Proposal, int]]:
         """Yield why the next `start` workers start: the proposal of the highest rank that wants each, and how many."""
@@ -128,6 +140,10 @@ class Row(NamedTuple):
                 number += count
 
 
+def _for_s(seconds: float) -> str:
+    return f" for {seconds:.0f} s" if 0 < seconds < math.inf else ""
+
+
 class _Bound(NamedTuple):
     """What the caps leave of one proposal."""
 
@@ -136,19 +152,22 @@ class _Bound(NamedTuple):
     starts: float
     until_s: float
     """When a cap ends that cuts what the proposal wants."""
-    cut: tuple[float, str]
-    """By how many workers, and the cause of the cap that cuts most."""
+    cut: tuple[float, str, float]
+    """By how many workers, the cause of the cap that cuts most, and when that cap ends."""
+
+
+NO_CUT = (0.0, "", math.inf)
 
 
 def _bound(proposal: Proposal, caps: Iterable[Cap], there: int) -> _Bound:
     held = awake = starts = until_s = math.inf
-    cut = (0.0, "")
+    cut = NO_CUT
     for cap in caps:
         if proposal.rank in cap.on:
             held, awake, starts = min(held, cap.held), min(awake, cap.awake), min(starts, cap.starts)
             missing = proposal.want - min(cap.held, there + cap.starts)
             if missing > 0:
-                until_s, cut = min(until_s, cap.until_s), max(cut, (missing, cap.cause))
+                until_s, cut = min(until_s, cap.until_s), max(cut, (missing, cap.cause, cap.until_s))
     return _Bound(held, awake, starts, until_s, cut)
 
 
@@ -156,7 +175,7 @@ def combine(proposals: Iterable[Proposal], caps: Iterable[Cap], seen: Seen) -> R
     """Return the row: the largest numbers of the proposals, after the caps on their ranks."""
     bounds, wanted, kept = tuple(caps), list[Proposal](), list[Proposal]()
     want = keep = keep_awake = 0
-    cut, there, present, lasting_until_s = (0.0, ""), seen.awake, seen.held, math.inf
+    cut, there, present, lasting_until_s = NO_CUT, seen.awake, seen.held, math.inf
     again_s = min([cap.until_s for cap in bounds if cap.awake < math.inf], default=math.inf)
     for proposal in proposals:
         held, awake, starts, until_s, lost = _bound(proposal, bounds, there)
@@ -176,8 +195,10 @@ def combine(proposals: Iterable[Proposal], caps: Iterable[Cap], seen: Seen) -> R
     if target > want:
         # The end of a proposal that only keeps workers may change the row.
         again_s = min(again_s, lasting_until_s)
+    stay_awake = min(max(there, want), max(want, keep_awake), max(want, target))
+    parking = min(((cap.awake, cap.cause) for cap in bounds), default=(math.inf, ""))
     return Row(
-        awake=min(max(there, want), max(want, keep_awake), max(want, target)),
+        awake=stay_awake,
         held=target,
         wanted=_strongest_first(wanted),
         kept=_strongest_first(kept),
@@ -186,6 +207,9 @@ def combine(proposals: Iterable[Proposal], caps: Iterable[Cap], seen: Seen) -> R
             min([cap.held for cap in bounds if cap.on == EVERY and cap.held < math.inf], default=sys.maxsize)
         ),
         capped=cut[1],
+        refused=int(cut[0]),
+        refused_until_s=cut[2],
+        parks=parking[1] if stay_awake < target and parking[0] < math.inf else "",
     )
 
 

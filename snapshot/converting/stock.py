@@ -1,5 +1,6 @@
-"""Plans how to store an object if the store already has some of its chunks: which bytes the store copies from other
-objects, and which bytes are sent.
+"""Plans how to store an object if the store already has some of its chunks.
+
+The plan says which bytes the store copies from other objects, and which bytes are sent.
 """
 
 from __future__ import annotations

@@ -98,4 +98,20 @@ def test_what_stays_beyond_the_wanted_is_looked_at_when_it_ends() -> None:
 def test_a_row_says_why() -> None:
     proposals = [Proposal(Rank.LOAD, "load", 3), Proposal(Rank.KEEP, "window", keep=9)]
     row = combine(proposals, [Cap("max", EVERY, held=2)], Seen(3, 0, starting=0, ready=1))
-    assert list(row.reasons()) == ["load wants 2", "window lets 2 stay", "max allows no more"]
+    assert list(row.reasons(0.0)) == ["load wants 2", "window lets 2 stay", "max refuses 1"]
+
+
+def test_a_row_says_for_how_long() -> None:
+    proposals = [
+        Proposal(Rank.OWNER, "min", 2),
+        Proposal(Rank.AHEAD, "warmup", 1, until_s=43.0),
+        Proposal(Rank.KEEP, "window", keep=3, until_s=60.0),
+    ]
+    backoff = Cap("backoff", EVERY - {Rank.LOAD}, starts=0, until_s=5.0)
+    parks = Cap("park_after", frozenset({Rank.KEEP}), awake=1)
+    row = combine(proposals, [backoff, parks], Seen(0, 0, starting=0, ready=1, parked_since_s=(0.0, 0.0)))
+    assert (row.awake, row.held) == (1, 3)
+    assert list(row.reasons(2.0)) == [
+        "min wants 1", "warmup wants 1 for 41 s", "window lets 3 stay for 58 s", "backoff refuses 1 for 3 s",
+        "park_after lets them park",
+    ]  # fmt: skip
