@@ -50,9 +50,11 @@ def missing(subject: str, package: str, cause: ModuleNotFoundError | None = None
     """Return the error that `subject` needs a package that is not installed."""
     found = (cause.name or "").partition(".")[0] if cause is not None else ""
     also = f" ({found} is missing)" if found and found != package else ""
-    extra = EXTRAS.get(found, EXTRAS[package])
+    # A plugin of another package may need one that no extra of ours brings.
+    extra = EXTRAS.get(found) or EXTRAS.get(package, "")
+    wanted = f"'pilotflame[{extra}]'" if extra else package
     return PackageMissing(
         f"{subject} needs {package}, which is not installed{also}.",
-        remedy=f"Run `pip install 'pilotflame[{extra}]'` with {sys.executable}, and try again; no restart is needed.",
+        remedy=f"Run `pip install {wanted}` with {sys.executable}, and try again; no restart is needed.",
         details={"package": found or package, "extra": extra},
     )

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, Field, GetCoreSchemaHandler
 from pydantic_core import CoreSchema, core_schema
 
-from ...entry_points import SOURCES, load
+from ...entry_points import SOURCES, load_one, offers
+from ...errors import PluginError
+
+LOG = logging.getLogger(__name__)
 
 
 class EventSource(BaseModel, frozen=True, extra="forbid", strict=True):
@@ -50,9 +55,16 @@ class EventSource(BaseModel, frozen=True, extra="forbid", strict=True):
         raise NotImplementedError
 
 
+@functools.cache
 def source_kinds() -> dict[str, type[EventSource]]:
-    """Return the kinds of all installed plugins by their `type`."""
-    return load(SOURCES)
+    """Return the kinds of all installed plugins by their `type`. A plugin that cannot be loaded is left out, and warned of."""
+    found = dict[str, type[EventSource]]()
+    for name, offer in offers(SOURCES).items():
+        try:
+            found[name] = load_one(offer)
+        except PluginError as error:
+            LOG.warning("%s", error)
+    return found
 
 
 class _OneOfTheKinds:

@@ -10,11 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from urllib.parse import urlsplit
 
 from .locate import split_file
 from .schemes import scheme_of
-from .variables import WEB, own_variables
+from .variables import own_variables
 
 
 def realm_of(url: str, secrets: Mapping[str, str] | None = None) -> str:
@@ -29,15 +28,5 @@ def realm_of(url: str, secrets: Mapping[str, str] | None = None) -> str:
     folder, _ = split_file(url)
     if (scheme := scheme_of(folder)) is None:
         return ""
-    name, _, rest = folder.partition("://")
-    if scheme.secrets == WEB:
-        parts = urlsplit(folder)
-        path = parts.path.rstrip("/")
-        path = path.rpartition("/")[0] or path
-        place = f"{name}://{parts.netloc}{path}?{parts.query}"
-    else:
-        # The ARN of an access point has a slash before its name.
-        names = rest.split("/")[: 2 if rest.startswith("arn:") else 1]
-        place = f"{name}://{'/'.join(names)}"
     given = own_variables(secrets or {}, scheme.secrets)
-    return hashlib.sha256(json.dumps([place, sorted(given.items())]).encode()).hexdigest()
+    return hashlib.sha256(json.dumps([scheme.place(folder), sorted(given.items())]).encode()).hexdigest()

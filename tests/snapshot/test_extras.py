@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from live import failure, gateway_process
+from pilotflame.snapshot.extras import missing
 
 ECHO = "def handler(event):\n    return event\n"
 BOTO = ("boto3", "botocore", "s3transfer")
@@ -117,3 +118,8 @@ def test_commands_miss_packages_in_one_line(tmp_path: Path, arguments: tuple[str
         cwd=tmp_path, env={**os.environ, **machine.environ}, capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert json.loads(done.stderr)["error"]["type"] == "package_missing"
+
+
+def test_a_package_that_no_extra_brings_is_named() -> None:
+    error = missing("A [[source]] of type 'bus'", "aiobus")
+    assert (error.remedy.partition(" with ")[0], error.details["extra"]) == ("Run `pip install aiobus`", "")

@@ -28,8 +28,11 @@ def test_a_row(name: str) -> None:
     assert [method for method in METHODS if not callable(getattr(opened, method, None))] == []
     # Its secrets are kept from other sources, and are a part of the realm.
     assert set(scheme.secrets) <= set(FAMILIES)
-    with_secret = realm_of(url, {f"{scheme.secrets[0]}TOKEN": "one"})
-    assert realm_of(url) not in ("", with_secret)
+    assert realm_of(url) != ""
+    for beginning in scheme.secrets[:1]:
+        assert realm_of(url, {f"{beginning}TOKEN": "one"}) != realm_of(url)
+    # Other places are other realms.
+    assert realm_of(f"{name}://elsewhere/folder") != realm_of(url)
     assert not scheme.extra or scheme.extra in EXTRAS
 
 

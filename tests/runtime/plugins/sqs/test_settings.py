@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
+from pilotflame.entry_points import offers
 from pilotflame.errors import SettingsError
+from pilotflame.runtime.settings import event_source
 from pilotflame.runtime.settings.function_settings import FunctionSettings, read_settings
 
 URL = "https://sqs.eu-west-1.amazonaws.com/123456789012/orders"
@@ -41,7 +44,7 @@ def test_a_queue_of_another_host_is_its_own_endpoint(tmp_path: Path) -> None:
         ('result = "ftp://x"', "source.result"),
         ('result = "sqs://a/b"', "source.result"),
         ('endpoint_url = "http://user:hush@host"', "it must not have a user"),
-        ('type = "kafka"', "source.0.type is 'kafka'; it should be 'sqs'"),
+        ('type = "kafka"', "source.0.type is 'kafka'; it should be "),
         ('queue = "orders"', "source.queue is not a queue's URL"),
     ],
 )
@@ -60,3 +63,16 @@ def test_a_missing_key_is_named(tmp_path: Path) -> None:
         read(tmp_path, '[[source]]\ntype = "sqs"\n')
     with pytest.raises(SettingsError, match="source is 'x'; it should be a list of tables"):
         read(tmp_path, 'source = "x"\n')
+
+
+def test_a_plugin_that_cannot_be_loaded_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    gone = EntryPoint("gone", "no_such_module:Source", "pilotflame.sources")
+    monkeypatch.setattr(event_source, "offers", lambda group: {**offers(group), "gone": gone})
+    event_source.source_kinds.cache_clear()
+    try:
+        assert list(event_source.source_kinds()) == ["sqs"]
+        assert "'gone' cannot be loaded from no_such_module:Source" in caplog.text
+    finally:
+        event_source.source_kinds.cache_clear()
