@@ -82,7 +82,6 @@ from .reconciling.function_histories import FunctionHistories
 from .reconciling.gpu_places import GpuPlaces
 from .reconciling.reconciler import Reconciler
 from .scaling.placement import Gpu
-from .scaling.rung_figures import HoldingPrices
 from .settings.function_settings import FunctionSettings, read_settings
 from .settings.gateway_settings import GatewaySettings
 from .settings.state_dir import free_bytes, is_disk_full, locked_state_dir, running_marker
@@ -236,8 +235,8 @@ async def startup(
     events = FunctionEvents()
     ledger = await _open_ledger(settings, state, lambda: metrics, stack)
     functions = Functions(
-        store, state / "environments", launcher, tasks, fetcher, secrets, events, logs, settings.drain_s,
-        await FunctionHistories.open(state / "habits", tasks, ledger.account), _prices(settings),
+        store, state / "environments", launcher, tasks, fetcher, secrets, events, logs, settings,
+        await FunctionHistories.open(state / "habits", tasks, ledger.account),
         Reconciler(GpuPlaces(gpus, driver), settings.max_workers, keyring.max_workers),
         Dialects(load(DIALECTS, settings.plugins).values()),
     )  # fmt: skip
@@ -377,11 +376,6 @@ def _retention(settings: GatewaySettings) -> Retention:
     return Retention(
         settings.keep_revisions, settings.keep_revisions_bytes, settings.keep_compiled_bytes
     )  # fmt: skip
-
-
-def _prices(settings: GatewaySettings) -> HoldingPrices:
-    memory_byte_s = settings.price_memory_gb_hour / 3600 / 1e9
-    return HoldingPrices(memory_byte_s, settings.price_device_hour / 3600, settings.price_waiting_s)
 
 
 async def _launcher(

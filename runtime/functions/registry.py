@@ -29,6 +29,7 @@ from ..reconciling.revision_workers import Listeners, NodeParts, RevisionWorkers
 from ..scaling.rung_figures import HoldingPrices
 from ..serving.latency_curve_store import LatencyCurveStore
 from ..serving.revision import FAILURES, Revision
+from ..settings.gateway_settings import GatewaySettings
 from ..telemetry.background import BackgroundTasks
 from ..telemetry.invocation_end import InvocationEnd
 from ..telemetry.logs import LogBook, Logs
@@ -85,9 +86,8 @@ class Functions:
     secrets: Secrets
     events: FunctionEvents
     logs: Logs
-    drain_s: float
+    settings: GatewaySettings
     histories: FunctionHistories
-    prices: HoldingPrices
     reconciler: Reconciler
     dialects: Dialects
     _live: dict[str, Live] = field(default_factory=dict, init=False)
@@ -108,6 +108,17 @@ class Functions:
     _threads: ThreadPoolExecutor = field(
         default_factory=lambda: ThreadPoolExecutor(DEPLOY_THREADS, "deploy"), init=False
     )
+
+    @property
+    def drain_s(self) -> float:
+        return self.settings.drain_s
+
+    @property
+    def prices(self) -> HoldingPrices:
+        """What holding and waiting cost on this node."""
+        settings = self.settings
+        memory_byte_s = settings.price_memory_gb_hour / 3600 / 1e9
+        return HoldingPrices(memory_byte_s, settings.price_device_hour / 3600, settings.price_waiting_s)
 
     @property
     def gpus(self) -> GpuPlaces:

@@ -6,7 +6,7 @@ import asyncio
 import threading
 
 import pytest
-from pilotflame.runtime.plugins.sqs.aws import THREAD_NAME, call_in_thread
+from pilotflame.runtime.events.blocking_calls import THREAD_NAME, call_in_thread
 
 
 async def test_the_result_or_the_error_of_a_call() -> None:
