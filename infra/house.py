@@ -27,7 +27,8 @@ SMALL_LINES = 70
 class Figures:
     """The figures of a tree.
 
-    `load_cycles` are groups of modules that import each other when they are loaded. `small_modules` are under 70 lines and
+    `load_cycles` are groups of modules that import each other when they are loaded. `import_cycles` count imports in functions
+    and under TYPE_CHECKING, too. `small_modules` are under 70 lines and
     imported by exactly one other module.
     """
 
@@ -36,6 +37,7 @@ class Figures:
     loose_modules: list[str]
     package_cycles: list[list[str]]
     load_cycles: list[list[str]]
+    import_cycles: list[list[str]]
     repeated_classes: dict[str, list[str]]
     small_modules: list[str]
     function_lines_median: float
@@ -75,6 +77,7 @@ class House:
             ),
             package_cycles=_cycles(self._package_imports()),
             load_cycles=_cycles({name: set(self._imported(name, at_load=True)) for name in self.paths}),
+            import_cycles=_cycles({name: set(self._imported(name, at_load=False)) for name in self.paths}),
             repeated_classes=self._repeated_classes(),
             small_modules=self._small_modules(),
             function_lines_median=statistics.median(lengths),

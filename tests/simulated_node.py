@@ -29,8 +29,9 @@ from pilotflame.runtime.reconciling import revision_workers
 from pilotflame.runtime.reconciling.function import Function as Known
 from pilotflame.runtime.reconciling.gpu_places import GpuPlaces
 from pilotflame.runtime.reconciling.idle_ladder import NodeHabits
+from pilotflame.runtime.reconciling.node_parts import NodeParts
 from pilotflame.runtime.reconciling.reconciler import Reconciler
-from pilotflame.runtime.reconciling.revision_workers import Listeners, NodeParts, RevisionWorkers
+from pilotflame.runtime.reconciling.revision_workers import Listeners, RevisionWorkers
 from pilotflame.runtime.scaling.placement import Gpu
 from pilotflame.runtime.scaling.rung_figures import HoldingPrices
 from pilotflame.runtime.serving.invocation import Invocation

@@ -139,6 +139,7 @@ def test_every_file_can_be_imported_first() -> None:
     """)
     assert len(loaded) == len(modules())
     assert figures().load_cycles == []
+    assert figures().import_cycles == []
 
 
 def test_no_file_is_loaded_under_two_names() -> None:

@@ -15,8 +15,8 @@ from ...addresses import is_loopback
 from ...errors import GatewayError, GatewayUnreachable, PilotflameError, Unauthorized
 from ..access.control_socket import ControlAddress
 from ..telemetry.timeline import parse_server_timing
+from .address import CA_VARIABLE, DEFAULT_URL, trusted_authorities
 from .gateway_start import wait_for_gateway
-from .options import CA_VARIABLE, DEFAULT_URL, trusted_authorities
 
 JSON_TYPE = "application/json"
 EVENT_STREAM_TYPE = "text/event-stream"

@@ -21,19 +21,16 @@ from ...errors import CodeError, GatewayError, PilotflameError
 from ...snapshot.sources.locate import is_remote
 from ...snapshot.sources.variables import OWN_NAMES
 from . import display
+from .address import CA_VARIABLE, DEFAULT_URL
 
 if TYPE_CHECKING:
-    import ssl
-
     from ..settings.gateway_settings import GatewaySettings
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-DEFAULT_URL = "http://127.0.0.1:8600"
 URL_VARIABLE = "PILOTFLAME_URL"
 KEY_VARIABLE = "PILOTFLAME_API_KEY"
 CONFIG_VARIABLE = "PILOTFLAME_CONFIG"
-CA_VARIABLE = "PILOTFLAME_CA"
 STATE_VARIABLE = "PILOTFLAME_STATE_DIR"
 INPUT_FILE = "test_input.json"
 _DURATION = re.compile(r"(\d{1,9})([smhdw])", re.ASCII)
@@ -272,25 +269,6 @@ def gateway_settings(
     return read_gateway_settings(
         os.environ, config=config, other_variables=other, defaults=defaults or {}, **overrides
     )
-
-
-def trusted_authorities() -> ssl.SSLContext | None:
-    """Return a TLS context that trusts the authorities in the file PILOTFLAME_CA, or else SSL_CERT_FILE.
-
-    Return None if neither is set: then the well-known authorities apply. Raise GatewayError if the file cannot be read.
-    """
-    # The import takes time, and only commands that send requests need it.
-    import ssl  # noqa: PLC0415
-
-    variable = next((name for name in (CA_VARIABLE, "SSL_CERT_FILE") if os.environ.get(name)), None)
-    if variable is None:
-        return None
-    try:
-        return ssl.create_default_context(cafile=os.environ[variable])
-    except OSError as error:
-        why = getattr(error, "reason", "") or error.strerror
-        wrong = f"{variable} is {os.environ[variable]}, which holds no certificate that can be read: {why}."
-        raise GatewayError(wrong, remedy="Name a PEM file with the authority's certificate.") from None
 
 
 def seconds_of(text: str) -> float | None:

@@ -24,8 +24,9 @@ from ..packaging.reuse import FileDigests, lacking
 from ..reconciling.function import Function
 from ..reconciling.function_histories import FunctionHistories
 from ..reconciling.gpu_places import GpuPlaces
+from ..reconciling.node_parts import NodeParts
 from ..reconciling.reconciler import Reconciler
-from ..reconciling.revision_workers import Listeners, NodeParts, RevisionWorkers
+from ..reconciling.revision_workers import Listeners, RevisionWorkers
 from ..scaling.rung_figures import HoldingPrices
 from ..serving.latency_curve_store import LatencyCurveStore
 from ..serving.revision import FAILURES, Revision

@@ -6,20 +6,24 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple, Protocol
 
 from ...errors import PilotflameError
 from ..launching.launcher import UNKNOWN_CAUSE, EndCause
 from ..scaling.revision_state import Phase
+from ..scaling.seen import Seen
+from ..scaling.table import Row
 from ..serving.invocation import Invocation
 from ..serving.replica import Replica
+from ..serving.replicas import ReplicaList
+from ..serving.revision import Revision
 from ..telemetry.logs import RevisionLog
+from .function import Function
 from .gpu_places import GpuPlace
-from .pool import STOP_TIMEOUT_S, PoolEvents
+from .idle_ladder import LadderTarget
+from .node_parts import NodeParts
+from .pool import STOP_TIMEOUT_S, Pool, PoolEvents
 from .start_outcomes import StartOutcomes
-
-if TYPE_CHECKING:
-    from .revision_workers import RevisionWorkers
 
 # How long the error of a start that failed waits for the fetcher's reason.
 CAUSE_TIMEOUT_S = 2.0
@@ -29,11 +33,27 @@ LAST_WORDS = 5
 MOST_IDS = 10
 
 
+class RevisionParts(LadderTarget, Protocol):
+    """The workers of one revision, as their events see them (revision_workers.py)."""
+
+    function: Function
+    node: NodeParts
+    phase: Phase
+    pool: Pool
+    replicas: ReplicaList
+    revision: Revision
+
+    def look(self) -> None: ...
+    def decide(self, now_s: float) -> tuple[Row, Seen]: ...
+    def keeps_zygote(self) -> bool: ...
+    def devices(self, replica: Replica) -> float: ...
+
+
 class ProcessEvents(PoolEvents):
     """The events of the workers, the zygote and the standby of one revision."""
 
     def __init__(
-        self, one: RevisionWorkers, tasks: asyncio.TaskGroup, logs: RevisionLog, on_activation: Callable[[str], None],
+        self, one: RevisionParts, tasks: asyncio.TaskGroup, logs: RevisionLog, on_activation: Callable[[str], None],
         on_processes: Callable[[], None],
     ) -> None:  # fmt: skip
         """See `Listeners` for the callbacks."""

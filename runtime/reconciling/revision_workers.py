@@ -16,8 +16,7 @@ from dataclasses import dataclass, replace
 from ...errors import ActivationTimeout, CrashLoop, PilotflameError
 from ..billing.account import Account
 from ..billing.usage import Usage
-from ..launching.fetcher_client import FetcherClient
-from ..launching.launcher import Launcher, WorkerSource
+from ..launching.launcher import WorkerSource
 from ..link.worker_spec import WorkerSpec
 from ..scaling.claims import Grant, ReachedLimit, RevisionClaim, WorkerTier
 from ..scaling.desired_state import desired
@@ -42,12 +41,12 @@ from ..telemetry.metrics import Census
 from ..telemetry.rung_name import RungName
 from .demand import Demand
 from .function import Function
-from .gpu_places import GpuPlaces, node_processes
+from .gpu_places import node_processes
 from .idle_ladder import Stand
+from .node_parts import NodeParts
 from .pool import STOP_TIMEOUT_S, Pool
 from .prewarms import HOLD_S, WarmHold, signal_of
 from .process_events import ProcessEvents
-from .reconciler import Reconciler
 
 # Workers have at least this long for their `teardown` (or the whole timeout of `retire`, if that is shorter),
 # even if all the time was used to end invocations.
@@ -61,20 +60,6 @@ URGENT = ("refused", "warmup")
 # A deploy fails if its first worker is not ready after this time.
 FIRST_START_TIMEOUT_S = 900.0
 _NUMBERS = itertools.count()
-
-
-@dataclass(frozen=True, slots=True)
-class NodeParts:
-    """What the revisions of a node share."""
-
-    reconciler: Reconciler
-    launcher: Launcher
-    weights: FetcherClient
-    tasks: asyncio.TaskGroup
-
-    @property
-    def gpus(self) -> GpuPlaces:
-        return self.reconciler.gpus
 
 
 @dataclass(frozen=True, slots=True)

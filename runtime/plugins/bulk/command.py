@@ -13,6 +13,7 @@ import uvloop
 from ....errors import BatchFailed, SourceMissing
 from ....snapshot.sources.s3 import S3Source
 from ...client import display, exit_codes, options
+from ...client.address import trusted_authorities
 from ...settings.gateway_settings import default_state_dir
 from .inputs import InputLine, Inputs
 from .journal import Journal
@@ -90,7 +91,7 @@ async def _run(
             failed = f", {journal.failed} failed" if journal.failed else ""
             update(line.end, inputs.total_bytes, f"{journal.done:,} lines, {rate:,.0f}/s{failed}")
 
-        authorities = options.trusted_authorities()
+        authorities = trusted_authorities()
         async with Submitter(
             url, function, api_key=api_key, run=journal.run, authorities=authorities
         ) as submitter:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ....machine import processors
 
 if TYPE_CHECKING:
-    from .device import Event
+    from .copy_event import Event
 
 MOST_THREADS = 8
 

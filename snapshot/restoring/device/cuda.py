@@ -15,7 +15,7 @@ from ....errors import SnapshotError
 from .buffers import HostBuffers
 
 if TYPE_CHECKING:
-    from .device import Event
+    from .copy_event import Event
 
 
 def available() -> bool:

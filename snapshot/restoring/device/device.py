@@ -19,6 +19,7 @@ from torch.torch_version import TorchVersion
 from ....errors import SnapshotError
 from . import cuda
 from .buffers import HostBuffers
+from .copy_event import Event
 from .simulated import SimulatedDevice
 
 OLDEST_TORCH = "2.11"
@@ -27,18 +28,6 @@ SIMULATED_DEVICE = "PILOTFLAME_SIMULATED_DEVICE"
 """The environment variable FOLDER:BYTES of processes that share a simulated device of this size."""
 AUTO, CPU, SIMULATED = "auto", "cpu", "simulated"
 _CUDA = re.compile(r"cuda(?::(0|[1-9][0-9]{0,2}))?", re.ASCII)
-
-
-class Event(Protocol):
-    """The end of one copy to the device."""
-
-    def done(self) -> bool: ...
-
-    def wait(self) -> None:
-        """Block this thread until the copy has ended."""
-
-    def precede(self) -> None:
-        """Let what this thread submits to the device from now on run after the copy. It may return at once."""
 
 
 class Device(Protocol):

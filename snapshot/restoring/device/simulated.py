@@ -31,7 +31,7 @@ from .simulated_memory import POISON, SimulatedBlock, SimulatedMemory
 from .simulated_stream import SimulatedStream
 
 if TYPE_CHECKING:
-    from .device import Event
+    from .copy_event import Event
 
 STREAMS = 3
 DELAY_S = 0.002

@@ -21,7 +21,8 @@ from ...fetching.arrival import Arrival
 from ...fetching.ranges import Chunks
 from ..mapping import Mapping
 from .buffers import copying_threads
-from .device import Device, Event
+from .copy_event import Event
+from .device import Device
 from .open_shards import OpenShards, between
 from .slab import PIECE_BYTES, SLAB, RawGroup, SlabLayout, SlabPiece, Span
 

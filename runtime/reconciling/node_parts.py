@@ -1,0 +1,25 @@
+"""Defines the parts of a node that all revisions share."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from ..launching.fetcher_client import FetcherClient
+from ..launching.launcher import Launcher
+from .gpu_places import GpuPlaces
+from .reconciler import Reconciler
+
+
+@dataclass(frozen=True, slots=True)
+class NodeParts:
+    """What the revisions of a node share."""
+
+    reconciler: Reconciler
+    launcher: Launcher
+    weights: FetcherClient
+    tasks: asyncio.TaskGroup
+
+    @property
+    def gpus(self) -> GpuPlaces:
+        return self.reconciler.gpus

@@ -1,0 +1,17 @@
+"""Defines the end of a copy to a device."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Event(Protocol):
+    """The end of one copy to the device."""
+
+    def done(self) -> bool: ...
+
+    def wait(self) -> None:
+        """Block this thread until the copy has ended."""
+
+    def precede(self) -> None:
+        """Let what this thread submits to the device from now on run after the copy. It may return at once."""
