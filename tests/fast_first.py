@@ -16,15 +16,17 @@ class FastFirst:
 
     def __init__(self, config: pytest.Config) -> None:
         self._config, self._took_s = config, dict[str, float]()
+        # Pytest may run without its cache (-p no:cacheprovider).
+        self._cache: Any = getattr(config, "cache", None)
         self.budget_s: float | None = config.getoption("budget_s")
         self._left_out = 0
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Keep the fastest tests that fit into the budget together."""
-        if self.budget_s is None or self._config.cache is None:
+        if self.budget_s is None or self._cache is None:
             return
-        known: dict[str, float] = self._config.cache.get(DURATIONS, {})
+        known: dict[str, float] = self._cache.get(DURATIONS, {})
         spent_s, kept = 0.0, set[str]()
         for item in sorted(items, key=lambda item: known.get(item.nodeid, UNKNOWN_S)):
             spent_s += known.get(item.nodeid, UNKNOWN_S)
@@ -44,10 +46,10 @@ class FastFirst:
 
     def pytest_sessionfinish(self) -> None:
         # Processes of xdist tell the first one how long their tests have taken.
-        if self._config.cache is None or hasattr(self._config, "workerinput"):
+        if self._cache is None or hasattr(self._config, "workerinput"):
             return
-        known = self._config.cache.get(DURATIONS, {})
-        self._config.cache.set(DURATIONS, known | {name: round(s, 3) for name, s in self._took_s.items()})
+        known = self._cache.get(DURATIONS, {})
+        self._cache.set(DURATIONS, known | {name: round(s, 3) for name, s in self._took_s.items()})
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         if self._left_out:

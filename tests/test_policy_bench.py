@@ -18,6 +18,7 @@ from pilotflame.runtime.telemetry.rung_name import RungName
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "infra" / "bench"))
 
+from policy_bench import begins_of
 from policy_hindsight import best_descent, optimum, own_best
 from policy_live import Call, Caller, compare, replay_simulated
 from policy_replays import (
@@ -159,7 +160,8 @@ def test_no_plan_beats_hindsight(at_s: list[float]) -> None:
             Fixed(timeout(math.inf, 1)),
         )
     )
-    own = own_best(at_s, LADDER, (np.array([]), np.array([], dtype=np.int64)), [44.0, 176.0])
+    steps = begins_of(LADDER.costs().envelope, len(LADDER.rungs))
+    own = own_best(at_s, LADDER, (np.array([]), np.array([], dtype=np.int64)), steps)
     assert climbing <= never + 1e-9
     assert never <= own + 1e-9
     assert own <= envelope + 1e-9

@@ -73,9 +73,9 @@ export class CallView {
     this.form = element("form", { class: "call", submit: (event) => this.sent(event) }, this.fields, element("p", {}, this.go));
     this.outcome = element("p", { role: "status" });
     this.bar = new PhaseBar(14);
-    this.answer = element("pre", { tabindex: "0", "aria-label": "Answer" });
+    this.answer = element("pre", { role: "group", tabindex: "0", "aria-label": "Answer" });
     this.shown = element("div", { hidden: true }, element("h3", {}, "Answer"), this.outcome, this.bar.node, this.answer);
-    this.command = element("pre", { tabindex: "0", "aria-label": "The same on the command line" });
+    this.command = element("pre", { role: "group", tabindex: "0", "aria-label": "The same on the command line" });
     this.node = element("section", {}, element("h2", {}, "Call"), this.state, this.form, this.shown, element("h3", {}, "On the command line"), this.command);
     this.load();
   }

@@ -137,7 +137,7 @@ class Activity {
     this.codes = table("Answers by status", [{ name: "Status" }, { name: "Answers", number: true }, { name: "Share", number: true }]);
     this.errors = element("ul", { class: "errors" });
     this.facts = element("dl", { class: "facts" });
-    this.call = element("pre", { tabindex: "0", "aria-label": "How to call it" });
+    this.call = element("pre", { role: "group", tabindex: "0", "aria-label": "How to call it" });
     this.more = element("div", { class: "columns" },
       element("section", {}, element("h2", {}, "Answers"), this.codes.node),
       element("section", {}, element("h2", {}, "Latest errors"), this.errors),

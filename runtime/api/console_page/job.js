@@ -16,7 +16,7 @@ export class JobView {
     Object.assign(this, { name, id, title: `Job ${id}`, aborter: new AbortController() });
     this.state = element("p", { class: "note", role: "status" }, "Loading…");
     this.facts = element("dl", { class: "facts" });
-    this.output = element("pre", { tabindex: "0", "aria-label": "Output", hidden: true });
+    this.output = element("pre", { role: "group", tabindex: "0", "aria-label": "Output", hidden: true });
     const base = `/v1/functions/${encodeURIComponent(name)}/logs`;
     this.log = logs ? new LogView(base, element("h3", {}, "Log"), "This job has logged nothing.", { request: id }) : null;
     this.node = element("section", {}, element("h2", {}, "Job ", element("code", {}, id)), this.state, this.facts, this.output, this.log?.node);

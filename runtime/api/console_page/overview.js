@@ -167,7 +167,7 @@ function firstSteps() {
     "section", { class: "first", hidden: true },
     element("h2", {}, "No function is deployed"),
     element("p", {}, "A function is a folder with a handler.py. Make one from a template, deploy it to this gateway and call it:"),
-    element("pre", { tabindex: "0", "aria-label": "Commands" }, commands.join("\n")),
+    element("pre", { role: "group", tabindex: "0", "aria-label": "Commands" }, commands.join("\n")),
     element("p", {}, "It appears here as soon as it is live. An API key that covers some functions shows these alone."),
   );
 }
