@@ -106,6 +106,15 @@ class House:
                 if target in self.paths:
                     yield target
 
+    def room_imports(self) -> dict[str, set[str]]:
+        """Return which rooms each room imports: folders of `runtime` and its two modules, `snapshot` and `handlers`."""
+        found: dict[str, set[str]] = defaultdict(set)
+        for name in self.paths:
+            for target in self._imported(name):
+                if (room := _room(name)) != (other := _room(target)) and "runtime" not in (room, other):
+                    found[room].add(other)
+        return dict(found)
+
     def _package_imports(self) -> dict[str, set[str]]:
         found: dict[str, set[str]] = defaultdict(set)
         for name, targets in self.imports.items():
@@ -146,6 +155,11 @@ class House:
             for node in ast.walk(tree):
                 if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                     yield (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def _room(name: str) -> str:
+    parts = name.split(".")
+    return parts[1] if parts[0] == "runtime" and len(parts) > 1 else parts[0]
 
 
 def _run_at_load(node: ast.AST) -> Iterator[ast.AST]:

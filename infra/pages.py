@@ -1,8 +1,9 @@
-"""Write the pages that are made from other files: docs/errors.md from errors.py, docs/llms.txt from docs/index.md.
+"""Write the pages that are made from other files.
 
     python infra/pages.py
 
-`tests/infra/test_pages.py` holds both to their sources.
+docs/errors.md is made from errors.py, docs/rooms.md from the imports of the sources, docs/llms.txt from docs/index.md.
+`tests/infra/test_pages.py` compares them with their sources.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import house
 import pilotflame.errors
 from pilotflame.errors import PilotflameError
 
@@ -37,6 +39,17 @@ caller or of the function ran out. All other requests fail again unless somethin
 |---|---|---|---|
 """
 
+_ROOMS = """# The rooms, as they import each other
+
+This picture is drawn from the imports of the sources by `python infra/pages.py`. An arrow means: imports. An import that follows from
+others is left out: `api` imports `access`, too, since `http` does. [Architecture](architecture.md) says what each room holds.
+
+```mermaid
+flowchart TD
+{arrows}
+```
+"""
+
 
 def errors_page() -> str:
     """Return the text of docs/errors.md."""
@@ -46,6 +59,28 @@ def errors_page() -> str:
         for kind in _kinds(PilotflameError)
     )
     return _ERRORS + "".join(rows)
+
+
+def rooms_page() -> str:
+    """Return the text of docs/rooms.md: the rooms and their imports, without imports that follow from others."""
+    imports = house.House(ROOT).room_imports()
+    arrows = [
+        f"    {room} --> {other}"
+        for room, others in sorted(imports.items())
+        for other in sorted(others)
+        if not any(other in _reached(imports, third) for third in others - {other})
+    ]
+    return _ROOMS.format(arrows="\n".join(arrows))
+
+
+def _reached(imports: dict[str, set[str]], room: str) -> set[str]:
+    """Return what a room imports, directly or through other rooms."""
+    found, left = set[str](), [room]
+    while left:
+        new = imports.get(left.pop(), set()) - found
+        found |= new
+        left += new
+    return found
 
 
 def llms_text() -> str:
@@ -75,6 +110,7 @@ def _kinds(kind: type[PilotflameError]) -> Iterator[type[PilotflameError]]:
 
 def main() -> None:
     (DOCS / "errors.md").write_text(errors_page())
+    (DOCS / "rooms.md").write_text(rooms_page())
     (DOCS / "llms.txt").write_text(llms_text())
 
 

@@ -2,6 +2,7 @@
 
 import importlib.util
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -15,7 +16,15 @@ _HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 
 
 @pytest.fixture(scope="module")
-def pages() -> ModuleType:
+def module_monkeypatch() -> Iterator[pytest.MonkeyPatch]:
+    with pytest.MonkeyPatch.context() as patch:
+        yield patch
+
+
+@pytest.fixture(scope="module")
+def pages(module_monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    # The script imports another one beside it.
+    module_monkeypatch.syspath_prepend(str(ROOT / "infra"))
     spec = importlib.util.spec_from_file_location("pages", ROOT / "infra" / "pages.py")
     assert spec is not None
     assert spec.loader is not None
@@ -26,6 +35,7 @@ def pages() -> ModuleType:
 
 def test_the_made_pages_fit_their_sources(pages: ModuleType) -> None:
     assert (DOCS / "errors.md").read_text() == pages.errors_page(), "run: python infra/pages.py"
+    assert (DOCS / "rooms.md").read_text() == pages.rooms_page(), "run: python infra/pages.py"
     assert (DOCS / "llms.txt").read_text() == pages.llms_text(), "run: python infra/pages.py"
 
 
