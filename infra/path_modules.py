@@ -85,7 +85,7 @@ def measured(folder: Path) -> dict[str, list[str]]:
     home.mkdir()
     (home / "handler.py").write_text(HANDLER)
     (home / "pilotflame.toml").write_text(SETTINGS)
-    command = [
+    command: list[str | Path] = [
         python,
         "-m",
         "pilotflame.runtime.cli",

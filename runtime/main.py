@@ -241,7 +241,7 @@ async def startup(
         Dialects(load(DIALECTS, settings.plugins).values()),
     )  # fmt: skip
     stack.callback(functions.close_threads)
-    metrics = Metrics(functions.census, tasks.failures, [fetcher.metrics], lambda: logs.files.dropped)
+    metrics = Metrics(functions.worker_counts, tasks.failures, [fetcher.metrics], lambda: logs.files.dropped)
     rest, memory = _observe(functions, metrics, ledger, settings, stack)
     # A function alone is deployed anew, and others that are in a kept state folder are not served.
     if alone is None:

@@ -29,9 +29,9 @@ from pilotflame.snapshot.caching.tier import Tier
 from pilotflame.snapshot.format.manifest import Manifest
 from pilotflame.snapshot.format.verify import verify
 from pilotflame.snapshot.peering.chunk_server import ChunkServer, listening
-from pilotflame.snapshot.peering.peer import Roster
+from pilotflame.snapshot.peering.peer import PeerList
 from pilotflame.snapshot.peering.peers import Peers
-from pilotflame.snapshot.peering.shelf import Shelf
+from pilotflame.snapshot.peering.served_chunks import ServedChunks
 from pilotflame.snapshot.sources.http import HttpSource
 from pilotflame.snapshot.sources.realm import realm_of
 from report import Report
@@ -51,8 +51,8 @@ class Node:
             Manifest.read(Path(manifest)).with_realm(realm_of(url)),
         )
         self._tier = Tier(Path(folder), 4 * self._manifest.total_bytes, "tmpfs", self._manifest.total_bytes)
-        self._shelf, self._sock = Shelf([self._tier]), listening("127.0.0.1", 0)
-        ChunkServer(self._sock, self._shelf, _TOKEN).start()
+        self._served_chunks, self._sock = ServedChunks([self._tier]), listening("127.0.0.1", 0)
+        ChunkServer(self._sock, self._served_chunks, _TOKEN).start()
         self._peers: Peers | None = None
 
     def run(self, what: str, urls: Sequence[str] = ()) -> dict[str, Any] | None:
@@ -60,7 +60,7 @@ class Node:
         if what == "port":
             return {"port": self._sock.getsockname()[1]}
         if what == "meet":
-            self._peers = Peers(self._shelf, Roster(urls), _TOKEN)
+            self._peers = Peers(self._served_chunks, PeerList(urls), _TOKEN)
         if what == "clear":
             self._tier.evict(self._manifest.digest)
         if what in {"fetch", "fetch alone"}:

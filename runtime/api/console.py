@@ -191,17 +191,17 @@ class Console:
                 await asyncio.sleep(0)
 
     def _row(self, live: Live) -> ConsoleFunction:
-        record, census, workers = live.record, live.workers.census(), live.workers
+        record, worker_counts, workers = live.record, live.workers.worker_counts(), live.workers
         totals, step = self._metrics.totals(record.function), live.function.ladder.next_step
         latest = live.function.cold_starts.told(1)
         return ConsoleFunction(
-            name=record.function, revision=record.revision, standby=census.standby,
+            name=record.function, revision=record.revision, standby=worker_counts.standby,
             rung=workers.stands_on, next_rung=step.rung if step else None, next_rung_at=round(step.at) if step else None,
             workers=ConsoleWorkers(
-                ready=census.ready, parked=census.parked, starting=census.starting, draining=census.draining,
+                ready=worker_counts.ready, parked=worker_counts.parked, starting=worker_counts.starting, draining=worker_counts.draining,
                 max=record.settings.scale.max,
             ),
-            queued=census.queued, in_flight=census.in_flight,
+            queued=worker_counts.queued, in_flight=worker_counts.in_flight,
             stopped=live.function.stopped, failed_starts=workers.breaker.failures, rest_mb=live.rest_mb,
             codes={str(code): count for code, count in totals.codes.items()}, durations=list(totals.durations),
             cold_starts=totals.cold_starts, cold_phases_s=_rounded(totals.cold_phases_s, 6),

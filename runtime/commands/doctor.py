@@ -155,13 +155,13 @@ def _port(settings: GatewaySettings) -> Check:
 def peers_answer(urls: Sequence[str], token: str) -> Check:
     """Check which of this node's peers answer. Peers are gateways that serve chunks of snapshots to each other."""
     # Imported here because most nodes have no peers.
-    from ...snapshot.peering.peer import Peer, Roster  # noqa: PLC0415
+    from ...snapshot.peering.peer import Peer, PeerList  # noqa: PLC0415
 
-    nodes, faults = Roster(urls).nodes(), []
+    nodes, faults = PeerList(urls).nodes(), []
     for node in nodes:
         peer = Peer(node, token)
         try:
-            peer.standing(NO_SNAPSHOT, settled=False)
+            peer.position_of(NO_SNAPSHOT, settled=False)
         except SourceError as error:
             faults.append(error)
         finally:

@@ -324,7 +324,11 @@ class Live:
 
     def status(self, processes: Sequence[Process] = ()) -> FunctionStatus:
         """Return the status of the function. It shows `processes` if these were measured."""
-        record, census, cold = self.record, self.workers.census(), self.function.cold_starts.latest
+        record, worker_counts, cold = (
+            self.record,
+            self.workers.worker_counts(),
+            self.function.cold_starts.latest,
+        )
         facts, settings = record.handler, record.settings
         budget, account = self.budget(), self.function.account
         warnings = [*self.warnings, *([account.describe()] if account.scarce else [])]
@@ -336,11 +340,11 @@ class Live:
         return FunctionStatus(
             name=record.function, revision=record.revision, created_at=record.created_at, snapshot=snapshot,
             snapshots=snapshots, stopped=self.function.stopped, workers=Workers(
-                ready=census.ready, parked=census.parked, starting=census.starting, draining=census.draining
+                ready=worker_counts.ready, parked=worker_counts.parked, starting=worker_counts.starting, draining=worker_counts.draining
             ),
-            desired=self.desired(), standby=census.standby, zygote=census.zygote, rung=self.workers.stands_on,
+            desired=self.desired(), standby=worker_counts.standby, zygote=worker_counts.zygote, rung=self.workers.stands_on,
             next_rung=step.rung if step else None, next_rung_at=datetime.fromtimestamp(step.at, UTC) if step else None,
-            queued=census.queued, in_flight=census.in_flight,
+            queued=worker_counts.queued, in_flight=worker_counts.in_flight,
             activations=self.workers.activations,
             rest_mb=self.rest_mb,
             last_cold_start_ms=cold.cold_start_s * 1000 if cold else None,

@@ -22,7 +22,7 @@ SHORT_SHARE, EASY_SHARE = 0.8, 0.7
 # PSI trigger: a task waited for memory, for 200 ms within a window of 2 s. Windows of 2 s need no privilege.
 TRIGGER = b"some 200000 2000000\0"
 # Reports are ignored for this long after one report, because the kernel repeats them.
-DEAF_S = 0.05
+EVENT_PAUSE_S = 0.05
 # Version 1 reports when a group's usage passes one of these shares. The usage includes reclaimable memory, so one share
 # is not enough.
 REPORTED_SHARES = tuple(share / 100 for share in range(70, 100, 3))
@@ -130,7 +130,7 @@ class MemoryPressure:
         # Only an eventfd can be read. The read of an epoll descriptor fails with EINVAL or EBADF, which is ignored.
         with contextlib.suppress(OSError):
             os.read(self._heard, 8)
-        self._timer = self._loop.call_later(DEAF_S, self._listen)
+        self._timer = self._loop.call_later(EVENT_PAUSE_S, self._listen)
         self._on_pressure()
 
 

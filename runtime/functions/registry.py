@@ -34,7 +34,7 @@ from ..settings.gateway_settings import GatewaySettings
 from ..telemetry.background import BackgroundTasks
 from ..telemetry.invocation_end import InvocationEnd
 from ..telemetry.logs import LogBook, Logs
-from ..telemetry.metrics import Census
+from ..telemetry.metrics import WorkerCounts
 from ..telemetry.rung_name import RungName
 from .deploy import Deployment, prepare, requirements_of, worker_spec
 from .live import Live, Prefetched, RevisionFacts, ladder_spec_of, policy_of
@@ -62,7 +62,7 @@ class FunctionEvents:
     """Called with a function's name when a worker, a zygote or a standby of it has come or gone."""
     called: list[Callable[[str, float], None]] = field(default_factory=list)
     """Called with a function's name and the arrival of an invocation, in monotonic seconds: not for each of them,
-    but at most once every BEAT_S."""
+    but at most once every CALL_NOTICE_S."""
     ended: list[Callable[[InvocationEnd], None]] = field(default_factory=list)
     """Called when an invocation has ended with an output or an error, whatever has submitted it."""
     refused: list[Callable[[str, PilotflameError], None]] = field(default_factory=list)
@@ -175,9 +175,9 @@ class Functions:
         """All revisions that may have processes: live revisions, revisions of a deploy, and retiring revisions."""
         return list(self._running)
 
-    def census(self) -> Mapping[str, Census]:
-        """Return the census of each function's live revision, by the function's name."""
-        return {name: live.workers.census() for name, live in self._live.items()}
+    def worker_counts(self) -> Mapping[str, WorkerCounts]:
+        """Return the counts of workers and calls of each function's live revision, by the function's name."""
+        return {name: live.workers.worker_counts() for name, live in self._live.items()}
 
     def expect(self, name: str, invocations: int) -> None:
         """Start workers for the messages that wait for a function, unless that is gone or the gateway shuts down."""

@@ -80,7 +80,7 @@ def next_check_s(stats: Iterable[RestStats], now_s: float) -> float | None:
     return min((max(SETTLE_S, wait_s) if wait_s > 0 else RECHECK_S for wait_s in waits), default=None)
 
 
-class Descent(NamedTuple):
+class EvictionCandidate(NamedTuple):
     """A step down that a function could take to free memory."""
 
     upper: RungName
@@ -251,20 +251,20 @@ class Rest:
         lives = {live.record.function: live for live in self._functions()}
         # Against `rest_mb`, only processes count.
         weights = cause == PRESSURE
-        descents = {
-            name: list(_descents(live, private.get(name), weights=weights)) for name, live in lives.items()
+        candidates = {
+            name: list(_candidates(live, private.get(name), weights=weights)) for name, live in lives.items()
         }
-        chosen = steps_down([[one.step for one in of] for of in descents.values()], needed_bytes)
+        chosen = steps_down([[one.step for one in of] for of in candidates.values()], needed_bytes)
         for step in chosen:
-            live, descent = lives[step.name], descents[step.name].pop(0)
-            live.function.ladder.evict(descent.lower, cause, step)
-            if descent.upper is RungName.ZYGOTE:
+            live, candidate = lives[step.name], candidates[step.name].pop(0)
+            live.function.ladder.evict(candidate.lower, cause, step)
+            if candidate.upper is RungName.ZYGOTE:
                 live.note_rest(0.0)
-            live.logs.write("gateway", _GIVEN_UP[descent.upper])
+            live.logs.write("gateway", _GIVEN_UP[candidate.upper])
         return bool(chosen)
 
 
-def _descents(live: Live, private_bytes: float | None, *, weights: bool) -> Iterator[Descent]:
+def _candidates(live: Live, private_bytes: float | None, *, weights: bool) -> Iterator[EvictionCandidate]:
     """Yield the steps down that a function can take now, from its present rung on.
 
     `private_bytes` is the private memory of its workers, None if the workers must stay. With `weights`, fetched weights
@@ -283,7 +283,7 @@ def _descents(live: Live, private_bytes: float | None, *, weights: bool) -> Iter
         if upper is RungName.RESIDENT and not (weights and resident_bytes):
             return
         step = live.function.ladder.step_down(live.record.function, upper, lower, freed.get(upper))
-        yield Descent(upper, lower, step)
+        yield EvictionCandidate(upper, lower, step)
         upper = lower
 
 

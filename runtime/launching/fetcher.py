@@ -104,9 +104,9 @@ class Fetcher:
         """Serve chunks to other nodes, and let later fetches take theirs."""
         # Here, because most nodes are alone.
         from ...snapshot.peering.chunk_server import ChunkServer, listening  # noqa: PLC0415
-        from ...snapshot.peering.peer import Roster  # noqa: PLC0415
+        from ...snapshot.peering.peer import PeerList  # noqa: PLC0415
         from ...snapshot.peering.peers import Peers  # noqa: PLC0415
-        from ...snapshot.peering.shelf import Shelf  # noqa: PLC0415
+        from ...snapshot.peering.served_chunks import ServedChunks  # noqa: PLC0415
 
         try:
             sock = listening(request["host"], request["port"])
@@ -117,11 +117,17 @@ class Fetcher:
             refused = LauncherError(fault, remedy="Choose another PILOTFLAME_PEERS_PORT.")
             self._emit(0, "sharing", error=refused.to_wire())
             return
-        shelf, token, files = Shelf(self._cache.tiers), request["token"], request["certificate"]
-        roster = Roster(request["urls"])
-        peers = Peers(shelf, roster, token, on_refused=lambda said: self._emit(0, "refused", message=said))
+        served_chunks, token, files = (
+            ServedChunks(self._cache.tiers),
+            request["token"],
+            request["certificate"],
+        )
+        peer_list = PeerList(request["urls"])
+        peers = Peers(
+            served_chunks, peer_list, token, on_refused=lambda said: self._emit(0, "refused", message=said)
+        )
         certificate = (Path(files[0]), Path(files[1])) if files else None
-        server = ChunkServer(sock, shelf, token, certificate, self._report_shared)
+        server = ChunkServer(sock, served_chunks, token, certificate, self._report_shared)
         self._shared, self._cache = (peers, server), Cache(self._cache.tiers, peers)
         server.start()
         self._emit(0, "sharing", port=sock.getsockname()[1])

@@ -20,7 +20,7 @@ from ...errors import SnapshotError
 from ...snapshot.publish import publish
 from ..billing.account import Account
 from ..scaling.idle_law import PRIOR_BINS, Prior
-from ..scaling.keep_alive import EXPERTS, IDLES, INTERVALS, History
+from ..scaling.keep_alive import CANDIDATES, IDLES, INTERVALS, History
 from ..scaling.ladder import BurstWait
 from ..scaling.rung_figures import RungFigures
 from ..scaling.slow_share import MOST_DOUBLINGS, SlowShare
@@ -67,8 +67,8 @@ class _Remembered(BaseModel, frozen=True):
     intervals: tuple[_Amount, ...] = Field((), max_length=INTERVALS)
     burst_waits: tuple[tuple[_Amount, Annotated[int, Field(ge=0)]], ...] = Field((), max_length=len(RungName))
     periods: int = Field(0, ge=0)
-    bills: tuple[_Amount, ...] = Field((0.0,) * EXPERTS, min_length=EXPERTS, max_length=EXPERTS)
-    lasting_bills: tuple[_Amount, ...] | None = Field(None, min_length=EXPERTS, max_length=EXPERTS)
+    bills: tuple[_Amount, ...] = Field((0.0,) * CANDIDATES, min_length=CANDIDATES, max_length=CANDIDATES)
+    lasting_bills: tuple[_Amount, ...] | None = Field(None, min_length=CANDIDATES, max_length=CANDIDATES)
     held_bytes: dict[RungName, _Amount] = {}
     wakes_s: dict[RungName, tuple[_Amount, ...]] = {}
     build_s: _Amount = 0.0

@@ -29,7 +29,7 @@ from ..telemetry.rung_name import RungName
 
 # The largest number of ended periods whose later arrivals are still being counted. Beyond it, the oldest period is learned
 # with the arrivals counted so far.
-MOST_LESSONS = 64
+MOST_OBSERVATIONS = 64
 NOTHING_KNOWN = SlowShare()
 PLANNED = (RungName.READY, RungName.ZYGOTE, RungName.RESIDENT, RungName.LOCAL)
 
@@ -103,7 +103,7 @@ class NextStep(NamedTuple):
     at: float
 
 
-class _Lesson(NamedTuple):
+class _Observation(NamedTuple):
     """An idle period that has ended. It is learned once the arrivals after it are counted."""
 
     idle_s: float
@@ -141,7 +141,7 @@ class IdleLadder:
         self._evicted_to: RungName | None = None
         # The unfinished wake of the present target: the rung it began on, and the time at which the worker was requested.
         self._woken_from: tuple[RungName, float] | None = None
-        self._lessons: deque[_Lesson] = deque()
+        self._observations: deque[_Observation] = deque()
         self._followers: Followers | None = None
 
     # -- the live revision
@@ -342,8 +342,8 @@ class IdleLadder:
 
     def learning(self) -> Callable[[], History]:
         """Return a function that makes the history with all ended periods. It can run in a thread."""
-        lessons, prior = tuple(self._lessons), self._habits.prior
-        return functools.partial(_learn, self.history, self._measured, prior, lessons)
+        observations, prior = tuple(self._observations), self._habits.prior
+        return functools.partial(_learn, self.history, self._measured, prior, observations)
 
     # -- the end of a period
 
@@ -354,15 +354,19 @@ class IdleLadder:
         wakes_s = [rung.wake_s for rung in self._measured.rungs]
         followers = self._followers = Followers(now_s, wakes_s, self._followers)
         arrived = self._target.arrived - load
-        self._lessons.append(_Lesson(now_s - ended.begun_s, ended.since_s, followers, arrived))
+        self._observations.append(_Observation(now_s - ended.begun_s, ended.since_s, followers, arrived))
 
     def count_followers(self, now_s: float) -> float:
         """Count the invocations that followed a wake, for the times that are over. Return when the next one is."""
         next_s = math.inf
-        for lesson in self._lessons:
-            if self._target is not None and (due_s := lesson.followers.next_s) is not None and due_s <= now_s:
-                lesson.followers.count(now_s, self._target.arrived - lesson.arrived)
-            if (due_s := lesson.followers.next_s) is not None:
+        for observation in self._observations:
+            if (
+                self._target is not None
+                and (due_s := observation.followers.next_s) is not None
+                and due_s <= now_s
+            ):
+                observation.followers.count(now_s, self._target.arrived - observation.arrived)
+            if (due_s := observation.followers.next_s) is not None:
                 next_s = min(next_s, due_s)
         return next_s
 
@@ -403,24 +407,24 @@ class IdleLadder:
             self._count_slow()
             if differs(self._ladder, self._measured):
                 self._ladder, self.history = self._measured, self.history.unplanned()
-            lessons = self._take_lessons()
+            observations = self._take_observations()
             prior, known = self._habits.prior, self.history.periods
             self.history, choice = await asyncio.to_thread(
-                _settle, self.history, self._ladder, prior, lessons, period.since_s
+                _settle, self.history, self._ladder, prior, observations, period.since_s
             )
-        for number, lesson in enumerate(lessons):
-            self._habits.prior = self._habits.prior.learn(lesson.idle_s, known + number)
+        for number, observation in enumerate(observations):
+            self._habits.prior = self._habits.prior.learn(observation.idle_s, known + number)
         self._on_change()
         if self._watch.period is period and self._target is not None and self._spec.planned:
             self._expert, self._plan = choice
             self._begin_plan(period, choice.plan)
 
-    def _take_lessons(self) -> tuple[_Lesson, ...]:
-        taken = list[_Lesson]()
-        while self._lessons and (
-            self._lessons[0].followers.next_s is None or len(self._lessons) > MOST_LESSONS
+    def _take_observations(self) -> tuple[_Observation, ...]:
+        taken = list[_Observation]()
+        while self._observations and (
+            self._observations[0].followers.next_s is None or len(self._observations) > MOST_OBSERVATIONS
         ):
-            taken.append(self._lessons.popleft())
+            taken.append(self._observations.popleft())
         return tuple(taken)
 
     # -- the steps
@@ -457,15 +461,15 @@ class IdleLadder:
 
 
 def _settle(
-    history: History, ladder: Ladder, prior: Prior, lessons: Sequence[_Lesson], since_s: float
+    history: History, ladder: Ladder, prior: Prior, observations: Sequence[_Observation], since_s: float
 ) -> _Settled:
     """Learn from periods that have ended, and plan one that began `since_s` after the last wake."""
-    history = _learn(history, ladder, prior, lessons)
+    history = _learn(history, ladder, prior, observations)
     return _Settled(history, keep_alive.choose(history, ladder, since_s, prior))
 
 
-def _learn(history: History, ladder: Ladder, prior: Prior, lessons: Sequence[_Lesson]) -> History:
+def _learn(history: History, ladder: Ladder, prior: Prior, observations: Sequence[_Observation]) -> History:
     wakes_s = [rung.wake_s for rung in ladder.rungs]
-    for idle_s, since_s, followers, _ in lessons:
+    for idle_s, since_s, followers, _ in observations:
         history = keep_alive.learn(history, ladder, idle_s, since_s, followers.waits(wakes_s), prior)
     return history

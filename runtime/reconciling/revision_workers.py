@@ -37,7 +37,7 @@ from ..serving.revision import Revision
 from ..telemetry.invocation_end import InvocationEnd
 from ..telemetry.load_history import LoadState
 from ..telemetry.logs import RevisionLog
-from ..telemetry.metrics import Census
+from ..telemetry.metrics import WorkerCounts
 from ..telemetry.rung_name import RungName
 from .demand import Demand
 from .function import Function
@@ -199,10 +199,10 @@ class RevisionWorkers:
         """The limit that keeps wanted workers from starting, or None."""
         return self.node.reconciler.reached(self)
 
-    def census(self) -> Census:
+    def worker_counts(self) -> WorkerCounts:
         replicas, zygote = self.replicas, self.pool.zygote
         busy_s, ready_s = self.pool.worked_s(time.monotonic())
-        return Census(
+        return WorkerCounts(
             queued=len(self.revision.dispatcher.queue),
             in_flight=replicas.in_flight,
             starting=replicas.starting,

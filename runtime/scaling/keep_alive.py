@@ -23,12 +23,12 @@ DECAY, LASTING_DECAY = 1 / 128, 1 / 1024
 STEADY_MARGIN = 0.8
 # A policy that prewarms is followed only if its bill is lower by this factor than the bill of the best policy that does not.
 CLIMB_MARGIN = 0.95
-EXPERTS = 5
+CANDIDATES = 5
 NO_PRIOR = Prior()
 
 
 @dataclass(frozen=True, slots=True)
-class _Experts:
+class _Candidates:
     """The five candidate policies: three fixed plans, and two strategies that prewarm, whose plans depend on `since_s`.
 
     `steady` has the ski-rental schedule, and the plans for the distributions of all and of the recent idle times. `climbing` has
@@ -60,9 +60,9 @@ class History:
     waits: tuple[BurstWait, ...] = ()
     """For each rung, how long an arrival on it and the arrivals after it would have waited, summed over periods."""
     periods: int = 0
-    bills: tuple[float, ...] = (0.0,) * EXPERTS
-    lasting_bills: tuple[float, ...] = (0.0,) * EXPERTS
-    experts: _Experts | None = None
+    bills: tuple[float, ...] = (0.0,) * CANDIDATES
+    lasting_bills: tuple[float, ...] = (0.0,) * CANDIDATES
+    experts: _Candidates | None = None
 
     def costs(self, ladder: Ladder) -> Costs:
         """Return the costs of `ladder` with the waiting that bursts have caused so far."""
@@ -144,7 +144,7 @@ def learn(
     """
     experts = _experts(history, ladder, prior)
     costs = history.costs(ladder)
-    due = [costs.bill(experts.plan(expert, since_s), idle_s) for expert in range(EXPERTS)]
+    due = [costs.bill(experts.plan(expert, since_s), idle_s) for expert in range(CANDIDATES)]
     waits = history.waits if len(history.waits) == len(burst_waits) else (BurstWait(),) * len(burst_waits)
     learned = replace(
         history,
@@ -172,7 +172,7 @@ def _to_consult(periods: int) -> bool:
     return periods % (1 if periods <= 32 else 4 if periods <= 128 else 16) == 0
 
 
-def _experts(history: History, ladder: Ladder, prior: Prior) -> _Experts:
+def _experts(history: History, ladder: Ladder, prior: Prior) -> _Candidates:
     """Return the policies of a history. If a deploy has changed the number of rungs, make their plans anew."""
     known = history.experts
     return (
@@ -180,7 +180,7 @@ def _experts(history: History, ladder: Ladder, prior: Prior) -> _Experts:
     )
 
 
-def _consult(history: History, ladder: Ladder, prior: Prior) -> _Experts:
+def _consult(history: History, ladder: Ladder, prior: Prior) -> _Candidates:
     costs, habits = history.costs(ladder), prior.cdf()
 
     def strategy(samples: Sequence[float], *, climbs: bool) -> Strategy:
@@ -189,6 +189,8 @@ def _consult(history: History, ladder: Ladder, prior: Prior) -> _Experts:
     idles, intervals = history.idles, history.intervals
     lasting, climbing = strategy(idles, climbs=False).plan(), strategy(intervals, climbs=True)
     if len(idles) <= RECENT:
-        return _Experts((costs.envelope, lasting, lasting), (climbing, climbing))
+        return _Candidates((costs.envelope, lasting, lasting), (climbing, climbing))
     recent = strategy(idles[-RECENT:], climbs=False).plan()
-    return _Experts((costs.envelope, lasting, recent), (climbing, strategy(intervals[-RECENT:], climbs=True)))
+    return _Candidates(
+        (costs.envelope, lasting, recent), (climbing, strategy(intervals[-RECENT:], climbs=True))
+    )

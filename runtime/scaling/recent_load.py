@@ -10,7 +10,7 @@ LASTING_S = 6.0
 MARKS = 12
 # The least addition for recently queued requests. A queued request shows that two callers are active at once: the requests of
 # a single caller that sends one after the other do not wait for each other.
-SOMEBODY = 0.005
+QUEUED_CALL = 0.005
 
 
 class _Mark(NamedTuple):
@@ -56,7 +56,7 @@ class RecentLoad:
         lasting = (in_flight_s - self._running_until(from_s, now_s, in_flight_s)) / LASTING_S
         if self._queued_s > from_s:
             ends = now_s - self._joined_s >= LASTING_S / 2
-            lasting = 0.0 if ends else lasting + max(SOMEBODY, self._waiting(from_s, admitted))
+            lasting = 0.0 if ends else lasting + max(QUEUED_CALL, self._waiting(from_s, admitted))
         if not marks or now_s - marks[-1].at_s >= LASTING_S / MARKS:
             marks.append(_Mark(now_s, in_flight_s, admitted, self._low))
             self._low = queued

@@ -24,7 +24,7 @@ from .replicas import Replicas
 
 FAILURES = (HandlerFailed, OutputInvalid)
 # The minimum time between two calls of `on_called`.
-BEAT_S = 0.5
+CALL_NOTICE_S = 0.5
 
 
 class CallWatcher(Protocol):
@@ -51,13 +51,13 @@ class Revision(CallEvents):
         log: RevisionLog, load: LoadSeries, arrivals: Arrivals, on_called: Callable[[float], None],
         on_ended: Callable[[InvocationEnd], None],
     ) -> None:  # fmt: skip
-        """`on_called` is called with the arrival of an invocation, at most once every BEAT_S. `on_ended` is called when an
+        """`on_called` is called with the arrival of an invocation, at most once every CALL_NOTICE_S. `on_ended` is called when an
         invocation has ended with an output or an error.
         """
         self.spec, self.policy, self.streaming, self.replicas = spec, policy, policy.streaming, replicas
         self.dispatcher = Dispatcher(spec, policy, replicas, curves, watcher.look, on_ended)
         self._watcher, self._log, self._load, self._note_arrival = watcher, log, load, arrivals.note
-        self._on_called, self._beat_at_s = on_called, 0.0
+        self._on_called, self._notice_at_s = on_called, 0.0
         self.retiring = False
         """True if no further invocation is accepted. The accepted ones still run."""
         self.enough = -1.0
@@ -80,8 +80,8 @@ class Revision(CallEvents):
         if self.enough < 0 and replicas.parked and not replicas.ready:
             # A parked worker wakes and takes the invocation at once.
             self._watcher.look(arriving=1)
-        if (arrived_s := invocation.timeline.received_s) >= self._beat_at_s:
-            self._beat_at_s = arrived_s + BEAT_S
+        if (arrived_s := invocation.timeline.received_s) >= self._notice_at_s:
+            self._notice_at_s = arrived_s + CALL_NOTICE_S
             self._on_called(arrived_s)
         try:
             sent = self.dispatcher.submit(invocation)

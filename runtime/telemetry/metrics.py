@@ -35,7 +35,7 @@ _PHASES_HELP = (
 
 
 @dataclass(frozen=True, slots=True)
-class Census:
+class WorkerCounts:
     """The number of invocations and workers of a revision at one moment, for its status and the metrics."""
 
     queued: int = 0
@@ -158,17 +158,17 @@ class Metrics:
 
     def __init__(
         self,
-        census: Callable[[], Mapping[str, Census]],
+        worker_counts: Callable[[], Mapping[str, WorkerCounts]],
         failures: Mapping[str, int] | None = None,
         others: Iterable[Collector] = (),
         dropped: Callable[[], int] = lambda: 0,
     ) -> None:
-        """`census` returns the census of each function by name, `dropped` how many log lines were dropped.
+        """`worker_counts` returns the counts of each function by name, `dropped` how many log lines were dropped.
 
         Both are called when metrics are read. `failures` is the number of failures of each background task.
         `others` are the metrics of other parts.
         """
-        self._census = census
+        self._counts_of = worker_counts
         self._dropped = dropped
         self._failures = failures if failures is not None else {}
         self._functions: defaultdict[str, _FunctionCounts] = defaultdict(_FunctionCounts)
@@ -223,10 +223,12 @@ class Metrics:
 
     def text(self, readings: Iterable[Reading] = ()) -> bytes:
         """Return all metrics in the text format of Prometheus."""
-        census = self._census()
-        families = [*self._counters(), *self._histograms(), *_states(census), self._lost()]
+        worker_counts = self._counts_of()
+        families = [*self._counters(), *self._histograms(), *_states(worker_counts), self._lost()]
         families += [family for part in self._others for family in part.collect()]
-        return generate_latest(_Families([*families, *(_read(reading, census) for reading in readings)]))
+        return generate_latest(
+            _Families([*families, *(_read(reading, worker_counts) for reading in readings)])
+        )
 
     def _lost(self) -> Metric:
         lost = CounterMetricFamily("pilotflame_log_lines_dropped", "Log lines that were not stored.")
@@ -280,7 +282,7 @@ def _read(reading: Reading, live: Collection[str]) -> Metric:
     return family
 
 
-def _states(censuses: Mapping[str, Census]) -> Iterator[Metric]:
+def _states(found: Mapping[str, WorkerCounts]) -> Iterator[Metric]:
     workers = _family(GaugeMetricFamily, "workers", "Workers by state.", "state")
     waiting = _family(GaugeMetricFamily, "queued", "Invocations waiting.")
     running = _family(GaugeMetricFamily, "in_flight", "Invocations at workers.")
@@ -288,15 +290,17 @@ def _states(censuses: Mapping[str, Census]) -> Iterator[Metric]:
     ready = _family(CounterMetricFamily, "worker_ready_seconds", "Time ready, summed over all workers.")
     share = _family(GaugeMetricFamily, "worker_busy_ratio", "Busy share of worker_ready_seconds.")
     deaths = _family(CounterMetricFamily, "worker_deaths", "Workers that ended without draining.")
-    for function, census in censuses.items():
+    for function, worker_counts in found.items():
         for state in ("starting", "ready", "parked", "draining"):
-            workers.add_metric([function, state], getattr(census, state))
-        waiting.add_metric([function], census.queued)
-        running.add_metric([function], census.in_flight)
-        busy.add_metric([function], census.busy_s)
-        ready.add_metric([function], census.ready_s)
-        share.add_metric([function], census.busy_s / census.ready_s if census.ready_s else 0.0)
-        deaths.add_metric([function], census.deaths)
+            workers.add_metric([function, state], getattr(worker_counts, state))
+        waiting.add_metric([function], worker_counts.queued)
+        running.add_metric([function], worker_counts.in_flight)
+        busy.add_metric([function], worker_counts.busy_s)
+        ready.add_metric([function], worker_counts.ready_s)
+        share.add_metric(
+            [function], worker_counts.busy_s / worker_counts.ready_s if worker_counts.ready_s else 0.0
+        )
+        deaths.add_metric([function], worker_counts.deaths)
     yield from (workers, waiting, running, busy, ready, share, deaths)
 
 

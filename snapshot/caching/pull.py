@@ -21,7 +21,7 @@ from typing import Protocol
 from ...errors import CacheError, PilotflameError, SourceDenied, SourceUnavailable, StorageFull
 from ..fetching.arrival import Arrival
 from ..fetching.assets import fetch_assets
-from ..fetching.borrowing import Borrowing
+from ..fetching.chunk_reuse import ChunkReuse
 from ..fetching.digest_journal import learned_digests
 from ..fetching.fetch import FetchStats, fetch
 from ..fetching.landing import ShardTarget, copy_landed, land_existing
@@ -374,7 +374,7 @@ class Pull:
         with ExitStack() as opened:
             by_version = isinstance(self._source, VersionedByContent)
             places = self._related.places(self._manifest, self.arrival, opened, by_version=by_version)
-            with Borrowing(self.arrival, targets, places, self._cancelled):
+            with ChunkReuse(self.arrival, targets, places, self._cancelled):
                 taken_bytes = self._take(targets, places, until_published)
                 stats = self._fetch_missing(targets, left_out=places)
         if not self.arrival.complete:

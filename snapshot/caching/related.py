@@ -20,7 +20,7 @@ import orjson
 
 from ...errors import SnapshotError
 from ..fetching.arrival import Arrival
-from ..fetching.borrowing import Place
+from ..fetching.chunk_reuse import Place
 from ..fetching.ranges import Chunks, Range, wanted_order
 from ..format.manifest import MANIFEST_NAME, MAX_MANIFEST_BYTES, UNKNOWN_DIGEST, Manifest, realm_digits
 from ..sources.folder import FolderSource
@@ -59,13 +59,13 @@ class Related:
             [chunk for chunk in missing if chunks.digests[chunk] == UNKNOWN_DIGEST] if by_version else []
         )
         found: dict[int, Place] = {}
-        lenders = [lender for folder in folders if (lender := _open(folder, opened)) is not None]
+        providers = [provider for folder in folders if (provider := _open(folder, opened)) is not None]
         for how, wanted in ((_Lender.same, known), (_Lender.versioned, unknown)):
-            for lender in lenders:
+            for provider in providers:
                 rest = [chunk for chunk in wanted if chunk not in found]
                 # OSError, SnapshotError: a file is missing. The others: the manifest is damaged.
                 with suppress(OSError, SnapshotError, ValueError, LookupError, TypeError, AttributeError):
-                    found |= how(lender, manifest, chunks, rest) if rest else {}
+                    found |= how(provider, manifest, chunks, rest) if rest else {}
         return {chunk: found[chunk] for chunk in missing if chunk in found}
 
     def _folders(self, manifest: Manifest) -> Iterator[Path]:

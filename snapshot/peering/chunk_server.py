@@ -1,4 +1,4 @@
-"""Serves the chunks of a Shelf to other nodes, over HTTP/1.1, and over TLS if there is a certificate.
+"""Serves the chunks of a ServedChunks to other nodes, over HTTP/1.1, and over TLS if there is a certificate.
 
     GET /v1/line/KEY               this node's position in line for a snapshot, as JSON; ?settled=1 waits a moment for it
     GET /v1/chunks/KEY/TICKET/N    chunk N; 503 if it has not landed after a second, 404 if it does not come to this node
@@ -26,7 +26,7 @@ import orjson
 
 from ...errors import PilotflameError, SourceUnavailable
 from .peer import LANDED_HEADER
-from .shelf import LANDED, Lent, Shelf
+from .served_chunks import LANDED, Lent, ServedChunks
 
 MOST_CONNECTIONS = 512
 IDLE_TIMEOUT_S = 30.0
@@ -48,12 +48,12 @@ class ChunkServer:
     def __init__(
         self,
         sock: socket.socket,
-        shelf: Shelf,
+        served_chunks: ServedChunks,
         token: str,
         certificate: tuple[Path, Path] | None = None,
         on_end: Callable[[], None] = lambda: None,
     ) -> None:
-        self.shelf = shelf
+        self.served_chunks = served_chunks
         self._on_end = on_end
         self._token, self._sock, self._certificate = f"Bearer {token}".encode(), sock, certificate
         self._slots = threading.BoundedSemaphore(MOST_CONNECTIONS)
@@ -205,7 +205,7 @@ class _Handler(BaseHTTPRequestHandler):
         path, _, query = self.path.partition("?")
         match path.split("/"):
             case ["", "v1", "line", key]:
-                self._tell_standing(served.shelf, key, settled=query == "settled=1")
+                self._tell_position(served.served_chunks, key, settled=query == "settled=1")
             case ["", "v1", "chunks", key, ticket, chunk] if chunk.isdecimal() and len(chunk) < _MAX_DIGITS:
                 self._send_chunk(served, key, ticket, int(chunk))
             case _:
@@ -214,22 +214,22 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  the base class names it so
         """Log nothing: the node that sent a request reports its failure."""
 
-    def _tell_standing(self, shelf: Shelf, key: str, *, settled: bool) -> None:
-        standing = shelf.standing(key, settled=settled)
-        position = standing.position
+    def _tell_position(self, served_chunks: ServedChunks, key: str, *, settled: bool) -> None:
+        answer = served_chunks.position_of(key, settled=settled)
+        position = answer.position
         self._say(
             200,
             {
-                "node": standing.node,
+                "node": answer.node,
                 "number": position and position.number,
                 "ticket": position and position.ticket,
-                "choosing": standing.choosing,
+                "choosing": answer.choosing,
             },
         )
 
     def _send_chunk(self, served: ChunkServer, key: str, ticket: str, chunk: int) -> None:
         try:
-            with served.shelf.lent(key, ticket, chunk) as lent:
+            with served.served_chunks.lent(key, ticket, chunk) as lent:
                 self._begin(200, lent.size_bytes)
                 self._send(lent)
                 served.count(lent.size_bytes)

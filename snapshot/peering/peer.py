@@ -19,7 +19,7 @@ from ..sources.idle import IdleConnections
 from ..sources.location import ServerAddress
 from ..sources.tls import system_trust
 from ..sources.wire import Wire
-from .line import LineAnswer, Position
+from .fetch_order import LineAnswer, Position
 
 LANDED_HEADER = "pilotflame-landed-bytes"
 CONNECT_TIMEOUT_S = 0.5
@@ -41,7 +41,7 @@ class Node(NamedTuple):
     address: Address
 
 
-class Roster:
+class PeerList:
     """The nodes at the addresses to which the hosts of `urls` resolve. Thread-safe."""
 
     def __init__(self, urls: Iterable[str]) -> None:
@@ -144,7 +144,7 @@ class Peer:
             ("Authorization", f"Bearer {token}"),
         ]
 
-    def standing(self, key: str, *, settled: bool) -> LineAnswer:
+    def position_of(self, key: str, *, settled: bool) -> LineAnswer:
         """Return where the node stands for snapshot `key`. If `settled`, it waits until it has chosen a position.
 
         Raises SourceUnavailable, or SourceDenied if it refuses the token.

@@ -1,6 +1,6 @@
 """Brings chunks of a snapshot from the nodes that stand before this node in line (see `line`).
 
-    peers = Peers(Shelf(tiers), Roster(["http://pilotflame-peers:8601"]), token)
+    peers = Peers(ServedChunks(tiers), PeerList(["http://pilotflame-peers:8601"]), token)
     with peers.joined(manifest, arrival, files) as joined:
         joined.take(targets, left_out, cancelled)
 
@@ -21,13 +21,13 @@ import xxhash
 
 from ...errors import SourceDenied, SourceError, SourceUnavailable
 from ..fetching.arrival import Arrival
-from ..fetching.borrowing import Borrowing
+from ..fetching.chunk_reuse import ChunkReuse
 from ..fetching.landing import ShardTarget
 from ..fetching.ranges import wanted_order
 from ..format.manifest import Manifest
-from .line import LineAnswer, ahead, next_number, ranked, to_ask_again
-from .peer import Answer, Node, Peer, Roster
-from .shelf import FetchTicket, Shelf
+from .fetch_order import LineAnswer, ahead, next_number, ranked, to_ask_again
+from .peer import Answer, Node, Peer, PeerList
+from .served_chunks import FetchTicket, ServedChunks
 
 LEAST_BYTES = 16 << 20
 """A smaller snapshot is fetched from the source alone: asking all nodes would take longer."""
@@ -49,14 +49,14 @@ class Peers:
 
     def __init__(
         self,
-        shelf: Shelf,
-        roster: Roster,
+        served_chunks: ServedChunks,
+        peer_list: PeerList,
         token: str,
         *,
         on_refused: Callable[[str], None] = lambda _: None,
         least_bytes: int = LEAST_BYTES,
     ) -> None:
-        self._shelf, self._roster, self._token = shelf, roster, token
+        self._served_chunks, self._peer_list, self._token = served_chunks, peer_list, token
         self._on_refused, self._least_bytes = on_refused, least_bytes
         self._lock = threading.Lock()
         self._taken_bytes = 0
@@ -79,9 +79,9 @@ class Peers:
         if not known or manifest.needed_bytes < self._least_bytes:
             yield Joined(self, ticket, {})
             return
-        peers = {node: Peer(node, self._token) for node in self._roster.nodes()}
+        peers = {node: Peer(node, self._token) for node in self._peer_list.nodes()}
         try:
-            with self._shelf.offered(ticket):
+            with self._served_chunks.offered(ticket):
                 yield Joined(self, ticket, self._choose(ticket, peers))
         finally:
             for peer in peers.values():
@@ -102,7 +102,9 @@ class Peers:
             return {}
         pool = ThreadPoolExecutor(min(_MOST_THREADS, len(peers)), "ask-peers")
         try:
-            asked = {node: pool.submit(peer.standing, key, settled=settled) for node, peer in peers.items()}
+            asked = {
+                node: pool.submit(peer.position_of, key, settled=settled) for node, peer in peers.items()
+            }
         except RuntimeError:
             # There are too many threads. Then all chunks are fetched.
             return {}
@@ -115,16 +117,16 @@ class Peers:
                 # The request was never sent: there are more nodes than threads.
                 continue
             try:
-                standing = answer.result(0)
+                told = answer.result(0)
             except (SourceError, TimeoutError) as error:
                 if isinstance(error, SourceDenied):
                     self._on_refused(str(error))
-                self._roster.avoid(node)
+                self._peer_list.avoid(node)
                 continue
-            if standing.node == self._shelf.node:
-                self._roster.is_own(node)
+            if told.node == self._served_chunks.node:
+                self._peer_list.is_own(node)
             else:
-                found[node] = standing
+                found[node] = told
         return found
 
 
@@ -160,7 +162,7 @@ class Joined:
                 chunk: _Remote(self, chunk, cancelled) for chunk in wanted if not arrival.landed(chunk)
             }
             try:
-                with Borrowing(arrival, targets, missing, cancelled, TAKERS):
+                with ChunkReuse(arrival, targets, missing, cancelled, TAKERS):
                     pass
             finally:
                 self._peers.count(self._taken_bytes)

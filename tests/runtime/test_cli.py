@@ -23,7 +23,7 @@ from pilotflame.runtime.commands.doctor import peers_answer, private_files
 from pilotflame.runtime.commands.lazy_group import LazyGroup
 from pilotflame.runtime.commands.snapshot import snapshot
 from pilotflame.snapshot.peering.chunk_server import ChunkServer, listening
-from pilotflame.snapshot.peering.shelf import Shelf
+from pilotflame.snapshot.peering.served_chunks import ServedChunks
 from safetensors.numpy import save_file
 
 ECHO = "def handler(event):\n    return event\n"
@@ -677,7 +677,7 @@ def test_doctor_says_what_this_kernel_does_not_keep_apart():
 
 def test_doctor_asks_the_peers():
     token, sockets = "the token of the cluster", [listening("127.0.0.1", 0) for _ in range(2)]
-    servers = [ChunkServer(sock, Shelf([]), token) for sock in sockets]
+    servers = [ChunkServer(sock, ServedChunks([]), token) for sock in sockets]
     urls = [f"http://127.0.0.1:{sock.getsockname()[1]}" for sock in sockets]
     for server in servers:
         server.start()

@@ -186,12 +186,12 @@ class PredictionsApi(ApiPlugin):
             live = self._backend.functions.get(name)
         except (UnknownFunction, GatewayError):
             return "DEFUNCT"
-        census, scale = live.workers.census(), live.revision.policy.scale
-        if not census.ready and live.workers.breaker.failures:
+        worker_counts, scale = live.workers.worker_counts(), live.revision.policy.scale
+        if not worker_counts.ready and live.workers.breaker.failures:
             return "SETUP_FAILED"
-        if not census.ready and census.starting:
+        if not worker_counts.ready and worker_counts.starting:
             return "STARTING"
-        return "BUSY" if census.in_flight >= scale.max * scale.concurrency else "READY"
+        return "BUSY" if worker_counts.in_flight >= scale.max * scale.concurrency else "READY"
 
     async def _wait(self, job: Job, live: Live, *, replayed: bool) -> Job:
         """Wait for the job's end, for at most the function's `hold_s` + `timeout_s`. Return the job.

@@ -196,17 +196,17 @@ class QueueApi(ApiPlugin):
     async def health(self, request: web.Request) -> web.StreamResponse:
         live = self._live(request)
         counts = await self._jobs.store.counts(live.record.function, owner_of(request))
-        census = live.workers.census()
-        running, failures = min(census.ready, census.in_flight), live.workers.breaker.failures
+        worker_counts = live.workers.worker_counts()
+        running, failures = min(worker_counts.ready, worker_counts.in_flight), live.workers.breaker.failures
         health = {
             "jobs": {
                 "completed": counts.completed, "failed": counts.failed, "inProgress": counts.in_progress,
                 "inQueue": counts.in_queue, "retried": counts.retried, "cancelled": counts.cancelled,
             },
             "workers": {
-                "idle": census.ready - running + census.parked, "running": running, "initializing": census.starting,
-                "ready": census.ready, "throttled": _throttled(live, max(census.queued, counts.in_queue)),
-                "unhealthy": 0 if census.ready else failures, "draining": census.draining,
+                "idle": worker_counts.ready - running + worker_counts.parked, "running": running, "initializing": worker_counts.starting,
+                "ready": worker_counts.ready, "throttled": _throttled(live, max(worker_counts.queued, counts.in_queue)),
+                "unhealthy": 0 if worker_counts.ready else failures, "draining": worker_counts.draining,
             },
         }  # fmt: skip
         return json_response(health)
@@ -264,9 +264,9 @@ def _throttled(live: Live, queued: int) -> int:
     workers = live.workers
     if workers.reached is None and not workers.breaker.failures:
         return 0
-    census, scale = workers.census(), live.revision.policy.scale
-    missing = scale.max - census.ready - census.parked - census.starting
-    return max(0, min(math.ceil(queued / scale.concurrency) - census.starting, missing))
+    worker_counts, scale = workers.worker_counts(), live.revision.policy.scale
+    missing = scale.max - worker_counts.ready - worker_counts.parked - worker_counts.starting
+    return max(0, min(math.ceil(queued / scale.concurrency) - worker_counts.starting, missing))
 
 
 def _named(request: web.Request) -> tuple[str, str, str]:

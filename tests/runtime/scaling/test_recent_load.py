@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pilotflame.runtime.scaling.recent_load import LASTING_S, MARKS, SOMEBODY, RecentLoad
+from pilotflame.runtime.scaling.recent_load import LASTING_S, MARKS, QUEUED_CALL, RecentLoad
 
 TICK_S = 0.05
 
@@ -46,9 +46,9 @@ def noted(queue: list[int], *, admitted_each: int, emptied_at: int = -1) -> floa
 
 def test_a_queue_lasts_if_it_was_never_shorter_and_others_come() -> None:
     assert noted([9] * 20, admitted_each=1) == 9
-    assert noted([9] * 10, admitted_each=1) == SOMEBODY
+    assert noted([9] * 10, admitted_each=1) == QUEUED_CALL
     assert noted([9] * 15 + [3, 9, 9, 9, 9], admitted_each=1) == 3
-    assert noted([9] * 20, admitted_each=1, emptied_at=15) == SOMEBODY
+    assert noted([9] * 20, admitted_each=1, emptied_at=15) == QUEUED_CALL
 
 
 def test_a_burst_that_drains_does_not_last() -> None:

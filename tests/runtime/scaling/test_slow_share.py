@@ -68,8 +68,10 @@ def test_the_share_comes_true_where_a_higher_price_makes_fewer_requests_slow(
         if number >= 500:
             slow, requests = slow + late, requests + arrived
     # The share may stay below the target if many requests come together: one cold start per period does not reach it.
+    # Few slow requests are counted, so chance moves the share by some standard deviations.
+    chance_share = 3 * math.sqrt(target / requests)
     if slow / requests < target:
-        assert state.doublings < 0 or slow / requests >= 0.8 * target
+        assert state.doublings < 0 or slow / requests >= 0.8 * target - chance_share
     assert slow / requests <= 1.2 * target + 3 / math.sqrt(requests)
 
 

@@ -17,7 +17,7 @@ from pilotflame.errors import (
     QuotaExceeded,
 )
 from pilotflame.runtime.telemetry.invocation_end import InvocationEnd
-from pilotflame.runtime.telemetry.metrics import Census, Metrics, Reading
+from pilotflame.runtime.telemetry.metrics import Metrics, Reading, WorkerCounts
 from pilotflame.runtime.telemetry.snapshot_metrics import SnapshotMetrics
 from pilotflame.runtime.telemetry.timeline import PHASES, WARM_PHASES, Activation, Timeline
 from prometheus_client.parser import text_string_to_metric_families
@@ -109,14 +109,14 @@ def test_activations_are_counted_by_outcome() -> None:
 
 
 def test_workers_are_counted_when_scraped() -> None:
-    census: dict[str, Census] = {}
-    metrics = Metrics(lambda: census)
-    census["tone"] = Census(queued=3, in_flight=2, starting=1, ready=4, draining=5)
+    worker_counts: dict[str, WorkerCounts] = {}
+    metrics = Metrics(lambda: worker_counts)
+    worker_counts["tone"] = WorkerCounts(queued=3, in_flight=2, starting=1, ready=4, draining=5)
     for state, count in (("starting", 1), ("ready", 4), ("draining", 5)):
         assert value(metrics, "pilotflame_workers", function="tone", state=state) == count
     assert value(metrics, "pilotflame_queued", function="tone") == 3
     assert value(metrics, "pilotflame_in_flight", function="tone") == 2
-    del census["tone"]
+    del worker_counts["tone"]
     assert value(metrics, "pilotflame_queued", function="tone") is None
 
 
@@ -171,8 +171,8 @@ def test_refusals_and_failures_are_counted_by_the_code_of_their_error() -> None:
 
 
 def test_how_busy_workers_were() -> None:
-    census = {"tone": Census(busy_s=3.0, ready_s=12.0), "new": Census()}
-    metrics = Metrics(lambda: census)
+    worker_counts = {"tone": WorkerCounts(busy_s=3.0, ready_s=12.0), "new": WorkerCounts()}
+    metrics = Metrics(lambda: worker_counts)
     assert value(metrics, "pilotflame_worker_busy_seconds_total", function="tone") == 3
     assert value(metrics, "pilotflame_worker_ready_seconds_total", function="tone") == 12
     assert value(metrics, "pilotflame_worker_busy_ratio", function="tone") == 0.25
@@ -209,11 +209,11 @@ def test_fetches_and_the_tiers_of_the_cache_are_exported() -> None:
 async def test_readings_of_other_parts_are_exported_and_a_failing_one_is_left_out() -> None:
     scrapes: list[str] = []
 
-    def census() -> dict[str, Census]:
-        scrapes.append("census")
-        return {"tone": Census()}
+    def worker_counts() -> dict[str, WorkerCounts]:
+        scrapes.append("worker_counts")
+        return {"tone": WorkerCounts()}
 
-    metrics = Metrics(census)
+    metrics = Metrics(worker_counts)
     rows = {("tone", "completed"): 3.0, ("deleted", "completed"): 4.0}
 
     async def read() -> list[Reading]:
@@ -240,8 +240,8 @@ PROMTOOL = os.environ.get("PROMTOOL") or shutil.which("promtool") or ""
     not os.access(PROMTOOL, os.X_OK), reason="promtool is not here; .ci/run fetches it (PROMTOOL)"
 )
 def test_promtool_accepts_the_exposition() -> None:
-    census = {"tone": Census(1, 2, 3, 4, 5, 6.0, 7.0)}
-    metrics = Metrics(lambda: census, others=[snapshot_metrics()])
+    worker_counts = {"tone": WorkerCounts(1, 2, 3, 4, 5, 6.0, 7.0)}
+    metrics = Metrics(lambda: worker_counts, others=[snapshot_metrics()])
     metrics.ended(ended(WARM))
     cold = Timeline(1.0, 5.0, 6.0, 6.0, exec_s=1.0, activation=Activation(1.5, 2.0, 4.0))
     metrics.ended(ended(cold))

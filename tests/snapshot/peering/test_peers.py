@@ -22,9 +22,9 @@ from pilotflame.snapshot.format.discover import find_manifest
 from pilotflame.snapshot.format.manifest import MANIFEST_NAME, Manifest
 from pilotflame.snapshot.peering import peers as peering
 from pilotflame.snapshot.peering.chunk_server import ChunkServer, listening
-from pilotflame.snapshot.peering.peer import Roster
+from pilotflame.snapshot.peering.peer import PeerList
 from pilotflame.snapshot.peering.peers import Peers
-from pilotflame.snapshot.peering.shelf import Shelf
+from pilotflame.snapshot.peering.served_chunks import ServedChunks
 from pilotflame.snapshot.sources.http import HttpSource
 from pilotflame.snapshot.sources.source import Source
 from pulling import CHUNK_BYTES, LIMIT_S, Stopping, check, make
@@ -38,17 +38,17 @@ class Node:
 
     def __init__(self, folder: Path, token: str = TOKEN, **how: Any) -> None:
         self.tier, self.token = Tier(folder, 1 << 30), token
-        self.shelf = Shelf([self.tier])
+        self.served_chunks = ServedChunks([self.tier])
         sock = listening("127.0.0.1", 0)
         self.port = sock.getsockname()[1]
-        self.server = ChunkServer(sock, self.shelf, token, **how)
+        self.server = ChunkServer(sock, self.served_chunks, token, **how)
         self.server.start()
         self.peers: Peers | None = None
         self.refused: list[str] = []
 
     def meet(self, urls: list[str]) -> None:
         self.peers = Peers(
-            self.shelf, Roster(urls), self.token, on_refused=self.refused.append, least_bytes=0
+            self.served_chunks, PeerList(urls), self.token, on_refused=self.refused.append, least_bytes=0
         )
 
     def open(self, manifest: Manifest, source: Source) -> Lease:
@@ -270,10 +270,10 @@ def test_what_is_served_is_not_evicted(nodes: Nodes, weights: tuple[Path, Manife
     folder, manifest = weights
     (node,) = nodes(1)
     node.fetch(manifest, Stopping(folder))
-    with node.shelf.lent(manifest.digest, "whole", 1), pytest.raises(CacheError):
+    with node.served_chunks.lent(manifest.digest, "whole", 1), pytest.raises(CacheError):
         node.tier.evict(manifest.digest)
     node.tier.evict(manifest.digest)
-    with pytest.raises(SourceMissing), node.shelf.lent(manifest.digest, "whole", 1):
+    with pytest.raises(SourceMissing), node.served_chunks.lent(manifest.digest, "whole", 1):
         pass
 
 
@@ -282,7 +282,7 @@ def test_a_chunk_that_has_not_landed_is_not_lent(nodes: Nodes, weights: tuple[Pa
     (node,) = nodes(1)
     with node.open(manifest, Stopping(folder, stop_at=5 * CHUNK_BYTES)) as lease:
         lease.arrival.wait(0, 3, LIMIT_S)
-        position = node.shelf.standing(manifest.digest, settled=True).position
+        position = node.served_chunks.position_of(manifest.digest, settled=True).position
         assert position is not None
         status, body = node.ask(f"/v1/chunks/{manifest.digest}/{position.ticket}/2")
         assert (status, body) == (
@@ -291,7 +291,7 @@ def test_a_chunk_that_has_not_landed_is_not_lent(nodes: Nodes, weights: tuple[Pa
         )
         demanded: list[tuple[int, int]] = []
         lease.arrival.on_demand(lambda *chunks: demanded.append(chunks))
-        with pytest.raises(SourceUnavailable), node.shelf.lent(manifest.digest, position.ticket, 9):
+        with pytest.raises(SourceUnavailable), node.served_chunks.lent(manifest.digest, position.ticket, 9):
             pass
         # The node's own workers say what is next.
         assert demanded == []
@@ -322,7 +322,7 @@ def test_another_realm_gets_no_bytes_of_equal_weights(
         lease.arrival.wait(0, 3, LIMIT_S)
         assert second.fetch(other, Stopping(folder)) == (manifest.total_bytes, 0)
         # Nor are they told by the ticket of the fetch.
-        position = first.shelf.standing(manifest.digest, settled=True).position
+        position = first.served_chunks.position_of(manifest.digest, settled=True).position
         assert position is not None
         assert first.ask(f"/v1/chunks/{other.digest}/{position.ticket}/0")[0] == 404
     assert second.ask(f"/v1/chunks/{manifest.digest}/whole/0")[0] == 404

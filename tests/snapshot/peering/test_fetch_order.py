@@ -7,7 +7,7 @@ from collections.abc import Generator
 
 from hypothesis import given
 from hypothesis import strategies as st
-from pilotflame.snapshot.peering.line import (
+from pilotflame.snapshot.peering.fetch_order import (
     WHOLE,
     LineAnswer,
     Position,

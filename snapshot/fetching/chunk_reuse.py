@@ -56,7 +56,7 @@ class Place(NamedTuple):
             return 0
 
 
-class Borrowing:
+class ChunkReuse:
     """Copies the chunks in `places`, in their order, on threads of its own. Its block ends when the threads have ended.
 
     `cancelled` ends the copying, without an error. A chunk that has another digest, or cannot be read, is left

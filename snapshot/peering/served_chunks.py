@@ -22,7 +22,7 @@ from ..caching.stored import is_published
 from ..caching.tier import Tier
 from ..fetching.arrival import Arrival
 from ..format.manifest import MANIFEST_NAME, Manifest
-from .line import WHOLE, LineAnswer, Position
+from .fetch_order import WHOLE, LineAnswer, Position
 
 WAIT_S = 1.0
 """The longest time for which a request waits for its chunk to land. Its caller may ask again."""
@@ -63,7 +63,7 @@ class Lent:
     size_bytes: int
 
 
-class Shelf:
+class ServedChunks:
     """The chunks of the snapshots in `tiers` that this node can give. `node` is the name of this node. Thread-safe."""
 
     def __init__(self, tiers: Sequence[Tier]) -> None:
@@ -83,7 +83,7 @@ class Shelf:
             with self._lock:
                 del self._tickets[ticket.name]
 
-    def standing(self, key: str, *, settled: bool) -> LineAnswer:
+    def position_of(self, key: str, *, settled: bool) -> LineAnswer:
         """Return where this node stands for snapshot `key`. If `settled`, wait for a moment until it has chosen."""
         if _KEY.fullmatch(key) is None:
             return LineAnswer(self.node)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import xxhash
 from pilotflame.snapshot.fetching.arrival import Arrival
-from pilotflame.snapshot.fetching.borrowing import COPIERS, MOST_WRONG, Borrowing, Place
+from pilotflame.snapshot.fetching.chunk_reuse import COPIERS, MOST_WRONG, ChunkReuse, Place
 from pilotflame.snapshot.fetching.landing import ShardTarget
 from pilotflame.snapshot.format.manifest import Manifest, Shard
 
@@ -47,7 +47,7 @@ class Presumed:
         places = {
             chunk: Place(self.there, chunk * CHUNK, digest) for chunk, digest in enumerate(self.digests)
         }
-        with Borrowing(self.arrival, [self.target], places, threading.Event()):
+        with ChunkReuse(self.arrival, [self.target], places, threading.Event()):
             pass
         written = (os.pread(self.target.descriptor, CHUNK, chunk * CHUNK) for chunk in range(COUNT))
         return {chunk for chunk, content in enumerate(written) if any(content)}
