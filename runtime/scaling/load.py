@@ -110,7 +110,7 @@ def caps(spec: ScaleSpec, seen: Seen, now_s: float) -> Iterator[Cap]:
     if (zero_at_s := _zero_at_s(spec, seen)) is not None and zero_at_s <= now_s:
         yield Cap(IDLE_TIMEOUT, frozenset({Rank.KEEP}), held=0)
     # With fewer workers that are awake, waiting invocations would take longer.
-    if spec.park_after_s < math.inf and not seen.queued and seen.idle_since_s:
+    if spec.park_after_s < math.inf and not seen.queued and (seen.idle_since_s or seen.parked):
         due_s = [since_s + spec.park_after_s for since_s in seen.idle_since_s]
         parked = sum(at_s <= now_s for at_s in due_s)
         awake = max(seen.recent_awake.workers, seen.awake - parked)

@@ -141,7 +141,9 @@ class Row(NamedTuple):
 
 
 def _for_s(seconds: float) -> str:
-    return f" for {seconds:.0f} s" if 0 < seconds < math.inf else ""
+    if not 0 < seconds < math.inf:
+        return ""
+    return f" for {seconds:.0f} s" if seconds >= 10 else f" for {seconds:.1f} s"
 
 
 class _Bound(NamedTuple):

@@ -112,6 +112,6 @@ def test_a_row_says_for_how_long() -> None:
     row = combine(proposals, [backoff, parks], Seen(0, 0, starting=0, ready=1, parked_since_s=(0.0, 0.0)))
     assert (row.awake, row.held) == (1, 3)
     assert list(row.reasons(2.0)) == [
-        "min wants 1", "warmup wants 1 for 41 s", "window lets 3 stay for 58 s", "backoff refuses 1 for 3 s",
+        "min wants 1", "warmup wants 1 for 41 s", "window lets 3 stay for 58 s", "backoff refuses 1 for 3.0 s",
         "park_after lets them park",
     ]  # fmt: skip
