@@ -533,6 +533,7 @@ def _observe(
     metering.note_change()
     for notice in (events.activated, events.live, events.removed):
         notice.append(rest.note_change)
+    events.processes.append(rest.note_processes)
     for close in (rest.close, metering.close, functions.tasks.keep(ledger.run, name="usage").cancel):
         stack.callback(close)
     return rest, memory

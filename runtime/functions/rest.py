@@ -115,10 +115,18 @@ class Rest:
         self._relieving, self._reported = asyncio.Lock(), False
         # By function: its processes when they were measured, and the MiB that they held.
         self._measured: dict[str, tuple[_Processes, float]] = {}
+        self._stats: dict[str, RestStats] = {}
+        # The functions to look at in the next check: among a thousand, most have not changed since the last one.
+        self._changed, self._unsettled = set[str](), set[str]()
 
-    def note_change(self, *_: str) -> None:
-        """Check soon: a worker started, or a function was deployed or deleted. Arguments are ignored."""
+    def note_change(self, function: str = "", *_: str) -> None:
+        """Check soon: a worker of `function` started, or it was deployed or deleted. Other arguments are ignored."""
+        self._changed.add(function)
         self._check_in(SETTLE_S)
+
+    def note_processes(self, function: str) -> None:
+        """Learn that a process of a function came or went. The next check measures the function."""
+        self._changed.add(function)
 
     def close(self) -> None:
         """Check no more, although the ends of processes may still be reported."""
@@ -154,9 +162,8 @@ class Rest:
     async def _rest(self) -> float | None:
         """Let functions rest. Return the seconds until the next check, None for no further check."""
         shared_mb = await asyncio.to_thread(_held_mb, self._launcher.base_pids())
-        stats = [await self._measure(live) for live in self._functions()]
-        self._measured = {one.name: self._measured[one.name] for one in stats}
-        now_s = time.monotonic()
+        unmeasured = await self._measure_changed()
+        stats, now_s = list(self._stats.values()), time.monotonic()
         unused = set(never_used(stats, now_s))
         for live in self._functions():
             # It may have been called during the measurement.
@@ -173,9 +180,23 @@ class Rest:
             self._launcher.end_unused()
             return RECHECK_S
         next_s = next_check_s([one for one in stats if one.name not in unused], now_s)
-        if any(_unmeasured(live.workers) for live in self._functions()):
+        if unmeasured:
             return RECHECK_S if next_s is None else min(next_s, RECHECK_S)
         return next_s
+
+    async def _measure_changed(self) -> bool:
+        """Measure the functions that may have changed. Return True if the memory of a rung of one of them is not known yet."""
+        lives = {live.record.function: live for live in self._functions()}
+        due = (self._changed | self._unsettled | (lives.keys() - self._stats.keys())) & lives.keys()
+        self._changed.clear()
+        found = {name: await self._measure(lives[name]) for name in sorted(due)}
+        self._stats = {name: one for name, one in (self._stats | found).items() if name in lives}
+        self._measured = {name: one for name, one in self._measured.items() if name in lives}
+        unmeasured = {name for name in found if _unmeasured(lives[name].workers)}
+        busy = {name for name, one in found.items() if not one.idle}
+        unused = {name for name, one in found.items() if one.light and one.held_mb and not one.used_s}
+        self._unsettled = unmeasured | busy | unused
+        return bool(unmeasured)
 
     async def _measure(self, live: Live) -> RestStats:
         """Measure the zygote and the standby, and the idle worker if there is one, unless that was done before."""

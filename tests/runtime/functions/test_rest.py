@@ -8,6 +8,7 @@ import psutil
 import pytest
 from live import Function, gateway_here, gone, until
 from pilotflame.runtime.functions import rest
+from pilotflame.runtime.functions.live import Live
 from pilotflame.runtime.functions.rest import RestStats, never_used, next_check_s
 from pilotflame.runtime.telemetry.rung_name import RungName
 
@@ -60,6 +61,32 @@ async def test_a_function_that_rests_causes_no_more_checks(state, quick, monkeyp
         await asyncio.sleep(20 * rest.SETTLE_S)
         # A check for the start of its worker, a check for the deploy, and further checks until the worker was idle.
         assert before < len(checks) <= before + 5
+
+
+@pytest.mark.asyncio
+async def test_a_check_measures_only_functions_that_have_changed(state, quick, monkeypatch) -> None:
+    measured, measure = list[str](), rest.Rest._measure
+
+    async def noted(self: rest.Rest, live: Live) -> RestStats:
+        stats = await measure(self, live)
+        measured.append(stats.name)
+        return stats
+
+    monkeypatch.setattr(rest.Rest, "_measure", noted)
+    async with gateway_here(state, keep_bases=False) as gateway:
+        first, second = [await gateway.deploy(HEAVY, {"scale.idle_timeout_s": 0.5}) for _ in range(2)]
+        for function in (first, second):
+            await function.settled(zygote=True, standby=True)
+        await asyncio.sleep(10 * rest.SETTLE_S)
+        measured.clear()
+        await second.answer()
+
+        async def checked() -> bool:
+            return second.name in measured
+
+        await until(checked, "a measurement of the called function")
+        assert first.name not in measured
+        assert 0.5 < (await first.status())["rest_mb"] < 100
 
 
 @pytest.mark.asyncio

@@ -7,6 +7,7 @@ import asyncio
 import psutil
 import pytest
 from live import Gate, gateway_here, gone, until
+from pilotflame.runtime.reconciling import zygote_supervisor
 from pilotflame.runtime.telemetry.rung_name import RungName
 from serving_handlers import OPENS_A_DEVICE, PID, THREADED, WAITS, kill
 
@@ -69,7 +70,9 @@ async def test_a_failed_import_is_logged_as_one_error(deploy, gateway):
     assert len(errors) == 8, errors
 
 
-async def test_a_zygote_that_died_is_not_launched_again_below_its_rung(gateway, deploy):
+async def test_a_zygote_that_died_is_not_launched_again_below_its_rung(gateway, deploy, monkeypatch):
+    # Time enough for the steps below on a busy machine.
+    monkeypatch.setattr(zygote_supervisor, "FIRST_RELAUNCH_DELAY_S", 3.0)
     function = await deploy(PID, {"scale.idle_timeout_s": 600})
     for _ in range(2):
         await until(lambda: function.pids("zygote"), "a zygote")
