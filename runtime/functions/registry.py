@@ -91,6 +91,7 @@ class Functions:
     histories: FunctionHistories
     reconciler: Reconciler
     dialects: Dialects
+    # Sorted by name.
     _live: dict[str, Live] = field(default_factory=dict, init=False)
     # The revisions of `running`.
     _running: set[Live] = field(default_factory=set, init=False)
@@ -168,7 +169,7 @@ class Functions:
 
     def all(self) -> list[Live]:
         """Return all functions, sorted by name."""
-        return [self._live[name] for name in sorted(self._live)]
+        return list(self._live.values())
 
     @property
     def running(self) -> list[Live]:
@@ -381,7 +382,7 @@ class Functions:
             await self._abandon(live.record, live, withdraw)
             raise
         self._proving.remove((name, live.record.revision))
-        self._live[name] = live
+        self._put(live)
         self._adopt(live)
         live.workers.go_live()
         live.logs.write("gateway", f"revision {live.record.revision} is live")
@@ -460,11 +461,19 @@ class Functions:
             callback(name)
         await self._tidy(live, lambda: True)
 
+    def _put(self, live: Live) -> None:
+        """Make a revision the live revision of its function."""
+        known = live.record.function in self._live
+        self._live[live.record.function] = live
+        if not known:
+            self._live = dict(sorted(self._live.items()))
+
     async def restore(self) -> None:
         """Make the stored functions live. Their zygotes and workers (`scale.min`) start in the background."""
         warming, paused = list[Live](), await asyncio.to_thread(self.store.paused)
         for name, record in (await asyncio.to_thread(self.store.functions)).items():
-            self._live[name] = live = await self._create(record, self.logs.of_function(name))
+            live = await self._create(record, self.logs.of_function(name))
+            self._put(live)
             live.function.paused = name in paused
             planning = self._adopt(live)
             # The plan of an idle period goes on with its age: it may have no zygote any more.
