@@ -28,7 +28,7 @@ import aiohttp
 from control import Control
 from report import Report
 from servers import Server
-from soak import ZOMBIE, Held, held
+from soak import POOL_THREADS, ZOMBIE, Held, held
 
 WARM_UP_HOURS = 2
 SETTLE_S = 60.0
@@ -36,8 +36,6 @@ COUNTS = 5
 # Growth of the gateway's memory that the allocator explains, and of its objects that are caches with a limit.
 MEMORY_MB = 12.0
 OBJECTS = 0.15
-# Pools of threads grow to their limits when calls happen to meet.
-POOL_THREADS = 6
 AT_ONCE = 8
 HANDLERS = {
     # Its calls are interrupted when their callers leave.

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...errors import Cancelled
+from ...errors import Cancelled, DeadlineExceeded
 from . import output
 from .batch_run import BatchRun
 from .runner import Call, Runner
@@ -93,9 +93,13 @@ class ThreadRunner(Runner):
                 remaining_ms = call.context.remaining_ms()
                 timeout_s = None if remaining_ms is None else remaining_ms / 1000
                 granted = call.credit is None or call.credit.spend(size, timeout_s)
-                if call.cancellation.flag or not granted:
+                if call.cancellation.flag:
                     gone = Cancelled("The caller went away while the handler streamed.")
                     return self.error_frame(call, gone)
+                if not granted:
+                    # The gateway's timer may fire a moment later.
+                    late = DeadlineExceeded("The deadline passed while the caller did not read the stream.")
+                    return self.error_frame(call, late)
                 self.link.send_encoded(frame)
         finally:
             if (close := getattr(chunks, "close", None)) is not None:

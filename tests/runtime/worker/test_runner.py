@@ -692,7 +692,7 @@ async def test_a_generator_without_a_reader_gives_up_at_its_deadline(rig: MakeRi
     made = rig(counting([], [])["generator"])
     made.submit(1, 5, credit=1, deadline_s=time.monotonic())
     await made.expect(FrameKind.CHUNK)
-    assert await made.answer() == (1, "cancelled")
+    assert await made.answer() == (1, "deadline_exceeded")
 
 
 # -- the end
