@@ -193,9 +193,7 @@ class Rest:
         self._stats = {name: one for name, one in (self._stats | found).items() if name in lives}
         self._measured = {name: one for name, one in self._measured.items() if name in lives}
         unmeasured = {name for name in found if _unmeasured(lives[name].workers)}
-        busy = {name for name, one in found.items() if not one.idle}
-        unused = {name for name, one in found.items() if one.light and one.held_mb and not one.used_s}
-        self._unsettled = unmeasured | busy | unused
+        self._unsettled = unmeasured | {name for name, one in found.items() if not one.idle}
         return bool(unmeasured)
 
     async def _measure(self, live: Live) -> RestStats:
