@@ -255,7 +255,7 @@ def _verified(path: Path) -> Iterator[str]:
             text = re.sub(r"(?m)^ExecStart=\S+", "ExecStart=/bin/sh", unit.read_text())
             Path(folder, unit.name).write_text(text)
         done = _finished(["systemd-analyze", "verify", "--man=no", str(Path(folder, path.name))])
-        # It reports some faults only as warnings, so every line about these files counts.
+        # systemd-analyze reports some faults only as warnings, so every line about a unit file counts.
         yield from (line for line in done.stderr.splitlines() if folder in line or path.name in line)
 
 

@@ -382,7 +382,10 @@ class Functions:
             await self._abandon(live.record, live, withdraw)
             raise
         self._proving.remove((name, live.record.revision))
-        self._put(live)
+        known = name in self._live
+        self._live[name] = live
+        if not known:
+            self._live = dict(sorted(self._live.items()))
         self._adopt(live)
         live.workers.go_live()
         live.logs.write("gateway", f"revision {live.record.revision} is live")
@@ -461,19 +464,11 @@ class Functions:
             callback(name)
         await self._tidy(live, lambda: True)
 
-    def _put(self, live: Live) -> None:
-        """Make a revision the live revision of its function."""
-        known = live.record.function in self._live
-        self._live[live.record.function] = live
-        if not known:
-            self._live = dict(sorted(self._live.items()))
-
     async def restore(self) -> None:
         """Make the stored functions live. Their zygotes and workers (`scale.min`) start in the background."""
         warming, paused = list[Live](), await asyncio.to_thread(self.store.paused)
-        for name, record in (await asyncio.to_thread(self.store.functions)).items():
-            live = await self._create(record, self.logs.of_function(name))
-            self._put(live)
+        for name, record in sorted((await asyncio.to_thread(self.store.functions)).items()):
+            self._live[name] = live = await self._create(record, self.logs.of_function(name))
             live.function.paused = name in paused
             planning = self._adopt(live)
             # The plan of an idle period goes on with its age: it may have no zygote any more.

@@ -113,9 +113,8 @@ class Rest:
         self._checking = self._closed = False
         self._pressure = MemoryPressure(self._start_relief)
         self._relieving, self._reported = asyncio.Lock(), False
-        # By function: its processes when they were measured, and the MiB that they held.
-        self._measured: dict[str, tuple[_Processes, float]] = {}
-        self._stats: dict[str, RestStats] = {}
+        # By function: its processes when they were measured, and the result.
+        self._measured: dict[str, tuple[_Processes, RestStats]] = {}
         # The functions to look at in the next check: among a thousand, most have not changed since the last one.
         self._changed, self._unsettled = set[str](), set[str]()
 
@@ -163,7 +162,7 @@ class Rest:
         """Let functions rest. Return the seconds until the next check, None for no further check."""
         shared_mb = await asyncio.to_thread(_held_mb, self._launcher.base_pids())
         unmeasured = await self._measure_changed()
-        stats, now_s = list(self._stats.values()), time.monotonic()
+        stats, now_s = [one for _, one in self._measured.values()], time.monotonic()
         unused = set(never_used(stats, now_s))
         for live in self._functions():
             # It may have been called during the measurement.
@@ -187,38 +186,47 @@ class Rest:
     async def _measure_changed(self) -> bool:
         """Measure the functions that may have changed. Return True if the memory of a rung of one of them is not known yet."""
         lives = {live.record.function: live for live in self._functions()}
-        due = (self._changed | self._unsettled | (lives.keys() - self._stats.keys())) & lives.keys()
-        self._changed.clear()
-        found = {name: await self._measure(lives[name]) for name in sorted(due)}
-        self._stats = {name: one for name, one in (self._stats | found).items() if name in lives}
         self._measured = {name: one for name, one in self._measured.items() if name in lives}
-        unmeasured = {name for name in found if _unmeasured(lives[name].workers)}
-        self._unsettled = unmeasured | {name for name, one in found.items() if not one.idle}
+        due = (self._changed | self._unsettled | (lives.keys() - self._measured.keys())) & lives.keys()
+        self._changed.clear()
+        for name in sorted(due):
+            await self._measure(lives[name])
+        unmeasured = {name for name in due if _unmeasured(lives[name].workers)}
+        self._unsettled = unmeasured | {name for name in due if not self._measured[name][1].idle}
         return bool(unmeasured)
 
-    async def _measure(self, live: Live) -> RestStats:
+    async def _measure(self, live: Live) -> None:
         """Measure the zygote and the standby, and the idle worker if there is one, unless that was done before."""
-        name, workers, ladder = live.record.function, live.workers, live.function.ladder
-        pids, idle = workers.zygote_pids, [replica.child.pid for replica in workers.replicas.idle[:1]]
-        present = _Processes(tuple(pids), tuple(idle), len(workers.replicas))
-        if name not in self._measured or self._measured[name][0] != present:
-            held_mb, resident_bytes = await asyncio.to_thread(_held_mb, pids), workers.resident_bytes
-            self._measured[name] = present, held_mb
-            if idle:
-                ladder.note_held(RungName.RESIDENT, resident_bytes)
-                worker_mb, own_mb = await asyncio.to_thread(_worker_mb, idle)
-                ladder.note_held(RungName.READY, (held_mb + worker_mb) * _MIB)
-                if pids and len(workers.replicas) == 1:
-                    # When the worker ends, the zygote and the standby hold the shared pages alone, and the weights stay.
-                    rest_bytes = (held_mb + worker_mb - own_mb) * _MIB
-                    ladder.note_held(RungName.ZYGOTE, rest_bytes + resident_bytes)
-            elif pids and not len(workers.replicas):
-                ladder.note_held(RungName.ZYGOTE, held_mb * _MIB + resident_bytes)
-        held_mb = self._measured[name][1]
+        name, workers = live.record.function, live.workers
+        idle = [replica.child.pid for replica in workers.replicas.idle[:1]]
+        present = _Processes(tuple(workers.zygote_pids), tuple(idle), len(workers.replicas))
+        before, stats = self._measured.get(name, (None, None))
+        if stats is not None and before == present:
+            held_mb = stats.held_mb
+        else:
+            held_mb = await self._measure_processes(live, present)
         live.note_rest(held_mb)
-        return RestStats(
-            name, held_mb, _idle(workers), live.builds_within(LIGHT_S), workers.used_s, live.since_s
+        light, now_idle = live.builds_within(LIGHT_S), _idle(workers)
+        self._measured[name] = (
+            present,
+            RestStats(name, held_mb, now_idle, light, workers.used_s, live.since_s),
         )
+
+    async def _measure_processes(self, live: Live, present: _Processes) -> float:
+        """Return the MiB of the zygote and the standby, and tell the ladder what its rungs hold."""
+        workers, ladder, pids, idle = live.workers, live.function.ladder, [*present.zygote], [*present.idle]
+        held_mb, resident_bytes = await asyncio.to_thread(_held_mb, pids), workers.resident_bytes
+        if idle:
+            ladder.note_held(RungName.RESIDENT, resident_bytes)
+            worker_mb, own_mb = await asyncio.to_thread(_worker_mb, idle)
+            ladder.note_held(RungName.READY, (held_mb + worker_mb) * _MIB)
+            if pids and len(workers.replicas) == 1:
+                # When the worker ends, the zygote and the standby hold the shared pages alone, and the weights stay.
+                rest_bytes = (held_mb + worker_mb - own_mb) * _MIB
+                ladder.note_held(RungName.ZYGOTE, rest_bytes + resident_bytes)
+        elif pids and not len(workers.replicas):
+            ladder.note_held(RungName.ZYGOTE, held_mb * _MIB + resident_bytes)
+        return held_mb
 
     # -- giving memory back
 

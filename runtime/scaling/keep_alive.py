@@ -1,7 +1,7 @@
 """Plans which rung of its ladder an idle function holds, and for how long, from the history of its idle times.
 
-Five candidate policies plan each idle period. The function follows a policy whose plans would have cost little so far, as in
-"prediction with expert advice". All functions here are pure: the caller passes the observations, and no clock is read.
+Five candidate policies plan each idle period. The function follows a policy with a low total cost so far. The method
+is known as "prediction with expert advice". All functions here are pure: the caller passes the observations, and no clock is read.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ class Node:
             assert held[gpu.id] <= booked[gpu.id] <= gpu.memory_mb
 
     def use(self) -> None:
-        """Let workers and standbys in their dry run take memory, each at most as much as it has booked."""
+        """Let workers, and standbys in their dry run, take memory. A process takes at most the memory that is booked for it."""
         for one in self.ledger.bookings:
             if one.kind in {"worker", "rehearsing"}:
                 one.held = Counter({gpu: self.chance.randint(0, most) for gpu, most in one.holding.items()})

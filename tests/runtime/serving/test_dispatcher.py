@@ -26,7 +26,7 @@ def handler(events):
 
 
 async def together(function, gate: Gate, events: list[object]) -> list:
-    """Invoke all events at once after an invocation that holds the worker, so that they form one batch."""
+    """Invoke all events at once while another invocation holds the worker. The events then form one batch."""
     first = asyncio.create_task(function.answer("first"))
     await gate.next("first")
     calls = [asyncio.create_task(function.call(event)) for event in events]
