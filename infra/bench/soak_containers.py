@@ -18,7 +18,7 @@ import psutil
 from container_gateway import Place, container_gateway, made_image
 from percentiles import percentile
 from report import Report
-from soak_gateway import POOL_THREADS
+from soak import POOL_THREADS
 
 WARM_UP = 5
 KILL_EVERY = 50
