@@ -74,11 +74,12 @@ async def test_a_zygote_that_died_is_not_launched_again_below_its_rung(gateway, 
     # Time enough for the steps below on a busy machine.
     monkeypatch.setattr(zygote_supervisor, "FIRST_RELAUNCH_DELAY_S", 3.0)
     function = await deploy(PID, {"scale.idle_timeout_s": 600})
-    for _ in range(2):
+    for death in (1, 2):
         await until(lambda: function.pids("zygote"), "a zygote")
         (zygote,) = await function.pids("zygote")
         await kill(zygote)
-        await gone(zygote)
+        # The status names the dead process until the gateway has seen its end.
+        await until(lambda died=death: deaths(function, died), f"death {death} in the log")
     # The second launch comes after a delay, in which memory becomes short.
     gateway.server.functions.get(function.name).workers.function.ladder.yield_to(RungName.LOCAL)
     await until(lambda: logged(function, "no new zygote is launched"), "the line in the log")
@@ -131,6 +132,10 @@ async def test_a_function_with_threads_at_import_is_spawned(deploy):
         await gone(response.json()[0])
         await function.settled(ready=0)
     assert any("importing chatty" in line["text"] for line in await function.lines())
+
+
+async def deaths(function, count: int) -> bool:
+    return sum("the zygote died" in line["text"] for line in await function.lines()) == count
 
 
 async def logged(function, text: str) -> bool:
