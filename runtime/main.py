@@ -295,7 +295,7 @@ async def startup(
         open_to_anybody=frozenset() if standalone is None else standalone.open_routes, on_quota=functools.partial(_count_refusal, functions, metrics),
         max_body_bytes=settings.max_body_bytes, body_timeout_s=settings.body_timeout_s,
     )  # fmt: skip
-    requests = AccessLog(logs.book(ACCESS)) if settings.access_log else None
+    requests = AccessLog(logs.channel(ACCESS)) if settings.access_log else None
     audit = _open_audit(routes, logs, stack)
     http = await stack.enter_async_context(
         http_server(
@@ -430,7 +430,7 @@ def _load_access(state: Path) -> tuple[Keyring, Secrets]:
 
 def _open_audit(routes: Sequence[Route], logs: Logs, stack: contextlib.AsyncExitStack) -> Audit:
     """Open the audit log, which also says when the gateway starts and stops."""
-    audit = Audit(routes, logs.book(AUDIT))
+    audit = Audit(routes, logs.channel(AUDIT))
     audit.note_gateway("Start", __version__)
     stack.callback(audit.note_gateway, "Stop", __version__)
     return audit

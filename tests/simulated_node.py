@@ -28,17 +28,17 @@ from pilotflame.runtime.link.worker_spec import WorkerSpec
 from pilotflame.runtime.reconciling import revision_workers
 from pilotflame.runtime.reconciling.function import Function as Known
 from pilotflame.runtime.reconciling.gpu_places import GpuPlaces
-from pilotflame.runtime.reconciling.idle_ladder import NodeHabits
 from pilotflame.runtime.reconciling.node_parts import NodeParts
 from pilotflame.runtime.reconciling.reconciler import Reconciler
 from pilotflame.runtime.reconciling.revision_workers import Listeners, RevisionWorkers
+from pilotflame.runtime.scaling.idle_distribution import SharedPrior
 from pilotflame.runtime.scaling.placement import Gpu
 from pilotflame.runtime.scaling.rung_figures import HoldingPrices
 from pilotflame.runtime.serving.invocation import Invocation
 from pilotflame.runtime.serving.latency_curve_store import LatencyCurveStore
 from pilotflame.runtime.settings.function_settings import FunctionSettings, Scale
 from pilotflame.runtime.settings.resources import Resources
-from pilotflame.runtime.telemetry.logs import LogBook
+from pilotflame.runtime.telemetry.logs import LogChannel
 from simulated_processes import CallPlan, Nature, SimulatedLauncher, World
 from simulated_time import SimulatedLoop
 
@@ -97,7 +97,7 @@ class SimulatedFunction:
     function: Known
     live: RevisionWorkers | None = None
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    log: LogBook = field(default_factory=LogBook)
+    log: LogChannel = field(default_factory=LogChannel)
     deploys: list[asyncio.Task[None]] = field(default_factory=list)
 
 
@@ -130,7 +130,7 @@ class SimulatedNode:
         """The errors of callbacks."""
         self.closed = False
         """True once the history has ended."""
-        self.tasks, self._habits, self._numbers = tasks, NodeHabits(), itertools.count(1)
+        self.tasks, self._shared, self._numbers = tasks, SharedPrior(), itertools.count(1)
         revision_workers._NUMBERS = itertools.count()
 
     def tell(self, text: str) -> None:
@@ -154,7 +154,7 @@ class SimulatedNode:
     def function(self, name: str) -> SimulatedFunction:
         if (found := self.functions.get(name)) is None:
             account = Account(name, Prices())
-            history = Known.new(name, account, self._habits)
+            history = Known.new(name, account, self._shared)
             found = self.functions[name] = SimulatedFunction(name, history)
         return found
 
@@ -228,7 +228,7 @@ class SimulatedNode:
             await self._retire(live, DRAIN_S)
             function.function.account.note_removed()
             if function.live is None:
-                function.function = Known.new(name, function.function.account, self._habits)
+                function.function = Known.new(name, function.function.account, self._shared)
 
     async def _retire(self, workers: RevisionWorkers, timeout_s: float) -> None:
         self.tell(f"{workers.key} retires within {timeout_s:.0f} s")

@@ -151,20 +151,20 @@ def test_the_offline_optimum_is_the_best_of_all_choices(gaps: list[float]) -> No
 @given(arrivals)
 def test_no_plan_beats_hindsight(at_s: list[float]) -> None:
     never, climbing = optimum(at_s, LADDER, [LADDER.wait_per_s])[:, 0]
-    envelope, *others = (
+    ski_rental, *others = (
         run(Replay(at_s, SERVICE_S, LADDER, policy)).bill(LADDER.wait_per_s)
         for policy in (
-            Fixed(LADDER.costs().envelope),
+            Fixed(LADDER.costs().ski_rental),
             Learned(LADDER),
             Fixed(timeout(20, 2)),
             Fixed(timeout(math.inf, 1)),
         )
     )
-    steps = begins_of(LADDER.costs().envelope, len(LADDER.rungs))
+    steps = begins_of(LADDER.costs().ski_rental, len(LADDER.rungs))
     own = own_best(at_s, LADDER, (np.array([]), np.array([], dtype=np.int64)), steps)
     assert climbing <= never + 1e-9
     assert never <= own + 1e-9
-    assert own <= envelope + 1e-9
+    assert own <= ski_rental + 1e-9
     assert never <= min(others) + 1e-9
 
 

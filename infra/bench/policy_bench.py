@@ -19,8 +19,9 @@ from pathlib import Path
 
 import numpy as np
 import policy_memory
+from pilotflame.runtime.scaling.idle_distribution import SharedPrior
 from pilotflame.runtime.scaling.ladder import BurstWait, Ladder, Rung
-from pilotflame.runtime.scaling.ladder_simulator import Habits, LadderRun, Learned, Replay, run_together
+from pilotflame.runtime.scaling.ladder_simulator import LadderRun, Learned, Replay, run_together
 from policy_hindsight import optimum, own_best
 from policy_replays import SERVICE_S, FloatArray, Hybrids, Totals, begins_of, descend, timeouts
 from policy_traces import AZURE, classes
@@ -75,7 +76,7 @@ class Outcome:
 class Recorded(Learned):
     """The policy, which also records idle periods and intervals."""
 
-    def __init__(self, ladder: Ladder, habits: Habits) -> None:
+    def __init__(self, ladder: Ladder, habits: SharedPrior) -> None:
         super().__init__(ladder, habits)
         self.idles: list[float] = []
         self.intervals: list[float] = []
@@ -91,7 +92,7 @@ class Recorded(Learned):
         # The sum of intervals is exact to much less than half a gap between two arrivals that end idle periods.
         ending = np.searchsorted(np.array(arrivals), times - SERVICE_S / 2)
         costs = self.history.costs(ladder)
-        envelope = begins_of(costs.envelope, len(ladder.rungs))
+        envelope = begins_of(costs.ski_rental, len(ladder.rungs))
         return own_best(arrivals, ladder, (np.array(self.idles), ending), envelope)
 
 
@@ -160,7 +161,7 @@ def total(runs: Sequence[LadderRun]) -> LadderRun:
 
 def replay(functions: Sequence[Sequence[float]], ladder: Ladder) -> tuple[list[LadderRun], list[Recorded]]:
     """Replay the functions of one node under our policy."""
-    habits = Habits()
+    habits = SharedPrior()
     policies = [Recorded(ladder, habits) for _ in functions]
     pairs = zip(functions, policies, strict=True)
     return run_together([Replay(arrivals, SERVICE_S, ladder, policy) for arrivals, policy in pairs]), policies
@@ -171,9 +172,9 @@ def envelopes(
 ) -> FloatArray:
     """Return the costs of two ski-rental schedules: for lone arrivals, and with the arrivals during wake-ups known in advance."""
     rungs, bills = len(ladder.rungs), np.zeros(2)
-    alone = begins_of(ladder.costs().envelope, rungs)
+    alone = begins_of(ladder.costs().ski_rental, rungs)
     for arrivals, policy in zip(functions, policies, strict=True):
-        knowing = begins_of(policy.history.costs(ladder).envelope, rungs)
+        knowing = begins_of(policy.history.costs(ladder).ski_rental, rungs)
         bills += descend(arrivals, ladder, np.array([alone, knowing])).bills(ladder.wait_per_s)
     return bills
 
@@ -207,7 +208,7 @@ TARGETS = {
     "worst_vs_own_best_ladder": "<= 1.15",
     "bursts_two_rungs_vs_own_best_ladder": "<= 1.25",
     "worst_vs_own_best_ladder_few_gaps": "",
-    "worst_vs_envelope": "<= 1.15",
+    "worst_vs_ski_rental": "<= 1.15",
     "worst_vs_hybrid": "<= 1.10",
     "mean_vs_offline_optimum": "",
     "worst_vs_offline_optimum": "",
@@ -237,7 +238,7 @@ def figures(outcomes: list[Outcome]) -> dict[str, float]:
         "worst_vs_own_best_ladder": max(one.own_best_known for one in known),
         "bursts_two_rungs_vs_own_best_ladder": max(one.own_best for one in bursts),
         "worst_vs_own_best_ladder_few_gaps": max(one.own_best for one in outcomes if one not in bursts),
-        "worst_vs_envelope": max(one.envelope for one in outcomes),
+        "worst_vs_ski_rental": max(one.envelope for one in outcomes),
         "worst_vs_hybrid": max(one.hybrid for one in outcomes),
         "mean_vs_offline_optimum": statistics.geometric_mean(one.optimum for one in outcomes),
         "worst_vs_offline_optimum": max(one.optimum for one in outcomes),

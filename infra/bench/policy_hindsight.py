@@ -154,4 +154,4 @@ def _resting(idles: FloatArray, ladder: Ladder) -> FloatArray:
 def envelopes(ladder: Ladder, burst_waits: Sequence[float]) -> tuple[list[float], list[float]]:
     """Return two ski-rental schedules: for lone arrivals, and for the given waiting times during a wake-up."""
     rungs = len(ladder.rungs)
-    return begins_of(ladder.costs().envelope, rungs), begins_of(ladder.costs(burst_waits).envelope, rungs)
+    return begins_of(ladder.costs().ski_rental, rungs), begins_of(ladder.costs(burst_waits).ski_rental, rungs)

@@ -27,9 +27,10 @@ from typing import Any
 
 import aiohttp
 from control import Control
+from pilotflame.runtime.scaling.idle_distribution import SharedPrior
 from pilotflame.runtime.scaling.idle_period import QUIET_S
 from pilotflame.runtime.scaling.ladder import Ladder, Rung
-from pilotflame.runtime.scaling.ladder_simulator import Habits, LadderRun, Learned, Replay, run_together
+from pilotflame.runtime.scaling.ladder_simulator import LadderRun, Learned, Replay, run_together
 from pilotflame.runtime.scaling.rung_figures import HoldingPrices, RungFigures
 from pilotflame.runtime.telemetry.rung_name import RungName
 from policy_replays import SERVICE_S
@@ -202,7 +203,7 @@ def replay_simulated(fleet: Sequence[Caller], figures: dict[str, RungFigures]) -
     the same measurements.
     """
     prices = HoldingPrices(PRICE_GB_HOUR / 3600 / _GB, 0.0, PRICE_WAITING_S)
-    habits, replays = Habits(), []
+    habits, replays = SharedPrior(), []
     for caller in fleet:
         found = figures[caller.name]
         planned = found.ladder(RUNGS, prices)

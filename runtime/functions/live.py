@@ -27,7 +27,7 @@ from ..settings.function_settings import FunctionSettings
 from ..telemetry.cold_starts import ColdStart
 from ..telemetry.invocation_end import Source
 from ..telemetry.log_files import LogLine, LogQuery, function_file
-from ..telemetry.logs import LogBook, Logs
+from ..telemetry.logs import LogChannel, Logs
 from ..telemetry.rung_name import RungName
 from .progress import DeployStep, Progress, Replaced
 from .store import RevisionRecord
@@ -230,7 +230,7 @@ class Live:
     During a deploy there is such an object for the new revision before it is live.
     """
 
-    def __init__(self, record: RevisionRecord, workers: RevisionWorkers, logs: LogBook) -> None:
+    def __init__(self, record: RevisionRecord, workers: RevisionWorkers, logs: LogChannel) -> None:
         self.record = record
         self.workers, self.revision = workers, workers.revision
         self.logs = logs

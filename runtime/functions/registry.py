@@ -33,7 +33,7 @@ from ..serving.revision import FAILURES, Revision
 from ..settings.gateway_settings import GatewaySettings
 from ..telemetry.background import BackgroundTasks
 from ..telemetry.invocation_end import InvocationEnd
-from ..telemetry.logs import LogBook, Logs
+from ..telemetry.logs import LogChannel, Logs
 from ..telemetry.metrics import WorkerCounts
 from ..telemetry.rung_name import RungName
 from .deploy import Deployment, prepare, requirements_of, worker_spec
@@ -336,7 +336,7 @@ class Functions:
     async def _replace(
         self,
         record: RevisionRecord,
-        logs: LogBook,
+        logs: LogChannel,
         *,
         check: bool,
         withdraw: Callable[[], None] = lambda: None,
@@ -509,7 +509,7 @@ class Functions:
         """Start no more work of deploys. The process waits for running threads before it ends."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _create(self, record: RevisionRecord, logs: LogBook) -> Live:
+    async def _create(self, record: RevisionRecord, logs: LogChannel) -> Live:
         # `worker_spec` and `LatencyCurveStore.open` read files, so they run in threads.
         spec = await self._thread(
             functools.partial(worker_spec, self.store, record, self.weights.cache, self.dialects)
@@ -543,7 +543,7 @@ class Functions:
         self._running.add(live)
         return live
 
-    def _listeners(self, function: Function, logs: LogBook) -> Listeners:
+    def _listeners(self, function: Function, logs: LogChannel) -> Listeners:
         """Return what passes the events of a revision on to all who subscribed."""
         name, events = function.name, self.events
 
@@ -570,7 +570,7 @@ class Functions:
         finally:
             self._running.discard(live)
 
-    def _note_end(self, function: Function, logs: LogBook, end: InvocationEnd) -> None:
+    def _note_end(self, function: Function, logs: LogChannel, end: InvocationEnd) -> None:
         """Report the end of an invocation to the function and to all callbacks of `events.ended`."""
         if end.timeline.activation is not None:
             function.note_cold(end)
@@ -607,13 +607,13 @@ class Functions:
             function.logs.write("gateway", f"old revisions were not removed: {error}")
 
 
-def _log_failure(logs: LogBook, record: RevisionRecord, error: BaseException) -> None:
+def _log_failure(logs: LogChannel, record: RevisionRecord, error: BaseException) -> None:
     if isinstance(error, PilotflameError):
         text = f"revision {record.revision} was not deployed: {error}\n{error.trace}".rstrip()
         logs.write("deploy", text, "error", revision=record.revision)
 
 
-def _log_error(logs: LogBook, end: InvocationEnd, error: PilotflameError) -> None:
+def _log_error(logs: LogChannel, end: InvocationEnd, error: PilotflameError) -> None:
     """Log an error of an invocation that a worker had. A failed handler is logged before, with its traceback."""
     if end.timeline.sent_s and error.status >= 500 and not isinstance(error, FAILURES):
         text = f"{error.code}: {error.message}"

@@ -8,7 +8,7 @@ import time
 from aiohttp import web
 
 from ...errors import Cancelled
-from ..telemetry.logs import LogBook
+from ..telemetry.logs import LogChannel
 from .requests import REQUEST_ID_HEADER, caller_of
 from .responses import Handler
 
@@ -18,8 +18,8 @@ UNKNOWN = "-"
 class AccessLog:
     """The access log of a gateway. It exists only if the setting `access_log` is on."""
 
-    def __init__(self, book: LogBook) -> None:
-        self._book = book
+    def __init__(self, channel: LogChannel) -> None:
+        self._channel = channel
 
     def write(
         self,
@@ -37,7 +37,7 @@ class AccessLog:
         text = (
             f"{method} {path} {status} {took_ms:.1f} ms key={owner or UNKNOWN} function={function or UNKNOWN}"
         )
-        self._book.write("access", text, "info", request_id=request_id)
+        self._channel.write("access", text, "info", request_id=request_id)
 
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:

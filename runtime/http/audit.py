@@ -9,7 +9,7 @@ from aiohttp import web
 
 from ...errors import PilotflameError
 from ..access.keys import Scope
-from ..telemetry.logs import LogBook
+from ..telemetry.logs import LogChannel
 from .requests import caller_of, request_id_of
 from .responses import Handler
 from .routes import Route
@@ -22,8 +22,8 @@ _SCOPES = (Scope.DEPLOY, Scope.ADMIN)
 class Audit:
     """Logs each request to a route that changes something and requires the scope deploy or admin."""
 
-    def __init__(self, routes: Sequence[Route], book: LogBook) -> None:
-        self._book = book
+    def __init__(self, routes: Sequence[Route], channel: LogChannel) -> None:
+        self._channel = channel
         self._actions = {
             (route.method, route.path): route.summary.rstrip(".")
             for route in routes
@@ -49,7 +49,7 @@ class Audit:
 
     def note_gateway(self, verb: str, version: str) -> None:
         """Log that the gateway starts or stops."""
-        self._book.write("audit", f'by="user {os.getuid()}" did="{verb} the gateway" version="{version}"')
+        self._channel.write("audit", f'by="user {os.getuid()}" did="{verb} the gateway" version="{version}"')
 
     def _write(self, request: web.Request, action: str, outcome: str) -> None:
         owner = caller_of(request).owner
@@ -61,7 +61,7 @@ class Audit:
         }  # fmt: skip
         text = " ".join(f'{name}="{_plain(value)}"' for name, value in facts.items())
         level = "info" if outcome[:1] == "2" else "warning"
-        self._book.write("audit", text, level, request_id=request_id_of(request.headers))
+        self._channel.write("audit", text, level, request_id=request_id_of(request.headers))
 
 
 def note(request: web.Request, **facts: str) -> None:

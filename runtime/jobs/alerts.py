@@ -16,7 +16,7 @@ from ...errors import JobStoreFailed, PilotflameError, WebhookRefused
 from ..functions.live import Live
 from ..settings.alerts import Alerts
 from ..telemetry.invocation_end import InvocationEnd
-from ..telemetry.logs import LogBook
+from ..telemetry.logs import LogChannel
 from .alert import Alert
 from .alert_conditions import Condition, ErrorShare, SlowColdStart
 from .store import JobStore
@@ -33,7 +33,7 @@ class _Watch:
     url: str
     revision: str
     owner: str
-    log: LogBook
+    log: LogChannel
     errors: ErrorShare
     cold: SlowColdStart | None
     timer: asyncio.TimerHandle | None = None

@@ -71,7 +71,7 @@ class JobAttempt:
         self._tasks = tasks
         self.job = job
         self._revision = revision = live.revision
-        self._log_book = live.logs
+        self._log_channel = live.logs
         self._store = store
         self._closing = closing
         self._unstored = unstored
@@ -110,7 +110,7 @@ class JobAttempt:
 
     def log(self, text: str) -> None:
         """Write a line about the job to the function's log."""
-        self._log_book.write("gateway", f"job {self.job.id} {text}", "error", request_id=self.job.id)
+        self._log_channel.write("gateway", f"job {self.job.id} {text}", "error", request_id=self.job.id)
 
     async def run(self) -> None:
         """Store what the attempt produces. Raise JobStoreFailed if that fails while the gateway closes."""

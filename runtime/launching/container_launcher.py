@@ -21,7 +21,7 @@ from ...snapshot.caching.node import DEFAULT_BUDGETS, Budgets, keep_folders
 from ...snapshot.format.manifest import Manifest
 from ..link.worker_spec import REQUEST_VARIABLE, Weights, WorkerSpec
 from ..scaling.placement import Gpu, candidates, need_of
-from ..telemetry.logs import Log, LogBook
+from ..telemetry.logs import Log, LogChannel
 from .container import Container, ContainerBase, ContainerChild
 from .container_engine import (
     EXIT_TIMEOUT_S,
@@ -127,7 +127,7 @@ class ContainerLauncher:
         name = f"pilotflame-{spec.function}-{spec.revision.partition('-')[0]}-{secrets.token_hex(4)}"
         dialled: asyncio.Future[ContainerChild] = asyncio.get_running_loop().create_future()
         token = self._listener.expect(
-            "zygote", f"container {name}", LogBook(),
+            "zygote", f"container {name}", LogChannel(),
             lambda link, pid, output: dialled.set_result(
                 ContainerChild(link, pid, name, output, lambda _number: self._end(container), container)
             ),

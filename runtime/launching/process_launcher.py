@@ -13,7 +13,7 @@ from typing import Any
 
 from ...errors import LauncherError
 from ..link.worker_spec import Confinement, WorkerSpec
-from ..telemetry.logs import Log, LogBook
+from ..telemetry.logs import Log, LogChannel
 from .confinements import Confinements
 from .gpus import ASK_WITHOUT_USE, PREFIXES
 from .launcher import KILLED_S, NO_SECRETS
@@ -150,7 +150,7 @@ class ProcessLauncher:
         name = f"base {' '.join(preload)}".strip()
         dialled: asyncio.Future[ChildProcess] = asyncio.get_running_loop().create_future()
         token = self._listener.expect(
-            "zygote", name, LogBook(),
+            "zygote", name, LogChannel(),
             lambda link, pid, _: dialled.set_result(ChildProcess(link, pid, name, reaped=True)),
         )  # fmt: skip
         try:

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 
 from ...errors import FunctionPaused, FunctionStopped
 from ..billing.account import Account
+from ..scaling.idle_distribution import SharedPrior
 from ..scaling.upstream import Delays
 from ..telemetry.cold_starts import ColdStarts
 from ..telemetry.decisions import Decisions
 from ..telemetry.invocation_end import InvocationEnd
 from ..telemetry.load_history import Arrivals, LoadSeries
-from .idle_ladder import IdleLadder, NodeHabits
+from .idle_ladder import IdleLadder
 from .prewarms import Prewarms
 
 
@@ -45,12 +46,12 @@ class Function:
         cls,
         name: str,
         account: Account,
-        habits: NodeHabits | None = None,
+        shared: SharedPrior | None = None,
         on_change: Callable[[], None] = lambda: None,
     ) -> Function:
         """Return a function without any history."""
         decisions = Decisions()
-        return cls(name, IdleLadder(decisions, habits, on_change), account, decisions)
+        return cls(name, IdleLadder(decisions, shared, on_change), account, decisions)
 
     # -- may it run?
 

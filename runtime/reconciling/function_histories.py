@@ -19,7 +19,7 @@ from pydantic import BaseModel, Field, ValidationError
 from ...errors import SnapshotError
 from ...snapshot.publish import publish
 from ..billing.account import Account
-from ..scaling.idle_law import PRIOR_BINS, Prior
+from ..scaling.idle_distribution import PRIOR_BINS, Prior, SharedPrior
 from ..scaling.keep_alive import CANDIDATES, IDLES, INTERVALS, History
 from ..scaling.ladder import BurstWait
 from ..scaling.rung_figures import RungFigures
@@ -28,7 +28,6 @@ from ..scaling.upstream import BOUNDS_S, MOST_UPSTREAMS, Delays
 from ..settings.function_settings import FunctionName
 from ..telemetry.rung_name import RungName
 from .function import Function
-from .idle_ladder import NodeHabits
 
 # The delay between the first change and the write of all changes. If a crash loses changes, no harm is done.
 WRITE_AFTER_S = 60.0
@@ -86,10 +85,10 @@ class FunctionHistories:
     """The histories of all functions, in memory and in a folder. Writes it once a minute at most, and in `close`."""
 
     def __init__(
-        self, folder: Path, tasks: asyncio.TaskGroup, habits: NodeHabits, accounts: Callable[[str], Account]
+        self, folder: Path, tasks: asyncio.TaskGroup, shared: SharedPrior, accounts: Callable[[str], Account]
     ) -> None:
         """`accounts` returns the account of a function."""
-        self._folder, self._tasks, self._habits, self._accounts = folder, tasks, habits, accounts
+        self._folder, self._tasks, self._shared, self._accounts = folder, tasks, shared, accounts
         self._histories: dict[str, Function] = {}
         self._changed: set[str] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -100,15 +99,15 @@ class FunctionHistories:
         cls, folder: Path, tasks: asyncio.TaskGroup, accounts: Callable[[str], Account]
     ) -> FunctionHistories:
         """Return the histories in a folder, which need not exist yet."""
-        habits = NodeHabits(await asyncio.to_thread(_read_prior, folder / NODE_FILE))
-        return cls(folder, tasks, habits, accounts)
+        shared = SharedPrior(await asyncio.to_thread(_read_prior, folder / NODE_FILE))
+        return cls(folder, tasks, shared, accounts)
 
     async def of(self, name: str) -> Function:
         """Return a function: what is in memory, else what is stored. The caller holds its lock."""
         if (known := self._histories.get(name)) is not None:
             return known
         stored = await asyncio.to_thread(_read, self._file(name))
-        history = Function.new(name, self._accounts(name), self._habits, lambda: self._note_change(name))
+        history = Function.new(name, self._accounts(name), self._shared, lambda: self._note_change(name))
         _restore(history, stored)
         self._histories[name] = history
         return history
@@ -140,7 +139,7 @@ class FunctionHistories:
 
     def _start_writing(self) -> None:
         self._timer = None
-        self._tasks.create_task(self._write(), name="habits")
+        self._tasks.create_task(self._write(), name="function histories")
 
     async def _write(self) -> None:
         async with self._writing:
@@ -152,7 +151,7 @@ class FunctionHistories:
                 # Let requests go on: a thousand functions may have changed.
                 await asyncio.sleep(0)
             if due:
-                node = _RememberedNode(weights=self._habits.prior.weights)
+                node = _RememberedNode(weights=self._shared.prior.weights)
                 await asyncio.to_thread(_write_all, self._folder / NODE_FILE, node, due)
 
 

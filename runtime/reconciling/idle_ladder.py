@@ -12,12 +12,11 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from ..scaling import keep_alive
 from ..scaling.eviction import Gaps, StepDown
-from ..scaling.idle_law import Prior
+from ..scaling.idle_distribution import Prior, SharedPrior
 from ..scaling.idle_period import Followers, IdlePeriod, IdleWatch
 from ..scaling.keep_alive import Choice, History
 from ..scaling.ladder import Ladder, Plan, Step
@@ -78,13 +77,6 @@ class Stand(NamedTuple):
         return self.keeps_worker or self.rung is RungName.ZYGOTE
 
 
-@dataclass(slots=True)
-class NodeHabits:
-    """The prior that all functions of this node share."""
-
-    prior: Prior = field(default_factory=Prior)
-
-
 class LadderSpec(NamedTuple):
     """The rungs that the owner allows, their prices, and the owner's target for slow requests."""
 
@@ -121,11 +113,11 @@ class IdleLadder:
     """The idle periods of one function, the history of past periods, and the plan of the present period."""
 
     def __init__(
-        self, decisions: Decisions, habits: NodeHabits | None = None, on_change: Callable[[], None] = lambda: None
+        self, decisions: Decisions, shared: SharedPrior | None = None, on_change: Callable[[], None] = lambda: None
     ) -> None:  # fmt: skip
         """`on_change` is called when there is more to be remembered."""
         self.history, self.figures, self.slow_share = History(), RungFigures(), SlowShare()
-        self._decisions, self._habits, self._on_change = decisions, habits or NodeHabits(), on_change
+        self._decisions, self._shared, self._on_change = decisions, shared or SharedPrior(), on_change
         self._spec = LadderSpec()
         self._target: LadderTarget | None = None
         self._tasks: asyncio.TaskGroup | None = None
@@ -342,7 +334,7 @@ class IdleLadder:
 
     def learning(self) -> Callable[[], History]:
         """Return a function that makes the history with all ended periods. It can run in a thread."""
-        observations, prior = tuple(self._observations), self._habits.prior
+        observations, prior = tuple(self._observations), self._shared.prior
         return functools.partial(_learn, self.history, self._measured, prior, observations)
 
     # -- the end of a period
@@ -408,12 +400,12 @@ class IdleLadder:
             if differs(self._ladder, self._measured):
                 self._ladder, self.history = self._measured, self.history.unplanned()
             observations = self._take_observations()
-            prior, known = self._habits.prior, self.history.periods
+            prior, known = self._shared.prior, self.history.periods
             self.history, choice = await asyncio.to_thread(
                 _settle, self.history, self._ladder, prior, observations, period.since_s
             )
         for number, observation in enumerate(observations):
-            self._habits.prior = self._habits.prior.learn(observation.idle_s, known + number)
+            self._shared.prior = self._shared.prior.learn(observation.idle_s, known + number)
         self._on_change()
         if self._watch.period is period and self._target is not None and self._spec.planned:
             self._expert, self._plan = choice

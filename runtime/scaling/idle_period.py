@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from .idle_law import LONGEST_S
+from .idle_distribution import LONGEST_S
 from .ladder import BurstWait, Plan, Step
 
 # An idle period counts if it lasts longer. Its length is counted from the end of the last request nevertheless.

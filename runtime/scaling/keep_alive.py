@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from .idle_law import Prior, Strategy, cheapest, law_of
+from .idle_distribution import Prior, Strategy, cheapest, distribution_of
 from .ladder import BurstWait, Costs, Ladder, Plan
 from .route import clamped
 
@@ -119,10 +119,10 @@ def _steadiest(history: History) -> int:
     """Return the number of the best policy that does not prewarm."""
     if not history.idles:
         return 0
-    envelope, lasting, recent = history.bills[:3]
-    if min(envelope, recent) >= STEADY_MARGIN * lasting:
+    ski_rental, lasting, recent = history.bills[:3]
+    if min(ski_rental, recent) >= STEADY_MARGIN * lasting:
         return 1
-    return 0 if envelope <= recent else 2
+    return 0 if ski_rental <= recent else 2
 
 
 def _risk(bold: Plan, steady: Plan, costs: Costs) -> float:
@@ -181,16 +181,16 @@ def _experts(history: History, ladder: Ladder, prior: Prior) -> _Candidates:
 
 
 def _consult(history: History, ladder: Ladder, prior: Prior) -> _Candidates:
-    costs, habits = history.costs(ladder), prior.cdf()
+    costs, node = history.costs(ladder), prior.cdf()
 
     def strategy(samples: Sequence[float], *, climbs: bool) -> Strategy:
-        return cheapest(law_of(samples, costs, habits, climbs=climbs), costs, climbs=climbs)
+        return cheapest(distribution_of(samples, costs, node, climbs=climbs), costs, climbs=climbs)
 
     idles, intervals = history.idles, history.intervals
     lasting, climbing = strategy(idles, climbs=False).plan(), strategy(intervals, climbs=True)
     if len(idles) <= RECENT:
-        return _Candidates((costs.envelope, lasting, lasting), (climbing, climbing))
+        return _Candidates((costs.ski_rental, lasting, lasting), (climbing, climbing))
     recent = strategy(idles[-RECENT:], climbs=False).plan()
     return _Candidates(
-        (costs.envelope, lasting, recent), (climbing, strategy(intervals[-RECENT:], climbs=True))
+        (costs.ski_rental, lasting, recent), (climbing, strategy(intervals[-RECENT:], climbs=True))
     )

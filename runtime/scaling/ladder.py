@@ -108,7 +108,7 @@ class Costs:
     penalties: tuple[float, ...]
 
     @cached_property
-    def envelope(self) -> Plan:
+    def ski_rental(self) -> Plan:
         """The plan that stands at each time on the rung with the least penalty plus holding cost so far.
 
         It costs at most twice the best rung in hindsight: the deterministic multi-slope ski rental of Lotker,

@@ -14,7 +14,7 @@ from itertools import zip_longest
 from typing import Protocol
 
 from . import keep_alive
-from .idle_law import Prior
+from .idle_distribution import SharedPrior
 from .keep_alive import History
 from .ladder import BurstWait, Ladder, Plan, Step, course
 
@@ -32,26 +32,19 @@ class KeepAlivePolicy(Protocol):
         """Learn how the idle period ended. See `keep_alive.learn`."""
 
 
-@dataclass(slots=True)
-class Habits:
-    """The prior that all functions of a node share."""
-
-    prior: Prior = field(default_factory=Prior)
-
-
 class Learned:
     """The policy of `keep_alive`, which learns as it goes."""
 
-    def __init__(self, ladder: Ladder, habits: Habits | None = None) -> None:
+    def __init__(self, ladder: Ladder, shared: SharedPrior | None = None) -> None:
         self.history = History()
-        self._ladder, self._habits = ladder, habits or Habits()
+        self._ladder, self._shared = ladder, shared or SharedPrior()
 
     def plan(self, since_s: float) -> Plan:
-        return keep_alive.decide(self.history, self._ladder, since_s, self._habits.prior)
+        return keep_alive.decide(self.history, self._ladder, since_s, self._shared.prior)
 
     def learn(self, idle_s: float, since_s: float, burst_waits: Sequence[BurstWait]) -> None:
-        prior = self._habits.prior
-        self._habits.prior = prior.learn(idle_s, self.history.periods)
+        prior = self._shared.prior
+        self._shared.prior = prior.learn(idle_s, self.history.periods)
         self.history = keep_alive.learn(self.history, self._ladder, idle_s, since_s, burst_waits, prior)
 
 

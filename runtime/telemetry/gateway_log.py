@@ -18,7 +18,7 @@ from logging.handlers import QueueHandler, QueueListener
 from typing import Literal, TextIO
 
 from .log_files import GATEWAY, LogLine
-from .logs import OWN_SOURCES, LogBook, Logs
+from .logs import OWN_SOURCES, LogChannel, Logs
 
 Format = Literal["text", "json"]
 Level = Literal["debug", "info", "warning", "error"]
@@ -48,18 +48,18 @@ class MessageFormatter(logging.Formatter):
         return super().formatMessage(record)
 
 
-class BookHandler(logging.Handler):
+class ChannelHandler(logging.Handler):
     """Writes messages of any thread to the gateway's log, on the event loop's thread."""
 
-    def __init__(self, book: LogBook) -> None:
+    def __init__(self, channel: LogChannel) -> None:
         super().__init__()
-        self._book, self._loop = book, asyncio.get_running_loop()
+        self._channel, self._loop = channel, asyncio.get_running_loop()
 
     def emit(self, record: logging.LogRecord) -> None:
         line = line_of(record)
         # RuntimeError: the event loop has ended, and so has the file.
         with contextlib.suppress(RuntimeError):
-            write = functools.partial(self._book.write, request_id=line.request_id)
+            write = functools.partial(self._channel.write, request_id=line.request_id)
             self._loop.call_soon_threadsafe(write, line.source, line.text, line.level)
 
 
@@ -92,7 +92,7 @@ def gateway_logging(logs: Logs, level: Level, form: Format) -> Iterator[None]:
     loggers = [logging.getLogger(name) for name in LOGGERS]
     before = [(logger, logger.level) for logger in loggers]
     with _printing(sys.stderr, MessageFormatter(form)) as printer:
-        handlers = (printer, BookHandler(logs.book(GATEWAY)))
+        handlers = (printer, ChannelHandler(logs.channel(GATEWAY)))
         for logger in loggers:
             logger.setLevel(level.upper())
             for handler in handlers:
@@ -106,12 +106,12 @@ def gateway_logging(logs: Logs, level: Level, form: Format) -> Iterator[None]:
                     logger.removeHandler(handler)
 
 
-async def print_log(book: LogBook, form: Format) -> None:
+async def print_log(channel: LogChannel, form: Format) -> None:
     """Print each new line of a function's log on standard output, until this is cancelled.
 
     As text, a line is as the function has printed it: platforms read JSON in it.
     """
-    with _printing(sys.stdout, logging.Formatter()) as printer, book.subscribe() as news:
+    with _printing(sys.stdout, logging.Formatter()) as printer, channel.subscribe() as news:
         try:
             while True:
                 _print_line(printer, await news.get(), form)

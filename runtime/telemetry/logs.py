@@ -28,7 +28,7 @@ class Log(Protocol):
     def write(self, source: str, text: str, level: str = "info", *, request_id: str = "") -> None: ...
 
 
-class LogBook:
+class LogChannel:
     """The log of one function: its last `kept` lines, and a queue of new lines for each follower."""
 
     def __init__(
@@ -99,15 +99,15 @@ class LogBook:
 class RevisionLog:
     """Writes the lines of one revision to the log of its function."""
 
-    def __init__(self, book: LogBook, revision: str) -> None:
-        self._book, self._revision = book, revision
+    def __init__(self, channel: LogChannel, revision: str) -> None:
+        self._channel, self._revision = channel, revision
 
     def write(self, source: str, text: str, level: str = "info", *, request_id: str = "") -> None:
-        self._book.write(source, text, level, request_id=request_id, revision=self._revision)
+        self._channel.write(source, text, level, request_id=request_id, revision=self._revision)
 
     def last_words(self, source: str, count: int) -> str:
         """Return the last lines of one source, in one line."""
-        return " | ".join(line.text for line in self._book.tail(count, source))
+        return " | ".join(line.text for line in self._channel.tail(count, source))
 
 
 class Capture:
@@ -136,18 +136,20 @@ class Logs:
 
     def __init__(self, files: LogFiles) -> None:
         self.files = files
-        # A book is kept as long as its function lives or a follower reads it.
-        self._books: WeakValueDictionary[str, LogBook] = WeakValueDictionary()
+        # A channel is kept as long as its function lives or a follower reads it.
+        self._channels: WeakValueDictionary[str, LogChannel] = WeakValueDictionary()
 
-    def of_function(self, function: str) -> LogBook:
+    def of_function(self, function: str) -> LogChannel:
         """Return the log of a function, which need not exist."""
-        return self.book(function_file(function))
+        return self.channel(function_file(function))
 
-    def book(self, file: str) -> LogBook:
+    def channel(self, file: str) -> LogChannel:
         """Return the log that is stored in `file`."""
-        if (book := self._books.get(file)) is None:
-            book = self._books[file] = LogBook(function_of(file), lambda line: self.files.write(file, line))
-        return book
+        if (channel := self._channels.get(file)) is None:
+            channel = self._channels[file] = LogChannel(
+                function_of(file), lambda line: self.files.write(file, line)
+            )
+        return channel
 
     async def facts(self) -> list[LogFacts]:
         """Return what is known of each stored log without its lines."""
@@ -163,8 +165,8 @@ class Logs:
 
     async def follow(self, file: str, query: LogQuery) -> AsyncIterator[LogLine]:
         """Yield the stored lines that fit a query, then each new line that fits it, without end."""
-        book, last_s = self.book(file), 0.0
-        with book.subscribe() as news:
+        channel, last_s = self.channel(file), 0.0
+        with channel.subscribe() as news:
             for line in await self.history(file, query):
                 last_s = line.at
                 yield line

@@ -22,12 +22,12 @@ from ...batching.simulator import CallOutcome, DurationModel, Run, SimulatedCall
 from ...billing.usage import GB, HOUR_S
 from ...client import display, options
 from ...client.trace import FUNCTION_COLUMN, TIME_COLUMN, read_trace, split
+from ...scaling.idle_distribution import SharedPrior
 from ...scaling.idle_period import QUIET_S
 from ...scaling.ladder import Ladder, Rung
 from ...scaling.ladder_simulator import (
     FELT_S,
     Fixed,
-    Habits,
     KeepAlivePolicy,
     LadderRun,
     Learned,
@@ -445,8 +445,8 @@ def _policy(policy: str) -> tuple[str, Callable[[ReplayedFunction], KeepAlivePol
     """Return the title of a policy, and how to make it for a function. Raise CodeError."""
     kind, _, rest = policy.partition(":")
     if policy == "policy":
-        habits = Habits()
-        return "the policy", lambda one: Learned(one.ladder, habits)
+        shared = SharedPrior()
+        return "the policy", lambda one: Learned(one.ladder, shared)
     if policy == "always-on":
         return "always on", lambda one: Fixed(timeout(math.inf, 0))
     if kind == "fixed":

@@ -18,7 +18,7 @@ from pilotflame.runtime.jobs.store import JobStore
 from pilotflame.runtime.scaling.scale_spec import ScaleSpec
 from pilotflame.runtime.serving.invocation import Invocation, Output
 from pilotflame.runtime.telemetry.background import BackgroundTasks
-from pilotflame.runtime.telemetry.logs import LogBook
+from pilotflame.runtime.telemetry.logs import LogChannel
 
 JOB = NewJob("tone", b"1", execution_timeout_s=60.0, ttl_s=600.0)
 
@@ -88,7 +88,7 @@ async def test_a_job_that_becomes_due_during_a_read_is_run(database: Database):
 
     store.meanwhile = until_due
     async with BackgroundTasks() as tasks:
-        dispatcher = JobDispatcher(store, lambda _: SimpleNamespace(revision=echo, logs=LogBook()), tasks)
+        dispatcher = JobDispatcher(store, lambda _: SimpleNamespace(revision=echo, logs=LogChannel()), tasks)
         dispatcher.wake("tone")
         assert (await final(store, job)).state is JobState.COMPLETED
         dispatcher.stop()
@@ -112,7 +112,7 @@ async def test_a_job_that_ends_during_a_read_does_not_run_again(database: Databa
 
     store.meanwhile = second_read_is_slow
     async with BackgroundTasks() as tasks:
-        dispatcher = JobDispatcher(store, lambda _: SimpleNamespace(revision=echo, logs=LogBook()), tasks)
+        dispatcher = JobDispatcher(store, lambda _: SimpleNamespace(revision=echo, logs=LogChannel()), tasks)
         dispatcher.wake("tone")
         await final(store, first)
         second, _ = await store.submit(JOB)
@@ -128,7 +128,9 @@ async def test_a_submitted_job_is_not_read_again(database: Database):
     store = SlowStore(database, keep_s=600.0)
     jobs = [(await store.submit(JOB))[0].id for _ in range(6)]
     async with BackgroundTasks() as tasks:
-        dispatcher = JobDispatcher(store, lambda _: SimpleNamespace(revision=waiting, logs=LogBook()), tasks)
+        dispatcher = JobDispatcher(
+            store, lambda _: SimpleNamespace(revision=waiting, logs=LogChannel()), tasks
+        )
         dispatcher.wake("tone")
         async with asyncio.timeout(LIMIT_S):
             while len(waiting.submitted) < 6:

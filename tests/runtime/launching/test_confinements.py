@@ -26,7 +26,7 @@ from pilotflame.runtime.link.worker_spec import WorkerSpec
 from pilotflame.runtime.reconciling.zygote_supervisor import ZygoteSupervisor
 from pilotflame.runtime.settings.function_settings import Scale
 from pilotflame.runtime.settings.resources import Resources
-from pilotflame.runtime.telemetry.logs import LogBook
+from pilotflame.runtime.telemetry.logs import LogChannel
 from pilotflame.runtime.worker.confinement import landlock_version
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(120)]
@@ -231,7 +231,7 @@ async def test_a_revision_that_is_closed_while_its_base_starts_leaves_nothing(
     state: Path, tmp_root: Path
 ) -> None:
     async with launcher_of(state) as launcher, asyncio.TaskGroup() as tasks:
-        supervisor = ZygoteSupervisor(spec_of(), Scale(), launcher, LogBook(), tasks, bool)
+        supervisor = ZygoteSupervisor(spec_of(), Scale(), launcher, LogChannel(), tasks, bool)
         opening = asyncio.create_task(supervisor.open())
         await asyncio.sleep(0)
         supervisor.close()
@@ -246,7 +246,7 @@ async def test_a_revision_that_is_closed_while_its_base_starts_leaves_nothing(
 async def test_what_a_cancelled_launch_makes_is_removed(state: Path, tmp_root: Path) -> None:
     async with launcher_of(state) as launcher:
         await launcher.prepare(spec := spec_of())
-        launching = asyncio.create_task(launcher.launch(spec, LogBook(), lambda: None))
+        launching = asyncio.create_task(launcher.launch(spec, LogChannel(), lambda: None))
         await asyncio.sleep(0)
         launching.cancel()
         await launcher.forget(spec)

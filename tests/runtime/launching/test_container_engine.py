@@ -20,7 +20,7 @@ from pilotflame.runtime.link.worker_spec import WorkerSpec
 from pilotflame.runtime.scaling.placement import Gpu
 from pilotflame.runtime.settings.resources import Resources
 from pilotflame.runtime.telemetry.background import BackgroundTasks
-from pilotflame.runtime.telemetry.logs import LogBook
+from pilotflame.runtime.telemetry.logs import LogChannel
 
 DOCKER = {"Components": [{"Name": "Engine", "Version": "28.3.1"}]}
 
@@ -60,7 +60,7 @@ async def refusal(
             launcher = ContainerLauncher(url, listener, tasks, str(state), print, gpus=gpus)
             try:
                 with pytest.raises(LauncherError) as caught:
-                    await launcher.launch(spec, LogBook(), lambda: None)
+                    await launcher.launch(spec, LogChannel(), lambda: None)
             finally:
                 await launcher.close()
     finally:

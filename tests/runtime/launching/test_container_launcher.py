@@ -22,7 +22,7 @@ from pilotflame.runtime.launching.container_launcher import ContainerLauncher
 from pilotflame.runtime.launching.listener import Listener
 from pilotflame.runtime.link.worker_spec import WorkerSpec
 from pilotflame.runtime.telemetry.background import BackgroundTasks
-from pilotflame.runtime.telemetry.logs import LogBook
+from pilotflame.runtime.telemetry.logs import LogChannel
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
@@ -268,7 +268,7 @@ async def test_a_launcher_that_closes_during_a_launch_leaves_no_container(
     state.mkdir()
     listener.open()
     spec = WorkerSpec(function="f", revision="1-x", code=state, image=image)
-    logs = LogBook()
+    logs = LogChannel()
     async with BackgroundTasks() as tasks:
         launcher = ContainerLauncher(engine.url, listener, tasks, str(state), print)
         if connected:

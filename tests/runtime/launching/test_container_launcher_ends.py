@@ -18,7 +18,7 @@ from pilotflame.runtime.launching.container_launcher import ContainerLauncher
 from pilotflame.runtime.launching.listener import Listener
 from pilotflame.runtime.link.worker_spec import Weights, WorkerSpec
 from pilotflame.runtime.telemetry.background import BackgroundTasks
-from pilotflame.runtime.telemetry.logs import LogBook
+from pilotflame.runtime.telemetry.logs import LogChannel
 from pilotflame.snapshot.caching.flock import locked_file
 from pilotflame.snapshot.caching.stored import MOUNTED
 from pulling import LIMIT_S, make
@@ -79,7 +79,7 @@ async def test_a_gateway_that_closes_does_not_wait_for_an_engine_that_hangs(
     monkeypatch.setattr(container_launcher, "LAST_START_TIMEOUT_S", 0.2)
     spec = WorkerSpec(function="f", revision="1-x", code=code(state), image="any")
     async with hanging_engine(state) as (url, asked), launching(url, state, []) as launcher:
-        launch = asyncio.create_task(launcher.launch(spec, LogBook(), lambda: None))
+        launch = asyncio.create_task(launcher.launch(spec, LogChannel(), lambda: None))
         async with asyncio.timeout(LIMIT_S):
             await asked.wait()
         async with asyncio.timeout(10):
@@ -101,7 +101,7 @@ async def test_a_cancelled_launch_lets_the_cache_go(state: Path) -> None:
         await launcher.prepare(spec)
         # While the tier is locked, the folders cannot be made.
         with locked_file(cache / "lock"):
-            launch = asyncio.create_task(launcher.launch(spec, LogBook(), lambda: None))
+            launch = asyncio.create_task(launcher.launch(spec, LogChannel(), lambda: None))
             await asyncio.sleep(0.2)
             launch.cancel()
             await asyncio.wait([launch], timeout=LIMIT_S)
@@ -119,7 +119,7 @@ async def test_a_base_that_dies_of_an_import_says_of_which(engine: Engine, state
         with pytest.raises(
             LauncherError, match=r"code 1 before (?s:.*)No module named 'no_such_package'"
         ) as told:
-            await launcher.launch(spec, LogBook(), lambda: None)
+            await launcher.launch(spec, LogChannel(), lambda: None)
         assert "`pilotflame build`" in told.value.remedy
 
 
@@ -128,7 +128,7 @@ async def test_a_container_that_somebody_removed_is_not_an_error(engine: Engine,
     log: list[str] = []
     died = asyncio.Event()
     async with launching(engine.url, state, log) as launcher:
-        await launcher.launch(spec, LogBook(), died.set)
+        await launcher.launch(spec, LogChannel(), died.set)
         podman("rm", "-f", "-t", "0", podman("ps", "-q", f"--filter=label=pilotflame.gateway={state}"))
         async with asyncio.timeout(LIMIT_S):
             await died.wait()

@@ -17,7 +17,7 @@ from pilotflame.runtime.launching.listener import MAX_HELLO_BYTES, MAX_SOCKET_PA
 from pilotflame.runtime.link.connection import Link
 from pilotflame.runtime.link.frames import HEADER, Frame, FrameKind, encode, encode_json
 from pilotflame.runtime.telemetry.log_stream import LogStream
-from pilotflame.runtime.telemetry.logs import LogBook
+from pilotflame.runtime.telemetry.logs import LogChannel
 
 LIMIT_S = 30.0
 
@@ -28,13 +28,13 @@ class Place:
     def __init__(self, folder: Path) -> None:
         self.listener = Listener(folder / "run" / "link.sock")
         self.listener.open()
-        self.book = LogBook()
+        self.channel = LogChannel()
         self.links: asyncio.Queue[tuple[Link, int]] = asyncio.Queue()
         self.taken: list[Link] = []
         self.socks: list[socket.socket] = []
 
     def expect(self, role: str = "worker", source: str = "w1") -> str:
-        return self.listener.expect(role, source, self.book, self._on_link)
+        return self.listener.expect(role, source, self.channel, self._on_link)
 
     def _on_link(self, link: Link, pid: int, _output: LogStream | None) -> None:
         self.taken.append(link)
@@ -177,7 +177,7 @@ async def test_tokens_cannot_be_guessed_from_one_another(place: Place) -> None:
 async def test_one_log_connection_comes_before_the_link(place: Place) -> None:
     token = place.expect(source="zygote")
     log = await place.dial(hello(token, "log") + b"first\nsec")
-    follow = place.book.follow(10)
+    follow = place.channel.follow(10)
     assert (await asyncio.wait_for(anext(follow), LIMIT_S))[1:3] == ("zygote", "first")
     assert await disconnected(await place.dial(hello(token, "log")))  # a second one is not
     await place.dial(hello(token))

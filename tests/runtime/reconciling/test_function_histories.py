@@ -14,7 +14,7 @@ from pilotflame.runtime.billing.usage import Prices
 from pilotflame.runtime.reconciling import function_histories
 from pilotflame.runtime.reconciling.function_histories import NODE_FILE, FunctionHistories
 from pilotflame.runtime.reconciling.idle_ladder import LadderSpec
-from pilotflame.runtime.scaling.idle_law import Prior
+from pilotflame.runtime.scaling.idle_distribution import Prior
 from pilotflame.runtime.scaling.keep_alive import History
 from pilotflame.runtime.scaling.ladder import BurstWait
 from pilotflame.runtime.scaling.rung_figures import RungFigures
@@ -137,7 +137,7 @@ class _Nothing:
         """Nothing is held."""
 
 
-async def test_requests_go_on_while_the_habits_of_many_functions_are_gathered(tmp_path: Path, monkeypatch):
+async def test_requests_go_on_while_the_histories_of_many_functions_are_gathered(tmp_path: Path, monkeypatch):
     turn, gathered_in, remembering = 0, list[int](), function_histories._remembering
 
     async def request() -> None:

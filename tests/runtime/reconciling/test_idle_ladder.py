@@ -183,11 +183,11 @@ async def test_a_timer_is_prewarmed_and_its_call_is_not_cold(state):
     intervals = [3.0 + rnd.gauss(0, 0.01) for _ in range(100)]
     file = stored(state, "timer")
     file.parent.mkdir(parents=True)
-    habits = {
+    content = {
         "idles": intervals, "intervals": intervals, "burst_waits": [[0, 100], [0.6 * 100, 100]], "periods": 100,
         "bills": [9, 9, 9, 0, 0], "held_bytes": {"ready": 1e9, "local": 0}, "wakes_s": {"local": [0.6]},
     }  # fmt: skip
-    file.write_text(json.dumps(habits))
+    file.write_text(json.dumps(content))
     async with gateway_here(state, price_waiting_s=5e-6) as gateway:
         function = await gateway.deploy(PID, {"scale.rest": "local"}, name="timer")
         first = await function.answer()

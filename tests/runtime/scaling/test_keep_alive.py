@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pilotflame.runtime.scaling.idle_law import Prior, cheapest, law_of
+from pilotflame.runtime.scaling.idle_distribution import Prior, cheapest, distribution_of
 from pilotflame.runtime.scaling.keep_alive import IDLES, INTERVALS, History, choose, decide, learn
 from pilotflame.runtime.scaling.ladder import BurstWait, Costs, Ladder, Plan, Rung, Step
 from pilotflame.runtime.scaling.ladder_simulator import BurstWaits, Fixed, Learned, Replay, run
@@ -37,8 +37,8 @@ def taught(ladder: Ladder, periods: list[tuple[float, float]], prior: Prior | No
     return history
 
 
-def test_a_function_of_which_nothing_is_known_follows_the_envelope() -> None:
-    assert decide(History(), SLICE, 5.0) == SLICE.costs().envelope
+def test_a_function_of_which_nothing_is_known_follows_the_ski_rental_schedule() -> None:
+    assert decide(History(), SLICE, 5.0) == SLICE.costs().ski_rental
 
 
 def assert_climbs_one_after_the_other(plan: Plan, ladder: Ladder) -> None:
@@ -55,8 +55,8 @@ def test_no_strategy_begins_to_climb_before_it_has_climbed(
     ladder: Ladder, intervals: list[float], since_s: float
 ) -> None:
     costs = ladder.costs()
-    law = law_of(intervals, costs, Prior().cdf())
-    plan = cheapest(law, costs, climbs=True, guarded=False).plan(since_s)
+    distribution = distribution_of(intervals, costs, Prior().cdf())
+    plan = cheapest(distribution, costs, climbs=True, guarded=False).plan(since_s)
     assert_orderly(plan, len(ladder.rungs))
     assert_climbs_one_after_the_other(plan, ladder)
 
@@ -143,7 +143,7 @@ def test_a_prewarm_that_risks_too_much_rests_on_a_higher_rung() -> None:
     assert 50 < choice.plan[1].offset_s < 61
 
 
-def test_the_law_of_all_idle_times_is_followed_unless_another_is_clearly_better() -> None:
+def test_the_distribution_of_all_idle_times_is_followed_unless_another_is_clearly_better() -> None:
     history = taught(SLICE, [(60.0, 1.0)] * 5)
     for bills, expert in (
         ((1, 1, 1, 1, 1), 1), ((0.85, 1, 0.9, 1, 1), 1), ((0.7, 1, 0.75, 1, 1), 0), ((1, 1, 0.7, 1, 1), 2),
@@ -157,7 +157,7 @@ def test_bursts_are_kept_warm_for_longer_than_single_calls() -> None:
     for _ in range(3):
         crowded = learn(crowded, SLICE, 100.0, 1.0, once([0.0, 0.4, 50.0, 300.0, 700.0]))
     assert crowded.costs(SLICE).penalties[2] > 10 * lonely.costs(SLICE).penalties[2]
-    assert crowded.costs(SLICE).envelope[2].offset_s > lonely.costs(SLICE).envelope[2].offset_s
+    assert crowded.costs(SLICE).ski_rental[2].offset_s > lonely.costs(SLICE).ski_rental[2].offset_s
 
 
 def test_a_call_within_a_burst_begins_no_wake_of_its_own() -> None:
@@ -179,7 +179,7 @@ def test_waits_of_another_ladder_are_forgotten_and_the_idle_times_are_kept() -> 
     assert len(following.idles) == 6
 
 
-def test_habits_that_change_are_noticed() -> None:
+def test_a_rhythm_that_changes_is_noticed() -> None:
     before = taught(SLICE, [(20.0, 1.0)] * 200)
     after = taught(SLICE, [(20.0, 1.0)] * 200 + [(5000.0, 1.0)] * 40)
     bills = [SLICE.costs().bill(decide(history, SLICE, 1.0), 5000.0) for history in (before, after)]
@@ -187,7 +187,7 @@ def test_habits_that_change_are_noticed() -> None:
     assert bills[1] < 1.3 * min(SLICE.costs().bill((Step(0.0, rung),), 5000.0) for rung in range(5))
 
 
-def test_the_node_s_habits_help_a_function_that_is_new() -> None:
+def test_the_node_s_prior_helps_a_function_that_is_new() -> None:
     prior = Prior()
     for known in range(200):
         prior = prior.learn(3.0, known // 20)
@@ -286,7 +286,7 @@ def test_a_replay_completes_no_prewarm_by_a_repeated_step() -> None:
     assert run(Replay([0.0, 1.0 + 53.0], 1.0, ladder, Fixed(plan))).waited_s == 7.0
 
 
-def test_the_policy_is_never_much_dearer_than_the_envelope_and_much_cheaper_for_a_timer() -> None:
+def test_the_policy_is_never_much_dearer_than_ski_rental_and_much_cheaper_for_a_timer() -> None:
     rnd = random.Random(7)
     timer = [600.0 * number + rnd.gauss(0, 5) for number in range(1, 300)]
     callers = [60.0]
@@ -294,5 +294,5 @@ def test_the_policy_is_never_much_dearer_than_the_envelope_and_much_cheaper_for_
         callers.append(callers[-1] + rnd.paretovariate(1.1) * 5)
     for arrivals, most in ((timer, 0.5), (callers, 1.15)):
         learned = run(Replay(arrivals, 0.2, SLICE, Learned(SLICE))).bill(SLICE.wait_per_s)
-        envelope = run(Replay(arrivals, 0.2, SLICE, Fixed(SLICE.costs().envelope))).bill(SLICE.wait_per_s)
-        assert learned <= most * envelope
+        ski_rental = run(Replay(arrivals, 0.2, SLICE, Fixed(SLICE.costs().ski_rental))).bill(SLICE.wait_per_s)
+        assert learned <= most * ski_rental

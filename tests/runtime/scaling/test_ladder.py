@@ -1,4 +1,4 @@
-"""The ladder: its ski-rental schedule (`envelope`), and the cost of a plan."""
+"""The ladder: its ski-rental schedule, and the cost of a plan."""
 
 import math
 from itertools import pairwise
@@ -35,33 +35,33 @@ def test_wake_times_that_do_not_ascend_from_zero_are_refused() -> None:
             Ladder(tuple(Rung(1.0, wake) for wake in wakes), 1.0)
 
 
-def test_the_envelope_steps_down_where_the_lower_rung_has_become_cheaper() -> None:
+def test_the_ski_rental_schedule_steps_down_where_the_lower_rung_has_become_cheaper() -> None:
     # An arrival on PARKED costs 2 s of waiting at 10 and of READY at 1, which is 22; on REMOTE 110.
     assert THREE.costs().penalties == (0.0, 22.0, 110.0)
-    assert THREE.costs().envelope == (Step(0.0, 0), Step(44.0, 1), Step(176.0, 2))
+    assert THREE.costs().ski_rental == (Step(0.0, 0), Step(44.0, 1), Step(176.0, 2))
 
 
 def test_the_followers_of_an_arrival_keep_a_function_warm_for_longer() -> None:
     lonely, crowded = THREE.costs(), THREE.costs([0.0, 20.0, 100.0])
-    assert crowded.envelope[1].offset_s > lonely.envelope[1].offset_s
+    assert crowded.ski_rental[1].offset_s > lonely.ski_rental[1].offset_s
 
 
 def test_a_rung_that_is_never_worth_it_is_left_out() -> None:
     ladder = Ladder((Rung(1.0, 0.0), Rung(0.9, 9.0), Rung(0.0, 10.0)), 10.0)
-    assert [step.rung for step in ladder.costs().envelope] == [0, 2]
+    assert [step.rung for step in ladder.costs().ski_rental] == [0, 2]
 
 
 @given(ladders(), st.floats(0.0, 1e7))
-def test_the_envelope_costs_at_most_twice_the_best_rung(ladder: Ladder, idle_s: float) -> None:
+def test_the_ski_rental_schedule_costs_at_most_twice_the_best_rung(ladder: Ladder, idle_s: float) -> None:
     costs = ladder.costs()
-    assert_orderly(costs.envelope, len(ladder.rungs))
+    assert_orderly(costs.ski_rental, len(ladder.rungs))
     best = min(hold * idle_s + penalty for hold, penalty in zip(costs.holds, costs.penalties, strict=True))
-    assert costs.bill(costs.envelope, idle_s) <= 2 * best * (1 + 1e-9)
+    assert costs.bill(costs.ski_rental, idle_s) <= 2 * best * (1 + 1e-9)
 
 
 @given(ladders(), st.floats(0.0, 1e7))
-def test_the_envelope_only_goes_down(ladder: Ladder, idle_s: float) -> None:
-    rungs = [step.rung for step in ladder.costs().envelope]
+def test_the_ski_rental_schedule_only_goes_down(ladder: Ladder, idle_s: float) -> None:
+    rungs = [step.rung for step in ladder.costs().ski_rental]
     assert rungs == sorted(set(rungs))
     assert ladder.costs().bill(((Step(0.0, 0)),), idle_s) == pytest.approx(
         ladder.rungs[0].hold_per_s * idle_s

@@ -16,8 +16,8 @@ async def said(tmp_path: Path, level: Level, form: Format) -> list[Any]:
     files.start()
     logs, log = Logs(files), logging.getLogger("pilotflame.runtime.tested")
     with gateway_logging(logs, level, form):
-        book = logs.book("gateway")
-        with book.subscribe() as news:
+        channel = logs.channel("gateway")
+        with channel.subscribe() as news:
             log.debug("of no use")
             log.info("to be %s", "known")
             try:
@@ -50,10 +50,10 @@ async def test_a_message_about_a_request_has_its_id(
     files = LogFiles(tmp_path, max_bytes=1 << 20, keep_s=1000.0)
     files.start()
     logs = Logs(files)
-    with gateway_logging(logs, "info", form), (book := logs.book("gateway")).subscribe() as news:
+    with gateway_logging(logs, "info", form), (channel := logs.channel("gateway")).subscribe() as news:
         logging.getLogger("pilotflame.runtime.tested").error("failed", extra={"request_id": "q1"})
         assert (await news.get()).request_id == "q1"
-    assert book.tail(1)[0].text == "failed"
+    assert channel.tail(1)[0].text == "failed"
     files.close()
     printed = capfd.readouterr().err
     if form == "json":

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from pilotflame.runtime.telemetry.log_stream import MAX_LINE_BYTES, LogStream
-from pilotflame.runtime.telemetry.logs import Capture, LogBook
+from pilotflame.runtime.telemetry.logs import Capture, LogChannel
 
 
-def texts(book: LogBook) -> list[str]:
-    return [line.text for line in book.tail(10_000)]
+def texts(channel: LogChannel) -> list[str]:
+    return [line.text for line in channel.tail(10_000)]
 
 
 class Output:
@@ -20,12 +20,12 @@ class Output:
 
     def __init__(self) -> None:
         self.sock, theirs = socket.socketpair()
-        self.book = LogBook()
-        self.stream = LogStream(theirs, self.book, "w1", "0123")
+        self.channel = LogChannel()
+        self.stream = LogStream(theirs, self.channel, "w1", "0123")
 
     async def end(self) -> None:
         self.sock.close()
-        follow = self.book.follow(0)
+        follow = self.channel.follow(0)
         while self.stream.alive:
             await asyncio.sleep(0)
         await follow.aclose()  # type: ignore[attr-defined]
@@ -58,7 +58,7 @@ def test_any_split_gives_the_same_lines(lines: list[str], ended: bool, data: st.
             output.sock.sendall(piece)
             await asyncio.sleep(0)
         await output.end()
-        return texts(output.book)
+        return texts(output.channel)
 
     expected = lines if ended or not lines or lines[-1] else lines[:-1]
     assert asyncio.run(run()) == expected
@@ -67,13 +67,13 @@ def test_any_split_gives_the_same_lines(lines: list[str], ended: bool, data: st.
 async def test_the_last_words_without_a_newline_are_kept(output: Output) -> None:
     output.sock.sendall(b"one\r\nlast words")
     await output.end()
-    assert texts(output.book) == ["one", "last words"]
+    assert texts(output.channel) == ["one", "last words"]
 
 
 async def test_bytes_that_are_no_text_are_shown_as_such(output: Output) -> None:
     output.sock.sendall(b"a\xffb\n")
     await output.end()
-    assert texts(output.book) == ["a\ufffdb"]
+    assert texts(output.channel) == ["a\ufffdb"]
 
 
 async def test_a_line_without_end_is_cut_into_pieces_and_none_is_lost(output: Output) -> None:
@@ -82,8 +82,8 @@ async def test_a_line_without_end_is_cut_into_pieces_and_none_is_lost(output: Ou
     output.sock.setblocking(False)
     await loop.sock_sendall(output.sock, written)
     await output.end()
-    assert "".join(texts(output.book)) == written.decode()
-    assert all(len(text) <= MAX_LINE_BYTES for text in texts(output.book))
+    assert "".join(texts(output.channel)) == written.decode()
+    assert all(len(text) <= MAX_LINE_BYTES for text in texts(output.channel))
 
 
 @pytest.mark.parametrize("extra", [0, 1, MAX_LINE_BYTES + 3])
@@ -91,7 +91,7 @@ async def test_a_long_line_that_ends_is_cut_into_pieces_too(output: Output, extr
     output.sock.setblocking(False)
     await asyncio.get_running_loop().sock_sendall(output.sock, b"y" * (MAX_LINE_BYTES + extra) + b"\nnext\n")
     await output.end()
-    lines = texts(output.book)
+    lines = texts(output.channel)
     assert "".join(lines[:-1]) == "y" * (MAX_LINE_BYTES + extra)
     assert lines[-1] == "next"
     assert all(len(text) <= MAX_LINE_BYTES for text in lines)
@@ -114,7 +114,7 @@ async def test_marked_lines_carry_their_invocation_and_are_captured_for_it_alone
         b"\x1e0123 i 1 one mine\n\x1e0123 w 2 two yours\nnobody's\nraw\x1e0123 e 1 one late\n"
     )
     output.stream.drain()
-    assert [(line.request_id, line.level, line.text) for line in output.book.tail(9)] == [
+    assert [(line.request_id, line.level, line.text) for line in output.channel.tail(9)] == [
         ("one", "info", "mine"), ("two", "warning", "yours"), ("", "info", "nobody's"), ("", "info", "raw"),
         ("one", "error", "late"),
     ]  # fmt: skip
@@ -130,7 +130,7 @@ async def test_unmarked_lines_belong_to_an_invocation_that_is_alone_from_start_t
     output.sock.sendall(b"after\n")
     await output.end()
     assert capture.text() == "during"
-    assert texts(output.book) == ["before", "during", "after"]
+    assert texts(output.channel) == ["before", "during", "after"]
 
 
 async def test_unmarked_lines_belong_to_nobody_once_a_second_invocation_runs(output: Output) -> None:
@@ -149,7 +149,7 @@ async def test_the_report_of_a_crash_is_for_the_owner(output: Output) -> None:
     output.sock.sendall(b"last\nFatal Python error: Segmentation fault\n  File secret.py\n")
     await output.end()
     assert capture.text() == "last"
-    assert texts(output.book)[-1] == "  File secret.py"
+    assert texts(output.channel)[-1] == "  File secret.py"
 
 
 async def test_a_mark_with_another_word_is_text(output: Output) -> None:
@@ -158,7 +158,7 @@ async def test_a_mark_with_another_word_is_text(output: Output) -> None:
     output.sock.sendall(b"\x1e9999 i 1 one forged\n\x1e0123 i x one broken\n")
     await output.end()
     assert capture.text() == ""
-    assert texts(output.book) == ["\x1e9999 i 1 one forged"]
+    assert texts(output.channel) == ["\x1e9999 i 1 one forged"]
 
 
 async def test_a_line_that_goes_on_is_one_line_again_within_the_limit(output: Output) -> None:
@@ -169,7 +169,7 @@ async def test_a_line_that_goes_on_is_one_line_again_within_the_limit(output: Ou
             output.sock, b"\x1e0123 i+ 3 many " + b"y" * 10_000 + b"\n"
         )
     await output.end()
-    lines = texts(output.book)
+    lines = texts(output.channel)
     assert lines[0] == "ab"
     assert "x" in lines
     assert "".join(line for line in lines if "y" in line) == "y" * 30_000

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 
 from .ladder import Costs, Plan, Step
@@ -67,8 +67,15 @@ class Prior:
         return share
 
 
+@dataclass(slots=True)
+class SharedPrior:
+    """The prior that all functions of a node share. It is replaced after each idle period."""
+
+    prior: Prior = field(default_factory=Prior)
+
+
 @dataclass(frozen=True, slots=True)
-class IdleLaw:
+class IdleDistribution:
     """A distribution of idle times: the mass of each bin between two edges, in seconds. The masses need not add up to 1."""
 
     edges: tuple[float, ...]
@@ -77,12 +84,12 @@ class IdleLaw:
     """For each edge, the number of samples that were longer."""
 
 
-def law_of(
-    samples: Sequence[float], costs: Costs, habits: Callable[[float], float], *, climbs: bool = False
-) -> IdleLaw:
+def distribution_of(
+    samples: Sequence[float], costs: Costs, prior: Callable[[float], float], *, climbs: bool = False
+) -> IdleDistribution:
     """Return the distribution of `samples`, with guesses about long periods and about lengths that were never seen.
 
-    `habits` is the `cdf` of the node's prior. If `climbs`, guess also about short periods: a plan that climbs must be ready
+    `prior` is the `cdf` of the node's prior. If `climbs`, guess also about short periods: a plan that climbs must be ready
     before the shortest sample.
     """
     ascending = sorted(samples)
@@ -94,19 +101,19 @@ def law_of(
     guessed = [
         TAIL_SAMPLES * (tail(edge) + following(edge))
         + HEAD_SAMPLES * preceding(edge)
-        + PRIOR_SAMPLES * habits(edge)
+        + PRIOR_SAMPLES * prior(edge)
         for edge in edges
     ]
     masses = tuple(
         at_most[index + 1] - at_most[index] + guessed[index + 1] - guessed[index]
         for index in range(len(edges) - 1)
     )
-    return IdleLaw(tuple(edges), masses, tuple(len(ascending) - count for count in at_most))
+    return IdleDistribution(tuple(edges), masses, tuple(len(ascending) - count for count in at_most))
 
 
 def _edges(ascending: list[float], costs: Costs, *, climbs: bool) -> list[float]:
     count = len(ascending)
-    found = {0.0, LONGEST_S, *DECADES_S, *(step.offset_s for step in costs.envelope)}
+    found = {0.0, LONGEST_S, *DECADES_S, *(step.offset_s for step in costs.ski_rental)}
     found |= {ascending[count * part // QUANTILES] for part in range(QUANTILES)} if count else set()
     found |= set(ascending[-LONGEST_SAMPLES:])
     found |= {ascending[-1] * factor for factor in BEYOND_LONGEST} if count else set()
@@ -160,30 +167,32 @@ def _preceding(ascending: list[float]) -> Callable[[float], float]:
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """The cheapest way through a law: for each bin and the rung held before it, the rung to hold in it."""
+    """The cheapest way through a distribution: for each bin and the rung held before it, the rung to hold in it."""
 
-    law: IdleLaw
+    distribution: IdleDistribution
     costs: Costs
     choices: tuple[list[int], ...]
 
     def plan(self, since_s: float = 0.0) -> Plan:
-        """Return the plan of an idle period that begins `since_s` seconds after the law's time 0."""
-        law, wakes = self.law, self.costs.wakes
-        first = min(len(law.masses) - 1, max(0, bisect.bisect_right(law.edges, since_s) - 1))
+        """Return the plan of an idle period that begins `since_s` seconds after the distribution's time 0."""
+        distribution, wakes = self.distribution, self.costs.wakes
+        first = min(
+            len(distribution.masses) - 1, max(0, bisect.bisect_right(distribution.edges, since_s) - 1)
+        )
         rung = self.choices[first][0]
         route = PlanRoute(rung, wakes)
-        for index in range(first + 1, len(law.masses)):
+        for index in range(first + 1, len(distribution.masses)):
             following = self.choices[index][rung]
             if following != rung:
                 rung = following
-                route.reach(rung, law.edges[index] - since_s)
+                route.reach(rung, distribution.edges[index] - since_s)
         return route.plan()
 
 
-def cheapest(law: IdleLaw, costs: Costs, *, climbs: bool, guarded: bool = True) -> Strategy:
-    """Return the cheapest way through `law`, found backwards from its last bin. `climbs` allows steps up.
+def cheapest(distribution: IdleDistribution, costs: Costs, *, climbs: bool, guarded: bool = True) -> Strategy:
+    """Return the cheapest way through `distribution`, found backwards from its last bin. `climbs` allows steps up.
 
-    If `guarded`, it steps down to a rung before the envelope does only where enough samples were longer.
+    If `guarded`, it steps down to a rung before the ski-rental schedule does only where enough samples were longer.
     """
     holds, penalties = costs.holds, costs.penalties
     rungs = range(len(holds))
@@ -192,20 +201,20 @@ def cheapest(law: IdleLaw, costs: Costs, *, climbs: bool, guarded: bool = True) 
     climb_costs = _climb_costs(costs)
     left = 0.0
     choices = list[list[int]]()
-    for index in reversed(range(len(law.masses))):
-        left += law.masses[index]
-        arriving = law.masses[index] / left if left > 0 else 0.0
-        start_s = law.edges[index]
-        paid_s, remaining = (law.edges[index + 1] - start_s) * (1 - arriving / 2), 1 - arriving
+    for index in reversed(range(len(distribution.masses))):
+        left += distribution.masses[index]
+        arriving = distribution.masses[index] / left if left > 0 else 0.0
+        start_s = distribution.edges[index]
+        paid_s, remaining = (distribution.edges[index + 1] - start_s) * (1 - arriving / 2), 1 - arriving
         held = [
             holds[rung] * paid_s + arriving * penalties[rung] + remaining * values[rung] for rung in rungs
         ]
-        known = law.longer[index] >= ENOUGH_LONGER
+        known = distribution.longer[index] >= ENOUGH_LONGER
         chosen, values = _descend(held, [known or start_s >= earliest_s[rung] for rung in rungs])
         if climbs:
             _climb(held, climb_costs, chosen, values)
         choices.append(chosen)
-    return Strategy(law, costs, tuple(reversed(choices)))
+    return Strategy(distribution, costs, tuple(reversed(choices)))
 
 
 def _descend(held: list[float], allowed: list[bool]) -> tuple[list[int], list[float]]:
@@ -243,10 +252,9 @@ def _climb_costs(costs: Costs) -> list[list[float]]:
 
 
 def _earliest(costs: Costs) -> list[float]:
-    """Return for each rung when the envelope first stands on it or on a lower one."""
-    envelope = costs.envelope
+    """Return for each rung when the ski-rental schedule first stands on it or on a lower one."""
     earliest = [math.inf] * len(costs.holds)
-    for (_, upper), (offset_s, lower) in pairwise((Step(0.0, -1), *envelope)):
+    for (_, upper), (offset_s, lower) in pairwise((Step(0.0, -1), *costs.ski_rental)):
         for rung in range(upper + 1, lower + 1):
             earliest[rung] = offset_s
     return earliest
