@@ -53,6 +53,14 @@ def test_a_revoked_key_is_gone_and_the_gateway_stays_closed(tmp_path: Path):
         keyring.revoke(key.id)
 
 
+@pytest.mark.xfail(strict=True, reason="the limit goes with the key")
+def test_a_revoked_key_still_limits_what_was_deployed_with_it(tmp_path: Path):
+    keyring = loaded(tmp_path)
+    key, _ = keyring.create(NewKey(name="a", scopes=("deploy",), max_workers=3), 0.0)
+    keyring.revoke(key.id)
+    assert [one.max_workers(key.id) for one in (keyring, loaded(tmp_path))] == [3, 3]
+
+
 @pytest.mark.parametrize("token", ["", "pf_", "Bearer", "pf_000000000000_" + "0" * 64, "ä" * 80])
 def test_an_unknown_token_finds_no_key(tmp_path: Path, token: str):
     keyring = loaded(tmp_path)

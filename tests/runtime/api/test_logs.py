@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 from live import Gateway, failure, gateway_here, gateway_process, until
 
 SOURCE = """
@@ -98,6 +100,31 @@ async def test_a_follower_gets_stored_lines_then_new_ones_without_gap_or_repeat(
                 if "line 39" in seen:
                     break
         assert seen == [f"line {number}" for number in range(40)]
+
+
+@pytest.mark.xfail(strict=True, reason="a followed log asks for the key once")
+async def test_a_followed_log_ends_when_its_key_is_revoked_or_expires(state: Path):
+    async with gateway_here(state, auth="always") as gateway, gateway.at_home() as home:
+        admin = await key(gateway, "admin")
+        gateway.client.headers.update(admin.headers)
+        await gateway.deploy(SOURCE, name="followed")
+        revoked, expiring = await key(gateway, "deploy"), await key(gateway, "deploy", expires_in_s=1.0)
+
+        async def follow(reader: httpx.AsyncClient) -> int:
+            async with reader.stream("GET", "/v1/functions/followed/logs?follow=1") as response:
+                begun.release()
+                async for _ in response.aiter_lines():
+                    pass
+            return response.status_code
+
+        begun = asyncio.Semaphore(0)
+        async with admin, revoked, expiring, asyncio.timeout(10):
+            readers = [asyncio.create_task(follow(one)) for one in (revoked, expiring)]
+            for _ in readers:
+                await begun.acquire()
+            await home.delete(f"/v1/keys/{revoked.headers['X-Key']}")
+            assert await asyncio.gather(*readers) == [200, 200]
+            assert (await revoked.get("/v1/functions/followed/logs")).status_code == 401
 
 
 async def test_the_audit_log_says_who_changed_what(state: Path):

@@ -147,6 +147,39 @@ async def test_a_new_day_begins_with_the_whole_budget_also_if_the_timer_is_late(
     account.detach(resting)
 
 
+@pytest.mark.xfail(strict=True, reason="each change of the day renews the budget")
+async def test_a_clock_that_is_set_back_renews_no_budget(clock: Clock):
+    account, workers = Account("f", Prices()), Workers(clock, 1)
+    account.attach(workers)
+    account.open(BudgetSpec(seconds_per_day=60), "key")
+    clock.at += 61
+    account.check()
+    begun = clock.at
+    for at in (DAY - 60, begun):
+        clock.at = at
+        account.check()
+        assert account.exhausted
+        assert account.refusal().details["retry_after_s"] == DAY + 86400 - clock.at
+    clock.at = DAY + 86400.5
+    account.check()
+    assert account.state is BudgetState.WITHIN
+
+
+@pytest.mark.xfail(strict=True, reason="each change of the day renews the budget")
+async def test_after_a_clock_was_wrong_by_days_the_next_midnight_renews_the_budget(clock: Clock):
+    account, workers = Account("f", Prices()), Workers(clock, 1)
+    account.attach(workers)
+    account.open(BudgetSpec(seconds_per_day=60), "key")
+    clock.at += 61
+    account.check()
+    clock.at -= 300 * 86400
+    account.check()
+    assert account.exhausted
+    clock.at += 86400
+    account.check()
+    assert account.state is BudgetState.WITHIN
+
+
 async def test_the_last_minute_of_a_day_does_not_count_against_the_next(clock: Clock):
     account = Account("f", Prices())
     clock.at = DAY + 86400 - 50
