@@ -111,7 +111,11 @@ class Account:
         if not self.holding.worker_gb:
             self._unmeasured += news
         self._add(priced(news, self.holding, self._prices) + self._counted())
-        if (day := day_of(time.time())) != self.day:
+        if (day := day_of(time.time())) < self.day - 1:
+            # The clock was wrong by days before. The next midnight renews the budget.
+            self.day = day
+        # A clock that is set back over midnight renews nothing, neither then nor when it reaches midnight again.
+        elif day > self.day:
             self.day, self.today, self.forgiven, self._unmeasured = day, Usage(), Spending(), Usage()
             # Yesterday's exhausted budget refuses calls until `check`. The timer for the end of the day may be late, because
             # the wall clock can be set.
@@ -209,7 +213,7 @@ class Account:
             self.state, self.share = BudgetState.WITHIN, 0.0
         else:
             self.settle()
-            left_s = day_left_s(time.time())
+            left_s = day_left_s(self.day, time.time())
             self.state, self.share, again_in_s = decide_budget(self._budget, self.spent, self._rate(), left_s)
             if again_in_s is not None and self._spenders:
                 self.due_s = time.monotonic() + min(again_in_s, LONGEST_TIMER_S)
@@ -231,9 +235,8 @@ class Account:
 
     def refusal(self) -> BudgetExhausted:
         """Return the error of an invocation for which no worker may be started today. It tells no amounts."""
-        now = time.time()
         # In the first moment of a new day, the budget was not looked at yet.
-        retry_s = day_left_s(now) if day_of(now) == self.day else LEAST_WAIT_S
+        retry_s = max(LEAST_WAIT_S, day_left_s(self.day, time.time()))
         return BudgetExhausted(
             f"{self._function} has used its budget for today. The next day begins at 0:00 UTC.",
             remedy=f"Raise [budget] in pilotflame.toml and deploy, or: pilotflame reset {self._function}",

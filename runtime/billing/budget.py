@@ -83,6 +83,6 @@ def day_of(now_s: float) -> int:
     return math.floor(now_s / DAY_S)
 
 
-def day_left_s(now_s: float) -> float:
-    """Return the seconds until the end of the UTC day."""
-    return (day_of(now_s) + 1) * DAY_S - now_s
+def day_left_s(day: int, now_s: float) -> float:
+    """Return the seconds until the end of the UTC day with this number. `now_s` is Unix time."""
+    return (day + 1) * DAY_S - now_s
