@@ -273,7 +273,7 @@ async def startup(
     stack.callback(plugins.start(tasks))
     apis = (
         gateway, admin, Deploys(functions, local=local and alone is None), LogsApi(functions, logs, endless), RevisionsApi(functions),
-        AccessControl(keyring, secrets, functions),
+        AccessControl(keyring, secrets, functions, endless),
         WebhooksApi(functions, jobs), HistoryApi(functions, _recorder(functions, state, stack)), DocsPage(plugins.root),
         UsageApi(ledger), Console(functions, metrics, endless), WarmupApi(functions),
     )  # fmt: skip

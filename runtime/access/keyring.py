@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from pydantic import BaseModel
@@ -31,11 +31,23 @@ _TOLERANCE = 1e-9
 CONCURRENCY_WAIT_S = 1.0
 
 
+# Only the limits of the keys that were revoked last are kept.
+MOST_REVOKED = 10_000
+
+
+class RevokedKey(BaseModel, frozen=True, extra="forbid"):
+    """The limits of a key that was revoked. They still hold for the functions that were deployed with it."""
+
+    id: str
+    max_workers: int
+
+
 class KeysFile(BaseModel, frozen=True, extra="forbid"):
     """The content of `keys.json`."""
 
     version: int = 1
     keys: tuple[ApiKey, ...] = ()
+    revoked: tuple[RevokedKey, ...] = ()
 
 
 class Meter:
@@ -60,25 +72,26 @@ class Meter:
 
         `leave` must be called when an admitted request has ended.
         """
-        if self.running >= self._concurrency:
-            return CONCURRENCY_WAIT_S
+        if wait_s := self.wait_s(now_s):
+            return wait_s
         if self._rate_per_s is not None:
-            if now_s > self._at_s:
-                self._tokens = min(self._burst, self._tokens + (now_s - self._at_s) * self._rate_per_s)
-                self._at_s = now_s
-            if self._tokens < 1.0 - _TOLERANCE:
-                return (1.0 - self._tokens) / self._rate_per_s
             self._tokens = max(0.0, self._tokens - 1.0)
         self.running += 1
         return 0.0
 
+    def wait_s(self, now_s: float) -> float:
+        """Return the seconds after which to try `enter`; 0.0 if it admits a request now."""
+        if self.running >= self._concurrency:
+            return CONCURRENCY_WAIT_S
+        if self._rate_per_s is None:
+            return 0.0
+        if now_s > self._at_s:
+            self._tokens = min(self._burst, self._tokens + (now_s - self._at_s) * self._rate_per_s)
+            self._at_s = now_s
+        return 0.0 if self._tokens >= 1.0 - _TOLERANCE else (1.0 - self._tokens) / self._rate_per_s
+
     def leave(self) -> None:
         self.running -= 1
-
-    def withdraw(self) -> None:
-        """Leave, and return the token, because the request's signature could not be verified."""
-        self.leave()
-        self._tokens = min(self._burst, self._tokens + 1.0)
 
 
 class Held:
@@ -87,7 +100,7 @@ class Held:
     def __init__(self, key: ApiKey) -> None:
         self.key = key
         functions = None if key.functions is None else frozenset(key.functions)
-        self.caller = Caller(key.id, frozenset(key.scopes), functions, key.name)
+        self.caller = Caller(key.id, frozenset(key.scopes), functions, key.name, key.expires_s)
         self.meter = Meter(key.rate_per_s, key.burst, key.concurrency, time.monotonic())
         self.last_used_s = key.last_used_s or 0.0
 
@@ -111,6 +124,7 @@ class Keyring:
         self.exists = False
         """True once a key was created, even if all were revoked. Then callers without a key are refused."""
         self._held: dict[str, Held] = {}
+        self._revoked: dict[str, RevokedKey] = {}
         self._lock = threading.Lock()
 
     def load(self) -> None:
@@ -118,6 +132,7 @@ class Keyring:
         private_files.remove_leftovers(self.path.parent)
         if file := private_files.load(self.path, KeysFile):
             self._held = {key.id: Held(key) for key in file.keys}
+            self._revoked = {key.id: key for key in file.revoked}
             self.exists = True
 
     def all(self) -> list[ApiKey]:
@@ -138,10 +153,12 @@ class Keyring:
     def max_workers(self, key_id: str) -> int | None:
         """Return how many workers the functions may have that were deployed with a key; None for no limit.
 
-        A key that has expired still limits them; one that was revoked does not.
+        A key that has expired or was revoked still limits them.
         """
-        held = self._held.get(key_id)
-        return held.key.max_workers if held is not None else None
+        if (held := self._held.get(key_id)) is not None:
+            return held.key.max_workers
+        revoked = self._revoked.get(key_id)
+        return revoked.max_workers if revoked is not None else None
 
     def create(self, new: NewKey, now_s: float) -> tuple[ApiKey, str]:
         """Make and store a new key. Return the key and its token, which is not stored."""
@@ -156,7 +173,11 @@ class Keyring:
             if (held := self._held.get(key_id)) is None:
                 message = f"No API key has the id {key_id[:64]!r}."
                 raise UnknownKey(message, remedy="See `pilotflame keys list`.")
-            self._replace(other for other in self._held.values() if other is not held)
+            revoked = self._revoked
+            if (limit := held.key.max_workers) is not None:
+                revoked = revoked | {key_id: RevokedKey(id=key_id, max_workers=limit)}
+                revoked = dict(list(revoked.items())[-MOST_REVOKED:])
+            self._replace((other for other in self._held.values() if other is not held), revoked)
         return held.key
 
     async def readings(self) -> list[Reading]:
@@ -175,9 +196,9 @@ class Keyring:
         with self._lock:
             self._replace(self._held.values())
 
-    def _replace(self, held: Iterable[Held]) -> None:
-        kept = {one.key.id: one for one in held}
-        file = KeysFile(keys=tuple(one.to_store() for one in kept.values()))
+    def _replace(self, held: Iterable[Held], revoked: Mapping[str, RevokedKey] | None = None) -> None:
+        kept, limits = {one.key.id: one for one in held}, self._revoked if revoked is None else dict(revoked)
+        file = KeysFile(keys=tuple(one.to_store() for one in kept.values()), revoked=tuple(limits.values()))
         private_files.write(self.path, file.model_dump_json(indent=1).encode())
-        self._held = kept
+        self._held, self._revoked = kept, limits
         self.exists = True

@@ -53,6 +53,8 @@ class Caller:
     """The names of the only functions that the caller may use. None means all."""
     name: str = ""
     """The name of the caller's API key; "" for a caller who needed no key."""
+    expires_s: float | None = None
+    """When the API key expires, in Unix seconds."""
 
     @property
     def administers(self) -> bool:

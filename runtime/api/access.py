@@ -15,6 +15,7 @@ from ..access.keys import KeyFields, NewKey, Scope, parse_new_key
 from ..access.secrets import MAX_VALUE_BYTES, Secrets
 from ..functions.registry import Functions
 from ..http.audit import note
+from ..http.endless_answers import EndlessAnswers
 from ..http.requests import load_json, read_body, validate
 from ..http.responses import Timestamp, json_response
 from ..http.routes import Route
@@ -52,6 +53,7 @@ class AccessControl:
     keyring: Keyring
     secrets: Secrets
     functions: Functions
+    endless: EndlessAnswers
 
     def routes(self) -> list[Route]:
         row = partial(Route, errors=(400, 404, 408, 413, 422, 503))
@@ -80,7 +82,11 @@ class AccessControl:
 
     async def create_key(self, request: web.Request) -> web.StreamResponse:
         new = parse_new_key(await read_body(request, MAX_BODY_BYTES, BODY_TIMEOUT_S, remedy=""))
+        open_before = not self.keyring.exists
         key, token = await asyncio.to_thread(self.keyring.create, new, time.time())
+        if open_before:
+            # From now on, these callers need a key.
+            self.endless.end_of_key("")
         note(request, id=key.id, name=key.name, scopes=" ".join(key.scopes))
         return json_response({**key.shown(), "key": token}, status=201, no_store=True)
 
@@ -89,6 +95,7 @@ class AccessControl:
 
     async def revoke_key(self, request: web.Request) -> web.StreamResponse:
         key = await asyncio.to_thread(self.keyring.revoke, request.match_info["id"])
+        self.endless.end_of_key(key.id)
         note(request, name=key.name)
         return json_response({"revoked": key.id, "name": key.name})
 

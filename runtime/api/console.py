@@ -43,8 +43,6 @@ POLICY = (
 )
 MEDIA_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml"}
 EVERY_S = 1.0
-# A stream ends after this time. The page then opens another one, which a revoked key cannot.
-MAX_FOLLOW_S = 300.0
 # The event loop gets a turn each time after this number of functions, because a gateway may have thousands.
 ROWS_AT_ONCE = 10
 FOLLOW = Flag("follow", "Go on with a line each second, with the functions that have changed.")
@@ -153,13 +151,13 @@ class Console:
         return json_response(self._view(caller, rows), no_store=True)
 
     async def _follow(self, request: web.Request, caller: Caller) -> web.StreamResponse:
-        """Send a line each second until the client has gone, MAX_FOLLOW_S have passed, or the gateway has drained."""
+        """Send a line each second until the client has gone, its key has ended, or the gateway has drained."""
         headers = {
             "Content-Type": "application/x-ndjson", "Cache-Control": "no-store", "X-Accel-Buffering": "no",
         }  # fmt: skip
         response = web.StreamResponse(headers=headers)
         await response.prepare(request)
-        async with self._endless.limited(MAX_FOLLOW_S):
+        async with self._endless.limited(caller):
             await self._send_changes(response, caller)
         return response
 

@@ -18,6 +18,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence, Set
 from typing import NamedTuple
 from urllib.parse import urlsplit
+from weakref import WeakValueDictionary
 
 from aiohttp import hdrs, web
 from multidict import istr
@@ -45,7 +46,9 @@ LOG = logging.getLogger(__name__)
 # AWS's clients sign requests, and may also send a session token. A caller can use the API key as this token.
 SESSION_TOKEN = "X-Amz-Security-Token"  # noqa: S105
 UNVERIFIED_BODIES = 16
-"""The maximum number of large bodies that are read at the same time before their signatures are verified."""
+UNVERIFIED_BODIES_OF_KEY = 4
+"""The maximum number of large bodies that are read at the same time before their signatures are verified: of all requests,
+and of the requests that name the same key."""
 RETRY_S = 1.0
 _FETCH_SITE = istr("Sec-Fetch-Site")
 
@@ -114,6 +117,8 @@ class Guard:
         self._invoking = {route for route, scope in self._scopes.items() if scope is Scope.INVOKE}
         self._max_body_bytes, self._body_timeout_s = max_body_bytes, body_timeout_s
         self._unverified = asyncio.Semaphore(UNVERIFIED_BODIES)
+        # By the id of the key. An entry lasts as long as a request uses it.
+        self._unverified_of = WeakValueDictionary[str, asyncio.Semaphore]()
         self._local, self._required = local, required
         self._anybody = Admitted(anybody) if anybody is not ANYBODY else UNKNOWN_CALLER
         self._open_to_anybody, self._on_quota = open_to_anybody, on_quota
@@ -238,17 +243,16 @@ class Guard:
         held = self._keyring.signer(signature.key_id, now_s)
         if held is None:
             raise refused(signature, "there is no such key, or it has expired")
+        _check(held.meter.wait_s(time.monotonic()))
+        await self._verify(request, held, signature)
+        # Only now: anyone can send a request that names the key.
         _enter(held.meter)
-        with contextlib.ExitStack() as undo:
-            undo.callback(held.meter.withdraw)
-            await self._verify(request, held, signature)
-            undo.pop_all()
         self._note_use(held, now_s)
         return held
 
     async def _verify(self, request: web.Request, held: Held, signature: Signature) -> None:
         """Read the body, and raise Unauthorized unless the key has signed the request."""
-        async with self._reading(request):
+        async with self._reading(request, held.key.id):
             body = request[BODY] = await read_body(
                 request, self._max_body_bytes, self._body_timeout_s, remedy=GATEWAY_REMEDY
             )
@@ -259,22 +263,22 @@ class Guard:
                 verify(held.key.signing_digest, signature, covered)
 
     @contextlib.asynccontextmanager
-    async def _reading(self, request: web.Request) -> AsyncIterator[None]:
+    async def _reading(self, request: web.Request, key_id: str) -> AsyncIterator[None]:
         """Limit the number of unverified bodies in memory. Small bodies do not count."""
         if not request.can_read_body or (request.content_length or math.inf) <= MAX_ON_LOOP_BYTES:
             yield
             return
-        try:
-            async with asyncio.timeout(self._body_timeout_s):
-                await self._unverified.acquire()
-        except TimeoutError:
-            message = "The gateway is verifying as many signed requests as it may at a time."
-            details = {"retry_after_s": RETRY_S}
-            raise Overloaded(message, remedy="Try again, or send the API key.", details=details) from None
-        try:
+        of_key = self._unverified_of.setdefault(key_id, asyncio.Semaphore(UNVERIFIED_BODIES_OF_KEY))
+        async with contextlib.AsyncExitStack() as places:
+            try:
+                async with asyncio.timeout(self._body_timeout_s):
+                    await places.enter_async_context(of_key)
+                    await places.enter_async_context(self._unverified)
+            except TimeoutError:
+                message = "The gateway is verifying as many signed requests as it may at a time."
+                details = {"retry_after_s": RETRY_S}
+                raise Overloaded(message, remedy="Try again, or send the API key.", details=details) from None
             yield
-        finally:
-            self._unverified.release()
 
     def _note_use(self, held: Held, now_s: float) -> None:
         if held.used(now_s):
@@ -295,7 +299,12 @@ def _methods(route: Route) -> tuple[str, ...]:
 
 def _enter(meter: Meter) -> None:
     """Count a request. Raises QuotaExceeded if the key may not send one now."""
-    if wait_s := meter.enter(time.monotonic()):
+    _check(meter.enter(time.monotonic()))
+
+
+def _check(wait_s: float) -> None:
+    """Raise QuotaExceeded if the key may send its next request only after `wait_s`."""
+    if wait_s:
         remedy = "Try again after the seconds in Retry-After, or ask for a larger quota."
         details = {"retry_after_s": wait_s}
         raise QuotaExceeded("This API key's quota is used up.", remedy=remedy, details=details)

@@ -32,7 +32,7 @@ from ..telemetry.logs import Logs
 MAX_LINES = 10_000
 NAMES = (GATEWAY, AUDIT, ACCESS)
 LINES = Number("lines", "The largest number of lines, the last ones.", 100, maximum=MAX_LINES)
-FOLLOW = Flag("follow", "Go on with new lines: such a response ends with the gateway.")
+FOLLOW = Flag("follow", "Go on with new lines: such a response ends with the gateway or with the API key.")
 SINCE = UnixTime("since", "Unix time in seconds of the first line.", 0.0)
 UNTIL = UnixTime("until", "Unix time in seconds of the last line.", math.inf)
 REQUEST = Parameter("request", "Only the lines of the invocation or job with this id.")
@@ -106,7 +106,7 @@ class LogsApi:
         }  # fmt: skip
         response = web.StreamResponse(headers=headers)
         await response.prepare(request)
-        async with self._endless.limited() if follows else contextlib.nullcontext():
+        async with self._endless.limited(caller_of(request)) if follows else contextlib.nullcontext():
             async for line in lines:
                 await response.write(line.encode())
         return response

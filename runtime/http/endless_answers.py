@@ -1,34 +1,46 @@
-"""Ends the answers that have no end of their own when the gateway drains: the console and followed logs."""
+"""Ends the answers that have no end of their own, the console and followed logs: when the gateway drains, and with their key."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+import time
+from collections.abc import AsyncIterator, Iterable
+
+from ..access.keys import Caller
 
 
 class EndlessAnswers:
     """The endless answers that the gateway sends now."""
 
     def __init__(self) -> None:
-        self._limits: set[asyncio.Timeout] = set()
+        # With the id of the API key of each answer's caller.
+        self._limits: dict[asyncio.Timeout, str] = {}
         self._closed = False
 
     @contextlib.asynccontextmanager
-    async def limited(self, most_s: float | None = None) -> AsyncIterator[None]:
-        """Run the block. Cancel it after `most_s` seconds, or when `close` is called."""
+    async def limited(self, caller: Caller) -> AsyncIterator[None]:
+        """Run the block. Cancel it when the caller's key expires or is revoked, or when `close` is called."""
+        left_s = None if caller.expires_s is None else max(0.0, caller.expires_s - time.time())
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(0.0 if self._closed else most_s) as limit:
-                self._limits.add(limit)
+            async with asyncio.timeout(0.0 if self._closed else left_s) as limit:
+                self._limits[limit] = caller.owner
                 try:
                     yield
                 finally:
-                    self._limits.remove(limit)
+                    del self._limits[limit]
 
     def close(self) -> None:
         """End all answers in the next turn of the event loop. Tasks that are already scheduled send their data first."""
         self._closed = True
+        self._end(self._limits)
+
+    def end_of_key(self, key_id: str) -> None:
+        """End the answers to callers with this API key, which was revoked; with "", to callers without a key."""
+        self._end(limit for limit, owner in self._limits.items() if owner == key_id)
+
+    def _end(self, limits: Iterable[asyncio.Timeout]) -> None:
         now_s = asyncio.get_running_loop().time()
-        for limit in self._limits:
+        for limit in limits:
             if not limit.expired():
                 limit.reschedule(now_s)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pilotflame.errors import GatewayError, UnknownKey
 from pilotflame.runtime.access.keyring import USE_GRAIN_S, Keyring, Meter
-from pilotflame.runtime.access.keys import NewKey
+from pilotflame.runtime.access.keys import NewKey, Scope
 
 
 def loaded(state: Path) -> Keyring:
@@ -53,10 +53,9 @@ def test_a_revoked_key_is_gone_and_the_gateway_stays_closed(tmp_path: Path):
         keyring.revoke(key.id)
 
 
-@pytest.mark.xfail(strict=True, reason="the limit goes with the key")
 def test_a_revoked_key_still_limits_what_was_deployed_with_it(tmp_path: Path):
     keyring = loaded(tmp_path)
-    key, _ = keyring.create(NewKey(name="a", scopes=("deploy",), max_workers=3), 0.0)
+    key, _ = keyring.create(NewKey(name="a", scopes=(Scope.DEPLOY,), max_workers=3), 0.0)
     keyring.revoke(key.id)
     assert [one.max_workers(key.id) for one in (keyring, loaded(tmp_path))] == [3, 3]
 

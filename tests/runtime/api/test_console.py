@@ -142,8 +142,7 @@ async def test_nothing_goes_on_when_nobody_reads(gateway: Gateway):
     await until(ended, "the end of the tasks of readers that have gone")
 
 
-async def test_a_stream_ends_so_that_a_revoked_key_is_noticed(state, monkeypatch):
-    monkeypatch.setattr(console, "MAX_FOLLOW_S", 0.2)
+async def test_a_stream_ends_when_its_key_is_revoked(state):
     async with gateway_here(state, auth="always") as gateway, gateway.at_home() as home:
         made = (await home.post("/v1/keys", json={"name": "a", "scopes": ["read"]})).json()
         gateway.client.headers["Authorization"] = f"Bearer {made['key']}"
@@ -152,6 +151,15 @@ async def test_a_stream_ends_so_that_a_revoked_key_is_noticed(state, monkeypatch
         await home.delete(f"/v1/keys/{made['id']}")
         # It ends by itself, or `lines` runs into its limit.
         assert all(line["gateway"]["keyed"] for line in [line async for line in seen])
+        assert (await gateway.client.get("/v1/console?follow=1")).status_code == 401
+
+
+async def test_a_stream_without_a_key_ends_when_the_gateway_s_first_key_is_made(state):
+    async with gateway_here(state) as gateway, gateway.at_home() as home:
+        seen = lines(gateway.client)
+        assert (await anext(seen))["gateway"]["keyed"] is False
+        await home.post("/v1/keys", json={"name": "a", "scopes": ["read"]})
+        assert isinstance([line async for line in seen], list)
         assert (await gateway.client.get("/v1/console?follow=1")).status_code == 401
 
 

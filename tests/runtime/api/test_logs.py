@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import pytest
 from live import Gateway, failure, gateway_here, gateway_process, until
 
 SOURCE = """
@@ -102,7 +101,6 @@ async def test_a_follower_gets_stored_lines_then_new_ones_without_gap_or_repeat(
         assert seen == [f"line {number}" for number in range(40)]
 
 
-@pytest.mark.xfail(strict=True, reason="a followed log asks for the key once")
 async def test_a_followed_log_ends_when_its_key_is_revoked_or_expires(state: Path):
     async with gateway_here(state, auth="always") as gateway, gateway.at_home() as home:
         admin = await key(gateway, "admin")

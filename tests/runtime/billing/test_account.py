@@ -19,9 +19,7 @@ class Clock(SimpleNamespace):
     """The wall clock and the monotonic one, which the test moves. The wall clock can be set back by `behind_s`."""
 
     def __init__(self, at: float) -> None:
-        super().__init__(
-            at=at, behind_s=0.0, time=lambda: self.at - self.behind_s, monotonic=lambda: self.at
-        )
+        super().__init__(at=at, behind_s=0.0, time=lambda: self.at - self.behind_s, monotonic=lambda: self.at)
 
 
 class Workers:
