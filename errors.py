@@ -42,7 +42,8 @@ The text beside a class says what has happened when it is raised.
     │   │   ├── CrashLoop                   so many starts in a row failed that no more are tried for a while
     │   │   ├── FunctionStopped             the function may run nothing now
     │   │   │   ├── BudgetExhausted             it has used what its owner allows for a day
-    │   │   │   └── FunctionPaused              its owner has paused it
+    │   │   │   ├── FunctionPaused              its owner has paused it
+    │   │   │   └── FunctionBarred              a policy no longer allows it to run
     │   │   └── RevisionRetired             the revision was replaced, deleted or shut down before it ran
     │   ├── ActivationTimeout           no worker was ready within the hold time
     │   ├── QueueFull                   the function's queue is at its limit
@@ -63,6 +64,7 @@ The text beside a class says what has happened when it is raised.
     ├── AccessError                 an API key or secret is missing, or the key does not suffice
     │   ├── Unauthorized                the request has no API key, or an unknown or expired one
     │   ├── Forbidden                   the key's scopes or functions do not cover the request
+    │   ├── PolicyViolation             the policy of the gateway or of the key does not allow this deploy
     │   ├── QuotaExceeded               the key's rate or concurrency is used up
     │   ├── UnknownKey                  no API key has this id
     │   └── UnknownSecret               the function has no secret of this name
@@ -295,6 +297,10 @@ class FunctionPaused(FunctionStopped, code="function_paused", status=503):
     """The owner has paused the function. It runs nothing until it is resumed."""
 
 
+class FunctionBarred(FunctionStopped, code="function_barred", status=503):
+    """The policy of the gateway, or of the function's API key, no longer allows the function to run."""
+
+
 class RevisionRetired(ActivationFailed, code="revision_retired", status=503): ...
 
 
@@ -355,6 +361,10 @@ class Unauthorized(AccessError, code="unauthorized", status=401): ...
 
 
 class Forbidden(AccessError, code="forbidden"): ...
+
+
+class PolicyViolation(AccessError, code="policy_violation"):
+    """The policy of the gateway, or of the API key, does not allow to deploy the function with these settings."""
 
 
 class QuotaExceeded(AccessError, code="quota_exceeded", status=429): ...

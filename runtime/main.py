@@ -24,6 +24,7 @@ from ..errors import GatewayError, PilotflameError, UnknownFunction
 from ..handlers.recognise import Dialects
 from ..snapshot.caching.node import Budgets
 from .access.control_socket import control_socket
+from .access.deploy_policy import DeployPolicies, DeployPolicy
 from .access.keyring import Keyring
 from .access.keys import ANYBODY
 from .access.secrets import Secrets
@@ -104,6 +105,10 @@ LAST_BYTES_S = 1.0
 NO_SHUTDOWN = (
     "the previous gateway (%s) ended without shutdown; restored: %d functions, %d jobs that were running and run again,"
     " %d jobs that failed because it was their last attempt"
+)
+NO_ENGINE = (
+    "there is no container engine, so nothing can be deployed with the API keys that may only deploy containers: {names}."
+    " Install docker or podman, or see `pilotflame keys create --help` for --trusted."
 )
 NO_KEY_YET = (
     "{url} can be reached by other machines, and there is no API key yet: all routes except /healthz and"
@@ -222,8 +227,9 @@ async def startup(
     url = url_of(sock, tls=certificate is not None)
     local = is_loopback(sock.getsockname()[0])
     keyring, secrets = await asyncio.to_thread(_load_access, state)
-    if not local and not keyring.exists and (alone is None or settings.auth == "always"):
-        LOG.warning(NO_KEY_YET.format(url=url, state=shlex.quote(str(state))))
+    _warn_of_keys(
+        settings, keyring, state, url, local=local or (alone is not None and settings.auth != "always")
+    )
 
     sharing = _sharing(settings)
     listener = _listen(state, stack)
@@ -239,6 +245,7 @@ async def startup(
         await FunctionHistories.open(state / "habits", tasks, ledger.account),
         Reconciler(GpuPlaces(gpus, driver), settings.max_workers, keyring.max_workers),
         Dialects(load(DIALECTS, settings.plugins).values()),
+        DeployPolicies(_gateway_policy(settings), keyring.policy),
     )  # fmt: skip
     stack.callback(functions.close_threads)
     metrics = Metrics(functions.worker_counts, tasks.failures, [fetcher.metrics], lambda: logs.files.dropped)
@@ -273,7 +280,7 @@ async def startup(
     stack.callback(plugins.start(tasks))
     apis = (
         gateway, admin, Deploys(functions, local=local and alone is None), LogsApi(functions, logs, endless), RevisionsApi(functions),
-        AccessControl(keyring, secrets, functions, endless),
+        AccessControl(keyring, secrets, functions, endless, settings.engine or find_engine()),
         WebhooksApi(functions, jobs), HistoryApi(functions, _recorder(functions, state, stack)), DocsPage(plugins.root),
         UsageApi(ledger), Console(functions, metrics, endless), WarmupApi(functions),
     )  # fmt: skip
@@ -316,6 +323,21 @@ async def startup(
     )  # fmt: skip
     stack.push_async_callback(shutdown, server)
     return server
+
+
+def _warn_of_keys(settings: GatewaySettings, keyring: Keyring, state: Path, url: str, *, local: bool) -> None:
+    """Warn of API keys with which nothing can be deployed, and if other machines reach the gateway, of missing keys."""
+    if (names := keyring.container_only) and not (settings.engine or find_engine()):
+        LOG.warning("%s", NO_ENGINE.format(names=", ".join(names)))
+    if not local and not keyring.exists:
+        LOG.warning("%s", NO_KEY_YET.format(url=url, state=shlex.quote(str(state))))
+
+
+def _gateway_policy(settings: GatewaySettings) -> DeployPolicy:
+    return DeployPolicy(
+        kind=settings.policy_kind, networks=settings.policy_networks, images=settings.policy_images,
+        snapshots=settings.policy_snapshots, queues=settings.policy_queues, gpus=settings.policy_gpus,
+    )  # fmt: skip
 
 
 async def _open_logs(

@@ -57,6 +57,9 @@ async def wait_async(word=""):
         writer.close()
 """
 
+# The policy of an API key with which processes may be deployed.
+TRUSTED = {"kind": "trusted"}
+
 # A gateway in a separate process, for tests of signals and /proc.
 PROCESS = """
 import json, sys

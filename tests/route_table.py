@@ -36,7 +36,7 @@ def described() -> OpenApi:
         Deploys(missing, local=True),
         LogsApi(missing, missing, missing),
         RevisionsApi(missing),
-        AccessControl(missing, missing, missing, missing),
+        AccessControl(missing, missing, missing, missing, None),
         WebhooksApi(missing, missing),
         UsageApi(missing),
         HistoryApi(missing, missing),

@@ -333,6 +333,7 @@ TOGETHER = {
     "desired_state_over_time",
     "examples",
     "faults",
+    "policies",
     "unstored",
     "tenants",
     "time_limits",

@@ -20,6 +20,7 @@ from pydantic import BaseModel
 from ...errors import UnknownKey
 from ..telemetry.metrics import Numbers, Reading
 from . import private_files
+from .deploy_policy import DeployPolicy
 from .keys import NOBODY, TOKEN, ApiKey, Caller, NewKey, mint
 
 # The time of a key's last use is rounded down to a multiple of this: each saved change costs an fsync.
@@ -39,7 +40,8 @@ class RevokedKey(BaseModel, frozen=True, extra="forbid"):
     """The limits of a key that was revoked. They still hold for the functions that were deployed with it."""
 
     id: str
-    max_workers: int
+    max_workers: int | None = None
+    policy: DeployPolicy | None = None
 
 
 class KeysFile(BaseModel, frozen=True, extra="forbid"):
@@ -48,6 +50,11 @@ class KeysFile(BaseModel, frozen=True, extra="forbid"):
     version: int = 1
     keys: tuple[ApiKey, ...] = ()
     revoked: tuple[RevokedKey, ...] = ()
+
+
+def keys_path(state: Path) -> Path:
+    """Return the path of the file with the keys of the gateway in a state folder."""
+    return state / private_files.FOLDER / "keys.json"
 
 
 class Meter:
@@ -120,7 +127,7 @@ class Keyring:
     """
 
     def __init__(self, state: Path) -> None:
-        self.path = state / private_files.FOLDER / "keys.json"
+        self.path = keys_path(state)
         self.exists = False
         """True once a key was created, even if all were revoked. Then callers without a key are refused."""
         self._held: dict[str, Held] = {}
@@ -139,6 +146,11 @@ class Keyring:
         """Return all keys, the oldest first."""
         return sorted((held.to_store() for held in self._held.values()), key=lambda key: key.created_s)
 
+    @property
+    def container_only(self) -> list[str]:
+        """The names of the keys with which only code in containers may be deployed."""
+        return [key.name for key in self.all() if key.container_only]
+
     def find(self, token: str, now_s: float) -> Held | None:
         """Return the key that `token` belongs to, or None if there is none or it has expired."""
         match = TOKEN.fullmatch(token)
@@ -155,10 +167,17 @@ class Keyring:
 
         A key that has expired or was revoked still limits them.
         """
-        if (held := self._held.get(key_id)) is not None:
-            return held.key.max_workers
-        revoked = self._revoked.get(key_id)
-        return revoked.max_workers if revoked is not None else None
+        limits = self._limits_of(key_id)
+        return limits.max_workers if limits is not None else None
+
+    def policy(self, key_id: str) -> DeployPolicy | None:
+        """Return what may be deployed with a key; None for everything. It holds after the key's end as well."""
+        limits = self._limits_of(key_id)
+        return limits.policy if limits is not None else None
+
+    def _limits_of(self, key_id: str) -> ApiKey | RevokedKey | None:
+        held = self._held.get(key_id)
+        return held.key if held is not None else self._revoked.get(key_id)
 
     def create(self, new: NewKey, now_s: float) -> tuple[ApiKey, str]:
         """Make and store a new key. Return the key and its token, which is not stored."""
@@ -174,8 +193,9 @@ class Keyring:
                 message = f"No API key has the id {key_id[:64]!r}."
                 raise UnknownKey(message, remedy="See `pilotflame keys list`.")
             revoked = self._revoked
-            if (limit := held.key.max_workers) is not None:
-                revoked = revoked | {key_id: RevokedKey(id=key_id, max_workers=limit)}
+            if held.key.max_workers is not None or held.key.policy is not None:
+                limits = RevokedKey(id=key_id, max_workers=held.key.max_workers, policy=held.key.policy)
+                revoked = revoked | {key_id: limits}
                 revoked = dict(list(revoked.items())[-MOST_REVOKED:])
             self._replace((other for other in self._held.values() if other is not held), revoked)
         return held.key

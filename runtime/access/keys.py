@@ -17,6 +17,7 @@ from ...errors import BadInput, Forbidden, UnknownFunction
 from ..settings.function_settings import FunctionName
 from ..settings.validation import YEAR_S
 from .aws_signature import signing_digest
+from .deploy_policy import DeployPolicy
 
 TOKEN = re.compile(r"pf_([0-9a-f]{12})_[0-9a-f]{64}")
 """Matches a token. Its only group is the id of the token's key."""
@@ -35,6 +36,13 @@ class Scope(enum.StrEnum):
 _ALLOWING = {scope: frozenset({scope, Scope.ADMIN}) for scope in Scope}
 _ALLOWING[Scope.READ] |= {Scope.DEPLOY}
 
+NO_ENGINE = (
+    "With this key, only code in containers could be deployed, and this gateway has no container engine."
+)
+NO_ENGINE_REMEDY = (
+    "Install docker or podman. Or make a key for code that you trust as much as the gateway: --trusted, or the policy"
+    ' {"kind": "trusted"}.'
+)
 NO_CHANGES = "This gateway serves one function alone: without an API key it can only be called."
 NO_CHANGES_REMEDY = (
     "Start a new image, or make a key where it runs: pilotflame keys create NAME --scope admin --state-dir FOLDER."
@@ -115,6 +123,11 @@ class KeyFields(BaseModel, frozen=True, extra="forbid"):
     max_workers: int | None = Field(
         None, ge=1, le=1_000_000, description="Workers of all functions that are deployed with it."
     )
+    policy: DeployPolicy | None = Field(
+        None,
+        description="The limits of deploys with it. A new key with the scope deploy allows only code in containers by default."
+        " null: no limits.",
+    )
 
 
 class NewKey(KeyFields, strict=True):
@@ -128,9 +141,22 @@ class NewKey(KeyFields, strict=True):
             raise ValueError("a key with the scope admin covers all functions")
         if self.max_workers is not None and not {Scope.DEPLOY, Scope.ADMIN} & set(self.scopes):
             raise ValueError("max_workers needs the scope deploy: it limits what the key deploys")
+        if self.policy is not None and Scope.DEPLOY not in self.scopes:
+            raise ValueError("policy needs the scope deploy: it limits what the key deploys")
+        if self.policy is not None and Scope.ADMIN in self.scopes:
+            raise ValueError(
+                "a key with the scope admin may deploy everything: it could make itself another key"
+            )
         if self.burst is not None and self.rate_per_s is None:
             raise ValueError("burst needs rate_per_s")
         return self
+
+    @property
+    def granted(self) -> DeployPolicy | None:
+        """The policy of the new key, by default the policy for code that is not trusted. None if the key allows everything."""
+        if self.policy is None and Scope.DEPLOY in self.scopes and Scope.ADMIN not in self.scopes:
+            return DeployPolicy()
+        return self.policy
 
 
 class ApiKey(KeyFields):
@@ -154,6 +180,11 @@ class ApiKey(KeyFields):
     def expired(self, now_s: float) -> bool:
         return self.expires_s is not None and now_s >= self.expires_s
 
+    @property
+    def container_only(self) -> bool:
+        """True if only code in containers may be deployed with it."""
+        return self.policy is not None and self.policy.kind == "container"
+
     def shown(self) -> dict[str, Any]:
         """Return the key as JSON, without its digests."""
         hidden = {"digest", "signing_digest", "created_s", "expires_s", "last_used_s"}
@@ -176,8 +207,14 @@ def mint(new: NewKey, now_s: float) -> tuple[ApiKey, str]:
     token = f"pf_{key_id}_{secret}"
     expires_s = None if new.expires_in_s is None else now_s + new.expires_in_s
     digests = {"digest": _digest(token), "signing_digest": signing_digest(secret)}
-    fields = new.model_dump(exclude={"expires_in_s"}) | digests
+    fields = new.model_dump(exclude={"expires_in_s", "policy"}) | {"policy": new.granted} | digests
     return ApiKey(id=key_id, created_s=now_s, expires_s=expires_s, **fields), token
+
+
+def check_engine(new: NewKey, engine: str | None) -> None:
+    """Raise BadInput if the key allows to deploy only containers, and there is no `engine` for them."""
+    if new.granted is not None and new.granted.kind == "container" and engine is None:
+        raise BadInput(NO_ENGINE, remedy=NO_ENGINE_REMEDY)
 
 
 def parse_new_key(body: bytes) -> NewKey:

@@ -11,7 +11,7 @@ from aiohttp import web
 from pydantic import BaseModel, Field
 
 from ..access.keyring import Keyring
-from ..access.keys import KeyFields, NewKey, Scope, parse_new_key
+from ..access.keys import KeyFields, NewKey, Scope, check_engine, parse_new_key
 from ..access.secrets import MAX_VALUE_BYTES, Secrets
 from ..functions.registry import Functions
 from ..http.audit import note
@@ -54,6 +54,8 @@ class AccessControl:
     secrets: Secrets
     functions: Functions
     endless: EndlessAnswers
+    engine: str | None
+    """The URL of the container engine, if there is one."""
 
     def routes(self) -> list[Route]:
         row = partial(Route, errors=(400, 404, 408, 413, 422, 503))
@@ -82,6 +84,7 @@ class AccessControl:
 
     async def create_key(self, request: web.Request) -> web.StreamResponse:
         new = parse_new_key(await read_body(request, MAX_BODY_BYTES, BODY_TIMEOUT_S, remedy=""))
+        check_engine(new, self.engine)
         open_before = not self.keyring.exists
         key, token = await asyncio.to_thread(self.keyring.create, new, time.time())
         if open_before:

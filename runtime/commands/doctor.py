@@ -18,8 +18,10 @@ from typing import Literal, NamedTuple
 
 import click
 
-from ...errors import SourceError
+from ...errors import GatewayError, SourceError
 from ...machine import free_memory_bytes, processors
+from ..access.keyring import KeysFile, keys_path
+from ..access.private_files import load
 from ..client import display, exit_codes, options
 from ..launching.cgroups import CONTROLLERS, find_controllers
 from ..launching.container_engine import find_engine
@@ -92,7 +94,7 @@ def examine(settings: GatewaySettings) -> Iterator[Check]:
     yield from _gpus()
     yield _limits()
     yield private_files(landlock_version())
-    yield _containers(settings)
+    yield containers(settings, settings.engine or find_engine())
     if settings.peers and settings.peers_token is not None:
         yield peers_answer(settings.peers, settings.peers_token.get_secret_value())
 
@@ -274,8 +276,18 @@ def private_files(version: int) -> Check:
     return _noted("private files", f"Landlock, version {version}" if version else "no Landlock", remedy)
 
 
-def _containers(settings: GatewaySettings) -> Check:
-    engine, remedy = settings.engine or find_engine(), ""
+def _container_only(settings: GatewaySettings) -> list[str]:
+    """Return the names of the gateway's API keys with which only code in containers may be deployed."""
+    try:
+        file = load(keys_path(settings.state_dir), KeysFile)
+    except GatewayError:
+        return []
+    return [key.name for key in file.keys if key.container_only] if file else []
+
+
+def containers(settings: GatewaySettings, engine: str | None) -> Check:
+    """Check whether functions can run in containers. `engine` is the URL of the engine's socket, if there is one."""
+    remedy = ""
     if engine is None:
         remedy = (
             "Functions with an image cannot run. Install docker or podman, and start its service: systemctl start podman.socket,"
@@ -283,5 +295,7 @@ def _containers(settings: GatewaySettings) -> Check:
         )
     elif find_spec("aiodocker") is None:
         remedy = "Functions with an image cannot run: pip install aiodocker"
+    if remedy and (names := _container_only(settings)):
+        remedy += f" With these API keys, nothing else can be deployed: {', '.join(names)}."
     kept = f"{engine}: files, network, processes and all limits are kept apart"
     return _noted("container engine", kept if engine else "none", remedy)

@@ -20,15 +20,17 @@ import orjson
 from ...errors import UnknownKey
 from ..access.control_socket import find_control_socket
 from ..access.keyring import Keyring
-from ..access.keys import parse_new_key
+from ..access.keys import check_engine, parse_new_key
 from ..client import display, options
 from ..client.client import Client
 from ..client.gateway_start import wait_for_start
+from ..launching.container_engine import find_engine
 from ..settings.gateway_settings import GatewaySettings
 from ..settings.state_dir import locked_state_dir
 from ..telemetry.log_files import AUDIT, LogFiles, LogLine
 
 SCOPES = click.Choice(["invoke", "read", "deploy", "admin"])
+NETWORKS = click.Choice(["none", "bridge", "host"])
 _repeatable = functools.partial(click.option, multiple=True)
 _WHOLE_KEY = re.compile(r"pf_([0-9a-f]+)_")
 CLOSES = (
@@ -124,26 +126,70 @@ def keys() -> None:
 @click.option(
     "--max-workers", type=int, metavar="N", help="Workers of all functions that are deployed with it."
 )
+@click.option(
+    "--trusted",
+    is_flag=True,
+    help="Code that is deployed with it may run as processes, with all rights of the gateway.",
+)
+@_repeatable(
+    "--network",
+    "networks",
+    type=NETWORKS,
+    help="A network that its containers may use; repeatable.  [default: none]",
+)
+@_repeatable(
+    "--image",
+    "images",
+    metavar="PATTERN",
+    help="Images that its containers may use; repeatable.  [default: *]",
+)
+@_repeatable(
+    "--snapshot",
+    "snapshots",
+    metavar="PATTERN",
+    help="Snapshots outside the code that may be used, as s3://models/*; repeatable.  [default: none]",
+)
+@_repeatable(
+    "--queue",
+    "queues",
+    metavar="PATTERN",
+    help="Queues, places for results and profiles of the gateway that may be used; repeatable.  [default: none]",
+)
+@click.option("--gpus", type=int, metavar="N", help="GPUs of each of its workers at most.  [default: all]")
 @click.option("--expires", "expires_in_s", callback=_seconds, metavar="TIME", help="Lifetime: 90d, 12h, 30m.")
 @_with_keys
-def create_key(*, functions: tuple[str, ...], store: Client | Keyring, as_json: bool, **fields: Any) -> None:
+def create_key(
+    *, functions: tuple[str, ...], trusted: bool, networks: tuple[str, ...], images: tuple[str, ...],
+    snapshots: tuple[str, ...], queues: tuple[str, ...], gpus: int | None, store: Client | Keyring, as_json: bool,
+    **fields: Any,
+) -> None:  # fmt: skip
     """Make an API key. NAME says who or what uses the key. The key is printed only once.
 
     As soon as the first key exists, the gateway answers only health checks without one.
 
+    With the scope deploy, only code in containers can be deployed, which has no network, no snapshots outside its
+    code, and no queues, unless the options below allow them. --trusted allows everything that is not given.
+
     \b
     Examples:
       pilotflame keys create laptop --scope admin
-      pilotflame keys create team-a --scope deploy --max-workers 8
+      pilotflame keys create team-a --scope deploy --max-workers 8 --snapshot 's3://models/*'
+      pilotflame keys create ci --scope deploy --trusted
       pilotflame keys create shop --function greeter --rate 20 --concurrency 4 --expires 90d
     """
     wanted = {"functions": functions or None, **fields}
+    given = {"networks": networks, "images": images, "snapshots": snapshots, "queues": queues, "gpus": gpus}
+    given = {name: value for name, value in given.items() if value not in ((), None)}
+    if trusted or given:
+        wanted["policy"] = ({"kind": "trusted"} if trusted else {}) | given
     if not _shown_keys(store):
         display.warn([CLOSES])
     if isinstance(store, Client):
         key = store.post("v1", "keys", body=wanted)
     else:
-        made, token = store.create(parse_new_key(orjson.dumps(wanted)), time.time())
+        new = parse_new_key(orjson.dumps(wanted))
+        check_engine(new, options.gateway_settings().engine or find_engine())
+        made, token = store.create(new, time.time())
         key = {**made.shown(), "key": token}
     if not as_json:
         display.say(f"key {key['id']} for {key['name']}: {_rights(key)}; it is not shown again:")
@@ -224,5 +270,9 @@ def _row(key: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _rights(key: dict[str, Any]) -> str:
-    functions = key["functions"]
-    return f"{', '.join(key['scopes'])} {'all' if functions is None else ', '.join(functions) or 'nothing'}"
+    functions, policy = key["functions"], key.get("policy")
+    scopes = [
+        f"{scope} (containers)" if scope == "deploy" and policy and policy["kind"] == "container" else scope
+        for scope in key["scopes"]
+    ]
+    return f"{', '.join(scopes)} {'all' if functions is None else ', '.join(functions) or 'nothing'}"

@@ -22,6 +22,7 @@ from ...handlers.recognise import Dialects
 from ...machine import processors
 from ...snapshot.extras import is_installed, missing
 from ...snapshot.handle import subject_of
+from ..access.deploy_policy import DeployPolicies
 from ..link.worker_spec import Weights, WorkerSpec
 from ..packaging import code, requirements
 from ..packaging.archive import unpack
@@ -89,12 +90,13 @@ def prepare(
     secrets_of: Callable[[str], Mapping[str, str]] = lambda _function: {},
     progress: Progress | None = None,
     on_name: Callable[[str], None] = lambda _name: None,
+    policies: DeployPolicies | None = None,
 ) -> tuple[Path, RevisionFields]:
     """Copy and check what is needed for a revision. Return its staged folder and the fields of its record.
 
     `environments` holds the Python environments. `secrets_of` returns the secrets of a function. `on_name` is
-    called with the function's name once the caller is known to have the right to deploy it. If an error is
-    raised, the staged folder has been removed.
+    called with the function's name once the caller is known to have the right to deploy it. `policies` say what may be
+    deployed; None: everything. If an error is raised, the staged folder has been removed.
     """
     progress, staged = progress or Progress(), store.stage()
     staged_code = staged / CODE_FOLDER
@@ -104,6 +106,9 @@ def prepare(
             folder = _source_folder(store, request, staged_code)
             settings, needs = _settings(folder, request, dialects)
             on_name(settings.name)
+            if policies is not None:
+                outside = _outside(settings, folder)
+                policies.check(settings, outside, request.owner, by_path=request.path is not None)
             local = _local_snapshots(settings, folder)
             if request.path is not None:
                 code.copy_folder(folder, staged_code, exclude=local.values())
@@ -144,6 +149,20 @@ def _settings(folder: Path, request: Deployment, dialects: Dialects) -> tuple[Fu
         if source.package and not is_installed(source.package):
             raise missing(f"A [[source]] of type {source.type!r}", source.package)
     return settings, needs
+
+
+def _outside(settings: FunctionSettings, folder: Path) -> dict[str, str]:
+    """Return the URLs and absolute paths of the snapshots that are not in the function's folder, by name."""
+    root = folder.resolve()
+    paths = settings.snapshot_paths(folder).items()
+    return settings.snapshot_urls | {name: str(path) for name, path in paths if not path.is_relative_to(root)}
+
+
+def stored_outside(record: RevisionRecord) -> dict[str, str]:
+    """Return the URLs and absolute paths of the snapshots that are not in the code of a stored revision, by name."""
+    roots = {name: stored.root for name, stored in record.snapshots.items()}
+    paths = {name: str(root) for name, root in roots.items() if root is not None and root.is_absolute()}
+    return record.settings.snapshot_urls | paths
 
 
 def _local_snapshots(settings: FunctionSettings, folder: Path) -> dict[str, Path]:

@@ -16,6 +16,7 @@ from weakref import WeakValueDictionary
 
 from ...errors import GatewayError, PilotflameError, UnknownFunction
 from ...handlers.recognise import Dialects
+from ..access.deploy_policy import DeployPolicies
 from ..access.secrets import Secrets
 from ..launching.fetcher_client import FetcherClient
 from ..launching.launcher import Launcher
@@ -36,7 +37,7 @@ from ..telemetry.invocation_end import InvocationEnd
 from ..telemetry.logs import LogChannel, Logs
 from ..telemetry.metrics import WorkerCounts
 from ..telemetry.rung_name import RungName
-from .deploy import Deployment, prepare, requirements_of, worker_spec
+from .deploy import Deployment, prepare, requirements_of, stored_outside, worker_spec
 from .live import Live, Prefetched, RevisionFacts, ladder_spec_of, policy_of
 from .progress import Progress
 from .rest import LIGHT_S
@@ -91,6 +92,7 @@ class Functions:
     histories: FunctionHistories
     reconciler: Reconciler
     dialects: Dialects
+    policies: DeployPolicies
     # Sorted by name.
     _live: dict[str, Live] = field(default_factory=dict, init=False)
     # The revisions of `running`.
@@ -217,6 +219,7 @@ class Functions:
             self.secrets.of,
             progress,
             named,
+            self.policies,
         )
         try:
             staged, fields = await self._thread(prepared, undo=lambda made: _remove(made[0]))
@@ -350,6 +353,7 @@ class Functions:
         live: Live | None = None
         self._proving.append((record.function, record.revision))
         try:
+            self.policies.check(record.settings, stored_outside(record), record.deployed_by)
             live = await self._create(record, old.logs if old is not None else logs)
             ready = len(old.workers.replicas.ready) if old is not None else 0
             await live.prove(check=check, ready=ready, progress=progress or Progress())
@@ -386,6 +390,8 @@ class Functions:
         self._live[name] = live
         if not known:
             self._live = dict(sorted(self._live.items()))
+        # A revision that the policies allow may replace a revision that they do not allow any more.
+        live.function.barred = ""
         self._adopt(live)
         live.workers.go_live()
         live.logs.write("gateway", f"revision {live.record.revision} is live")
@@ -468,12 +474,15 @@ class Functions:
         """Make the stored functions live. Their zygotes and workers (`scale.min`) start in the background."""
         warming, paused = list[Live](), await asyncio.to_thread(self.store.paused)
         for name, record in sorted((await asyncio.to_thread(self.store.functions)).items()):
-            self._live[name] = live = await self._create(record, self.logs.of_function(name))
+            fault = self.policies.fault(record.settings, stored_outside(record), record.deployed_by)
+            logs = self.logs.of_function(name)
+            self._live[name] = live = await self._create(record, logs, barred=fault)
             live.function.paused = name in paused
             planning = self._adopt(live)
             # The plan of an idle period goes on with its age: it may have no zygote any more.
             await asyncio.wait([planning])
-            if record.settings.scale.rest == "zygote" and live.function.ladder.plans_zygote:
+            rests_warm = record.settings.scale.rest == "zygote" and not live.function.stopped
+            if rests_warm and live.function.ladder.plans_zygote:
                 warming.append(live)
             live.workers.go_live()
         warming.sort(key=_expected_waiting, reverse=True)
@@ -509,7 +518,8 @@ class Functions:
         """Start no more work of deploys. The process waits for running threads before it ends."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _create(self, record: RevisionRecord, logs: LogChannel) -> Live:
+    async def _create(self, record: RevisionRecord, logs: LogChannel, *, barred: str = "") -> Live:
+        """Make a revision without processes. `barred` says why a policy does not allow its function to run."""
         # `worker_spec` and `LatencyCurveStore.open` read files, so they run in threads.
         spec = await self._thread(
             functools.partial(worker_spec, self.store, record, self.weights.cache, self.dialects)
@@ -529,11 +539,13 @@ class Functions:
         manifests = [weights.manifest for weights in spec.weights]
         opened = functools.partial(LatencyCurveStore.open, self.store.curves, key, *manifests)
         curves = await self._thread(opened)
-        if spec.remote:
+        if spec.remote and not barred:
             self.tasks.create_task(self.weights.warm(spec, self.secrets.of(record.function)))
 
         function = await self.histories.of(record.function)
-
+        if barred:
+            function.barred = barred
+            logs.write("gateway", barred, "error")
         workers = RevisionWorkers(
             spec, policy_of(record), NodeParts(self.reconciler, launcher, self.weights, self.tasks),
             logs.of(record.revision), lambda: self.secrets.of(record.function), curves, function,

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from ...errors import FunctionPaused, FunctionStopped
+from ...errors import FunctionBarred, FunctionPaused, FunctionStopped
 from ..billing.account import Account
 from ..scaling.idle_distribution import SharedPrior
 from ..scaling.upstream import Delays
@@ -35,6 +35,8 @@ class Function:
     worker_numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     """The numbers in the names of workers. Processes of one revision can be replaced, so revisions share them."""
     prewarms: Prewarms = field(init=False)
+    barred: str = ""
+    """Why a policy does not allow it to run; "" if it does."""
     paused: bool = False
     """True if the owner has paused it. Then it holds no process, and event sources leave their messages in the queue."""
 
@@ -58,10 +60,17 @@ class Function:
     @property
     def stopped(self) -> str:
         """Why it may have no worker now; "" if it may. A deploy may start one nevertheless, to prove its revision."""
+        if self.barred:
+            return "policy"
         return "paused" if self.paused else "budget" if self.account.exhausted else ""
 
     def refusal(self) -> FunctionStopped | None:
         """Return the error of a call, a job or a warm-up that comes now; None if it is accepted."""
+        if self.barred:
+            remedy = (
+                "Deploy it again with settings that the policy allows, or ask the gateway's owner for more."
+            )
+            return FunctionBarred(self.barred, remedy=remedy)
         if self.paused:
             remedy = f"Its owner has to resume it: pilotflame resume {self.name}"
             return FunctionPaused(f"{self.name} is paused.", remedy=remedy)

@@ -50,6 +50,12 @@ class EventSource(BaseModel, frozen=True, extra="forbid", strict=True):
         raise NotImplementedError
 
     @property
+    def addresses(self) -> dict[str, str]:
+        """The addresses that the gateway calls for this source, and the profile of its own that it uses, by the key of their
+        setting. A policy may forbid them."""
+        return {"queue": self.address}
+
+    @property
     def lease_s(self) -> float:
         """After this many seconds, the queue delivers a message again that was neither deleted nor extended."""
         raise NotImplementedError

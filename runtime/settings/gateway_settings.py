@@ -148,6 +148,29 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
         ge=1,
         description="Workers of all functions together at most; by default each function's scale.max only.",
     )
+    policy_kind: Literal["trusted", "container"] = Field(
+        "trusted",
+        description="Code that may be deployed: trusted, also as processes, which have all rights of the gateway's user; or only"
+        " in containers. API keys may allow less.",
+    )
+    policy_networks: tuple[Literal["none", "bridge", "host"], ...] = Field(
+        ("none", "bridge", "host"), description="Networks that containers may use."
+    )
+    policy_images: tuple[str, ...] = Field(
+        ("*",), description="Images of containers that may be used; * stands for any characters."
+    )
+    policy_snapshots: tuple[str, ...] = Field(
+        ("*",),
+        description="URLs and absolute paths of snapshots outside the code that may be used; * stands for any characters.",
+    )
+    policy_queues: tuple[str, ...] = Field(
+        ("*",),
+        description="Addresses of queues and of places for results, and profiles of the gateway, that may be used; * stands for"
+        " any characters.",
+    )
+    policy_gpus: int | None = Field(
+        None, ge=0, le=64, description="GPUs of each worker at most; by default all."
+    )
     gpus: tuple[GpuText, ...] | None = Field(
         None,
         description="GPUs, or MIG slices of them, that functions with resources.gpus share, with their MiB, as 0:81920,1:81920."
@@ -206,7 +229,17 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
     header_timeout_s: PositiveSeconds = Field(10.0, description="Seconds a request's header may take.")
 
     @field_validator(
-        "webhook_networks", "cors_origins", "trusted_proxies", "peers", "gpus", "plugins", mode="before"
+        "webhook_networks",
+        "cors_origins",
+        "trusted_proxies",
+        "peers",
+        "gpus",
+        "plugins",
+        "policy_networks",
+        "policy_images",
+        "policy_snapshots",
+        "policy_queues",
+        mode="before",
     )
     @classmethod
     def _split(cls, values: Any) -> Any:

@@ -19,9 +19,10 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from pilotflame.runtime.cli import cli
-from pilotflame.runtime.commands.doctor import peers_answer, private_files
+from pilotflame.runtime.commands.doctor import containers, peers_answer, private_files
 from pilotflame.runtime.commands.lazy_group import LazyGroup
 from pilotflame.runtime.commands.snapshot import snapshot
+from pilotflame.runtime.settings.gateway_settings import GatewaySettings
 from pilotflame.snapshot.peering.chunk_server import ChunkServer, listening
 from pilotflame.snapshot.peering.served_chunks import ServedChunks
 from safetensors.numpy import save_file
@@ -673,6 +674,18 @@ def test_doctor_says_what_this_kernel_does_not_keep_apart():
     assert "5.13" in private_files(0).remedy
     assert "signals" in private_files(5).remedy
     assert not private_files(6).remedy
+
+
+def test_doctor_names_the_keys_that_are_useless_without_a_container_engine(run, short_tmp: Path):
+    state, engine = short_tmp / "contained", {"DOCKER_HOST": "unix:///nonexistent/engine.sock"}
+    for name, *options in (("team", "--image", "registry/*"), ("ci", "--trusted")):
+        made = run("keys", "create", name, "--scope", "deploy", *options, "--state-dir", state, **engine)
+        assert made.returncode == 0, made.stderr
+    shown = run("keys", "list", "--state-dir", state).stdout
+    assert shown.count("deploy (containers)") == 1
+    settings = GatewaySettings(state_dir=state)
+    assert containers(settings, None).remedy.endswith("nothing else can be deployed: team.")
+    assert "team" not in containers(GatewaySettings(state_dir=short_tmp / "other"), None).remedy
 
 
 def test_doctor_asks_the_peers():

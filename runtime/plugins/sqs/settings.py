@@ -84,6 +84,13 @@ class SqsSource(EventSource, frozen=True, extra="forbid", strict=True):
         return self.queue
 
     @property
+    def addresses(self) -> dict[str, str]:
+        called = {
+            "queue": self.queue, "result": self.result, "endpoint_url": self.endpoint_url, "profile": self.profile,
+        }  # fmt: skip
+        return {key: address for key, address in called.items() if address is not None}
+
+    @property
     def lease_s(self) -> float:
         return self.visibility_s
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from live import Gate, Gateway, failure, gateway_here
+from live import TRUSTED, Gate, Gateway, failure, gateway_here
 from pilotflame.runtime.jobs.jobs import DATABASE_FILE
 from pilotflame.runtime.packaging.code import pack
 
@@ -207,7 +207,7 @@ async def test_an_archive_without_a_name_is_refused(client, tmp_path: Path):
 async def test_a_deploy_names_the_key_that_deployed_what_it_replaces(state):
     async with gateway_here(state) as gateway, gateway.at_home() as owner:
         function = await gateway.deploy(ECHO, name="mine", check=False)
-        new = {"name": "ci of shop", "scopes": ["deploy"]}
+        new = {"name": "ci of shop", "scopes": ["deploy"], "policy": TRUSTED}
         key = (await owner.post("/v1/keys", json=new)).json()["key"]
         gateway.client.headers["Authorization"] = f"Bearer {key}"
         second = (await gateway.send(ECHO, name="mine", check=False)).json()

@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from live import LIMIT_S, Function, Gate, Gateway, failure, gateway_here, until
+from live import LIMIT_S, TRUSTED, Function, Gate, Gateway, failure, gateway_here, until
 from pilotflame._version import __version__
 from pilotflame.runtime.api import console
 from pilotflame.runtime.api.console import MEDIA_TYPES
@@ -175,7 +175,13 @@ async def test_a_key_sees_its_functions_alone(state):
             keys = {
                 name: (
                     await home.post(
-                        "/v1/keys", json={"name": name, "scopes": [name], "functions": [mine.name]}
+                        "/v1/keys",
+                        json={
+                            "name": name,
+                            "scopes": [name],
+                            "functions": [mine.name],
+                            **({"policy": TRUSTED} if name == "deploy" else {}),
+                        },
                     )
                 ).json()["key"]
                 for name in scoped

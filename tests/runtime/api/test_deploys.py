@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from live import GATE_MODULE, Gate, Gateway, failure, gateway_here, until
+from live import GATE_MODULE, TRUSTED, Gate, Gateway, failure, gateway_here, until
 from pilotflame.runtime.client.client import parse_events
 from pilotflame.runtime.launching import slow_build
 from pilotflame.runtime.packaging.code import file_digests, identity, pack
@@ -164,7 +164,7 @@ async def test_an_upload_reuses_files_of_the_live_revision_of_its_own_function(
 async def test_a_key_reuses_no_files_of_a_function_that_it_does_not_cover(state: Path, tmp_path: Path):
     async with gateway_here(state) as gateway, gateway.at_home() as owner:
         theirs = await gateway.deploy(ECHO, name="theirs", check=False)
-        new = {"name": "a", "scopes": ["deploy"], "functions": ["mine"]}
+        new = {"name": "a", "scopes": ["deploy"], "functions": ["mine"], "policy": TRUSTED}
         key = (await owner.post("/v1/keys", json=new)).json()["key"]
         gateway.client.headers["Authorization"] = f"Bearer {key}"
         mine = folder_of(tmp_path)

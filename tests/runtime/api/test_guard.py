@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
-from live import Function, Gate, Gateway, failure, gateway_here, gateway_process, short_folder, until
+from live import TRUSTED, Function, Gate, Gateway, failure, gateway_here, gateway_process, short_folder, until
 from pilotflame.errors import Forbidden
 from pilotflame.runtime.access.control_socket import CONTROL_KEY
 from pilotflame.runtime.access.keyring import USE_GRAIN_S
@@ -60,8 +60,9 @@ ELSEWHERE = [
 
 async def made(gateway: Gateway, **wanted: Any) -> dict[str, Any]:
     """Create a key."""
+    policy = {"policy": TRUSTED} if "deploy" in wanted.get("scopes", ()) else {}
     async with gateway.at_home() as home:
-        response = await home.post("/v1/keys", json={"name": "test", **wanted})
+        response = await home.post("/v1/keys", json={"name": "test", **policy, **wanted})
     assert response.status_code == 201, response.text
     return dict(response.json())
 

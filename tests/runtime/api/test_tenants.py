@@ -23,7 +23,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from live import LIMIT_S, Gateway, gateway_here, short_folder
+from live import LIMIT_S, TRUSTED, Gateway, gateway_here, short_folder
 
 TENANTS = 5
 FUNCTIONS = {
@@ -141,7 +141,7 @@ class TenantMachine(RuleBasedStateMachine):
     @initialize(covered=st.lists(st.sets(st.sampled_from(sorted(FUNCTIONS)), min_size=2), min_size=TENANTS))
     def open(self, covered: list[set[str]]) -> None:
         for names in covered[:TENANTS]:
-            key = self.served.key(scopes=SCOPES, functions=sorted(names))
+            key = self.served.key(scopes=SCOPES, policy=TRUSTED, functions=sorted(names))
             self.tenants.append(Tenant(self.served.client(key), frozenset(names)))
 
     def teardown(self) -> None:

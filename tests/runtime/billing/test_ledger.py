@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from live import Function, Gate, Gateway, failure, gateway_here, short_folder, until
+from live import TRUSTED, Function, Gate, Gateway, failure, gateway_here, short_folder, until
 from pilotflame.errors import GatewayError
 from pilotflame.runtime.billing.budget import BudgetSpec
 from pilotflame.runtime.billing.ledger import Ledger
@@ -171,7 +171,9 @@ async def test_a_restricted_key_sees_the_usage_of_its_functions_only(state):
     async with gateway_here(state) as gateway:
         async with gateway.at_home() as home:
             for name in ("mine", "theirs"):
-                response = await home.post("/v1/keys", json={"name": name, "scopes": ["deploy", "invoke"]})
+                response = await home.post(
+                    "/v1/keys", json={"name": name, "scopes": ["deploy", "invoke"], "policy": TRUSTED}
+                )
                 token = response.json()["key"]
                 gateway.client.headers["Authorization"] = f"Bearer {token}"
                 await (await gateway.deploy(ECHO, name=name)).answer(1)
@@ -194,7 +196,9 @@ async def test_a_deploy_with_another_key_leaves_the_last_owner_what_was_used(sta
         async with gateway.at_home() as home:
             for name in ("old", "new"):
                 key = (
-                    await home.post("/v1/keys", json={"name": name, "scopes": ["deploy", "invoke"]})
+                    await home.post(
+                        "/v1/keys", json={"name": name, "scopes": ["deploy", "invoke"], "policy": TRUSTED}
+                    )
                 ).json()
                 gateway.client.headers["Authorization"] = f"Bearer {key['key']}"
                 function = await gateway.deploy(ECHO, name="shared")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from live import failure, gateway_here
+from live import TRUSTED, failure, gateway_here
 from pilotflame.runtime.functions.prewarming import Alarms, Prewarming
 from pilotflame.runtime.settings.schedule import Schedule
 
@@ -205,7 +205,12 @@ class TestUpstream:
         async with gateway_here(state) as gateway, gateway.at_home() as home:
             keys = {}
             for owner, functions in (("me", ["mine", "own"]), ("they", ["theirs"])):
-                fields = {"name": owner, "scopes": ["deploy", "invoke"], "functions": functions}
+                fields = {
+                    "name": owner,
+                    "scopes": ["deploy", "invoke"],
+                    "policy": TRUSTED,
+                    "functions": functions,
+                }
                 keys[owner] = (await home.post("/v1/keys", json=fields)).json()["key"]
             clients = {"mine": "me", "own": "me", "theirs": "they"}
 

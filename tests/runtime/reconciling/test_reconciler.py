@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from live import LIMIT_S, Gate, Gateway, failure, gateway_here
+from live import LIMIT_S, TRUSTED, Gate, Gateway, failure, gateway_here
 from pilotflame.runtime.reconciling.gpu_places import GpuPlaces
 from pilotflame.runtime.reconciling.reconciler import Reconciler
 from pilotflame.runtime.scaling.claims import Grant, NodeProcess, ProcessState, RevisionClaim, WorkerTier
@@ -120,7 +120,9 @@ async def test_a_full_node_takes_nothing_from_scale_min(small: Gateway, gate: Ga
 async def deployer(gateway: Gateway, name: str, **fields: Any) -> dict[str, Any]:
     """Make a key, and let the client deploy with it."""
     async with gateway.at_home() as home:
-        response = await home.post("/v1/keys", json={"name": name, "scopes": ["deploy", "invoke"], **fields})
+        response = await home.post(
+            "/v1/keys", json={"name": name, "scopes": ["deploy", "invoke"], "policy": TRUSTED, **fields}
+        )
     assert response.status_code == 201, response.text
     key: dict[str, Any] = response.json()
     gateway.client.headers["Authorization"] = f"Bearer {key['key']}"

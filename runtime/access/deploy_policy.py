@@ -1,0 +1,127 @@
+"""Defines what may be deployed: the policy of the gateway, and the policy of the API key that deploys.
+
+There are two kinds of code. Trusted code runs as a process of the gateway's user and can read and change all that the
+gateway can. Code in a container cannot: the container is the only wall. So a policy with the kind `container` refuses
+every function without an image.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Annotated, Any, Literal, get_args
+from urllib.parse import unquote
+
+from pydantic import BaseModel, BeforeValidator, Field, Strict, model_validator
+
+from ...errors import PolicyViolation
+from ..settings.function_settings import FunctionSettings, setting_of
+from ..settings.validation import split_text
+
+Kind = Literal["trusted", "container"]
+Network = Literal["none", "bridge", "host"]
+Pattern = Annotated[str, Field(min_length=1, max_length=1024)]
+Patterns = Annotated[tuple[Pattern, ...], Strict(False), BeforeValidator(split_text), Field(max_length=100)]
+Networks = Annotated[tuple[Network, ...], Strict(False), BeforeValidator(split_text)]
+_STEP_UP = re.compile(r"(^|[/\\])\.\.([/\\]|$)")
+
+
+class DeployPolicy(BaseModel, frozen=True, extra="forbid", strict=True):
+    """The limits of deploys. The defaults are for code that is not trusted. For trusted code, the default is everything."""
+
+    kind: Kind = Field(
+        "container",
+        description="container: only code that runs in a container. trusted: also code that runs as a process, with"
+        " all rights of the gateway's user.",
+    )
+    networks: Networks = Field(("none",), description="Networks that containers may use.")
+    images: Patterns = Field(("*",), description="Images of containers; * stands for any characters.")
+    snapshots: Patterns = Field(
+        (), description="URLs and absolute paths of snapshots outside the code; * stands for any characters."
+    )
+    queues: Patterns = Field(
+        (),
+        description="Addresses of queues and of places for results, and profiles of the gateway; * stands for any characters.",
+    )
+    gpus: int | None = Field(None, ge=0, le=64, description="GPUs of each worker at most; null: all.")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _trusting(cls, given: Any) -> Any:
+        """Let a policy for trusted code allow everything that it does not mention."""
+        if isinstance(given, dict) and given.get("kind") == "trusted":
+            return {"networks": get_args(Network), "snapshots": ("*",), "queues": ("*",)} | given
+        return given
+
+    def faults(
+        self, settings: FunctionSettings, outside: Mapping[str, str], *, by_path: bool = False
+    ) -> Iterator[str]:
+        """Yield what the policy does not allow of a function.
+
+        `outside` has the URLs and absolute paths of its snapshots outside its code, by name. `by_path`: the code is
+        copied from a folder on the gateway's machine.
+        """
+        if self.kind == "container" and settings.image.name is None:
+            yield "code must run in a container, but image.name is not set"
+        if self.kind == "container" and by_path:
+            yield "code must be uploaded (pilotflame deploy --upload), not read from a folder of the gateway's machine"
+        yield from self._container_faults(settings)
+        for name, where in outside.items():
+            if not _matches(where, self.snapshots):
+                # The URL is not shown: it may hold credentials.
+                yield f"{setting_of(name)} is outside the code; allowed: {_listed(self.snapshots)}"
+        for source in settings.source:
+            for key, address in source.addresses.items():
+                if not _matches(address, self.queues):
+                    yield f"source.{key} is {address!r}; allowed: {_listed(self.queues)}"
+
+    def _container_faults(self, settings: FunctionSettings) -> Iterator[str]:
+        image, resources = settings.image.name, settings.resources
+        if image is not None and not _matches(image, self.images):
+            yield f"image.name is {image!r}; allowed: {_listed(self.images)}"
+        if image is not None and (network := resources.network or "none") not in self.networks:
+            yield f"resources.network is {network!r}; allowed: {_listed(self.networks)}"
+        if self.gpus is not None and (resources.gpus is None or resources.gpus > self.gpus):
+            used = "not set, which means all" if resources.gpus is None else resources.gpus
+            yield f"resources.gpus is {used}; allowed: at most {self.gpus}"
+
+
+@dataclass(frozen=True, slots=True)
+class DeployPolicies:
+    """The gateway's policy, and the policies of the API keys. A function must satisfy both."""
+
+    gateway: DeployPolicy = field(default_factory=lambda: DeployPolicy(kind="trusted"))
+    of_key: Callable[[str], DeployPolicy | None] = lambda _key_id: None
+    """Returns the policy of the key with an id; None if the key is unknown, or if there was no key."""
+
+    def fault(
+        self, settings: FunctionSettings, outside: Mapping[str, str], key_id: str, *, by_path: bool = False
+    ) -> str:
+        """Return which policy does not allow a function that was deployed with this key, and why; "" if they allow it."""
+        of_key = self.of_key(key_id) if key_id else None
+        for whose, policy in (("the gateway", self.gateway), (f"the API key {key_id}", of_key)):
+            if policy and (found := list(policy.faults(settings, outside, by_path=by_path))):
+                return f"The policy of {whose} does not allow {settings.name}: {'; '.join(found)}."
+        return ""
+
+    def check(
+        self, settings: FunctionSettings, outside: Mapping[str, str], key_id: str, *, by_path: bool = False
+    ) -> None:
+        """Raise PolicyViolation if a function may not be deployed with this key."""
+        if fault := self.fault(settings, outside, key_id, by_path=by_path):
+            raise PolicyViolation(
+                fault, remedy="Change the function's settings, or ask the gateway's owner for more."
+            )
+
+
+def _matches(text: str, patterns: tuple[str, ...]) -> bool:
+    # A path that steps up could begin as an allowed one, and leave it.
+    if _STEP_UP.search(unquote(text)) and "*" not in patterns:
+        return False
+    return any(fnmatchcase(text, pattern) for pattern in patterns)
+
+
+def _listed(allowed: tuple[str, ...]) -> str:
+    return ", ".join(allowed) or "none"

@@ -1,0 +1,116 @@
+"""What policies allow: the kind of code, images, networks, snapshots, queues and GPUs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pilotflame.errors import PolicyViolation
+from pilotflame.runtime.access.deploy_policy import DeployPolicies, DeployPolicy
+from pilotflame.runtime.settings.function_settings import FunctionSettings
+
+QUEUE = "https://sqs.eu-west-1.amazonaws.com/000000000000/orders"
+TRUSTING = DeployPolicy(kind="trusted")
+
+
+def function(**settings: Any) -> FunctionSettings:
+    return FunctionSettings.model_validate({"name": "f", **settings})
+
+
+def contained(**settings: Any) -> FunctionSettings:
+    return function(image={"name": "registry/team/f:1"}, **settings)
+
+
+def faults(policy: DeployPolicy, settings: FunctionSettings, **outside: str) -> str:
+    return "; ".join(policy.faults(settings, outside))
+
+
+def test_a_policy_for_trusted_code_allows_everything() -> None:
+    source = {"type": "sqs", "queue": QUEUE, "profile": "team"}
+    assert faults(TRUSTING, function(source=[source]), weights="/models") == ""
+    assert faults(TRUSTING, contained(resources={"network": "host"}), weights="s3://any") == ""
+    assert list(TRUSTING.faults(function(), {}, by_path=True)) == []
+
+
+def test_a_policy_allows_untrusted_code_only_uploaded_and_in_a_container() -> None:
+    assert "image.name is not set" in faults(DeployPolicy(), function())
+    assert faults(DeployPolicy(), contained()) == ""
+    assert "must be uploaded" in "; ".join(DeployPolicy().faults(contained(), {}, by_path=True))
+
+
+@pytest.mark.parametrize(
+    ("settings", "outside", "fault", "allowing"),
+    [
+        (contained(resources={"network": "bridge"}), {}, "network is 'bridge'", {"networks": ("none", "bridge")}),
+        (contained(), {"": "s3://models/f"}, "snapshot is outside the code", {"snapshots": ("s3://models/*",)}),
+        (contained(), {"base": "/etc"}, "base.* is outside the code", {"snapshots": ("/etc",)}),
+        (contained(source=[{"type": "sqs", "queue": QUEUE}]), {}, "source.queue is 'https", {"queues": (QUEUE,)}),
+        (contained(resources={"gpus": 2}), {}, "gpus is 2; allowed: at most 1", {"gpus": 2}),
+        (contained(), {}, "gpus is not set, which means all", {"gpus": None}),
+        (contained(), {}, "image.name is 'registry/team/f:1'; allowed: other/", {"images": ("registry/team/*",)}),
+    ],
+)  # fmt: skip
+def test_what_the_owner_has_not_listed_is_refused(
+    settings: FunctionSettings, outside: dict[str, str], fault: str, allowing: dict[str, Any]
+) -> None:
+    policy = DeployPolicy()
+    if "gpus" in allowing:
+        policy = DeployPolicy(gpus=1)
+    if "images" in allowing:
+        policy = DeployPolicy(images=("other/*",))
+    with pytest.raises(AssertionError, match=fault):
+        assert faults(policy, settings, **outside) == ""
+    assert faults(DeployPolicy(**allowing), settings, **outside) == ""
+
+
+def test_the_result_endpoint_and_profile_of_a_queue_have_to_be_allowed_too() -> None:
+    more = {"result": "s3://results/f", "endpoint_url": "http://10.0.0.1", "profile": "owner"}
+    settings = contained(source=[{"type": "sqs", "queue": QUEUE, **more}])
+    found = faults(DeployPolicy(queues=(QUEUE,)), settings)
+    for key in ("result", "endpoint_url", "profile"):
+        assert f"source.{key} is" in found
+    assert faults(DeployPolicy(queues=(QUEUE, *more.values())), settings) == ""
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["s3://models/../secret", "https://h/models/%2e%2e/secret", "/models/..", "..", "s3://models/a\\..\\b"],
+)
+def test_a_path_that_steps_up_fits_no_pattern(url: str) -> None:
+    policy = DeployPolicy(snapshots=("s3://models/*", "https://h/models/*", "/models/*", "..*"))
+    assert "outside the code" in faults(policy, contained(), weights=url)
+
+
+def test_a_message_does_not_show_the_url_of_a_snapshot() -> None:
+    assert "hidden" not in faults(DeployPolicy(), contained(), weights="https://user:hidden@h/w")
+
+
+def test_a_function_has_to_satisfy_the_gateway_s_policy_and_the_key_s() -> None:
+    keys = {"open": TRUSTING, "narrow": DeployPolicy()}
+    policies = DeployPolicies(TRUSTING, keys.get)
+    assert policies.fault(function(), {}, "open") == policies.fault(function(), {}, "") == ""
+    assert policies.fault(function(), {}, "unknown") == ""
+    assert policies.fault(function(), {}, "narrow").startswith(
+        "The policy of the API key narrow does not allow f: code"
+    )
+    with pytest.raises(PolicyViolation, match="API key narrow"):
+        policies.check(function(), {}, "narrow")
+    closed = DeployPolicies(DeployPolicy(), keys.get)
+    for key in ("open", "narrow", ""):
+        assert "The policy of the gateway does not allow f" in closed.fault(function(), {}, key)
+
+
+NAMES = st.sampled_from(["none", "bridge", "host"])
+
+
+@given(st.lists(NAMES, max_size=3), NAMES, st.integers(0, 3), st.none() | st.integers(0, 3))
+def test_a_narrower_policy_allows_nothing_that_a_wider_one_refuses(
+    networks: list[str], network: str, gpus: int, most: int | None
+) -> None:
+    settings = contained(resources={"network": network, "gpus": gpus})
+    wide = DeployPolicy.model_validate({"networks": tuple(networks), "gpus": most})
+    narrow = wide.model_copy(update={"networks": wide.networks[1:], "gpus": 0})
+    if faults(wide, settings):
+        assert faults(narrow, settings)

@@ -1,0 +1,140 @@
+"""What keys and gateways allow to be deployed: checked at a deploy, at a restart of the gateway, and after a key's end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from live import TRUSTED, Gateway, failure, gateway_here
+from pilotflame.runtime import main
+from pilotflame.runtime.packaging.code import pack
+from safetensors.torch import save_file
+
+ECHO = "def handler(event):\n    return event\n"
+ENGINE = "unix:///nonexistent/engine.sock"
+GZIP = {"Content-Type": "application/gzip"}
+
+
+async def key(gateway: Gateway, **fields: Any) -> dict[str, Any]:
+    """Make a key with the scopes `deploy` and `invoke`, and let the client send it."""
+    async with gateway.at_home() as home:
+        response = await home.post(
+            "/v1/keys", json={"name": "team", "scopes": ["deploy", "invoke"], **fields}
+        )
+    assert response.status_code == 201, response.text
+    made: dict[str, Any] = response.json()
+    gateway.client.headers["Authorization"] = f"Bearer {made['key']}"
+    return made
+
+
+async def upload(gateway: Gateway, folder: Path, *settings: str) -> httpx.Response:
+    folder.mkdir(exist_ok=True)
+    (folder / "handler.py").write_text(ECHO)
+    query = [("folder", "mine"), ("check", "0"), *(("set", text) for text in settings)]
+    return await gateway.client.post("/v1/functions", content=pack(folder), headers=GZIP, params=query)
+
+
+async def test_a_new_key_deploys_only_containers_and_needs_an_engine_for_it(
+    state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(main, "find_engine", lambda: None)
+    async with gateway_here(state) as gateway, gateway.at_home() as home:
+        error = failure(await home.post("/v1/keys", json={"name": "team", "scopes": ["deploy"]}))
+        assert error["status"] == 400
+        assert "no container engine" in error["message"]
+        assert "--trusted" in error["remedy"]
+        assert (await home.get("/v1/keys")).json()["keys"] == []
+        made = await key(gateway, policy=TRUSTED)
+        assert made["policy"]["kind"] == "trusted"
+        assert (await upload(gateway, tmp_path)).status_code == 201
+
+
+async def test_a_key_that_is_not_trusted_deploys_no_process(state: Path, tmp_path: Path) -> None:
+    async with gateway_here(state, engine=ENGINE) as gateway:
+        made = await key(gateway)
+        assert made["policy"]["kind"] == "container"
+        error = failure(await upload(gateway, tmp_path))
+        assert (error["status"], error["type"]) == (403, "policy_violation")
+        assert f"The policy of the API key {made['id']} does not allow mine" in error["message"]
+        assert "image.name is not set" in error["message"]
+        image = "image.name=registry/mine:1"
+        assert (
+            "resources.network is 'host'"
+            in failure(await upload(gateway, tmp_path, image, "resources.network=host"))["message"]
+        )
+        # The snapshot is not read: the error would tell which files exist.
+        messages = {
+            failure(await upload(gateway, tmp_path, image, f"snapshot={path}"))["message"]
+            for path in ("/etc/passwd", "/no/such/file", "../handler.py", "http://127.0.0.1:1/w")
+        }
+        assert len(messages) == 1
+        folder = {"path": str(tmp_path), "overrides": {"image.name": "registry/mine:1"}}
+        assert (
+            "must be uploaded" in failure(await gateway.client.post("/v1/functions", json=folder))["message"]
+        )
+        assert (await gateway.client.get("/v1/functions")).json()["functions"] == []
+
+
+async def test_a_gateway_that_has_lost_its_engine_names_the_keys_that_need_it(
+    state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with gateway_here(state, engine=ENGINE) as gateway:
+        await key(gateway)
+    monkeypatch.setattr(main, "find_engine", lambda: None)
+    async with gateway_here(state) as gateway, gateway.at_home() as home:
+        lines = (await home.get("/v1/logs/gateway")).text
+        assert "there is no container engine" in lines
+        assert "may only deploy containers: team." in lines
+
+
+async def test_a_policy_that_became_narrower_keeps_a_function_from_running(
+    state: Path, tmp_path: Path
+) -> None:
+    async with gateway_here(state) as gateway:
+        await key(gateway, policy=TRUSTED)
+        assert (await upload(gateway, tmp_path)).status_code == 201
+        assert await gateway.function("mine").answer(1) == 1
+        authorization = gateway.client.headers["Authorization"]
+    async with gateway_here(state, policy_kind="container") as gateway:
+        gateway.client.headers["Authorization"] = authorization
+        function = gateway.function("mine")
+        error = await function.error(1)
+        assert (error["status"], error["type"]) == (503, "function_barred")
+        assert "The policy of the gateway does not allow mine" in error["message"]
+        status = await function.status(memory=True)
+        assert (status["stopped"], status["zygote"], status["processes"]) == ("policy", False, [])
+        assert any("policy of the gateway" in line["text"] for line in await function.lines())
+        assert failure(await upload(gateway, tmp_path))["type"] == "policy_violation"
+        assert failure(await gateway.client.post("/v1/functions/mine/restart"))["type"] == "policy_violation"
+    async with gateway_here(state) as gateway:
+        gateway.client.headers["Authorization"] = authorization
+        assert await gateway.function("mine").answer(2) == 2
+
+
+async def test_the_policy_of_a_revoked_key_holds_for_what_was_deployed_with_it(
+    state: Path, tmp_path: Path
+) -> None:
+    weights = tmp_path / "weights"
+    weights.mkdir()
+    save_file({"w": torch.zeros(1)}, weights / "model.safetensors")
+    async with gateway_here(state) as gateway:
+        made = await key(gateway, policy={"kind": "trusted", "snapshots": [f"{tmp_path}/*"]})
+        assert (await upload(gateway, tmp_path / "code", f"snapshot={weights}")).status_code == 201
+        async with gateway.at_home() as home:
+            await home.delete(f"/v1/keys/{made['id']}")
+    async with gateway_here(state) as gateway:
+        await key(gateway, policy=TRUSTED)
+        assert await gateway.function("mine").answer(1) == 1
+    narrowed = (state / "access" / "keys.json").read_text().replace(f"{tmp_path}/*", "/elsewhere/*")
+    (state / "access" / "keys.json").write_text(narrowed)
+    async with gateway_here(state) as gateway:
+        await key(gateway, policy=TRUSTED)
+        error = await gateway.function("mine").error(1)
+        assert error["type"] == "function_barred"
+        assert f"The policy of the API key {made['id']} does not allow mine: snapshot" in error["message"]
+        # The policy of a deploy is the policy of its own key.
+        assert (await upload(gateway, tmp_path / "code", f"snapshot={weights}")).status_code == 201
+        assert await gateway.function("mine").answer(2) == 2
