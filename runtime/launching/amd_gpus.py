@@ -1,6 +1,7 @@
-"""AMD's GPUs, through amdsmi. This never ran on a machine with one: the tests have amdsmi's answers from its reference.
+"""Reads the state of AMD's GPUs through amdsmi. This code has never run on a machine with such a GPU: the tests use the
+answers in amdsmi's reference.
 
-It needs the package amdsmi, which comes with ROCm, and AMD's driver.
+It needs AMD's driver, and the package amdsmi, which comes with ROCm.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ class AmdDriver(GpuDriver):
         found = dict[str, int]()
         with _opened() as smi:
             for _, name, gpu in _gpus(smi) if smi is not None else ():
-                # It fails where there is no process.
+                # amdsmi raises an error for a GPU that no process uses.
                 with contextlib.suppress(smi.AmdSmiException):
                     for process in smi.amdsmi_get_gpu_process_list(gpu):
                         if process["pid"] == pid:
@@ -36,13 +37,14 @@ class AmdDriver(GpuDriver):
         return found
 
     def environment(self, ids: Sequence[str], memory_mb: int | None) -> dict[str, str]:
-        # HIP counts the GPUs that ROCr leaves it from 0. Without it, an inherited variable might name others.
+        # HIP numbers the GPUs that ROCr leaves to it from 0. Set HIP's variable too: an inherited value might name
+        # other GPUs.
         return {self.visible: ",".join(ids), "HIP_VISIBLE_DEVICES": ",".join(map(str, range(len(ids))))}
 
 
 @contextlib.contextmanager
 def _opened() -> Iterator[Any]:
-    """Yield amdsmi, initialised; None if it or the driver is not there."""
+    """Yield the initialised amdsmi; None if the package or the driver is missing."""
     smi: ModuleType | Any = None
     # amdsmi raises KeyError and OSError if it does not find ROCm's library.
     with contextlib.suppress(ImportError, KeyError, OSError):
@@ -86,6 +88,6 @@ def _use(smi: Any, number: int, name: str, gpu: Any) -> GpuUse:
     return GpuUse(
         name, number, str(smi.amdsmi_get_gpu_asic_info(gpu)["market_name"]),
         int(memory["vram_total"]) * MIB, int(memory["vram_used"]) * MIB,
-        # "N/A" where the GPU does not tell.
+        # amdsmi returns "N/A" for a GPU that does not report its activity.
         busy / 100 if isinstance(busy, int) else None,
     )  # fmt: skip

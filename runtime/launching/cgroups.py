@@ -1,8 +1,8 @@
 """Makes control groups (cgroups): the kernel limits the resources that all processes of a group may use together.
 
-In version 2 there is one tree with all controllers, and processes are only in its leaves. A gateway that is to
-make groups there needs a part of the tree of its own, as a systemd service with `Delegate=yes` has. In version
-1 each controller has a tree, and groups can be made below the gateway's own where it may write.
+In version 2 there is one tree with all controllers, and processes are only in its leaves. To make groups there, a
+gateway needs its own part of the tree, as a systemd service with `Delegate=yes` has. In version 1, each controller has
+its own tree. A gateway can make groups below its own group, in each tree where it may write.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from pathlib import Path
 from ...errors import LauncherError
 from ..settings.resources import Resources
 
-# The setting that each controller of the kernel holds.
+# The setting that each controller of the kernel enforces.
 CONTROLLERS = {"memory": "memory_mb", "pids": "pids", "cpu": "cpus"}
-# In version 2, the gateway moves itself into this group below its own.
+# In version 2, the gateway moves itself into this group, below its own group.
 GATEWAY_GROUP = "pilotflame-gateway"
 MOST_MOVES = 10
 CPU_PERIOD_US = 100_000
@@ -34,7 +34,7 @@ REMEDY = (
 
 @dataclass(frozen=True, slots=True)
 class Controller:
-    """A controller of the kernel, and the folder below which this process may make groups with it."""
+    """A controller of the kernel, and the folder below which this process may make groups with the controller."""
 
     name: str
     folder: Path
@@ -50,7 +50,7 @@ class Cgroup:
         memory = next((one for one in controllers if one.name == "memory"), None)
         events = "memory.events" if memory is not None and memory.unified else "memory.oom_control"
         self.memory_kills = self._folders["memory"] / events if memory is not None else None
-        """The file in which the kernel counts what it kills when the memory of the group runs out."""
+        """The file in which the kernel counts the processes that it kills when the memory of the group runs out."""
 
     @property
     def joins(self) -> tuple[Path, ...]:
@@ -63,13 +63,14 @@ class Cgroup:
             self._folders[one.name].mkdir(exist_ok=True)
             for file, value in _limit_files(one, limits).items():
                 path = self._folders[one.name] / file
-                # A kernel that does not account for swap has no limit of it.
+                # A kernel that does not account for swap has no file for a limit of swap.
                 if "sw" not in file or path.exists():
                     path.write_text(value)
 
     def remove(self) -> None:
         """Kill the processes that still run in the group, and remove the group. Blocks until they have ended."""
-        # The folder with `pids.max` first: `_remove_all` sets it to 0, so the processes cannot fork while they are killed.
+        # Remove the folder with `pids.max` first: `_remove_all` sets the limit to 0, so that the processes cannot fork
+        # while they are killed.
         _remove_all(
             sorted(set(self._folders.values()), key=lambda folder: not (folder / "pids.max").exists())
         )
@@ -93,7 +94,7 @@ def find_controllers(proc: Path = Path("/proc/self")) -> list[Controller]:
 
 
 def make_cgroup(name: str, limits: Resources) -> Cgroup | None:
-    """Make a group with `limits`, None if they name none that a group holds. Raise LauncherError."""
+    """Make and return a group with `limits`; None if it would have no limit to enforce. Raise LauncherError."""
     wanted = {name for name, setting in CONTROLLERS.items() if getattr(limits, setting) is not None}
     if not wanted:
         return None
@@ -127,7 +128,9 @@ def _lines(file: Path) -> list[str]:
 
 
 def _cgroup_mounts(mountinfo: Path) -> Iterator[tuple[str, Path, list[str] | None]]:
-    """Yield the root, the place and the controllers of each mounted tree; None for version 2."""
+    """Yield the root, the mount point and the controllers of each mounted tree. For version 2, the controllers are
+    None.
+    """
     for line in _lines(mountinfo):
         fields, _, rest = line.partition(" - ")
         kind, *_, options = rest.split()
@@ -150,11 +153,12 @@ def _usable(folder: Path, names: str, *, unified: bool) -> Iterator[Controller]:
 
 
 def _delegate(folder: Path, wanted: set[str]) -> None:
-    """Let the groups below `folder` have the controllers. Then no process may be in `folder` itself."""
+    """Give the controllers to the groups below `folder`. The kernel then allows no process in `folder` itself."""
     control = folder / "cgroup.subtree_control"
     if wanted <= set(control.read_text().split()):
         return
-    # The root of the tree, which has no type, may hold processes as well; those of the kernel cannot be moved.
+    # Only the root of the tree has no type. The root may hold processes too, and the kernel's own processes cannot be
+    # moved.
     if (folder / "cgroup.type").exists():
         _move_all(folder, folder / GATEWAY_GROUP)
     control.write_text(" ".join(f"+{name}" for name in sorted(wanted)))
@@ -167,13 +171,13 @@ def _move_all(folder: Path, own: Path) -> None:
         if not (pids := _lines(folder / "cgroup.procs")):
             break
         for pid in pids:
-            # It may have ended meanwhile, and others may have been forked.
+            # The process may have ended meanwhile. The next round moves processes that were forked meanwhile.
             with contextlib.suppress(ProcessLookupError):
                 (own / "cgroup.procs").write_text(pid)
 
 
 def _limit_files(controller: Controller, limits: Resources) -> dict[str, str]:
-    """Return what to write into which files of a group, in this order."""
+    """Return the text to write into each file of a group, in the order of the writes."""
     if controller.name == "memory":
         value = str((limits.memory_mb or 0) << 20)
         if controller.unified:
@@ -188,7 +192,7 @@ def _limit_files(controller: Controller, limits: Resources) -> dict[str, str]:
 
 
 def _remove_all(folders: Sequence[Path]) -> None:
-    """Kill the processes of groups until there are none, and remove the groups."""
+    """Kill all processes of the groups, and remove the groups."""
     until_s = time.monotonic() + REMOVE_TIMEOUT_S
     for folder in folders:
         with contextlib.suppress(OSError):

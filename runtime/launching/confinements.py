@@ -22,7 +22,7 @@ from . import cgroups
 PREFIX = "pilotflame-"
 # Flags of mount(2): no programs with the rights of their owners, and no devices.
 _NOSUID, _NODEV = 2, 4
-# Flags of umount2(2): a mount in use ends with its last use.
+# Flags of umount2(2): a mount that is in use ends with its last use, and no link is followed.
 _MNT_DETACH, _UMOUNT_NOFOLLOW = 2, 8
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -36,7 +36,8 @@ class Confinements:
         digest = hashlib.sha256(os.fsencode(state)).hexdigest()[:8]
         self._prefix = f"{PREFIX}{os.getuid()}-{digest}"
         self._groups: dict[Confinement, cgroups.Cgroup] = {}
-        # Several threads make confinements at the start. Only the first of them removes the leftovers of an earlier gateway.
+        # Several threads make confinements at the start. Only the first thread removes the leftovers of an earlier
+        # gateway.
         self._cleaning, self._clean = threading.Lock(), False
         self._root_lock: int | None = None
 
@@ -65,7 +66,7 @@ class Confinements:
         return confinement
 
     def remove(self, confinement: Confinement) -> None:
-        """Remove it, and kill the processes that are still in its cgroup."""
+        """Remove a confinement, and kill the processes that are still in its cgroup."""
         if (group := self._groups.pop(confinement, None)) is not None:
             group.remove()
         if confinement.tmp is not None:
@@ -92,7 +93,9 @@ class Confinements:
                 _remove_tmp(left)
 
     def _make_tmp(self, spec: WorkerSpec) -> Path | None:
-        """Return a new folder for temporary files, None if none can be made. Raise LauncherError."""
+        """Return a new folder for temporary files. If it cannot be made, return None if `tmp_mb` is not set, else raise
+        LauncherError.
+        """
         size_mb = spec.resources.tmp_mb
         try:
             folder = Path(tempfile.mkdtemp(prefix=f"{spec.function[:24]}-", dir=self._make_root()))
@@ -118,7 +121,7 @@ class Confinements:
             raise PermissionError(errno.EPERM, "it belongs to another user or is open to others", str(root))
         with self._cleaning:
             if self._root_lock is None:
-                # systemd-tmpfiles removes files that were not used for days, but nothing in a locked folder.
+                # systemd-tmpfiles removes files that were not used for days, except files in a locked folder.
                 self._root_lock = os.open(root, os.O_RDONLY | os.O_DIRECTORY)
                 with suppress(BlockingIOError):
                     fcntl.flock(self._root_lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -127,7 +130,7 @@ class Confinements:
     def _files(self, spec: WorkerSpec) -> dict[str, tuple[Path, ...]]:
         if spec.resources.files != "private":
             return {}
-        # A rule of Landlock needs a folder that exists.
+        # Landlock accepts a rule only for a folder that exists.
         (uploads := self._state / "files").mkdir(mode=0o700, exist_ok=True)
         # An environment is a folder with bin/python.
         environment = Path(spec.python).parents[1] if spec.python else None
@@ -141,7 +144,7 @@ class Confinements:
 
 
 def mount_tmp(folder: Path, size_mb: int) -> bool:
-    """Mount a file system of `size_mb` in memory on `folder`. Return True if that was allowed."""
+    """Mount a file system of `size_mb` in memory on `folder`. Return True if the kernel has allowed it."""
     options = f"mode=0700,size={size_mb}m".encode()
     place = os.fsencode(folder)
     return bool(_libc.mount(b"pilotflame", place, b"tmpfs", _NOSUID | _NODEV, options) == 0)

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 class ContainerChild(Child):
-    """A process in a container. Its parent sends its signals, and reports its end.
+    """A process in a container. Its parent process sends it signals for the gateway, and reports its end.
 
-    If the parent has ended, the process is known to have ended when its container was removed.
+    If the parent has ended, no report comes. The process then counts as ended when its container has been removed.
     """
 
     def __init__(
@@ -54,11 +54,11 @@ class Container:
     ) -> None:  # fmt: skip
         self.name, self.spec, self.engine_side = name, spec, engine_side
         self.starting = starting
-        """Ends when the engine has created and started it, or has failed to."""
+        """This task ends when the engine has created and started the container, or has failed to do so."""
         self.weights = weights
-        """The folders of the node's cache that are mounted into it, by the names of the snapshots."""
+        """The folders of the node's cache that are mounted into the container, by the name of the snapshot."""
         self.first: ContainerChild | None = None
-        """Its first process. None if it has not connected."""
+        """The container's first process; None until that process has connected."""
         self._children: set[ContainerChild] = set()
 
     def hold(self, child: ContainerChild) -> None:
@@ -69,7 +69,7 @@ class Container:
         self._children.discard(child)
 
     def note_removed(self) -> None:
-        """Set `gone` of all its processes."""
+        """Set `gone` of each process that is left in the container."""
         for child in self._children:
             child.report_exit(None)
             child.ended()
@@ -91,7 +91,7 @@ class ContainerZygote(ZygoteProcess):
 
 
 class ContainerBase(ContainerZygote):
-    """The first process of a container. The container is removed when it is closed, and when its zygote dies."""
+    """The first process of a container. The container is removed when this base is closed, or when its zygote dies."""
 
     def __init__(
         self, child: Child, listener: Listener, remove: Callable[[], None], container: Container
@@ -118,7 +118,8 @@ class ContainerBase(ContainerZygote):
 
     def _make_zygote(self, child: Child, on_death: Callable[[], None]) -> ZygoteProcess:
         def on_zygote_death() -> None:
-            # The workers that it leaves have no parent that tells their ends, and a relaunch needs their memory.
+            # The dead zygote was the process that reported the ends of its workers, and a relaunch needs their memory.
+            # So the container is removed with its workers.
             self._orphaned = True
             if child.gone.is_set():
                 self.close()
@@ -128,7 +129,7 @@ class ContainerBase(ContainerZygote):
 
     def _child_ended(self, pid: int, code: int, out_of_memory: bool, certain: bool = True) -> None:
         super()._child_ended(pid, code, out_of_memory, certain)
-        # Not before: this tells why the zygote died.
+        # Close only now: the report that the line above has handled says why the zygote died.
         if self._orphaned:
             self.close()
 
@@ -138,7 +139,7 @@ class ContainerBase(ContainerZygote):
 
 
 class ContainerSource(ZygoteSource):
-    """Forks a revision's workers from its zygote. Closing it removes the container."""
+    """Forks a revision's workers from its zygote. Closing this source removes the container."""
 
     def close(self) -> None:
         super().close()

@@ -28,7 +28,7 @@ GATEWAY_LABEL = "pilotflame.gateway"
 SOCKETS = ("/var/run/docker.sock", "/run/podman/podman.sock")
 # aiodocker uses this status if it cannot connect.
 UNREACHABLE = 900
-# The first podman that gives a container the devices which the request to create it names.
+# The first version of podman that gives a container the devices which are named in the request to create it.
 PODMAN_WITH_GPUS = Version("5.4.0")
 SHUTTING_DOWN = "The gateway is shutting down."
 _LAST_LINES = 20
@@ -45,13 +45,13 @@ def find_engine(environ: dict[str, str] | os._Environ[str] = os.environ) -> str 
 
 
 def _podman_of(version: dict[str, Any]) -> Version | None:
-    """Return podman's version, if the engine is podman, from the response of /version."""
+    """Return podman's version from the response of /version; None if the engine is not podman."""
     for component in version.get("Components") or ():
         if component.get("Name") == "Podman Engine":
             try:
                 return Version(str(component.get("Version")))
             except InvalidVersion:
-                # A build between two releases.
+                # A build between two releases counts as new enough.
                 return PODMAN_WITH_GPUS
     return None
 
@@ -63,7 +63,7 @@ NOT_BUILT = (
 
 
 class ContainerEngine:
-    """A connection to the engine, which is made when it is first needed. All methods raise LauncherError."""
+    """A connection to the engine, which the first call of `connect` makes. All methods raise LauncherError."""
 
     def __init__(self, url: str | None, gateway: str) -> None:
         """`url` is the engine's socket. `gateway` labels the containers of this gateway."""
@@ -85,7 +85,7 @@ class ContainerEngine:
         async with self._connecting:
             if self._client is None and not self.closing:
                 self._client = await self._open()
-            # It may have been closed meanwhile.
+            # The gateway may have begun to shut down meanwhile.
             if self._client is None or self.closing:
                 raise LauncherError(SHUTTING_DOWN)
             return self._client
@@ -97,11 +97,13 @@ class ContainerEngine:
         return self._client.containers.container(name)
 
     def gpu_requests(self, ids: Sequence[str], cdi_kind: str) -> list[dict[str, Any]]:
-        """Return the request for these GPUs of the node, as the engine understands it. Call it after `connect`."""
+        """Return the request for these GPUs of the node, in the form that the engine understands. Call it after
+        `connect`.
+        """
         if self._podman is None and cdi_kind == NvidiaDriver.cdi_kind:
             return [{"Driver": "", "DeviceIDs": list(ids), "Capabilities": [["gpu"]]}]
         if self._podman is not None and self._podman < PODMAN_WITH_GPUS:
-            # It would start the container without any, and say nothing.
+            # This podman would start the container without GPUs, and report no error.
             raise LauncherError(
                 f"podman {self._podman} gives containers no GPUs through its API.",
                 remedy=f"Use podman {PODMAN_WITH_GPUS} or newer, docker, or a function without image.name.",
@@ -133,9 +135,11 @@ class ContainerEngine:
         return True
 
     async def start(self, name: str, configuration: dict[str, Any]) -> LauncherError | None:
-        """Create and start a container. Return the error instead of raising it: its task then has not failed.
+        """Create and start a container. Return an error instead of raising it, so that the task which runs this method
+        does not fail.
 
-        `configuration` is the body of the engine's request, to which the user of its processes is added.
+        `configuration` is the body of the request to the engine. This method adds the user of the container's
+        processes.
         """
         try:
             client = await self.connect()
@@ -153,7 +157,7 @@ class ContainerEngine:
         return None
 
     async def last_words(self, container: DockerContainer) -> str:
-        """Wait until a container has ended. Return how, for a message: the exit code and the last output."""
+        """Wait until a container has ended. Return its exit code and its last output, as a part of a message."""
         try:
             async with self._errors():
                 code = (await container.wait())["StatusCode"]
@@ -165,9 +169,10 @@ class ContainerEngine:
         return f"ended with code {code} before it was ready: {''.join(lines)[-MAX_OUTPUT_CHARS:].strip()}"
 
     async def remove(self, container: DockerContainer, *, ending: bool) -> None:
-        """Remove a container and its processes. If it is `ending` by itself, wait at most EXIT_TIMEOUT_S for that first.
+        """Remove a container and its processes. If the container is `ending` by itself, first wait at most
+        EXIT_TIMEOUT_S for its end.
 
-        Raise TimeoutError too.
+        Raise LauncherError or TimeoutError.
         """
         async with self._errors(), asyncio.timeout(REMOVE_TIMEOUT_S):
             if ending:
@@ -178,7 +183,7 @@ class ContainerEngine:
                 await container.delete(force=True)
 
     async def close(self) -> None:
-        # An engine that is being connected to is closed too.
+        # Wait for the lock, so that a connection that is just being made is closed too.
         async with self._connecting:
             if self._client is not None:
                 await self._client.close()
@@ -211,14 +216,16 @@ class ContainerEngine:
         except BaseException:
             await client.close()
             raise
-        # A rootless engine maps the user who runs it to root, and files of that user are mounted.
+        # A rootless engine maps the user who runs it to root in the container. That user owns the mounted files.
         rootless = any("rootless" in option for option in info.get("SecurityOptions") or ())
         self._user = "0:0" if rootless else f"{os.getuid()}:{os.getgid()}"
         return client
 
     @contextlib.asynccontextmanager
     async def _errors(self, image: str = "") -> AsyncIterator[None]:
-        """Raise LauncherError for errors of the engine and of the connection to it. `image` is the image that it needs."""
+        """Raise LauncherError for errors of the engine and of the connection to it. `image` is the image that the
+        request needs.
+        """
         import aiodocker  # noqa: PLC0415
         import aiohttp  # noqa: PLC0415
 

@@ -1,7 +1,8 @@
 """Launches functions in containers, through the Docker Engine API of docker or podman.
 
-Each revision has one container. Its first process is a base, and the zygote and the workers are forked in it.
-They connect to the gateway's link socket, which is mounted into the container, so it needs no network.
+Each revision has one container. The first process in the container is a base, from which the zygote is forked, and from
+the zygote the workers. All these processes connect to the gateway's link socket. It is mounted into the container, so
+the container needs no network.
 """
 
 from __future__ import annotations
@@ -39,13 +40,13 @@ from .process_launcher import SINGLE_THREADED
 from .zygote_process import ZygoteSource
 
 START_TIMEOUT_S = 300.0
-# How long a gateway that closes waits for the engine to end the start of a container.
+# How long a closing gateway waits for the engine to finish the start of a container.
 LAST_START_TIMEOUT_S = 5.0
 COMMAND = ("python", "-m", "pilotflame.runtime.worker.zygote", "base")
 OPEN_FILES = 4096
-# What a container has if the settings of its function do not say.
+# The limits of a container if its function does not set them.
 PIDS, TMP_MB = 1024, 1024
-# How many processes and threads can exist on this machine.
+# The file with the largest number of processes and threads that this machine can have.
 PID_MAX = Path("/proc/sys/kernel/pid_max")
 # The only folder of a container that can be written to.
 TMP = "/tmp"  # noqa: S108
@@ -92,7 +93,7 @@ class ContainerLauncher:
             raise
 
     async def prepare(self, _spec: WorkerSpec) -> None:
-        """Connect to the engine, and remove what a killed gateway has left there. Raise LauncherError."""
+        """Connect to the engine, and remove the containers that a killed gateway has left. Raise LauncherError."""
         await self._engine.connect()
 
     async def provide(self, spec: WorkerSpec) -> bool:
@@ -100,7 +101,7 @@ class ContainerLauncher:
         return await self._engine.provide(spec.image)
 
     async def forget(self, spec: WorkerSpec) -> None:
-        """Remove what is left of the containers of a revision that has ended."""
+        """Remove the containers that are left of a revision that has ended."""
         await self._remove_all([one for one in self._containers if one.spec is spec])
 
     def base_pids(self) -> list[int]:
@@ -132,14 +133,15 @@ class ContainerLauncher:
                 ContainerChild(link, pid, name, output, lambda _number: self._end(container), container)
             ),
         )  # fmt: skip
-        # Two names may be of one snapshot, and an engine mounts nothing twice.
+        # Two names may belong to one snapshot, and an engine refuses to mount the same folder twice.
         folders = dict.fromkeys(path for kept in weights.values() for path in kept.paths)
         configuration = self._configuration(spec, token, folders, devices)
         starting = self._tasks.create_task(self._engine.start(name, configuration))
         container = Container(name, spec, self._engine.container(name), starting, weights)
         self._containers.add(container)
         try:
-            # If the caller is cancelled meanwhile, the engine goes on, and `_remove` waits for its end.
+            # Shield the start: if the caller is cancelled, the engine goes on, and `_remove` waits until the engine is
+            # done.
             child = await self._wait_dialled(container, await asyncio.shield(starting), dialled)
             base = await self._wait_built(container, child)
         except BaseException:
@@ -151,7 +153,9 @@ class ContainerLauncher:
         return base
 
     def _devices(self, spec: WorkerSpec) -> list[dict[str, Any]]:
-        """Return the request for the GPUs on which workers of the container may be placed. ACTIVATE names a worker's own."""
+        """Return the request for the GPUs on which workers of the container may be placed. The frame ACTIVATE names the
+        GPUs of each worker.
+        """
         if (need := need_of(spec.resources)) is None:
             return []
         if not (ids := [gpu.id for gpu in candidates(self._gpus, need)]):
@@ -160,12 +164,14 @@ class ContainerLauncher:
         return self._engine.gpu_requests(ids, self._cdi_kind)
 
     async def _keep_weights(self, spec: WorkerSpec) -> dict[str, KeptFolders]:
-        """Return the folders of the node's cache that a container needs, by snapshot, to be closed after its end."""
+        """Return the folders of the node's cache that a container needs, by snapshot. The caller closes them after the
+        container's end.
+        """
         if not spec.remote:
             return {}
         keeping = asyncio.get_running_loop().run_in_executor(None, self._keep_all, spec)
         try:
-            # Unlike an await, this leaves it running if the caller is cancelled.
+            # Unlike `await keeping`, this does not cancel `keeping` if the caller is cancelled.
             await asyncio.wait([keeping])
             return keeping.result()
         except asyncio.CancelledError:
@@ -173,7 +179,7 @@ class ContainerLauncher:
             raise
 
     def _keep_all(self, spec: WorkerSpec) -> dict[str, KeptFolders]:
-        """Do so, blocking. Raise LauncherError."""
+        """Return the folders as `_keep_weights` does, but block. Raise LauncherError."""
         with contextlib.ExitStack() as undo:
             found = {}
             for weights in spec.remote:
@@ -231,7 +237,7 @@ class ContainerLauncher:
     ) -> ContainerChild:
         """Return the container's first process once it has connected.
 
-        Raise `error`, the engine's, or LauncherError if it ends before.
+        Raise `error`, which the engine has reported, or LauncherError if the container ends first.
         """
         if self._engine.closing:
             raise LauncherError(SHUTTING_DOWN)
@@ -251,11 +257,14 @@ class ContainerLauncher:
             ended.cancel()
 
     async def _wait_built(self, container: Container, child: ContainerChild) -> ContainerBase:
-        """Return the base once it has imported its packages. Raise LauncherError, if it ends before with why."""
+        """Return the base once it has imported its packages. Raise LauncherError. If the base ends first, the error
+        says why.
+        """
         built = False
 
         def remove() -> None:
-            # The caller removes one that was not built, after its last output has been read.
+            # If the base was not built, the caller of `_wait_built` removes the container after the last output has
+            # been read.
             if built:
                 self._end(container)
 
@@ -276,7 +285,7 @@ class ContainerLauncher:
         return base
 
     def _end(self, container: Container) -> None:
-        """Remove a container in the background: it has ended, or is to be killed."""
+        """Remove a container in the background, because it has ended or must be killed."""
         if container in self._containers:
             task = self._tasks.create_task(self._remove(container))
             self._removing.add(task)
@@ -312,18 +321,21 @@ async def _let_go(keeping: asyncio.Future[dict[str, KeptFolders]]) -> None:
 
 
 def _read_only(spec: WorkerSpec) -> Iterator[dict[str, Any]]:
-    """Yield the mounts of what the function reads: its code, and the weights and their manifests."""
+    """Yield the mounts of the files that the function reads: its code, its weights and their manifests."""
     for path in {spec.code, *(path for one in spec.weights for path in (one.root, one.manifest))}:
         yield _mount(path)
 
 
 def _mount(path: Path, *, writable: bool = False) -> dict[str, Any]:
-    """Return the mount of a file or folder at its own path. As one text, a colon in the path would split it."""
+    """Return the mount of a file or folder at its own path. In the engine's short form for mounts, a colon in the path
+    would split the path.
+    """
     return {"Type": "bind", "Source": str(path), "Target": str(path), "ReadOnly": not writable}
 
 
 def _limits() -> Iterator[dict[str, Any]]:
-    """Yield the limits of each process. An engine may be unable to set higher ones than the gateway has.
+    """Yield the limits of each process. An engine may be unable to set a limit that is higher than the gateway's own
+    limit.
 
     The kernel counts all processes of a user on the machine against `nproc`. So `nproc` is the largest number of
     processes that the machine can have, and `PidsLimit` limits the processes of the container.

@@ -56,11 +56,12 @@ if TYPE_CHECKING:
 
 MOST_MANIFESTS = 64
 CLOSE_TIMEOUT_S = 5.0
-"""How long the fetcher waits at its end for fetches to stop. Then it ends, and with it their connections."""
+"""How long the fetcher waits at its end for fetches to stop. Then it ends, which closes the connections of the fetches.
+"""
 
 
 class Fetcher:
-    """Handles the requests. Each hold has its own thread, and its lease is kept until the release."""
+    """Handles the requests. Each hold has its own thread, and keeps its lease until the release."""
 
     def __init__(self, cache: Cache) -> None:
         self._cache = cache
@@ -72,7 +73,7 @@ class Fetcher:
         self._shared: tuple[Peers, ChunkServer] | None = None
 
     def handle(self, request: dict[str, Any]) -> None:
-        """Carry out a release, or start a hold, whose outcome is reported by events."""
+        """Carry out a request, or start a thread that carries it out. Events report the outcome."""
         if request["op"] == "release":
             self._release(int(request["id"]))
             return
@@ -91,7 +92,7 @@ class Fetcher:
     def close(self) -> None:
         """Release all leases. Free the memory of unused snapshots that are also in the cache on disk."""
         if self._shared is not None:
-            # Snapshots that other nodes are reading are in use, and would stay in the memory.
+            # Close the server first: snapshots that other nodes are reading are in use, and would stay in memory.
             self._shared[1].close()
         with self._lock:
             numbers = list(self._leases)
@@ -101,8 +102,8 @@ class Fetcher:
         release_memory(self._cache)
 
     def _share(self, request: dict[str, Any]) -> None:
-        """Serve chunks to other nodes, and let later fetches take theirs."""
-        # Here, because most nodes are alone.
+        """Serve chunks to other nodes, and let later fetches take chunks from those nodes."""
+        # The imports are here because most nodes do not share chunks.
         from ...snapshot.peering.chunk_server import ChunkServer, listening  # noqa: PLC0415
         from ...snapshot.peering.peer import PeerList  # noqa: PLC0415
         from ...snapshot.peering.peers import Peers  # noqa: PLC0415
@@ -138,9 +139,9 @@ class Fetcher:
             self._emit(0, "shared", taken_bytes=peers.taken_bytes, served_bytes=server.served_bytes)
 
     def _prepare(self, request: dict[str, Any]) -> None:
-        # If something is missing, the hold says so.
+        # Ignore errors, because the later hold reports them.
         with contextlib.suppress(PilotflameError, OSError):
-            # The hold finds it read.
+            # This caches the manifest for the hold.
             read_manifest(Path(request["manifest"]))
             source = self._sources.open(request["url"], request.get("secrets") or {})
             if isinstance(source, Kept):
@@ -166,7 +167,7 @@ class Fetcher:
         self.report_tiers()
 
     def _drop_from_memory(self, chosen: Callable[[str], bool]) -> None:
-        # The last users may just be leaving.
+        # The last users may be releasing their leases at this moment.
         self._wait_for_releases()
         drop_from_memory(self._cache, chosen)
 
@@ -193,7 +194,9 @@ class Fetcher:
         self.report_tiers()
 
     def _fetch(self, number: int, source: Source, described: Manifest, request: dict[str, Any]) -> int | None:
-        """Keep a lease, wait for all bytes, and return how many were fetched; None if it is released meanwhile."""
+        """Keep a lease and wait for all bytes. Return how many bytes were fetched, or None if the hold was released
+        meanwhile.
+        """
         manifest, assets = Path(request["manifest"]), request.get("assets")
         lease = self._cache.open(described, source, assets=Path(assets) if assets else None)
         with self._lock:
@@ -206,8 +209,9 @@ class Fetcher:
         self._emit(number, "held", digest=described.digest)
         lease.wait(float(request["timeout_s"]), copied=bool(request.get("copied")))
         if not described.has_digests:
-            # The next fetch verifies what it gets, and does not depend on the versions of the objects. Workers can
-            # have the weights even if that cannot be written: the disk is full, or the revision is gone.
+            # Store the digests: the next fetch then verifies its bytes, and does not depend on the versions of the
+            # objects. Workers can use the weights even if the digests cannot be written, because the disk is full or
+            # the revision is gone.
             with contextlib.suppress(OSError):
                 lease.described().write(manifest)
         stats = lease.stats
@@ -217,7 +221,7 @@ class Fetcher:
         with self._lock:
             lease = self._leases.pop(number, None)
         if lease is not None:
-            # In a thread of its own: a fetch may take seconds to stop, and the next request must not wait.
+            # Close the lease in its own thread: a fetch may take seconds to stop, and the next request must not wait.
             thread = threading.Thread(target=self._close_lease, args=(lease,), daemon=True)
             with self._lock:
                 self._closing.add(thread)
@@ -232,8 +236,10 @@ class Fetcher:
         self.report_tiers()
 
     def report_tiers(self) -> None:
-        """Report what the tiers hold, and what was brought into them and evicted, for the gateway's metrics."""
-        # One at a time, so that an older state is not reported after a newer one.
+        """Report the contents of the tiers, and the bytes that they have received and evicted, for the gateway's
+        metrics.
+        """
+        # Report one state at a time, so that an older state is not reported after a newer one.
         with self._reporting:
             tiers = [
                 {
@@ -257,7 +263,7 @@ class Fetcher:
 
 
 def read_manifest(path: Path) -> Manifest:
-    """Return the manifest in a file. The last ones are remembered, for as long as their files are not written to."""
+    """Return the manifest in a file. The last MOST_MANIFESTS manifests are cached until their files change."""
     status = path.stat()
     return _read_manifest(path, (status.st_ino, status.st_mtime_ns, status.st_size))
 
@@ -265,7 +271,7 @@ def read_manifest(path: Path) -> Manifest:
 @functools.lru_cache(maxsize=MOST_MANIFESTS)
 def _read_manifest(path: Path, _version: tuple[int, ...]) -> Manifest:
     manifest = Manifest.read(path)
-    # This computes the digest, which every open needs.
+    # Compute the digest here, because every `open` needs it.
     _ = manifest.digest
     return manifest
 
@@ -273,7 +279,7 @@ def _read_manifest(path: Path, _version: tuple[int, ...]) -> Manifest:
 def main() -> None:
     """Run `python -m pilotflame.runtime.launching.fetcher <folder of the cache> <JSON of its Budgets>`."""
     setproctitle("pilotflame: fetcher")
-    # Ctrl-C reaches this process too, but only the gateway reacts to it. It then ends the fetcher.
+    # Ctrl-C reaches this process too, but only the gateway reacts to it. The gateway then ends the fetcher.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     fetcher = Fetcher(node_cache(Path(sys.argv[1]), Budgets(**orjson.loads(sys.argv[2]))))
     fetcher.report_tiers()

@@ -27,7 +27,7 @@ from .launcher import KILLED_S
 
 LOG = logging.getLogger(__name__)
 HOLD_TIMEOUT_S = 300.0
-# How long all weights of a hold may take to arrive. The fetcher and the workers get what is left of this time.
+# How long all weights of a hold may take to arrive. The fetcher and the workers get the rest of this time.
 WEIGHTS_TIMEOUT_S = 3600.0
 SHARE_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 10.0
@@ -65,7 +65,7 @@ class FetchProgress:
 
     @property
     def left_s(self) -> float:
-        """How long the bytes may still take; all the time if they are here."""
+        """How long the bytes may still take; WEIGHTS_TIMEOUT_S if they have arrived."""
         return WEIGHTS_TIMEOUT_S if self.ended.done() else max(0.0, self.deadline_s - time.monotonic())
 
     def on_event(self, event: dict[str, Any]) -> None:
@@ -91,7 +91,9 @@ class FetchProgress:
 
 
 class FetcherClient:
-    """Holds snapshots through the fetcher, which is started when it is first needed and again if it ended."""
+    """Holds snapshots through the fetcher. It starts the fetcher when that is first needed, and again if the fetcher
+    has ended.
+    """
 
     def __init__(
         self,
@@ -106,13 +108,14 @@ class FetcherClient:
         self._numbers = itertools.count(1)
         self._held: dict[int, FetchProgress] = {}
         self._used: dict[object, dict[str, str]] = {}
-        """The digests of the snapshots that users have held, by name of the snapshot."""
+        """For each user, the digests of the snapshots that it has held, by the name of the snapshot."""
         self._in_memory: dict[str, int] = {}
         """The snapshots in memory, by digest, and their bytes."""
         self._given_back: set[str] = set()
-        """The digests in memory that `give_back` has counted as freed, unless they were held since.
+        """The digests of snapshots that `give_back` has counted as freed, that are still in memory, and that no user
+        has held since.
 
-        Snapshots stay in memory if they are in use or not on the disk.
+        A snapshot stays in memory if it is in use or not on the disk.
         """
         self._process: Process | None = None
         self._requests: asyncio.StreamWriter | None = None
@@ -124,14 +127,15 @@ class FetcherClient:
 
     @property
     def pids(self) -> list[int]:
-        """The process of the fetcher, if it runs."""
+        """The pid of the fetcher, if it runs."""
         running = self._process is not None and self._process.returncode is None
         return [self._process.pid] if self._process is not None and running else []
 
     async def share(self) -> int:
-        """Start the fetcher, if this node exchanges chunks with others. Return the port on which it serves them, or 0.
+        """Start the fetcher if this node exchanges chunks with other nodes. Return the port on which the fetcher serves
+        chunks, or 0.
 
-        Raise LauncherError if it cannot.
+        Raise LauncherError if the fetcher cannot serve chunks.
         """
         if self._sharing is None:
             return 0
@@ -144,7 +148,7 @@ class FetcherClient:
             raise LauncherError(message, remedy="Look at the load of this machine.") from None
 
     async def warm(self, spec: WorkerSpec, secrets: Mapping[str, str]) -> None:
-        """Start the fetcher, and let it import what it needs to fetch the snapshots of `spec`.
+        """Start the fetcher, and let it import the modules that fetch the snapshots of `spec`.
 
         A failure is ignored: the first hold tries again and reports it.
         """
@@ -154,9 +158,10 @@ class FetcherClient:
                 self._send(op="prepare", **_order(weights, secrets))
 
     async def prefetch(self, spec: WorkerSpec, secrets: Mapping[str, str]) -> int:
-        """Bring the snapshots of `spec` to this node, also to its disk. Return how many bytes were fetched.
+        """Bring the snapshots of `spec` to this node, including its disk. Return how many bytes were fetched.
 
-        The cache may evict them at any time after that. Raise SourceError, CacheError, SnapshotError or LauncherError.
+        The cache may evict the snapshots at any time after that. Raise SourceError, CacheError, SnapshotError or
+        LauncherError.
         """
         fetches = [self._prefetch(spec.function, weights, secrets) for weights in spec.remote]
         return sum(await all_of(fetches))
@@ -226,11 +231,11 @@ class FetcherClient:
         self._send(op="drop", digests=sorted(dropped))
 
     def forget(self, user: object) -> None:
-        """`user` has ended. Its weights stay in memory until the room is needed."""
+        """Note that `user` has ended. Its weights stay in memory until the memory is needed."""
         self._used.pop(user, None)
 
     def give_back(self) -> int:
-        """Let the fetcher delete unused files from memory, because memory is short. Return how many bytes that frees.
+        """Let the fetcher delete unused files from memory, because memory is short. Return the number of freed bytes.
 
         The unused files are the spare files, and all weights except the weights that a user has held and not dropped. Later
         calls return 0 until there are more unused files.
@@ -354,7 +359,7 @@ class FetcherClient:
         if self._port is not None and not self._port.done():
             LOG.error("%s", error)
             self._port.set_exception(error)
-            # Retrieve the exception: otherwise asyncio logs an error if nothing awaits it.
+            # Retrieve the exception: otherwise asyncio logs an error if nothing awaits the future.
             self._port.exception()
 
 
@@ -369,7 +374,7 @@ async def all_of(running: Iterable[Coroutine[Any, Any, _T]]) -> list[_T]:
 
 
 def _order(weights: Weights, secrets: Mapping[str, str]) -> dict[str, Any]:
-    # The deploy has brought the assets: workers read them there.
+    # The deploy has put the assets into `weights.root`, where workers read them.
     return {
         "manifest": str(weights.manifest), "url": weights.source, "assets": str(weights.root),
         "secrets": of_sources(secrets),

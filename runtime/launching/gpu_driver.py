@@ -1,4 +1,6 @@
-"""Defines a driver of GPUs: the questions that the gateway asks its library, and the variables that choose GPUs for a process."""
+"""Defines a driver of GPUs. It asks a maker's library about the GPUs, and names the variables that choose GPUs for a
+process.
+"""
 
 from __future__ import annotations
 
@@ -16,34 +18,37 @@ MIB = 1 << 20
 
 
 class GpuUse(NamedTuple):
-    """How much of a GPU, or of a slice of one, all processes of the machine use."""
+    """How much of a GPU, or of a slice of a GPU, all processes of the machine use."""
 
     id: str
     number: int
     """The number of the GPU in the library's order."""
     name: str
     memory_bytes: int
-    """Without the memory that the driver keeps for itself."""
+    """The memory of the GPU, except the memory that the driver keeps for itself."""
     used_bytes: int
     busy_share: float | None
-    """The share of the last second in which it ran something; None if that is not known, as of a slice."""
+    """The share of the last second in which the GPU ran something; None if that is not known, for example for a slice.
+    """
 
     def is_named(self, text: str) -> bool:
-        """Return True if an entry of the variable `visible` means this one: by its number, or the first part of its id."""
+        """Return True if `text`, an entry of the variable `visible`, names this GPU by its number or by the first part
+        of its id.
+        """
         return text == str(self.number) if text.isdecimal() else self.id.startswith(text)
 
 
 class GpuDriver(ABC):
-    """The library of one maker. `find`, `uses` and `held_by` block."""
+    """The library of one maker of GPUs. `find`, `uses` and `held_by` block."""
 
     library: str
-    """How messages name it."""
+    """The name of the library in messages."""
     package: str
-    """The Python package that it needs."""
+    """The Python package through which the library is used."""
     visible: str
     """The environment variable with the GPUs that a process sees."""
     cdi_kind: str
-    """The kind of devices under which the Container Device Interface names its GPUs."""
+    """The kind of these GPUs in the Container Device Interface (CDI)."""
 
     def find(self) -> list[Gpu]:
         """Return the GPUs of this machine that the gateway sees. If a GPU is cut into slices, return its slices."""
@@ -57,18 +62,20 @@ class GpuDriver(ABC):
 
     @abstractmethod
     def uses(self) -> list[GpuUse]:
-        """Return how much of each GPU is used, in their order; an empty list if there are none, or no library."""
+        """Return the use of each GPU, in the library's order; an empty list if there is no GPU or no library."""
 
     @abstractmethod
     def held_by(self, pid: int) -> Mapping[str, int]:
-        """Return how many bytes of each GPU a process holds, by the GPU's id. GPUs that it does not use may be missing."""
+        """Return how many bytes of each GPU a process holds, by the GPU's id. GPUs that the process does not use may be
+        missing.
+        """
 
     @abstractmethod
     def environment(self, ids: Sequence[str], memory_mb: int | None) -> dict[str, str]:
-        """Return the variables with which a process sees only these GPUs, and may use `memory_mb` of each."""
+        """Return the variables that let a process see only these GPUs, and use at most `memory_mb` of each."""
 
 
 @cache
 def warn(text: str) -> None:
-    """Log a warning once: the metrics ask again and again."""
+    """Log a warning only once, although the metrics cause it again and again."""
     LOG.warning("%s", text)

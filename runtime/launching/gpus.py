@@ -1,4 +1,6 @@
-"""Finds the library that knows the GPUs of this machine. Without one, the setting `gpus` says which GPUs there are."""
+"""Finds the library that knows the GPUs of this machine. Without such a library, the setting `gpus` says which GPUs
+there are.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +11,18 @@ from .amd_gpus import AmdDriver
 from .gpu_driver import GpuDriver
 from .nvidia_gpus import NvidiaDriver
 
-# Every base has it: torch then asks the driver's library whether there are GPUs, and does not make a context to find out,
-# which no fork would survive.
+# Every base gets this variable. Torch then asks the driver's library whether there are GPUs. Otherwise, torch would
+# make a context to find out, and no fork survives a context.
 ASK_WITHOUT_USE = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-# What functions inherit of the gateway's environment that concerns GPUs.
+# Functions inherit the gateway's variables with these prefixes, which concern GPUs.
 PREFIXES = ("CUDA_", "NVIDIA_", "HIP_", "ROCR_", "HSA_")
 NVIDIA_MODULE, AMD_MODULE = Path("/proc/driver/nvidia"), Path("/dev/kfd")
 
 
 def find_driver() -> GpuDriver:
-    """Return the driver of this machine's GPUs: NVIDIA's, unless only AMD's is there or finds some."""
+    """Return the driver of this machine's GPUs. AMD's is returned if only AMD's kernel module is loaded, or if neither
+    is loaded and only AMD's library finds GPUs; else NVIDIA's.
+    """
     nvidia, amd = NvidiaDriver(), AmdDriver()
     if not NVIDIA_MODULE.exists() and (AMD_MODULE.exists() or (not nvidia.uses() and amd.uses())):
         return amd
@@ -26,6 +30,8 @@ def find_driver() -> GpuDriver:
 
 
 def names_within(given: Sequence[str], ids: Iterable[str]) -> list[str]:
-    """Return the names of GPUs in a container, which counts the GPUs that it is `given` from 0. It knows ids that are no numbers too."""
+    """Return the names that the GPUs `ids` have in a container. The container numbers the GPUs that it is `given` from
+    0. An id that is not a number stays the same.
+    """
     numbers = sorted(int(one) for one in given if one.isdecimal())
     return [str(numbers.index(int(one))) if one.isdecimal() else one for one in ids]

@@ -23,7 +23,7 @@ EXIT_REPORT_TIMEOUT_S = 2.0
 UNKNOWN_CAUSE = "an unknown cause"
 # How long a stuck worker has to write its stacks before it is killed.
 STACKS_TIMEOUT_S = 0.5
-# How long a killed process may take to end, before the gateway goes on without it.
+# How long the gateway waits for the end of a killed process.
 KILLED_S = 10.0
 NO_SECRETS: Mapping[str, str] = MappingProxyType({})
 
@@ -32,9 +32,11 @@ class EndCause(NamedTuple):
     """How a process ended."""
 
     text: str = ""
-    """For messages: "signal 9 (SIGKILL)" or "exit code 1". If it was killed, also the sender and the reason, if known."""
+    """The cause in messages: "signal 9 (SIGKILL)" or "exit code 1". For a kill, the text also names the sender and the
+    reason, if they are known.
+    """
     out_of_memory: bool = False
-    """True if the kernel certainly killed it because the memory of its function ran out."""
+    """True if the kernel certainly killed the process because the memory of its function ran out."""
 
 
 class Child(ABC):
@@ -61,16 +63,16 @@ class Child(ABC):
         """Send the process a signal, unless it has ended."""
 
     def dump_stacks(self) -> None:
-        """Let the process write to its log what each of its threads is doing, even if they are stuck."""
+        """Let the process write the stacks of its threads to its log, even if the threads are stuck."""
         self.send_signal(STACKS_SIGNAL)
 
     def kill_stuck(self, reason: str) -> None:
-        """Let the worker write its stacks, and kill it a moment later. `reason` is for its log."""
+        """Let the worker write its stacks, and kill it a moment later. The cause of its end then contains `reason`."""
         if self._kill_reason or self.gone.is_set():
             return
         self._kill_reason = reason
         if self.output is not None:
-            # The stacks belong to no caller.
+            # The lines of the stacks must not go to the output of an invocation.
             self.output.crowd()
         self.dump_stacks()
         if self._kill_timer is not None:
@@ -80,7 +82,7 @@ class Child(ABC):
     def kill_after(self, timeout_s: float) -> None:
         """Kill the process if it has not ended in `timeout_s`. If this is called several times, the earliest deadline counts."""
         kill_at_s = self._loop.time() + timeout_s
-        # With a reason, `kill_stuck` has already set a timer, which is short.
+        # If there is a reason, `kill_stuck` has already set its own, short timer.
         if self._kill_reason or self.gone.is_set() or kill_at_s >= self._kill_at_s:
             return
         if self._kill_timer is not None:
@@ -92,13 +94,15 @@ class Child(ABC):
         self._kill_timer = self._loop.call_later(timeout_s, kill)
 
     async def wait_gone(self, timeout_s: float) -> None:
-        """Wait until the process has ended, at most `timeout_s`: the kernel may be unable to end it."""
+        """Wait at most `timeout_s` until the process has ended, because the kernel may be unable to end it."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self.gone.wait()
 
     async def wait_killed(self, timeout_s: float) -> None:
-        """Wait, at most `timeout_s`, for the end of a process that has been killed by then. Log it if it remains."""
+        """Wait at most `timeout_s` for the end of a process that is killed in that time. Log an error if the process
+        remains.
+        """
         await self.wait_gone(timeout_s)
         if not self.gone.is_set():
             fault = (
@@ -107,7 +111,7 @@ class Child(ABC):
             LOG.error(fault, self.name, self.pid)
 
     async def cause(self) -> EndCause:
-        """Wait for the report of the process's end, for a moment, and return how it ended."""
+        """Return how the process ended. Wait at most EXIT_REPORT_TIMEOUT_S for the report of its end."""
         await asyncio.wait([self._exit_code], timeout=EXIT_REPORT_TIMEOUT_S)
         code = self._exit_code.result() if self._exit_code.done() else None
         if code is None:
@@ -122,10 +126,10 @@ class Child(ABC):
         return EndCause(f"{text}{self._memory_text}", self._out_of_memory)
 
     def report_exit(self, code: int | None, *, out_of_memory: bool = False, certain: bool = True) -> None:
-        """Set the exit code that the parent reported, or None if the parent ended before.
+        """Set the exit code that the parent process reported, or None if the parent ended first.
 
-        `out_of_memory` is True if the kernel killed the process because memory ran out. If that is not
-        `certain`, it may have killed another process of the machine.
+        `out_of_memory` is True if the kernel killed the process because memory ran out. If that is not `certain`, the
+        kernel may have killed another process of the machine instead.
         """
         self._out_of_memory = out_of_memory and certain
         if out_of_memory:
@@ -134,8 +138,8 @@ class Child(ABC):
             self._exit_code.set_result(code)
 
     def ended(self) -> None:
-        """Set `gone`, because the process has ended, stop the timers, and let the link end."""
-        # Until it fires, a running timer would keep this object in memory.
+        """Note that the process has ended: set `gone`, stop the timers, and let the link end."""
+        # A running timer would keep this object in memory until the timer fires.
         if self._kill_timer is not None:
             self._kill_timer.cancel()
         self.gone.set()
@@ -160,14 +164,15 @@ class WorkerSource(Protocol):
     async def fork(self, name: str, logs: Log, rehearsal_mb: int | None = None) -> Child:
         """Return a new standby: a worker process that is connected, without weights. Raise LauncherError.
 
-        `rehearsal_mb` is how much memory of each GPU it may use to rehearse: 0 if it must not rehearse, None for no limit.
+        `rehearsal_mb` is the memory of each GPU that the standby may use to rehearse: 0 if it must not rehearse, None
+        for no limit.
         """
 
     def close(self) -> None:
         """End the zygote. The workers that were forked from it drain."""
 
     async def wait_closed(self, timeout_s: float) -> None:
-        """Wait until the zygote, which `close` has told to end, has ended. Kill it after `timeout_s`."""
+        """Wait for the end of the zygote after a call of `close`. Kill the zygote after `timeout_s`."""
 
 
 class Launcher(Protocol):
@@ -180,17 +185,19 @@ class Launcher(Protocol):
         on_death: Callable[[], None],
         secrets: Mapping[str, str] = NO_SECRETS,
     ) -> WorkerSource:
-        """Launch the zygote of `spec`. Its death calls `on_death`. Raise HandlerError or LauncherError.
+        """Launch the zygote of `spec`. Call `on_death` if the zygote dies. Raise HandlerError or LauncherError.
 
         `secrets` are environment variables that only this zygote and its workers get, over their links.
         Call `forget` with the same `spec` when its revision has ended.
         """
 
     async def prepare(self, spec: WorkerSpec) -> None:
-        """Start the processes that a launch of `spec` shares with others, so that it takes less time. Raise LauncherError."""
+        """Start the processes that a launch of `spec` shares with others, so that the launch takes less time. Raise
+        LauncherError.
+        """
 
     async def provide(self, spec: WorkerSpec) -> bool:
-        """Bring the image that a launch of `spec` needs to this machine. Return True if it was missing.
+        """Bring the image that a launch of `spec` needs to this machine. Return True if the image was missing.
 
         Raise LauncherError.
         """
@@ -199,7 +206,7 @@ class Launcher(Protocol):
         """End the processes that were started only for `spec`, which must be the same object as at its launch."""
 
     def base_pids(self) -> list[int]:
-        """Return the bases: the processes with the heavy imports, from which zygotes are forked."""
+        """Return the pids of the bases: the processes with the heavy imports, from which zygotes are forked."""
 
     def end_unused(self) -> None:
         """End the shared processes that no launched revision needs now. A later launch starts them again."""
@@ -209,7 +216,7 @@ class Launcher(Protocol):
 
 
 class LauncherByImage:
-    """Launches functions that have an image in containers, and all others as processes."""
+    """Launches functions that have an image in containers, and all other functions as processes."""
 
     def __init__(self, processes: Launcher, containers: Launcher) -> None:
         self._processes, self._containers = processes, containers

@@ -24,7 +24,7 @@ from ..telemetry.logs import Log
 _log = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S = 10.0
-# The pause after a connection could not be accepted, as in asyncio: no event tells that a descriptor is free.
+# The pause after a connection could not be accepted, as in asyncio. No event says when a descriptor becomes free.
 ACCEPT_RETRY_S = 1.0
 MAX_HELLO_BYTES = 4096
 BACKLOG = 512
@@ -58,7 +58,8 @@ class Listener:
         self.path = path
         self._expected: dict[str, Expected] = {}
         self._greetings: set[_Greeting] = set()
-        # The log connections by the first half of the token. The event loop holds each of them until its end.
+        # The log connections, by the first half of their tokens. The event loop keeps each connection in memory until
+        # it ends.
         self._streams: WeakValueDictionary[str, LogStream] = WeakValueDictionary()
         self._paused: asyncio.TimerHandle | None = None
         self._failing = False
@@ -89,7 +90,7 @@ class Listener:
     def expect(self, role: str, source: str, logs: Log, on_link: OnLink) -> str:
         """Return a token for one process.
 
-        When it opens a link as `role`, `on_link(link, pid, log_stream)` is called.
+        When the process opens a link as `role`, the listener calls `on_link(link, pid, log_stream)`.
         """
         name, secret = secrets.token_hex(8), secrets.token_hex(16)
         self._expected[name] = Expected(secret, source, logs, on_link, role)
@@ -107,7 +108,9 @@ class Listener:
             greeting.read()
 
     def hello(self, sock: socket.socket, token: str, role: str, mark: str = "") -> bool:
-        """Hand over a connection that sent HELLO. Return False if it is refused: the caller closes it."""
+        """Hand over a connection that sent HELLO. Return False if the connection is refused; the caller must then close
+        it.
+        """
         name, _, secret = token.partition(".")
         expected = self._expected.get(name)
         if expected is None or not hmac.compare_digest(expected.secret.encode(), secret.encode()):
@@ -141,7 +144,9 @@ class Listener:
         return True
 
     def _pause(self, error: OSError) -> None:
-        """Accept nothing for a while, after an error such as EMFILE: the socket would stay readable."""
+        """Accept nothing for ACCEPT_RETRY_S after an error such as EMFILE. The socket stays readable, so the event loop
+        would call `_accept` at once.
+        """
         if not self._failing:
             self._failing = True
             remedy = "Raise the limit of open files (ulimit -n)."
@@ -170,7 +175,7 @@ class _Greeting:
         self._sock.close()
 
     def read(self) -> None:
-        """Read the bytes of the HELLO that have arrived, and none of the bytes after it.
+        """Read the bytes of the HELLO that have arrived, but no bytes after the HELLO.
 
         Once the HELLO is complete, hand over the connection or close it.
         """
@@ -193,7 +198,7 @@ class _Greeting:
         self._listener.discard(self)
 
     def _greet(self, hello: Frame) -> bool:
-        # OSError: no descriptor is free to watch the process.
+        # OSError means that no descriptor is free to watch the process.
         with contextlib.suppress(LinkError, KeyError, OSError):
             if hello.kind == FrameKind.HELLO:
                 head = hello.json()

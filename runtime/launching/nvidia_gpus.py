@@ -1,4 +1,4 @@
-"""NVIDIA's GPUs, through NVML. It needs the package nvidia-ml-py and NVIDIA's driver."""
+"""Reads the state of NVIDIA's GPUs through NVML, which needs the package nvidia-ml-py and NVIDIA's driver."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from .gpu_driver import GpuDriver, GpuUse, warn
 
-# With NVIDIA's MPS, the driver lets a process allocate no more than that.
+# With NVIDIA's MPS, the driver lets a process allocate at most the memory that this variable names.
 MPS_MEMORY = "CUDA_MPS_PINNED_DEVICE_MEM_LIMIT"
 
 
@@ -36,14 +36,15 @@ class NvidiaDriver(GpuDriver):
     def environment(self, ids: Sequence[str], memory_mb: int | None) -> dict[str, str]:
         found = {self.visible: ",".join(ids)}
         if ids and memory_mb is not None:
-            # By the number of the GPU among those that the worker sees. Without MPS, the driver ignores it.
+            # Each limit is for a GPU's number among the GPUs that the worker sees. Without MPS, the driver ignores the
+            # variable.
             found[MPS_MEMORY] = ",".join(f"{number}={memory_mb}M" for number in range(len(ids)))
         return found
 
 
 @contextlib.contextmanager
 def _opened() -> Iterator[Any]:
-    """Yield NVML, initialised; None if the package or the driver is not there."""
+    """Yield the initialised NVML; None if the package or the driver is missing."""
     nvml: ModuleType | Any = None
     with contextlib.suppress(ImportError):
         nvml = importlib.import_module("pynvml")
@@ -64,7 +65,9 @@ def _opened() -> Iterator[Any]:
 
 
 def _parts(nvml: ModuleType) -> Iterator[tuple[int, Any, bool]]:
-    """Yield the number of each GPU, its handle or that of a slice of it, and whether it is a whole GPU."""
+    """Yield each GPU, or the slices of a GPU that is cut into slices: the GPU's number, the handle, and True for a
+    whole GPU.
+    """
     for number in range(nvml.nvmlDeviceGetCount()):
         try:
             gpu = nvml.nvmlDeviceGetHandleByIndex(number)
@@ -87,7 +90,7 @@ def _uses(nvml: ModuleType) -> Iterator[GpuUse]:
 
 def _slices(nvml: ModuleType, gpu: Any) -> Iterator[Any]:
     """Yield the MIG slices of a GPU."""
-    # NVMLError: most GPUs have no MIG. Where there is MIG, most places for a slice are empty.
+    # NVMLError: most GPUs have no MIG. NVMLError_NotFound: with MIG, most places for a slice are empty.
     with contextlib.suppress(nvml.NVMLError):
         if nvml.nvmlDeviceGetMigMode(gpu)[0] != nvml.NVML_DEVICE_MIG_ENABLE:
             return
@@ -106,7 +109,9 @@ def _use(nvml: ModuleType, number: int, gpu: Any, *, busy: bool) -> GpuUse:
 
 
 def _memory(nvml: ModuleType, gpu: Any) -> tuple[int, int]:
-    """Return how many bytes of a GPU processes may use, and how many they do. An old driver tells no bytes of its own."""
+    """Return the bytes of a GPU that processes may use, and the bytes that they use now. An old driver does not report
+    the bytes that it reserves.
+    """
     try:
         memory = nvml.nvmlDeviceGetMemoryInfo(gpu, nvml.nvmlMemory_v2)
     except nvml.NVMLError_FunctionNotFound:
@@ -116,6 +121,6 @@ def _memory(nvml: ModuleType, gpu: Any) -> tuple[int, int]:
 
 
 def _held(nvml: ModuleType, gpu: Any, pid: int) -> int | None:
-    """Return how many bytes of a GPU a process holds; None if it does not use it, or that is not known."""
+    """Return how many bytes of a GPU a process holds; None if it does not use the GPU, or if NVML does not know."""
     processes = nvml.nvmlDeviceGetComputeRunningProcesses(gpu)
     return next((one.usedGpuMemory for one in processes if one.pid == pid), None)

@@ -24,17 +24,17 @@ from .zygote_process import ChildProcess, ZygoteProcess, ZygoteSource
 BASE_TIMEOUT_S = 300.0
 # How long a base may take to end after its link is closed. Then it is killed.
 BASE_EXIT_S = 10.0
-# The variables of the gateway's environment that functions inherit. Credentials are not among them.
+# The variables of the gateway's environment that functions inherit. They contain no credentials.
 INHERITED = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "TMPDIR", "TZ", "LANG", "LANGUAGE", "VIRTUAL_ENV",
              "LD_LIBRARY_PATH")  # fmt: skip
 INHERITED_PREFIXES = ("LC_", "HF_", "TRANSFORMERS_", "OMP_", "MKL_", "KMP_", "COVERAGE_", *PREFIXES)
 SECRET_ENDINGS = ("_TOKEN", "_KEY", "_SECRET", "_PASSWORD")
-# These stop libraries from starting thread pools at import: a zygote must not have them. In workers,
-# `fork_safety.set_threads` raises the thread counts of torch, BLAS and numexpr again.
+# These variables stop libraries from starting thread pools at import, because a zygote must not have threads. In
+# workers, `fork_safety.set_threads` raises the thread counts of torch, BLAS and numexpr again.
 SINGLE_THREADED = {"OPENBLAS_NUM_THREADS": "1", "NUMEXPR_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 
-# What a base is started for: the path of the Python, and the packages that the base imports.
+# The key of a base: the path of its Python, and the packages that it imports.
 BaseKey = tuple[str, tuple[str, ...]]
 
 
@@ -45,11 +45,12 @@ class ProcessLauncher:
         """`state` is the state folder of the gateway, `cache` the node's cache of fetched snapshots."""
         self._listener, self._tasks = listener, tasks
         self._confinements = Confinements(state, cache)
-        # By the id of the spec, which it keeps in memory: no other gets its id. Threads make the confinements.
+        # The specs and their confinements, by the id of the spec. The spec stays in memory, so that no other spec gets
+        # its id. Threads make the confinements.
         self._confined: dict[int, tuple[WorkerSpec, asyncio.Future[Confinement]]] = {}
         self._bases: dict[BaseKey, ZygoteProcess] = {}
         self._starting: dict[BaseKey, asyncio.Lock] = {}
-        # By base, the ids of the specs that it was started for. The revisions keep the specs in memory.
+        # The ids of the specs that need a base, by the base's key. The revisions keep the specs in memory.
         self._specs: dict[BaseKey, set[int]] = {}
         self._processes: set[asyncio.subprocess.Process] = set()
         # The tasks that wait for the ends of `_processes`.
@@ -71,7 +72,8 @@ class ProcessLauncher:
             made = asyncio.get_running_loop().run_in_executor(None, self._confinements.make, spec)
             known = self._confined[id(spec)] = spec, made
             made.add_done_callback(lambda _: self._drop_failed(spec, made))
-        # If the caller is cancelled, the thread goes on, and `forget` needs what it makes.
+        # Shield the future: the thread goes on if the caller is cancelled, and `forget` removes the confinement that it
+        # makes.
         return await asyncio.shield(known[1])
 
     def _drop_failed(self, spec: WorkerSpec, made: asyncio.Future[Confinement]) -> None:
@@ -87,7 +89,7 @@ class ProcessLauncher:
         await self._base(spec)
 
     async def provide(self, _spec: WorkerSpec) -> bool:
-        """Do nothing: all that a process needs is deployed."""
+        """Do nothing: the deploy has already brought everything that a process needs."""
         return False
 
     async def forget(self, spec: WorkerSpec) -> None:
@@ -101,7 +103,7 @@ class ProcessLauncher:
         if specs or key not in self._specs:
             return
         del self._specs[key]
-        # A launch that holds the lock starts the base for those that come meanwhile as well.
+        # Keep a lock that a launch holds: launches that come meanwhile wait for that lock, and then use the same base.
         if not self._starting[key].locked():
             del self._starting[key]
         if (base := self._bases.pop(key, None)) is not None:
@@ -142,7 +144,7 @@ class ProcessLauncher:
             base = self._bases.get(key)
             if base is None or not base.alive:
                 base = self._bases[key] = await self._start_base(*key)
-            # `forget` may have removed it meanwhile. Then it is called again.
+            # `forget` may have removed this entry while the base started. The next call of `forget` needs the entry.
             self._specs.setdefault(key, set()).add(id(spec))
             return base
 
@@ -165,7 +167,7 @@ class ProcessLauncher:
                     base = ZygoteProcess(await dialled, self._listener)
                 await base.wait_built(BASE_TIMEOUT_S)
             except BaseException as error:
-                # Kill it here: nothing else refers to this process, for example if the caller was cancelled.
+                # Kill the process here: nothing else refers to it, for example if the caller was cancelled.
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()
                 if not isinstance(error, TimeoutError):
@@ -207,7 +209,9 @@ async def _spawn_base(python: str, request: dict[str, Any]) -> asyncio.subproces
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of a base: no credentials of the gateway, thread pools turned off, no use of devices."""
+    """Return the environment of a base: without credentials of the gateway, without thread pools, and with
+    ASK_WITHOUT_USE.
+    """
     kept = {
         key: value
         for key, value in os.environ.items()

@@ -1,4 +1,6 @@
-"""Waits for a zygote that imports and builds a handler, and says where it is if that takes long."""
+"""Waits for a zygote that imports and builds a handler. If that takes long, the log gets the zygote's position in the
+code.
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,9 @@ from ..link.worker_spec import POSITION_SIGNAL, WorkerSpec
 from ..telemetry.logs import Log
 from .launcher import STACKS_TIMEOUT_S, Child
 
-# When the log first says where a slow import or `build` is, and how often it says so again.
+# The time of the first line in the log about a slow import or `build`, and the time between the next lines.
 FIRST_REPORT_S, NEXT_REPORT_S = 10.0, 30.0
-# How long Python code may take to answer where it is. Native code does not answer.
+# How long the zygote may take to report its position. It cannot report a position in native code.
 ANSWER_S = 1.0
 
 
@@ -24,14 +26,14 @@ class SlowBuild:
         self._position: asyncio.Future[dict[str, Any]] | None = None
 
     def answer(self, position: dict[str, Any]) -> None:
-        """Take the head of a POSITION frame."""
+        """Note the answer of the zygote: the head of a POSITION frame."""
         if self._position is not None and not self._position.done():
             self._position.set_result(position)
 
     async def wait(self, spec: WorkerSpec, logs: Log) -> dict[str, Any]:
         """Return the result of `built`, or raise its error. Raise LauncherError after `spec.build_timeout_s`.
 
-        The log says where an import or `build` is that takes long. The error at the limit says so too.
+        If the import or `build` takes long, the log names its position. The error at the limit names it too.
         """
         loop, limit_s = asyncio.get_running_loop(), spec.build_timeout_s
         started_s, next_s = loop.time(), FIRST_REPORT_S
@@ -48,7 +50,9 @@ class SlowBuild:
             next_s += NEXT_REPORT_S
 
     async def _locate(self) -> str:
-        """Return where the zygote is. If its Python code does not answer, its log gets the stack."""
+        """Return the zygote's position in the code. If its Python code does not answer, let the zygote write its stacks
+        to its log.
+        """
         self._position = asyncio.get_running_loop().create_future()
         self._child.send_signal(POSITION_SIGNAL)
         first = asyncio.FIRST_COMPLETED

@@ -41,14 +41,14 @@ class ChildProcess(Child):
             self._loop.add_reader(self._pidfd, self._on_exit)
 
     def send_signal(self, number: int) -> None:
-        """Send a signal to this process, and never to another one that was given the same pid later."""
+        """Send a signal to this process, but never to a later process with the same pid."""
         with contextlib.suppress(ProcessLookupError, OSError):
             signal.pidfd_send_signal(self._pidfd, number)
 
     def _on_exit(self) -> None:
         self._loop.remove_reader(self._pidfd)
         if not self._reaped:
-            # Usually its zygote reaps it. If the zygote died first, the gateway may have become its parent.
+            # Usually the zygote reaps the process. If the zygote died first, the gateway may have become the parent.
             with contextlib.suppress(ChildProcessError):
                 os.waitid(os.P_PIDFD, self._pidfd, os.WEXITED | os.WNOHANG)
         os.close(self._pidfd)
@@ -65,7 +65,8 @@ class ZygoteProcess:
         self.building = SlowBuild(child, self._built)
         self.reported_failure = False
         self._forking: dict[str, asyncio.Future[Child]] = {}
-        # By the pid that the zygote sees. In a container it differs from the pid on the machine.
+        # The tokens of the children, by the pid that the zygote sees. In a container, this pid differs from the pid on
+        # the machine.
         self._token_of: dict[int, str] = {}
         self._children: dict[str, Child] = {}
         child.link.bind(self._on_frame, self._on_lost)
@@ -76,14 +77,14 @@ class ZygoteProcess:
 
     @property
     def childless(self) -> bool:
-        """True if it has no child and forks none."""
+        """True if this process has no child, and no fork is in progress."""
         return not self._children and not self._forking
 
     async def fork(
         self, role: str, name: str, logs: Log, spec: WorkerSpec | None = None,
         confinement: Confinement | None = None, rehearsal_mb: int | None = None,
     ) -> Child:  # fmt: skip
-        """Return a new child once it has connected. Raise LauncherError if it dies before or is too slow.
+        """Return a new child once it has connected. Raise LauncherError if the child dies first or is too slow.
 
         Children of a zygote inherit its confinement.
         """
@@ -99,7 +100,7 @@ class ZygoteProcess:
 
         token = self._listener.expect("zygote" if role == "zygote" else "worker", name, logs, on_link)
         self._forking[token] = future
-        # The URL of weights may hold credentials, and workers need none.
+        # Leave out the URLs of weights: they may hold credentials, and workers need no credentials.
         without = {"weights": {"__all__": {"source"}}}
         described = spec.model_dump(mode="json", exclude=without) if spec else None
         request: dict[str, Any] = {"token": token, "role": role, "spec": described}
@@ -139,7 +140,8 @@ class ZygoteProcess:
         try:
             head = await zygote.building.wait(spec, logs)
         except BaseException as error:
-            # The zygote itself reports a failure. If the zygote has died, the base reports its exit code.
+            # A zygote that still runs reports its failure itself. If the zygote has died, the base reports its exit
+            # code.
             told = zygote.reported_failure or not isinstance(error, LauncherError)
             died = None if told or zygote.alive else await _death(child, spec)
             # The build failed or the deploy was cancelled. The process may be running user code and not
@@ -172,7 +174,9 @@ class ZygoteProcess:
             raise LauncherError(f"{self.child.name} was not ready within {timeout_s:.0f} s.") from None
 
     def close(self) -> None:
-        """End the zygote by closing its link. Its children get SIGTERM when it ends, and workers drain."""
+        """End the zygote by closing its link. When the zygote ends, the kernel sends SIGTERM to its children, and
+        workers then drain.
+        """
         self._on_death = None
         self.child.link.close()
         self._end("was closed")
@@ -196,7 +200,7 @@ class ZygoteProcess:
     def _child_ended(self, pid: int, code: int, out_of_memory: bool, certain: bool = True) -> None:
         token = self._token_of.pop(pid, "")
         if token in self._forking and token not in self._children:
-            # The HELLO and the output that it sent before its death may still be unread.
+            # The HELLO and the output that the child sent before its death may still be unread.
             self._listener.settle()
         if (child := self._children.pop(token, None)) is not None:
             child.report_exit(code, out_of_memory=out_of_memory, certain=certain)
@@ -209,12 +213,14 @@ class ZygoteProcess:
 
     def _on_lost(self) -> None:
         self._end("died")
-        # After a reported failure, `launch` raises that error: the end of the process is no second one.
+        # After a reported failure, `launch` raises the reported error. The end of the process is not a second failure.
         if self._on_death is not None and not self.reported_failure:
             self._on_death()
 
     def _end(self, how: str) -> None:
-        """Fail everything that waits for a report of this zygote. `how` says in the error how it ended."""
+        """Fail everything that waits for a report of this zygote. `how` is the part of the error's message that says
+        how the zygote ended.
+        """
         for child in self._children.values():
             child.report_exit(None)
         message, remedy = f"{self.child.name} {how}.", "See `pilotflame logs` for its last output."
@@ -229,7 +235,7 @@ class ZygoteProcess:
 
 def _spawn_reason(head: dict[str, Any]) -> str:
     """Return why the zygote that sent this BUILT frame cannot fork workers; "" if it can."""
-    # The use of a device starts threads too: it is the cause to name.
+    # The use of a device starts threads too, so name the device as the cause.
     if used := head.get("device_use"):
         return str(used)
     if head["threads"] == 1:
@@ -253,7 +259,7 @@ def send_secrets(child: Child, secrets: Mapping[str, str]) -> None:
 
 
 class ZygoteSource:
-    """Forks a revision's workers from its zygote. If the zygote has threads, the base spawns them instead."""
+    """Forks a revision's workers from its zygote. If the zygote has threads, the base spawns the workers instead."""
 
     def __init__(
         self, zygote: ZygoteProcess, base: ZygoteProcess, spec: WorkerSpec, facts: dict[str, Any],
