@@ -1,8 +1,7 @@
 """The code of the processes that run handlers: zygotes and workers.
 
-Start reading at `zygote.py`, which has the `main` of a launched process and forks workers. `worker.py` is one
-worker from its start to its exit. `function_setup.py` builds and sets up a function in this process.
-`thread_runner.py` and `loop_runner.py` run invocations, and `batch_run.py` runs the groups of a batch
-handler. `first_touch.py` is the process that `snapshot record` starts. Workers must not import an HTTP server
-or code that only the gateway uses.
+Start reading at `zygote.py`, which has the `main` of a launched process and forks workers. `worker.py` runs one worker
+from its start to its exit. `function_setup.py` builds and sets up a function in this process. `thread_runner.py` and
+`loop_runner.py` run invocations, and `batch_run.py` runs the groups of a batch handler. `first_touch.py` is the process
+that `snapshot record` starts. Workers must not import an HTTP server or code that only the gateway uses.
 """

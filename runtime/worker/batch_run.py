@@ -1,8 +1,8 @@
 """Runs one group of invocations of a batch handler, in one or more handler calls.
 
-A group may be too large for one handler call, because of `max_cost` or of the limit that is set when memory
-runs out. If a handler call raises an ordinary exception, each half of its events is tried in a separate
-handler call. The halves are halved again until each event either was answered or has failed alone.
+A group may be too large for one handler call, because of `max_cost` or because of the limit that is lowered when memory
+runs out. If a handler call raises an ordinary exception, each half of its events is tried in a separate handler call.
+The halves are halved again until each event either was answered or has failed alone.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class BatchRun:
         return self._runner.handler.arguments(context, [call.event for call in calls])
 
     def succeed(self, calls: list[Call], answer: Any, started_s: float) -> None:
-        """Encode what the handler returned for `calls` as their frames."""
+        """Encode the handler's answer for `calls` as frames."""
         try:
             frames = self._runner.result_frames(calls, answer, started_s)
         except Exception as error:  # noqa: BLE001  iterating the answer runs user code
@@ -68,7 +68,7 @@ class BatchRun:
         self._finish(calls, frames)
 
     def fail(self, calls: list[Call], error: BaseException) -> None:
-        """Try `calls` again in smaller pieces, or fail them: the handler raised `error`."""
+        """Handle `error`, which the handler raised for `calls`: try them again in smaller pieces, or fail them."""
         out_of_memory = is_out_of_memory(error)
         final = not isinstance(error, Exception) or isinstance(error, (Cancelled, SnapshotError))
         if len(calls) == 1 or final:
@@ -102,7 +102,7 @@ class BatchRun:
         return True
 
     def _is_over(self, call: Call) -> bool:
-        """Return whether the caller went away or the deadline passed; if so, fail the invocation."""
+        """Return True, and fail the invocation, if its caller went away or its deadline passed."""
         if not call.context.cancelled:
             return False
         if call.cancellation.flag:
@@ -121,10 +121,9 @@ class BatchRun:
 def pack(costs: Sequence[float], max_size: int, max_cost: float | None = None) -> list[list[int]]:
     """Distribute items with these costs to handler calls. Return a list of item indices for each call.
 
-    A call has at most `max_size` items and a total cost of at most `max_cost`, except that an item which
-    alone costs more than `max_cost` gets its own call. If all items fit in one call, they stay in order.
-    Otherwise they are sorted by cost, cheapest first, so that the items of a call have similar sizes and need
-    little padding.
+    A call has at most `max_size` items and a total cost of at most `max_cost`. An item that alone costs more than
+    `max_cost` gets its own call. If all items fit in one call, they stay in order. Otherwise they are sorted by cost,
+    cheapest first, so that the items of a call have similar sizes and need little padding.
     """
     limit = math.inf if max_cost is None else max_cost
     if len(costs) <= max_size and sum(costs) <= limit:

@@ -1,12 +1,14 @@
-"""Keeps what torch.compile, Triton and CUDA compile for a function, so that later processes need not do it again.
+"""Keeps the code that torch.compile, Triton and CUDA compile for a function, so that later processes can load it.
 
     <state dir>/compiled/<function>/<key>/inductor/ triton/ cuda/
 
-Each compiler has its own keys for compiled code. The key of the folder names the other facts that the code depends on:
-inductor, for example, compiles for the processor that it runs on, and its keys do not name this processor. The zygote
-does all of this with the rights of the function, before it runs any of the function's code.
+Each compiler has its own keys for compiled code. The key of the folder covers the facts that those keys leave out. For
+example, inductor compiles for the processor that it runs on, but its keys do not name this processor. The zygote does
+all of this with the rights of the function. It does so before it runs any of the function's code if the base has
+imported torch, else after it has imported the handler.
 
-A zygote and its workers hold a shared lock on their folder. Only a process with the exclusive lock removes anything there.
+A zygote and its workers hold a shared lock on their folder. A process removes something from a folder only while it
+holds the exclusive lock.
 """
 
 from __future__ import annotations
@@ -36,24 +38,25 @@ _LIBRARIES = (".so", ".o", ".gch")
 _CPUINFO, _CPUINFO_BYTES = Path("/proc/cpuinfo"), 8192
 _CPU_FIELDS = ("vendor_id", "cpu family", "model", "flags", "CPU implementer", "CPU part", "Features")
 _NVIDIA = Path("/proc/driver/nvidia")
-# The file of a folder that names the boot of the machine in which it was used last.
+# The file in each folder that holds the id of the machine's boot in which the folder was used last.
 _BOOT, _BOOT_ID = "boot", Path("/proc/sys/kernel/random/boot_id")
-# How long the kernel may keep written data in memory before it is on the disk: by default 30 s, and 5 s until it looks.
+# The longest time for which written data may be in memory only. By default, the kernel looks every 5 s for data that is
+# older than 30 s, and writes it to the disk.
 WRITTEN_BACK_S = 120.0
 
 
 def keep_compiled_code(kept: CompiledCode) -> dict[str, str]:
-    """Prepare the folder of this process's key, and return the variables that lead compilers there.
+    """Prepare the folder of this process's key, and return the environment variables that make compilers use it.
 
-    If the folder is new, remove the folders of older keys, except KEPT_OTHERS and the folders in use. If the folder has
-    more than the limit, empty it. Return no variables if the folder cannot be used.
+    If the folder is new, remove the folders of older keys, except KEPT_OTHERS and the folders in use. If the folder is
+    larger than the limit, empty it. Return no variables if the folder cannot be used.
     """
     folder = kept.folder / _key(kept)
     try:
         if not folder.is_dir():
             _make(folder)
         _take(folder, kept.limit_bytes)
-        # When it was used last. `_take` reads it.
+        # The time of the folder says when it was used last. `_take` reads this time.
         os.utime(folder)
     except OSError as error:
         sys.stderr.write(f"compiled code is not kept: {error}\n")
@@ -62,7 +65,7 @@ def keep_compiled_code(kept: CompiledCode) -> dict[str, str]:
 
 
 def note_end(kept: CompiledCode) -> None:
-    """Note that the machine still runs, at the end of a process that has used its folder."""
+    """Record in the folder's time that the machine still runs, at the end of a process that has used the folder."""
     with contextlib.suppress(OSError):
         os.utime(kept.folder / _key(kept))
 
@@ -91,7 +94,9 @@ def _libc() -> str:
 
 
 def _packages() -> Iterator[str]:
-    """Yield the versions of torch and Triton. Neither is imported for it: that would take seconds."""
+    """Yield digests of the files that hold the versions of torch and Triton. An import of the packages would take
+    seconds.
+    """
     for package, file in (("torch", "version.py"), ("triton", "__init__.py")):
         spec = importlib.util.find_spec(package)
         for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
@@ -133,14 +138,14 @@ def _take(folder: Path, limit_bytes: int) -> None:
             for name in FOLDERS.values():
                 shutil.rmtree(folder / name, ignore_errors=True)
         try_lock(descriptor, exclusive=False)
-    # It is not closed: the kernel does that at the end of these processes.
+    # The descriptor stays open. The kernel closes it at the end of this process and its forks.
 
 
 def _on_disk(folder: Path, written_s: float) -> bool:
     """Return False if the machine may have crashed before the last written files were on its disk.
 
-    Compilers do not wait for the disk, and a damaged file makes inductor fail, or kills the worker. Note that the
-    folder is used in this boot of the machine.
+    Compilers do not wait for the disk, and a damaged file makes inductor fail, or kills the worker. This also records
+    that the folder is used in this boot of the machine.
     """
     file = folder / _BOOT
     with contextlib.suppress(FileNotFoundError):
@@ -161,13 +166,14 @@ def _boot() -> str:
 def _mended(folder: Path) -> tuple[int, float]:
     """Remove the libraries that a compiler has left unfinished. Inductor would load them, and fail.
 
-    All other files are written beside and renamed. Return the bytes of disk in use, and the time of the last write.
+    Compilers write all other files under another name, and rename them. Return the bytes of disk in use, and the time
+    of the last write.
     """
     size, written_s = 0, 0.0
     for entry in (entry for name in FOLDERS.values() for entry in _entries(folder / name)):
         found = entry.stat(follow_symlinks=False)
         size += found.st_blocks * 512
-        # Readers also change the times of folders and of empty lock files, so these do not count.
+        # Readers also change the times of folders and of empty lock files, so these times do not count.
         if found.st_size and entry.is_file(follow_symlinks=False):
             written_s = max(written_s, found.st_mtime)
         if entry.name.endswith(_UNFINISHED):
@@ -177,7 +183,7 @@ def _mended(folder: Path) -> tuple[int, float]:
 
 
 def _entries(folder: Path | str) -> Iterator[os.DirEntry[str]]:
-    """Yield all that is below a folder. In each, files come before folders."""
+    """Yield all files and folders below a folder. In each folder, the files come first."""
     try:
         with os.scandir(folder) as found:
             entries = sorted(found, key=lambda entry: entry.is_dir(follow_symlinks=False))
@@ -199,7 +205,7 @@ def _remove_others(folder: Path) -> None:
     for other in (*interrupted, *whole[:-KEPT_OTHERS]):
         if (descriptor := lock_folder(other, exclusive=True)) is not None:
             try:
-                # A process that is to use it makes a new one.
+                # After the renaming, a process that needs the folder makes a new one.
                 gone = other.rename(other.with_name(f".{secrets.token_hex(8)}"))
                 shutil.rmtree(gone, ignore_errors=True)
             finally:

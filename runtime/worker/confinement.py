@@ -1,8 +1,9 @@
-"""Confines a process to its limits before it runs a function's code. Children and programs inherit that.
+"""Confines a process to its limits before it runs a function's code. Its children, and the programs that it starts,
+inherit the limits.
 
-A cgroup limits memory, processors and processes; Landlock, a part of the kernel that needs no privilege, limits
-which files can be read and written. A process that is confined by Landlock can also not look into processes
-outside of its function, such as the gateway, or send them signals (from Linux 6.12).
+A cgroup limits memory, processors and processes; Landlock, a part of the kernel that needs no privilege, limits which
+files can be read and written. Landlock also keeps the process from looking into processes outside of its function, such
+as the gateway, and from sending signals to them (from Linux 6.12).
 """
 
 from __future__ import annotations
@@ -26,15 +27,16 @@ _CREATE_RULESET_VERSION, _RULE_PATH_BENEATH, _SCOPE_SIGNAL = 1, 1, 2
 _PR_SET_NO_NEW_PRIVS = 38
 _RULESET_ATTR, _PATH_BENEATH_ATTR = struct.Struct("=QQQ"), struct.Struct("=Qi")
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR, _REFER, _TRUNCATE = 1, 2, 4, 8, 1 << 13, 1 << 14
-# Execute, read, write, and all ways to make and remove files, folders and others.
+# Execute, read, write, and all ways to make and remove files, folders and other entries.
 _ALL_OF_VERSION_1 = (1 << 13) - 1
 _OF_FILES = _EXECUTE | _WRITE_FILE | _READ_FILE | _TRUNCATE
 _READ = _EXECUTE | _READ_FILE | _READ_DIR
-# The first versions that know the right to rename between folders, the right to truncate, and the signal scope.
+# The first versions of Landlock that know the right to rename between folders, the right to truncate, and the signal
+# scope.
 _SINCE_REFER, _SINCE_TRUNCATE, SINCE_SCOPE = 2, 3, 6
 # From <linux/capability.h>: version 3 has two sets of three numbers.
 _CAPABILITY_HEADER, _CAPABILITY_VERSION, _CAPABILITY_BYTES = struct.Struct("=Ii"), 0x20080522, 24
-# Devices that can be read and written. Others, such as disks, cannot.
+# The devices that a confined process can read and write. It cannot use other devices, such as disks.
 DEVICES = ("null", "zero", "full", "random", "urandom", "tty", "ptmx", "pts", "dri", "kfd", "infiniband")
 DEVICE_PREFIX = "nvidia"
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -42,21 +44,21 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def confine(confinement: Confinement) -> None:
     """Confine this process. Raise OSError, or LauncherError if the kernel has no Landlock."""
-    # A file with the memory of a crashed worker would hold its secrets and weights.
+    # Let the kernel write no core dump: it would hold the secrets and weights of the crashed worker.
     resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
     for file in confinement.joins:
-        # 0: the process that writes.
+        # 0 means the process that writes it.
         file.write_text("0")
     if confinement.tmp is not None:
         os.environ["TMPDIR"] = str(confinement.tmp)
-        # The base may have looked it up.
+        # Forget the folder that `tempfile` may have found in the base.
         tempfile.tempdir = None
     if confinement.hidden:
         _restrict(confinement)
 
 
 def landlock_version() -> int:
-    """Return the version of the kernel's Landlock, 0 if it has none."""
+    """Return the version of the kernel's Landlock, 0 if the kernel has no Landlock."""
     return max(0, int(_libc.syscall(_CREATE_RULESET, None, 0, _CREATE_RULESET_VERSION)))
 
 
@@ -83,10 +85,10 @@ def _restrict(confinement: Confinement) -> None:
 
 
 def _rules(confinement: Confinement) -> Iterator[tuple[Path, int]]:
-    """Yield the paths that can be used, and the rights that apply to them and to everything below."""
+    """Yield the paths that can be used, and the rights that apply to each path and to everything below it."""
     hidden = {path.resolve() for path in confinement.hidden}
     devices = Path("/dev")
-    # /dev/shm holds weights of other functions.
+    # Exclude /dev here, because /dev/shm holds weights of other functions.
     yield from ((path, _READ) for path in _outside(Path("/"), hidden | {devices}))
     python = (Path(sys.prefix), Path(sys.base_prefix), *map(Path, filter(None, sys.path)))
     for path in (*confinement.readable, *python):
@@ -103,10 +105,10 @@ def _rules(confinement: Confinement) -> Iterator[tuple[Path, int]]:
 
 
 def _outside(folder: Path, hidden: set[Path]) -> Iterator[Path]:
-    """Yield paths, as few as possible, that cover everything in `folder` but the hidden folders.
+    """Yield as few paths as possible, which together cover everything in `folder` except the hidden folders.
 
-    Files and folders that are made later beside a hidden folder are not covered. Links are left out: their targets are
-    yielded at their own places, unless they are hidden.
+    Files and folders that are made later beside a hidden folder are not covered. Links are left out. A link's target is
+    yielded at its own place, unless the target is hidden.
     """
     with suppress(PermissionError), os.scandir(folder) as entries:
         for entry in entries:
@@ -123,7 +125,7 @@ def _allow(ruleset: int, path: Path, rights: int) -> None:
     try:
         descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except OSError:
-        # It was removed meanwhile, or cannot be reached anyway.
+        # The path was removed meanwhile, or this process cannot reach it anyway.
         return
     try:
         if not path.is_dir():
@@ -134,7 +136,9 @@ def _allow(ruleset: int, path: Path, rights: int) -> None:
 
 
 def _drop_capabilities() -> None:
-    """Give up all capabilities. Without new privileges, no program that is started has any either."""
+    """Give up all capabilities. Because of PR_SET_NO_NEW_PRIVS, programs that this process starts have no capabilities
+    either.
+    """
     if _libc.capset(_CAPABILITY_HEADER.pack(_CAPABILITY_VERSION, 0), bytes(_CAPABILITY_BYTES)) != 0:
         raise OSError(ctypes.get_errno(), "capset")
 

@@ -1,4 +1,4 @@
-"""Asks torch about the devices that a worker uses. torch.cuda also stands for AMD's devices in torch's builds for ROCm."""
+"""Asks torch about the devices that a worker uses. In torch's builds for ROCm, torch.cuda stands for AMD's devices."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ CPU = "cpu"
 
 
 def describe() -> str:
-    """Return torch's name for devices and that of the device, if the handler has used one, else "cpu"."""
+    """Return "cuda:" and the name of the device if the handler has used a device, else "cpu"."""
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return CPU
@@ -20,9 +20,11 @@ def describe() -> str:
 
 
 def limit_memory(size_bytes: int | None) -> None:
-    """Limit the memory that torch allocates of each GPU, in place of an earlier limit; None: all that a GPU has.
+    """Limit the memory that torch allocates on each GPU, and replace an earlier limit. None means all memory of the
+    GPU.
 
-    A worker that needs more fails, and no other worker on the GPU. Without GPUs, nothing is done.
+    A worker that needs more memory fails itself, and does not make other workers on the GPU fail. Without GPUs, this
+    does nothing.
     """
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_available():
@@ -36,7 +38,9 @@ def limit_memory(size_bytes: int | None) -> None:
 
 
 def reserved_bytes() -> list[int]:
-    """Give back what torch's allocator does not use. Return how much it keeps of each GPU, in their order."""
+    """Give back the memory that torch's allocator does not use. Return how many bytes it keeps of each GPU, in torch's
+    order.
+    """
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
         return []
@@ -45,14 +49,16 @@ def reserved_bytes() -> list[int]:
 
 
 def may_be_of_device(error: BaseException) -> bool:
-    """Return True if an exception, or one that it came from, may be the error of a device: torch raises RuntimeError."""
+    """Return True if an exception, or one of its causes, may be the error of a device. Torch reports such errors as
+    RuntimeError.
+    """
     return any(isinstance(one, (RuntimeError, SnapshotError)) for one in _causes(error))
 
 
 def failure(snapshots: Snapshots | None) -> PilotflameError | RuntimeError | None:
     """Wait for the devices that this process uses. Return the error of a device that has failed, or None.
 
-    After an illegal access, for example, a process can do nothing more on the device: a new process can.
+    After an illegal access, for example, this process cannot use the device any more, but a new process can.
     """
     try:
         if snapshots is not None:
@@ -68,7 +74,7 @@ def failure(snapshots: Snapshots | None) -> PilotflameError | RuntimeError | Non
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an exception and those that it came from."""
+    """Yield an exception and its causes."""
     seen = set[int]()
     one: BaseException | None = error
     while one is not None and id(one) not in seen:

@@ -1,4 +1,5 @@
-"""Records in which order a function first reads its tensors: sets it up as a worker does and calls it once.
+"""Records the order in which a function first reads its tensors. It sets up the function as a worker does, and calls it
+once.
 
 `pilotflame snapshot record` runs this in a separate process.
 """

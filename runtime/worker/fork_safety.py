@@ -3,8 +3,9 @@
 In the parent, before the first fork:
 1. `make_torch_single_threaded`: a fork copies only one thread, and a thread pool without its threads hangs.
    Environment variables do the same for other libraries (`SINGLE_THREADED` in process_launcher.py).
-2. `watch_threads`, `thread_count`: known monitor threads are turned off. If an import started threads anyway,
-   the zygote is not used for forks. `open_devices` finds a device that was used: its context survives no fork.
+2. `watch_threads`, `thread_count`: known monitor threads are turned off. If an import started threads anyway, the
+   zygote is not used for forks. `open_devices` finds a device that was used, because a context on a device survives no
+   fork.
 3. `freeze_objects`: the garbage collector must not write to pages that parent and children share.
 
 In the child:
@@ -33,7 +34,7 @@ from types import ModuleType
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
-# How long a thread that ends may still be listed.
+# How long a thread that has ended may still be listed.
 ENDING_S = 0.1
 # A process that has a context on a device keeps one of these files open: NVIDIA's, AMD's.
 DEVICE_FILES = ("/dev/nvidia-uvm", "/dev/kfd")
@@ -53,14 +54,14 @@ def torch_threads() -> int:
 
 
 def thread_count() -> int:
-    """Return the number of threads of this process, including those that Python does not know."""
+    """Return the number of threads of this process, including threads that Python does not know."""
     return len(os.listdir("/proc/self/task"))  # noqa: PTH208  called twice per import, and much cheaper than Path.iterdir
 
 
 def lasting_thread_count() -> int:
-    """Return the number of threads, without those that end within ENDING_S.
+    """Return the number of threads, except threads that end within ENDING_S.
 
-    The kernel lists a thread that was joined for a moment longer, and native libraries join theirs after an import.
+    Native libraries join their threads after an import, and the kernel lists a joined thread for a moment longer.
     """
     until_s = time.monotonic() + ENDING_S
     while (count := thread_count()) > 1 and time.monotonic() < until_s:
@@ -69,7 +70,7 @@ def lasting_thread_count() -> int:
 
 
 def open_devices() -> list[str]:
-    """Return the device files that this process has open: it has used a device."""
+    """Return the device files that this process has open. If there are any, the process has used a device."""
     found = set[str]()
     for descriptor in Path("/proc/self/fd").iterdir():
         # OSError: the descriptor of the listing itself is closed by now.
@@ -111,9 +112,9 @@ def reseed() -> None:
 
 
 def quiet_monitors() -> None:
-    """Let tqdm start no monitor thread, which only refreshes bars that stand still.
+    """Keep tqdm from starting its monitor thread, which only refreshes bars that stand still.
 
-    Loading a transformers model shows a progress bar, and with the thread its workers could not be forked.
+    Loading a transformers model shows a progress bar. With the thread of that bar, the workers could not be forked.
     """
     if (tqdm := sys.modules.get("tqdm.std")) is not None:
         tqdm.tqdm.monitor_interval = 0
@@ -149,7 +150,8 @@ class _ThreadWatch(importlib.abc.MetaPathFinder):
         loader.exec_module(module)
         if module.__name__ == "tqdm.std":
             quiet_monitors()
-        # The module may have imported others. Subtract their threads, which are counted under their names.
+        # The module may have imported other modules. Subtract the threads of those modules, which are counted under
+        # their names.
         started = thread_count() - threads - (sum(self.started.values()) - known)
         if started > 0:
             self.started[module.__name__] = started
@@ -185,7 +187,9 @@ def describe_remedy(started: dict[str, int]) -> str:
 
 
 def describe_devices(files: list[str]) -> str:
-    """Return why a process that has opened these device files is not forked, and what to change; "" without any."""
+    """Return why a process that has opened these device files is not forked, and what to change; "" if there are no
+    files.
+    """
     if not files:
         return ""
     are = "are" if len(files) > 1 else "is"

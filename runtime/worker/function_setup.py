@@ -29,7 +29,7 @@ from .output import MarkedHandler
 # Weights that are smaller than this are not worth a hint.
 HINT_BYTES = 8 << 20
 CONFIG = "AutoConfig.from_pretrained(context.snapshot.path)"
-# What a pipeline of transformers has beside its model. Each is loaded from the model's folder.
+# The parts of a transformers pipeline beside its model. Each part is loaded from the model's folder.
 PIPELINE_PARTS = ("tokenizer", "image_processor", "feature_extractor", "processor")
 WEIGHTS_HINT = """\
 {where} holds {mb:.0f} MiB of weights, which were loaded at import. That works, but the memory is held as long as
@@ -86,7 +86,9 @@ def build(spec: WorkerSpec, secrets: Mapping[str, str] | None = None) -> Built:
 
 
 def _keep_compiled(spec: WorkerSpec) -> bool:
-    """Let compilers keep what they make, if torch is imported: others compile nothing, and start within milliseconds."""
+    """Let compilers keep their code if torch is imported. Functions without torch compile nothing, and start within
+    milliseconds.
+    """
     if spec.compiled is None or "torch" not in sys.modules:
         return False
     os.environ.update({**keep_compiled_code(spec.compiled), **spec.env})
@@ -113,7 +115,7 @@ def _snapshot(spec: WorkerSpec, weights: Weights) -> Snapshot:
 
 
 def weights_hint(code: Path) -> str:
-    """Return how weights that a file below `code` loaded at import could be mapped from a snapshot; "" if none.
+    """If a file below `code` has loaded weights at import, return how a snapshot could be used instead; else "".
 
     Such a handler works, but its zygote holds the weights for as long as the function is deployed.
     """
@@ -121,7 +123,8 @@ def weights_hint(code: Path) -> str:
         return ""
     for module in [module for module in list(sys.modules.values()) if _is_below(module, code)]:
         for name, value in vars(module).items():
-            # A pipeline of transformers has its module in `model`. Static: other objects may run code here.
+            # A pipeline of transformers has its module in `model`. Read the attribute statically, because other objects
+            # may run code when it is read.
             found = [value, inspect.getattr_static(value, "model", None)]
             for model in (one for one in found if issubclass(type(one), torch.nn.Module)):
                 held_bytes = sum(tensor.numel() * tensor.element_size() for tensor in model.parameters())
@@ -134,14 +137,14 @@ def weights_hint(code: Path) -> str:
 
 
 def _made(module: ModuleType, kind: type) -> str:
-    """Return the expression that makes a model of class `kind`, by the class that `module` has used for it."""
+    """Return the expression that makes a model of class `kind`, with the class that `module` has used to make it."""
     library = kind.__module__.partition(".")[0]
     if library == "sentence_transformers":
         return f"AutoModel.from_config({CONFIG})"
     if library != "transformers":
         return f"{kind.__name__}(...)"
     for name, value in vars(module).items():
-        # The names of classes: to look up the classes themselves would import all models.
+        # Compare the names of classes, because a look-up of the classes themselves would import all models.
         known = getattr(getattr(value, "_model_mapping", None), "_model_mapping", {})
         if isinstance(value, type) and kind.__name__ in _flat(known.values()):
             return f"{name}.from_config({CONFIG})"
@@ -153,7 +156,7 @@ def _flat(names: Iterable[str | tuple[str, ...]]) -> set[str]:
 
 
 def _piped(value: object) -> str:
-    """Return the line that makes a pipeline of transformers as `value`, and "" for other objects."""
+    """If `value` is a transformers pipeline, return the line that makes such a pipeline; else ""."""
     held = getattr(value, "__dict__", {})
     if not type(value).__module__.startswith("transformers.pipelines") or "task" not in held:
         return ""
@@ -168,7 +171,7 @@ def _is_below(module: ModuleType, folder: Path) -> bool:
 
 
 async def call_hook(handler: Handler, hook: Hook | None, context: Context) -> Any:
-    """Call a hook and return its result. For an async handler it runs on this loop, else as in `run_hook`."""
+    """Call a hook and return its result. The hooks of async handlers run on this loop, other hooks as in `run_hook`."""
     if not handler.kind.on_loop or hook is None:
         return run_hook(hook, context)
     result = hook(context)

@@ -18,12 +18,12 @@ from .runner import Runner
 # A handler may report progress very often, so at most one report of an invocation is sent per interval.
 PROGRESS_INTERVAL_S = 0.05
 MAX_CONCURRENCY = 1024
-# How long a handler thread waits until the event loop has done what it asked for. Then it goes on anyway.
+# How long a handler thread waits for the event loop to do what the thread asked for. Then the thread goes on anyway.
 LOOP_TIMEOUT_S = 10.0
 
 
 class WorkerHost:
-    """What the handler's context calls in its worker. Must be created on the event loop's thread."""
+    """The part of a worker that the handler's context calls. Create it on the event loop's thread."""
 
     def __init__(self, link: Link, runner: Runner, drain: Callable[[], None]) -> None:
         self._link = link
@@ -64,7 +64,7 @@ class WorkerHost:
         return payload
 
     def retire(self) -> None:
-        """Drain the worker: it starts no more invocations and exits once those that run were answered."""
+        """Drain the worker: it starts no more invocations, and exits once the running invocations were answered."""
         self._on_loop(self._drain, "the drain")
 
     def resize(self, concurrency: int) -> None:

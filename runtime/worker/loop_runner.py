@@ -47,8 +47,8 @@ class LoopRunner(Runner):
         if concurrency == self.concurrency:
             return
         self.concurrency = concurrency
-        # `slots` tells the gateway how many groups may have started. It never decreases: if this worker dies,
-        # only groups beyond that number run again on another worker, and none must run twice.
+        # `slots` tells the gateway how many groups may have started. It never decreases: if this worker dies, only the
+        # groups beyond that number run on another worker, so that no group runs twice.
         self.slots = max(self.slots, concurrency)
         self.window = concurrency if self.handler.batch else window(concurrency, self._exec_s)
         self.link.send_json(FrameKind.WINDOW, 0, {"window": self.window, "slots": self.slots})
@@ -78,7 +78,8 @@ class LoopRunner(Runner):
         calls, events, frames = self.decode(group)
         if not calls:
             return frames
-        # No peers: a list with the call itself would be a reference cycle that only the collector frees.
+        # Set no peers: a list that holds the call itself would be a reference cycle, which only the garbage collector
+        # frees.
         calls[0].set_task(asyncio.current_task())
         arguments = self.handler.arguments(calls[0].context, events[0])
         started_s = self.started(calls)

@@ -30,10 +30,10 @@ def sizes(max_size: int) -> list[int]:
 def schedule(max_size: int, curve: list[Point], budget_s: float = BUDGET_S) -> Generator[int, float, None]:
     """Yield the number of events to run next. The caller sends back how many seconds they took.
 
-    A point for each size is added to `curve`, in ascending order. Each size runs once to warm up and then up
-    to `RUNS` times: at least once, and not again after the budget is used up. The schedule ends before a size
-    if the rest of the budget would not even suffice for another measurement of the size before. A point has
-    the median and, since there are few runs, the maximum as its 95th percentile.
+    A point for each size is added to `curve`, in ascending order. Each size runs once to warm up, and then at least
+    once and up to `RUNS` times, while the budget is not used up. The schedule ends before a size if the rest of the
+    budget would not suffice to measure even the previous size again. A point has the median of the runs. Its 95th
+    percentile is their maximum, because there are few runs.
     """
     spent_s = last_s = 0.0
     for size in sizes(max_size):
@@ -75,7 +75,9 @@ async def measure(runner: Runner, context: Context, curve: list[Point], stopped:
 
 
 async def timed_call(handler: Handler, arguments: tuple[Any, ...], size: int) -> float:
-    """Return how long one handler call takes, a stream included. Raise an exception among its answers."""
+    """Call the handler, read a stream to its end, and return how long that took. If an answer is an exception, raise
+    it.
+    """
     started_s = time.monotonic()
     answer = handler.call(*arguments)
     if handler.kind is HandlerKind.ASYNC:

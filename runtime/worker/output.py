@@ -1,7 +1,7 @@
 """Marks each printed line with the invocation that printed it, so that a caller gets only the lines of its invocation.
 
-`current` is the invocation that the present thread or task works for. Lines printed for it are marked as
-`runtime/telemetry/log_stream.py` describes. Output that is written directly to the descriptors passes unmarked.
+`current` is the invocation that the present thread or task works for. A line that is printed for an invocation is
+marked as `runtime/telemetry/log_stream.py` describes. Output that is written directly to the descriptors is not marked.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ if TYPE_CHECKING:
 current: ContextVar[tuple[int, str] | None] = ContextVar("current", default=None)
 """The channel and id of the invocation that this thread or task works for.
 
-None for hooks, and for batches of several.
+None in hooks, and in a batch of several invocations.
 """
-# The beginnings of lines that were not ended yet, by descriptor and channel. Nearly always empty, so the check
-# at the end of an invocation costs nothing.
+# The beginnings of unfinished lines, by descriptor and channel. This dict is nearly always empty, so the check at the
+# end of an invocation costs nothing.
 unfinished: dict[tuple[int, int], str] = {}
 LEVELS = ((logging.ERROR, "e"), (logging.WARNING, "w"), (logging.INFO, "i"))
-# A marked piece of a line is written at once if it is this short, also if several threads write.
+# The most characters of a line that are written with one mark. A piece of this length is written at once, even if
+# several threads write.
 PIECE_CHARS = 3_500
 NOBODY = "-"
 
@@ -42,7 +43,7 @@ class MarkedOutput(io.TextIOWrapper):
         super().__init__(raw, encoding="utf-8", errors="backslashreplace", line_buffering=True)
 
     def start_marking(self, word: str) -> None:
-        """Mark lines from now on. `word` is what the gateway recognises the marks by."""
+        """Mark lines from now on. The gateway recognises the marks by `word`."""
         self._mark = f"\x1e{word} "
 
     def write(self, text: str) -> int:
@@ -53,7 +54,7 @@ class MarkedOutput(io.TextIOWrapper):
         return len(text)
 
     def flush(self) -> None:
-        """Write what was printed, an unfinished line too."""
+        """Write everything that was printed, including an unfinished line."""
         if unfinished and (call := current.get()) is not None:
             self.finish(*call, "+")
         super().flush()
@@ -128,7 +129,9 @@ def redirect(descriptor: int, word: str) -> None:
 
 
 def begin(calls: list[Call]) -> None:
-    """The handler is called for `calls`. Its output belongs to an invocation only if there is exactly one."""
+    """Note that the handler is called for `calls`. Its output belongs to an invocation only if it is called for exactly
+    one.
+    """
     current.set((calls[0].channel, calls[0].context.id) if len(calls) == 1 else None)
 
 

@@ -1,7 +1,7 @@
-"""Parks a worker: its weights give the memory of their devices back, until an invocation needs them.
+"""Parks a worker: frees the device memory of its weights, until an invocation needs the weights.
 
-Both directions take time, so they run in a thread, and the event loop stays free. Frames that arrive meanwhile are held in
-order.
+To free the memory and to bring the weights back takes time. Both run in a thread, so that the event loop stays free.
+Frames that arrive meanwhile are held in order.
 """
 
 from __future__ import annotations
@@ -19,32 +19,35 @@ from . import devices
 
 
 class WorkerParking:
-    """Whether the weights of a worker are parked. The gateway sends PARK only while the worker has no invocations."""
+    """Parks the weights of a worker, and brings them back. The gateway sends PARK only while the worker has no
+    invocations.
+    """
 
     def __init__(
         self, snapshots: Snapshots | None, link: Link, tasks: asyncio.TaskGroup, deliver: Callable[[Frame], None],
         follow: Callable[[Snapshots], None], drain: Callable[[], None],
     ) -> None:  # fmt: skip
-        """`deliver` takes the frames that were held. `follow` is called, in a thread, once weights are on their way back.
+        """`deliver` gets the frames that were held. `follow` is called in a thread, once the weights are coming back.
 
         `drain` is called if the weights cannot come back. Callers then get another worker, or the error of its start.
         """
         self.awake = True
-        """False from PARK until the worker can run invocations again: until then, call `hold`."""
+        """False from PARK until the worker can run invocations again: until then, pass frames to `hold`."""
         self._snapshots, self._link, self._tasks = snapshots, link, tasks
         self._deliver, self._follow, self._drain = deliver, follow, drain
         self._asked = self._closed = self._parked = False
         self._number = 0
         self._needed = asyncio.Event()
-        # As many as the gateway's window allows.
+        # The frames that wait. The gateway's window limits their number.
         self._held: list[Frame] = []
-        # `teardown` has a thread of its own.
+        # A lock is needed because `teardown` calls `restore` in its own thread.
         self._lock = threading.Lock()
 
     def park(self, number: int) -> None:
-        """Give the memory back, and tell the gateway with PARKED, and the number, how many bytes that were.
+        """Free the device memory. Report the number of freed bytes to the gateway, with a PARKED frame that has this
+        `number`.
 
-        If an invocation comes at the same moment, nothing is given back.
+        If an invocation arrives at the same moment, no memory is freed.
         """
         self._asked, self._number = True, number
         self._needed.clear()
@@ -53,12 +56,12 @@ class WorkerParking:
             self._tasks.create_task(self._run())
 
     def wake(self) -> None:
-        """Begin to bring the weights back. The gateway may send invocations at once."""
+        """Begin to bring the weights back. The gateway may send invocations before the weights are back."""
         self._asked = False
         self._needed.set()
 
     def hold(self, frame: Frame) -> None:
-        """Deliver a frame once the worker is awake, and wake it."""
+        """Wake the worker, and deliver a frame once it is awake."""
         self._held.append(frame)
         self.wake()
 
@@ -68,7 +71,7 @@ class WorkerParking:
         self.wake()
 
     def restore(self) -> None:
-        """Bring the weights back, in this thread, if they are parked. Raises SnapshotError if a device has no room."""
+        """Bring the weights back in this thread, if they are parked. Raise SnapshotError if a device has no room."""
         with self._lock:
             if self._parked and self._snapshots is not None:
                 self._snapshots.unpark()
@@ -90,7 +93,7 @@ class WorkerParking:
             self._deliver(frame)
 
     def _give_back(self) -> tuple[int, list[int]]:
-        """Return how many bytes were given back, and how many torch keeps of each GPU."""
+        """Park the weights. Return how many bytes this has freed, and how many bytes torch keeps of each GPU."""
         try:
             with self._lock:
                 self._parked = True

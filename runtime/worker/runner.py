@@ -1,9 +1,9 @@
 """Defines the base class of runners, which run the invocations of one worker on threads or on the event loop.
 
-Invocations come in groups. A group is the batch that the gateway formed for a batch handler, or one
-invocation of another handler. Runners start groups in order of arrival and send the results of a group before
-they start another in its place. When a worker crashes, the gateway therefore knows that only the oldest
-unfinished groups, as many as the worker has slots, can have started.
+Invocations come in groups. A group is the batch that the gateway formed for a batch handler, or one invocation of
+another handler. Runners start groups in order of arrival and send the results of a group before they start another in
+its place. So when a worker with n slots crashes, the gateway knows that only the n oldest unfinished groups can have
+started.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SMOOTHING = 0.2
 
 @dataclass(eq=False, slots=True)
 class Call:
-    """One invocation inside a worker. Only streams use `credit`, and only batch handlers `event` and `cost`.
+    """One invocation inside a worker. Only streams use `credit`. Only batch handlers use `event` and `cost`.
 
     `task` is the task that runs an async handler. `peers` are all invocations in the same handler call of a
     batch handler, including this one.
@@ -58,7 +58,7 @@ class Call:
     accept: str = ""
     credit: Credit | None = None
     execution_s: float | None = None
-    """How long the call of a job may take, from its start."""
+    """The time limit of a job's handler call, from its start."""
     received_s: float = field(default_factory=time.monotonic, init=False)
     event: Any = field(default=None, init=False)
     cost: float = field(default=1.0, init=False)
@@ -80,8 +80,9 @@ class Call:
 class Runner(ABC):
     """Runs the invocations of one handler, whose files are in `root`, and sends their frames.
 
-    `on_idle` is called after `close`, once everything that runs has ended. `probe` blocks until it knows whether the
-    devices still work. It is called before the answers of a call are sent whose error may be that of a device.
+    The runner calls `on_idle` after `close`, once all running groups have ended. `probe` blocks until it knows whether
+    the devices still work. If a call has failed with an error that a device may have caused, the runner calls `probe`
+    before it sends the answers.
     """
 
     handler: Handler
@@ -98,16 +99,16 @@ class Runner(ABC):
         self._incomplete: list[Call] = []
         self._lock = threading.Lock()
         self.suspects_device = False
-        """True if a call has failed with what may be the error of a device."""
+        """True if a call has failed with an error that a device may have caused."""
         self.slots = self.window = self.concurrency
-        # How many events one handler call may have. It is lowered when memory runs out.
+        # The largest number of events in one handler call. It is lowered when memory runs out.
         self.limit = self.handler.batch.max_size if self.handler.batch else 1
 
     def submit(self, call: Call, more: int = 0) -> None:
         """Queue an invocation. For a batch handler, collect it, and queue its group once `more` is 0.
 
-        `more` is the number of invocations of the group that follow. Call this, like all methods that are not
-        part of running a group, on the event loop's thread only.
+        `more` is the number of invocations of the group that follow. Call this on the event loop's thread only, like
+        all methods that are not part of running a group.
         """
         self._calls[call.channel] = call
         if self.handler.batch is None:
@@ -126,7 +127,7 @@ class Runner(ABC):
                 call.credit.close()
 
     def grant(self, channel: int, count: int) -> None:
-        """The reader of a stream has received `count` chunks."""
+        """Note that the reader of a stream has received `count` chunks."""
         if (call := self._calls.get(channel)) is not None and call.credit is not None:
             call.credit.grant(count)
 
@@ -135,7 +136,7 @@ class Runner(ABC):
         return self.stop() + self._incomplete
 
     def probe_if_suspected(self) -> None:
-        """Find out whether the devices still work, if a call has failed as if they did not."""
+        """Call `probe` if a call has failed with an error that a device may have caused."""
         if self.suspects_device:
             self.suspects_device = False
             self.probe()
@@ -163,7 +164,7 @@ class Runner(ABC):
             self.link.send_encoded(*frames)
 
     def set_first_limit(self, limit: int) -> None:
-        """Set the limit before READY is sent, which then reports it."""
+        """Set the limit before READY is sent, so that READY reports it."""
         self.limit = limit
 
     def shrink(self, size: int) -> None:
@@ -192,14 +193,14 @@ class Runner(ABC):
 
     @staticmethod
     def started(calls: list[Call]) -> float:
-        """Return the time at which the handler is called, from which the time limits of jobs count."""
+        """Return the time at which the handler is called. The time limits of jobs start at this time."""
         now_s = time.monotonic()
         for call in calls:
             call.start(now_s)
         return now_s
 
     def decode(self, group: list[Call]) -> tuple[list[Call], list[Any], list[bytes]]:
-        """Return the invocations to run, their events, and error frames for cancelled and invalid ones."""
+        """Return the invocations to run, their events, and error frames for cancelled and invalid invocations."""
         calls, events, frames = [], [], []
         for call in group:
             if call.cancellation.flag:
@@ -239,7 +240,9 @@ class Runner(ABC):
         return encode(FrameKind.RESULT, call.channel, head, payload)
 
     def chunk_frame(self, call: Call, value: Any) -> tuple[bytes, int]:
-        """Return the frame of a chunk and its size for the credit. Raise OutputInvalid if it is not JSON, or too large."""
+        """Return the frame of a chunk, and the size that counts against the credit. Raise OutputInvalid if it is not
+        JSON, or too large.
+        """
         payload, content_type = self.handler.output.encode(value)
         if content_type != JSON_TYPE:
             raise OutputInvalid("A chunk of a stream must be JSON, not bytes.", remedy="Decode the bytes.")
@@ -260,7 +263,8 @@ class Runner(ABC):
             frame = encode_json(FrameKind.ERROR, call.channel, error.to_wire(private=True))
             if len(frame) <= MAX_PAYLOAD_BYTES:
                 return frame
-        # It is too large, a text has half a surrogate pair, or the details are not JSON. Repair texts and omit details.
+        # The frame is too large, a text has half a surrogate pair, or the details are not JSON. Repair texts and omit
+        # details.
         texts = {"type": error.code, "message": error.message, "remedy": error.remedy}
         plain = {name: cut(str(text)).encode("utf-8", "replace").decode() for name, text in texts.items()}
         return encode_json(FrameKind.ERROR, call.channel, plain)

@@ -40,7 +40,7 @@ class ThreadRunner(Runner):
         return left
 
     def work(self) -> None:
-        """Run groups on this thread until `close`. The last thread that ends has the loop call `on_idle`."""
+        """Run groups on this thread until `close`. When the last thread ends, it lets the loop call `on_idle`."""
         while group := self._queue.get():
             frames = self._execute(group) if self.handler.batch is None else self._execute_batch(group)
             self.probe_if_suspected()
@@ -85,7 +85,7 @@ class ThreadRunner(Runner):
         return run.frames
 
     def _stream(self, call: Call, arguments: tuple[Any, ...], started_s: float) -> bytes:
-        """Send the chunks of a stream, and return its END or ERROR frame, which is not sent yet."""
+        """Send the chunks of a stream. Return its END or ERROR frame, which the caller must send."""
         chunks: Iterator[Any] = self.handler.call(*arguments)
         try:
             for chunk in chunks:
@@ -97,7 +97,7 @@ class ThreadRunner(Runner):
                     gone = Cancelled("The caller went away while the handler streamed.")
                     return self.error_frame(call, gone)
                 if not granted:
-                    # The gateway's timer may fire a moment later.
+                    # Report the deadline here, because the gateway's timer may fire a moment later.
                     late = DeadlineExceeded("The deadline passed while the caller did not read the stream.")
                     return self.error_frame(call, late)
                 self.link.send_encoded(frame)

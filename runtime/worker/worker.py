@@ -1,8 +1,8 @@
 """Runs a worker, the process that holds the model and runs invocations.
 
-It starts as a standby, which is connected and has started its threads, but has no weights. After ACTIVATE it
-maps the snapshot, runs `setup`, and sends READY. After DRAIN or SIGTERM it finishes the invocations that run,
-returns the others to the gateway, runs `teardown` and exits.
+It starts as a standby, which is connected and has started its threads, but has no weights. After ACTIVATE it maps the
+snapshot, runs `setup`, and sends READY. After DRAIN or SIGTERM it finishes the running invocations, returns the waiting
+invocations to the gateway, runs `teardown` and exits.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ from .parking import WorkerParking
 from .runner import Call, Runner, not_whole
 from .thread_runner import ThreadRunner
 
-# How long a worker that drains by itself waits for the gateway's DRAIN, after which no invocations follow.
+# How long a worker that drains by itself waits for the gateway's DRAIN. The gateway sends no invocations after DRAIN.
 RELEASE_TIMEOUT_S = 10.0
 # How long a worker that ends may take to send its last answers.
 FLUSH_TIMEOUT_S = 10.0
 
 
 class Worker:
-    """One worker process. Async handlers are set up on the event loop, others on their first thread."""
+    """One worker process. Async handlers are set up on the event loop, other handlers on their first thread."""
 
     def __init__(
         self, sock: socket.socket, spec: WorkerSpec, built: Built, rehearsal_mb: int | None = None
@@ -69,7 +69,7 @@ class Worker:
         self._on_event_loop = built.handler.kind.on_loop
         self._streaming = built.handler.kind.streaming
         self._snapshots = built.snapshots
-        # Makes a context in which torch operations wait for the weights that they read, if some are arriving.
+        # Makes a context in which each torch operation waits until the weights that it reads have arrived.
         self._gate: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
         if built.snapshots is not None:
             self._gate = built.snapshots.gate
@@ -78,10 +78,10 @@ class Worker:
         self._activated = threading.Event()
         self._draining = False
         self._measuring = False
-        # By when fetched weights must have arrived, in monotonic seconds. The gateway says it.
+        # The time by which fetched weights must have arrived, in monotonic seconds. ACTIVATE sets it.
         self._weights_by_s: float | None = None
         self._dtype = ""
-        # True if a gate, which applies to one thread only, does not reach all that may use the weights.
+        # True if other threads may use the weights too. A gate applies to one thread only.
         self._ungated = built.handler.kind.on_loop
 
     def run(self) -> None:
@@ -147,7 +147,7 @@ class Worker:
     async def _prepare(self) -> None:
         """Start torch's threads and call `rehearse`, before ACTIVATE. Then send PRIMED."""
         warm_up_torch()
-        # Here, because it takes as long as mapping the weights does (0.7 ms).
+        # Find the dtype before ACTIVATE, because this takes as long as mapping the weights (0.7 ms).
         self._dtype = most_common_dtype(self._snapshots)
         head = {}
         if self._handler.rehearse is not None and self._rehearsal_mb != 0 and not self._activated.is_set():
@@ -159,7 +159,7 @@ class Worker:
             except (Exception, SystemExit) as error:  # noqa: BLE001  the worker works without a rehearsal
                 self._log_failure("rehearse(context)", error)
                 if devices.may_be_of_device(error) and devices.failure(self._snapshots) is not None:
-                    # This process can use the device no more.
+                    # This process cannot use the device any more.
                     os._exit(1)
             head["reserved"] = devices.reserved_bytes()
         self._link.send_json(FrameKind.PRIMED, 0, head)
@@ -168,7 +168,7 @@ class Worker:
         """Map the weights and call `setup`. Send FAILED and return False if that fails."""
         try:
             if self._spec.resources.gpus:
-                # Another one held for the rehearsal.
+                # The rehearsal may have had another limit.
                 devices.limit_memory(_torchs_part(self._spec.resources.gpu_memory_mb))
             if self._snapshots is not None:
                 await self._restore(self._snapshots)
@@ -188,8 +188,8 @@ class Worker:
 
     async def _restore(self, snapshots: Snapshots) -> None:
         """Map the weights. Some of their bytes may still be arriving when this returns."""
-        # More than the main thread and the first handler thread: the rehearsal has started others. Tasks share the
-        # loop's thread, and also use other threads.
+        # If there are threads beside the main thread and the first handler thread, the rehearsal has started them. The
+        # tasks of async handlers share the loop's thread, and may also use other threads.
         self._ungated = self._on_event_loop or threading.active_count() > 2 or self._spec.wait_for_weights
         snapshots.open()
         if self._weights_by_s is not None:
@@ -200,7 +200,9 @@ class Worker:
             self._follow_weights(snapshots)
 
     def _follow_weights(self, snapshots: Snapshots) -> None:
-        """Learn if weights that are arriving do not. Where no gate waits for them, wait for all of them here."""
+        """Watch weights that are still arriving, in a thread. If no gate waits for the weights, wait for all of them
+        here.
+        """
         if snapshots.arriving:
             self._start_thread("weights", self._await_weights, snapshots)
             if self._ungated:
@@ -222,7 +224,7 @@ class Worker:
 
     async def _become_ready(self) -> None:
         curve: list[Point] = []
-        # While weights are arriving, the measured times would include waiting for them.
+        # While weights are arriving, the measured times would include the wait for the weights.
         if self._measuring and not (self._snapshots and self._snapshots.arriving):
             try:
                 await measure(self._runner, self._context(None), curve, lambda: self._draining)
@@ -243,9 +245,11 @@ class Worker:
         setproctitle(f"pilotflame: worker {self._spec.label}")
 
     def _probe_devices(self) -> None:
-        """Drain if a device has failed: every call would fail. The next worker makes a new context on the device.
+        """Drain if a device has failed, because every call would fail. The next worker makes a new context on the
+        device.
 
-        Not on the loop's thread. When this returns, no group starts any more, and DRAIN was sent to the gateway.
+        Don't call this on the loop's thread. When it returns, no group starts any more, and DRAIN was sent to the
+        gateway.
         """
         if (error := devices.failure(self._snapshots)) is None:
             return
@@ -296,8 +300,8 @@ class Worker:
             self._weights_by_s = time.monotonic() + weights_s
         self._activated.set()
         if self._on_event_loop:
-            # On the loop's thread, because torch has a thread count for each calling thread. `setup` may
-            # block the loop, which has nothing else to do before READY.
+            # Set up on the loop's thread, because torch has a thread count for each calling thread. `setup` may block
+            # the loop, which has nothing else to do before READY.
             self._tasks.create_task(self._set_up_on_loop())
 
     def _invoke(self, frame: Frame) -> None:
@@ -345,7 +349,7 @@ class Worker:
         self._released.set()
 
     def _on_idle(self) -> None:
-        """Run `teardown`, if there is one, and end: the runner was closed and nothing runs any more."""
+        """Run `teardown`, if there is one, and end. The runner calls this after `close`, once no group runs."""
         if self._handler.teardown is None:
             self._drained.set()
         else:
@@ -366,9 +370,10 @@ class Worker:
 
 
 def _copies(snapshots: Snapshots) -> list[dict[str, Any]]:
-    """Return for each snapshot with weights on a device how long ago its copy began, and how long it took.
+    """Return, for each snapshot with weights on a device, how long ago its copy began and how long the copy took.
 
-    That is None while it runs. "context" is the same of the context on the device.
+    "took_s" is None while the copy runs. "context" says how long ago, and in how long, the context on the device was
+    made.
     """
     found, now_s = [], time.monotonic()
     for name in snapshots:
@@ -384,7 +389,9 @@ def _copies(snapshots: Snapshots) -> list[dict[str, Any]]:
 
 
 def _torchs_part(memory_mb: int | None) -> int | None:
-    """Return how many bytes torch may allocate of a GPU if the process may use `memory_mb` there: the rest is its context."""
+    """Return the bytes that torch may allocate on a GPU if the process may use `memory_mb` there. The context takes the
+    rest.
+    """
     return None if memory_mb is None else (memory_mb - CONTEXT_MB) << 20
 
 

@@ -1,9 +1,9 @@
 """Runs a zygote, a single-threaded process that has built a handler, without weights, and forks workers.
 
-There are two kinds. A base has imported the large packages of one Python environment, such as torch. The
-zygotes of revisions are forked from it and share its memory pages. Both wait for FORK frames on a blocking
-link and use no event loop, thread pool or GPU. In a forked child, the function that the child is to run (its
-role) is returned up to `main`, which calls it, so that the child starts on an almost empty stack.
+There are two kinds. A base has imported the large packages of one Python environment, such as torch. The zygotes of
+revisions are forked from it and share its memory pages. Both wait for FORK frames on a blocking link and use no event
+loop, thread pool or GPU. A forked child returns the function that it must run (its role) up to `main`, and `main` calls
+it. So the child starts on an almost empty stack.
 """
 
 from __future__ import annotations
@@ -38,10 +38,12 @@ from .function_setup import Built, build, weights_hint
 from .worker import Worker
 
 DIAL_TIMEOUT_S = 10.0
-# Where the kernel counts its kills: of the whole machine; in a container, its own in version 2 and 1 of cgroups.
+# The files in which the kernel counts its kills: on the whole machine; and in a container, with version 2 or 1 of
+# cgroups.
 MACHINE_KILLS = "/proc/vmstat"
 MEMORY_KILLS = ("/sys/fs/cgroup/memory.events", "/sys/fs/cgroup/memory/memory.oom_control", MACHINE_KILLS)
-# What a process runs until its end. In a child that it has forked, it returns the role of this child.
+# A function that a process runs until its end. In a child that the process forks, the function returns the child's
+# role.
 Role = Callable[[], Any]
 
 
@@ -63,10 +65,13 @@ class Zygote:
     """A process that forks on request. Subclasses define how it gets ready and what its children run."""
 
     def __init__(self, ticket: Ticket, kill_files: tuple[str, ...]) -> None:
-        """`kill_files` is where the kernel may count what it kills here because memory ran out."""
+        """`kill_files` are the files in which the kernel may count the processes that it kills here because memory ran
+        out.
+        """
         self._ticket, self._kill_files = ticket, kill_files
         self._wake_read, self._wake_write = socket.socketpair()
-        # For each child that was not reaped yet: the counter of the kernel's kills that its end may be one of.
+        # For each child that was not reaped yet: the counter of the kernel's kills that counts the child's death, if
+        # the kernel kills it.
         self._children: dict[int, MemoryKills] = {}
 
     def run(self) -> Role | None:
@@ -78,7 +83,7 @@ class Zygote:
         return self._serve(link)
 
     def prepare(self, link: BlockingLink) -> bool:
-        """Get ready and send BUILT or FAILED. Return False if the process is to end."""
+        """Get ready and send BUILT or FAILED. Return False if the process must end."""
         raise NotImplementedError
 
     def child_role(self, ticket: Ticket, request: dict[str, Any]) -> Role:
@@ -86,7 +91,7 @@ class Zygote:
         raise NotImplementedError
 
     def kill_files(self, _request: dict[str, Any]) -> tuple[str, ...]:
-        """Return where the kernel may count that it killed the child because memory ran out."""
+        """Return the files in which the kernel may count a kill of the child because memory ran out."""
         return self._kill_files
 
     def _watch_children(self) -> None:
@@ -133,11 +138,11 @@ class Zygote:
         """Return the counter that the children with the same limit of memory share."""
         file = first_that_tells(files)
         known = (kills for kills in self._children.values() if kills.file == file)
-        # If no such child is left, all kills so far are explained, or were of children of children.
+        # If no such child is left, all kills so far are explained, or they were kills of children's children.
         return next(known, None) or MemoryKills(file)
 
     def _signal(self, pid: int, number: int) -> None:
-        # Until it is reaped here, the pid of a child is not given to another process.
+        # The kernel gives the pid of a child to no other process until this zygote has reaped the child.
         if pid in self._children:
             os.kill(pid, number)
 
@@ -146,7 +151,7 @@ class Zygote:
         try:
             pid = os.fork()
         except OSError as error:
-            # The operating system refuses another process for now. This one and its children go on.
+            # The operating system refuses another process for now. This zygote and its children go on.
             link.send(FrameKind.UNFORKED, {"token": request["token"], "why": str(error)})
             return None
         if pid != 0:
@@ -162,14 +167,14 @@ class Zygote:
 
 
 class MemoryKills:
-    """Counts the processes that the kernel has killed because memory ran out. Each kill explains one end."""
+    """Counts the processes that the kernel has killed because memory ran out. Each kill explains one child's end."""
 
     def __init__(self, file: str) -> None:
         self.file = file
         self._explained = self._count()
 
     def explain(self) -> bool:
-        """Return True if there was a kill that explains no other end."""
+        """Return True if there was a kill that does not explain the end of another child."""
         if self._count() <= self._explained:
             return False
         self._explained += 1
@@ -186,7 +191,7 @@ def first_that_tells(files: tuple[str, ...]) -> str:
 
 
 def _count_memory_kills(file: str) -> int | None:
-    """Return the kernel's count in `file`; None if it has none."""
+    """Return the kernel's count in `file`; None if the file has no count."""
     with contextlib.suppress(OSError), open(file) as lines:  # noqa: PTH123
         for line in lines:
             name, _, count = line.partition(" ")
@@ -196,7 +201,7 @@ def _count_memory_kills(file: str) -> int | None:
 
 
 class Base(Zygote):
-    """The first process of a Python environment. It has imported large packages, and no function."""
+    """The first process of a Python environment. It has imported large packages, but no function."""
 
     def __init__(self, ticket: Ticket, preload: list[str], kill_files: tuple[str, ...]) -> None:
         super().__init__(ticket, kill_files)
@@ -279,7 +284,8 @@ class RevisionZygote(Zygote):
     def _telling_positions(self, link: BlockingLink) -> Iterator[None]:
         """In the block, answer each POSITION_SIGNAL with the lines that are being run.
 
-        Signal handlers of Python run between two of its instructions, so native code answers after its return.
+        Python runs signal handlers between two of its instructions. So if native code runs, the answer comes after its
+        return.
         """
         code = self._spec.code
         signal.signal(
@@ -299,7 +305,7 @@ def _confinement(request: dict[str, Any]) -> Confinement:
 
 
 def _refuse(ticket: Ticket, role: str, error: OSError | PilotflameError) -> None:
-    """Tell the gateway why this process, which the base has forked, cannot be confined. Then it ends."""
+    """Tell the gateway why this process, which the base has forked, cannot be confined. Then this process ends."""
     if isinstance(error, OSError):
         place = f" ({error.filename})" if error.filename else ""
         error = LauncherError(f"The process cannot be confined: {error.strerror or error}{place}.")
@@ -325,7 +331,7 @@ def run_worker(
 ) -> None:
     """Run a worker. If it inherits no `built` function from a zygote, import and build the handler first.
 
-    `rehearsal_mb` is as `Worker` takes it.
+    `rehearsal_mb` is the argument of `Worker` with this name.
     """
     gc.enable()
     setproctitle(f"pilotflame: standby {spec.label}")
@@ -344,7 +350,7 @@ def run_worker(
 
 
 def _receive_secrets(link: BlockingLink) -> dict[str, str] | None:
-    """Wait for the BUILD frame and return the secrets in it. None: the gateway closed the link.
+    """Wait for the BUILD frame and return the secrets in it. Return None if the gateway closed the link.
 
     Secrets come over the function's own link, so that no base ever has them in its memory.
     """
@@ -368,12 +374,12 @@ def redirect_output(ticket: Ticket) -> None:
 def main() -> None:
     """Run `python -m pilotflame.runtime.worker.zygote base|solo`.
 
-    The request is JSON: the environment variable REQUEST_VARIABLE, which containers are given, or else
-    standard input.
+    The request is JSON. A container has it in the environment variable REQUEST_VARIABLE, other processes on standard
+    input.
     """
     kind, given = sys.argv[1], os.environ.pop(REQUEST_VARIABLE, None)
     request = json.loads(given) if given is not None else json.load(sys.stdin)
-    # Before libraries are imported, which may keep references to the streams.
+    # Replace the streams before any library is imported, because libraries may keep references to the streams.
     output.install()
     # uvloop leaves a copy of the gateway's standard error open in its children.
     os.closerange(3, os.sysconf("SC_OPEN_MAX"))
