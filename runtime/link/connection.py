@@ -31,8 +31,8 @@ _TIMEVAL = struct.Struct("ll")
 def dial(path: str, timeout_s: float) -> socket.socket:
     """Return a blocking socket that is connected to the gateway at `path`. Raise LinkError.
 
-    While the gateway's backlog is full, wait for room, up to `timeout_s`. Only the kernel can wait for that: with a
-    timeout of Python's own, the socket does not block, and `connect` fails at once with EAGAIN.
+    While the gateway's backlog is full, wait for room, up to `timeout_s`. Only the kernel can wait for room: with
+    Python's own timeout, the socket is non-blocking, and `connect` fails at once with EAGAIN.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -62,7 +62,7 @@ class BlockingLink:
         self.sock.sendall(encode_json(kind, 0, head or {}))
 
     def receive_one(self) -> Frame | None:
-        """Read one frame, and no bytes after it. None: the gateway closed the link."""
+        """Read one frame, and no bytes after it. Return None if the gateway closed the link."""
         with contextlib.suppress(ConnectionError):
             while data := self.sock.recv(self._reader.missing):
                 if frames := self._reader.feed(data):
@@ -70,7 +70,7 @@ class BlockingLink:
         return None
 
     def receive(self) -> list[Frame] | None:
-        """Read once and return the frames that are complete, if any. None: the gateway closed the link."""
+        """Read once and return the complete frames. Return None if the gateway closed the link."""
         try:
             data = self.sock.recv(RECEIVE_BYTES)
         except ConnectionError:
@@ -91,9 +91,9 @@ _received = _Received()
 class Link:
     """A link on an event loop. It passes received frames to a callback, and any thread may send.
 
-    A send writes to the socket immediately, so that frames that were sent before a crash arrive. The loop
-    sends later what the socket did not accept. With `join_writes`, all frames that are sent in one iteration
-    of the loop are collected and written together, and only the loop's thread may send. The gateway does so.
+    A send writes to the socket immediately, so that frames that were sent before a crash arrive. The loop sends later
+    what the socket did not accept. With `join_writes`, all frames that are sent in one iteration of the loop are
+    collected and written together, and only the loop's thread may send. The gateway uses `join_writes`.
     """
 
     def __init__(self, sock: socket.socket, *, join_writes: bool = False) -> None:
@@ -145,7 +145,7 @@ class Link:
                 self._write(part)
 
     def finish(self, timeout_s: float) -> None:
-        """Send all unsent data, in at most `timeout_s` per part, and close. Blocks: used at exit only."""
+        """Send all unsent data, in at most `timeout_s` per part, and close. This blocks, so it is used at exit only."""
         with self._lock, contextlib.suppress(OSError):
             self._write_joined()
             self.sock.settimeout(timeout_s)
@@ -166,15 +166,15 @@ class Link:
         self.sock.close()
 
     def drain(self) -> None:
-        """Receive all that is left, and close: the process at the other end has ended. The link is bound."""
+        """Receive all that is left, and close. Call this on a bound link whose process at the other end has ended."""
         self._receive_rest()
         self.close()
 
     def note_peer_ended(self) -> None:
-        """Receive all that is left, and then the end of the link: the process at its other end has ended.
+        """Note that the process at the other end has ended. Receive all that is left, and then the end of the link.
 
-        If that process has not read everything, its end resets the socket. uvloop reports a reset socket once and
-        then watches it no longer, so frames that are received then would hide the end behind them.
+        If that process has not read everything, its end resets the socket. uvloop reports a reset socket only once. If
+        frames are received then, no report follows for the end of the link.
         """
         self._peer_ended = True
         if self._bound:
@@ -249,8 +249,8 @@ class Link:
                 self._on_frame(frame)
             self._reader.check()
         except Exception:
-            # A frame is malformed, or the owner's callback failed. The link ends, so the owner treats all that
-            # is open as lost, and no later frame is missing unnoticed.
+            # A frame is malformed, or the owner's callback failed. End the link, so that the owner treats everything
+            # that is open as lost. Otherwise the lost frame would go unnoticed.
             LOG.exception("a link is closed, because a frame could not be taken")
             self._lost()
         return True

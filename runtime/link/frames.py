@@ -1,9 +1,9 @@
 """Encodes and decodes frames, the messages of a link.
 
-A frame is `length u32 | head length u32 | kind u8 | channel u32` (little endian), then the head (a few bytes
-of JSON or a packed struct), then the payload. The link does not interpret the payload. `length` is the length
-of head and payload together. The channel is the number of an invocation on this link. Frames that do not
-belong to an invocation have channel 0, but for PARK and PARKED.
+A frame is `length u32 | head length u32 | kind u8 | channel u32` (little endian), then the head (a few bytes of JSON or
+a packed struct), then the payload. The link does not interpret the payload. `length` is the length of head and payload
+together. The channel is the number of an invocation on this link. Frames that do not belong to an invocation have
+channel 0, except PARK and PARKED.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MAX_PAYLOAD_BYTES = 255 << 20
 
 
 class FrameKind(enum.IntEnum):
-    """What a frame says. "Down" frames are sent by the gateway, "up" frames are sent to it.
+    """The kind of a frame. "Down" frames are sent by the gateway, "up" frames are sent to it.
 
     The two ends may have different releases, so a kind never changes its number. The number 7 belonged to a
     kind that no longer exists and must not be used again.
@@ -37,9 +37,9 @@ class FrameKind(enum.IntEnum):
     # Up. READY: `setup` is done. FAILED: import, build or setup failed, and the head is the error.
     READY = 3
     FAILED = 4
-    # Up: how many groups the worker may be sent at a time ("window"). If they changed, also how many it runs
-    # at a time ("slots") and how many invocations may be in a group ("limit"). With "call", the head also
-    # reports another handler call for the group of this channel.
+    # Up: how many groups the gateway may send to the worker at a time ("window"). If these numbers changed, the head
+    # also has how many groups the worker runs at a time ("slots"), and how many invocations a group may have ("limit").
+    # With "call", the head also reports that the handler is called again for the group of the channel in "call".
     WINDOW = 5
     # Down: run an invocation. The head's "more" is the number of following invocations in the same group.
     INVOKE = 6
@@ -52,18 +52,19 @@ class FrameKind(enum.IntEnum):
     RETURNED = 12
     # Down: the caller of this invocation went away, or its time limit passed.
     CANCEL = 13
-    # Down: the caller has read this many more chunks. They no longer count against the stream's credit.
+    # Down: the caller has read more chunks; the head has their "count". They no longer count against the stream's
+    # credit.
     MORE = 14
     # Down: finish the running invocations; no more follow. Up: send no more invocations, and confirm with DRAIN.
     DRAIN = 15
     # Down, to a zygote: fork a child.
     FORK = 16
-    # Up, from a zygote. BUILT: it can fork now. FORKED: the pid of a new child. EXITED: a child has ended.
+    # Up, from a zygote. BUILT: the zygote can fork now. FORKED: the pid of a new child. EXITED: a child has ended.
     BUILT = 17
     FORKED = 18
     EXITED = 19
-    # Up: a standby has done everything that is possible before ACTIVATE. If it has rehearsed, the head has what torch's
-    # allocator keeps of its GPUs ("reserved", as in PARKED).
+    # Up: a standby has done everything that is possible before ACTIVATE. If it has rehearsed, the head has the bytes
+    # that torch's allocator keeps of each GPU ("reserved", as in PARKED).
     PRIMED = 20
     # Up, from a zygote: the operating system refused to fork.
     UNFORKED = 21
@@ -71,21 +72,23 @@ class FrameKind(enum.IntEnum):
     PROGRESS = 22
     # Down, to a zygote: send the signal in the head to the child with the pid in the head.
     SIGNAL = 23
-    # Up: the metrics of an invocation, as JSON in the payload. They replace earlier ones.
+    # Up: the metrics of an invocation, as JSON in the payload. They replace earlier metrics.
     METRICS = 24
-    # Down, to a worker without invocations. PARK: give the memory of devices back, and report it with PARKED. UNPARK:
-    # bring the weights back; an INVOKE does so, too. The channel of a PARK is its number.
+    # Down, to a worker without invocations. PARK: free the memory of devices, and report the freed bytes with PARKED.
+    # UNPARK: bring the weights back. An INVOKE brings them back, too. The channel of a PARK is its number.
     PARK = 25
     UNPARK = 26
-    # Up: the head has how many bytes were given back, and how many torch's allocator keeps of each GPU that the process
-    # sees, in their order ("reserved"). The channel is the number of the PARK that it answers.
+    # Up: the head has how many bytes were freed ("freed_bytes"), and how many bytes torch's allocator keeps of each GPU
+    # that the process sees, in torch's order ("reserved"). The channel is the number of the PARK that this frame
+    # answers.
     PARKED = 27
-    # Up: the weights of a snapshot are on a device now. The head is as an element of "copies" in that of READY.
+    # Up: the weights of a snapshot are on a device now. The head has the form of an element of "copies" in the head of
+    # READY.
     COPIED = 28
-    # Up, from a zygote that imports or builds: the lines that it is at, as `handlers/failure.py` locates them.
+    # Up, from a zygote that imports or builds: its position in the code, as `handlers/failure.py` locates it.
     POSITION = 29
-    # Down: import and build the handler. The head has the function's secrets. A zygote gets it first, and so does a
-    # worker that was spawned.
+    # Down: import and build the handler. The head has the function's secrets. It is the first frame that a zygote, or a
+    # spawned worker, gets.
     BUILD = 30
 
 
@@ -151,17 +154,17 @@ class FrameReader:
         self._fault: LinkError | None = None
 
     def check(self) -> None:
-        """Raise LinkError if `feed` has met a frame after which nothing can be read."""
+        """Raise LinkError if `feed` has met an invalid frame, after which nothing can be read."""
         if self._fault is not None:
             raise self._fault
 
     @property
     def missing(self) -> int:
-        """How many bytes are missing from the next frame, or from its header if that is incomplete."""
+        """How many bytes are missing from the next frame, or from its header if the header is incomplete."""
         return self._needed - len(self._rest)
 
     def feed(self, data: bytes) -> list[Frame]:
-        """Add bytes and return the complete frames. Raise LinkError if one is too long or inconsistent.
+        """Add bytes and return the complete frames. Raise LinkError if a frame is too long or inconsistent.
 
         Complete frames before an invalid frame are returned first. Then `check` raises the error.
         """

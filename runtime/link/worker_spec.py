@@ -1,4 +1,4 @@
-"""Defines what a zygote and its workers need to know about a revision. It is sent to them as JSON."""
+"""Defines the facts about a revision that its zygote and workers need. The gateway sends these facts as JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from ..settings.resources import Resources
 REQUEST_VARIABLE = "PILOTFLAME_ZYGOTE"
 """The environment variable of a container with the request to its first process, as JSON."""
 
-# Zygotes and workers write the stacks of their threads to the log on this signal, also if they are stuck in native code.
+# Zygotes and workers write the stacks of their threads to the log on this signal, even if the threads are stuck in
+# native code.
 STACKS_SIGNAL = signal.SIGRTMIN + 5
 # A zygote that imports or builds a handler answers this signal with a POSITION frame.
 POSITION_SIGNAL = signal.SIGRTMIN + 6
@@ -25,16 +26,18 @@ class Confinement(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     joins: tuple[Path, ...] = ()
-    """The files into which it writes its pid to join its cgroup."""
+    """The files into which the process writes its pid to join its cgroup."""
     memory_kills: Path | None = None
-    """Where the kernel counts the processes of that cgroup that it has killed because memory ran out."""
+    """The file in which the kernel counts the processes of the cgroup that it has killed because memory ran out."""
     tmp: Path | None = None
-    """Its folder for temporary files (TMPDIR)."""
+    """The folder for temporary files of the process (TMPDIR)."""
     hidden: tuple[Path, ...] = ()
-    """Folders that it cannot read, but for `readable`. If there are any, it can write only to `tmp`."""
+    """Folders that the process cannot read, except the paths in `readable`. If there are any, it can write only to
+    `tmp`.
+    """
     readable: tuple[Path, ...] = ()
     unlisted: tuple[Path, ...] = ()
-    """Folders in `hidden` that it cannot list. It can read a file in them if it knows the file's name."""
+    """Folders in `hidden` that the process cannot list. It can read a file in them if it knows the file's name."""
 
 
 class Weights(BaseModel):
@@ -43,25 +46,25 @@ class Weights(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     name: str = ""
-    """Its name in the setting `snapshots`; "" for the snapshot of the setting `snapshot`."""
+    """The snapshot's name in the setting `snapshots`; "" for the snapshot of the setting `snapshot`."""
     root: Path
-    """The folder or file of the weights; of a fetched snapshot, the folder of its other files (config, tokenizer)."""
+    """The folder or file of the weights; for a fetched snapshot, the folder of its other files (config, tokenizer)."""
     manifest: Path
     source: str = ""
-    """The URL from which it is fetched; "" if `root` holds the weights."""
+    """The URL from which the snapshot is fetched; "" if `root` holds the weights."""
     cache: Path | None = None
-    """The folder of the node's cache of fetched snapshots, if it is fetched."""
+    """The folder of the node's cache of fetched snapshots; None if this snapshot is not fetched."""
     mounted: tuple[Path, ...] = ()
-    """In a container: the snapshot's folders in that cache, which alone are mounted."""
+    """In a container: the snapshot's folders in `cache`, which are the only mounted folders of the cache."""
 
     @property
     def subject(self) -> str:
-        """How messages name it; "" if it is the function's only one."""
+        """The name of the snapshot in messages; "" if the function has only one snapshot."""
         return subject_of(self.name)
 
 
 class CompiledCode(BaseModel):
-    """Where compilers keep their output for a function, as `runtime/worker/compiled_code.py` says."""
+    """The folder where compilers keep their output for a function, as `runtime/worker/compiled_code.py` describes."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -70,7 +73,7 @@ class CompiledCode(BaseModel):
     code: str
     """A digest of the function's code and requirements, on which the compiled code depends."""
     limit_bytes: int
-    """How much of it is kept for each key."""
+    """The largest size of the compiled code that is kept for each key."""
 
 
 class WorkerSpec(BaseModel):
@@ -95,7 +98,7 @@ class WorkerSpec(BaseModel):
     """The container image that the function runs in; empty if it runs in processes of the gateway's machine."""
     resources: Resources = Resources()
     parks: bool = True
-    """Whether the gateway may park its workers."""
+    """True if the gateway may park the revision's workers."""
     wait_for_weights: bool = False
     compiled: CompiledCode | None = None
 
