@@ -16,19 +16,20 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 # A task that must go on is started again after FIRST_RESTART_S, then after twice the delay each time, up to
-# LAST_RESTART_S. If it ran for longer than STABLE_S, the delays start again.
+# LAST_RESTART_S. If it ran for longer than STABLE_S, the next delay is FIRST_RESTART_S again.
 FIRST_RESTART_S = 0.5
 LAST_RESTART_S = 60.0
 STABLE_S = 60.0
-# How long the tasks that still run may take to end, once the parts of the gateway that they serve are closed.
+# How long running tasks may take to end after the parts of the gateway that they serve are closed.
 END_S = 10.0
 
 
 class BackgroundTasks(asyncio.TaskGroup):
     """A task group whose tasks may fail: each failure is logged with its traceback, and counted.
 
-    A failed task ends with the result None. Code that needs the outcome must let its coroutine return it. At the end
-    of the group, tasks have END_S to end. Then they are cancelled: they may wait for a process that the kernel cannot end.
+    A failed task ends with the result None. Code that needs the outcome must let its coroutine return it. At the end of
+    the group, tasks have END_S to end. Then they are cancelled, because they may wait for a process that the kernel
+    cannot end.
     """
 
     def __init__(self) -> None:
@@ -62,9 +63,9 @@ class BackgroundTasks(asyncio.TaskGroup):
         await super().__aexit__(kind, error, trace)
 
     async def _end(self) -> None:
-        """Wait for the end of all tasks. Cancel those that have not ended after END_S."""
+        """Wait for the end of all tasks. Cancel the tasks that have not ended after END_S."""
         until_s = time.monotonic() + END_S
-        # A task may start another one.
+        # A task may start another task.
         while self._running and (left_s := until_s - time.monotonic()) > 0:
             await asyncio.wait(self._running, timeout=left_s)
         for task in self._running:
@@ -103,7 +104,7 @@ class BackgroundTasks(asyncio.TaskGroup):
 
 
 def _label(coroutine: Coroutine[Any, Any, Any], name: str | None) -> str:
-    """Return the label of a task's failures. It must have few values: each is a time series."""
+    """Return the label of a task's failures. There must be few labels, because each label is a time series."""
     if name:
         return name.partition(" ")[0]
     return str(getattr(coroutine, "__qualname__", type(coroutine).__name__))

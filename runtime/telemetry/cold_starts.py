@@ -15,7 +15,7 @@ KEPT = 20
 
 
 class ColdPhase(TypedDict):
-    """One phase of an invocation. `start_ms` counts from its arrival."""
+    """One phase of an invocation. `start_ms` counts from the invocation's arrival."""
 
     name: str
     start_ms: float
@@ -51,18 +51,18 @@ class ColdStarts:
         self._noted: deque[_Noted] = deque(maxlen=KEPT)
 
     def note(self, end: InvocationEnd) -> None:
-        """Remember an invocation that had a cold start. Its response may be marked in its timeline later."""
+        """Remember an invocation that had a cold start. The time of its response may be added to its timeline later."""
         shift_s = time.time() - time.monotonic()
         received_at = end.timeline.received_s + shift_s
         self._noted.append(_Noted(received_at, end.request_id, end.revision, end.timeline))
 
     @property
     def latest(self) -> Timeline | None:
-        """The timeline of the latest one."""
+        """The timeline of the latest cold start; None before the first."""
         return self._noted[-1].timeline if self._noted else None
 
     def told(self, most: int = KEPT) -> list[ColdStart]:
-        """Return the last ones, at most `most`, the newest last."""
+        """Return up to `most` of the latest cold starts, the newest last."""
         return [_told(one) for one in list(self._noted)[-most:]]
 
 

@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 from .rung_name import RungName
 
-# How many decisions of a function wait in memory until they are stored, at most. The oldest are dropped.
+# The most decisions of a function that wait in memory until they are stored. The oldest decisions are dropped.
 MAX_DECISIONS = 1000
-# How many stay in memory when they are stored. One takes up to a kilobyte, and a gateway may have thousands of functions.
+# How many decisions stay in memory when they are stored. A decision takes up to a kilobyte, and a gateway may have
+# thousands of functions.
 KEPT = 10
 
 
@@ -24,9 +25,9 @@ class DecisionRecord(NamedTuple):
     action: str
     """The action: "start", "stop", "expect", "prewarm", "step_down", "step_up", "evict", "refuse", "budget", "pause" or "resume"."""
     cause: str
-    """Why: the signal or the rule, as "load", "idle", "warmup" or "schedule"."""
+    """The signal or the rule that caused the decision, such as "load", "idle", "warmup" or "schedule"."""
     figures: Mapping[str, float]
-    """The numbers on which it was based, by name."""
+    """The numbers on which the decision was based, by name."""
 
 
 class Decisions:
@@ -51,7 +52,9 @@ class Decisions:
         return self._noted > 0
 
     def take(self) -> list[DecisionRecord]:
-        """Return the decisions that no call has returned before, to be stored. The last ones stay in memory, too."""
+        """Return the decisions that no call has returned before, to be stored. The last KEPT decisions stay in memory,
+        too.
+        """
         count, self._noted = min(self._noted, len(self._kept)), 0
         taken = list(self._kept)[-count:] if count else []
         while len(self._kept) > KEPT:
@@ -86,7 +89,7 @@ _RUNGS = {
     RungName.RESIDENT: "weights in memory alone",
 }  # fmt: skip
 NUMBERED_RUNGS = tuple(_RUNGS)
-"""The rungs by the numbers that decisions have. Decisions are stored, so the numbers stay as they are."""
+"""The rungs, by their numbers in decisions. Stored decisions have these numbers, so a rung must keep its number."""
 
 
 def seconds(value: float) -> str:
@@ -109,7 +112,9 @@ _UNITS: tuple[tuple[str, Callable[[float], str]], ...] = (
 
 
 def describe(decision: DecisionRecord) -> str:
-    """Return what was decided in plain words, with all figures behind it. Any action, cause and figure has words."""
+    """Return a decision in plain words, with all its figures. An action, cause or figure without a phrase appears by
+    its name.
+    """
     left = dict(decision.figures)
     said = _WORDS.get(decision.action, _anything)(decision, left)
     rest = [_figure(name, value) for name, value in left.items()]

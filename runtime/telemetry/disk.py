@@ -10,16 +10,20 @@ from pathlib import Path
 
 LOG = logging.getLogger(__name__)
 PAUSE_S = 60.0
-"""The pause between two messages, at least: a disk may be full and not full by turns."""
+"""The shortest pause between two messages. Without a pause, a disk that changes between full and free would fill the
+log.
+"""
 
 
 class Disk:
-    """The disk of the state folder. Its free space is read on request and after a failed write, never by a clock."""
+    """The disk of the state folder. Its free space is read on request, and when the outcome of writes changes. No timer
+    reads it.
+    """
 
     def __init__(
         self, folder: Path, is_full: Callable[[], bool], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`is_full` looks at the disk. It is called in any thread."""
+        """`is_full` checks the disk. Any thread may call it."""
         self._folder, self._is_full, self._clock = folder, is_full, clock
         self._lock = threading.Lock()
         self._again_s = float("-inf")
@@ -44,6 +48,6 @@ class Disk:
         return full
 
     def wrote(self, failed: bool) -> None:
-        """Learn that a write to the disk has succeeded or failed. Blocks if that may be a change."""
+        """Note that a write to the disk has succeeded or failed. Blocks if the outcome may mean a change."""
         if failed != self.full:
             self.look()

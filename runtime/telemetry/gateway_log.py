@@ -22,7 +22,7 @@ from .logs import OWN_SOURCES, LogChannel, Logs
 
 Format = Literal["text", "json"]
 Level = Literal["debug", "info", "warning", "error"]
-# asyncio reports exceptions of callbacks, and aiohttp those of its own handlers.
+# asyncio logs exceptions of callbacks, and aiohttp logs exceptions of its own handlers.
 LOGGERS = (__name__.partition(".")[0], "asyncio", "aiohttp.server", "aiohttp.web")
 MAX_WAITING = 10_000
 STOP_TIMEOUT_S = 2.0
@@ -31,7 +31,8 @@ STOP_TIMEOUT_S = 2.0
 class MessageFormatter(logging.Formatter):
     """Formats a message as `time LEVEL pilotflame: text`, in UTC, or as a line of JSON as in the files.
 
-    A message that is logged with `extra={"request_id": ID}` has the id in its own field, and as `[ID]` in the text.
+    A message may be logged with `extra={"request_id": ID}`. Then JSON has the id in its own field, and text begins with
+    `[ID]`.
     """
 
     def __init__(self, form: Format) -> None:
@@ -57,21 +58,21 @@ class ChannelHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         line = line_of(record)
-        # RuntimeError: the event loop has ended, and so has the file.
+        # RuntimeError means that the event loop has ended. Then the log's file is closed, too.
         with contextlib.suppress(RuntimeError):
             write = functools.partial(self._channel.write, request_id=line.request_id)
             self._loop.call_soon_threadsafe(write, line.source, line.text, line.level)
 
 
 class _LossyHandler(QueueHandler):
-    """Hands messages to the thread that writes them. Messages that it cannot keep up with are dropped."""
+    """Hands messages to the thread that writes them. Messages are dropped while the thread is too slow."""
 
     def prepare(self, record: logging.LogRecord) -> logging.LogRecord:
-        # The library's own formats the message here, which would lose the level and the traceback.
+        # The library's method formats the message here, which would lose the level and the traceback.
         return record
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  the library's name
-        """Drop the message: it is in the file."""
+        """Drop the message, which is in the log's file anyway."""
 
 
 class _Printer(QueueListener):
@@ -109,7 +110,7 @@ def gateway_logging(logs: Logs, level: Level, form: Format) -> Iterator[None]:
 async def print_log(channel: LogChannel, form: Format) -> None:
     """Print each new line of a function's log on standard output, until this is cancelled.
 
-    As text, a line is as the function has printed it: platforms read JSON in it.
+    In the form "text", a line is exactly what the function has printed, because platforms read JSON in such lines.
     """
     with _printing(sys.stdout, logging.Formatter()) as printer, channel.subscribe() as news:
         try:

@@ -1,4 +1,4 @@
-"""Defines the event that an invocation has ended. Metrics, status, load history, usage and alerts learn from it."""
+"""Defines the event that an invocation has ended. Metrics, status, load history, usage and alerts use this event."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from typing import Literal, NamedTuple, TypeAlias
 from ...errors import PilotflameError
 from .timeline import Timeline
 
-# Plain strings: an enum's hash is computed in Python, and every invocation is counted by its source.
+# These are plain strings, because Python code computes an enum's hash, and every invocation is counted by its source.
 Source: TypeAlias = Literal["http", "job", "queue", "batch"]
 """The submitter of an invocation: a caller who waits, a job, a message of an event source, a line of a batch."""
 
 
 class InvocationEnd(NamedTuple):
-    """An invocation that has ended with an output or an error. Its caller, if it has one, has not gone before."""
+    """An invocation that has ended with an output or an error. If it has a caller, the caller was still there at its
+    end.
+    """
 
     function: str
     revision: str
@@ -21,7 +23,7 @@ class InvocationEnd(NamedTuple):
     source: Source
     timeline: Timeline
     error: PilotflameError | None = None
-    """Why it failed; None if it has an output."""
+    """The error with which the invocation failed; None if it has an output."""
 
     @property
     def code(self) -> int:

@@ -1,6 +1,8 @@
-"""Records the load of one function: a coarse series of its workers, queue and cold starts, and when calls arrived.
+"""Records the load of one function: a coarse series of its workers, queue and cold starts, and the arrival times of
+calls.
 
-Both wait in memory until they are stored. A call costs the series nothing and the arrivals one `append`.
+The series and the arrivals wait in memory until they are stored. A call costs one `append` to the arrivals, and nothing
+in the series.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ from typing import NamedTuple
 
 from .rung_name import RungName
 
-# The length of an interval of the series. An interval with a change has a row with its largest numbers.
+# The length of an interval of the series. If numbers change in an interval, the series has a sample with the largest
+# numbers of the interval.
 BUCKET_S = 1.0
 # The most samples and arrivals that wait to be stored. The oldest are dropped.
 MAX_SAMPLES = 10_000
@@ -43,7 +46,7 @@ class LoadSample(NamedTuple):
     rung: str
     """The rung at the second's end."""
     cold: int = 0
-    """How many invocations were answered that had waited for an activation."""
+    """How many of the answered invocations had waited for an activation."""
     slowest_cold_s: float = 0.0
 
 
@@ -51,7 +54,8 @@ class LoadSeries:
     """The samples of one function that are not stored yet."""
 
     def __init__(self) -> None:
-        # With monotonic seconds. One shift to Unix seconds for all of them keeps their order.
+        # The samples have monotonic seconds. `take` shifts all of them by the same amount to Unix seconds, which keeps
+        # their order.
         self._done: deque[LoadSample] = deque(maxlen=MAX_SAMPLES)
         self._begun_s = self._ends_s = 0.0
         self._most = self._last = LoadState(0, 0, 0, 0, RungName.LOCAL)
@@ -71,7 +75,7 @@ class LoadSeries:
             self._last, self._dirty = state, True
 
     def note_queued(self, now_s: float, queued: int) -> None:
-        """Note how many invocations wait, where nothing else has changed."""
+        """Note how many invocations wait, if no other number has changed."""
         if queued > self._most.queued or now_s >= self._ends_s:
             self._turn(now_s)
             self._most = self._most._replace(queued=max(self._most.queued, queued))
@@ -89,7 +93,7 @@ class LoadSeries:
         return self._dirty or bool(self._done)
 
     def take(self, now_s: float) -> list[LoadSample]:
-        """Return the samples that no call has returned before, to be stored. The present second ends early."""
+        """Return the samples that no call has returned before, to be stored. This ends the present second early."""
         if not self.pending:
             return []
         if self._ends_s:
@@ -106,7 +110,7 @@ class LoadSeries:
             return
         if self._ends_s and self._dirty:
             self._add(self._begun_s, self._most, self._cold, self._slowest_s)
-            # The numbers fell within the second.
+            # The last numbers differ from the largest, so add a sample with the last numbers at the end of the second.
             if self._most[:4] != self._last[:4]:
                 self._add(self._ends_s, self._last)
             self._dirty = False
@@ -118,7 +122,7 @@ class LoadSeries:
 
 
 class Arrivals:
-    """When the invocations of one function arrived, as far as that is not stored yet."""
+    """The arrival times of one function's invocations that are not stored yet."""
 
     def __init__(self) -> None:
         self._waiting: deque[float] = deque(maxlen=MAX_ARRIVALS)

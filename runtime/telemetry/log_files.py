@@ -5,8 +5,8 @@
     <state dir>/logs/access.jsonl               a line for each request, if the setting `access_log` is on
     <state dir>/logs/functions/<name>.jsonl     what a function's processes printed, and what happened to them
 
-A file that is full is renamed to `….jsonl.1`, the older ones to `.2` and `.3`. Files that were not written for
-`keep_s` are removed, so the log of a deleted function stays for that time.
+A full file is renamed to `….jsonl.1`, and older files to `.2` and `.3`. Files that were not written for `keep_s` are
+removed, so the log of a deleted function stays for that time.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LOG = logging.getLogger(__name__)
 GATEWAY, AUDIT, ACCESS = "gateway", "audit", "access"
 SUFFIX = ".jsonl"
 BACKUPS = 3
-# Lines that wait for the disk may use this much memory. Each line counts with LINE_BYTES and its text.
+# The most memory of lines that wait for the disk. A line counts as LINE_BYTES plus the length of its text.
 MAX_WAITING_BYTES = 16 << 20
 LINE_BYTES = 400
 MAX_OPEN_FILES = 8
@@ -46,7 +46,7 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,127}")
 
 
 class LogLevel(StrEnum):
-    """How important a line is, the least important first."""
+    """The importance of a line. The least important level comes first."""
 
     DEBUG = "debug"
     INFO = "info"
@@ -60,8 +60,8 @@ _SEVERITIES: dict[str, int] = {level: number for number, level in enumerate(LogL
 class LogLine(NamedTuple):
     """A line of a log. Its text may hold line feeds.
 
-    `at` is when it was received, as Unix time in seconds. `source` is the name of the worker or zygote that
-    printed it, or `gateway` or `deploy`. `request_id` names the invocation that it belongs to.
+    `at` is the Unix time in seconds at which the line was received. `source` is the name of the worker or zygote that
+    printed the line, or `gateway` or `deploy`. `request_id` names the invocation that the line belongs to.
     """
 
     at: float
@@ -89,7 +89,7 @@ class LogQuery(NamedTuple):
     until_s: float = math.inf
     request_id: str = ""
     level: str = LogLevel.DEBUG
-    """The lowest level."""
+    """The lowest level of the selected lines."""
     worker: str = ""
     """The name of the worker that printed the line."""
 
@@ -125,7 +125,8 @@ class LogFiles:
     ) -> None:  # fmt: skip
         """`max_bytes` is the size that one log may have with its older files.
 
-        `on_written` is called in the thread that writes, after each write, with whether lines could not be stored.
+        After each write, the writing thread calls `on_written`: with True if some lines could not be stored, else
+        False.
         """
         self._on_written, self._failed = on_written, False
         self._folder, self._keep_s = folder, keep_s
@@ -167,7 +168,9 @@ class LogFiles:
     # -- reading
 
     def search(self, name: str, query: LogQuery) -> list[LogLine]:
-        """Return the lines that fit, oldest first. Blocks until what was written before is in the files."""
+        """Return the lines that fit, oldest first. This blocks until all lines that were written before are in the
+        files.
+        """
         settled = threading.Event()
         self._waiting.put(settled)
         settled.wait(SETTLE_TIMEOUT_S)
@@ -203,7 +206,7 @@ class LogFiles:
                     yield line
 
     def _contents(self, name: str) -> Iterator[bytes]:
-        """Yield the content of a log's files, the newest first, as they are now."""
+        """Yield the present content of a log's files, the newest file first."""
         with contextlib.ExitStack() as stack:
             files = []
             with self._changing:
@@ -244,7 +247,7 @@ class LogFiles:
             file.close()
 
     def _store(self, first: tuple[str, LogLine] | threading.Event) -> None:
-        """Write the first line and those that wait now, all lines of a log at once."""
+        """Write `first` and the lines that wait now. Write all lines of a log at once."""
         items = [first, *(self._waiting.get_nowait() for _ in range(self._waiting.qsize()))]
         texts: dict[str, list[bytes]] = defaultdict(list)
         size = 0
@@ -300,7 +303,7 @@ class LogFiles:
 
 
 class _LogFile(RotatingFileHandler):
-    """One log's file. It is renamed when it is full, or when its first line has half the largest age of lines."""
+    """One log's file. It is renamed when it is full, or when its first line is older than half of `keep_s`."""
 
     terminator = ""
 
@@ -337,7 +340,7 @@ def function_file(function: str) -> str:
 
 
 def function_of(file: str) -> str:
-    """Return the name of the function whose log this is, or "" for a log of the gateway's own."""
+    """Return the name of the function whose log this is, or "" for one of the gateway's own logs."""
     return file.removeprefix(_FUNCTIONS) if file.startswith(_FUNCTIONS) else ""
 
 
@@ -346,7 +349,7 @@ def _severity(level: str) -> int:
 
 
 def _first_s(path: Path) -> float:
-    """Return the time of the first line of a file; now if there is none."""
+    """Return the time of the first line of a file; the present time if the file has no line."""
     with contextlib.suppress(OSError), path.open("rb") as file:
         if (line := _parse(file.readline())) is not None:
             return line.at

@@ -1,10 +1,10 @@
 """Reads what a process prints, line by line, and finds the invocation that each line belongs to.
 
-A worker marks the lines that it knows the invocation of: `MARK level[+] channel id text`. MARK is a control
-character and a random word that the process chose when it connected, so that printed input cannot forge it. A
-"+" says that the line goes on in the channel's next marked line. All other lines were written to the
-descriptors directly, by C code, child processes or threads of the handler's own. They belong to an invocation
-only if it was recorded and was alone in its worker.
+A worker marks each line whose invocation it knows: `MARK level[+] channel id text`. MARK is a control character and a
+random word that the process chose when it connected, so that printed input cannot forge it. A "+" says that the line
+goes on in the channel's next marked line. All other lines were written to the descriptors directly, by C code, child
+processes or threads that the handler started. Such a line belongs to an invocation only if the invocation was recorded
+and was alone in its worker.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .logs import Capture, Log
 
 MAX_LINE_BYTES = 16 << 10
 RECEIVE_BYTES = 64 << 10
-# `drain` reads at most this often, in case the process prints without end.
+# `drain` reads at most this many times, because the process may print without end.
 MAX_READS = 32
 MAX_UNFINISHED = 256
 MARK_START = b"\x1e"
@@ -32,7 +32,7 @@ class LogStream:
     """Reads the output of the process `source` from a socket until its end, and writes the lines to a log."""
 
     def __init__(self, sock: socket.socket, log: Log, source: str, mark: str = "") -> None:
-        """`mark` is the random word of the process; "" if it marks nothing."""
+        """`mark` is the random word of the process; "" if the process marks no lines."""
         sock.setblocking(False)
         self._sock, self._log, self._source = sock, log, source
         self._mark = MARK_START + mark.encode() + b" " if mark else b""
@@ -64,20 +64,23 @@ class LogStream:
     def record(self, channel: int, request_id: str, capture: Capture, *, alone: bool) -> None:
         """Add the lines of the invocation on `channel`, which is about to be sent, to `capture`.
 
-        If it is `alone` in its worker, `capture` also gets output that is written to the descriptors directly.
+        If the invocation is `alone` in its worker, `capture` also gets output that is written to the descriptors
+        directly.
         """
         self.drain()
         self._recorded[channel] = (request_id, capture)
         self._alone = channel if alone else 0
 
     def crowd(self) -> None:
-        """From now on, unmarked lines belong to no invocation: a second one is sent, or the call is stuck."""
+        """Let unmarked lines belong to no invocation from now on: a second invocation is sent, or the call is stuck."""
         if self._alone:
             self.drain()
             self._alone = 0
 
     def end(self, channel: int) -> None:
-        """Stop recording the invocation on `channel`, whose answer has arrived: its lines came before."""
+        """Stop recording the invocation on `channel`, because its answer has arrived. Its lines arrived before its
+        answer.
+        """
         self.drain()
         self._recorded.pop(channel, None)
         if self._alone == channel:

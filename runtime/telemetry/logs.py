@@ -12,13 +12,14 @@ from weakref import WeakValueDictionary
 
 from .log_files import LogFacts, LogFiles, LogLine, LogQuery, function_file, function_of
 
-# Lines in memory, for the last words of a worker and the terminal of `dev`. The files also have earlier lines.
+# The number of lines in memory, for the last words of a worker and the terminal of `dev`. The files also have earlier
+# lines.
 KEPT_LINES = 100
 # The sources of lines that a function has not printed itself.
 OWN_SOURCES = ("gateway", "deploy")
 MAX_TEXT_CHARS = 16 << 10
 FOLLOWER_LINES = 1_000
-# The times of a log's lines differ by at least this, so that a line's time tells it from all others.
+# The smallest difference between the times of a log's lines. So a line's time identifies the line.
 TICK_S = 1e-6
 
 
@@ -106,7 +107,7 @@ class RevisionLog:
         self._channel.write(source, text, level, request_id=request_id, revision=self._revision)
 
     def last_words(self, source: str, count: int) -> str:
-        """Return the last lines of one source, in one line."""
+        """Return the last lines of one source, joined into one line."""
         return " | ".join(line.text for line in self._channel.tail(count, source))
 
 
@@ -140,7 +141,7 @@ class Logs:
         self._channels: WeakValueDictionary[str, LogChannel] = WeakValueDictionary()
 
     def of_function(self, function: str) -> LogChannel:
-        """Return the log of a function, which need not exist."""
+        """Return the log of a function. The function need not exist."""
         return self.channel(function_file(function))
 
     def channel(self, file: str) -> LogChannel:
@@ -152,7 +153,7 @@ class Logs:
         return channel
 
     async def facts(self) -> list[LogFacts]:
-        """Return what is known of each stored log without its lines."""
+        """Return the facts about each stored log that are known without reading its lines."""
         return await asyncio.to_thread(self.files.facts)
 
     async def exists(self, file: str) -> bool:

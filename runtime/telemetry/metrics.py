@@ -66,7 +66,7 @@ class _Histogram:
 
     @property
     def counts(self) -> tuple[int, ...]:
-        """The number of values in each bucket, those of lower buckets not included."""
+        """The number of values in each bucket, without the values in lower buckets."""
         return tuple(self._counts)
 
     def observe(self, value: float) -> None:
@@ -74,7 +74,7 @@ class _Histogram:
         self.sum += value
 
     def buckets(self) -> list[tuple[str, float]]:
-        """Return a pair per bucket, as Prometheus needs: the bound, and how many values are at most that."""
+        """Return a pair per bucket, as Prometheus needs: the bound, and how many values are not above the bound."""
         bounds = (*map(str, map(float, self._bounds)), "+Inf")
         return list(zip(bounds, map(float, accumulate(self._counts)), strict=True))
 
@@ -83,9 +83,10 @@ class Totals(NamedTuple):
     """The counts of one function since the gateway started or the function was first deployed."""
 
     by_source: Mapping[Source, Mapping[int, int]]
-    """Invocations by what submitted them, and by the status of their response."""
+    """The number of invocations by their submitter, and by the status of their response."""
     durations: Sequence[int] = (0,) * (len(SECONDS) + 1)
-    """Invocations by duration: one number for each bound in SECONDS, and one for those that took longer."""
+    """Invocations by duration: one number for each bound in SECONDS, and one number for invocations that took longer.
+    """
     cold_starts: int = 0
     cold_phases_s: Mapping[str, float] = MappingProxyType({})
     """The seconds of each phase in which an invocation waits for a worker, summed over all cold starts."""
@@ -142,7 +143,7 @@ class Reading(NamedTuple):
     labels: tuple[str, ...] = ("function",)
     """If the first label is the function, only the numbers of live functions are exported."""
     total: bool = False
-    """True if it only grows, which makes it a counter."""
+    """True if the metric only grows, so that it is a counter."""
 
 
 class _Families(Collector):
@@ -165,8 +166,8 @@ class Metrics:
     ) -> None:
         """`worker_counts` returns the counts of each function by name, `dropped` how many log lines were dropped.
 
-        Both are called when metrics are read. `failures` is the number of failures of each background task.
-        `others` are the metrics of other parts.
+        Both are called when metrics are read. `failures` is the number of failures of each background task. `others`
+        are the metrics of other parts of the gateway.
         """
         self._counts_of = worker_counts
         self._dropped = dropped
@@ -174,7 +175,7 @@ class Metrics:
         self._functions: defaultdict[str, _FunctionCounts] = defaultdict(_FunctionCounts)
         self._others = list(others)
         self.readers: list[Callable[[], Awaitable[Iterable[Reading]]]] = []
-        """Called when metrics are read. If one fails, its metrics are left out."""
+        """The functions that are called when metrics are read. If a function fails, its metrics are left out."""
 
     def ended(self, end: InvocationEnd) -> None:
         """Count an invocation that has ended.
@@ -205,12 +206,12 @@ class Metrics:
         self._functions[function].activations[outcome] += 1
 
     def totals(self, function: str) -> Totals:
-        """Return what was counted of a function so far."""
+        """Return the counts of a function so far."""
         found = self._functions.get(function)
         return found.totals() if found is not None else Totals({})
 
     def forget(self, function: str) -> None:
-        """Drop the counts of a deleted function: names come and go, and each has many time series."""
+        """Drop the counts of a deleted function, because names come and go and each name has many time series."""
         self._functions.pop(function, None)
 
     async def read(self) -> bytes:

@@ -40,7 +40,7 @@ class SnapshotMetrics(Collector):
         self._shared: Mapping[str, int] | None = None
 
     def began(self) -> None:
-        """Count a fetch that begins. A snapshot that the node already holds also counts, for a moment."""
+        """Count a fetch that begins. A hold of a snapshot that is already on the node counts too, for a moment."""
         self._under_way += 1
 
     def ended(self, outcome: str) -> None:

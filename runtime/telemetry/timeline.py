@@ -1,7 +1,7 @@
-"""Measures the phases of one invocation, whose durations sum to its total.
+"""Measures the phases of one invocation. The durations of its phases sum to its total duration.
 
-A cold start is an invocation that waited for the start of a worker. Phases marked "cold" exist only there. How long
-the cold start took (`cold_start_s`) is the sum of its first four phases: the handler's own time is not part of it.
+A cold start is an invocation that waited for the start of a worker. Phases marked "cold" exist only there. The duration
+of a cold start (`cold_start_s`) is the sum of its first four phases, so it excludes the handler's own time.
 
 queue     from its arrival until it is sent or, in a cold start, until the start of a worker is requested
 fork      (cold) then until the worker's process is connected, which takes no time if a standby is used; with
@@ -13,9 +13,9 @@ wait      from its arrival in the worker until its batch starts
 exec      while the handler runs
 respond   from the arrival of the worker's result in the gateway until the response
 
-Fetching weights and copying them to a device are no phases, because they overlap with phases. They are reported
-separately as "fetch" and "copy", or "fetch-NAME" and "copy-NAME" for each named snapshot, with the time of overlap with
-each phase.
+A fetch of weights, or a copy of weights to a device, is not a phase, because it overlaps with phases. Fetches and
+copies are reported separately as "fetch" and "copy", or "fetch-NAME" and "copy-NAME" for each named snapshot, with the
+time of overlap with each phase.
 """
 
 from __future__ import annotations
@@ -28,18 +28,20 @@ FETCH, CONTEXT, COPY = "fetch", "context", "copy"
 # Matches the value of the `traceparent` header, as W3C Trace Context defines it.
 TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-[\x21-\x7e]{0,256})?")
 PHASES = ("queue", "fork", "restore", "dispatch", "link", "wait", "exec", "respond")
-# The invocation waits for a worker.
+# The phases in which an invocation waits for a worker.
 COLD_START_PHASES = PHASES[:4]
 WARM_PHASES = ("queue", "link", "wait", "exec", "respond")
 _WARM = ", ".join(f"{name};dur=%.3f" for name in (*WARM_PHASES, "total"))
 
 WorkerTiming = tuple[float, float, int, float]
-"""What a worker measured of an invocation: seconds waiting, seconds in the handler, batch size, cost."""
+"""A worker's measurements of an invocation: seconds waiting, seconds in the handler, batch size, cost."""
 
 
 @dataclass(slots=True)
 class Transfer:
-    """A move of a snapshot's weights, or what prepares one. Its times are of the monotonic clock. `ended_s` is 0 while it runs."""
+    """A move of a snapshot's weights, or the preparation of a move. Its times are monotonic seconds. `ended_s` is 0
+    while it runs.
+    """
 
     started_s: float
     ended_s: float = 0.0
@@ -65,7 +67,7 @@ class Activation:
     copies: tuple[Transfer, ...] = ()
     """The copies of the worker's snapshots to its device."""
     contexts: tuple[Transfer, ...] = ()
-    """When the worker made its context on the device. A standby may have done that before the start."""
+    """The times in which the worker made its context on the device. A standby may have made it before the start."""
     signal: str = ""
     """The signal that started the worker ahead of need; "" if the worker is for waiting invocations."""
 
@@ -98,12 +100,14 @@ class Timeline:
     """When the worker's result arrived in the gateway."""
     responded_s: float = 0.0
     wait_s: float = 0.0
-    """How long it waited in the worker. The worker measures this and `exec_s`, the time in the handler."""
+    """How long the invocation waited in the worker. The worker measures this time and `exec_s`, the time in the
+    handler.
+    """
     exec_s: float = 0.0
     batch: int = 1
     cost: float = 1.0
     activation: Activation | None = None
-    """The start of the worker that it waited for, or None if it did not have to wait for one."""
+    """The start of the worker that the invocation waited for; None if it did not wait for a start."""
 
     def mark_sent(self, now_s: float, activation: Activation | None) -> None:
         self.sent_s, self.activation = now_s, activation
@@ -121,7 +125,7 @@ class Timeline:
 
     @property
     def cold_start_s(self) -> float:
-        """How long it waited, from its arrival, until it was sent to the worker that was started; 0 without a cold start."""
+        """The time from the invocation's arrival until it was sent to the started worker; 0 without a cold start."""
         return max(0.0, self.sent_s - self.received_s) if self.activation is not None else 0.0
 
     def cold_start_phases(self) -> dict[str, float]:
@@ -133,9 +137,9 @@ class Timeline:
 
     @property
     def total_s(self) -> float:
-        """The seconds from its arrival until the latest step so far.
+        """The seconds from the invocation's arrival until its latest step so far.
 
-        That is not always the response: the head of a stream is sent before the worker's result arrives.
+        The latest step is not always the response: the head of a stream is sent before the worker's result arrives.
         """
         return max(self.received_s, self.sent_s, self.completed_s, self.responded_s) - self.received_s
 
