@@ -34,7 +34,7 @@ class Alert(NamedTuple):
         return f"alert {self.condition} of {self.function} {state}: {figures}"
 
     def body(self, now_s: float) -> bytes:
-        """Return the message as Standard Webhooks defines it. `text` is for chats, which show it."""
+        """Return the message as Standard Webhooks defines it. Chats show its field `text`."""
         at = datetime.fromtimestamp(now_s, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         data = {"function": self.function, "revision": self.revision, "condition": self.condition}
         return orjson.dumps(

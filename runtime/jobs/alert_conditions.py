@@ -1,4 +1,6 @@
-"""Decides when a condition of a function begins and ends, and when that is sent. Takes the time as an argument."""
+"""Decides when a condition of a function begins and ends, and when an alert is sent. Its methods take the time as an
+argument.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +11,17 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 SLICES = 10
-"""The window of the share of errors has this many parts. Calls leave it one part at a time."""
+"""The number of parts of the window of the share of errors. Calls leave the window one part at a time."""
 
 
 @dataclass(slots=True)
 class Condition:
-    """Whether a condition holds as its receiver knows it. It changes at most once in `pause_s` seconds."""
+    """The state of a condition, as its receiver knows it. It changes at most once in `pause_s` seconds."""
 
     name: ClassVar[str]
     pause_s: float
     begun: bool = False
-    """True if its beginning was sent, and its end was not."""
+    """True if its beginning was sent, and its end was not sent yet."""
     _again_s: float = -math.inf
 
     def holds(self, now_s: float) -> bool:
@@ -30,18 +32,22 @@ class Condition:
         raise NotImplementedError
 
     def changed(self, now_s: float) -> bool:
-        """Return True if the condition has begun or ended, and that is to be sent now."""
+        """Return True if the condition has begun or ended, and an alert must be sent now."""
         if now_s < self._again_s or self.holds(now_s) == self.begun:
             return False
         self.begun, self._again_s = not self.begun, now_s + self.pause_s
         return True
 
     def not_sent(self) -> None:
-        """Take the last change back, because it could not be stored. `changed` repeats it after the pause."""
+        """Undo the last change, because its alert could not be stored. `changed` reports the change again after the
+        pause.
+        """
         self.begun = not self.begun
 
     def due_s(self, now_s: float) -> float:
-        """Return when `changed` may return True although no call has ended; infinity for never."""
+        """Return the time at which `changed` may return True even if no call ends until then; infinity if there is no
+        such time.
+        """
         return self._again_s if self.holds(now_s) != self.begun else math.inf
 
 
@@ -54,14 +60,14 @@ class _Slice:
 
 @dataclass(slots=True)
 class ErrorShare(Condition):
-    """Too many calls of the last `window_s` seconds have failed."""
+    """Holds while too many calls of the last `window_s` seconds have failed."""
 
     name = "error_share"
     limit: float = 0.1
     window_s: float = 300.0
     min_calls: int = 20
     quiet_until_s: float = 0.0
-    """Until then, a window without calls does not end the condition. A restart has emptied the window."""
+    """Until this time, a window without calls does not end the condition, because a restart has emptied the window."""
     calls: int = 0
     errors: int = 0
     _slices: deque[_Slice] = field(default_factory=deque)
@@ -76,7 +82,9 @@ class ErrorShare(Condition):
         self.errors, newest.errors = self.errors + failed, newest.errors + failed
 
     def holds(self, now_s: float) -> bool:
-        """Return whether the share has reached the limit. `min_calls` is needed for the beginning only."""
+        """Return True if the share of errors has reached the limit. Only the beginning of the condition needs
+        `min_calls`.
+        """
         self._expire(now_s)
         if not self.calls:
             return self.begun and now_s < self.quiet_until_s
@@ -108,12 +116,12 @@ class ErrorShare(Condition):
 
 @dataclass(slots=True)
 class SlowColdStart(Condition):
-    """The latest cold start took longer than `limit_ms`."""
+    """Holds while the latest cold start took longer than `limit_ms`."""
 
     name = "cold_start"
     limit_ms: float = math.inf
     latest_ms: float | None = None
-    """None until there was a cold start."""
+    """None before the first cold start."""
     request_id: str = ""
 
     def note(self, took_ms: float, request_id: str) -> None:

@@ -1,7 +1,7 @@
-"""Sends alerts of functions: a signed webhook when a condition of `[alerts]` begins, and one when it ends.
+"""Sends alerts of functions: a signed webhook when a condition of `[alerts]` begins, and another one when it ends.
 
-A delivery is a row of the outbox like those of jobs, so it is sent at least once, also if the gateway is killed. A
-condition whose beginning was sent has a row, too: after a restart, only its end is sent.
+The delivery of an alert is a row of the outbox, like a delivery of a job. So it is sent at least once, even if the
+gateway is killed. A condition whose beginning was sent has a row, too, so that only its end is sent after a restart.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from .alert_conditions import Condition, ErrorShare, SlowColdStart
 from .store import JobStore
 
 FAILED = 500
-"""From this HTTP status on, a call has failed by the function's fault. Below, its caller is at fault."""
+"""From this HTTP status on, the function is at fault for a failed call. Below this status, the caller is at fault."""
 
 
 @dataclass(eq=False)
@@ -64,7 +64,9 @@ class FunctionAlerts:
         self._watches.clear()
 
     def follow(self, live: Live) -> None:
-        """Watch a function whose present revision is `live`. With the same settings, the conditions go on."""
+        """Watch a function whose present revision is `live`. If the settings of alerts are the same, the conditions go
+        on.
+        """
         function, settings = live.record.function, live.record.settings.alerts
         before = self._watches.pop(function, None)
         if before is not None:
@@ -86,7 +88,7 @@ class FunctionAlerts:
         self._look(function, self._watches[function], time.monotonic())
 
     def forget(self, function: str) -> None:
-        """Stop to watch a function that was deleted."""
+        """Stop watching a deleted function."""
         watch = self._watches.pop(function, None)
         begun = self._begun.pop(function, set())
         if watch is not None:
@@ -97,7 +99,7 @@ class FunctionAlerts:
     # -- what happens to calls
 
     def note_end(self, end: InvocationEnd) -> None:
-        """Learn that an invocation has ended."""
+        """Note that an invocation has ended."""
         if (watch := self._watches.get(end.function)) is None:
             return
         now_s, timeline = time.monotonic(), end.timeline
@@ -107,7 +109,7 @@ class FunctionAlerts:
         self._look(end.function, watch, now_s)
 
     def note_refused(self, function: str, error: PilotflameError) -> None:
-        """Learn that a call was refused. Only a refusal that is not the caller's fault counts, as a failed call."""
+        """Note that a call was refused. The refusal counts as a failed call unless the caller is at fault."""
         if error.status >= FAILED and (watch := self._watches.get(function)) is not None:
             now_s = time.monotonic()
             watch.errors.note(now_s, failed=True)
@@ -131,7 +133,9 @@ class FunctionAlerts:
         return _Watch(settings, url, record.revision, record.deployed_by, live.logs, errors, cold)
 
     def _look(self, function: str, watch: _Watch, now_s: float) -> None:
-        """Send the conditions that have changed, and set the timer to when another may change by itself."""
+        """Send alerts for the conditions that have changed. Set the timer to the time when a condition may change
+        without a call.
+        """
         for condition in watch.conditions():
             if condition.changed(now_s):
                 alert = Alert(
@@ -150,7 +154,7 @@ class FunctionAlerts:
         self._look(function, watch, time.monotonic())
 
     async def _store_alert(self, watch: _Watch, condition: Condition, alert: Alert) -> None:
-        # In their order: an end must not be stored before its beginning.
+        # Store alerts in their order: an end must not be stored before its beginning.
         async with watch.storing:
             try:
                 await self._store.alert(alert)
@@ -162,14 +166,14 @@ class FunctionAlerts:
         watch.log.write("gateway", alert.text, level, revision=alert.revision)
 
     def _drop(self, function: str, conditions: set[str]) -> None:
-        """Forget in the store that conditions have begun: their ends will not be sent."""
+        """Delete from the store that conditions have begun, so that their ends are not sent."""
         if conditions:
             self._tasks.create_task(self._store_end(function, frozenset(conditions)), name="alert")
 
     async def _store_end(self, function: str, conditions: frozenset[str]) -> None:
         try:
             await self._store.drop_alerts(function, conditions)
-        # They are dropped at the next start, or their end is sent then.
+        # The next start of the gateway drops these conditions, or their ends are sent then.
         except JobStoreFailed:
             return
 

@@ -52,7 +52,7 @@ STORE_RETRY_S = 5.0
 
 
 class JobAttempt:
-    """The invocation of a job at a revision, whose progress and result this object stores."""
+    """Follows the invocation of a job at a revision, and stores its progress and result."""
 
     def __init__(
         self,
@@ -76,10 +76,12 @@ class JobAttempt:
         self._closing = closing
         self._unstored = unstored
         self.awaited = unstored is not None
-        """True if it was submitted for a caller who waits, before the job was stored."""
+        """True if the invocation was submitted before the job was stored, for a caller who waits."""
         self.stored: asyncio.Future[Job | None] = asyncio.get_running_loop().create_future()
-        """For an unstored job: resolved with the job when it is stored, at its end or after UNSTORED_S. Resolved with
-        None if the job did not run: its revision or the gateway ends, or no worker could start. Or it has an error."""
+        """For an unstored job. Its result is the job once the job is stored, at its end or after UNSTORED_S. The result
+        is None if the job did not run, because its revision or the gateway ends or no worker could start. If the job
+        could not be stored, or not run to its end, the future has an error.
+        """
         self._sent = asyncio.Event()
         """Set when the invocation was sent to a worker, or ended before that."""
         self._fence = 0
@@ -113,7 +115,7 @@ class JobAttempt:
         self._log_channel.write("gateway", f"job {self.job.id} {text}", "error", request_id=self.job.id)
 
     async def run(self) -> None:
-        """Store what the attempt produces. Raise JobStoreFailed if that fails while the gateway closes."""
+        """Store the start, output and end of the attempt. Raise JobStoreFailed if this fails while the gateway ends."""
         try:
             if self._unstored is None or not await self._run_unstored(self._unstored):
                 await self._run()
@@ -153,11 +155,11 @@ class JobAttempt:
 
     def _refuse(self, error: PilotflameError) -> None:
         self.stored.set_exception(error)
-        # Mark it as retrieved: if the caller has gone, asyncio must not warn about it.
+        # Mark the exception as retrieved: if the caller has gone, asyncio must not warn about it.
         self.stored.exception()
 
     def _ended(self) -> JobOutcome | None:
-        """Return how an unstored job has ended; None if it has not, or if it is to be queued again."""
+        """Return the outcome of an unstored job; None if it has not ended, or if it must be queued again."""
         output = self.invocation.output
         if not output.done() or output.cancelled():
             return None
@@ -167,7 +169,7 @@ class JobAttempt:
         return self._failure(error, error.to_wire()) if isinstance(error, PilotflameError) else None
 
     def _as_sent(self) -> Job:
-        """Return the job with its worker, and with the time when it was sent there."""
+        """Return the job with its worker, and with the time at which it was sent to the worker."""
         sent_s, now_s = self.invocation.sent_s, time.monotonic()
         started_s = time.time() - (now_s - sent_s if sent_s else 0.0)
         return replace(self.job, worker=self.invocation.worker, started_s=started_s)
@@ -206,14 +208,14 @@ class JobAttempt:
     # -- progress
 
     def _store_progress(self, progress: bytes | None = None) -> None:
-        """Store the latest report. While a report is written, later ones replace each other."""
+        """Store the latest report. While a report is being written, only the latest of the new reports is kept."""
         self._progress = progress or self._progress
         idle = self._progress_writer is None or self._progress_writer.done()
         if self._fence and self._progress is not None and idle:
             self._progress_writer = self._tasks.create_task(self._write_progress())
 
     def _keep_metrics(self, metrics: bytes) -> None:
-        """Keep the latest report, which is stored with the result."""
+        """Keep the latest report of metrics, which is stored with the result."""
         self._metrics = metrics
 
     async def _write_progress(self) -> None:
@@ -226,7 +228,7 @@ class JobAttempt:
     # -- logs
 
     def _tell_logs(self) -> None:
-        """Send what was printed to the webhook, at most once in LOGS_EVERY_S."""
+        """Send the printed lines to the webhook, at most once in LOGS_EVERY_S."""
         idle = self._logs_teller is None or self._logs_teller.done()
         if self._tells_logs and self._fence and idle and not self.invocation.output.done():
             self._logs_teller = self._tasks.create_task(self._send_logs())
@@ -238,7 +240,7 @@ class JobAttempt:
                 await asyncio.wait([self.invocation.output], timeout=LOGS_EVERY_S)
 
     async def _send_new_logs(self) -> bool:
-        """Return False if nothing was printed since the last time, or if the attempt has ended."""
+        """Send the printed lines. Return False if nothing was printed since the last call, or the attempt has ended."""
         logs = self._logs()
         if not self._tells_logs or logs == self._told_logs:
             return False
@@ -257,7 +259,7 @@ class JobAttempt:
         return bool(self._fence)
 
     async def _store_pieces(self) -> bool:
-        """Store the start of the attempt and its streamed output. Raise OutputInvalid if that is too large.
+        """Store the start of the attempt and its streamed output. Raise OutputInvalid if the output is too large.
 
         Return False if this is not, or no longer, the job's running attempt.
         """
@@ -307,7 +309,7 @@ class JobAttempt:
             await self._requeue(wire, counted=not self._revision.retiring)
 
     def _failure(self, error: BaseException, wire: Mapping[str, object]) -> JobOutcome | None:
-        """Return how the job ends with an error of its invocation. None: it is queued again."""
+        """Return the job's outcome for an error of its invocation; None if the job is queued again."""
         if isinstance(error, Cancelled):
             return JobOutcome(JobState.CANCELLED, error=wire)
         if isinstance(error, DeadlineExceeded):

@@ -30,7 +30,7 @@ _SETTINGS = (
     # This setting has an effect only before the first table exists and before the WAL is enabled.
     "auto_vacuum=INCREMENTAL",
     "journal_mode=WAL",
-    # When a commit returns, it is durably on disk.
+    # A commit returns only once it is durably on disk.
     "synchronous=FULL",
     "temp_store=MEMORY",
     "cache_size=-32768",
@@ -49,7 +49,9 @@ class _QueuedCall:
     result: Any = None
     error: Exception | None = None
     ended: bool = False
-    """True if the change is committed or the query was run. Then a failure of the connection is not its own."""
+    """True if the change is committed or the query was run. Then a later failure of the connection is not a failure of
+    this call.
+    """
 
 
 _Calls = queue.SimpleQueue[_QueuedCall | None]
@@ -63,7 +65,9 @@ class Database:
     def __init__(
         self, path: Path, scripts: Sequence[str], on_written: Callable[[bool], None] = lambda _failed: None
     ) -> None:
-        """`on_written` is called in the thread that writes, after each group, with whether it could not be stored."""
+        """After each group, the writing thread calls `on_written`: with True if a change could not be stored, else with
+        False.
+        """
         self._path = path
         self._on_written = on_written
         self._scripts = scripts
@@ -190,7 +194,7 @@ def _serve(connection: sqlite3.Connection, calls: _Calls, run_group: _RunGroup, 
 def _replaced(connection: sqlite3.Connection, connect: _Connect) -> sqlite3.Connection:
     """Close a connection, which undoes its open transaction, and return a new one.
 
-    If that fails, return the closed one: the next group fails too, and this is tried again.
+    If that fails, return the closed connection. The next group then fails too, and the connection is replaced after it.
     """
     with suppress(sqlite3.Error):
         connection.close()
@@ -264,7 +268,7 @@ def _deliver(group: list[_QueuedCall]) -> None:
 def _settle(calls: list[_QueuedCall]) -> None:
     for call in calls:
         if call.error is None and call.committed is not None:
-            # Not called directly: if `committed` raised, the remaining calls would get no result.
+            # Don't call it directly: if `committed` raised, the remaining calls would get no result.
             call.future.get_loop().call_soon(call.committed, call.result)
         if call.future.done():
             # The caller was cancelled and does not read the result. The change stays committed.

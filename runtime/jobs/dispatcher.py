@@ -31,7 +31,9 @@ from .job import Job, NewJob, new_job_id
 from .store import JobStore
 
 MIN_PREFETCH = 8
-"""This many submitted jobs may wait for a worker; more if all workers together run more jobs at a time."""
+"""The number of submitted jobs that may wait for a worker. If all workers together run more jobs at a time, that larger
+number may wait.
+"""
 MAX_SUBMITTED = 1024
 """The most jobs of one function that are submitted at a time."""
 FULL_RETRY_S = 1.0
@@ -39,7 +41,9 @@ FULL_RETRY_S = 1.0
 
 
 class JobDispatcher:
-    """`live(name)` returns a live function. It raises UnknownFunction, or GatewayError during shutdown."""
+    """Submits jobs to revisions. `live(name)` returns a live function. It raises UnknownFunction, or GatewayError
+    during shutdown.
+    """
 
     def __init__(self, store: JobStore, live: Callable[[str], Live], tasks: BackgroundTasks) -> None:
         self._store = store
@@ -50,7 +54,7 @@ class JobDispatcher:
         self._runs: set[asyncio.Task[None]] = set()
 
     def wake(self, function: str) -> None:
-        """Read the next jobs of a function from the store, in its task, and run them."""
+        """Let the function's task read the next jobs from the store and run them."""
         if self._closing.is_set():
             return
         jobs = self._jobs_of(function)
@@ -76,7 +80,9 @@ class JobDispatcher:
         return None
 
     def _jobs_of(self, function: str) -> _FunctionJobs:
-        """Return the function's entry. If there is none, the store has no jobs of the function that could run."""
+        """Return the function's entry, or a new entry. Without an entry, the store had no jobs of the function that
+        could run.
+        """
         if function not in self._functions:
             jobs = self._functions[function] = _FunctionJobs()
             run = self._tasks.keep(partial(self._run, function, jobs), name="jobs")
@@ -85,9 +91,9 @@ class JobDispatcher:
         return self._functions[function]
 
     def cancel(self, function: str, job_id: str) -> None:
-        """Cancel the attempt of a job that was cancelled in the store, if it has one."""
+        """Cancel the attempt of a job that was cancelled in the store, if the job has an attempt."""
         if (jobs := self._functions.get(function)) is not None:
-            # A read of the store that started before may still return the job as queued. `ended` excludes it.
+            # A read of the store that started earlier may still return the job as queued. `ended` excludes it.
             jobs.ended.add(job_id)
             if job_id in jobs.attempts:
                 jobs.attempts[job_id].cancel()
@@ -130,7 +136,7 @@ class JobDispatcher:
             # The function was deleted or the gateway shuts down. If it is live again, `wake` is called.
             return None
         except (FunctionStopped, CrashLoop) as error:
-            # Without a time, `wake` is called when the function may run again.
+            # If the error has no time, `wake` is called when the function may run again.
             after_s = error.details.get("retry_after_s")
             return None if after_s is None else max(FULL_RETRY_S, float(after_s))
         except (QueueFull, RevisionRetired):
@@ -142,7 +148,7 @@ class JobDispatcher:
     async def _submit_due(self, function: str, jobs: _FunctionJobs, room: int) -> None:
         """Read up to `room` jobs from the store and submit them."""
         jobs.ended.clear()
-        # Not after the read: a job that is queued during the read may not be in its result.
+        # Reset this before the read, not after it: a job that is queued during the read may not be in its result.
         jobs.waiting, now_s = False, time.time()
         left = True
         try:
@@ -204,11 +210,11 @@ class _FunctionJobs:
     """The jobs of one function that are submitted to its revision."""
 
     news: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when there may be room for a job or a job to submit, and at shutdown."""
+    """Set when there may be room for a job, when there may be a job to submit, and at shutdown."""
     waiting: bool = False
     """True if the store may have jobs that may start and are not in `attempts`."""
     due_s: float = math.inf
-    """When the first of the delayed jobs may start."""
+    """The time at which the first delayed job may start."""
     attempts: dict[str, JobAttempt] = field(default_factory=dict)
     """By job id, the attempts whose end is not yet stored."""
     ended: set[str] = field(default_factory=set)

@@ -59,7 +59,7 @@ class AddressPolicy(Addresses):
         return socket.socket(family, kind, protocol)
 
     def check(self, url: str) -> URL:
-        """Return the parsed URL. Raise WebhookRefused if its text is not allowed.
+        """Return the parsed URL. Raise WebhookRefused if the text of the URL is not allowed.
 
         Host names are not resolved here: `socket` checks their addresses when a connection is opened.
         """

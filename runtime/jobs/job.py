@@ -24,7 +24,7 @@ EVENTS = ("start", "output", "logs", "completed")
 """The events that a webhook may subscribe to."""
 ID_PREFIX = "job-"
 ALL = "*"
-"""Instead of an owner: the jobs of all owners. No API key has this id."""
+"""In place of an owner, this means the jobs of all owners. No API key has this id."""
 
 
 class JobState(enum.StrEnum):
@@ -37,7 +37,7 @@ class JobState(enum.StrEnum):
 
     @property
     def final(self) -> bool:
-        """True if the job has ended. Then only a retry, of a FAILED or TIMED_OUT job, changes the state."""
+        """True if the job has ended. After that, only a retry of a FAILED or TIMED_OUT job changes the state."""
         return self not in (JobState.IN_QUEUE, JobState.IN_PROGRESS)
 
 
@@ -137,7 +137,7 @@ class Job:
     progress: bytes | None = None
     """The handler's latest progress report, as JSON."""
     metrics: bytes | None = None
-    """What the handler has measured of the attempt that ended the job, as a JSON object."""
+    """The metrics that the handler has reported in the attempt that ended the job, as a JSON object."""
     logs: str = ""
     """The last log lines of an ended job."""
     pieces: int = 0
@@ -209,7 +209,9 @@ class JobCounts:
 
 
 def new_job_id(now_s: float) -> str:
-    """Return an id of the time and 80 random bits. Ids sort by time, so the index of ids grows at its end."""
+    """Return an id that consists of the time and 80 random bits. Ids sort by time, so the index of ids grows at its
+    end.
+    """
     time_ms = max(0, int(now_s * 1000)) % (1 << 48)
     number = time_ms.to_bytes(6, "big") + secrets.token_bytes(10)
     return ID_PREFIX + base64.b32hexencode(number).decode().lower().rstrip("=")

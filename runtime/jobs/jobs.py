@@ -1,4 +1,4 @@
-"""Offers to routes and event sources what can be done with jobs: submit, read, wait, cancel, retry."""
+"""Offers the operations on jobs to routes and event sources: submit, read, wait, cancel, retry."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from .webhook_sender import MAX_SLEEP_S, WebhookSender, wait
 
 DATABASE_FILE = "jobs.sqlite3"
 CLOSE_TIMEOUT_S = 10.0
-"""`close` waits this long for attempts to be stored, and then this long for webhook requests."""
+"""How long `close` waits until attempts are stored, and how long it then waits for webhook requests."""
 EXPIRY_RETRY_S = 5.0
-"""The pause before jobs are expired again, after the store failed."""
+"""The pause after the store failed, before jobs are expired again."""
 
 
 class Jobs:
@@ -46,8 +46,9 @@ class Jobs:
         on_written: Callable[[bool], None] = lambda _failed: None,
         bodies: WebhookBodies = MappingProxyType({}),
     ) -> None:
-        """`key` signs webhooks. `live` returns a live function by name; see `JobDispatcher`. `on_written`: see `Database`.
-        `bodies` makes the bodies of webhooks of other forms than pilotflame's own."""
+        """`key` signs webhooks. `live` returns a live function by name; see `JobDispatcher`. `on_written`: see
+        `Database`. `bodies` makes the bodies of webhooks whose form is not pilotflame's own.
+        """
         self._database = Database(state / DATABASE_FILE, SCRIPTS, on_written)
         self._tasks = tasks
         self._live = live
@@ -68,7 +69,7 @@ class Jobs:
     async def start(self) -> tuple[int, int]:
         """Open the store and resume the jobs of the previous run.
 
-        Return how many jobs that were running are queued again, and how many have failed instead.
+        Return how many of the jobs that were running are queued again, and how many of them have failed.
         """
         await asyncio.to_thread(self._database.open)
         self._sender.start(self._tasks)
@@ -107,14 +108,14 @@ class Jobs:
         """
         until_s = time.monotonic() + wait_s
         if (attempt := self._dispatcher.run_unstored(new)) is not None:
-            # The attempt goes on if the caller is cancelled.
+            # Shield the attempt: it goes on if the caller is cancelled.
             stored = await asyncio.shield(attempt.stored)
             if stored is not None:
                 self._expect_expiry(stored.expires_s or stored.created_s + min(stored.ttl_s, self._keep_s))
                 if stored.state.final:
                     return stored, False
                 return await self.wait(stored.function, stored.id, until_s - time.monotonic()), False
-            # It was not run. The function may have been deleted, or the gateway may be shutting down.
+            # The job was not run. This raises if the function was deleted, or if the gateway is shutting down.
             self._live(new.function)
         job, replayed = await self.submit(new)
         return await self.wait(job.function, job.id, until_s - time.monotonic()), replayed
@@ -149,7 +150,7 @@ class Jobs:
     ) -> AsyncIterator[tuple[Job, list[tuple[int, bytes]]]]:
         """Yield the job and its new pieces, numbered above `after`, until the job is final.
 
-        Yields at each change of the job, and after `every_s` without one.
+        Yields at each change of the job, and after `every_s` without a change.
         """
         with self.watch(job_id) as news:
             while True:
@@ -164,8 +165,8 @@ class Jobs:
                     await wait(news, every_s)
 
     async def purge(self, function: str, owner: str = ALL) -> int:
-        """Cancel an owner's queued jobs and return how many. It goes on if the caller is cancelled."""
-        # Not in the task group, which would log an error instead of raising it here.
+        """Cancel an owner's queued jobs, and return their number. The purge goes on if the caller is cancelled."""
+        # Don't use the task group, which would log an error instead of raising it here.
         return await asyncio.shield(asyncio.create_task(self.store.purge(function, owner)))
 
     # -- for functions that are deployed or deleted
@@ -200,15 +201,17 @@ class Jobs:
         return self._key.of(function).secret
 
     def owner_secret(self, owner: str) -> str:
-        """Return the secret with which the receivers of an owner verify the deliveries of all their jobs."""
+        """Return the secret with which an owner's receivers verify the deliveries of all the owner's jobs."""
         return self._key.of_owner(owner).secret
 
     def seal(self, purpose: str, job: Job) -> str:
-        """Return a signature of the job that only this gateway can make, as proof of a permission: `purpose`."""
+        """Return a signature of the job, as proof of the permission `purpose`. Only this gateway can make the
+        signature.
+        """
         return self._key.seal(purpose, f"{job.function}:{job.id}")
 
     async def readings(self) -> list[Reading]:
-        """Return the metrics of jobs and webhooks; if the store cannot be read, only that it cannot."""
+        """Return the metrics of jobs and webhooks. If the store cannot be read, return only the metric that says so."""
         up = "1 if the jobs database can be read, else 0."
         try:
             counts, pending = await self.store.all_counts(), await self.store.pending_deliveries()

@@ -1,8 +1,9 @@
 """Stores webhook deliveries as rows, which are added in the transaction that causes their event (an outbox).
 
 A delivery has a subject: a job, or an alert of a function. The events of a subject are sent in order: if a delivery
-fails, the subject's later deliveries wait until it is sent again, up to HELD_TRIES times. A job's next
-delivery of "output" or "logs" replaces the pending one, so that a slow receiver gets fewer deliveries and no outdated ones.
+fails, the subject's later deliveries wait until it is sent again, up to HELD_TRIES times. A job's next delivery of
+"output" or "logs" replaces the pending delivery of the same event. So a slow receiver gets fewer deliveries, and no
+outdated deliveries.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ MAX_LOG = 20
 KEEP_ENDED_S = 7 * 86400.0
 """Deliveries that have ended are deleted this long after they were added, or earlier with their job."""
 MAX_DELETED = 4
-"""How many old rows are deleted when a delivery ends. More than one, so that a backlog shrinks."""
+"""The most old rows that are deleted when a delivery ends. The number is above 1, so that a backlog shrinks."""
 MAX_PIECES = 1000
-"""How many pieces of the output so far `WebhookBodies` get."""
+"""The most pieces of an unfinished output that `WebhookBodies` get."""
 MAX_HOSTS = 256
-"""How many hosts `due` examines: those whose deliveries are due earliest."""
+"""The number of hosts that `due` examines. It takes the hosts whose deliveries are due earliest."""
 
 WebhookBodies: TypeAlias = Mapping[str, Callable[[Job, Sequence[bytes]], bytes]]
 """By `Webhook.form`: a function that makes a body from the job and, while it streams, the first pieces of its output."""
@@ -70,7 +71,7 @@ _NEXT = "SELECT min(next_s) FROM deliveries WHERE state = 'PENDING' AND host = ?
 def add(
     connection: sqlite3.Connection, job: Job, event: str, now_s: float, bodies: WebhookBodies = MappingProxyType({})
 ) -> None:  # fmt: skip
-    """Add a delivery if the job's webhook subscribes to the event. `bodies` makes its body if it has a form."""
+    """Add a delivery if the job's webhook subscribes to the event. `bodies` makes the body if there is a form."""
     webhook = job.webhook
     if webhook is None or event not in webhook.events:
         return
@@ -88,7 +89,7 @@ def add(
 
 def add_alert(connection: sqlite3.Connection, alert: Alert, now_s: float) -> None:
     """Add the delivery of an alert."""
-    # Subjects differ between functions, and so do those of two conditions: each is sent in its own order.
+    # Each condition of each function has its own subject. So the alerts of one condition do not wait for other alerts.
     subject = f"alert:{alert.function}:{alert.condition}"
     next_s = max(now_s, _held_until(connection, subject))
     row = (_new_id(), subject, alert.function, alert.event, alert.url, _host(alert.url))
@@ -132,7 +133,8 @@ def due(
     room_per_host: int,
     busy: Collection[tuple[str, str]] = (),
 ) -> tuple[list[Delivery], float | None]:
-    """Return up to `room` deliveries that may be sent now, the longest due first, and when the next is due.
+    """Return up to `room` deliveries that may be sent now, the longest due first, and the time at which the next is
+    due.
 
     `busy` holds (host, subject) of the deliveries that are being sent. At most one delivery of a subject is sent
     at a time. The second result is None if no host with room has a delivery due later.
@@ -214,7 +216,7 @@ def newest(
 ) -> list[Delivery]:
     """Return up to `limit` deliveries of the owner's jobs and functions in these states (default: all), newest first.
 
-    With `subject`, only those of this subject. The bodies are left out.
+    With `subject`, return only the deliveries of this subject. The bodies are left out.
     """
     states = states or tuple(DeliveryState)
     marks = ", ".join("?" * len(states))
@@ -231,13 +233,13 @@ def newest(
 
 
 def pending(connection: sqlite3.Connection) -> dict[str, int]:
-    """Return how many deliveries of each function are to be sent, now or later."""
+    """Return how many deliveries of each function must still be sent, now or later."""
     query = "SELECT function, count(*) FROM deliveries WHERE state = 'PENDING' GROUP BY function"
     return dict(connection.execute(query).fetchall())
 
 
 def delete_orphans(connection: sqlite3.Connection, before_s: float, limit: int) -> None:
-    """Delete up to `limit` ended deliveries that were added before `before_s` and have no job, or not any more."""
+    """Delete up to `limit` ended deliveries that were added before `before_s` and never had a job or have lost it."""
     connection.execute(
         _DELETE_OLDEST
         % "AND NOT EXISTS (SELECT 1 FROM jobs WHERE id = substr(subject, 5) AND subject LIKE 'job:%')",
@@ -290,9 +292,9 @@ def _read(connection: sqlite3.Connection, where: str, key: str | int) -> Deliver
 
 
 def _trace(connection: sqlite3.Connection, job_id: str) -> dict[str, str]:
-    """Return the headers of the trace that the job's caller sent.
+    """Return the trace headers that the job's caller sent.
 
-    A dialect whose webhooks have a form of their own keeps them as they were sent, in `extra`.
+    A dialect with its own form of webhooks keeps these headers in `extra`, as they were sent.
     """
     row = connection.execute(
         "SELECT traceparent, extra, webhook FROM jobs WHERE id = ?", (job_id,)

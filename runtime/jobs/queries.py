@@ -1,4 +1,6 @@
-"""Queries on jobs, which `JobStore` runs in the reader thread. Each uses an index, and sees one state of the file."""
+"""Queries on jobs, which `JobStore` runs in the reader thread. Each query uses an index, and sees one state of the
+file.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ def find(
 
 
 def unknown(job_id: str) -> UnknownJob:
-    """Return the error for unknown jobs and those of other callers: it does not reveal which ids exist."""
+    """Return the same error for unknown jobs and for jobs of other callers: it must not reveal which ids exist."""
     return UnknownJob(
         f"There is no job {job_id[:128]!r}.", remedy="Check the id, and which functions the API key covers."
     )
@@ -64,7 +66,7 @@ def due(
 ) -> list[Job]:
     """Return up to `limit` queued jobs that may start, ordered by priority, then by age.
 
-    Jobs whose ttl has passed and those with an id in `known` are left out. The inputs of these are not read.
+    Jobs whose ttl has passed, and jobs with an id in `known`, are left out. Their inputs are not read.
     """
     select, most = "SELECT priority, number, id FROM jobs ", limit + len(known)
     # Each query uses its own index. The second finds few jobs, since only repeated attempts are delayed.
@@ -92,7 +94,7 @@ def newest(
 ) -> list[Job]:
     """Return up to `limit` of the owner's jobs in these states (default: all), without input, output and logs.
 
-    The newest is the first. With `before_id`, return only jobs that are older than that job.
+    The newest job comes first. With `before_id`, return only jobs that are older than that job.
     """
     before = row_of(connection, function, before_id, owner)["number"] if before_id else _MAX_NUMBER
     return _newest(connection, [function], states, before, limit, owner)
@@ -118,7 +120,9 @@ def latest(
 def newer_ids(
     connection: sqlite3.Connection, functions: Collection[str], limit: int, than_id: str, owner: str = ALL
 ) -> list[str]:
-    """Return the ids of up to `limit` of the owner's jobs of these functions, next after `than_id`, the oldest first."""
+    """Return the ids of the owner's jobs of these functions that are newer than `than_id`: the `limit` oldest, oldest
+    first.
+    """
     row = find_row(connection, than_id)
     if row is None:
         return []

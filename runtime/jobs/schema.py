@@ -1,8 +1,8 @@
 """Defines the tables of the jobs database, its upgrade scripts, and the conversion of rows to jobs and back.
 
-A row of `jobs` is rewritten at each change of state. So it is small: the input, result and streamed pieces
-are in other tables. `jobs.number` increases in the order of arrival. At `until_s`, `expire` handles the row:
-this is the end of the ttl of a queued job, the end of the retention of a final one, NULL of a running one.
+A row of `jobs` is rewritten at each change of state. So rows are small: the input, result and streamed pieces are in
+other tables. `jobs.number` increases in the order of arrival. `expire` handles a row at `until_s`. For a queued job,
+this is the end of its ttl; for a final job, the end of its retention; for a running job, NULL.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ UPDATE counters SET queued_bytes = (
 );
 """
 
-# Counts, lists and finds jobs by their owner, the id of an API key. The row of `counters` with the owner '*' counts
-# all jobs of a function. Jobs without an owner have no other row and no entry in the indexes.
+# Counts, lists and finds jobs by their owner, the id of an API key. The row of `counters` with the owner '*' counts all
+# jobs of a function. Jobs without an owner are counted in no other row and have no entry in the indexes of owners.
 _OWNERS = """
 CREATE TABLE owner_counters (
     function TEXT NOT NULL,
@@ -138,13 +138,14 @@ CREATE INDEX deliveries_owner ON deliveries (function, owner, created_s) WHERE o
 # Counts pending deliveries by function without reading them.
 _PENDING = "CREATE INDEX deliveries_pending ON deliveries (function) WHERE state = 'PENDING';"
 
-# What handlers measure.
+# The metrics that handlers report.
 _METRICS = "ALTER TABLE results ADD COLUMN metrics BLOB;"
 
 # The submitter of a job: "job" (a caller), "queue" or "batch".
 _SOURCES = "ALTER TABLE jobs ADD COLUMN source TEXT NOT NULL DEFAULT 'job';"
 
-# A delivery belongs to a subject, a job or an alert. `alerts` has the conditions whose beginning was sent.
+# A delivery belongs to a subject, a job or an alert. `alerts` has the conditions whose beginning was sent and whose end
+# was not.
 _SUBJECTS = """
 ALTER TABLE deliveries RENAME COLUMN job_id TO subject;
 UPDATE deliveries SET subject = 'job:' || subject;
@@ -201,7 +202,7 @@ def find_row(
 ) -> sqlite3.Row | None:
     """Return the row of the job with this id, or None. `select` is one of the queries above."""
     row: sqlite3.Row | None = None
-    # An id from a URL may contain bytes that are not UTF-8. No stored id does, so there is no such job.
+    # An id from a URL may contain bytes that are not UTF-8. No stored id contains such bytes, so there is no such job.
     with suppress(UnicodeEncodeError):
         row = connection.execute(select + "WHERE id = ?", (job_id,)).fetchone()
     return row

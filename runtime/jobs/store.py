@@ -45,9 +45,9 @@ def _query(
 class JobStore:
     """The stored jobs of all functions.
 
-    Most methods run a function of `transitions`, `queries` or `outbox`. They take the arguments of this
-    function except the first. With an `owner`, the jobs of others are as if they did not exist. All methods
-    raise JobStoreFailed if the database cannot be read or written.
+    Most methods run a function of `transitions`, `queries` or `outbox`. Each takes the arguments of its function except
+    the first. With an `owner`, a method treats jobs of other owners as if they did not exist. All methods raise
+    JobStoreFailed if the database cannot be read or written.
     """
 
     def __init__(
@@ -59,7 +59,8 @@ class JobStore:
         clock: Callable[[], float] = time.time,
         bodies: outbox.WebhookBodies = MappingProxyType({}),
     ) -> None:
-        """Jobs are kept for `keep_s` after their end. `bodies` makes the bodies of webhooks of other forms.
+        """Jobs are kept for `keep_s` after their end. `bodies` makes the bodies of webhooks whose form is not
+        pilotflame's own.
 
         `on_commit` is called on the event loop after each transition, even if its caller was cancelled.
         """
@@ -105,7 +106,7 @@ class JobStore:
     begun_alerts = _query(queries.begun_alerts)
 
     async def purge(self, function: str, owner: str = ALL, *, running: bool = False) -> int:
-        """Cancel an owner's queued jobs, with `running` also the running ones. Return how many.
+        """Cancel an owner's queued jobs, and with `running` also the running jobs. Return their number.
 
         Jobs that are submitted after the start of the purge are not cancelled. The purge uses several
         transactions, so that other writers can run between them.

@@ -57,18 +57,18 @@ _COUNT_ENDED = {
 
 @dataclass(slots=True)
 class Transaction:
-    """The changes of one caller within a group's SQLite transaction, and what to notify after the commit."""
+    """The changes of one caller within a group's SQLite transaction, and the notifications that follow the commit."""
 
     connection: sqlite3.Connection
     now_s: float
     keep_s: float
     """How long the jobs that end in this transaction are kept."""
     bodies: outbox.WebhookBodies = field(default_factory=dict)
-    """What makes the bodies of webhooks by `Webhook.form`, for other forms than "" ."""
+    """By `Webhook.form`, the functions that make the bodies of webhooks, for all forms except ""."""
     queued: set[str] = field(default_factory=set)
     """The functions to whose queue a job was added or returned."""
     cancelled: list[tuple[str, str]] = field(default_factory=list)
-    """(function, job id) of the jobs that were cancelled, so that their attempts must be stopped."""
+    """(function, job id) of the cancelled jobs, whose attempts must be stopped."""
     changed: list[str] = field(default_factory=list)
     """The ids of the jobs whose state, progress or pieces changed."""
     notified: bool = False
@@ -112,7 +112,7 @@ class Transaction:
         return ended
 
     def move(self, row: sqlite3.Row, to: JobState, *, retried: bool = False, **fields: Any) -> None:
-        """Change the state of the job in `row` and set the columns in `fields`. `retried` counts a retry.
+        """Change the state of the job in `row` and set the columns in `fields`. With `retried`, count a retry.
 
         Raises JobConflict if TRANSITIONS does not allow this change.
         """
@@ -141,7 +141,9 @@ class Transaction:
         self.notify(row, "output")
 
     def notify(self, row: sqlite3.Row, event: str, logs: str = "") -> None:
-        """Add a webhook delivery if the job's webhook subscribes to the event. `logs` is what a running job has logged."""
+        """Add a webhook delivery if the job's webhook subscribes to the event. `logs` are the lines that a running job
+        has logged.
+        """
         if (webhook := webhook_of(row)) is not None and event in webhook.events:
             select = SELECT_WHOLE if webhook.form else SELECT_WITH_RESULT
             job = read_job(self.connection, row["number"], select)

@@ -47,7 +47,7 @@ def submit(transaction: Transaction, new: NewJob) -> tuple[Job, bool]:
 
 
 def admit(transaction: Transaction, new: NewJob) -> Job:
-    """Store a new job that waits in its revision's queue already. Raises what `submit` raises."""
+    """Store a new job that already waits in its revision's queue. This raises the same errors as `submit`."""
     job, _ = submit(transaction, new)
     # The job is in the revision's queue already, so the dispatcher need not be notified.
     transaction.queued.clear()
@@ -119,9 +119,9 @@ def requeue(
 ) -> bool:
     """End the attempt `fence` and queue the job again, to start after `delay_s`.
 
-    If this was the last attempt that the job may have, end the job with `failure` instead.
-    With `counted=False`, for a failure that the job did not cause, the job may have one attempt more.
-    Return False if this is no longer the job's running attempt.
+    If this was the last attempt that the job may have, end the job with `failure` instead. With `counted=False`, the
+    job may have one attempt more. This is for a failure that the job did not cause. Return False if this is no longer
+    the job's running attempt.
     """
     row = transaction.running_row(job_id, fence)
     if row is None:
@@ -137,7 +137,7 @@ def requeue(
 
 
 def recover(transaction: Transaction) -> tuple[int, int]:
-    """Queue the jobs again that were running when the gateway died, and end those whose last attempt was running.
+    """Queue the jobs again that were running when the gateway died, and end the jobs whose last attempt was running.
 
     Return how many are queued again, and how many have FAILED.
     """
@@ -250,7 +250,7 @@ def alert(transaction: Transaction, alert: Alert) -> None:
 
 
 def drop_alerts(transaction: Transaction, function: str, conditions: Collection[str]) -> None:
-    """Forget that conditions of a function have begun."""
+    """Delete the stored facts that conditions of a function have begun."""
     for condition in conditions:
         drop = "DELETE FROM alerts WHERE function = ? AND condition = ?"
         transaction.connection.execute(drop, (function, condition))

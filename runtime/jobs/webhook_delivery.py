@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 MAX_RETRY_AFTER_S = 86400.0
 """If a receiver asks to wait longer than this, the delivery waits only this long."""
 JOB = "job:"
-"""Begins the subject of a job's deliveries. The job's id follows."""
+"""The prefix of the subject of a job's deliveries. The job's id follows the prefix."""
 GONE = 410
 """The HTTP status with which a receiver asks for no further attempts."""
 
@@ -54,7 +54,9 @@ class Delivery:
     host: str
     state: DeliveryState
     attempts: int
-    """The attempts since it was added or redelivered. The attempts of a pending delivery that it replaced count too."""
+    """The number of attempts since the delivery was added or redelivered. It includes the attempts of a pending
+    delivery that this delivery has replaced.
+    """
     next_s: float
     """The earliest time of the next attempt."""
     created_s: float
@@ -79,9 +81,9 @@ class Delivery:
 class RetrySchedule:
     """A schedule of at most `tries` attempts, with random pauses that grow exponentially.
 
-    The pause after attempt number n is a random number from 0 to the smaller of `max_s` and
-    `first_s * factor ** (n - 1)`, or what Retry-After asks for, if that is longer. The pauses of the default
-    schedule are 25 hours in total, on average.
+    The pause after attempt number n is random, from 0 to the smaller of `max_s` and `first_s * factor ** (n - 1)`.
+    If the time in Retry-After is longer, the pause is that time. The pauses of the default schedule are 25 hours in
+    total, on average.
     """
 
     tries: int = 16
@@ -89,7 +91,7 @@ class RetrySchedule:
     factor: float = 3.0
     max_s: float = 6 * 3600.0
     draw: Callable[[], float] = random.random
-    """Returns a random number from 0 to 1, which the longest possible pause is multiplied by."""
+    """Returns a random number from 0 to 1. The pause is this number times the longest possible pause."""
 
     def next_state(self, attempt: DeliveryAttempt, tried: int, now_s: float) -> tuple[DeliveryState, float]:
         """Return a delivery's state after its attempt number `tried`, and the time of its next attempt."""

@@ -1,6 +1,6 @@
 """Sends the webhook deliveries in the outbox, and repeats each until it is accepted or given up.
 
-A delivery is sent at least once, also if the gateway crashes, and each time with the same id.
+A delivery is sent at least once, even if the gateway crashes. Each attempt has the same id.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class WebhookSender:
         self._on_attempt = on_attempt
 
     def start(self, tasks: BackgroundTasks) -> None:
-        """Start to send, also the deliveries that the previous run of the gateway left pending."""
+        """Start to send deliveries, including the deliveries that the previous run of the gateway left pending."""
         self._running = tasks.keep(partial(self._run, tasks), name="webhooks")
 
     def wake(self) -> None:
@@ -68,7 +68,7 @@ class WebhookSender:
         self._awake.set()
 
     async def close(self, *, deadline_s: float) -> None:
-        """Start no more requests, and cancel those that have not ended after `deadline_s` seconds."""
+        """Start no more requests, and cancel the requests that have not ended after `deadline_s` seconds."""
         self._closing.set()
         self.wake()
         if self._requests:
