@@ -1,4 +1,4 @@
-"""Runs blocking calls of the clients of message buses in threads of their own."""
+"""Runs the blocking calls of message buses' clients, each in its own thread."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ THREAD_NAME = "pilotflame-bus"
 async def call_in_thread(call: Callable[[], T], on_abandoned: Callable[[T], object] | None = None) -> T:
     """Run a blocking call in a daemon thread and return its result.
 
-    The thread is a daemon so that the gateway can exit during a poll, which lasts up to 20 s. If the caller
-    is cancelled, the call goes on. When it returns, `on_abandoned` is called with its result in another
-    thread.
+    The thread is a daemon so that the gateway can exit during a poll, which lasts up to 20 s. If the caller is
+    cancelled, the call goes on. When the call returns, another thread calls `on_abandoned` with its result.
     """
     result: Future[T] = Future()
     # A future in the state "running" cannot be cancelled, so the result can always be set.

@@ -76,11 +76,13 @@ class Consumer:
         """By message id, an event that is set when the message's job changes or the consumer stops."""
         self._running: set[asyncio.Task[bool]] = set()
         self._last: dict[str, asyncio.Task[bool]] = {}
-        """By message group, the task of the latest message. It is removed if a message of the group fails."""
+        """By message group, the task of the latest message. The task is removed if a message of the group fails."""
         self._left: set[str] = set()
         """The ids of messages that are given back to the queue, whose tasks are about to end."""
         self._again: dict[str, Message] = {}
-        """By message id, deliveries of messages in `_left`, which are run after the task has ended."""
+        """By message id, new deliveries of messages in `_left`. A delivery is run after the task of the earlier
+        delivery has ended.
+        """
         self._changed = asyncio.Event()
         """Set when a message was added to or removed from `_messages`."""
         self._visibility = asyncio.Lock()
@@ -142,7 +144,7 @@ class Consumer:
                 self._changed.clear()
                 await self._changed.wait()
             try:
-                # The first request does not wait for messages, so that the status soon tells if it was answered.
+                # The first request does not wait for messages, so that the status soon shows whether the queue answers.
                 messages = await self._queue.receive(room, wait=self._state == "connected")
                 for message in messages:
                     self._accept(message)
@@ -172,7 +174,7 @@ class Consumer:
         try:
             self._backlog = await self._queue.depth()
         except BusFailed as error:
-            # The credentials may allow all other requests.
+            # The credentials may allow all requests except this one.
             self._look_at_s = now_s + BACKLOG_RETRY_S
             self._log(f"the number of waiting messages is not known: {error}")
             return
@@ -223,7 +225,7 @@ class Consumer:
 
     async def _release(self, messages: list[Message], delay_s: int) -> None:
         try:
-            # The lock waits for a renewal that is running, because it would hide the messages again.
+            # The lock waits for a running renewal, which would hide the messages again if it ended after the release.
             # BusFailed is ignored: the messages become visible when their timeout ends.
             async with self._visibility:
                 with contextlib.suppress(BusFailed):
@@ -234,7 +236,7 @@ class Consumer:
     # -- one message
 
     async def _run(self, message: Message, before: asyncio.Task[bool] | None) -> bool:
-        """Run a message. Return True if it was deleted. `before` runs the message of its group before it."""
+        """Run a message. Return True if it was deleted. `before` is the task of the previous message in its group."""
         try:
             if before is not None and not await self._may_follow(before):
                 await self._give_back(message, 0)
@@ -276,7 +278,7 @@ class Consumer:
         return False
 
     async def _may_follow(self, before: asyncio.Task[bool]) -> bool:
-        """Wait until the message before has ended. Return True if it was deleted, so that the next may run."""
+        """Wait until the previous message has ended. Return True if it was deleted: then the next may run."""
         await asyncio.wait({before})
         return not self._stopping and not before.cancelled() and before.result()
 
@@ -293,7 +295,7 @@ class Consumer:
         await self._give_back(message, backoff_s)
 
     async def _give_back(self, message: Message, delay_s: int) -> None:
-        # From now on, a delivery is a new one: the queue may send it before it confirms the release.
+        # From now on, a delivery counts as new: the queue may deliver the message again before it confirms the release.
         self._left.add(message.id)
         await self._release([self._messages[message.id]], delay_s)
 

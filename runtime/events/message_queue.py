@@ -20,9 +20,9 @@ class Message:
     """How many times the message was delivered, including this one."""
     attributes: Mapping[str, str]
     sent_s: float
-    """When it was sent, as Unix time in seconds."""
+    """When the message was sent, as Unix time in seconds."""
     group: str = ""
-    """The message group: the queue keeps the order of its messages. "" without an order."""
+    """The message group. The queue delivers the messages of a group in order. "" means that there is no order."""
 
 
 class MessageQueue(Protocol):
@@ -32,7 +32,7 @@ class MessageQueue(Protocol):
     """The largest number of messages that one request returns."""
 
     async def receive(self, limit: int, *, wait: bool) -> Sequence[Message]:
-        """Return up to `limit` messages, at most `batch`. With `wait`, wait some seconds for the first.
+        """Return up to `limit` messages, at most `batch`. With `wait`, wait some seconds for the first message.
 
         Messages that arrive after the caller was cancelled are released.
         """
@@ -41,7 +41,7 @@ class MessageQueue(Protocol):
         """Return about how many messages wait to be received."""
 
     async def extend(self, messages: Sequence[Message]) -> Sequence[str]:
-        """Keep messages from other receivers for another lease. Return the ids of messages for which this failed."""
+        """Hide messages from other receivers for another lease. Return the ids of messages for which this failed."""
 
     async def delete(self, message: Message) -> None: ...
 
@@ -52,7 +52,7 @@ class MessageQueue(Protocol):
 
 
 class Sink(Protocol):
-    """Where outputs go."""
+    """A receiver of the outputs of jobs."""
 
     async def put(self, message: Message, job: Job) -> None:
         """Send the output of a COMPLETED job. It may be called again for the same message. Raise BusFailed."""
