@@ -1,4 +1,4 @@
-"""Makes what a revision runs of an upload: archives, files to leave out, requirements and Python environments.
+"""Turns an upload into the code and the Python environment that a revision runs.
 
-Enter at `code.py` and `environment.py`. It knows no function, no revision and no worker.
+Start reading at `code.py`, which selects the files of the code, and `environment.py`, which builds environments.
 """

@@ -1,8 +1,8 @@
 """Unpacks an uploaded archive of code, which is a tar.gz and may be hostile.
 
-Only files, folders, and links to files or folders of the same archive are accepted. A path whose text leaves
-the folder is refused. Symbolic links are made after all files, so no file can be written through a link. The
-filters of `tarfile` are not relied on, because they have had security holes (CVE-2025-4517).
+Only files, folders, and links to files or folders of the same archive are accepted. A path whose text leaves the folder
+is refused. Symbolic links are made after all files, so no file can be written through a link. This module does not rely
+on the filters of `tarfile`, because they have had security holes (CVE-2025-4517).
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _PACK_REMEDY = "Pack the folder with `pilotflame deploy`, or with plain `tar czf
 _WEIGHTS_REMEDY = "Put weights in a snapshot folder."
 # The limit of the decompressed stream. For the headers and the padding of a member, 4096 bytes suffice.
 _MAX_STREAM_BYTES = MAX_CODE_BYTES + MAX_FILES * 4096
-# What gzip and tarfile raise for a broken archive. ValueError and LookupError mean malformed PAX headers.
+# The exceptions that gzip and tarfile raise for a broken archive. ValueError and LookupError mean malformed PAX
+# headers.
 _BROKEN = (tarfile.TarError, gzip.BadGzipFile, zlib.error, EOFError, ValueError, OverflowError, LookupError)
 
 
@@ -58,7 +59,8 @@ class _Bounded(gzip.GzipFile):
 class _Unpacker:
     def __init__(self, into: Path) -> None:
         self._into = into
-        # The target of each symbolic link, by its name. An empty file replaces it until the end.
+        # The target of each symbolic link, by the link's name. An empty file stands in the link's place until all
+        # members are unpacked.
         self._links: dict[str, str] = {}
         self._bytes = 0
 
@@ -108,7 +110,7 @@ class _Unpacker:
             raise _refused(member.name, "is neither a file, nor a folder, nor a link")
 
     def _hardlink(self, path: Path, member: tarfile.TarInfo) -> None:
-        """Make a hard link as a copy of the file that it names, so that no two names share a file on disk."""
+        """Copy the file that a hard link names, instead of linking it, so that no two names share a file on disk."""
         name = checked_path(member.linkname, member.name)
         if name in self._links or not (self._into / name).is_file():
             raise _refused(member.name, f"is a hard link to {member.linkname!r}, which is no earlier file")

@@ -1,8 +1,8 @@
 """Selects the files of a function's folder that are its code, and packs, copies and digests them.
 
-Only `select` decides which files belong to a function, so the packed, copied and digested files are the same.
-Links to files and folders inside the function's folder are followed: a revision contains copies of what they
-point at. Empty folders and file times are not part of the code.
+Only `select` decides which files belong to a function, so the packed, copied and digested files are the same. Links to
+files and folders inside the function's folder are followed: a revision contains copies of their targets. Empty folders
+and file times are not part of the code.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ MAX_CODE_BYTES = 256 * 1024 * 1024
 MAX_FILES = 20_000
 IGNORE_FILE = ".pilotflameignore"
 KEPT_FILE = ".pilotflame-kept.json"
-"""A file of an upload that lists the files that it takes from the live revision."""
+"""The file of an upload that lists the files which the gateway takes from the live revision."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
-# Patterns, in the syntax of .gitignore, of files that are left out unless the ignore file includes them, with
-# a line such as `!.env`. In such a list later patterns win, and those of the ignore file are appended to these.
+# Patterns, in the syntax of .gitignore, of files that are left out unless the ignore file includes them, with a line
+# such as `!.env`. In such a list, later patterns win. The patterns of the ignore file are appended to this list.
 _NOT_CODE = (
     ".git", ".hg/", ".svn/", ".jj/", "__pycache__/", ".venv/", "node_modules/", ".idea/", ".vscode/",
     ".ipynb_checkpoints/", ".mypy_cache/", ".ruff_cache/", ".pytest_cache/", ".hypothesis/", ".tox/", ".nox/",
     ".cache/", ".direnv/", ".eggs/", "*.egg-info/", "htmlcov/", ".coverage", ".terraform/",
     "*.py[co]", "*.sw[po]", "*~", ".#*", "\\#*#", ".DS_Store", "._*",
 )  # fmt: skip
-# Patterns of files that hold credentials. `withheld` names the files that it found, because code may need them.
+# Patterns of files that hold credentials. `withheld` returns the files that match, because code may need them.
 _CREDENTIALS = (
     ".env", ".env.*", "!.env.example", "!.env.sample", "!.env.template", ".envrc", "*.pem", "*.key", "*.p12", "*.pfx",
     "*.jks", "*.kdbx", "id_rsa*", "id_dsa*", "id_ecdsa*", "id_ed25519*", ".ssh/", ".aws/", ".azure/", ".gcloud/",
@@ -72,8 +72,8 @@ class FileDigest(TypedDict):
 def select(folder: Path, *, exclude: Collection[Path] = ()) -> list[CodeFile]:
     """Return the files in `folder` that are a function's code, sorted by name.
 
-    `exclude`, the paths of its snapshots, are left out with all that is inside them. Raise CodeError if the files
-    are too many or too big, or if one cannot be used.
+    `exclude` are the paths of the function's snapshots. They are left out with everything inside them. Raise CodeError
+    if the files are too many or too big, or if a file cannot be used.
     """
     root = Path(os.path.realpath(folder))
     if not root.is_dir():
@@ -94,7 +94,7 @@ def withheld(folder: Path) -> list[str]:
 
 
 def remove_ignored(folder: Path) -> None:
-    """Remove from an unpacked archive what `select` leaves out, and the links to it."""
+    """Remove from an unpacked archive the files that `select` leaves out, and the links to them."""
     ignored = _ignored(folder)
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
@@ -181,9 +181,10 @@ def file_digests(folder: Path, *, exclude: Collection[Path] = ()) -> Iterator[Fi
 
 
 def identity(folder: Path) -> str:
-    """Return what a folder has in common with itself alone, in every process and container of this machine.
+    """Return a text that identifies a folder. It is the same in every process and container of this machine.
 
-    Processes on another machine see another boot. "" if there is no such folder.
+    It differs on another machine, because it contains the id of the machine's boot. Return "" if there is no such
+    folder.
     """
     try:
         facts, boot = folder.stat(), _BOOT_ID.read_bytes()
@@ -212,7 +213,7 @@ def _unreadable(name: object, error: OSError) -> CodeError:
 
 @dataclass(frozen=True, slots=True)
 class _Walk:
-    """Walks over a function's folder. Follows links, skips what is not code, and checks every other entry.
+    """Walks over a function's folder. It follows links, skips entries that are not code, and checks every other entry.
 
     `root` is the folder's real path, and `excluded` the real paths of the snapshots.
     """
@@ -226,8 +227,8 @@ class _Walk:
     def entries(self, folder: Path, prefix: str, above: tuple[Path, ...]) -> Iterator[CodeFile | None]:
         """Yield each file in `folder` and its subfolders, and None for each subfolder.
 
-        The names of the files begin with `prefix`. `above` are the real paths of the folders from the root
-        down to `folder`, which is the last. A link to one of them would make the walk endless.
+        The names of the files begin with `prefix`. `above` are the real paths of the folders from the root down to
+        `folder`, which is the last. A link to one of these folders would make the walk endless.
         """
         try:
             found = sorted(os.scandir(folder), key=lambda entry: entry.name)

@@ -1,14 +1,14 @@
 """Makes the Python environments of functions: one virtual environment per set of requirements, with uv.
 
-Functions with the same requirements share a virtual environment. It extends the environment in which the
-gateway runs: a .pth file makes the gateway's packages, such as torch and pilotflame, importable, so they are
-not installed again. If a function needs another version of such a package, that is installed in the virtual
-environment, whose packages precede the gateway's on the path.
+Functions with the same requirements share a virtual environment. It extends the environment in which the gateway runs:
+a .pth file makes the gateway's packages, such as torch and pilotflame, importable, so they are not installed again. If
+a function needs another version of such a package, this version is installed in the virtual environment. Its packages
+precede the gateway's packages on the path.
 
-Virtual environments hold absolute paths and cannot be moved. So each is built in its final place, under a
-lock. A marker file with that place is written last: an environment without it is unfinished, and is built
-again, as is one that was moved. Backups do not contain environments: `EnvironmentLauncher` builds those that
-are missing when a revision is launched.
+Virtual environments hold absolute paths and cannot be moved. So each environment is built in its final place, under a
+lock. A marker file that names this place is written last. Without the marker, an environment is unfinished; with
+another place in the marker, it was moved. In both cases it is built again. Backups do not contain environments:
+`EnvironmentLauncher` builds a missing environment when a revision is launched.
 """
 
 from __future__ import annotations
@@ -43,20 +43,22 @@ from .requirements import check_requirements, installed_versions, parse_requirem
 from .streamed_command import run_streamed
 
 _log = logging.getLogger(__name__)
-# Called with each line about the deploy, including those that uv writes.
+# Called with each line about the deploy, including the lines that uv writes.
 Log = Callable[[str], None]
 _MARKER = "pilotflame-complete"
 _UV_CACHE = ".uv-cache"
-# uv hard-links files of its cache into the environments that use them. All other files in the cache may have this size.
+# uv hard-links files of its cache into the environments that use them. This is the largest total size of all other
+# files in the cache.
 CACHE_BYTES = 2 << 30
 # How long a command that shrinks the cache may take, and how long it waits for other commands of uv.
 _SHRINK_S, _LOCK_S = 300.0, 5
 # The name of an environment's folder, as `_key` makes it.
 _FOLDER = re.compile(r"py[0-9]{2,4}-[0-9a-f]{16}")
 _PLACEHOLDER = "pilotflame-placeholder\n"
-# Python reads it last, by its name: the gateway's packages come after those of the virtual environment.
+# Python reads .pth files in the order of their names. It reads this file last, so that the gateway's packages come
+# after the packages of the virtual environment.
 _BASE_PTH = "zzzz_pilotflame_base.pth"
-# By the names of pip's options: the environment variables of uv with the same meaning.
+# The environment variables of uv, by the names of pip's options with the same meaning.
 _UV_VARIABLES = {
     "cert": "SSL_CERT_FILE", "constraint": "UV_CONSTRAINT", "extra-index-url": "UV_EXTRA_INDEX_URL",
     "find-links": "UV_FIND_LINKS", "index-url": "UV_DEFAULT_INDEX", "timeout": "UV_HTTP_TIMEOUT",
@@ -67,9 +69,9 @@ _UV_VARIABLES = {
 def ensure_environment(root: Path, requirements: str, progress: Log, *, deadline_s: float = 900.0) -> Path:
     """Return the path of the Python of the environment for `requirements`.
 
-    The environment is built if it does not exist, and completed if the gateway's packages no longer suffice.
-    All environments are in the folder `root`. Blocks while another deploy builds the same environment, and
-    until uv has finished, at most `deadline_s` per command. Raise RequirementsError if uv fails.
+    The environment is built if it does not exist. If it needs packages that the gateway's environment has lost, they
+    are installed. All environments are in the folder `root`. Blocks while another deploy builds the same environment,
+    and until uv has finished, at most `deadline_s` per command. Raise RequirementsError if uv fails.
     """
     digest = requirements_digest(requirements)
     folder = root.absolute() / _key(digest)
@@ -89,10 +91,10 @@ def ensure_environment(root: Path, requirements: str, progress: Log, *, deadline
 
 
 def present_python(root: Path, recorded: Path, requirements: str) -> Path | None:
-    """Return the Python that runs a revision now. At its deploy it was `recorded`.
+    """Return the Python that runs a revision now. `recorded` is the Python at the revision's deploy.
 
-    If that was in an environment, return None if the environment is missing in `root`. Otherwise it was the
-    gateway's Python, and is the gateway's present one.
+    If `recorded` is in an environment, return None if the environment is missing in `root`. Otherwise `recorded` was
+    the gateway's Python, so return the gateway's present Python.
     """
     if not any(_FOLDER.fullmatch(part) for part in recorded.parts):
         return Path(sys.executable)
@@ -109,7 +111,7 @@ class EnvironmentLauncher(Launcher):
     ) -> None:  # fmt: skip
         """`root` holds the environments. `requirements_of` reads the requirements of a revision from its code.
 
-        `in_thread` runs work that may take minutes.
+        `in_thread` runs a function that may take minutes in a thread.
         """
         self._launcher, self._root = launcher, root
         self._requirements_of, self._in_thread = requirements_of, in_thread
@@ -145,7 +147,7 @@ class EnvironmentLauncher(Launcher):
         await self._launcher.close()
 
     async def _resolved(self, spec: WorkerSpec, log: Log) -> WorkerSpec:
-        """Return `spec` with the Python that runs it now, as the same object each time."""
+        """Return `spec` with the Python that runs it now, which is the same object in each call."""
         recorded = Path(spec.python)
         if recorded == Path(sys.executable):
             return spec
@@ -159,9 +161,9 @@ class EnvironmentLauncher(Launcher):
 
 
 def _is_whole(folder: Path) -> bool:
-    """Return whether the environment was completed, and in this place, and its interpreter still exists."""
+    """Return True if the environment was completed in this place, and its interpreter still exists."""
     marker = folder / _MARKER
-    # The interpreter is a link to the gateway's, which an upgrade may have removed.
+    # The interpreter is a link to the gateway's interpreter, which an upgrade may have removed.
     if not marker.is_file() or not (folder / "bin" / "python").exists():
         return False
     # The marker of an older pilotflame does not name the place.
@@ -169,9 +171,9 @@ def _is_whole(folder: Path) -> bool:
 
 
 def discard_unused(root: Path, digests: Callable[[], Collection[str]]) -> int:
-    """Remove the environments in `root` whose requirements are not among `digests()`. Return how many.
+    """Remove the environments in `root` whose requirements are not among `digests()`. Return their number.
 
-    If there are no environments, `digests` is not called: it reads the records of all revisions.
+    If there are no environments, `digests` is not called, because it reads the records of all revisions.
 
     An environment that another deploy is building stays. If a function's environment is missing, it is built again.
     """
@@ -181,7 +183,8 @@ def discard_unused(root: Path, digests: Callable[[], Collection[str]]) -> int:
     for folder in folders:
         if folder.name not in kept:
             with contextlib.suppress(BlockingIOError), _locked(folder.with_name(f"{folder.name}.lock")):
-                # Without its marker, what a crash leaves of the folder is an unfinished environment.
+                # Remove the marker first: if a crash leaves a part of the folder, the part counts as an unfinished
+                # environment.
                 (folder / _MARKER).unlink(missing_ok=True)
                 shutil.rmtree(folder)
                 removed += 1
@@ -191,8 +194,8 @@ def discard_unused(root: Path, digests: Callable[[], Collection[str]]) -> int:
 def shrink_cache(root: Path) -> None:
     """Make uv remove downloaded and built files, if more than CACHE_BYTES of its cache are in no environment.
 
-    Wheels that uv has built are kept, unless they alone are larger. A cache that UV_CACHE_DIR names is not
-    touched. Blocks while uv removes files.
+    Wheels that uv has built are kept, unless they alone have more than CACHE_BYTES. A cache that UV_CACHE_DIR names is
+    not touched. Blocks while uv removes files.
     """
     cache = root / _UV_CACHE
     if not cache.is_dir() or "UV_CACHE_DIR" in os.environ:
@@ -248,9 +251,9 @@ def _met(folder: Path, requirements: str) -> bool:
 
 @contextlib.contextmanager
 def _locked(path: Path, progress: Log | None = None) -> Iterator[int]:
-    """Hold a lock on the file `path`, so that only one deploy builds an environment. Yield its descriptor.
+    """Hold a lock on the file `path`, so that only one deploy builds an environment. Yield the file's descriptor.
 
-    Raise BlockingIOError, without `progress`, if another deploy holds the lock.
+    If another deploy holds the lock, wait for it. Without `progress`, raise BlockingIOError instead.
     """
     with path.open("ab") as file:
         try:
@@ -276,13 +279,15 @@ def _build(folder: Path, requirements: str, uv: UvCommand) -> None:
 
 
 def _install(folder: Path, uv: UvCommand) -> None:
-    """Install what the environment lacks of its requirements.txt. Raise RequirementsError if uv fails."""
+    """Install the packages that the environment lacks to meet its requirements.txt. Raise RequirementsError if uv
+    fails.
+    """
     file, pip_options = folder / "requirements.txt", _pip_options()
     arguments = ["--compile-bytecode", "--python", str(folder / "bin" / "python"), "-r", str(file)]
-    # As in pip: if any line has a hash, then every package needs one.
+    # As in pip: if any line has a hash, then every package needs a hash.
     if any(line.hashes for line in parse_requirements(file.read_text(encoding="utf-8"))):
         arguments.append("--require-hashes")
-        # Every version is pinned then, and uv refuses constraints that pin none.
+        # Then every version is pinned, and uv refuses constraints that do not pin a version.
         pip_options = {name: value for name, value in pip_options.items() if name != "constraint"}
     if pip_options.get("no-index", "0").lower() in ("1", "on", "true", "yes"):
         arguments.append("--no-index")
@@ -301,7 +306,9 @@ class UvCommand:
     root: Path
     progress: Log
     lock_fd: int
-    """The descriptor of the locked file. uv inherits it, which holds the lock if the gateway is killed."""
+    """The descriptor of the locked file. uv inherits the descriptor, so that uv holds the lock if the gateway is
+    killed.
+    """
     deadline_s: float
 
     def run(self, *arguments: str, environ: Mapping[str, str] = {}) -> None:
@@ -330,7 +337,7 @@ class UvCommand:
 
 @contextlib.contextmanager
 def _placeholders(site_packages: Path) -> Iterator[None]:
-    """During the block, make uv regard the gateway's packages as installed: it looks only in `site_packages`.
+    """During the block, make uv regard the gateway's packages as installed. uv looks only in `site_packages`.
 
     The placeholder of a package is a *.dist-info folder with its metadata. Its RECORD lists only the files of
     this folder, so that uv can remove the placeholder to install another version.
@@ -370,8 +377,8 @@ def _remove_placeholders(site_packages: Path) -> None:
 
 
 def _variables(pip_options: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables that make uv do the same as `pip_options` make pip do."""
-    # Both separate the values of an option with blanks. Only for find-links, uv separates them with commas.
+    """Return the environment variables that have the same effect on uv as `pip_options` have on pip."""
+    # pip and uv separate the values of an option with blanks, but uv separates the values of find-links with commas.
     variables: dict[str, str] = {}
     if "extra-index-url" in pip_options:
         # Choose the best version of all indexes, as pip does. uv's default is the first index with a package.
@@ -387,8 +394,8 @@ def _pip_options() -> dict[str, str]:
     command = [sys.executable, "-m", "pip", "config", "list"]
     listed = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     options: dict[str, str] = {}
-    # The lines are like `global.index-url='https://...'` and sorted. So those of the section `install` come
-    # after those of `global`, and override them.
+    # The lines are like `global.index-url='https://...'` and sorted. So the lines of the section `install` come after
+    # the lines of `global`, and override them.
     for line in listed.stdout.splitlines():
         key, _, value = line.partition("=")
         section, _, option = key.rpartition(".")

@@ -26,7 +26,7 @@ FILE = "requirements.txt"
 # As in pip, a # begins a comment only at the start of a line or after a blank.
 _COMMENT = re.compile(r"(^|\s+)#.*$")
 _HASH = re.compile(r"\s--hash[= ]([A-Za-z0-9]+:[A-Fa-f0-9]+)")
-# Patterns of lines that are refused, once their hashes are removed, and why. The first match counts.
+# Patterns of refused lines, and the reasons. They are matched after the hashes are removed. The first match counts.
 _REFUSED = (
     (r"-(r|-requirement\b)", "another file is named; put its lines here"),
     (r"-(c|-constraint\b)", "a constraints file is named; put the versions here"),
@@ -86,14 +86,14 @@ def check_requirements(
 ) -> None:
     """Raise RequirementsError, which names all unmet lines of `text`, if there are any.
 
-    `installed` are the versions of the installed packages by name. Without it, the packages of this
-    interpreter are used. Only then are the dependencies that extras add checked too. A package of
-    `stood_in` that is not installed meets any requirement: workers have a stand-in for it.
+    `installed` are the versions of the installed packages by name. Without `installed`, the packages of this
+    interpreter are used, and the dependencies that extras add are checked too. A package of `stood_in` that is not
+    installed meets any requirement: workers have a stand-in for it.
     """
     if not (lines := parse_requirements(text, file)):
         return
     if installed is None:
-        # Otherwise Python may not see a package that was installed since it last looked into the folder.
+        # Without this call, Python may not see a package that was installed since it last read the folder.
         importlib.invalidate_caches()
     present = installed_versions() if installed is None else installed
     versions = {str(canonicalize_name(name)): version for name, version in present.items()}
@@ -129,7 +129,7 @@ def installed_versions(paths: list[str] | None = None) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for distribution in metadata.distributions() if paths is None else metadata.distributions(path=paths):
-        # Each access parses the package's whole description.
+        # Read `metadata` only once, because each access parses the package's whole description.
         fields = distribution.metadata
         # An interrupted installation can leave a *.dist-info folder without the package's name.
         if name := fields["Name"]:
@@ -138,9 +138,9 @@ def installed_versions(paths: list[str] | None = None) -> dict[str, str]:
 
 
 def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
-    """Yield each line that is not empty with its number. Comments are removed.
+    """Yield each line that is not empty, with its number. Comments are removed.
 
-    Lines that end with a backslash are joined with the next. A joined line has the number of its first line.
+    A line that ends with a backslash is joined with the next line. A joined line has the number of its first line.
     """
     start, joined = 0, ""
     for number, raw in enumerate([*text.removeprefix("\ufeff").splitlines(), ""], 1):
@@ -183,7 +183,7 @@ def _with_extras(requirement: Requirement, *, follow: bool) -> Iterator[Requirem
         for wanted in sorted(current.extras) if follow else ():
             if (name, wanted) not in seen:
                 seen.add((name, wanted))
-                # If a package is missing, its dependencies are unknown. It is itself reported as unmet.
+                # If a package is missing, its dependencies are unknown. The package itself is reported as unmet.
                 with contextlib.suppress(metadata.PackageNotFoundError):
                     added = map(Requirement, metadata.requires(current.name) or [])
                     pending += [(item, wanted) for item in added if "extra" in str(item.marker)]

@@ -1,8 +1,8 @@
 """Lets an upload reuse files of the function's live revision, so that a client sends changed files only.
 
-The client names each file by its digest. To know a digest is no right to the bytes: files are taken from one folder
-only, the code of the live revision of a function that the caller may deploy. The function can write there, so what is
-taken is hashed while it is copied, and no link is followed.
+The client names each file by its digest. A client that knows a digest has no right to the bytes. So files are taken
+from only one folder: the code of the live revision of a function that the caller may deploy. The function can write to
+this folder, so each file is hashed while it is copied, and no link is followed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FULL_REMEDY = "Upload the whole folder."
 
 
 class ReusedRevision(NamedTuple):
-    """The live revision that an upload reuses files of."""
+    """The live revision whose files an upload reuses."""
 
     function: str
     revision: str
@@ -54,14 +54,14 @@ class FileDigests(BaseModel, frozen=True, extra="forbid"):
 
 
 def lacking(code: Path, wanted: FileDigests) -> list[str]:
-    """Return the paths of the files that the folder `code` does not have with this content. Blocks."""
+    """Return the paths of the wanted files that the folder `code` lacks, or has with other content. Blocks."""
     return [file.path for file in wanted.files if not _has(code, file)]
 
 
 def take(code: Path, staged: Path) -> None:
-    """Copy the files that KEPT_FILE of an unpacked upload lists from `code` into it. Blocks.
+    """Copy files from `code` into the unpacked upload `staged`, whose KEPT_FILE lists them. Blocks.
 
-    Raise BaseChanged if `code` lacks one of them, and CodeError if the list cannot be used.
+    Raise BaseChanged if `code` lacks a listed file, and CodeError if the list cannot be used.
     """
     for file in _listed(staged).files:
         name = checked_path(file.path, KEPT_FILE)

@@ -27,7 +27,9 @@ class CommandOutcome:
 
     @property
     def failed(self) -> bool:
-        """Whether it did not do its work. podman exits with status 0 when it is ended in the middle."""
+        """True if the command did not do its work. The status alone does not show this: podman exits with status 0 when
+        it is ended in the middle.
+        """
         return self.late or self.status != 0
 
 
@@ -48,7 +50,7 @@ def run_streamed(
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         text=True, errors="replace", pass_fds=pass_fds, env=environ,
-        # The command may start further processes. In a new process group, all can be ended together.
+        # The command may start further processes. In a new process group, all of them can be ended together.
         start_new_session=True,
     ) as process:  # fmt: skip
         deadline = threading.Timer(deadline_s, _expire, (process, late))
@@ -76,7 +78,8 @@ def _end(process: subprocess.Popen[str]) -> None:
         _signal(process, signal.SIGTERM)
         ended = os.pidfd_open(process.pid)
         try:
-            # Its exit status is not read yet: then the processes that it leaves could no longer be killed.
+            # Don't read the exit status of the process yet: after that, the processes that it leaves could not be
+            # killed.
             select.select([ended], [], [], END_TIMEOUT_S)
         finally:
             os.close(ended)
