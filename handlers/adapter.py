@@ -1,4 +1,4 @@
-"""Defines what the dialects share: a codec of outputs, and helpers to call handlers of all kinds."""
+"""Defines the code that the dialects share: a codec of outputs, and helpers to call handlers of all kinds."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class LenientOutput(OutputCodec):
 
 
 def awaited(output: Any) -> Any:
-    """Return `output` or, if it is awaitable, its result. It runs in a new event loop of this thread."""
+    """Return `output` or, if it is awaitable, its result. An awaitable runs in a new event loop of this thread."""
 
     async def run() -> Any:
         return await output
@@ -38,5 +38,5 @@ def awaited(output: Any) -> Any:
 
 
 def of_kind(kind: HandlerKind, *calls: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the call for `kind`. `calls` has four, in the order of the members of HandlerKind."""
+    """Return the call for `kind`. `calls` has one call for each member of HandlerKind, in their order."""
     return calls[list(HandlerKind).index(kind)]

@@ -16,7 +16,7 @@ from ..errors import BadInput, OutputInvalid
 
 NPY_TYPE = "application/x-npy"
 SAFETENSORS_TYPE = "application/vnd.safetensors"
-# numpy's reader evaluates a header as a Python literal and builds a dtype from it, which can raise these.
+# numpy's reader evaluates a header as a Python literal and builds a dtype from it, which can raise these exceptions.
 _MALFORMED = (ValueError, TypeError, SyntaxError, TokenError, KeyError, AttributeError, IndexError,
               MemoryError, RecursionError, OverflowError)  # fmt: skip
 
@@ -34,7 +34,7 @@ def is_array(value: Any) -> bool:
 
 
 def is_array_dict(value: Any) -> bool:
-    """Return True for a non-empty dict that maps strings to arrays: a safetensors file can hold it."""
+    """Return True for a non-empty dict that maps strings to arrays, which a safetensors file can hold."""
     if not isinstance(value, Mapping) or not value:
         return False
     return all(isinstance(name, str) and is_array(item) for name, item in value.items())
@@ -129,7 +129,7 @@ def _on_cpu(value: Any) -> Any:
 
 
 def _contiguous(value: Any) -> Any:
-    """Return a contiguous copy of an array as a tensor: safetensors refuses strided and shared memory."""
+    """Return a contiguous copy of an array as a tensor, because safetensors refuses strided and shared memory."""
     torch = sys.modules["torch"]
     if is_tensor(value):
         return _on_cpu(value).clone(memory_format=torch.contiguous_format)

@@ -1,8 +1,8 @@
 """Decodes request bodies into the handler's events, and encodes the handler's answers as response bodies.
 
-Bodies are JSON unless the handler's annotation, the request's content type or its Accept header says
-otherwise. pydantic validates annotated types and generates their JSON schemas. Arrays are sent as bytes if
-the Accept header prefers that.
+Bodies are JSON unless the handler's annotation, the request's content type or its Accept header says otherwise.
+pydantic validates annotated types and generates their JSON schemas. Arrays are sent as bytes if the Accept header
+prefers bytes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .negotiation import preferred
 
 JSON_TYPE = "application/json"
 BYTES_TYPE = "application/octet-stream"
-# The content type that `curl -d` sends by default. Its body is read as JSON, because its sender means JSON.
+# The content type that `curl -d` sends by default. A body of this type is read as JSON, because its sender means JSON.
 FORM_TYPE = "application/x-www-form-urlencoded"
 MAX_PROBLEMS = 20
 # orjson refuses values that are nested deeper than this.
@@ -35,7 +35,9 @@ DICT_OFFERS = (JSON_TYPE, SAFETENSORS_TYPE)
 
 
 class _Codec:
-    """The type of an annotation. Without one, any value is accepted, and `published` is its JSON schema."""
+    """A codec for the type of an annotation. Without an annotation, any value is accepted, and `published` is the JSON
+    schema.
+    """
 
     _mode: JsonSchemaMode
 
@@ -80,7 +82,7 @@ class OutputCodec(_Codec):
     _mode = "serialization"
 
     def encode(self, answer: Any, accept: str = "") -> tuple[bytes, str]:
-        """Return (payload, content type): JSON, or bytes for arrays if the Accept header prefers that.
+        """Return (payload, content type): JSON, or bytes for arrays if the Accept header prefers bytes.
 
         An answer of bytes is sent unchanged, unless another type is annotated. Raise OutputInvalid, which
         names the path of the part that does not fit the annotation or JSON.
@@ -104,7 +106,7 @@ class OutputCodec(_Codec):
         return payload, JSON_TYPE
 
     def _checked(self, answer: Any, adapter: TypeAdapter[Any]) -> tuple[Any, Any]:
-        """Return (validated answer, the same as JSON types)."""
+        """Return (validated answer, the same answer as JSON types)."""
         try:
             valid = adapter.validate_python(answer)
         except ValidationError as error:
@@ -217,7 +219,7 @@ def _children(value: Any, path: str) -> list[tuple[str, Any]]:
 
 
 def _find_unwritable(value: Any, path: str, depth: int = 0) -> tuple[str, str]:
-    """Return (path, what it is) of the first part of `value` that has no JSON form, or ("", "")."""
+    """Return (path, description) of the first part of `value` that has no JSON form; else ("", "")."""
     if depth > MAX_DEPTH:
         return "it", f"nested more than {MAX_DEPTH} levels deep"
     for key in value if isinstance(value, dict) else ():

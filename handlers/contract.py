@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 BATCH_MARK = "__pilotflame_batch__"
 MAX_BATCH = 4096
-# Higher costs are lowered to this one: callers may influence costs, and sums of costs must stay finite.
+# Higher costs are lowered to this cost, because callers may influence costs, and sums of costs must stay finite.
 MAX_COST = 1e12
 NOTHING: Mapping[str, Any] = MappingProxyType({})
 
@@ -45,7 +45,7 @@ class BatchSpec:
     examples: tuple[Any, ...] = ()
 
     def weigh(self, event: Any) -> float:
-        """Return the cost of `event`, 1 without a `cost` function.
+        """Return the cost of `event`; 1 if there is no `cost` function.
 
         Raise HandlerFailed if `cost` returns no positive, finite number.
         """
@@ -67,13 +67,13 @@ def batch(
 ) -> Callable[[F], F]:
     """Mark a handler that takes a list of events and returns a list with one answer for each, in order.
 
-    If one of the answers is an exception instance, only its event fails. If the handler raises, it is called
-    again with each half of the events, until the events that it cannot answer have failed alone. Side effects
-    of the handler may therefore happen more than once.
+    If one of the answers is an exception instance, only its event fails. If the handler raises, it is called again with
+    each half of the events, and so on, until each event that it cannot answer has failed alone. Side effects of the
+    handler may therefore happen more than once.
 
-    `cost` returns the size of an event, for example its number of tokens. `max_cost` limits the sum of the
-    costs in one handler call; an event of a higher cost is passed alone. `example` is an event, or a list of
-    events, as JSON: the first worker uses it to measure how long each batch size takes.
+    `cost` returns the size of an event, for example its number of tokens. `max_cost` limits the sum of the costs in one
+    handler call; an event with a higher cost gets its own handler call. `example` is an event, or a list of events, as
+    JSON: the first worker uses it to measure how long each batch size takes.
     """
     if not isinstance(max_size, int) or isinstance(max_size, bool) or not 1 <= max_size <= MAX_BATCH:
         fault = f"@batch(max_size={max_size!r}): max_size must be a whole number from 1 to {MAX_BATCH}."
@@ -140,10 +140,11 @@ class Host(Protocol):
 
 
 class Context:
-    """What a handler can know about its function and its invocation, and the requests to its worker.
+    """The facts about its function and its invocation that a handler can read, and the requests that it can send to its
+    worker.
 
-    `state` is what `setup` returned, or what `build` returned if `setup` returned None. For a batch handler,
-    `items` holds one context per event, in order. `extra` holds what a dialect or an event source adds to an
+    `state` is what `setup` returned, or what `build` returned if `setup` returned None. For a batch handler, `items`
+    holds one context per event, in order. `extra` holds the data that a dialect or an event source adds to an
     invocation. In the hooks there is no invocation: `id` is empty and there is no deadline.
     """
 
@@ -177,7 +178,9 @@ class Context:
         return cls(first.function, first.revision, state=first.state, invocation_id=first.id, items=items)
 
     def limit(self, deadline_s: float) -> None:
-        """Set the deadline, on the monotonic clock: a job's time counts from the start of its call."""
+        """Set the deadline, in monotonic seconds. It is set at the handler call, because a job's time counts from
+        there.
+        """
         self._deadline_s = deadline_s
 
     @property
@@ -210,7 +213,7 @@ class Context:
             self._host.progress(self._channel, value)
 
     def metrics(self, values: Mapping[str, Any]) -> None:
-        """Report measurements of the invocation, a JSON object. The job, as a prediction, shows the latest report."""
+        """Report measurements of the invocation, a JSON object. The job's prediction shows the latest report."""
         for context in self.items:
             context.metrics(values)
         if self._host is not None:
@@ -238,7 +241,9 @@ class Context:
 
     @property
     def snapshot(self) -> Snapshot:
-        """The weights of the setting `snapshot`. Raises SnapshotError if the settings name none, or several."""
+        """The weights of the setting `snapshot`. Raises SnapshotError if the settings name no snapshot, or several
+        snapshots.
+        """
         found = self._all_snapshots(
             'Set `snapshot = "path/to/weights"` in pilotflame.toml, or deploy with --snapshot.'
         )

@@ -1,7 +1,7 @@
-"""Defines a dialect: how another platform's handlers are recognised, without running their files, and resolved.
+"""Defines a dialect, which recognises another platform's handlers without running their files, and resolves them.
 
-A plugin offers an instance under the entry point group `pilotflame.dialects`. The part that runs in workers is named by
-`Dialect.resolver`, so that only the workers of such functions import it.
+A plugin offers an instance under the entry point group `pilotflame.dialects`. `Dialect.resolver` names the part that
+runs in workers, so that only the workers of such functions import this part.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Entry(NamedTuple):
 
 
 def parse_reference(reference: str) -> Entry:
-    """Return the parts of a reference such as "file.py:name" or "cog:predict.py:Predictor"; "" if missing."""
+    """Return the parts of a reference such as "file.py:name" or "cog:predict.py:Predictor". A missing part is ""."""
     first, colon, rest = reference.partition(":")
     dialect, rest = (first, rest) if colon and first.isidentifier() else ("", reference)
     file, _, name = rest.partition(":")
@@ -47,9 +47,9 @@ class Requirements(NamedTuple):
     """The needs of a function, as the platform's own file declares them."""
 
     file: str = ""
-    """The name of that file, for messages."""
+    """The name of the platform's file, for messages."""
     text: str = ""
-    """Lines of a requirements.txt, beside the function's own."""
+    """Lines of a requirements.txt, in addition to the function's own file."""
     env: Mapping[str, str] = {}
     """Environment variables, which pilotflame.toml may override."""
     system_packages: tuple[str, ...] = ()
@@ -74,7 +74,9 @@ class Dialect:
     """The packages that need not be installed, because the dialect has stand-ins for them."""
 
     def claims(self, name: str, source: SourceFile) -> bool:
-        """Return True if `name`, which a reference gives, is a handler of this platform in that file."""
+        """Return True if `name`, which a reference gives, is a handler of this platform in the file that `source`
+        describes.
+        """
         return False
 
     def find(self, file: str, source: SourceFile) -> str | None:
@@ -86,9 +88,11 @@ class Dialect:
         return ""
 
     def configured(self, folder: Path) -> Entry | None:
-        """Return the handler that a file of the platform's own names, such as cog.yaml; None without it."""
+        """Return the handler that the platform's own file names, such as cog.yaml; None without such a file."""
         return None
 
     def requirements(self, folder: Path) -> Requirements:
-        """Return what a file of the platform's own says that the function needs. Raise SettingsError if it is malformed."""
+        """Return the function's needs, which the platform's own file declares. Raise SettingsError if the file is
+        malformed.
+        """
         return Requirements()

@@ -18,9 +18,10 @@ _BY_FORMAT = {
 
 
 def example_of(schema: Mapping[str, Any]) -> Any:
-    """Return a small value that fits `schema`: the first example or default that it names, or required fields alone.
+    """Return a small value that fits `schema`: the first example or default in `schema`, or a value with only the
+    required fields.
 
-    Patterns and custom validators are not considered. A schema that says nothing has the example {}.
+    Patterns and custom validators are not considered. An empty schema has the example {}.
     """
     return _example(schema, schema.get("$defs", {}), 0) if schema else {}
 
@@ -68,7 +69,7 @@ def _of_type(schema: Mapping[str, Any], definitions: Mapping[str, Any], depth: i
 
 
 def _number(schema: Mapping[str, Any], step: float) -> Any:
-    """Return a number within the limits of `schema`: one step above the lowest, if that fits."""
+    """Return a number within the limits of `schema`: `step` itself if it fits, else a number at or near a limit."""
     step = schema.get("multipleOf", step)
     least = schema.get("minimum", schema.get("exclusiveMinimum", -math.inf))
     most = schema.get("maximum", schema.get("exclusiveMaximum", math.inf))

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from ..errors import PilotflameError
 
-# What `os.environ[name]` runs.
+# The code that `os.environ[name]` runs.
 _OS_ENVIRON_CODE = type(os.environ).__getitem__.__code__
 E = TypeVar("E", bound=PilotflameError)
 
@@ -64,7 +64,8 @@ def locate(error: BaseException, root: Path) -> tuple[str, int]:
 def locate_frame(frame: FrameType | None, root: Path) -> dict[str, Any]:
     """Return the position of the stack of `frame`: `file` and `line` in the user's folder `root`, and the called function.
 
-    `file` is the outermost one in `root`, usually the handler's. `inside` is the innermost function of the stack.
+    `file` is the outermost file in `root`, which is usually the handler's file. `inside` is the innermost function of
+    the stack.
     """
     stack = list(traceback.walk_stack(frame))
     own = [(name, line) for one, line in stack if (name := _relative(one.f_code.co_filename, root))]
@@ -104,7 +105,7 @@ def _variable_remedy(error: BaseException) -> str:
 def _lacks_network(error: BaseException) -> bool:
     """Return True if the name of a host was not resolved, and this process has no network interface but loopback."""
     found: list[Any] = [error]
-    # Libraries raise errors of their own: urllib keeps the cause in `reason`.
+    # Libraries raise their own errors, so look at the causes of an error. urllib keeps the cause in `reason`.
     for one in found:
         if isinstance(one, socket.gaierror):
             return all(name == "lo" for _, name in socket.if_nameindex())

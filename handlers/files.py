@@ -46,8 +46,8 @@ _NEWER_TYPES = {".webp": "image/webp", ".avif": "image/avif", ".safetensors": OC
 class InputFiles(ExitStack):
     """The files of one invocation's input, which are deleted on exit.
 
-    `remaining_ms` returns the time until the invocation's deadline, or None if there is no deadline.
-    `known` are the paths of files on this machine by their URL: the gateway holds them for the caller.
+    `remaining_ms` returns the time until the invocation's deadline, or None if there is no deadline. `known` maps URLs
+    to the paths of files on this machine, which the gateway holds for the caller.
     """
 
     def __init__(
@@ -71,14 +71,14 @@ class InputFiles(ExitStack):
                 with target:
                     self._copy(response, target)
         except (OSError, ValueError, http.client.HTTPException) as error:
-            # The text of an OSError can have a path of the gateway's state folder, which is not for callers.
+            # The text of an OSError can have a path of the gateway's state folder, which callers must not see.
             reason = (error.strerror if isinstance(error, OSError) else None) or error
             fault = {"fault": f"{shown} cannot be fetched: {reason}"}
             raise PydanticCustomError(UNAVAILABLE, "{fault}", fault) from None
         return path
 
     def _copied(self, source: Path) -> Path:
-        """Copy a file: handlers may change and delete the files that they are given."""
+        """Return a copy of a file, because handlers may change and delete the files that they are given."""
         with source.open("rb") as opened:
             target, path = self._temporary(source.suffix)
             with target:
@@ -86,7 +86,7 @@ class InputFiles(ExitStack):
         return path
 
     def _temporary(self, suffix: str) -> tuple[IO[bytes], Path]:
-        """Return a new file, open for writing, and its path. It is deleted with the others."""
+        """Return a new file, open for writing, and its path. It is deleted with the other files."""
         descriptor, name = tempfile.mkstemp(prefix="pilotflame-", suffix=suffix)
         self.callback(Path(name).unlink, missing_ok=True)
         return os.fdopen(descriptor, "wb"), Path(name)
@@ -121,7 +121,7 @@ class InputFiles(ExitStack):
 
 
 def with_urls(output: Any, path: str = "answer", publish: Publish | None = None) -> Any:
-    """Return the output with each file replaced by the URL that `publish` returns; without it, a data URL.
+    """Return the output with each file replaced by the URL that `publish` returns. Without `publish`, use data URLs.
 
     `path` is the output's name in error messages. Bytes become text, or a data URL if they are no text.
     Blocks: do not call it on the event loop. Raises OutputInvalid if a file cannot be read.
@@ -144,7 +144,7 @@ def with_urls(output: Any, path: str = "answer", publish: Publish | None = None)
 
 
 def text_of(content: bytes) -> str:
-    """Return bytes in JSON as Cog does: as text. Bytes that are no UTF-8 become a data URL."""
+    """Return bytes as text, as Cog does in JSON. Bytes that are not UTF-8 become a data URL."""
     try:
         return content.decode()
     except UnicodeDecodeError:
@@ -175,13 +175,15 @@ def opened_file(file: PurePath | io.IOBase, path: str) -> Iterator[Any]:
                 file.seek(0)
             yield file
     except (OSError, ValueError) as error:
-        # ValueError: the file is closed.
+        # ValueError means that the file is closed.
         fault = f"The {path} is the file {str(getattr(file, 'name', ''))!r}, which cannot be read: {error}."
         raise OutputInvalid(fault, remedy="Return the path of a file that was written.") from None
 
 
 def _suffix(url: str, headers: Message) -> str:
-    """Return the end of the URL's path; for a data URL that of its parameter `name`, or of its media type."""
+    """Return the last part of the URL's path. For a data URL, return the suffix of its parameter `name`, or the suffix
+    for its media type.
+    """
     parts = urllib.parse.urlsplit(url)
     if parts.scheme != "data":
         name = urllib.parse.unquote(PurePath(parts.path).name).replace("/", "_").replace("\0", "_")

@@ -82,7 +82,7 @@ class Handler:
         if self.batch is None:
             return [answer]
         if not isinstance(answer, ONE_VALUE) and isinstance(answer, Sized) and isinstance(answer, Iterable):
-            # An array, for example: its rows are the answers.
+            # If the answer is an array, for example, its rows are the answers.
             answer = list(answer)
         if not isinstance(answer, list) or len(answer) != count:
             got = f"{len(answer)} answers" if isinstance(answer, list) else type(answer).__name__

@@ -39,7 +39,7 @@ def import_file(
     sys.modules[path.stem] = module
     if as_main:
         sys.modules["__main__"] = module
-        # Otherwise the file would read the arguments of pilotflame's process as its own.
+        # Without this, the file would read the arguments of pilotflame's process as its own.
         sys.argv = [str(path)]
     try:
         spec.loader.exec_module(module)

@@ -1,6 +1,6 @@
 """Negotiates content: finds which of the offered types or encodings an Accept header prefers, by RFC 9110.
 
-No library is used: aiohttp's parser ignores q-values, and a worker should not load one for a single header.
+No library is used: aiohttp's parser ignores q-values, and a worker should not load a library for a single header.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
-# Ranges of a header after this many are ignored. No client has a reason to send more.
+# The most ranges of a header that are read. No client has a reason to send more ranges.
 MAX_RANGES = 64
 _QUALITY = re.compile(r"0(\.[0-9]{0,3})?|1(\.0{0,3})?")
 _PART = re.compile(r"""(?:[^,"]|"(?:[^"\\]|\\.)*"?)+""")
@@ -30,7 +30,7 @@ class Weight(NamedTuple):
 
 
 def weigh(header: str, name: str) -> Weight:
-    """Return the weight of `name`, which is in lower case. The most exact range that covers it decides."""
+    """Return the weight of `name`, which is in lower case. The most exact range that covers the name decides."""
     found = [(weight, _exactness(pattern, name)) for pattern, weight in _ranges(header)]
     covering = [weight._replace(exact=exact) for weight, exact in found if exact is not None]
     return max(covering, key=lambda weight: weight.exact, default=Weight(0.0, 0, 0))

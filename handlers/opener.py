@@ -1,7 +1,7 @@
 """Opens http, https and data URLs that callers send, and connects only to allowed addresses.
 
-The check is made on the address that a socket is about to connect to, and again after each redirect. Proxies
-are not used, because it cannot be checked to which address a proxy connects.
+It checks the address that a socket is about to connect to, and checks again after each redirect. It uses no proxy,
+because it could not check the address that a proxy connects to.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class _CheckedHandler(request.AbstractHTTPHandler):
 
 
 def connected(host: str, port: int, timeout_s: float | None, addresses: Addresses) -> socket.socket:
-    """Connect to the first allowed address that accepts. If every address fails, raise the OSError of the last one."""
+    """Connect to the first allowed address that accepts. If all fail, raise the OSError of the last address."""
     failure: OSError = OSError("its host has no address")
     for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
         if reason := addresses.fault(str(address[0])):

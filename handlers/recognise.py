@@ -27,7 +27,8 @@ class Dialects:
         self._all = sorted(dialects, key=lambda one: (one.order, one.name))
         self._by_name = {one.name: one for one in self._all}
         usual = dict.fromkeys(file for one in self._all for file in one.files)
-        # These files are read first, in this order. Then follow all other files in the folder, and those in `src`.
+        # These files are read first, in this order. Then all other Python files in the folder are read, and then the
+        # Python files in `src`.
         self._usual = (*usual, "main.py")
 
     def find(self, name: str) -> Dialect | None:
@@ -50,12 +51,12 @@ class Dialects:
         return "" if dialect is None else dialect.resolver
 
     def recognise(self, root: Path, reference: str = DEFAULT) -> Entry:
-        """Return where the handler is that `reference` names in the folder `root`.
+        """Return the entry of the handler that `reference` names in the folder `root`.
 
-        If the reference names no dialect, the contents of its file decide. If it is the default reference, and
-        handler.py shows no handler or does not exist, the other files of the folder are searched for foreign
-        handlers. If no foreign handler is found, the dialect is pilotflame's own. Raise HandlerSignatureError if
-        several files have a foreign handler, or if no installed dialect has the name.
+        If the reference names no dialect, the contents of its file decide. If the reference is the default, and
+        handler.py shows no handler or does not exist, the other files of the folder are searched for foreign handlers.
+        If no foreign handler is found, the dialect is pilotflame's own. Raise HandlerSignatureError if several files
+        have a foreign handler, or if no installed dialect has the name in the reference.
         """
         wanted = parse_reference(reference)
         source = SourceFile.read(root / wanted.file)
@@ -79,7 +80,9 @@ class Dialects:
         return found.default_name(source)
 
     def _entry_in(self, file: str, name: str, source: SourceFile | None) -> Entry | None:
-        """Return the handler that a file shows, or None. `name` is its name or ""."""
+        """Return the handler that a file shows, or None. `name` is the handler's name, or "" if the reference gives no
+        name.
+        """
         if source is None:
             return None
         if name:

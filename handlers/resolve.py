@@ -53,7 +53,7 @@ def _resolver(entry: Entry, resolver: str) -> Callable[[Path, Entry, str], Handl
 
 
 def handler_of(module: ModuleType, name: str, file: str) -> Handler:
-    """Return the handler called `name` in `module`, with the module's hooks. `file` names it in messages.
+    """Return the handler called `name` in `module`, with the module's hooks. `file` is the module's name in messages.
 
     Raise HandlerSignatureError if there is no such handler, or if the handler or a hook cannot be used.
     """
@@ -75,7 +75,7 @@ def handler_of(module: ModuleType, name: str, file: str) -> Handler:
 
 
 def _arity(call: Callable[..., Any], what: str, *, allowed: tuple[int, ...] = (1, 2)) -> int:
-    """Return the largest number in `allowed` of positional arguments that `call` accepts.
+    """Return the largest number of positional arguments in `allowed` that `call` accepts.
 
     Raise HandlerSignatureError, which names `what`, if it accepts none of these numbers.
     """

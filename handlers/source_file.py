@@ -12,7 +12,7 @@ MAX_SOURCE_BYTES = 1 << 20
 
 @dataclass(slots=True)
 class SourceFile:
-    """What reading one file shows."""
+    """The facts that one file shows without being run."""
 
     imported: dict[str, str] = field(default_factory=dict)
     """Each imported name with its full dotted name."""
@@ -20,11 +20,13 @@ class SourceFile:
     """Each top-level name with its number of positional parameters; None if it is not a function, or takes any number."""
     classes: list[ast.ClassDef] = field(default_factory=list)
     calls: frozenset[str] = frozenset()
-    """The full dotted names of what is called anywhere in the file."""
+    """The full dotted names of everything that is called in the file."""
 
     @classmethod
     def read(cls, path: Path) -> SourceFile | None:
-        """Return what a file shows; None if it cannot be read or parsed. Importing it reports why."""
+        """Return the facts that a file shows; None if it cannot be read or parsed. A later import of the file reports
+        why.
+        """
         try:
             if path.stat().st_size > MAX_SOURCE_BYTES:
                 return None
@@ -45,7 +47,9 @@ class SourceFile:
         return any(name.partition(".")[0] == package for name in self.imported.values())
 
     def full_name(self, node: ast.expr) -> str:
-        """Return the full name of an expression: for `rp.serverless.start`, "runpod.serverless.start"; or ""."""
+        """Return the full name of an expression: for `rp.serverless.start`, "runpod.serverless.start"; "" if it has no
+        such name.
+        """
         steps: list[str] = []
         while isinstance(node, ast.Attribute):
             steps.append(node.attr)

@@ -1,4 +1,4 @@
-"""Makes stand-ins for foreign packages that are not installed: modules with what handlers import."""
+"""Makes stand-ins for foreign packages that are not installed: modules with the names that handlers import."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _module(name: str) -> ModuleType:
         raise AttributeError(f"{fault}: add {package} to requirements.txt and deploy with --install")
 
     module = ModuleType(name, "Pilotflame's stand-in.")
-    # The empty path makes this a package, and imports of its submodules search no folder.
+    # The empty path makes this module a package whose submodules are not searched in any folder.
     module.__path__ = []
     vars(module)["__getattr__"] = missing
     return module
