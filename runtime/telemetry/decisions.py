@@ -23,7 +23,9 @@ class DecisionRecord(NamedTuple):
     at: float
     """When it was made, in Unix seconds."""
     action: str
-    """The action: "start", "stop", "expect", "prewarm", "step_down", "step_up", "evict", "refuse", "budget", "pause" or "resume"."""
+    """The action: "start", "stop", "park", "wake", "expect", "prewarm", "step_down", "step_up", "evict", "refuse",
+    "budget", "pause" or "resume".
+    """
     cause: str
     """The signal or the rule that caused the decision, such as "load", "idle", "warmup" or "schedule"."""
     figures: Mapping[str, float]
