@@ -1,13 +1,15 @@
-"""Decides how many workers each revision of this node has, and makes and ends its processes. Start reading at `reconciler.py`.
+"""Decides how many workers each revision of this node has, and starts and ends the revisions' processes.
 
-    Reconciler          compares each revision's row with its workers, and acts; has the only timer that decides
-      RevisionWorkers   observes one revision, asks `scaling` for its row of the desired state, and carries it out
-        ProcessEvents   handles the events of its processes, and recovers the calls of workers that have ended
-        Demand          measures the load of a revision
-        Pool            starts, parks, wakes and ends its workers
-          ZygoteSupervisor  has the zygote that workers are forked from, and the standby
+Start reading at `reconciler.py`.
+
+    Reconciler          compares each revision's row with its workers, and acts; has the only timer for these decisions
+      RevisionWorkers   observes one revision, asks `scaling` for the revision's row, and carries the row out
+        ProcessEvents   handles the events of the revision's processes, and recovers the calls of ended workers
+        Demand          measures the load of the revision
+        Pool            starts, parks, wakes and ends the revision's workers
+          ZygoteSupervisor  keeps the zygote, from which workers are forked, and the standby
       GpuPlaces         books the memory of the node's GPUs
-      Function          whether it may run; shared by its revisions, with the keep-alive plan, the budget and the signals
+      Function          tells whether a function may run; its revisions share its keep-alive plan, budget and signals
 
-Decisions are pure functions of `scaling`. This room must not know HTTP, jobs or what is deployed.
+The decisions are pure functions in `scaling`. This room must not know about HTTP, jobs or deployments.
 """

@@ -1,4 +1,4 @@
-"""Observes the load of a revision: its numbers, the time that it will take, and the workers that it needed."""
+"""Observes the load of a revision: how many calls wait and run, their predicted time, and the workers needed so far."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .pool import Pool
 
 
 class Demand:
-    """The numbers of one revision on which its number of workers depends."""
+    """The observations that decide how many workers one revision has."""
 
     def __init__(self, pool: Pool, revision: Revision) -> None:
         self._pool, self._replicas, self._revision = pool, pool.replicas, revision
@@ -22,11 +22,11 @@ class Demand:
         self._need, self._load = RecentNeed(), RecentLoad()
 
     def note_need(self, workers: int, now_s: float) -> None:
-        """Learn that this number of workers is needed now, for other reasons than the load."""
+        """Learn that this number of workers is needed now, for a reason other than the load."""
         self._need.note(now_s, workers)
 
     def see(self, spec: ScaleSpec, now_s: float, arriving: int = 0) -> Seen:
-        """Return the present numbers, and remember how many workers were needed since the last call.
+        """Return the present observations, and remember how many workers were needed since `see` was last called.
 
         `arriving` invocations are about to be queued.
         """
@@ -35,7 +35,7 @@ class Demand:
         in_flight = replicas.in_flight - leaving
         load = self._predict(queued, starting, now_s)
         peak = Seen(queued, max(in_flight, self._revision.peak), starting, ready, load=load)
-        # The workers of signals and of the owner are kept by other proposals.
+        # This need leaves out the workers that signals and the owner ask for: other proposals keep them.
         self._need.note(now_s, buffered(spec, peak))
         self._revision.peak = in_flight
         parks_s = spec.park_after_s if spec.park_after_s < math.inf else 0.0
@@ -47,7 +47,7 @@ class Demand:
         )  # fmt: skip
 
     def ahead(self, spec: ScaleSpec, invocations: int, now_s: float) -> int:
-        """Return how many workers are wanted for this number of invocations, which run already or are about to come."""
+        """Return how many workers `invocations` invocations need. They run already, or are about to come."""
         replicas, wake_s = self._replicas, self._dispatcher.activation_s
         in_flight = replicas.in_flight
         queued = max(len(self._dispatcher.queue), invocations - in_flight)
@@ -58,7 +58,7 @@ class Demand:
         return wanted(spec, Seen(queued, in_flight, starting, len(replicas.ready), load=load))
 
     def _predict(self, queued: int, starting: int, now_s: float) -> Load | None:
-        """Return what the load will take; None while it is not known how long invocations take."""
+        """Return the predicted times of the load; None while the duration of an invocation is unknown."""
         replicas, wake_s, queue = self._replicas, self._dispatcher.activation_s, self._dispatcher.queue
         lasting = self._load.note(now_s, self._pool.load_s(now_s), queued, queue.admitted, queue.emptied)
         if (work_s := self._dispatcher.work_s(queued)) is None:

@@ -1,4 +1,4 @@
-"""A function over all its revisions: whether it may run now, and the parts that revisions share."""
+"""Defines a function across its revisions: whether the function may run now, and the parts that its revisions share."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Function:
     arrivals: Arrivals = field(default_factory=Arrivals)
     cold_starts: ColdStarts = field(default_factory=ColdStarts)
     upstreams: dict[str, Delays] = field(default_factory=dict)
-    """The functions after which it is called, as `Upstreams` has learned."""
+    """By the name of an upstream function: the delays of this function's calls after its calls (`Upstreams`)."""
     worker_numbers: Iterator[int] = field(default_factory=lambda: itertools.count(1))
-    """The numbers in the names of workers. Processes of one revision can be replaced, so revisions share them."""
+    """The numbers in the names of workers. All revisions share them, so that names stay unique."""
     prewarms: Prewarms = field(init=False)
     barred: str = ""
     """Why a policy does not allow it to run; "" if it does."""
@@ -59,7 +59,10 @@ class Function:
 
     @property
     def stopped(self) -> str:
-        """Why it may have no worker now; "" if it may. A deploy may start one nevertheless, to prove its revision."""
+        """The reason why the function may have no worker now; "" if it may have workers.
+
+        A deploy may nevertheless start a worker, to prove its revision.
+        """
         if self.barred:
             return "policy"
         return "paused" if self.paused else "budget" if self.account.exhausted else ""

@@ -1,7 +1,7 @@
 """Holds the history of each function, which its revisions share, and stores it in the folder `habits`.
 
-There is one file for each function, and `node.json` for the node-wide prior of idle times. A file that is missing or damaged
-counts as empty: the policy then begins anew.
+Each function has one file. `node.json` has the node-wide prior of idle times. A file that is missing or damaged counts
+as empty: the policy then starts without history.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class _Idling(BaseModel, frozen=True):
-    """The idle period that had not ended."""
+    """The idle period that was under way when the file was written."""
 
     since_at: float
     """When the last request ended, in Unix seconds."""
@@ -82,7 +82,10 @@ class _RememberedNode(BaseModel, frozen=True):
 
 
 class FunctionHistories:
-    """The histories of all functions, in memory and in a folder. Writes it once a minute at most, and in `close`."""
+    """The histories of all functions, in memory and in a folder.
+
+    Changes are written to the folder at most once a minute, and in `close`.
+    """
 
     def __init__(
         self, folder: Path, tasks: asyncio.TaskGroup, shared: SharedPrior, accounts: Callable[[str], Account]
@@ -103,7 +106,7 @@ class FunctionHistories:
         return cls(folder, tasks, shared, accounts)
 
     async def of(self, name: str) -> Function:
-        """Return a function: what is in memory, else what is stored. The caller holds its lock."""
+        """Return a function from memory, or else with its stored history. The caller holds the function's lock."""
         if (known := self._histories.get(name)) is not None:
             return known
         stored = await asyncio.to_thread(_read, self._file(name))
@@ -120,7 +123,7 @@ class FunctionHistories:
             await asyncio.to_thread(self._file(name).unlink, missing_ok=True)
 
     async def close(self) -> None:
-        """Write all that has changed."""
+        """Write the histories of all functions."""
         if self._timer is not None:
             self._timer.cancel()
         self._changed |= self._histories.keys()
@@ -148,7 +151,7 @@ class FunctionHistories:
             due = list[tuple[Path, Callable[[], _Remembered]]]()
             for name, history in known.items():
                 due.append((self._file(name), _remembering(history)))
-                # Let requests go on: a thousand functions may have changed.
+                # A thousand functions may have changed: let the event loop serve requests in between.
                 await asyncio.sleep(0)
             if due:
                 node = _RememberedNode(weights=self._shared.prior.weights)
@@ -156,7 +159,10 @@ class FunctionHistories:
 
 
 def _remembering(known: Function) -> Callable[[], _Remembered]:
-    """Return a function that makes the content of the file from the present state. It can run in a thread."""
+    """Copy the present state, and return a function that makes the content of the file from the copy.
+
+    The returned function can run in a thread.
+    """
     ladder = known.ladder
     delays = {name: (one.calls, tuple(one.hits)) for name, one in known.upstreams.items()}
     learning, figures, idle = ladder.learning(), ladder.figures, ladder.idle_for_s()
@@ -210,7 +216,7 @@ def _read_prior(file: Path) -> Prior:
 def _write_all(
     node_file: Path, node: _RememberedNode, functions: list[tuple[Path, Callable[[], _Remembered]]]
 ) -> None:
-    """Write the files. What the disk does not take stays in memory only."""
+    """Write the files. If a write fails, that history stays in memory only."""
     with contextlib.suppress(OSError):
         (node_file.parent / "functions").mkdir(parents=True, exist_ok=True)
     _publish(node_file, node)

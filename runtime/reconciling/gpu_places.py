@@ -1,8 +1,8 @@
 """Books the places of workers and standbys on the node's GPUs, within the memory of each.
 
 A worker has its place from before it is activated until its process has ended. A parked worker keeps only the memory that its
-process still holds. A standby that rehearses has a place too, which its worker inherits. The allocation decides which of them make
-room (scaling/allocation.py).
+process still holds. A standby that rehearses has a place too, and keeps the place when it becomes a worker. The
+allocation (scaling/allocation.py) decides which processes make room.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from ..telemetry.metrics import Reading
 
 
 class GpuClaimant(Protocol):
-    """A revision whose workers need GPUs, as the places see it."""
+    """A revision whose workers may need GPUs, as `GpuPlaces` sees it."""
 
     @property
     def gpu_need(self) -> GpuNeed | None:
         """The GPUs that each of its workers needs; None without GPUs."""
 
     def renew_standby(self) -> bool:
-        """Replace its standby, which could not rehearse: there is room now. Return False if it is being forked."""
+        """Replace the standby, which could not rehearse: there is room now. Return False if there is no standby."""
 
 
 @dataclass(eq=False)
@@ -43,26 +43,26 @@ class GpuPlace(Booking):
 
     owner: GpuClaimant
     child: Child | None = None
-    """The process that has it; None while that is being forked."""
+    """The process that has the place; None while the process is being forked."""
     standby: bool = False
     replica: Replica | None = None
-    """None until it is activated."""
+    """The worker that has the place; None until the process is activated."""
     given: bool = False
-    """True if its worker parks, or has parked, to make room for another one."""
+    """True if the worker parks, or has parked, to make room for another worker."""
     parked: Holding = field(init=False)
-    """Its holding if it parks: as when it parked last, or else an allowance for its context."""
+    """The holding of the parked worker: as measured after it last parked, or else an allowance for its context."""
 
     def __post_init__(self) -> None:
         self.parked = dict.fromkeys(self.full, CONTEXT_MB)
 
     @property
     def inheritable(self) -> bool:
-        """True if it is of a standby that can become a worker."""
+        """True if a standby has the place and can become a worker."""
         return self.standby and self.child is not None and not self.child.link.closed
 
 
 class GpuPlaces:
-    """The bookings of the memory of each GPU. Without GPUs, no function that needs one can be deployed."""
+    """The bookings of each GPU's memory. On a node without GPUs, no function that needs a GPU can be deployed."""
 
     def __init__(self, gpus: Sequence[Gpu] = (), driver: GpuDriver | None = None) -> None:
         self.gpus, self._driver = tuple(gpus), driver or NvidiaDriver()
@@ -70,9 +70,9 @@ class GpuPlaces:
         # The revisions whose standby had no room to rehearse.
         self._unrehearsed: dict[GpuClaimant, None] = {}
         self.on_freed: Callable[[], None] = lambda: None
-        """Called when less is booked than before, and when a standby can become a worker."""
+        """Called when less memory is booked than before, and when a standby can become a worker."""
         self.waiting = 0
-        """How many revisions wait for room. While there are any, no standby takes a place."""
+        """The number of revisions that wait for room. While a revision waits, no standby takes a place."""
 
     def check(self, function: str, resources: Resources) -> None:
         """Raise SettingsError if no worker of a function could ever have a place here."""
@@ -91,10 +91,10 @@ class GpuPlaces:
     # -- the places
 
     def fits(self, one: GpuClaimant, parked: Sequence[Replica], missing: int) -> bool:
-        """Return True if there is room for `missing` workers of a revision that wake or start. Parked workers wake first."""
+        """Return True if `missing` more workers of a revision fit. First parked workers wake, then others start."""
         if one.gpu_need is None:
             return True
-        # The standby becomes the first one that starts.
+        # The standby becomes the first worker that starts, so its own place counts as free.
         own = self.standby_of(one) if missing > len(parked) else None
         waking = [self.of(replica) for replica in parked[::-1][:missing]]
         beside = [each for each in self._ledger.bookings if each is not own]
@@ -110,9 +110,10 @@ class GpuPlaces:
     def take(
         self, one: GpuClaimant, standby: Child | None = None, at: Holding | None = None
     ) -> GpuPlace | None:
-        """Return a place for a worker that is about to start, at `at` if that is given; None if it needs none or there is no room.
+        """Book a place for a worker that is about to start, at `at` if that is given, and return the place.
 
-        A standby brings its own place.
+        Return None if the worker needs no GPU, or if there is no room. If the worker was a standby with a place, that
+        place becomes the worker's place.
         """
         if (need := one.gpu_need) is None:
             return None
@@ -129,7 +130,7 @@ class GpuPlaces:
         return taken
 
     def take_standby(self, one: GpuClaimant) -> GpuPlace | None:
-        """Return a place for a standby that is about to be forked; None if it must not rehearse."""
+        """Book a place for a standby that is about to be forked, and return the place; None if it must not rehearse."""
         if (need := one.gpu_need) is None:
             return None
         room = self._ledger.rehearsal_room(need)
@@ -143,7 +144,7 @@ class GpuPlaces:
     def rehearsal_mb(self, one: GpuClaimant, held: GpuPlace | None) -> int | None:
         """Return how many MiB of each GPU a process may use before it is activated; None if there is no limit.
 
-        It does not know its GPUs yet if the node has more than it needs.
+        If the node has more GPUs than a worker needs, the process does not know its GPUs yet, and the result is 0.
         """
         if one.gpu_need is None:
             return None
@@ -163,8 +164,8 @@ class GpuPlaces:
     async def kept(self, held: GpuPlace, child: Child, reserved: Sequence[int]) -> Holding:
         """Return the memory that a process still holds after it has given memory back: a measurement of the driver, or an estimate.
 
-        The estimate is the memory that torch's allocator keeps of each GPU (`reserved`, in bytes, in their order), and an
-        allowance for its context.
+        The estimate is the memory that torch's allocator keeps of each GPU (`reserved`, in bytes, in the order of the
+        place's GPUs), and an allowance for the context of the GPU.
         """
         measured = await asyncio.to_thread(self._driver.held_by, child.pid)
         torchs = dict(zip(held.full, reserved, strict=False))
@@ -174,24 +175,27 @@ class GpuPlaces:
         }
 
     def share(self, replica: Replica) -> float | None:
-        """Return the number of GPUs that a worker holds, as the sum of its shares of their memory; None if it has no place."""
+        """Return the number of GPUs that a worker holds: the sum of its shares of their memory; None if no place."""
         if (held := self.of(replica)) is None:
             return None
         sizes = {gpu.id: gpu.memory_mb for gpu in self.gpus}
         return sum(memory_mb / sizes[gpu] for gpu, memory_mb in held.holding.items())
 
     def note_parking(self, replica: Replica, *, given: bool) -> None:
-        """Learn that a worker begins to give the memory of its GPUs back; `given` tells whether for another one."""
+        """Learn that a worker begins to give back GPU memory. `given` is True if another worker gets that memory."""
         if (held := self.of(replica)) is not None:
             held.given = given
 
     def gives(self, replica: Replica) -> bool:
-        """Return True if a worker parks in favour of another one."""
+        """Return True if a worker parks to make room for another worker."""
         held = self.of(replica)
         return held is not None and held.given
 
     def note_parked(self, replica: Replica, freed_bytes: int, kept: Holding) -> None:
-        """Learn that a worker has parked, and how much memory it keeps. Without a snapshot to bring its weights back from, it keeps all."""
+        """Learn that a worker has parked, and how much memory it keeps.
+
+        A worker without a snapshot, from which weights could be brought back, frees nothing and keeps all its memory.
+        """
         held = self.of(replica)
         if held is None or replica.state is not ReplicaState.PARKED:
             return
@@ -200,7 +204,7 @@ class GpuPlaces:
         self.on_freed()
 
     def resume(self, replica: Replica) -> bool:
-        """Return True if a parked worker may have its memory back, which it then holds."""
+        """Book the full memory of a worker again for a parked worker. Return False if there is no room for it."""
         if (held := self.of(replica)) is None:
             return True
         if not self._ledger.wake(held):
@@ -217,7 +221,7 @@ class GpuPlaces:
         return next((each for each in self._ledger.bookings if each.replica is replica), None)
 
     def standby_of(self, one: GpuClaimant) -> GpuPlace | None:
-        """Return the place of a standby that would be the next worker."""
+        """Return the place of the standby that would become the next worker; None if there is no such place."""
         return next((each for each in self._ledger.bookings if each.owner is one and each.inheritable), None)
 
     def _of_standby(self, child: Child | None) -> GpuPlace | None:
@@ -234,11 +238,11 @@ class GpuPlaces:
         return list(dict.fromkeys(each.owner for each in self._ledger.bookings))
 
     def leave(self, one: GpuClaimant) -> None:
-        """Forget that a revision's standby could not rehearse: the revision ends."""
+        """Forget that a revision's standby could not rehearse, because the revision ends."""
         self._unrehearsed.pop(one, None)
 
     def renew_standby(self) -> None:
-        """Have one standby that could not rehearse replaced, if there is room now. The next follows when it has rehearsed."""
+        """If there is room now, replace one standby that could not rehearse. The next follows after that rehearsal."""
         for one in self._unrehearsed:
             if one.gpu_need is None or self.waiting:
                 continue
@@ -247,19 +251,20 @@ class GpuPlaces:
                 return
 
     async def free_at_end(self, held: GpuPlace, child: Child) -> None:
-        """Give a place back when the process that has it has ended: until then it holds memory of its GPUs."""
+        """Give a place back after its process has ended: until then, the process holds GPU memory."""
         await child.gone.wait()
-        # A standby that died may have left it to a worker.
+        # If a standby has died, its place may belong to a worker now.
         if held.child is child:
             self.free(held)
 
     def environment(
         self, resources: Resources, held: GpuPlace | None = None, *, contained: bool = False
     ) -> dict[str, str]:
-        """Return the environment variables with which a worker sees its GPUs only, and has its part of their memory.
+        """Return the environment variables that show a worker only its own GPUs, and limit it to its part of their
+        memory.
 
-        Without a place: the variables of its zygote, with all GPUs that a worker may get. `contained`: in a container, which
-        numbers its GPUs from 0.
+        Without a place, return the variables of the zygote, which sees all GPUs that a worker may get. If `contained`,
+        the worker runs in a container, which numbers its GPUs from 0.
         """
         if resources.gpus is None:
             return {}
@@ -318,7 +323,7 @@ class GpuPlaces:
         return next((gpu.id for gpu in self.gpus if use.is_named(gpu.id)), use.id)
 
 
-# A worker that starts can end too, before all workers that are ready.
+# A worker that restores its weights counts as ready: to make room, it can be ended, before any ready worker.
 _STATES = {
     ReplicaState.RESTORING: ProcessState.READY,
     ReplicaState.READY: ProcessState.READY,

@@ -1,7 +1,8 @@
 """Lets the keep-alive policy move an idle function down its ladder, and up again ahead of the next request.
 
-Requests do not pass here. `RevisionWorkers.look` tells whether there is work; a plan is made in a thread once nothing ran for
-QUIET_S. `IdleLadder.stand` says which rung the plan holds now, and when it takes the next step.
+Requests do not pass through this module. `RevisionWorkers.advance` reports whether there is work. After QUIET_S without
+work, a thread makes a plan. `IdleLadder.stand` returns the rung that the plan holds now, and the time of the plan's
+next step.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from ..scaling.upstream import NEVER_READY, ClimbCost, ready_shares
 from ..telemetry.decisions import NUMBERED_RUNGS, Decisions
 from ..telemetry.rung_name import RungName
 
-# The largest number of ended periods whose later arrivals are still being counted. Beyond it, the oldest period is learned
-# with the arrivals counted so far.
+# The largest number of ended periods whose later arrivals are still being counted. If there are more, the ladder learns
+# from the oldest period with the arrivals counted so far.
 MOST_OBSERVATIONS = 64
 NOTHING_KNOWN = SlowShare()
 PLANNED = (RungName.READY, RungName.ZYGOTE, RungName.RESIDENT, RungName.LOCAL)
@@ -38,7 +39,7 @@ EARLY_S = 0.002
 
 
 class LadderTarget(Protocol):
-    """The live revision."""
+    """The live revision, as the ladder sees it."""
 
     @property
     def rung(self) -> RungName: ...
@@ -48,23 +49,23 @@ class LadderTarget(Protocol):
 
     @property
     def slow(self) -> tuple[int, int]:
-        """The number of invocations that were slow because no worker was ready, and of all invocations, refused ones included."""
+        """Two numbers: of invocations that were slow for lack of a ready worker, and of all, including refused ones."""
 
     @property
     def held_until_s(self) -> float | None:
         """The end of the time for which a signal holds workers; None without such a signal."""
 
     def look(self) -> None:
-        """Ask for the present stand, and act on it."""
+        """Call `IdleLadder.stand`, and act on the result."""
 
 
 class Stand(NamedTuple):
     """The rung of an idle function."""
 
     rung: RungName | None = None
-    """The highest rung that may be held; None if neither a plan nor an eviction says so."""
+    """The highest rung that may be held; None if neither a plan nor an eviction limits the rung."""
     climbs: bool = False
-    """True at a step up: the rung is made now, ahead of the next call."""
+    """True at a step up: the function climbs to the rung now, ahead of the next call."""
     again_s: float = math.inf
     """When the next step is due."""
 
@@ -83,20 +84,20 @@ class LadderSpec(NamedTuple):
     rungs: tuple[RungName, ...] = PLANNED
     prices: HoldingPrices = HoldingPrices()
     planned: bool = True
-    """False if the settings have a fixed timeout or a minimum of workers: then nothing is planned, only learned."""
+    """False if the settings have a fixed timeout or a minimum of workers: then the ladder learns, but plans nothing."""
     slow_share: float | None = None
-    """The share of requests that may be slow. The price of waiting follows from it, if it is given."""
+    """The share of requests that may be slow. If it is given, the price of waiting follows from it."""
 
 
 class NextStep(NamedTuple):
-    """The next step of a plan, and when it is taken, in Unix seconds."""
+    """The next step of a plan, and the time of the step in Unix seconds."""
 
     rung: RungName
     at: float
 
 
 class _Observation(NamedTuple):
-    """An idle period that has ended. It is learned once the arrivals after it are counted."""
+    """An idle period that has ended. The ladder learns from it after counting the arrivals that followed."""
 
     idle_s: float
     since_s: float
@@ -115,7 +116,7 @@ class IdleLadder:
     def __init__(
         self, decisions: Decisions, shared: SharedPrior | None = None, on_change: Callable[[], None] = lambda: None
     ) -> None:  # fmt: skip
-        """`on_change` is called when there is more to be remembered."""
+        """The ladder calls `on_change` after it has learned from idle periods, so that the new state can be stored."""
         self.history, self.figures, self.slow_share = History(), RungFigures(), SlowShare()
         self._decisions, self._shared, self._on_change = decisions, shared or SharedPrior(), on_change
         self._spec = LadderSpec()
@@ -123,15 +124,17 @@ class IdleLadder:
         self._tasks: asyncio.TaskGroup | None = None
         self._watch = IdleWatch()
         self._planning = asyncio.Lock()
-        # The target's numbers of slow requests and of all requests when `slow_share` last learned from them.
+        # The value of the target's `slow` when `slow_share` last learned from it.
         self._counted = (0, 0)
         self._ladder = self._measured = self.figures.ladder(self._spec.rungs, self._spec.prices)
         self._plan: Plan | None = None
         self._expert = 0
-        # The rung of the plan, and the highest one that may be held until the next call because memory was short.
+        # The index of the rung on which the plan stands.
         self._stands_on = 0
+        # After an eviction, for lack of memory: the highest rung that may be held until the next call.
         self._evicted_to: RungName | None = None
-        # The unfinished wake of the present target: the rung it began on, and the time at which the worker was requested.
+        # The present wake of the target: the rung on which the wake began, and the time at which the worker was
+        # requested.
         self._woken_from: tuple[RungName, float] | None = None
         self._observations: deque[_Observation] = deque()
         self._followers: Followers | None = None
@@ -141,7 +144,7 @@ class IdleLadder:
     def adopt(
         self, target: LadderTarget, spec: LadderSpec, build_s: float, tasks: asyncio.TaskGroup
     ) -> asyncio.Task[None]:
-        """Drive `target` from now on: it has become live. Return the task that plans its idle period."""
+        """Drive `target`, which has become live, from now on. Return the task that plans the idle period."""
         now_s, period, deployed = time.monotonic(), self._watch.period, self._target is not None
         if deployed or not self.figures.build_s:
             self.figures = self.figures.of_next_revision(build_s)
@@ -158,27 +161,27 @@ class IdleLadder:
         return tasks.create_task(self._settle_and_plan(period), name="keep_alive")
 
     def remember(self, history: History, figures: RungFigures, slow_share: SlowShare = NOTHING_KNOWN) -> None:
-        """Begin with the history that was stored before the gateway started."""
+        """Start from a history that an earlier gateway has stored."""
         self.history, self.figures, self.slow_share = history, figures, slow_share
         self._measure()
 
     def resume(self, idle_for_s: float, since_s: float) -> None:
-        """Continue the idle period in which the gateway ended. How it ends is not learned."""
+        """Continue the idle period during which the previous gateway ended. Nothing is learned from its length."""
         self._watch.resume(time.monotonic() - idle_for_s, since_s)
 
     def drives(self, target: LadderTarget) -> bool:
         return self._target is target
 
     def release(self, target: LadderTarget) -> None:
-        """Drive `target` no more: it ends."""
+        """Stop driving `target`, because it retires."""
         if self._target is target:
             self._target = None
             self._forget_plan()
 
-    # -- what the revision tells
+    # -- reports of the revision
 
     def follow(self, now_s: float, load: int, last_end_s: float | None) -> float:
-        """Note how many invocations there are. Return when to call again; infinity if an event will tell."""
+        """Note the number of unfinished invocations. Return when to report again; infinity if an event will do so."""
         if load:
             self._evicted_to = None
             if (ended := self._watch.busy(now_s)) is not None:
@@ -207,7 +210,7 @@ class IdleLadder:
             return Stand(self._evicted_to)
         wanted, before = period.rung(plan, now_s + EARLY_S), self._stands_on
         if wanted > before and (held_s := self._target.held_until_s) is not None:
-            # A signal asked for workers. The plan goes on where it is then.
+            # A signal holds workers until `held_s`. Then the plan goes on, with the step that is due at that time.
             return Stand(self._spec.rungs[before], again_s=held_s)
         if wanted != before:
             self._stands_on = wanted
@@ -218,29 +221,29 @@ class IdleLadder:
         return Stand(self._lower(self._spec.rungs[wanted]), climbs=wanted < before, again_s=due_s)
 
     def _lower(self, rung: RungName) -> RungName:
-        """Return the lower one of `rung` and that of the last eviction."""
+        """Return `rung`, or the rung of the last eviction if that is lower."""
         return max(rung, self._evicted_to or rung, key=PLANNED.index)
 
     @property
     def plans_zygote(self) -> bool:
-        """True if the present plan holds at least a zygote; also without a plan."""
+        """True if the present plan holds a zygote or a worker, or if there is no plan."""
         return self._spec.rungs[self._stands_on] in (RungName.READY, RungName.ZYGOTE)
 
     def interrupt(self) -> None:
-        """End the present period without learning from it: starts of workers fail."""
+        """End the present period without learning from it, because starts of workers fail."""
         if self._watch.period is not None:
             self._forget_plan()
         self._watch.interrupt()
 
     def note_start(self, target: LadderTarget) -> None:
-        """Learn how long a wake from the rung of `target` takes: it begins now."""
+        """Start to measure a wake, which begins now on the rung of `target`."""
         if self.drives(target):
             self._woken_from = target.rung, time.monotonic()
 
     def note_ready(self, target: LadderTarget, *, usual: bool, devices: float) -> None:
         """Note that a worker is ready. If its start was not `usual`, its start time does not predict later starts.
 
-        `devices` is how many GPUs it holds.
+        `devices` is the number of GPUs that the worker holds.
         """
         if not self.drives(target):
             return
@@ -252,15 +255,15 @@ class IdleLadder:
         self._woken_from = None
 
     def note_held(self, rung: RungName, held_bytes: float) -> None:
-        """Note the memory of all processes on a rung."""
+        """Note how much memory all processes hold on a rung."""
         self.figures = self.figures.with_held(rung, held_bytes)
         self._measure_and_replan()
 
-    # -- what others ask
+    # -- queries
 
     @property
     def next_step(self) -> NextStep | None:
-        """The next step of the plan that changes something."""
+        """The next step of the plan that changes the held rung; None without such a step."""
         period, now_s = self._watch.period, time.monotonic()
         if period is None or not self._plan or self._target is None:
             return None
@@ -271,7 +274,10 @@ class IdleLadder:
         return None
 
     def idle_for_s(self) -> tuple[float, float] | None:
-        """Return the seconds since the idle period began, and from the last wake until then; None if the function is busy."""
+        """Return the seconds since the idle period began, and the seconds from the last wake to that beginning.
+
+        Return None if the function is busy.
+        """
         period = self._watch.period
         return None if period is None else (time.monotonic() - period.begun_s, period.since_s)
 
@@ -290,19 +296,22 @@ class IdleLadder:
         return ClimbCost(costs.holds[0] - costs.holds[lower], saved, costs.wakes[lower])
 
     def ready_shares(self) -> tuple[float, ...]:
-        """Return for each bin of delays from now the share in which the present plan holds a worker (`upstream.ready_shares`)."""
+        """For each bin of delays from now, return the share of the bin in which the present plan holds a worker.
+
+        See `upstream.ready_shares`.
+        """
         period, plan = self._watch.period, self._plan
         if period is None or plan is None or self._target is None or self._evicted_to is not None:
             return NEVER_READY
         elapsed_s = time.monotonic() - period.planned_from_s
         if self._target.rung is not RungName.READY:
-            # Only a step up that is still to come makes it READY.
+            # Below READY, only a later step up of the plan brings the function to READY.
             lowest = Step(0.0, len(self._spec.rungs) - 1)
             plan = (lowest, *(step for step in plan if step.offset_s > elapsed_s))
         return ready_shares(plan, [rung.wake_s for rung in self._ladder.rungs], elapsed_s)
 
     def below(self, rung: RungName) -> tuple[RungName, ...]:
-        """Return the rungs below `rung`, from the highest down. A zygote that is no rung goes with its worker."""
+        """Return the rungs below `rung`, from the highest down: only LOCAL if the owner excludes `rung`."""
         rungs = self._spec.rungs
         return rungs[rungs.index(rung) + 1 :] if rung in rungs else (RungName.LOCAL,)
 
@@ -320,7 +329,7 @@ class IdleLadder:
         return StepDown(name, idle[0] if idle else 0.0, max(0.001, wake_s), max(1.0, freed), gaps)
 
     def evict(self, rung: RungName, cause: str, step: StepDown) -> None:
-        """Step down to `rung` at once, because memory is short, whatever the plan says."""
+        """Step down to `rung` at once, whatever the plan says, because memory is short."""
         figures = {"freed_bytes": step.freed_bytes, "extra_wake_s": step.extra_wake_s}
         rate = step.gaps.rate(step.idle_s)
         self._decisions.note("evict", cause, rung=float(NUMBERED_RUNGS.index(rung)), idle_s=step.idle_s, calls_per_s=rate, **figures)  # fmt: skip
@@ -333,7 +342,7 @@ class IdleLadder:
             self._target.look()
 
     def learning(self) -> Callable[[], History]:
-        """Return a function that makes the history with all ended periods. It can run in a thread."""
+        """Return a function that adds all ended periods to the history. The returned function can run in a thread."""
         observations, prior = tuple(self._observations), self._shared.prior
         return functools.partial(_learn, self.history, self._measured, prior, observations)
 
@@ -349,7 +358,7 @@ class IdleLadder:
         self._observations.append(_Observation(now_s - ended.begun_s, ended.since_s, followers, arrived))
 
     def count_followers(self, now_s: float) -> float:
-        """Count the invocations that followed a wake, for the times that are over. Return when the next one is."""
+        """Count the invocations that followed each wake, if a time to count has come. Return the next time to count."""
         next_s = math.inf
         for observation in self._observations:
             if (
@@ -366,7 +375,7 @@ class IdleLadder:
 
     @property
     def prices(self) -> HoldingPrices:
-        """What holding and waiting cost this function at present."""
+        """The present prices of holding and of waiting for this function."""
         prices = self._spec.prices
         if self._spec.slow_share is None:
             return prices
@@ -385,7 +394,7 @@ class IdleLadder:
             self._tasks.create_task(self._settle_and_plan(period), name="keep_alive")
 
     def _count_slow(self) -> None:
-        """Learn how many requests were slow since the last idle period. All of them have ended."""
+        """Learn how many requests were slow since the last idle period. All requests since then have ended."""
         if self._target is None or self._spec.slow_share is None:
             return
         before, self._counted = self._counted, self._target.slow
@@ -394,7 +403,7 @@ class IdleLadder:
         self._measure()
 
     async def _settle_and_plan(self, period: IdlePeriod) -> None:
-        """Learn from the periods before, and plan `period`."""
+        """Learn from earlier periods, and plan `period`."""
         async with self._planning:
             self._count_slow()
             if differs(self._ladder, self._measured):
@@ -422,7 +431,7 @@ class IdleLadder:
     # -- the steps
 
     def _begin_plan(self, period: IdlePeriod, plan: Plan) -> None:
-        """Stand on the present rung of the plan if the function is on a higher one. It never climbs here."""
+        """Begin to follow a plan: step down to its present rung if the function stands higher, but never climb."""
         if self._target is None:
             return
         rungs, now_s = self._spec.rungs, time.monotonic()
@@ -455,7 +464,7 @@ class IdleLadder:
 def _settle(
     history: History, ladder: Ladder, prior: Prior, observations: Sequence[_Observation], since_s: float
 ) -> _Settled:
-    """Learn from periods that have ended, and plan one that began `since_s` after the last wake."""
+    """Learn from periods that have ended, and plan the period that began `since_s` after the last wake."""
     history = _learn(history, ladder, prior, observations)
     return _Settled(history, keep_alive.choose(history, ladder, since_s, prior))
 

@@ -13,7 +13,7 @@ from .reconciler import Reconciler
 
 @dataclass(frozen=True, slots=True)
 class NodeParts:
-    """What the revisions of a node share."""
+    """The parts of a node that its revisions share."""
 
     reconciler: Reconciler
     launcher: Launcher

@@ -28,36 +28,36 @@ STOP_TIMEOUT_S = 30.0
 
 
 class PoolEvents(WorkerEvents, Protocol):
-    """What the pool reports, beside the events of its workers."""
+    """The events that the pool reports, in addition to the events of its workers."""
 
     def on_processes_changed(self) -> None:
-        """A worker, the zygote or the standby has come or gone."""
+        """A worker, the zygote or the standby has started or ended."""
 
     def keeps_zygote(self) -> bool:
-        """Return True if the zygote is to be there now."""
+        """Return True if the revision should have a zygote now."""
 
     def on_zygote_died(self) -> None:
-        """The zygote has died. It is to be launched again at `ZygoteSupervisor.relaunch_at_s`."""
+        """The zygote has died. `ZygoteSupervisor.relaunch_at_s` says when to launch a new one."""
 
 
 class Pool:
-    """The workers of one revision, and their holds on the weights, which they share on this node."""
+    """The workers of one revision, and the pool's holds on the weights, which these workers share."""
 
     def __init__(
         self, spec: WorkerSpec, scale: Scale, replicas: ReplicaList, launcher: Launcher, logs: Log, tasks: asyncio.TaskGroup,
         calls: CallEvents, events: PoolEvents, weights: FetcherClient, secrets: Callable[[], dict[str, str]],
         measure: bool, gpus: GpuPlaces, claimant: GpuClaimant, numbers: Iterator[int],
     ) -> None:  # fmt: skip
-        """If `measure`, new workers measure their latency curve, until one worker has measured it. Their names end with
-        `numbers`.
+        """If `measure`, new workers measure their latency curve, until one worker has measured it. `numbers` yields the
+        last part of each worker's name.
 
-        `secrets` returns the environment variables that only the zygote and its workers get, by name.
+        `secrets` returns, by name, the environment variables that only the zygote and its workers get.
         """
         self.replicas = replicas
         self.activations = 0
-        """How many workers were started, without those of a deploy."""
+        """The number of workers that were started, except the workers that deploys have started."""
         self.used_s = 0.0
-        """When a worker that had run invocations ended last; 0 before the first."""
+        """The latest time at which a worker ended that had run invocations; 0 before the first such end."""
         self._rung = RungClock(time.monotonic())
         self.zygote = ZygoteSupervisor(
             spec,
@@ -86,14 +86,14 @@ class Pool:
         self._fetching: dict[str, FetchProgress] = {}
         self._holding = asyncio.Lock()
         self._drops_weights = False
-        """True if the weights are to leave the memory once there is no worker."""
+        """True if the weights should leave the memory after the last worker has ended."""
         self._ending = 0
-        """Workers that were removed and whose processes have not ended: until then, these protect their weights."""
+        """The number of removed workers whose processes still run. While they do, the weights stay in memory."""
 
     # -- state
 
     def worked_s(self, now_s: float) -> tuple[float, float]:
-        """Return the seconds in which all workers, including dead workers, had work, and in which they were ready."""
+        """Return two sums over all workers, dead workers included: their seconds with work, and their ready seconds."""
         busy_s, ready_s = self._past_busy_s, self._past_ready_s
         for replica in self.replicas:
             busy_s += replica.outstanding.total_busy_s(now_s)
@@ -102,7 +102,7 @@ class Pool:
 
     @property
     def holds_processes(self) -> bool:
-        """True if there is a zygote or a worker, or one is being started."""
+        """True if there is a zygote or a worker, or one of them is being started."""
         return self.zygote.exists or self.replicas.held > 0
 
     def usage(self, now_s: float) -> Usage:
@@ -119,13 +119,16 @@ class Pool:
         )  # fmt: skip
 
     def _note_rung(self) -> None:
-        """Note that a worker, the zygote or the standby has come or gone."""
+        """Note that a worker, the zygote or the standby has started or ended."""
         rest = RungName.LOCAL if self.zygote.source is None else RungName.ZYGOTE
         self._rung.move(RungName.READY if len(self.replicas) else rest, time.monotonic())
         self._events.on_processes_changed()
 
     def load_s(self, now_s: float) -> float:
-        """Return the total seconds of all invocations at workers so far, including dead workers."""
+        """Return the seconds that invocations have spent at workers so far, summed over all invocations.
+
+        Invocations at dead workers are included.
+        """
         load_s = self._past_load_s
         for replica in self.replicas:
             load_s += replica.outstanding.load_s(now_s)
@@ -136,10 +139,11 @@ class Pool:
     def start(
         self, count: int, signal: str = "", places: Sequence[Holding | None] = (), *, deploying: bool = False
     ) -> None:
-        """Start `count` workers. The standby becomes the first, and the others are forked.
+        """Start `count` workers. The standby becomes the first worker, and the others are forked.
 
-        `signal` is the signal that asks for them ahead of need; "" if the load asks. The GPUs must have room for them, at `places` if
-        these are given. Workers that a deploy starts (`deploying`) are not counted as activations.
+        `signal` names the signal that asks for the workers ahead of need; "" if the load asks for them. The caller has
+        checked that the GPUs have room for them, at `places` if these are given. Workers that a deploy starts
+        (`deploying`) are not counted as activations.
         """
         if not deploying:
             self.activations += count
@@ -158,7 +162,7 @@ class Pool:
                 start.add_done_callback(self._starts.discard)
 
     async def _start(self, activation: Activation, child: Child | None, place: GpuPlace | None) -> None:
-        """Activate `child`, or a forked child if it is None. The weights are fetched at the same time."""
+        """Activate `child`, or fork a child first if it is None. Fetch the weights at the same time."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 if self._weights is not None:
@@ -209,7 +213,7 @@ class Pool:
         self._note_rung()
 
     def _give_back(self, place: GpuPlace | None, child: Child | None) -> None:
-        """End a process that cannot become a worker, if it was forked, and give back its place when it has ended."""
+        """Give back the place of a start that failed. If a child was forked, end it first."""
         if child is None:
             self._gpus.free(place)
             return
@@ -219,14 +223,14 @@ class Pool:
             self._tasks.create_task(self._gpus.free_at_end(place, child))
 
     def note_ready(self, replica: Replica) -> None:
-        """Learn that a worker is ready. If it measured its latency curve, later workers do not measure."""
+        """Learn that a worker is ready. If it measured the latency curve, later workers do not measure it again."""
         self.zygote.reset_delay()
         self._measure = self._measure and not replica.measured
 
     # -- weights: one hold on each snapshot, for all workers of the pool
 
     async def _fetch(self, weights: FetcherClient, activation: Activation) -> None:
-        """Hold the weights that are not held yet, or whose fetch failed."""
+        """Fetch and hold the weights that are not held yet, and again the weights whose fetch failed."""
         async with self._holding:
             self._drops_weights = False
             for progress in [one for one in self._fetching.values() if one.error is not None]:
@@ -249,7 +253,7 @@ class Pool:
 
     @property
     def resident_bytes(self) -> int:
-        """The number of bytes of its fetched weights in memory."""
+        """The number of bytes of the fetched weights that are in memory."""
         return self._weights.resident_bytes(self) if self._weights is not None else 0
 
     def drop_weights(self) -> None:
@@ -279,7 +283,11 @@ class Pool:
         return ActivationFailed(message, remedy=cause.remedy, details=details)
 
     def unheard(self, error: PilotflameError) -> list[FetchProgress]:
-        """Return the unended fetches, if `error` means that one of them has failed and the fetcher has not reported this yet."""
+        """If `error` says that weights are missing and the fetcher has reported no failure yet, return the open
+        fetches.
+
+        Otherwise return no fetches.
+        """
         fetching = list(self._fetching.values())
         heard = any(one.error is not None for one in fetching)
         return [] if heard or not _only_missing(error) else [one for one in fetching if not one.ended.done()]
@@ -287,7 +295,7 @@ class Pool:
     # -- parking
 
     def park(self, replicas: Iterable[Replica], *, given: bool = False) -> None:
-        """Park ready workers without work; `given` tells whether that makes room for other revisions."""
+        """Park ready workers without work. `given` is True if they make room for other revisions."""
         now_s = time.monotonic()
         for replica in replicas:
             replica.park(now_s)
@@ -295,9 +303,9 @@ class Pool:
         self.replicas.forget_last()
 
     def wake(self, replicas: Iterable[Replica], most: int) -> int:
-        """Wake at most this number of parked workers, and return how many. They are ready at once.
+        """Wake at most `most` of these parked workers, and return how many woke. They are ready at once.
 
-        Workers whose GPUs have no room stay parked.
+        A worker whose GPUs have no room stays parked.
         """
         now_s, woken = time.monotonic(), 0
         for replica in replicas:
@@ -309,7 +317,7 @@ class Pool:
     # -- stopping
 
     def stop(self, replicas: Iterable[Replica]) -> None:
-        """Drain workers. Their running invocations end before, within the callers' deadlines. A start is cancelled."""
+        """Drain workers: each ends after its invocations, which callers' deadlines limit. Cancel starts under way."""
         for replica in list(replicas):
             if replica.state is ReplicaState.RESTORING:
                 replica.cancel_start()
@@ -335,7 +343,7 @@ class Pool:
             self.zygote.replenish()
 
     def release(self) -> None:
-        """If there is no worker, release the weights, and end the zygote unless it is to be kept."""
+        """If there is no worker, release the weights, and end the zygote unless the settings keep it."""
         if not self.replicas.held:
             self._release_weights()
             self.zygote.release()
@@ -358,13 +366,13 @@ class Pool:
         if self._weights is not None:
             self._weights.forget(self)
         await self.zygote.wait_closed()
-        # They have failed, but count as workers until they have given their places back.
+        # The unfinished starts have failed, but they count as workers until they have given their places back.
         if self._starts:
             await asyncio.wait(self._starts, timeout=KILLED_S)
 
 
 def _only_missing(error: PilotflameError) -> bool:
-    """Return True if a worker says that its weights are missing. It does not know why: only the fetcher does."""
+    """Return True if `error` is a worker's report that its weights are missing. Only the fetcher knows why."""
     return error.details.get("cause") == SourceDenied.code
 
 

@@ -10,11 +10,11 @@ from ..serving.replica import Replica
 from ..telemetry.decisions import Decisions
 
 HOLD_S = 60.0
-"""The time for which workers that are started ahead of need are kept, if the signal does not give one."""
+"""The time for which workers that are started ahead of need are kept, unless the signal gives another time."""
 
 
 class WarmHold(NamedTuple):
-    """A number of workers that a signal wants until a time, in monotonic seconds."""
+    """A signal's request for a number of workers until a time, in monotonic seconds."""
 
     workers: int
     until_s: float
@@ -22,15 +22,15 @@ class WarmHold(NamedTuple):
 
 
 class WarmHolds:
-    """The holds of one function that have not ended. Their number is at most that of workers."""
+    """The holds of one function that have not ended. There are at most as many holds as workers in the largest hold."""
 
     def __init__(self) -> None:
-        # By ascending end. Each hold wants fewer workers than the hold before it: a hold that ends earlier and does not want
-        # more workers would have no effect.
+        # By ascending end. Each hold wants fewer workers than the hold before it, because a hold that ends earlier and
+        # does not want more workers would have no effect.
         self._steps: list[WarmHold] = []
 
     def add(self, hold: WarmHold) -> None:
-        """Add a hold, if it wants any workers. Drop the holds that want no more workers and end no later."""
+        """Add a hold, if it wants any workers. Drop each older hold that wants no more workers and ends no later."""
         if hold.workers < 1:
             return
         if any(step.workers >= hold.workers and step.until_s >= hold.until_s for step in self._steps):
@@ -39,7 +39,7 @@ class WarmHolds:
         self._steps = sorted([*kept, hold], key=lambda step: step.until_s)
 
     def at(self, now_s: float) -> WarmHold | None:
-        """Return the hold that wants most workers at `now_s`; None if all holds have ended. Drop holds that have ended."""
+        """Drop the holds that have ended. Return the hold that wants the most workers; None if no hold is left."""
         while self._steps and self._steps[0].until_s <= now_s:
             del self._steps[0]
         return self._steps[0] if self._steps else None
@@ -54,12 +54,12 @@ class Prewarms:
     def __init__(self, decisions: Decisions) -> None:
         self.holds = WarmHolds()
         self.counts = Counter[tuple[str, bool]]()
-        """The number of such workers by signal, and by whether a call used them."""
+        """The number of workers started ahead of need, by the kind of signal and by whether a call used them."""
         self._decisions = decisions
         self._unused: list[Replica] = []
 
     def watch(self, replica: Replica) -> None:
-        """Learn that a worker is ready. It counts if a signal asked for it."""
+        """Learn that a worker is ready. If a signal asked for it, watch whether a call uses it."""
         if replica.activation.signal:
             self._unused.append(replica)
 
@@ -70,7 +70,7 @@ class Prewarms:
                 self.end(replica, used=True)
 
     def end(self, replica: Replica, *, used: bool) -> None:
-        """Note whether a worker was used. Ignore a worker that was noted before, or that no signal asked for."""
+        """Note whether a worker was used. Ignore a worker that was noted before, or that was started by no signal."""
         if replica in self._unused:
             self._unused.remove(replica)
             cause = replica.activation.signal
@@ -80,5 +80,5 @@ class Prewarms:
 
 
 def signal_of(cause: str) -> str:
-    """Return the kind of a cause, which is its first word. There are few kinds: each is a time series."""
+    """Return the kind of a cause: its first word. Each kind is a time series in the metrics, so kinds must be few."""
     return cause.partition(" ")[0]

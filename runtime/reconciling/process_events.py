@@ -1,4 +1,4 @@
-"""Handles the events of one revision's processes: recovers calls, logs ends, and has the reconciler look."""
+"""Handles the events of one revision's processes: recovers calls, logs how workers end, and has the reconciler look."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from .node_parts import NodeParts
 from .pool import STOP_TIMEOUT_S, Pool, PoolEvents
 from .start_outcomes import StartOutcomes
 
-# How long the error of a start that failed waits for the fetcher's reason.
+# After a failed start, the error is held back for up to this time until the fetcher reports the reason.
 CAUSE_TIMEOUT_S = 2.0
-# How many of the lines that a worker printed last are repeated when it dies.
+# When a worker dies, the log repeats this many of the last lines that the worker printed.
 LAST_WORDS = 5
-# How many invocations are named when the worker dies that ran them.
+# When a worker dies, the log names at most this many of the invocations that the worker ran.
 MOST_IDS = 10
 
 
@@ -63,14 +63,14 @@ class ProcessEvents(PoolEvents):
         self.deaths = 0
         """The number of workers that have ended unexpectedly."""
         self.unexplained = 0
-        """Failed starts whose cause is not known yet. The fetcher reports it, or the parent of the process."""
+        """The number of failed starts whose cause the fetcher, or the parent of the process, has yet to report."""
         self.unrecovered = 0
-        """Dead workers whose calls are not queued again or failed yet."""
-        # The tasks that recover the calls of workers that have ended, and log these ends.
+        """The number of dead workers whose calls have been neither queued again nor failed yet."""
+        # The tasks that recover the calls of ended workers, and log why the workers ended.
         self._endings: set[asyncio.Task[None]] = set()
 
     def tell_workers(self) -> None:
-        """Tell all that wait for workers how many there are."""
+        """Tell the callers that wait for workers how many workers are ready, and how many start."""
         self.starts.note_workers(len(self._one.replicas.ready), self._one.replicas.starting)
 
     async def wait_told(self, timeout_s: float) -> None:
@@ -84,7 +84,7 @@ class ProcessEvents(PoolEvents):
     def on_ready(self, replica: Replica) -> None:
         self._one.function.prewarms.watch(replica)
         self._one.revision.dispatcher.adopt(replica)
-        # The waiting invocations are sent. What the start teaches comes after that.
+        # `adopt` has sent the waiting invocations. Only now learn from the start.
         self._one.pool.note_ready(replica)
         self.starts.note_ready()
         self.tell_workers()
@@ -92,7 +92,7 @@ class ProcessEvents(PoolEvents):
             self._one, usual=not replica.measured, devices=self._one.devices(replica)
         )
         self._on_activation("ready")
-        # A worker that starts makes no room. Now it can.
+        # A ready worker can park to make room for others. While it started, it could not.
         self._one.node.reconciler.note_change()
         self._one.look()
 
@@ -100,7 +100,7 @@ class ProcessEvents(PoolEvents):
         self._one.look()
 
     def on_processes_changed(self) -> None:
-        # A worker that was forked can make room: its start can be cancelled from now on.
+        # From now on, the start of a forked worker can be cancelled to make room.
         self._one.node.reconciler.note_change()
         self._on_processes()
 
@@ -119,9 +119,9 @@ class ProcessEvents(PoolEvents):
     async def _note_kept(
         self, place: GpuPlace, replica: Replica, freed_bytes: int, reserved: list[int]
     ) -> None:
-        """Release the memory that a parked worker has given back, for other functions."""
+        """Let other functions use the GPU memory that a parked worker has given back."""
         parks, kept = replica.parks, await self._one.node.gpus.kept(place, replica.child, reserved)
-        # It may have been woken meanwhile, and parked again.
+        # Meanwhile the worker may have been woken, and parked again.
         if parks == replica.parks:
             self._one.node.gpus.note_parked(replica, freed_bytes, kept)
 
@@ -160,7 +160,7 @@ class ProcessEvents(PoolEvents):
         self._one.pool.remove(replica)
         self.unrecovered += 1
         if _died_in_start(replica):
-            # Until its end is known, the start has neither succeeded nor failed: nothing starts.
+            # Until the cause of the death is known, the start has neither succeeded nor failed, and no worker starts.
             self.unexplained += 1
             self._one.decide(time.monotonic())
         self._one.node.reconciler.note_change()
@@ -169,7 +169,7 @@ class ProcessEvents(PoolEvents):
         self._endings.add(ending)
         ending.add_done_callback(self._endings.discard)
         if self._one.revision.dispatcher.queue:
-            # Waiting invocations need another worker before it is known why this one has ended.
+            # Waiting invocations need another worker now, not only when the cause of this end is known.
             self._one.look()
 
     async def _recover(
@@ -194,7 +194,7 @@ class ProcessEvents(PoolEvents):
         self._one.pool.note_gone()
 
     def _note_death(self, cause: EndCause) -> None:
-        """Count a worker that died while it started. If many do, fail the invocations that wait."""
+        """Count a worker that died while it started. After too many such deaths, fail the waiting invocations."""
         self._on_activation("failed")
         error = self.starts.note_death(cause.text)
         self.tell_workers()
@@ -203,7 +203,7 @@ class ProcessEvents(PoolEvents):
 
 
 def _died_in_start(replica: Replica) -> bool:
-    """Return True if a worker ended before it was ready, neither by its own report nor because it was cancelled."""
+    """Return True if a worker ended before it was ready, without a report of a failure and without being cancelled."""
     return not (replica.activation.ready_s or replica.reported_failure or replica.left)
 
 
@@ -213,21 +213,21 @@ class WorkerEnd(NamedTuple):
     text: str
     level: str = "info"
     request_id: str = ""
-    """The only invocation that it ran."""
+    """The id of the invocation that the worker ran; "" if it ran no invocation or several."""
     unexpected: bool = False
-    """True if it ended by itself, without the report of a failed start."""
+    """True if the worker ended by itself, without the report of a failed start."""
 
 
 def describe_end(
     replica: Replica, cause: str, started: list[Invocation], logs: RevisionLog, *, retiring: bool
 ) -> WorkerEnd:
     """Return why a worker has ended, what it printed last, and which invocations it ran."""
-    # At a shutdown the zygote, which would tell the exit code, ends before its workers.
+    # At a shutdown, the zygote ends before its workers, so it cannot report their exit codes.
     if replica.left and cause in ("exit code 0", UNKNOWN_CAUSE):
         return WorkerEnd(f"worker {replica.name} has drained and ended")
     words = logs.last_words(replica.name, LAST_WORDS)
     said = f"; its last words: {words}" if words else "; it printed nothing"
-    # A failed start was logged as such, and the gateway itself ends the workers of a retiring revision.
+    # A failed start has its own log entry, and the gateway itself ends the workers of a retiring revision.
     expected = replica.reported_failure or (replica.left and retiring)
     ids = [invocation.id for invocation in started]
     ran = f"; it ran {', '.join(ids[:MOST_IDS])}" if len(ids) > 1 else ""

@@ -1,8 +1,9 @@
 """The one loop of a node that decides about workers: it compares each revision's row with its workers, and acts.
 
-A look at one revision computes its row and carries it out, in the same call: the first request's worker starts without another turn
-of the event loop. Only starts that do not fit beside the processes of all revisions wait for an allocation (scaling/allocation.py),
-which looks at all of them at most once a turn. One timer wakes the loop, at the earliest time that a row or an allocation names.
+A look at one revision computes the revision's row and carries it out in the same call, so that the worker for a first
+request starts without another turn of the event loop. A start waits only if it does not fit beside the processes of all
+revisions. Then an allocation (scaling/allocation.py) weighs the claims of all revisions, at most once in a turn of the
+event loop. One timer wakes the loop, at the earliest time that a row or an allocation names.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from ..scaling.table import Row
 from .gpu_places import GpuClaimant, GpuPlaces
 
 NOTHING_SEEN = Seen(0, 0, 0, 0)
-# How often a look repeats at most, after workers woke, stopped or parked.
+# A look carries out at most this many rows: after workers wake, stop or park, the revision gets a new row.
 MOST_LOOKS = 3
 # Allocations take at most this share of the event loop's time, however many events there are.
 MOST_SHARE = 0.1
-# Timers of uvloop are rounded to a millisecond. With this much more time they are never early.
+# uvloop rounds timers to a millisecond. This time is added to each delay, so that a timer is never early.
 ROUNDING_S = 0.0005
 
 
@@ -39,18 +40,18 @@ class Member(GpuClaimant, Protocol):
 
     @property
     def owner(self) -> str:
-        """The owner. The owner's limit counts for its workers, beside that of the gateway."""
+        """The owner, whose limit of workers applies to this revision in addition to the limit of the gateway."""
 
     @property
     def held_workers(self) -> int:
-        """The number of its workers, with the workers that are being forked."""
+        """The number of its workers, including workers that are being forked."""
 
     row: Row
     """The row of the last look."""
 
     @property
     def urgent(self) -> bool:
-        """True if callers wait, or a deploy or a signal for which others make room."""
+        """True if other revisions make room for this one: callers, a deploy or an urgent signal wait for a worker."""
 
     def __hash__(self) -> int: ...
 
@@ -60,19 +61,19 @@ class Member(GpuClaimant, Protocol):
         """Call `Reconciler.look`."""
 
     def advance(self, now_s: float) -> float:
-        """Take the steps that are due. Return when the next one is."""
+        """Take the steps that are due. Return when the next step is due."""
 
     def decide(self, now_s: float, arriving: int = 0) -> tuple[Row, Seen]:
         """Return its row, and the observations that the row follows from. `arriving` invocations are about to be queued."""
 
     def settle(self, row: Row, seen: Seen, now_s: float) -> None:
-        """Hold the rung, and tell the load, once the row is carried out."""
+        """After the row is carried out, hold the plan's rung and note the load."""
 
     # -- actions
 
     def start(self, workers: int, row: Row, seen: Seen) -> None: ...
     def wake(self, workers: int, queued: int) -> int:
-        """Wake this number of parked workers at most, as far as their GPUs have room. Return how many woke."""
+        """Wake at most this number of parked workers, if their GPUs have room. Return how many woke."""
 
     def stop(self, workers: int, seen: Seen) -> None: ...
     def park(self, workers: int) -> None: ...
@@ -80,16 +81,16 @@ class Member(GpuClaimant, Protocol):
     # -- shared limits
 
     def fits_gpus(self, workers: int) -> bool:
-        """Return True if the GPUs have room for this number of further workers awake."""
+        """Return True if the GPUs have room for this number of additional workers that are awake."""
 
     def claim(self, waiting_since_s: float) -> RevisionClaim:
-        """Return the workers and the GPU memory that it has and wants, within the limits that all revisions share."""
+        """Return the claim for the next allocation: the workers and the GPU memory that the revision has and wants."""
 
     def carry_out(self, grant: Grant, seen: Seen) -> None:
         """Start, wake, park and stop workers as the allocation says."""
 
     def note_limit(self, reached: ReachedLimit | None, missing: int, seen: Seen) -> None:
-        """Note that a limit keeps `missing` workers from starting; with None, that no limit does so any more."""
+        """Note that the limit `reached` keeps `missing` workers from starting; None if no limit does any more."""
 
 
 class _Short(NamedTuple):
@@ -98,9 +99,9 @@ class _Short(NamedTuple):
     since_s: float
     """The beginning of the wait; infinity if neither callers nor a deploy wait."""
     missing: int
-    """How many it wants."""
+    """The number of workers that it lacks."""
     reached: ReachedLimit | None = None
-    """None until the next allocation."""
+    """The limit that the last allocation has named; None before the first allocation."""
 
 
 class Reconciler:
@@ -109,20 +110,21 @@ class Reconciler:
     def __init__(
         self, gpus: GpuPlaces, most: int | None = None, of_owner: Callable[[str], int | None] = lambda _owner: None
     ) -> None:  # fmt: skip
-        """`most` is the largest number of workers of all functions, `of_owner` returns that of one owner's functions;
-        None for no limit."""
+        """`most` is the limit of workers of all functions together. `of_owner` returns the limit of one owner's
+        functions. None means no limit."""
         self.gpus, self._most, self._of_owner = gpus, most, of_owner
         self._loop = asyncio.get_running_loop()
         self._members: dict[str, Member] = {}
-        # Revisions without further looks, until their processes have ended.
+        # Revisions that retire: they get no more looks, but their processes count until they have ended.
         self._leaving: dict[str, Member] = {}
         self._short: dict[Member, _Short] = {}
-        # By key when to look at each revision again, and the same as a heap. Entries of the heap that differ are outdated.
+        # By key, when to look at each revision again. The heap has the same entries; an entry that differs is outdated.
         self._due: dict[str, float] = {}
         self._heap: list[tuple[float, str]] = []
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at_s = math.inf
-        # When to allocate: an event may have changed the result, or it changes by itself then.
+        # When to allocate next: an event may have changed the result, or the result changes at that time without an
+        # event.
         self._allocate_at_s = math.inf
         self._pending = False
         self._rested_at_s = 0.0
@@ -132,7 +134,7 @@ class Reconciler:
         self._members[one.key] = one
 
     def leave(self, one: Member) -> None:
-        """Look at a revision no more: it ends. Its processes count until `forget`."""
+        """Stop looking at a revision, because it retires. Its processes count until `forget`."""
         if self._members.pop(one.key, None) is not None:
             self._leaving[one.key] = one
         self._due.pop(one.key, None)
@@ -151,7 +153,7 @@ class Reconciler:
         return short.reached if short is not None else None
 
     def due_s(self, one: Member) -> float:
-        """Return when it looks at a revision again although no event occurs."""
+        """Return when the next look at a revision is due if no event causes an earlier look."""
         return self._due.get(one.key, math.inf)
 
     # -- one revision
@@ -168,12 +170,12 @@ class Reconciler:
                 break
         one.settle(row, seen, now_s)
         if self._short and row.wants != before.wants:
-            # Other revisions may get the workers that this one gives up.
+            # Other revisions may get the workers that this revision gives up.
             self.note_change()
         self.look_by(one, min(row.again_s, again_s))
 
     def _act(self, one: Member, row: Row, seen: Seen, now_s: float) -> bool:
-        """Carry out a row. Return True if workers woke, stop or park, so that there is another row."""
+        """Carry out a row. Return True if workers woke, stop or park: then the revision has a new row."""
         missing = row.start(seen)
         if missing and not self._fits(one, missing, seen):
             self._wait(one, missing, now_s)
@@ -181,7 +183,7 @@ class Reconciler:
         self._note_short(one, None)
         if missing and seen.parked and one.wake(missing, seen.queued):
             return True
-        # Parked workers that cannot wake count against `max`: they end before others start.
+        # Parked workers that cannot wake count against `max`, so they have to end before other workers start.
         room = max(0, row.most - seen.held)
         if missing:
             one.start(min(missing, room), row, seen)
@@ -191,12 +193,12 @@ class Reconciler:
         if park:
             one.park(park)
         if self._short and stop + park:
-            # A parked worker gives its place sooner than one that is ready.
+            # A parked worker gives up its place sooner than a ready worker.
             self.note_change()
         return stop + park > 0
 
     def look_by(self, one: Member, when_s: float) -> None:
-        """Look again at this time, unless it is done earlier anyway: one more look takes less time than to move a timer."""
+        """Look again at this time, unless an earlier look is due. An extra look costs less than moving the timer."""
         if one.key in self._members and when_s < self._due.get(one.key, math.inf):
             self._due[one.key] = when_s
             heapq.heappush(self._heap, (when_s, one.key))
@@ -214,7 +216,7 @@ class Reconciler:
 
     def _on_timer(self) -> None:
         self._timer, now_s = None, time.monotonic()
-        # Each in a callback of its own: if one fails, the others go on.
+        # Each look runs in a callback of its own, so that an error in one look does not stop the others.
         if self._allocate_at_s <= now_s:
             self._allocate_at_s, self._pending = math.inf, True
             self._loop.call_soon(self._allocate_pending)
@@ -230,7 +232,10 @@ class Reconciler:
     # -- the limits that all revisions share
 
     def _fits(self, one: Member, missing: int, seen: Seen) -> bool:
-        """Return True if a revision may have `missing` more workers awake now, beside the workers that others wait for."""
+        """Return True if a revision may have `missing` more workers awake now.
+
+        The workers that other revisions wait for count as if they were there.
+        """
         starting = max(0, missing - seen.parked)
         for scope, most in ((None, self._most), (one.owner, self._of_owner(one.owner))):
             if most is not None and self._held(scope) + self._awaited(one, scope) + starting > most:
@@ -276,7 +281,7 @@ class Reconciler:
             self.gpus.waiting = sum(other.gpu_need is not None for other in self._short)
 
     def note_change(self) -> None:
-        """Learn that a place may be free, or that a worker has nothing to do: revisions that wait may get more."""
+        """Learn that a place may be free, or that a worker has become idle: waiting revisions may get workers now."""
         if not self._short:
             self._pending, self._allocate_at_s = False, math.inf
             self.gpus.renew_standby()
@@ -299,7 +304,7 @@ class Reconciler:
         if not self._short:
             return
         present = (one for one in self._all() if one.held_workers or one in self._short)
-        # Processes that end hold memory of GPUs for a moment after their revision was forgotten.
+        # A process that ends may hold GPU memory for a moment after its revision was forgotten.
         members = list(dict.fromkeys(chain(present, cast("list[Member]", self.gpus.owners))))
         claims = [self._claim(one) for one in members]
         allocation = allocate(claims, self._limits(members), self.gpus.gpus, now_s)
@@ -311,7 +316,7 @@ class Reconciler:
                 self._set_timer(self._allocate_at_s)
 
     def _claim(self, one: Member) -> RevisionClaim:
-        """Return what a revision has and wants. A revision that ends wants nothing: its last row is out of date."""
+        """Return the claim of a revision. A retiring revision wants nothing, because its last row is out of date."""
         claim = one.claim(self._short[one].since_s if one in self._short else math.inf)
         return claim if one.key in self._members else claim._replace(wants={}, awake=0, held=0)
 
@@ -321,13 +326,13 @@ class Reconciler:
 
     def _carry_out(self, allocation: Allocation, members: list[Member], now_s: float) -> None:
         changed = list[Member]()
-        # Workers that make room first.
+        # First the workers that make room for others.
         for one in members:
             if (grant := allocation.grants.get(one.key)) is not None and (grant.stop or grant.park):
                 one.carry_out(grant._replace(start=(), wake=()), one.decide(now_s)[1])
                 changed.append(one)
                 if (short := self._short.get(one)) is not None and short.since_s < math.inf:
-                    # It has just had what it waits for.
+                    # Until now the revision had workers, so its wait begins now.
                     self._short[one] = short._replace(since_s=now_s)
         for one in members:
             grant = allocation.grants.get(one.key, Grant())
@@ -340,7 +345,7 @@ class Reconciler:
             self._loop.call_soon(one.look)
 
     def _learn(self, one: Member, grant: Grant, now_s: float) -> None:
-        """Note why a revision has fewer workers than it wants, or that this has ended."""
+        """Note which limit keeps workers from a revision, or that no limit does any more."""
         short = self._short[one]
         if grant.limit is None:
             self._note_short(one, None)

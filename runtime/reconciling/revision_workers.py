@@ -1,6 +1,6 @@
 """The workers of one revision: the observations, the row that follows from them, and the steps that carry out the row.
 
-Only the reconciler (reconciler.py) has it make and end workers, zygotes, standbys and weights in memory.
+The reconciler (reconciler.py) decides when these steps are taken.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ from .pool import STOP_TIMEOUT_S, Pool
 from .prewarms import HOLD_S, WarmHold, signal_of
 from .process_events import ProcessEvents
 
-# Workers have at least this long for their `teardown` (or the whole timeout of `retire`, if that is shorter),
-# even if all the time was used to end invocations.
+# At the retirement of a revision, workers have at least this time for their `teardown`, even if their invocations have
+# used up the timeout of `retire`. If that timeout is shorter than this time, workers have the timeout.
 MIN_TEARDOWN_S = 2.0
-# Workers are held for this time for invocations that are about to come.
+# For invocations that are about to come, workers are held for this time.
 EXPECTED_S = 10.0
 # The plan's prewarm holds a worker for this time.
 PREDICTED_S = 1.0
@@ -69,11 +69,11 @@ class Listeners:
     activated: Callable[[str], None] = lambda _outcome: None
     """Called with "ready" or "failed" when a worker is ready or could not be started."""
     called: Callable[[float], None] = lambda _at_s: None
-    """Called with the arrival of an invocation, not for each of them (`Revision`)."""
+    """Called with the arrival times of some invocations; `Revision` limits how often."""
     ended: Callable[[InvocationEnd], None] = lambda _end: None
     """Called when an invocation has ended with an output or an error."""
     processes: Callable[[], None] = lambda: None
-    """Called when a worker, the zygote or the standby has come or gone."""
+    """Called when a worker, the zygote or the standby has started or ended."""
 
 
 class RevisionWorkers:
@@ -83,9 +83,9 @@ class RevisionWorkers:
         self, spec: WorkerSpec, policy: Policy, node: NodeParts, logs: RevisionLog, secrets: Callable[[], dict[str, str]],
         curves: LatencyCurveStore, function: Function, listeners: Listeners,
     ) -> None:  # fmt: skip
-        """`secrets` returns the environment variables that only its own processes get, by name."""
+        """`secrets` returns, by name, the environment variables that only this revision's processes get."""
         self.spec, self.function, self.phase = spec, function, Phase.NEW
-        # Two members may be of the same revision, while its processes are replaced.
+        # While the processes of a revision are replaced, the reconciler has two members for that revision.
         self.key = f"{spec.function}/{next(_NUMBERS)}"
         self.node, self._logs, self._tasks = node, logs, node.tasks
         self.replicas = ReplicaList()
@@ -104,7 +104,7 @@ class RevisionWorkers:
         """Its row of the table (how many workers it should have, and why), and the observations that the row follows from."""
         self._demand = Demand(self.pool, self.revision)
         self.breaker = self.events.starts.breaker
-        # What the plan said at the last look.
+        # The stand of the keep-alive plan at the last look.
         self._stand = Stand()
         self._rollover = 0
         self._barred = ""
@@ -126,22 +126,22 @@ class RevisionWorkers:
 
     @property
     def holds_processes(self) -> bool:
-        """True if there is a zygote or a worker, or one is being started."""
+        """True if there is a zygote or a worker, or one of them is being started."""
         return self.pool.holds_processes
 
     @property
     def resident_bytes(self) -> int:
-        """How many bytes of its fetched weights are in memory."""
+        """The number of bytes of the fetched weights that are in memory."""
         return self.pool.resident_bytes
 
     @property
     def activations(self) -> int:
-        """How many workers were started, without those of a deploy."""
+        """The number of workers that were started, except the workers that deploys have started."""
         return self.pool.activations
 
     @property
     def used_s(self) -> float:
-        """When a worker that had run invocations ended last; 0 before the first."""
+        """The latest time at which a worker ended that had run invocations; 0 before the first such end."""
         return self.pool.used_s
 
     @property
@@ -151,7 +151,7 @@ class RevisionWorkers:
 
     @property
     def zygote_pids(self) -> list[int]:
-        """The processes that are kept without workers: the zygote and the standby."""
+        """The process ids of the zygote and the standby, which can stay without workers."""
         return self.pool.zygote.pids
 
     def processes(self) -> list[tuple[int, str, str]]:
@@ -220,7 +220,10 @@ class RevisionWorkers:
         return self.pool.usage(now_s)
 
     def devices(self, replica: Replica) -> float:
-        """Return the number of GPUs that a worker holds: the shares of its place. Without a place, it is 1 if it uses a device, else 0."""
+        """Return the number of GPUs that a worker holds: the sum of the shares that its place has.
+
+        Without a place, return 1 if the worker uses a device, else 0.
+        """
         placed = self.node.gpus.share(replica)
         return float(replica.uses_device) if placed is None else placed
 
@@ -232,23 +235,26 @@ class RevisionWorkers:
         seen = self._seen = self._demand.see(spec, now_s, arriving)
         ahead = None if hold is None else Proposal(Rank.AHEAD, hold.cause, hold.workers, until_s=hold.until_s)
         self.row = desired(spec, seen, now_s, self._state(now_s), ahead)
-        # The next invocation ends the idle period, or may have to wake a worker. So it must look again.
+        # The next invocation ends the idle period, or may have to wake a worker. So it must cause a look.
         looks_first = self.function.ladder.idle or seen.parked
         self.revision.enough = -1.0 if looks_first else sufficient_load(spec, seen)
         return self.row, seen
 
     def desired(self) -> Row:
-        """Return the row of the last look, or a new one: calls that start and end do not all lead to a look."""
+        """Return the row of the last look, or a new row if the number of calls has changed without a look."""
         if self._seen.unfinished != len(self.revision.dispatcher.queue) + self.replicas.in_flight:
             self.decide(time.monotonic())
         return self.row
 
     def advance(self, now_s: float) -> float:
-        """Take the steps that are due: of the budget, of the keep-alive plan, and of a zygote that died. Return when the next is."""
+        """Take the due steps of the budget and of the keep-alive plan, and relaunch a zygote that died.
+
+        Return when the next step is due.
+        """
         account, zygote, ladder = self.function.account, self.pool.zygote, self.function.ladder
         if account.due_s <= now_s:
             account.check()
-        # Calls that are refused now are no load.
+        # Refuse calls before the load is counted: refused calls are no load.
         self._bar()
         follow_at_s = self._follow_idling(now_s)
         stand = self._stand = self._take_stand(now_s)
@@ -271,7 +277,7 @@ class RevisionWorkers:
         return ladder.follow(now_s, load, last_end_s)
 
     def _take_stand(self, now_s: float) -> Stand:
-        """Return the rung that the plan holds now. If it climbs to READY, a worker is wanted."""
+        """Return the rung that the plan holds now. If the plan climbs to READY, ask for a worker."""
         ladder = self.function.ladder
         if not ladder.drives(self):
             return Stand()
@@ -282,7 +288,7 @@ class RevisionWorkers:
         return stand
 
     def _state(self, now_s: float) -> RevisionState:
-        """Return the state of the revision that bounds its workers beside its load."""
+        """Return the state that bounds the revision's workers, whatever its load is."""
         breaker = self.breaker
         return RevisionState(
             self.phase, self._rollover, self.function.stopped, breaker.failures,
@@ -295,7 +301,7 @@ class RevisionWorkers:
         windows = [replica.window for replica in ready if replica.prefetches]
         slots = [replica.outstanding.slots for replica in ready if not replica.outstanding.batching]
         if windows:
-            # Invocations that a worker prefetches wait there, so it may run fewer than it holds.
+            # Prefetched invocations wait at the worker, so the worker may run fewer invocations than it holds.
             spec = replace(spec, concurrency=max(spec.concurrency, math.ceil(min(windows) / NEAR_LIMIT)))
         elif slots and min(slots) > spec.concurrency:
             spec = replace(spec, concurrency=min(slots))
@@ -325,7 +331,10 @@ class RevisionWorkers:
         self.function.account.check()
 
     def wake(self, workers: int, queued: int) -> int:
-        """Wake this number of parked workers at most, the latest used first. Send them waiting invocations. Return how many woke."""
+        """Wake at most this number of parked workers, the most recently used first, and send them waiting invocations.
+
+        Return how many workers woke.
+        """
         return self._sent(self.pool.wake(self.replicas.parked[::-1], workers), queued)
 
     def _sent(self, woken: int, queued: int) -> int:
@@ -336,7 +345,7 @@ class RevisionWorkers:
         return woken
 
     def stop(self, workers: int, seen: Seen) -> None:
-        """Drain workers: first parked workers, then the workers that are idle for the longest time, then the least busy."""
+        """Drain workers: first parked workers, then idle workers (the longest idle first), then the least busy."""
         replicas = self.replicas
         busy = sorted((one for one in replicas.ready if one.load), key=lambda one: one.load)
         self.pool.stop([*replicas.parked, *replicas.idle, *busy][:workers])
@@ -346,7 +355,7 @@ class RevisionWorkers:
             )
 
     def park(self, workers: int) -> None:
-        """Park the ready workers without work that are idle for the longest time."""
+        """Park this number of idle workers, the longest idle first."""
         self.pool.park(self.replicas.idle[:workers])
 
     def settle(self, row: Row, seen: Seen, now_s: float) -> None:
@@ -365,7 +374,7 @@ class RevisionWorkers:
         return self._stand.keeps_zygote and not self.function.paused
 
     def _hold_rung(self) -> None:
-        """Without workers, starts and calls, make or give up the zygote and the weights as the plan says."""
+        """As the plan says for a revision without workers, launch or end the zygote, and drop weights from memory."""
         stand = self._stand
         if not self.keeps_zygote():
             self.pool.zygote.rest()
@@ -389,14 +398,17 @@ class RevisionWorkers:
             self.events.starts.refuse(error)
 
     def _crash_loop(self) -> CrashLoop | None:
-        """Return the error of an invocation while the breaker is open: after many failed starts, no start is tried for it."""
+        """Return the error of invocations while the breaker is open; None if a worker is ready or may be started.
+
+        The breaker opens after many failed starts. Then no start is tried for an invocation.
+        """
         now_s = time.monotonic()
         if self.replicas.ready or not self.breaker.open(now_s):
             return None
         return self.breaker.refusal(self.spec.function, now_s)
 
     def note_load(self, now_s: float) -> None:
-        """Note the present load in the history of the function. A revision that retires has no part in it."""
+        """Note the present load in the history of the function. The load of a retiring revision is left out."""
         if self.phase is not Phase.RETIRING:
             replicas, waiting = self.replicas, len(self.revision.dispatcher.queue)
             state = LoadState(
@@ -405,7 +417,7 @@ class RevisionWorkers:
             self.function.load.note(now_s, state)
 
     def note(self, action: str, cause: str, seen: Seen, **figures: float) -> None:
-        """Keep a decision about the number of workers with the figures behind it."""
+        """Record a decision about the number of workers, with the figures behind it."""
         load = seen.load
         predicted = {"work_s": load.work_s, "wake_s": load.wake_s, "lasting": load.lasting} if load else {}
         self.function.decisions.note(
@@ -417,7 +429,7 @@ class RevisionWorkers:
 
     @property
     def urgent(self) -> bool:
-        """True if callers wait, or a deploy or a signal that others make room for."""
+        """True if other revisions make room for this one: callers, a deploy or an urgent signal wait for a worker."""
         hold = self.function.prewarms.holds.at(time.monotonic())
         asked = hold is not None and signal_of(hold.cause) in URGENT
         return len(self.revision.dispatcher.queue) > 0 or asked or self.phase is Phase.PROVING
@@ -431,7 +443,7 @@ class RevisionWorkers:
         self.revision.dispatcher.note_limit(reached)
 
     def claim(self, waiting_since_s: float) -> RevisionClaim:
-        """Return the workers and the GPU memory that it has and wants, within the limits that all revisions share."""
+        """Return the claim for the next allocation: the workers and the GPU memory that the revision has and wants."""
         row, replicas = self.desired(), self.replicas
         wants = {_TIERS[rank]: count for rank, count in row.wants.items()}
         first_s = min((one.activation.ready_s for one in replicas.ready + replicas.parked), default=math.inf)
@@ -479,11 +491,11 @@ class RevisionWorkers:
         self.look()
 
     def on_refused(self) -> None:
-        # Start a worker nevertheless, for the caller's retry.
+        # The caller was refused. Start a worker nevertheless, for the caller's retry.
         self.warm(1, "refused")
 
     def expect(self, invocations: int, cause: str) -> None:
-        """Start the workers that a number of invocations needs, which run already or are about to come."""
+        """Start the workers that `invocations` invocations need. The invocations run already, or are about to come."""
         now_s = time.monotonic()
         workers = self._demand.ahead(self._scale_spec(), invocations, now_s)
         if workers > len(self.replicas.ready) + self.replicas.starting:
@@ -519,27 +531,31 @@ class RevisionWorkers:
         return await self.pool.zygote.open()
 
     async def warm_zygote(self, *, shared_only: bool) -> None:
-        """Launch its zygote and standby, or if `shared_only`, what the zygote shares with others. A failure is only logged."""
+        """Launch the zygote and the standby. A failure is only logged.
+
+        If `shared_only`, launch only the processes that the zygote shares with zygotes of other revisions.
+        """
         await self.pool.zygote.warm(shared_only=shared_only)
 
     async def prove(self, rollover: int = 0) -> None:
-        """Show that a worker starts. Raise the error if it does not.
+        """Start a worker, to show that workers of this revision start. Raise the error of a start that fails.
 
-        Up to `rollover` workers start with it, if the limits have room for them. These workers stay once the revision is live.
+        At the same time, start up to `rollover` workers that stay when the revision is live, if the limits allow them.
         """
         self.phase, self._rollover = Phase.PROVING, rollover
         self.look()
         self.function.account.check()
         await self.wait_ready(1, FIRST_START_TIMEOUT_S)
         if self.replicas.starting:
-            # Workers that fail, for lack of memory say, are not the revision's fault: one has shown that it works.
+            # The first worker has shown that the revision works. If another start fails, for example for lack of
+            # memory, the revision is not the cause.
             await self.events.starts.reached(rollover, FIRST_START_TIMEOUT_S, settled=True)
         self.phase = Phase.PROVEN
         self.look()
         self.pool.zygote.replenish()
 
     def go_live(self) -> None:
-        """Follow its load from now on: it has replaced the revision before."""
+        """Follow the load from now on: this revision has replaced the previous live revision."""
         self._demand.note_need(self._rollover, time.monotonic())
         self.phase, self._rollover = Phase.LIVE, 0
         self.look()
@@ -591,7 +607,7 @@ class RevisionWorkers:
         idle = not replica.outstanding.calls
         if idle:
             self.node.reconciler.note_change()
-        # The timer that finds the idle period is due QUIET_S after the last end, or sooner.
+        # The look that begins an idle period must be due at most QUIET_S after the last call has ended.
         untimed = idle and self.node.reconciler.due_s(self) > replica.idle_since_s + QUIET_S
         if waiting or untimed or self.phase is Phase.RETIRING:
             self.look()

@@ -11,15 +11,16 @@ from .gpu_places import GpuClaimant, GpuPlace, GpuPlaces
 
 
 class StandbyPlaces:
-    """Books the memory of GPUs that a standby uses: while it rehearses, and what it keeps afterwards."""
+    """Books the GPU memory of a standby: first the memory for its rehearsal, then the memory that it keeps."""
 
     def __init__(self, gpus: GpuPlaces, claimant: GpuClaimant, tasks: asyncio.TaskGroup) -> None:
         self._gpus, self._claimant, self._tasks = gpus, claimant, tasks
 
     def take(self, facts: Mapping[str, Any]) -> tuple[GpuPlace | None, int | None]:
-        """Return the place of the next standby, and how many MiB of each GPU it may use to rehearse.
+        """Return the place of the next standby, and the number of MiB of each GPU that it may use to rehearse.
 
-        That is 0 if there is no room, and None if the function has no GPUs of its own. The zygote has sent `facts` about the handler.
+        The number is 0 if the standby must not rehearse on a GPU, and None if the function has no GPUs of its own. The
+        zygote has sent `facts` about the handler.
         """
         if self._claimant.gpu_need is None:
             return None, None
@@ -28,7 +29,7 @@ class StandbyPlaces:
         return place, min(place.holding.values())
 
     def bind(self, place: GpuPlace, child: Child | None) -> None:
-        """Learn which process has a place, and give it back at its end; at once if the fork has failed."""
+        """Record that `child` has the place. Give the place back when `child` ends, or at once if the fork failed."""
         if child is None:
             self._gpus.free(place)
             return
@@ -40,7 +41,7 @@ class StandbyPlaces:
         self._gpus.note_forked()
 
     def note_primed(self, place: GpuPlace, child: Child, head: Mapping[str, Any]) -> None:
-        """Learn from the PRIMED frame of a standby what it keeps after its rehearsal."""
+        """Learn from a standby's PRIMED frame how much GPU memory it keeps after its rehearsal."""
         self._tasks.create_task(self._shrink(place, child, list(head.get("reserved", ()))))
 
     async def _shrink(self, place: GpuPlace, child: Child, reserved: list[int]) -> None:

@@ -1,4 +1,4 @@
-"""The results of the starts of a revision's workers: they end waits for workers, and delay the next start."""
+"""Records how the starts of a revision's workers end. Outcomes end waits for workers; failures delay the next start."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ MAX_BACKOFF_S = 300.0
 MAX_FAILURES = 5
 # If this many workers in a row died while they started, without a report, the waiting invocations fail.
 MAX_UNEXPLAINED_DEATHS = 3
-# How many callers may wait at a time until workers of a function are ready.
+# The largest number of callers that may wait at the same time until workers of a revision are ready.
 MAX_WAITING = 1000
 
 
 class Breaker:
-    """Counts the failed starts since a worker was ready. It opens at MAX_FAILURES of them.
+    """Counts the starts that have failed since a worker was last ready. After MAX_FAILURES failures, the breaker opens.
 
-    While it is open, invocations are refused at once with the reason of the last failure. After the back-off, one
-    more start may be tried. If that fails too, it is open for twice as long.
+    While the breaker is open, invocations are refused at once with the reason of the last failure. After the back-off,
+    one more start may be tried. If that start fails too, the breaker stays open for twice as long.
     """
 
     def __init__(self) -> None:
         self.failures = 0
         self.backoff_until_s = 0.0
-        """Until this time, no worker is started that no invocation waits for."""
+        """Until this time, workers start only for waiting invocations."""
         self._error: PilotflameError | None = None
 
     def fail(self, error: PilotflameError, now_s: float) -> None:
@@ -72,7 +72,7 @@ class _Waiter(NamedTuple):
 
 
 class StartOutcomes:
-    """Learns of each start whether the worker became ready, failed or died, and tells who waits for workers."""
+    """Records whether each starting worker became ready, failed or died, and informs the callers that wait for it."""
 
     def __init__(self) -> None:
         self.breaker = Breaker()
@@ -82,7 +82,8 @@ class StartOutcomes:
     async def reached(self, workers: int, timeout_s: float, *, settled: bool = False) -> None:
         """Wait for this number of ready workers. Raise TimeoutError, QueueFull, or the error of a start that fails.
 
-        If `settled`, wait no longer than until no worker starts any more, and raise no error of a start, as one is ready already.
+        If `settled`, a worker is ready already. Then the wait also ends when no other worker is starting, and a start
+        that fails raises no error here.
         """
         if len(self._waiting) >= MAX_WAITING:
             raise QueueFull(f"{MAX_WAITING} callers wait for workers already.", remedy="Try again later.")
@@ -111,13 +112,13 @@ class StartOutcomes:
         self.refuse(error)
 
     def refuse(self, error: PilotflameError) -> None:
-        """Fail all waits for workers: there will be none."""
+        """Fail the waits for workers, except `settled` waits: no worker will become ready."""
         for waiter in self._waiting:
             if not waiter.settled and not waiter.done.done():
                 waiter.done.set_exception(error)
 
     def note_death(self, cause: str) -> ActivationFailed:
-        """A worker died while it started, without a report. Return the error that this is."""
+        """Count a worker that died while it started, without a report. Return the error of this start."""
         self._deaths += 1
         message = f"A worker died while starting, of {cause}; that is {self._deaths} in a row."
         error = ActivationFailed(message, remedy="See `pilotflame logs` (out of memory?).")
@@ -125,7 +126,10 @@ class StartOutcomes:
         return error
 
     def give_up(self) -> bool:
-        """Return True if the waiting invocations should fail, since too many workers died in a row. The count begins anew then."""
+        """Return True if the waiting invocations should fail: too many workers died in a row, or the breaker is open.
+
+        In that case, count deaths from 0 again.
+        """
         # While the breaker is open, no worker starts for waiting invocations.
         hopeless = self._deaths >= MAX_UNEXPLAINED_DEATHS or self.breaker.open(time.monotonic())
         if hopeless:

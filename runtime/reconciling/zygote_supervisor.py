@@ -21,16 +21,16 @@ from .standby_places import StandbyPlaces
 # A zygote that was closed is killed if it has not ended after this time.
 EXIT_TIMEOUT_S = 10.0
 # A zygote that died is launched again: the first time without a delay, then after FIRST_RELAUNCH_DELAY_S,
-# then after twice the delay each time, up to LAST_RELAUNCH_DELAY_S. If a zygote lived longer than
-# STABLE_AFTER_S, the delays start again.
+# then after twice the delay each time, up to LAST_RELAUNCH_DELAY_S. After a zygote that lived longer than
+# STABLE_AFTER_S, the next launch has no delay again.
 FIRST_RELAUNCH_DELAY_S = 0.5
 LAST_RELAUNCH_DELAY_S = 60.0
 STABLE_AFTER_S = 30.0
 # To fork one child, the zygote is launched at most this many times.
 MAX_LAUNCHES = 3
-# The next standby is forked when no invocation runs, which is checked every QUIET_S, or at the latest after
-# LATEST_STANDBY_S. Forking takes processor time from the requests that follow a cold start. (MiniLM on 2
-# cores: a request took up to 69 ms instead of 23 ms.)
+# Forking a standby takes processor time from the requests that follow a cold start. (MiniLM on 2 cores: a request
+# took up to 69 ms instead of 23 ms.) So the next standby is forked when no invocation runs, which is checked every
+# QUIET_S, or at the latest after LATEST_STANDBY_S.
 QUIET_S = 0.2
 LATEST_STANDBY_S = 2.0
 
@@ -46,10 +46,12 @@ class ZygoteSupervisor:
         on_death: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         """`secrets` returns the environment variables that each new zygote gets over its link. `busy` returns True while
-        invocations run, `keeps` if the zygote is to be there. `on_death` is called when a zygote has died that is to be launched again. The names of children end with `numbers`.
+        invocations run, and `keeps` returns True while the revision should have a zygote. `numbers` yields the last
+        part of each child's name.
 
-        `places` books what standbys use of GPUs; None if that is not limited. `on_change` is called when the zygote has come or gone,
-        and when the standby is primed or has ended.
+        `places` books the GPU memory of standbys; None if that memory is not limited. The supervisor calls `on_change`
+        when the zygote has started or ended, and when the standby is primed or has ended. It calls `on_death` when a
+        zygote has died and a new one will be launched.
         """
         self.standby: Child | None = None
         self.standby_primed = False
@@ -58,7 +60,7 @@ class ZygoteSupervisor:
         self._tell_death = on_death
         # The place on GPUs of the standby; None if it has none.
         self._place: GpuPlace | None = None
-        # If it is not kept, the zygote is ended after the last worker.
+        # If False, the zygote ends after the last worker.
         self._keep = scale.rest == "zygote"
         self._with_standby = self._keep and scale.standby
         self._source: WorkerSource | None = None
@@ -67,7 +69,7 @@ class ZygoteSupervisor:
         self._forking_standby = False
         self._scheduled: asyncio.Task[None] | None = None
         self.relaunch_at_s = math.inf
-        """When to launch the zygote again, which has died; infinity while it lives."""
+        """When to launch a new zygote after a death; infinity if no launch is due."""
         self._closed = False
         self._delay_s = 0.0
         self._launched_s = 0.0
@@ -85,7 +87,7 @@ class ZygoteSupervisor:
     # -- the zygote
 
     async def open(self) -> WorkerSource:
-        """Return the zygote, and launch it if there is none. Raise HandlerError or LauncherError."""
+        """Return the zygote, after launching it if it does not run. Raise HandlerError or LauncherError."""
         async with self._launching:
             if (source := self.source) is not None:
                 return source
@@ -102,7 +104,7 @@ class ZygoteSupervisor:
 
     @contextlib.asynccontextmanager
     async def _forgotten_if_closed(self) -> AsyncIterator[None]:
-        """Let the launcher forget what it makes in the block, if `wait_closed` was called before its end."""
+        """If the supervisor was closed before the block ends, have the launcher end what the block has started."""
         try:
             yield
         finally:
@@ -117,7 +119,7 @@ class ZygoteSupervisor:
     async def warm(self, *, shared_only: bool = False) -> None:
         """Launch the zygote and its standby before they are needed. A failure is only logged.
 
-        If `shared_only`, start only what it shares with the zygotes of other revisions.
+        If `shared_only`, start only the processes that the zygote shares with zygotes of other revisions.
         """
         try:
             if shared_only:
@@ -126,7 +128,7 @@ class ZygoteSupervisor:
             else:
                 await self.open()
                 if not self._keeps():
-                    # The reason for the zygote has ended during the launch.
+                    # During the launch, the revision has stopped needing a zygote.
                     self.rest()
                     return
         except PilotflameError as error:
@@ -149,7 +151,7 @@ class ZygoteSupervisor:
         self._tell_death()
 
     def relaunch(self) -> None:
-        """Launch a zygote in place of one that has died, unless its function is not to have one now."""
+        """Launch a new zygote after a death, unless the function should hold no zygote now."""
         self.relaunch_at_s = math.inf
         if self._keeps() and not self._closed:
             self._tasks.create_task(self.warm())
@@ -157,16 +159,16 @@ class ZygoteSupervisor:
             self._logs.write("gateway", "no new zygote is launched: an idle function holds none now")
 
     def reset_delay(self) -> None:
-        """Relaunch the zygote without a delay if it dies next: a worker became ready, so the zygote works."""
+        """Make the next relaunch immediate: a worker became ready, so the zygote works."""
         self._delay_s = 0.0
 
     def release(self) -> None:
-        """End the zygote, unless it is to be kept without workers."""
+        """End the zygote, unless the settings keep it without workers."""
         if not self._keep:
             self.rest()
 
     def rest(self) -> None:
-        """End the zygote and the standby. The next worker that is forked launches the zygote again."""
+        """End the zygote and the standby. The next fork of a worker launches a new zygote."""
         if self._source is not None:
             self._drop_standby()
             self._source.close()
@@ -175,7 +177,7 @@ class ZygoteSupervisor:
 
     @property
     def pids(self) -> list[int]:
-        """The processes that are kept without workers: the zygote and the standby."""
+        """The process ids of the zygote and the standby, which can stay without workers."""
         source, standby = self.source, self.standby
         pids = [
             source.zygote_pid if source is not None else None,
@@ -192,7 +194,7 @@ class ZygoteSupervisor:
         self._drop_standby()
 
     async def wait_closed(self) -> None:
-        """End the zygote and what was launched for it only, and wait until they have ended."""
+        """End the zygote and the processes that were launched only for this revision, and wait for their end."""
         if self._source is not None:
             self._source.close()
             await self._source.wait_closed(EXIT_TIMEOUT_S)
@@ -201,12 +203,16 @@ class ZygoteSupervisor:
     # -- the zygote's children
 
     async def fork(self, rehearsal_mb: int | None = None) -> Child:
-        """Return a new child, which may rehearse with `rehearsal_mb` of each GPU (None: no limit). It is a child of another zygote if this one dies. Raise HandlerError or LauncherError."""
+        """Fork a child and return it. If the zygote dies meanwhile, launch another zygote and fork from that.
+
+        The child may rehearse with `rehearsal_mb` MiB of each GPU (None: no limit). Raise HandlerError or
+        LauncherError.
+        """
         for _ in range(MAX_LAUNCHES - 1):
             try:
                 return await self._fork(await self.open(), rehearsal_mb)
             except LauncherError as error:
-                # If the zygote still runs, its death is not the cause.
+                # If the zygote still runs, its death is not why the fork failed.
                 if self._closed or self.source is not None:
                     raise
                 self._logs.write("gateway", f"starting a worker once more: {error}", "warning")
@@ -217,12 +223,12 @@ class ZygoteSupervisor:
         return await source.fork(name, self._logs, rehearsal_mb)
 
     def take_standby(self) -> Child | None:
-        """Return the standby, which then belongs to the caller; None if there is none."""
+        """Hand the standby over to the caller; return None if there is no live standby."""
         child, self.standby = self.standby, None
         return child if child is not None and not child.link.closed else None
 
     def replenish(self) -> None:
-        """Fork a standby, if the function uses one and it is missing."""
+        """Fork a standby, if the settings ask for a standby and it is missing."""
         if self._closed or not self._with_standby or self._forking_standby or self.standby is not None:
             return
         if (source := self.source) is not None:
@@ -277,9 +283,9 @@ class ZygoteSupervisor:
             self._on_change()
 
     def end_standby(self) -> bool:
-        """End the standby, because its memory of GPUs is needed, or it could not have any. Another follows later.
+        """End the standby, and fork another later: workers need its GPU memory, or it had no GPU memory to rehearse.
 
-        Return False if there is none.
+        Return False if there is no standby.
         """
         if self.standby is None:
             return False
