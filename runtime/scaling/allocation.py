@@ -1,9 +1,9 @@
 """Shares the workers of a node, the workers of each owner and the memory of GPUs among revisions. It does no I/O and reads no clock.
 
-All present and wanted workers are served in one order (`_Revision.order`). Each takes a place within the limits and
-its GPU memory. A present worker that finds no room parks or ends, and a wanted worker is refused. So room for a wanted worker is
-in the result at once, but the worker starts only when the processes that exist leave the room: the caller asks again after each
-event.
+All present and wanted workers are served in one order (`_Revision.order`). Each worker takes a place within the limits,
+and its GPU memory. A present worker that finds no room parks or ends. A wanted worker that finds no room is refused. So
+the result reserves room for a wanted worker at once, but the worker starts only after the present processes have left
+that room: the caller allocates again after each event.
 """
 
 from __future__ import annotations
@@ -32,9 +32,11 @@ from .placement import Gpu, GpuNeed, Holding, candidates
 
 # A worker that had a call within this time counts as a worker that callers need.
 LATELY_S = 1.0
-# A revision keeps its first worker for this time once it is ready. A revision whose callers waited this long without a worker comes next.
+# A revision keeps its first worker for this time after the worker became ready. After that, a revision whose callers
+# have waited for this time without a worker comes before it.
 PATIENCE_S = 10.0
-# The bytes for which the cost of a worker without GPUs is computed.
+# The cost of displacing a worker is computed per freed byte. A worker without GPU memory to free counts with this many
+# bytes.
 CPU_WORKER_BYTES = float(1 << 30)
 
 
@@ -43,8 +45,8 @@ def allocate(
 ) -> Allocation:
     """Return which workers start, wake, park and end.
 
-    The result is idempotent: after it was applied, a second call at the same time returns nothing to do. The keys of claims must
-    differ. Their order is irrelevant.
+    The result is idempotent: after it was applied, a second call at the same time returns nothing to do. The keys of
+    the claims must differ. The order of the claims is irrelevant.
     """
     revisions = [_Revision(claim, now_s) for claim in claims if claim.processes or claim.wants]
     _Sharing(revisions, limits, gpus).share()
@@ -54,13 +56,13 @@ def allocate(
 
 
 _Order: TypeAlias = tuple[int, int, int, int, float, float, str]
-"""Tier, turn within the tier, number of the worker, 0 for a busy one, 1 for an idle one and 2 for a missing one, waiting since,
-negative cost, and the key of the claim."""
+"""Tier; turn within the tier; number of the worker; 0 for a busy, 1 for an idle and 2 for a missing worker; the time
+since which the revision waits; negative cost; key of the claim."""
 
 
 @dataclass(slots=True, eq=False)
 class _Member:
-    """A present worker or standby that is not fixed."""
+    """A present worker or standby that may have to make room."""
 
     process: NodeProcess
     order: _Order
@@ -87,14 +89,14 @@ def _tiers(wants: Mapping[WorkerTier, int]) -> list[WorkerTier]:
 
 
 class _Revision:
-    """A claim, its undecided members, and the decisions so far. Lists of members have the strongest at the end."""
+    """A claim, its undecided members, and the decisions so far. Lists of undecided members end with the strongest."""
 
     def __init__(self, claim: RevisionClaim, now_s: float) -> None:
         self.claim, self.now_s = claim, now_s
         self.grant, self.due_s = NO_GRANT, math.inf
         # True if a further worker was refused.
         self.refused = False
-        # Its valid entry in the queue.
+        # The valid entry of this revision in the queue of `_Sharing`.
         self.entry: _Order | None = None
         self.tiers = _tiers(claim.wants)
         self.processes = (
@@ -110,13 +112,13 @@ class _Revision:
         # Parked workers, and ready workers that can only stay if they park.
         self.parked: list[_Member] = []
         self.standbys: list[_Member] = []
-        # A worker that starts cannot be displaced. So the ready workers have the first numbers.
+        # A worker that starts cannot be displaced, so it needs no number: the ready workers have the first numbers.
         for number, one in enumerate(self.processes[starting:], 1):
             if one.state is ProcessState.STANDBY:
                 last = (WorkerTier.STANDBY, 0, 0, 0, 0.0, 0.0, claim.key)
                 self.standbys.append(_Member(one, last, one.holding))
             elif one.restores or (one.state is ProcessState.READY and number + starting <= claim.held):
-                # The row ends no worker that restores its weights, so that one is here to make room.
+                # The row never ends a worker that restores its weights. The allocation may end it to make room.
                 self.ready.insert(0, _Member(one, self.order(number, one), one.holding))
             elif one.state is ProcessState.PARKED and number + starting <= claim.held:
                 stays = one.holding if one.parked is None else one.parked
@@ -129,24 +131,24 @@ class _Revision:
 
     @property
     def lacks(self) -> bool:
-        """True if it wants a further worker that was not refused."""
+        """True if it wants another worker, and no worker has been refused."""
         return self.awake < len(self.tiers) and not self.refused
 
     def note(
         self, limit: ReachedLimit | None = None, *, start: tuple[Holding | None, ...] = (),
         wake: tuple[Hashable, ...] = (), park: tuple[Hashable, ...] = (), stop: tuple[Hashable, ...] = (),
     ) -> None:  # fmt: skip
-        """Add to the grant. The first limit stays."""
+        """Add steps to the grant. If the grant already names a limit, that limit stays."""
         had = self.grant
         self.grant = Grant(
             had.start + start, had.wake + wake, had.park + park, had.stop + stop, had.limit or limit
         )
 
     def next_order(self) -> _Order | None:
-        """Return the order of the next decision; None if all are made."""
+        """Return the order of the next decision; None if all decisions are made."""
         if self.ready:
             member, number = self.ready[-1], len(self.kept) + 1
-            # A worker moves up if one before it was displaced.
+            # A worker moves up if a stronger worker was displaced.
             return member.order if member.order[2] == number else self.order(number, member.process)
         if self.lacks:
             return self.order(self.awake + 1)
@@ -154,9 +156,10 @@ class _Revision:
         return rest[-1].order if rest else None
 
     def order(self, number: int, ready: NodeProcess | None = None) -> _Order:
-        """Return the order of the worker with a number, from 1. It is a ready one, or a missing one that is to wake or start.
+        """Return the order of the worker with this number, from 1: a `ready` worker, or None for a missing worker.
 
-        Ready workers of `scale.min` come before a missing PROOF, which displaces only those of its own function.
+        Ready workers of `scale.min` come before a missing worker of a proof. The proof displaces such ready workers
+        only if they are of its own function.
         """
         tier = self.tiers[number - 1] if number <= len(self.tiers) else WorkerTier.KEEP
         if ready is not None and tier > WorkerTier.LOAD and self._lately(ready):
@@ -173,7 +176,7 @@ class _Revision:
         return tier, turn, number, 1, math.inf, -self._cost(ready), self.claim.key
 
     def spare_order(self, number: int, process: NodeProcess) -> _Order:
-        """Return the order of a worker that stays parked, or parks."""
+        """Return the order of a worker that stays parked, or that parks to make room."""
         return WorkerTier.KEEP, 0, number, 1, math.inf, -self._cost(process), self.claim.key
 
     def _lately(self, ready: NodeProcess) -> bool:
@@ -188,7 +191,7 @@ class _Revision:
         return 0 if not started or self._ahead(claim.first_since_s + PATIENCE_S) else 2
 
     def _ahead(self, at_s: float) -> bool:
-        """Return True if a time is ahead. At that time the order changes, so it is the time of the next look."""
+        """Return True if a time is ahead. The order changes then, so note it as the time of the next allocation."""
         if at_s <= self.now_s:
             return False
         self.due_s = min(self.due_s, at_s)
@@ -200,13 +203,13 @@ class _Revision:
 
 
 class _Places:
-    """How many more workers there may be, on the node and by owner."""
+    """The number of further workers that the limits of the node and of each owner allow."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         scopes = ((None, limits.node), *limits.owners.items())
         self._left = {scope: most for scope, most in scopes if most is not None}
-        # The limits that a worker of a deploy exceeds. Only one does at a time.
+        # The limits that a worker of a deploy exceeds. At most one worker exceeds each limit.
         self._exceeded: set[str | None] = set()
 
     def reached(self, owner: str, *, proves: bool = False) -> ReachedLimit | None:
@@ -235,19 +238,19 @@ class _Places:
 
 
 class _Loss(NamedTuple):
-    """The loss by the displacement of workers from GPUs."""
+    """The loss that a displacement of workers from GPUs causes."""
 
     busy_mb: float = 0
-    """The memory of workers with calls."""
+    """The memory, in MiB, of displaced workers with calls."""
     cost: float = 0.0
-    """The callers' loss by the displacement of workers without calls."""
+    """The additional waiting that later callers have because idle workers are displaced."""
 
 
 NO_LOSS = _Loss()
 
 
 class _GpuMemory:
-    """The free memory of the GPUs, beside the workers that are decided, and beside the processes that exist."""
+    """The free memory of each GPU, counted twice: beside the workers decided so far, and beside present processes."""
 
     def __init__(self, gpus: Sequence[Gpu]) -> None:
         self.gpus = gpus
@@ -274,17 +277,20 @@ class _GpuMemory:
             self._free_now.subtract(holding)
 
     def book(self, wanted: Holding, instead: Holding) -> bool:
-        """Reserve memory that replaces `instead`. Return True if it is free already."""
+        """Reserve `wanted` in place of the holding `instead`. Return True if present processes leave that room."""
         more = {gpu: memory_mb - instead.get(gpu, 0) for gpu, memory_mb in wanted.items()}
         self._free_now.subtract(more)
         return all(self._free_now[gpu] >= 0 for gpu in more if more[gpu] > 0)
 
     def place(self, need: GpuNeed, aside: Sequence[_Member], own: Holding) -> Holding | None:
-        """Return where a worker displaces least; None if there is no room beside stronger workers. `aside` make room first."""
+        """Return the holding with which a worker displaces least; None if stronger workers leave no room.
+
+        The members of `aside` make room first.
+        """
         able = [gpu for gpu in candidates(self.gpus, need) if self._room(gpu.id, aside) >= need.of(gpu)]
         if len(able) < need.gpus:
             return None
-        # Without a displacement on either GPU: the GPU that is free already, and then the fuller one.
+        # If two GPUs need no displacement, prefer the GPU whose memory is free already, and then the fuller GPU.
         if len(able) > need.gpus:
             able.sort(key=lambda gpu: self._key(gpu.id, need.of(gpu), aside, own))
         return {gpu.id: need.of(gpu) for gpu in able[: need.gpus]}
@@ -295,7 +301,7 @@ class _GpuMemory:
         return *self._loss(gpu, memory_mb, aside), short, waits, beside
 
     def loss(self, wanted: Holding, aside: Sequence[_Member]) -> _Loss:
-        """Return the loss of the processes that a worker displaces."""
+        """Return the loss that a worker with the holding `wanted` causes by the processes that it displaces."""
         losses = [self._loss(gpu, memory_mb, aside) for gpu, memory_mb in wanted.items()]
         return _Loss(*map(sum, zip(*losses, strict=True)))
 
@@ -316,7 +322,7 @@ class _GpuMemory:
         return _Loss(busy_mb, cost)
 
     def short(self, wanted: Holding) -> list[str]:
-        """Return the GPUs without room beside all present workers."""
+        """Return the GPUs of `wanted` that lack room for it beside all present workers."""
         return [gpu for gpu, memory_mb in wanted.items() if self._beside_all(gpu) < memory_mb]
 
     def _beside_all(self, gpu: str) -> int:
@@ -331,25 +337,25 @@ def _can_park(process: NodeProcess) -> bool:
 
 
 def _left(process: NodeProcess) -> Holding:
-    """Return the memory that a process holds after it made room. It parks if it can, or ends."""
+    """Return the memory that a process still holds after it made room: it parks if it can, and otherwise ends."""
     return process.parked or NOTHING if _can_park(process) else NOTHING
 
 
 class _Way(NamedTuple):
-    """How a revision gets a further worker."""
+    """A way to give a revision another worker."""
 
     loss: _Loss
     member: _Member | None
-    """The parked worker that wakes; None if one starts."""
+    """The parked worker that wakes; None if a new worker starts."""
     holding: Holding
 
 
 class _Sharing:
-    """Serves the members of all revisions in their order."""
+    """Serves the members of all revisions in one order."""
 
     def __init__(self, revisions: Sequence[_Revision], limits: Limits, gpus: Sequence[Gpu]) -> None:
         self._revisions = revisions
-        # The places beside the workers that are decided, and beside the processes that exist.
+        # The free places, counted twice: beside the workers decided so far, and beside present processes.
         self._places, self._places_now = _Places(limits), _Places(limits)
         self._memory = _GpuMemory(gpus)
         self._gpus = ReachedLimit("gpus", len(gpus))
@@ -367,7 +373,7 @@ class _Sharing:
                 self._push(one)
 
     def _observe(self, one: _Revision) -> None:
-        """Note all processes. Starting workers keep their room."""
+        """Count the present processes of a revision. Its starting workers keep their room."""
         owner, proves, first = one.claim.owner, one.deployed and not one.ready, one.deployed
         for process in one.processes:
             state = process.state
@@ -415,7 +421,7 @@ class _Sharing:
             one.note(limit, stop=(member.process.key,))
             return
         if one.awake + one.spared >= one.claim.held:
-            # Another worker starts in its place.
+            # The workers that were served before it already fill `held`, so this worker stops.
             one.note(stop=(member.process.key,))
             return
         self._take(one, member.stays)
@@ -430,7 +436,7 @@ class _Sharing:
             one.note(self._gpus, stop=(member.process.key,))
 
     def _extend(self, one: _Revision) -> None:
-        """Wake or start a worker, or reserve the room for that until other processes have left it."""
+        """Wake or start a worker. If other processes still hold its room, only reserve the room for it."""
         proves = one.deployed and not one.awake
         rivals = self._replaced(one) if proves else ()
         limit = self._places.reached(one.claim.owner, proves=proves)
@@ -448,7 +454,11 @@ class _Sharing:
         one.awake += 1
 
     def _way(self, one: _Revision, aside: Sequence[_Member]) -> _Way | None:
-        """Choose between the parked workers and a new one: first by busy memory, then a parked one; None without room."""
+        """Choose a parked worker or a new worker; None if there is no room.
+
+        The choice displaces the least busy memory. If two ways are equal in that, prefer a parked worker, then the
+        smaller loss.
+        """
         memory, need = self._memory, one.claim.need
         if need is None:
             return _Way(NO_LOSS, one.parked[-1] if one.parked else None, NOTHING)
@@ -519,7 +529,7 @@ class _Sharing:
         self._memory.take(holding)
 
     def _displace(self, one: _Revision, member: _Member, limit: ReachedLimit) -> None:
-        """Have a worker park, if there is room for the memory of the parked worker. Otherwise it ends."""
+        """Displace a worker. If only GPU memory is short, it parks if what it keeps has room. Otherwise it ends."""
         process = member.process
         if limit is not self._gpus or not _can_park(process):
             one.note(limit, stop=(process.key,))

@@ -1,6 +1,6 @@
-"""The workers and the GPU memory that a revision has and wants (its claim), and that it is granted.
+"""Defines claims and grants. A claim has the workers and the GPU memory that a revision has and wants.
 
-`allocation.py` computes the grants from the claims.
+`allocation.py` computes the grants from the claims of all revisions.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class WorkerTier(IntEnum):
     """The purpose of a worker. Lower tiers are served first."""
 
     PROOF = 0
-    """The first worker of a revision that is being deployed. It may be one more than `max_workers` and the owner's limit."""
+    """The first worker of a revision in its deploy. It may exceed `max_workers` and the owner's limit by one."""
     OWNER = 1
     """`scale.min`."""
     FIRST = 2
@@ -36,17 +36,17 @@ class WorkerTier(IntEnum):
 
 
 class ProcessState(StrEnum):
-    """The state of a process. The workers of a revision keep their places in this order."""
+    """The state of a process. If places are short, the workers of a revision keep their places in this order."""
 
     STARTING = "starting"
     """It starts or wakes, and cannot be displaced."""
     READY = "ready"
     PARKED = "parked"
-    """It is parked, or is about to be: then `holding` is still more than `parked`."""
+    """It is parked, or about to be parked. In the second case, `holding` is still more than `parked`."""
     STANDBY = "standby"
     DRAINING = "draining"
     LEAVING = "leaving"
-    """A standby that ends. As STANDBY, it is no worker and does not count against the limits."""
+    """A standby that ends. Like a STANDBY, it is no worker and does not count against the limits."""
 
 
 class NodeProcess(NamedTuple):
@@ -56,14 +56,14 @@ class NodeProcess(NamedTuple):
     state: ProcessState
     calls: int = 0
     used_s: float = 0.0
-    """The time at which its last call ended, or before its first call the time of its start (monotonic, in seconds); -infinity
-    while it restores its weights: such a start can be cancelled."""
+    """When its last call ended, in monotonic seconds; before its first call, when it became ready. While it restores
+    its weights, the value is -infinity: such a start can be cancelled."""
     holding: Holding = NOTHING
     """The GPU memory that is booked for it now."""
     full: Holding = NOTHING
-    """The GPU memory of an awake worker."""
+    """The GPU memory that it may hold while it is awake."""
     parked: Holding | None = None
-    """The GPU memory of a parked worker; None if it cannot park, or frees nothing."""
+    """The GPU memory of the parked worker; None if the worker cannot park, or frees nothing by parking."""
 
     @property
     def restores(self) -> bool:
@@ -76,7 +76,7 @@ class RevisionClaim(NamedTuple):
     key: str
     """Its id on the node."""
     function: str
-    """Two revisions of one function exist during a deploy."""
+    """The name of the function. During a deploy, two revisions have the same name."""
     owner: str
     wants: Mapping[WorkerTier, int]
     """The cumulative number of awake workers that PROOF, OWNER, LOAD and AHEAD want, after all caps."""
@@ -87,12 +87,12 @@ class RevisionClaim(NamedTuple):
     processes: tuple[NodeProcess, ...] = ()
     need: GpuNeed | None = None
     waiting_since_s: float = math.inf
-    """The time since which callers, a deploy or an urgent warm-up wait for a worker that is refused; infinity if none is.
-    A revision whose worker was displaced waits from that time on, although its calls are older."""
+    """The time since which callers, a deploy or an urgent warm-up wait for a refused worker; infinity if no worker is
+    refused. If a worker of the revision was displaced meanwhile, the wait begins anew at that time."""
     first_since_s: float = math.inf
     """The time since which it has a ready worker; infinity without one."""
     cost: Callable[[float], float] = lambda _freed_bytes: 0.0
-    """Returns the callers' loss for each byte if one idle worker frees a number of bytes (eviction.py)."""
+    """Takes the number of bytes that an idle worker would free. Returns the callers' loss per byte (eviction.py)."""
 
 
 class Limits(NamedTuple):
@@ -101,7 +101,7 @@ class Limits(NamedTuple):
     node: int | None = None
     """The limit of the node (`max_workers`); None for no limit."""
     owners: Mapping[str, int] = {}
-    """The limits of the owners that have one, each for all functions of the owner."""
+    """By owner, the limit for all functions of that owner together. An owner without a limit is left out."""
 
 
 class ReachedLimit(NamedTuple):
@@ -122,7 +122,7 @@ class Grant(NamedTuple):
     stop: tuple[Hashable, ...] = ()
     """Workers and standbys that end to make room. Busy workers finish their calls first."""
     limit: ReachedLimit | None = None
-    """Why workers park, stop, or are missing."""
+    """The limit that makes workers park or stop, or keeps missing workers from starting."""
 
 
 NO_GRANT = Grant()
@@ -132,6 +132,6 @@ class Allocation(NamedTuple):
     """The steps that all revisions take now."""
 
     grants: Mapping[str, Grant]
-    """By the key of the claim. Revisions that have nothing to do and miss no worker are left out."""
+    """The grants by the keys of the claims. Revisions that have no step to take and lack no worker are left out."""
     again_s: float = math.inf
     """The time at which the result may change although no event occurs. It is later than now."""

@@ -23,7 +23,7 @@ def desired(
 ) -> Row:
     """Return how many workers a revision should have at `now_s`. `ahead` is the proposal of a prewarm signal."""
     if state.phase in NOT_LIVE:
-        # The live revision has the workers that the owner and signals want.
+        # Only the live revision has workers for the owner and for signals.
         spec, ahead = replace(spec, min=0) if spec.min else spec, None
     proposals = chain(revision_state.proposals(state), load.proposals(spec, seen, now_s))
     caps = chain(revision_state.caps(spec, seen, state, now_s), load.caps(spec, seen, now_s))

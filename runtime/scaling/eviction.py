@@ -1,4 +1,4 @@
-"""Chooses which idle function gives memory back when a node has too little. It does no I/O and reads no clock."""
+"""Chooses which idle function gives memory back when the node's memory is short. It does no I/O and reads no clock."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from itertools import accumulate
 
 @dataclass(frozen=True, slots=True)
 class StepDown:
-    """One step down its ladder that an idle function could take."""
+    """A step that an idle function could take down its ladder."""
 
     name: str
     idle_s: float
@@ -22,7 +22,7 @@ class StepDown:
 
     @property
     def waiting(self) -> float:
-        """How many seconds the callers will wait longer in each second, by the expected rate of calls."""
+        """The additional waiting of callers in seconds per second: the expected rate of calls times `extra_wake_s`."""
         return self.gaps.rate(self.idle_s) * self.extra_wake_s
 
 
@@ -36,8 +36,8 @@ class Gaps:
     def rate(self, idle_s: float) -> float:
         """Return the expected calls per second after `idle_s` seconds without a call.
 
-        It is the number of idle times that were longer over the time that they still lasted. The constants
-        stand for calls that were never seen.
+        The rate is the number of idle times longer than `idle_s`, divided by the total time that they lasted beyond
+        `idle_s`. The constants stand for calls that were never seen.
         """
         at_most = bisect.bisect_right(self._ascending, idle_s)
         longer = len(self._ascending) - at_most
@@ -46,7 +46,7 @@ class Gaps:
 
 
 def cheapest_step(idle: Iterable[StepDown]) -> StepDown | None:
-    """Return the function whose step down costs the callers least waiting for each byte freed; None without any."""
+    """Return the step that adds the least waiting for callers per freed byte; None if no function can step down."""
     return min(idle, key=waiting_per_byte, default=None)
 
 
@@ -58,8 +58,8 @@ def waiting_per_byte(step: StepDown) -> float:
 def steps_down(ladders: Iterable[Sequence[StepDown]], needed_bytes: float) -> list[StepDown]:
     """Return the cheapest steps that free `needed_bytes` together, in the order in which to take them.
 
-    Each of `ladders` has the steps of one function, from its present rung down. If all steps together free less,
-    all are returned.
+    Each of `ladders` has the steps of one function, from its present rung down. If all steps together free less than
+    `needed_bytes`, return all steps.
     """
     offered = [
         (waiting_per_byte(steps[0]), number, steps, 0) for number, steps in enumerate(ladders) if steps

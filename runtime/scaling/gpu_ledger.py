@@ -1,7 +1,8 @@
 """Books the memory of a node's GPUs that each worker, parked worker and standby may hold. It does no I/O and reads no clock.
 
-A process is booked before it may use a GPU. Its booking is lowered only once it is known to hold less. So the bookings are never
-less than the memory that the processes hold, and fit into the memory, as long as each process keeps to its booking. Sizes are in MiB.
+A process is booked before it may use a GPU. Its booking is lowered only after it is known to hold less. So as long as
+each process keeps to its booking, all processes together hold at most the booked memory, and the bookings fit into the
+GPUs. Sizes are in MiB.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Generic, TypeVar
 from ..settings.resources import CONTEXT_MB
 from .placement import Gpu, GpuNeed, Holding, candidates, fits, place
 
-# With less, a rehearsal would have no room beside its context.
+# With less memory than this, a rehearsal would have no room beside the context of the GPU.
 REHEARSAL_MB = 2 * CONTEXT_MB
 
 
@@ -40,7 +41,7 @@ class GpuLedger(Generic[AnyBooking]):
 
     @property
     def booked(self) -> Counter[str]:
-        """How much is booked of each GPU."""
+        """The booked memory of each GPU."""
         total = Counter[str]()
         for one in self.bookings:
             total.update(one.holding)
@@ -50,13 +51,18 @@ class GpuLedger(Generic[AnyBooking]):
         return [one.holding for one in self.bookings if one is not but]
 
     def room(self, need: GpuNeed, but: Booking | None = None) -> Holding | None:
-        """Return where one more worker goes, or the standby `but`, which becomes it; None if there is no room."""
+        """Return a holding for one more worker; None if there is no room.
+
+        If the standby with the booking `but` becomes that worker, its booking counts as free.
+        """
         return place(self.gpus, self.held(but), need)
 
     def rehearsal_room(self, need: GpuNeed) -> tuple[Holding, Holding] | None:
-        """Return the holding of a standby as a worker, and its holding while it rehearses; None if it must not.
+        """Return the holding of a standby as a worker, and its holding while it rehearses; None if it must not
+        rehearse.
 
-        It rehearses where its worker will be. That is known if the node has as many GPUs as a worker needs.
+        A standby rehearses on the GPUs that it will have as a worker. They are known only if the node has no more
+        usable GPUs than one worker needs.
         """
         known = candidates(self.gpus, need)
         if len(known) != need.gpus:
@@ -71,18 +77,18 @@ class GpuLedger(Generic[AnyBooking]):
         self.bookings.append(booking)
 
     def promote(self, booking: Booking, found: Holding) -> None:
-        """Book a standby as the worker that it becomes, where `room` found a place for it."""
+        """Book a standby as the worker that it becomes, with the holding that `room` has found."""
         booking.full = booking.holding = found
 
     def wake(self, booking: Booking) -> bool:
-        """Book a parked worker with all that a worker may hold, if there is room."""
+        """Raise the booking of a parked worker to the full memory of a worker. Return False if there is no room."""
         if not fits(self.gpus, self.held(booking), booking.full):
             return False
         booking.holding = booking.full
         return True
 
     def note_held(self, booking: Booking, held: Holding) -> None:
-        """Lower the booking of a process that gave memory back to `held`. It must not take more until `wake`."""
+        """Lower the booking of a process that gave memory back to `held`. Before `wake`, it must not take more."""
         booking.holding = held
 
     def remove(self, booking: AnyBooking) -> None:

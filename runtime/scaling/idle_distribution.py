@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 from .ladder import Costs, Plan, Step
 from .route import PlanRoute
 
-# Times beyond these are not told apart.
+# Idle times outside this range are not distinguished.
 SHORTEST_S, LONGEST_S = 0.05, 30 * 86400.0
 DECADES_S = tuple(SHORTEST_S * 10**power for power in range(8) if SHORTEST_S * 10**power < LONGEST_S)
 QUANTILES = 16
@@ -19,16 +19,17 @@ LONGEST_SAMPLES = 32
 # The weights, in samples, of the guesses about idle times that were never seen: TAIL_SAMPLES for each of two guesses about
 # long periods, PRIOR_SAMPLES for the node-wide prior.
 TAIL_SAMPLES, PRIOR_SAMPLES = 4.0, 0.2
-# The longest samples (one in LONG_SHARE of all samples, at most LONG_SAMPLES) predict the next long one. A continuous
-# distribution is fitted to them, because the next long period will not repeat an earlier length exactly. BEYOND_LONGEST: the
-# edges of the bins beyond the longest sample, as multiples of its length.
+# The longest samples (one in LONG_SHARE of all samples, at most LONG_SAMPLES) predict the next long idle time. A
+# continuous distribution is fitted to them, because the next long idle time will not repeat an earlier length exactly.
+# BEYOND_LONGEST has the edges of the bins beyond the longest sample, as multiples of its length.
 LONG_SAMPLES, LONG_SHARE = 16, 4
 BEYOND_LONGEST = (1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
-# For plans that climb, the same guess for short samples. The next one may be shorter than the shortest by these multiples of
-# the spread of the SHORT_SAMPLES shortest, and in any case by LEAST_LEAD of itself.
+# For plans that climb, the shortest samples predict the next short idle time in the same way. It may be shorter than
+# the shortest sample: by the multiples in BELOW_SHORTEST of the spread of the SHORT_SAMPLES shortest samples, and in
+# any case by the share LEAST_LEAD of the shortest sample.
 HEAD_SAMPLES, SHORT_SAMPLES = 2.0, 8
 BELOW_SHORTEST, LEAST_LEAD = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0), 0.001
-# If fewer samples than this are longer than a time, a plan steps down there no earlier than the ski-rental schedule.
+# At a time that fewer samples than this exceed, a plan does not step down before the ski-rental schedule does.
 ENOUGH_LONGER = 3
 PRIOR_BINS, PRIOR_BINS_PER_DECADE = 31, 4
 # Later periods of a function weigh less in the node-wide prior. Otherwise a busy function would outweigh all others.
@@ -49,7 +50,7 @@ class Prior:
         return Prior(tuple(weights))
 
     def cdf(self) -> Callable[[float], float]:
-        """Return the share of idle times up to a time. Half of it comes from the histogram, half is log-uniform."""
+        """Return the cumulative distribution function, which is half the histogram and half log-uniform."""
         total = sum(self.weights)
         even = 1 / PRIOR_BINS
         shares = [0.5 * even + 0.5 * (weight / total if total else even) for weight in self.weights]
@@ -120,7 +121,8 @@ def _edges(ascending: list[float], costs: Costs, *, climbs: bool) -> list[float]
     if climbs and count > SHORT_SAMPLES:
         spread_s = ascending[SHORT_SAMPLES] - ascending[0]
         found |= {ascending[0] - spread_s * factor for factor in BELOW_SHORTEST}
-        # A bin with one sample at its end would count as a bin with an arrival anywhere in it.
+        # Without an edge just before the shortest sample, the wide bin that ends at this sample would count as a bin in
+        # which the arrival may come at any time.
         found.add(ascending[0] * (1 - LEAST_LEAD))
     return sorted(edge for edge in found if 0 <= edge <= LONGEST_S)
 
@@ -130,10 +132,10 @@ def _pareto(median_s: float) -> Callable[[float], float]:
 
 
 def _following(ascending: list[float]) -> Callable[[float], float]:
-    """Return the cdf of the next long sample, from the excess of the long samples over the longest sample that is not long.
+    """Return the cumulative distribution function of the next long sample.
 
-    The excess is taken as exponential. Its rate is unknown: with a Gamma distribution of the rate, the next excess follows a
-    Lomax distribution.
+    It follows from the excess of the long samples over the longest sample that is not long. The excess counts as
+    exponential with an unknown rate. If the rate has a Gamma distribution, the next excess has a Lomax distribution.
     """
     known = min(LONG_SAMPLES, (len(ascending) - 1) // LONG_SHARE)
     if known < 2:
@@ -150,7 +152,7 @@ def _following(ascending: list[float]) -> Callable[[float], float]:
 
 
 def _preceding(ascending: list[float]) -> Callable[[float], float]:
-    """Return the cdf of the next short sample: the mirror of `_following`."""
+    """Return the cumulative distribution function of the next short sample: the mirror of `_following`."""
     known = min(LONG_SAMPLES, (len(ascending) - 1) // LONG_SHARE)
     if known < 2:
         return lambda _time_s: 0.0
@@ -167,7 +169,7 @@ def _preceding(ascending: list[float]) -> Callable[[float], float]:
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """The cheapest way through a distribution: for each bin and the rung held before it, the rung to hold in it."""
+    """The cheapest way through a distribution. For each bin, `choices` has the rung to hold by the rung held before."""
 
     distribution: IdleDistribution
     costs: Costs
@@ -192,7 +194,7 @@ class Strategy:
 def cheapest(distribution: IdleDistribution, costs: Costs, *, climbs: bool, guarded: bool = True) -> Strategy:
     """Return the cheapest way through `distribution`, found backwards from its last bin. `climbs` allows steps up.
 
-    If `guarded`, it steps down to a rung before the ski-rental schedule does only where enough samples were longer.
+    If `guarded`, it steps down no earlier than the ski-rental schedule, except where enough samples were longer.
     """
     holds, penalties = costs.holds, costs.penalties
     rungs = range(len(holds))
@@ -218,7 +220,7 @@ def cheapest(distribution: IdleDistribution, costs: Costs, *, climbs: bool, guar
 
 
 def _descend(held: list[float], allowed: list[bool]) -> tuple[list[int], list[float]]:
-    """For each rung that one may stand on before a bin, return the best one at or below it, and its cost."""
+    """For each rung held before a bin, return the cheapest rung at or below it, and the cost of that rung."""
     chosen, values = list(range(len(held))), held.copy()
     below, least = -1, math.inf
     for rung in reversed(range(len(held))):
@@ -232,7 +234,7 @@ def _descend(held: list[float], allowed: list[bool]) -> tuple[list[int], list[fl
 def _climb(
     held: list[float], climbs: Sequence[Sequence[float]], chosen: list[int], values: list[float]
 ) -> None:
-    """Choose a step up from each rung where that is cheaper. `climbs` has the cost of each step up."""
+    """From each rung, choose a step up if that is cheaper than the choice so far. `climbs` has the costs of climbs."""
     for rung in range(1, len(held)):
         for upper, cost in enumerate(climbs[rung]):
             if (value := held[upper] + cost) < values[rung]:
@@ -240,7 +242,10 @@ def _climb(
 
 
 def _climb_costs(costs: Costs) -> list[list[float]]:
-    """Return for each rung the cost of a climb to each rung above, beyond staying. `PlanRoute` climbs rung by rung."""
+    """For each rung, return the extra cost of a climb to each higher rung, compared with staying.
+
+    `PlanRoute` climbs rung by rung.
+    """
     holds, wakes = costs.holds, costs.wakes
     return [
         [
@@ -252,7 +257,7 @@ def _climb_costs(costs: Costs) -> list[list[float]]:
 
 
 def _earliest(costs: Costs) -> list[float]:
-    """Return for each rung when the ski-rental schedule first stands on it or on a lower one."""
+    """For each rung, return when the ski-rental schedule first stands on it or on a lower rung."""
     earliest = [math.inf] * len(costs.holds)
     for (_, upper), (offset_s, lower) in pairwise((Step(0.0, -1), *costs.ski_rental)):
         for rung in range(upper + 1, lower + 1):

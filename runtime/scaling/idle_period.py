@@ -13,7 +13,8 @@ from itertools import pairwise
 from .idle_distribution import LONGEST_S
 from .ladder import BurstWait, Plan, Step
 
-# An idle period counts if it lasts longer. Its length is counted from the end of the last request nevertheless.
+# An idle period counts only if it lasts longer than this. Its length is still measured from the end of the last
+# request.
 QUIET_S = 0.5
 # The number of times that the arrivals after a wake are counted within the wake time of each rung.
 COUNTS_PER_WAKE = 4
@@ -26,11 +27,11 @@ class IdlePeriod:
     begun_s: float
     """The end of the last request."""
     since_s: float
-    """How long after the arrival that ended the last period this one began."""
+    """The seconds from the arrival that ended the previous period to the beginning of this period."""
     planned_from_s: float
     """The time from which the offsets of its plan count."""
     known: bool = True
-    """False if its length is not learned: it began with a deploy, or calls may have come while the gateway was down."""
+    """False if its length is not learned: it began with a deploy, or calls may have come while no gateway ran."""
 
     def rung(self, plan: Plan, now_s: float) -> int:
         """Return the rung on which `plan` stands at `now_s`."""
@@ -56,9 +57,9 @@ class IdleWatch:
         self._quiet_from_s: float | None = None
 
     def quiet(self, now_s: float, last_end_s: float | None) -> float | None:
-        """Note that nothing runs or waits. Return when to look again, None if an idle period has begun.
+        """Note that no request runs or waits. Return when to look again; None if an idle period has begun.
 
-        `last_end_s` is the end of the last request; None if the workers that could report it have gone.
+        `last_end_s` is the end of the last request; None if the workers that could report it have ended.
         """
         if self.period is not None:
             return None
@@ -70,7 +71,7 @@ class IdleWatch:
         return None
 
     def busy(self, now_s: float) -> IdlePeriod | None:
-        """Note that a request runs or waits. Return the idle period that it ends, if there is one."""
+        """Note that a request runs or waits. Return the idle period that it ends; None if no period was open."""
         self._quiet_from_s = None
         period, self.period = self.period, None
         if period is not None:
@@ -94,10 +95,10 @@ class IdleWatch:
 
 
 class Followers:
-    """Counts the arrivals in the first seconds after an idle period, and sums the time that they would have waited."""
+    """Counts the arrivals in the first seconds after an idle period, and computes how long they would have waited."""
 
     def __init__(self, woken_s: float, wakes_s: Sequence[float], before: Followers | None = None) -> None:
-        """`wakes_s` are the wake times of the rungs. No wake begins from a rung whose wake before is under way."""
+        """`wakes_s` are the wake times of the rungs. During a wake from a rung, no other wake begins from that rung."""
         past_s = before.begun_s if before is not None and len(before.begun_s) == len(wakes_s) else ()
         lasts_s = past_s or (-math.inf,) * len(wakes_s)
         self.begun_s: tuple[float, ...] = tuple(
@@ -113,11 +114,11 @@ class Followers:
 
     @property
     def next_s(self) -> float | None:
-        """When to count next; None if all is counted."""
+        """When to count next; None after the last count."""
         return self._left_s[-1] if self._left_s else None
 
     def count(self, now_s: float, arrived: int) -> None:
-        """Note how many have arrived until `now_s`, the first included."""
+        """Note the number of arrivals until `now_s`, including the arrival that ended the idle period."""
         while self._left_s and self._left_s[-1] <= now_s:
             self._left_s.pop()
         after_s, before = now_s - self._woken_s, self._counts[-1]
@@ -125,9 +126,10 @@ class Followers:
             self._counts.append((after_s, max(arrived, before[1])))
 
     def waits(self, wakes_s: Sequence[float]) -> tuple[BurstWait, ...]:
-        """Return for each wake time the total seconds that the arrivals within it would have waited.
+        """For each wake time, return the total seconds that the arrivals during such a wake would have waited.
 
-        An arrival after a seconds waits for the rest, so the sum is the integral of the number of arrivals.
+        Each arrival waits for the rest of the wake, so the total is the integral of the number of arrivals over the
+        wake.
         """
         begun_s = self.begun_s if len(self.begun_s) == len(wakes_s) else (self._woken_s,) * len(wakes_s)
         return tuple(

@@ -21,7 +21,7 @@ DECAY, LASTING_DECAY = 1 / 128, 1 / 1024
 # The policy for the distribution of all idle times is followed, unless the ski-rental schedule or the policy for the recent
 # idle times has a bill that is lower by this factor. If bursts are rare, a few periods do not show which policy is better.
 STEADY_MARGIN = 0.8
-# A policy that prewarms is followed only if its bill is lower by this factor than the bill of the best policy that does not.
+# A policy that prewarms is followed only if its bill is lower by this factor than the bill of the best other policy.
 CLIMB_MARGIN = 0.95
 CANDIDATES = 5
 NO_PRIOR = Prior()
@@ -56,7 +56,7 @@ class History:
     idles: tuple[float, ...] = ()
     """The last idle periods in seconds, the newest last."""
     intervals: tuple[float, ...] = ()
-    """The last seconds between the arrivals that ended two idle periods one after the other."""
+    """The last intervals, in seconds, between the arrivals that ended two successive idle periods."""
     waits: tuple[BurstWait, ...] = ()
     """For each rung, how long an arrival on it and the arrivals after it would have waited, summed over periods."""
     periods: int = 0
@@ -107,7 +107,7 @@ def choose(history: History, ladder: Ladder, since_s: float, prior: Prior = NO_P
 
 
 def _affordable(bold: Plan, steady: Plan, costs: Costs, saved: float) -> Plan | None:
-    """Return `bold`, kept at the lowest rung with which it risks no more than `saved`; None if no rung suffices."""
+    """Return `bold`, held at or above the lowest rung that limits its risk to `saved`; None if no rung does."""
     for lowest in reversed(range(max(step.rung for step in bold) + 1)):
         plan = clamped(bold, steady, lowest, costs.wakes)
         if _risk(plan, steady, costs) <= saved:
@@ -135,12 +135,12 @@ def learn(
     history: History, ladder: Ladder, idle_s: float, since_s: float,
     burst_waits: Sequence[BurstWait], prior: Prior = NO_PRIOR,
 ) -> History:  # fmt: skip
-    """Return the history with an idle period that has ended after `idle_s` seconds.
+    """Return the history after an idle period that ended after `idle_s` seconds.
 
     `since_s` is the argument that `decide` had at the beginning of the period. `burst_waits` has for each rung how long the
-    arrivals since the last call, including this arrival, would have waited for a wake from the rung. An arrival that ends an idle
-    period begins such a wake, whatever the rung was, unless a wake is under way. Later arrivals within the wake count when they
-    have come.
+    arrivals since the previous `learn`, including the arrival that ended the period, would have waited for a wake from
+    the rung. An arrival that ends an idle period begins such a wake, whatever the rung was, unless a wake is under way.
+    Later arrivals during the wake count after they have come.
     """
     experts = _experts(history, ladder, prior)
     costs = history.costs(ladder)
@@ -168,12 +168,12 @@ def _added(bills: Sequence[float], due: Sequence[float], decay: float) -> tuple[
 
 
 def _to_consult(periods: int) -> bool:
-    """Return True if the policies should make new plans. A long history needs this less often: a period changes it less."""
+    """Return True if the policies should make new plans: less often for a long history, which a period changes less."""
     return periods % (1 if periods <= 32 else 4 if periods <= 128 else 16) == 0
 
 
 def _experts(history: History, ladder: Ladder, prior: Prior) -> _Candidates:
-    """Return the policies of a history. If a deploy has changed the number of rungs, make their plans anew."""
+    """Return the policies of a history. If a deploy has changed the number of rungs, make new plans."""
     known = history.experts
     return (
         known if known is not None and known.rungs == len(ladder.rungs) else _consult(history, ladder, prior)

@@ -1,7 +1,7 @@
-"""Describes how warm a function can be kept, the cost of keeping it so, and a plan for one idle period.
+"""Defines the rungs on which a function can be kept warm, the cost of each rung, and a plan for one idle period.
 
-The rungs of a ladder are numbered from 0 (READY: a worker holds everything) downwards. A rung has no name here: two
-measured figures describe it, its price in money per second, and the seconds until a function on it is READY.
+The rungs of a ladder are numbered from 0 (READY: a worker holds everything) downwards. A rung has no name here. Two
+measured figures describe it: its price in money per second, and the seconds until a function on it is READY.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias
 
 
 class Rung(NamedTuple):
-    """One rung: the price of holding it, in money per second, and the seconds until it is READY."""
+    """One rung: the price of holding it, in money per second, and the seconds from it to READY."""
 
     hold_per_s: float
     wake_s: float
@@ -31,8 +31,9 @@ class Step(NamedTuple):
 Plan: TypeAlias = tuple[Step, ...]
 """The rungs of one idle period, in the order of their offsets. The first offset is 0.
 
-A step down is instant. A step up is a prewarm: it takes the difference of the wake times, at the upper rung's price, and
-the next step up begins when it has ended. A step to the rung on which the function stands changes nothing.
+A step down is instant. A step up is a prewarm: it takes the difference of the wake times, and meanwhile the upper
+rung's price is paid. The next step up begins after its end. A step to the rung on which the function stands changes
+nothing.
 """
 
 
@@ -86,8 +87,9 @@ class Ladder:
             raise ValueError(f"the wake times of a ladder start with 0 and ascend, not {wakes}")
 
     def costs(self, burst_waits: Sequence[float] = ()) -> Costs:
-        """Return the costs. `burst_waits` has for each rung the total seconds that an arrival on it and later arrivals wait.
+        """Return the costs of the rungs.
 
+        `burst_waits` has for each rung the total seconds that an arrival on the rung, and the arrivals after it, wait.
         Without `burst_waits`, an arrival waits alone, for the rung's wake time.
         """
         holds = tuple(rung.hold_per_s for rung in self.rungs)
@@ -101,7 +103,7 @@ class Ladder:
 
 @dataclass(frozen=True)
 class Costs:
-    """The price of a second on each rung, the seconds until it is READY, and the cost of an arrival on it."""
+    """For each rung: the price of a second on it, the seconds from it to READY, and the cost of an arrival on it."""
 
     holds: tuple[float, ...]
     wakes: tuple[float, ...]
@@ -109,7 +111,7 @@ class Costs:
 
     @cached_property
     def ski_rental(self) -> Plan:
-        """The plan that stands at each time on the rung with the least penalty plus holding cost so far.
+        """The plan that stands at each time on the rung for which the penalty plus the holding cost so far is least.
 
         It costs at most twice the best rung in hindsight: the deterministic multi-slope ski rental of Lotker,
         Patt-Shamir and Rawitz, "Rent, lease or buy: randomized algorithms for multislope ski rental" (2008).
@@ -147,7 +149,7 @@ class Costs:
         return max(rung for rung, penalty in enumerate(self.penalties) if penalty == least)
 
     def _crossing(self, upper: int, lower: int) -> float:
-        """Return when the lower rung becomes the better one, in seconds from the start of the idle period."""
+        """Return when the lower rung becomes cheaper, in seconds from the start of the idle period."""
         saved = self.holds[upper] - self.holds[lower]
         if saved <= 0:
             return math.inf

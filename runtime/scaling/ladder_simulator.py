@@ -1,7 +1,7 @@
 """Replays the arrivals of one function on a ladder, on a simulated clock, under any keep-alive policy.
 
 The function has one worker, which runs any number of invocations at a time. An arrival on a lower rung waits until the
-worker is READY, and those that come meanwhile wait for the rest of that.
+worker is READY. Arrivals during this wake wait for the rest of it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .idle_distribution import SharedPrior
 from .keep_alive import History
 from .ladder import BurstWait, Ladder, Plan, Step, course
 
-# A caller notices a wait that is longer.
+# A caller notices a wait that is longer than this.
 FELT_S = 0.1
 
 
@@ -33,7 +33,7 @@ class KeepAlivePolicy(Protocol):
 
 
 class Learned:
-    """The policy of `keep_alive`, which learns as it goes."""
+    """The policy of `keep_alive`, which learns from each idle period."""
 
     def __init__(self, ladder: Ladder, shared: SharedPrior | None = None) -> None:
         self.history = History()
@@ -68,19 +68,19 @@ def timeout(timeout_s: float, rung: int) -> Plan:
 
 @dataclass(slots=True)
 class LadderRun:
-    """What a replay cost. The time in which invocations run is held under any policy and is not counted."""
+    """The cost of a replay. The time in which invocations run is left out, because any policy holds the worker then."""
 
     requests: int = 0
     held: float = 0.0
     """Money for holding rungs, in idle periods and while waking."""
     waited_s: float = 0.0
     felt: int = 0
-    """Requests that waited longer than FELT_S."""
+    """The number of requests that waited longer than FELT_S."""
     woken: int = 0
-    """Idle periods that ended below READY."""
+    """The number of idle periods that ended below READY."""
     periods: list[float] = field(default_factory=list)
     waits: list[float] = field(default_factory=list)
-    """The seconds that each request waited that had to."""
+    """The waiting time, in seconds, of each request that had to wait."""
     rung_s: list[float] = field(default_factory=list)
     """The seconds held on each rung, in idle periods and while waking."""
     busy_s: float = 0.0
@@ -103,9 +103,9 @@ class LadderRun:
 
 
 class BurstWaits:
-    """Sums what arrivals would have waited for wakes of `wake_s` seconds, knowing only those that have come.
+    """Sums the seconds that the arrivals so far would have waited for wakes of `wake_s` seconds.
 
-    A wake begins with each arrival that ends an idle period, on whatever rung it was, unless one is under way.
+    Each arrival that ends an idle period begins a wake, whatever the rung was, unless a wake is under way.
     """
 
     def __init__(self, wake_s: float) -> None:
@@ -114,7 +114,7 @@ class BurstWaits:
         self._sum = BurstWait()
 
     def arrive(self, arrival_s: float, *, ends_idle: bool) -> None:
-        """Add what an arrival would have waited for the wake under way or its own."""
+        """Add the time that an arrival would have waited for the wake under way, or for the wake that it begins."""
         waited_s, wakes = self._sum
         if ends_idle and arrival_s >= self._ready_s:
             self._ready_s = arrival_s + self._wake_s
@@ -122,13 +122,13 @@ class BurstWaits:
         self._sum = BurstWait(waited_s + max(0.0, self._ready_s - arrival_s), wakes)
 
     def take(self) -> BurstWait:
-        """Return the sum since the last call."""
+        """Return the sum since the last `take`."""
         taken, self._sum = self._sum, BurstWait()
         return taken
 
 
 class Replay:
-    """The replay of one function: give it to `run` alone, or take turns with others by `next_s`."""
+    """The replay of one function, alone (`run`), or in turns with other functions by `next_s` (`run_together`)."""
 
     def __init__(
         self, arrivals: Sequence[float], service_s: float, ladder: Ladder, policy: KeepAlivePolicy,
@@ -136,8 +136,8 @@ class Replay:
     ) -> None:  # fmt: skip
         """`arrivals` are ascending times in seconds. Each invocation runs for `service_s`.
 
-        Only after `quiet_s` without work has an idle period begun, and until then the worker stays. Its length counts
-        from the end of the work nevertheless.
+        An idle period begins only after `quiet_s` without work, and until then the worker stays. The length of the
+        period still counts from the end of the work.
         """
         self.result = LadderRun(len(arrivals), rung_s=[0.0] * len(ladder.rungs))
         self._arrivals, self._service_s, self._ladder, self._policy = arrivals, service_s, ladder, policy
@@ -154,7 +154,7 @@ class Replay:
         return self._arrivals[self._next] if self._next < len(self._arrivals) else None
 
     def step(self) -> None:
-        """Replay one idle period, its end, and the invocations until the next one begins."""
+        """Replay one idle period, the arrival that ends it, and the invocations until the next idle period begins."""
         arrival_s = self._arrivals[self._next]
         since_s, idle_s = self._idle_from_s - self._woken_at_s, arrival_s - self._idle_from_s
         plan = self._policy.plan(since_s)
@@ -181,7 +181,7 @@ class Replay:
         self.result.rung_s[rung] += seconds
 
     def _serve(self, wake_s: float) -> None:
-        """Serve the next arrival, and all others that come before the worker is idle again."""
+        """Serve the next arrival, and all later arrivals before the worker is idle again."""
         if self._next >= len(self._arrivals):
             return
         first = self._next
@@ -222,7 +222,7 @@ def run(replay: Replay) -> LadderRun:
 
 
 def run_together(replays: Sequence[Replay]) -> list[LadderRun]:
-    """Replay the functions of a node, whose idle periods end in the order of their times."""
+    """Replay the functions of a node together. Their idle periods are replayed in the order of their ends."""
     waiting = [(first_s, number) for number, one in enumerate(replays) if (first_s := one.next_s) is not None]
     waiting.sort(reverse=True)
     while waiting:

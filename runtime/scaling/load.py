@@ -1,12 +1,12 @@
-"""Proposes workers for the load of a revision, and keeps the workers that the load needed in its window.
+"""Proposes workers for the load of a revision, and keeps the workers that the load needed in the recent window.
 
-How long the waiting invocations will take is predicted from the time that their batches take. A worker is started
-if it would still have enough to do when it is awake. While it is not known how long invocations take, the number depends on
-the load (the waiting and the running invocations) divided by the concurrency of one worker, as in Knative's pod autoscaler.
-So it does for a load that lasts: that needs workers before it has to wait.
+The durations of batches predict how long the waiting invocations will take. A worker starts if enough work will be left
+for it when it is awake. While durations are unknown, the number of workers is the load (waiting and running
+invocations) divided by the concurrency of one worker, as in Knative's pod autoscaler. A lasting load gets workers by
+the same rule, so that they start before its invocations have to wait.
 
-A worker is stopped when the load of a whole window has not needed it, and the last one when there was no load for a
-time of its own. It does no I/O and reads no clock.
+A worker stops when the load has not needed it for a whole window. The last worker stops after a time without load,
+which has its own setting. It does no I/O and reads no clock.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from .scale_spec import ScaleSpec
 from .seen import Load, Seen
 from .table import Cap, Proposal, Rank
 
-# A load that lasts and is larger by this little counts as equal: it is a difference of large sums.
+# A lasting load that exceeds a number by at most this counts as equal, because it is a difference of large sums.
 ROUNDING = 1e-3
-# This share of a worker's load needs no further worker.
+# An excess of at most this share of one worker's load needs no further worker.
 HUNDREDTH = 0.01
-# The load should use at most this share of the workers' concurrency: above it one more worker is started,
-# before invocations have to wait.
+# The load should use at most this share of the workers' concurrency. Above this share, one more worker starts before
+# invocations have to wait.
 NEAR_LIMIT = 0.8
-# How often a load that is near the limit is checked again, while no event reports it.
+# A load near the limit is checked again after this time, because no event reports that it lasts.
 NEAR_CHECK_S = 1.0
-# While there is load, it is checked this often per window whether workers are not needed any more, but not more
-# often than every MIN_RECHECK_S: no event reports that the load has become less.
+# No event reports that the load has become less. So under load, the need for workers is checked CHECKS times per
+# window, but at most once every MIN_RECHECK_S.
 CHECKS = 4
 MIN_RECHECK_S = 1.0
 # The causes of these proposals.
@@ -52,7 +52,7 @@ def wanted(spec: ScaleSpec, seen: Seen) -> int:
 
 
 def _by_share(spec: ScaleSpec, load: float) -> int:
-    """Return how many workers a load needs that are to use their concurrency up to NEAR_LIMIT."""
+    """Return how many workers a load needs if each worker uses its concurrency up to NEAR_LIMIT."""
     # A load of one is typically a single caller, who sends requests in sequence. One worker is enough.
     if load <= 1 + ROUNDING:
         return math.ceil(min(load, 1))
@@ -62,11 +62,11 @@ def _by_share(spec: ScaleSpec, load: float) -> int:
 def _by_work(spec: ScaleSpec, seen: Seen, load: Load) -> int:
     """Return how many workers are needed to end the waiting invocations in time, and to carry the load that lasts."""
     running = math.ceil(seen.in_flight / spec.concurrency)
-    # The queue of a past burst is no load that lasts.
+    # The lasting load may still include the calls of a past burst, so the present calls bound it.
     need = max(running, _by_share(spec, min(load.lasting, seen.calls)))
     if not seen.queued:
         return need
-    # The work that is left when a worker that starts now is awake. All workers share it then.
+    # The work that will be left when a worker that starts now is awake. From then on, all workers share that work.
     ready = max(0.0, seen.ready - load.stuck)
     left_s = load.work_s - ready * load.wake_s - load.started_s
     sharing = math.ceil(max(0.0, left_s) / load.delay_s + min(load.stuck, seen.ready))
@@ -75,13 +75,13 @@ def _by_work(spec: ScaleSpec, seen: Seen, load: Load) -> int:
 
 
 def sufficient_load(spec: ScaleSpec, seen: Seen) -> float:
-    """Return the largest load for which the present workers suffice without another look; infinity if there are `max`."""
+    """Return the largest load for which the present workers suffice without a look; infinity if there are `max`."""
     if seen.awake >= spec.max:
         return math.inf
-    # Any load also needs the buffer. If only the buffer's workers are there, or fewer, no load suffices.
+    # Any load needs the workers of the buffer in addition. If there are no other workers, any load needs another look.
     enough = seen.awake - spec.buffer
     near = max(1.0, enough * spec.concurrency * NEAR_LIMIT) if enough > 0 else 0.0
-    # If it is not known whether a load near the limit lasts, the row names a time for another look.
+    # While it is unknown whether a load near the limit lasts, the row names a time for another look.
     lasting = seen.load is not None and not seen.queued and 0 < near < seen.in_flight
     return math.inf if lasting else near
 
@@ -90,7 +90,8 @@ def proposals(spec: ScaleSpec, seen: Seen, now_s: float) -> Iterator[Proposal]:
     """Yield the proposals of the load, of its recent past and of the owner."""
     if seen.calls:
         need = needed(spec, seen)
-        # The need is predicted for the workers that are awake. With fewer, it would grow while invocations wait.
+        # The predicted need counts on the awake workers. If one of them stopped while invocations wait, the need would
+        # grow.
         keep = max(1, need, seen.awake if seen.queued else 0)
         yield Proposal(Rank.LOAD, CALLS, need, keep, _next_check_s(spec, seen, now_s))
         if spec.buffer:
@@ -106,10 +107,10 @@ def proposals(spec: ScaleSpec, seen: Seen, now_s: float) -> Iterator[Proposal]:
 
 
 def caps(spec: ScaleSpec, seen: Seen, now_s: float) -> Iterator[Cap]:
-    """Yield the cap at the end of the idle time, which keeps only wanted workers, and the cap that parks workers without work."""
+    """Yield the cap after the idle timeout, which leaves only wanted workers, and the cap that parks idle workers."""
     if (zero_at_s := _zero_at_s(spec, seen)) is not None and zero_at_s <= now_s:
         yield Cap(IDLE_TIMEOUT, frozenset({Rank.KEEP}), held=0)
-    # With fewer workers that are awake, waiting invocations would take longer.
+    # No worker parks while invocations wait: with fewer awake workers, the invocations would take longer.
     if spec.park_after_s < math.inf and not seen.queued and (seen.idle_since_s or seen.parked):
         due_s = [since_s + spec.park_after_s for since_s in seen.idle_since_s]
         parked = sum(at_s <= now_s for at_s in due_s)
@@ -124,13 +125,13 @@ def caps(spec: ScaleSpec, seen: Seen, now_s: float) -> Iterator[Cap]:
 
 
 def _zero_at_s(spec: ScaleSpec, seen: Seen) -> float | None:
-    """Return when the last worker without work ends; None if there is load, or no such worker."""
+    """Return when the last idle worker ends; None if there is load, or no idle worker."""
     idle_since_s = (*seen.parked_since_s, *seen.idle_since_s)
     return None if seen.unfinished or not idle_since_s else max(idle_since_s) + spec.scale_to_zero_s
 
 
 def _next_check_s(spec: ScaleSpec, seen: Seen, now_s: float) -> float:
-    """Return when to look at the load again. No event reports that it has become less, or that it lasts."""
+    """Return when to look at the load again: no event reports that the load has become less, or that it lasts."""
     checks = list[float]()
     if seen.held > max(1, spec.min):
         checks.append(max(spec.scale_down_s / CHECKS, MIN_RECHECK_S))

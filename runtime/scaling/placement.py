@@ -12,7 +12,7 @@ from typing import NamedTuple, TypeAlias
 from ..settings.resources import Resources
 
 Holding: TypeAlias = Mapping[str, int]
-"""How much memory something holds of each GPU, by the GPU's id."""
+"""The memory that is held of each GPU, by the GPU's id."""
 
 
 class Gpu(NamedTuple):
@@ -24,7 +24,7 @@ class Gpu(NamedTuple):
 
     @property
     def slice(self) -> bool:
-        """True if it is a MIG slice. A process can use one of them, and no other GPU beside it."""
+        """True if it is a MIG slice. A process that uses a MIG slice can use no other GPU or slice."""
         return self.id.startswith("MIG-")
 
 
@@ -45,14 +45,14 @@ def need_of(resources: Resources) -> GpuNeed | None:
 
 
 def candidates(gpus: Iterable[Gpu], need: GpuNeed) -> list[Gpu]:
-    """Return the GPUs that one worker could use, if nothing else were there: several of them are no MIG slices."""
+    """Return the GPUs that one worker could use on an empty node. A worker with several GPUs can use no MIG slices."""
     return [gpu for gpu in gpus if gpu.memory_mb >= need.of(gpu) and not (gpu.slice and need.gpus > 1)]
 
 
 def place(gpus: Sequence[Gpu], held: Iterable[Holding], need: GpuNeed) -> Holding | None:
-    """Return where one more worker goes; None if there is no room.
+    """Return a holding for one more worker; None if there is no room.
 
-    It is where the least memory stays free (best fit), so that room for large workers stays in one piece.
+    Choose the GPUs on which the least memory stays free (best fit), so that room for large workers stays in one piece.
     """
     free = _free(gpus, held)
     fitting = [gpu for gpu in candidates(gpus, need) if free[gpu.id] >= need.of(gpu)]
@@ -63,7 +63,7 @@ def place(gpus: Sequence[Gpu], held: Iterable[Holding], need: GpuNeed) -> Holdin
 
 
 def fits(gpus: Sequence[Gpu], held: Iterable[Holding], wanted: Holding) -> bool:
-    """Return True if there is room for `wanted` on just these GPUs."""
+    """Return True if there is room for `wanted` on the GPUs that it names."""
     free = _free(gpus, held)
     return all(free[gpu] >= memory_mb for gpu, memory_mb in wanted.items())
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
-# How long a load has to last, as in Knative's panic window. The window's beginning is known to one of MARKS parts of it.
+# A load that lasts for this time is a lasting load, as with Knative's panic window. MARKS marks divide the window, so
+# its beginning is known only to one of MARKS parts.
 LASTING_S = 6.0
 MARKS = 12
-# The least addition for recently queued requests. A queued request shows that two callers are active at once: the requests of
-# a single caller that sends one after the other do not wait for each other.
+# Recently queued requests add at least this to the lasting load. A queued request shows that two callers are active at
+# once: if a single caller sends one request after the other, they do not wait for each other.
 QUEUED_CALL = 0.005
 
 
@@ -29,19 +30,19 @@ class RecentLoad:
     def __init__(self) -> None:
         self._marks: deque[_Mark] = deque()
         self._queued = self._low = self._emptied = self._admitted = 0
-        # When invocations were waiting last, and when the last one began to wait.
+        # The last time at which an invocation waited, and the last time at which an invocation began to wait.
         self._queued_s = self._joined_s = -LASTING_S
 
     def note(self, now_s: float, in_flight_s: float, queued: int, admitted: int, emptied: int) -> float:
         """Return the lasting load at `now_s`: the number of running and waiting invocations in the last LASTING_S seconds.
 
-        It is the mean number of running invocations plus the least number of waiting ones, which counts only up to the number
-        that joined the queue meanwhile. It is 0 while a burst ends: then workers are busy with queued invocations, and no
-        new ones join the queue.
+        It is the mean number of running invocations plus the least number of waiting invocations. The second number is
+        at most the number of invocations that joined the queue in that time. The lasting load is 0 while a burst ends:
+        then workers are busy with queued invocations, and no new invocations join the queue.
 
-        `in_flight_s` is the time that invocations have spent at workers, `admitted` the number that joined the queue, and
-        `emptied` the number of times that the queue became empty. Each of them is a total that is never reset. `queued`
-        invocations wait now.
+        `in_flight_s` is the time that invocations have spent at workers, `admitted` is the number of invocations that
+        joined the queue, and `emptied` is the number of times that the queue became empty. All three are totals that
+        are never reset. `queued` invocations wait now.
         """
         low = min(queued, self._queued) if emptied == self._emptied else 0
         if queued or emptied != self._emptied:

@@ -16,7 +16,7 @@ class RecentNeed:
         self._peaks: deque[tuple[float, int]] = deque()
 
     def note(self, now_s: float, workers: int) -> None:
-        """Remember that `workers` were wanted at `now_s` or shortly before. Without any, there is nothing to remember."""
+        """Remember that `workers` were wanted at `now_s` or shortly before. Ignore 0 workers."""
         if not workers:
             return
         peaks = self._peaks
@@ -25,13 +25,13 @@ class RecentNeed:
         peaks.append((now_s, workers))
 
     def peak(self, now_s: float, window_s: float) -> Peak:
-        """Return the largest number of the last `window_s` seconds."""
+        """Return the largest number that was wanted in the last `window_s` seconds."""
         return next(
             (Peak(workers, at_s + window_s) for at_s, workers in self._peaks if at_s + window_s > now_s),
             Peak(),
         )
 
     def forget(self, now_s: float, window_s: float) -> None:
-        """Forget what was needed before the last `window_s` seconds."""
+        """Forget the numbers that were wanted before the last `window_s` seconds."""
         while self._peaks and self._peaks[0][0] + window_s <= now_s:
             self._peaks.popleft()

@@ -15,7 +15,7 @@ from .seen import Seen
 from .table import EVERY, Cap, Proposal, Rank
 
 DEPLOY, ROLLOVER = "deploy", "rollover"
-# The proof of a deploy needs a worker also while the function may have none.
+# A deploy needs a worker for its proof, even while the function may have no worker.
 PROVEN = EVERY - {Rank.PROOF}
 
 
@@ -23,30 +23,30 @@ class Phase(StrEnum):
     """Where a revision is between its deploy and its end."""
 
     NEW = "new"
-    """It is made, and starts no worker yet."""
+    """It exists, but starts no worker yet."""
     PROVING = "proving"
     """It has to show that its workers start, before it replaces the live revision."""
     PROVEN = "proven"
-    """It has shown that, and is about to replace the live revision. Only workers stay that it needs then."""
+    """It has been proven, and is about to replace the live revision. It keeps only workers that it will need then."""
     LIVE = "live"
     RETIRING = "retiring"
     """It runs the accepted invocations, and accepts no more."""
 
 
 class RevisionState(NamedTuple):
-    """The state of a revision, beside its load."""
+    """The state of a revision, apart from its load."""
 
     phase: Phase = Phase.LIVE
     rollover: int = 0
-    """How many workers are wanted at the end of the proof: those of the revision that it replaces."""
+    """The number of workers wanted at the end of the proof: the number that the replaced revision has."""
     stopped: str = ""
-    """Why the function may have no worker, as "budget"; "" if it may."""
+    """The reason why the function may have no worker, such as "budget"; "" if it may have workers."""
     failures: int = 0
-    """Starts that have failed since a worker was ready."""
+    """The number of starts that have failed since a worker was last ready."""
     backoff_until_s: float = 0.0
-    """Until then, only callers cause a start after failed ones."""
+    """After failed starts, only waiting callers cause a start before this time."""
     open: bool = False
-    """True if so many starts have failed that callers cause none either before the backoff ends."""
+    """True if so many starts have failed that before the end of the backoff not even callers cause a start."""
     unexplained: bool = False
     """True after a failed start, until the fetcher or the parent of the process has reported the cause."""
 
@@ -55,7 +55,7 @@ NOTHING_WRONG = RevisionState()
 
 
 def proposals(state: RevisionState) -> Iterator[Proposal]:
-    """Yield the workers of a deploy: one that proves the revision, and those that its predecessor has."""
+    """Yield the proposals of a deploy: a worker that proves the revision, and the number that its predecessor has."""
     if state.phase is Phase.PROVING:
         yield Proposal(Rank.PROOF, DEPLOY, 1)
     if state.rollover and state.phase in (Phase.PROVING, Phase.PROVEN):
@@ -63,12 +63,12 @@ def proposals(state: RevisionState) -> Iterator[Proposal]:
 
 
 def caps(spec: ScaleSpec, seen: Seen, state: RevisionState, now_s: float) -> Iterator[Cap]:
-    """Yield what bounds the workers, whatever the load is."""
+    """Yield the caps that bound the workers whatever the load is."""
     yield Cap("max", EVERY, held=spec.max)
     if state.phase is Phase.PROVEN:
         yield Cap("proven", frozenset({Rank.KEEP}), held=0)
     if state.phase is Phase.RETIRING:
-        # Its own queue still runs.
+        # A retiring revision still runs the invocations of its own queue.
         yield Cap("retired", EVERY - {Rank.LOAD}, held=0)
     if state.stopped:
         yield Cap(state.stopped, PROVEN, held=0)

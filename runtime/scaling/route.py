@@ -1,4 +1,4 @@
-"""Makes plans of the rungs on which a function is to be at certain times."""
+"""Makes plans from the rungs on which a function should stand at certain times."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .ladder import Plan, Step
 
 
 class _Arrival(NamedTuple):
-    """The function leaves for `rung` at an offset, and is there at `reached_s`."""
+    """The function begins the step to `rung` at `offset_s`, and stands on it from `reached_s` on."""
 
     offset_s: float
     rung: int
@@ -25,9 +25,9 @@ class PlanRoute:
         self._stays = [_Arrival(0.0, rung, 0.0)]
 
     def reach(self, rung: int, at_s: float) -> None:
-        """Be on `rung` at `at_s`. A step up begins earlier, by the time that it takes.
+        """Stand on `rung` at `at_s`. A step up begins earlier, by the time that it takes.
 
-        A stay that would not have been reached before that is left out.
+        Leave out earlier stays that would not be reached before this step begins.
         """
         stays = self._stays
         while len(stays) > 1 and at_s - self._climb_s(rung) <= stays[-1].reached_s:
@@ -41,7 +41,7 @@ class PlanRoute:
 
     def plan(self) -> Plan:
         stays = list(self._stays)
-        # After the last bin no call is expected, so nothing would end a stay that begins with a climb there.
+        # No call is expected after the last bin. So no call would end a stay that begins there with a climb: drop it.
         while len(stays) > 1 and stays[-1].rung < stays[-2].rung:
             stays.pop()
         steps = [Step(0.0, stays[0].rung)]
@@ -50,7 +50,7 @@ class PlanRoute:
         return tuple(steps)
 
     def _stages(self, before: int, stay: _Arrival) -> Iterator[Step]:
-        """Yield the steps to a stay. A climb goes rung by rung: until one is reached, the next one is not paid."""
+        """Yield the steps to a stay. A climb goes rung by rung: a rung is not paid before the rung below is reached."""
         if stay.rung > before:
             yield Step(stay.offset_s, stay.rung)
         for rung in reversed(range(stay.rung, before)):
@@ -64,7 +64,7 @@ class PlanRoute:
 def clamped(plan: Plan, steady: Plan, lowest: int, wakes: Sequence[float]) -> Plan:
     """Return `plan` with each rung below `lowest` replaced by `lowest`, or by the rung of `steady` if that is lower.
 
-    `steady` has no steps up. A step up of the result is reached when that of `plan` is.
+    `steady` has no steps up. The result reaches the upper rung of a step up when `plan` does.
     """
     bold, usual = list(reached(plan, wakes)), list(reached(steady, wakes))
     route, rung = None, -1

@@ -1,4 +1,4 @@
-"""Makes a function's ladder from measurements: the memory that each rung holds, and the seconds from it to READY."""
+"""Makes a function's ladder from two measurements for each rung: the memory that it holds, and its seconds to READY."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ class RungFigures:
     """The measurements of one revision."""
 
     held_bytes: Mapping[RungName, float] = field(default_factory=lambda: MappingProxyType({}))
-    """The memory of all its processes on each rung, and of its fetched weights."""
+    """By rung, the memory of all its processes and of its fetched weights."""
     wakes_s: Mapping[RungName, tuple[float, ...]] = field(default_factory=lambda: MappingProxyType({}))
-    """The last seconds from each rung to READY, the newest last."""
+    """By rung, the latest measured times from the rung to READY, in seconds, the newest last."""
     build_s: float = 0.0
     """How long its zygote took to import and build the handler."""
     devices: float = 0.0
-    """GPUs that a worker holds, or shares of them."""
+    """The number of GPUs that a worker holds. A part of a GPU counts as its share."""
 
     def with_held(self, rung: RungName, held_bytes: float) -> RungFigures:
         return replace(self, held_bytes={**self.held_bytes, rung: held_bytes})

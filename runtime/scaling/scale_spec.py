@@ -5,18 +5,18 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-# The default window, as in Knative: workers that no moment of it needed are stopped.
+# The default window, as in Knative. A worker that was not needed at any time in the window stops.
 WINDOW_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class ScaleSpec:
-    """How many workers there may be, and for how long workers stay that are not needed."""
+    """The limits on the number of workers, and the times for which workers stay without being needed."""
 
     min: int = 0
     max: int = 4
     buffer: int = 0
-    """How many workers to have above the need while there is any load."""
+    """The number of workers in addition to the need, while there is any load."""
     concurrency: int = 1
     """The number of invocations that one worker runs at a time, in all its batches together."""
     scale_to_zero_s: float = 60.0

@@ -12,31 +12,31 @@ TARGET_S = 0.1
 
 
 class Load(NamedTuple):
-    """What the load will take, in seconds."""
+    """The predicted times of the load, in seconds."""
 
     work_s: float
     """How long one worker would take for all waiting invocations."""
     wake_s: float
     """How long the start of a worker takes; 0 if that is unknown."""
     started_s: float
-    """How long the starting workers have been starting, summed; each counts for at most `wake_s`."""
+    """The time for which workers have been starting, summed over all starting workers, at most `wake_s` for each."""
     stuck: float
-    """How many ready workers run calls that take much longer than usual. Their ends cannot be predicted."""
+    """The number of ready workers whose calls take much longer than usual. The ends of such calls are unpredictable."""
     lasting: float
-    """The number of running and waiting invocations that lasts (recent_load.py)."""
+    """The lasting load: a number of running and waiting invocations (recent_load.py)."""
 
     @property
     def delay_s(self) -> float:
-        """How long waiting invocations may take on workers that are awake."""
+        """If awake workers need longer than this for the waiting invocations, another worker is worth its start."""
         return max(self.wake_s, TARGET_S)
 
 
 class Peak(NamedTuple):
-    """The most workers that were needed at a time of a window that ends now."""
+    """The largest number of workers that was needed at any time in a window that ends now."""
 
     workers: int = 0
     until_s: float = math.inf
-    """When the peak leaves the window, if no more are needed."""
+    """When the peak leaves the window, unless this number of workers is needed again before."""
 
 
 NO_NEED = Peak()
@@ -51,17 +51,17 @@ class Seen:
     starting: int
     ready: int
     idle_since_s: tuple[float, ...] = ()
-    """One time for each ready worker without work, the earliest first."""
+    """For each ready worker without work, when its last work ended; the earliest first."""
     load: Load | None = None
-    """None while it is not known how long invocations take."""
+    """None while the duration of an invocation is unknown."""
     recent: Peak = NO_NEED
-    """The need of the last `scale_down_s` seconds."""
+    """The largest need of the last `scale_down_s` seconds."""
     parked_since_s: tuple[float, ...] = ()
-    """For each parked worker when its last work ended, the earliest first. `ready` does not count them."""
+    """For each parked worker, when its last work ended; the earliest first. `ready` does not count parked workers."""
     recent_awake: Peak = NO_NEED
-    """The need of the last `park_after_s` seconds."""
+    """The largest need of the last `park_after_s` seconds."""
     leaving: int = 0
-    """The invocations of workers that drain. They need no other worker, and `in_flight` does not count them."""
+    """The number of invocations at draining workers. They need no other worker. `in_flight` does not count them."""
 
     @property
     def calls(self) -> int:
@@ -77,7 +77,7 @@ class Seen:
 
     @property
     def awake(self) -> int:
-        """The workers that run invocations, or will without another decision."""
+        """The number of workers that are ready, or will be ready without another decision."""
         return self.ready + self.starting
 
     @property

@@ -1,9 +1,9 @@
-"""The desired state of a revision: what proposes workers, what caps them, and the row that follows from both.
+"""Defines the desired state of a revision: proposals of workers, caps on proposals, and the row that follows from both.
 
-Mechanisms yield proposals and caps. A proposal *wants* workers (missing ones start) and *keeps* workers (present ones stay). The
-band between both is the hysteresis: nothing else is remembered. A cap bounds the proposals of named ranks. `combine` takes
-minima and maxima only, so the order of mechanisms is irrelevant, and a cap never raises a number. It does no I/O and reads no
-clock.
+Mechanisms yield proposals and caps. A proposal *wants* a number of workers: missing workers start. It *keeps* a number
+of workers: present workers stay. The band between both numbers is the hysteresis, so no other state is remembered. A
+cap bounds the proposals of named ranks. `combine` takes minima and maxima only, so the order of mechanisms is
+irrelevant, and a cap never raises a number. It does no I/O and reads no clock.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class Proposal(NamedTuple):
     rank: Rank
     cause: str
     want: int = 0
-    """This number is to be awake. Parked workers wake and missing ones start."""
+    """This number of workers should be awake. Parked workers wake, and missing workers start."""
     keep: int = 0
-    """Up to this number may stay, awake or parked. It is at least `want`."""
+    """Up to this number of workers may stay, awake or parked. It is at least `want`."""
     until_s: float = math.inf
     """When the proposal changes although no event occurs."""
 
     def left(self, now_s: float) -> str:
-        """Return in words how long it lasts. The load is only looked at again then, and may last longer."""
+        """Return in words how long the proposal lasts; "" for the load, which may last longer than `until_s`."""
         return "" if self.rank is Rank.LOAD else _for_s(self.until_s - now_s)
 
 
@@ -60,11 +60,11 @@ class Cap(NamedTuple):
     held: float = math.inf
     """At most this number of workers stay."""
     awake: float = math.inf
-    """At most this number stay awake. More than that park, unless a proposal wants them awake."""
+    """At most this number of workers stay awake. The others park, unless a proposal wants them awake."""
     starts: float = math.inf
     """At most this number of further workers start."""
     until_s: float = math.inf
-    """When the cap changes although no event occurs. It counts if the cap refuses a start, or if it may park a worker."""
+    """When the cap changes although no event occurs. It counts if the cap refuses a start, or may park a worker."""
 
 
 class Row(NamedTuple):
@@ -72,9 +72,9 @@ class Row(NamedTuple):
 
     awake: int
     held: int
-    """The awake and the parked ones."""
+    """The number of workers that should be awake or parked."""
     wanted: tuple[Proposal, ...] = ()
-    """The proposals that want workers, as far as the caps leave them, the highest rank first."""
+    """The proposals that want workers, reduced by the caps, the highest rank first."""
     kept: tuple[Proposal, ...] = ()
     """The proposals that let more workers stay than they want, after the caps."""
     again_s: float = math.inf
@@ -82,11 +82,11 @@ class Row(NamedTuple):
     most: int = sys.maxsize
     """The number of workers that no proposal can exceed."""
     capped: str = ""
-    """The cause of the cap that cuts most of what a proposal wants; "" without such a cap."""
+    """The cause of the cap that refuses the most workers of a proposal; "" without such a cap."""
     refused: int = 0
-    """How many of the wanted workers that cap refuses."""
+    """The number of wanted workers that the cap `capped` refuses."""
     refused_until_s: float = math.inf
-    """When that cap ends although no event occurs."""
+    """When the cap `capped` ends although no event occurs."""
     parks: str = ""
     """The cause of the cap that lets workers park; "" without such a cap."""
 
@@ -99,21 +99,22 @@ class Row(NamedTuple):
         return wants
 
     def start(self, seen: Seen) -> int:
-        """How many workers are missing. Parked ones wake before others start."""
+        """Return the number of missing workers. Parked workers wake before other workers start."""
         return max(0, self.awake - seen.awake)
 
     def stop(self, seen: Seen) -> int:
-        """How many workers end: parked ones first, then ready ones. A worker that starts cannot be stopped.
+        """Return how many workers end: first parked workers, then ready workers. A starting worker cannot be stopped.
 
-        While workers are missing, parked ones wake first. The next look stops those that are left. No worker with calls ends in
-        place of one that starts: that one ends when it is ready.
+        While workers are missing, no worker ends: parked workers wake first, and the next look stops the parked workers
+        that are left. A worker with calls never ends in place of a starting worker: the starting worker ends when it is
+        ready.
         """
         surplus = 0 if self.start(seen) else seen.held - self.held
         free = seen.parked + len(seen.idle_since_s)
         return max(0, min(surplus, max(free, surplus - seen.starting), seen.ready + seen.parked))
 
     def park(self, seen: Seen) -> int:
-        """How many of the workers without work are parked, once `stop` have ended."""
+        """Return how many idle workers park after `stop` workers have ended."""
         if self.start(seen):
             return 0
         stopping = max(0, self.stop(seen) - seen.parked)
@@ -132,7 +133,7 @@ class Row(NamedTuple):
             yield f"{self.parks} lets them park"
 
     def causes(self, seen: Seen, start: int) -> Iterator[tuple[Proposal, int]]:
-        """Yield why the next `start` workers start: the proposal of the highest rank that wants each, and how many."""
+        """Yield why the next `start` workers start: the proposals by descending rank, each with a number of starts."""
         number, last = seen.awake, seen.awake + start
         for proposal in self.wanted:
             if (count := min(proposal.want, last) - number) > 0:
@@ -147,15 +148,15 @@ def _for_s(seconds: float) -> str:
 
 
 class _Bound(NamedTuple):
-    """What the caps leave of one proposal."""
+    """The bounds that the caps set for one proposal."""
 
     held: float
     awake: float
     starts: float
     until_s: float
-    """When a cap ends that cuts what the proposal wants."""
+    """When the first cap ends that refuses workers of the proposal."""
     cut: tuple[float, str, float]
-    """By how many workers, the cause of the cap that cuts most, and when that cap ends."""
+    """For the cap that refuses the most workers: their number, the cause of the cap, and the end of the cap."""
 
 
 NO_CUT = (0.0, "", math.inf)
@@ -216,7 +217,7 @@ def combine(proposals: Iterable[Proposal], caps: Iterable[Cap], seen: Seen) -> R
 
 
 def _strongest_first(proposals: list[Proposal]) -> tuple[Proposal, ...]:
-    """Return each proposal once, in an order that does not depend on that of the mechanisms."""
+    """Return each proposal once, in an order that does not depend on the order of the mechanisms."""
     if len(proposals) < 2:
         return tuple(proposals)
     return tuple(sorted(set(proposals), key=lambda one: (-one.rank, -one.want, -one.keep, *one[1:])))

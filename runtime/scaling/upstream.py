@@ -23,16 +23,16 @@ HORIZON_S = BOUNDS_S[-1]
 NEVER_READY = (0.0,) * len(BOUNDS_S)
 # The weight of earlier calls is multiplied by this at each call of the upstream function, because calling patterns change.
 DECAY = 1 - 1 / 32
-# Nothing is learned from fewer calls.
+# Fewer hits than this predict nothing.
 LEAST_HITS = 2.5
-# A window is kept open for this share of its last bound longer, and at least until LEAST_UNTIL_S.
+# A window stays open after its last bound for this share of that bound, and at least until LEAST_UNTIL_S.
 MARGIN = 0.25
 LEAST_UNTIL_S = 1.0
 # A function that was called within this time has a worker anyway, so its next call is no sample.
 SELDOM_S = 1.0
 # The largest numbers of upstream functions and of followers of one function. The pair with the fewest hits is dropped first.
 MOST_UPSTREAMS = MOST_FOLLOWERS = 16
-# A new upstream function is one of this many functions that were called last.
+# Only the last MOST_RECENT functions that were called can become new upstream functions.
 MOST_RECENT = 16
 
 
@@ -40,7 +40,7 @@ class ClimbCost(NamedTuple):
     """The cost of a worker that waits for a call, and the waiting cost that it saves."""
 
     hold_per_s: float
-    """The price of holding the worker, in money per second, less the price of the rung that is held anyway."""
+    """The price of holding the worker, in money per second, minus the price of the rung that is held anyway."""
     saved: float
     """The cost of a call without the worker, less its cost with the worker, in the same money."""
     wake_s: float
@@ -61,18 +61,19 @@ class Delays:
     """The delays of one function's calls after calls of another function. Older calls count less."""
 
     calls: float = 1.0
-    """The calls of the upstream function. The latest call counts before it is known whether a call follows it."""
+    """The number of calls of the upstream function. The latest call counts at once, before another call follows it."""
     hits: list[float] = field(default_factory=lambda: [0.0] * len(BOUNDS_S))
-    """The number of upstream calls that a call followed, by the bound of its delay."""
+    """By the bound of the delay, the number of upstream calls that a call of this function followed."""
 
     def note_call(self) -> None:
         """Note a call of the upstream function: a call may follow it from now on."""
         self.calls = self.calls * DECAY + 1
-        # All zeros are one object: most bounds have no hits, and there may be sixteen pairs for each of many functions.
+        # Most bounds have no hits, and each of many functions may have sixteen pairs. To save memory, all zeros are one
+        # object.
         self.hits = [hit * DECAY if hit else 0.0 for hit in self.hits]
 
     def note_hit(self, delay_s: float) -> None:
-        """Note that the latest call was followed. A delay beyond HORIZON_S is ignored."""
+        """Note that a call followed the latest upstream call after `delay_s`. Ignore a delay beyond HORIZON_S."""
         if delay_s <= HORIZON_S:
             self.hits[bisect.bisect_left(BOUNDS_S, delay_s)] += 1
 
@@ -88,15 +89,15 @@ class Delays:
     def best_window(self, cost: ClimbCost, ready_shares: Sequence[float] = NEVER_READY) -> Window | None:
         """Return the window with the largest gain; None if no window gains anything.
 
-        The search goes backwards from the last bin: a waiting worker goes on waiting while the calls that may still come are
-        worth it. `ready_shares` is the result of the function `ready_shares`. In these shares of the bins, the plan holds a
-        worker anyway, so a window neither gains nor costs anything there.
+        The search goes backwards from the last bin: a waiting worker goes on waiting while the calls that may still
+        come are worth its price. `ready_shares` is the result of the function `ready_shares`. In these shares of the
+        bins, the plan holds a worker anyway, so a window neither gains nor costs anything there.
         """
         if not self.known:
             return None
         share, hold, gain = 1 / self.calls, cost.hold_per_s, 0.0
         best_gain, first, last, stop = 0.0, -1, -1, len(BOUNDS_S) - 1
-        # The share of calls that have not been followed when a bin begins.
+        # The share of upstream calls that have not been followed before a bin begins.
         left = 1 - sum(self.hits) * share
         for index in reversed(range(len(BOUNDS_S))):
             met = self.hits[index] * share
@@ -116,7 +117,7 @@ class Delays:
 
 
 def ready_shares(plan: Plan, wakes: Sequence[float], elapsed_s: float) -> tuple[float, ...]:
-    """Return for each bin of delays the share in which `plan`, which began `elapsed_s` ago, holds READY."""
+    """For each bin of delays, return the share of the bin in which `plan`, which began `elapsed_s` ago, holds READY."""
     steps = [*reached(plan, wakes), Step(math.inf, 0)]
     held = [
         (step.offset_s - elapsed_s, following.offset_s - elapsed_s)
@@ -141,7 +142,7 @@ class Upstreams:
         self._followers: dict[str, set[str]] = {}
 
     def adopt(self, name: str, pairs: dict[str, Delays]) -> None:
-        """Start with the known pairs of a function, by upstream function. `pairs` itself is kept up to date."""
+        """Start with the known pairs of a function, by upstream function. Later calls change `pairs` in place."""
         self._pairs[name] = pairs
         for upstream in pairs:
             self._followers.setdefault(upstream, set()).add(name)
@@ -151,7 +152,7 @@ class Upstreams:
         before_s = self._last_s.pop(name, None)
         if before_s is None or now_s - before_s >= SELDOM_S:
             for upstream, called_s in list(self._recent(name, now_s)):
-                # Its call has not been followed yet.
+                # Only the first call of `name` after the upstream call counts as its follower.
                 if before_s is None or before_s < called_s:
                     self._pair(name, upstream).note_hit(now_s - called_s)
         for follower in self._followers.get(name, ()):
@@ -165,11 +166,11 @@ class Upstreams:
                 yield follower, delays
 
     def delays(self, name: str, upstream: str) -> Delays | None:
-        """Return the delays of a function after another; None if it was never called after it."""
+        """Return the delays of calls of `name` after calls of `upstream`; None if no call has followed."""
         return self._pairs.get(name, {}).get(upstream)
 
     def forget(self, name: str) -> None:
-        """Forget a function that is gone."""
+        """Forget a function that was deleted."""
         self._last_s.pop(name, None)
         for upstream in self._pairs.pop(name, {}):
             self._followers[upstream].discard(name)
@@ -177,7 +178,10 @@ class Upstreams:
             del self._pairs[follower][name]
 
     def _recent(self, name: str, now_s: float) -> Iterator[tuple[str, float]]:
-        """Yield the known upstream functions and the functions called last, with their times, if within HORIZON_S."""
+        """Yield the functions that may be upstream: known upstream functions, and the functions that were called last.
+
+        Each comes with the time of its last call. Leave out functions whose last call is longer ago than HORIZON_S.
+        """
         known = self._pairs.get(name, {})
         latest = itertools.islice(reversed(self._last_s), MOST_RECENT)
         for upstream in dict.fromkeys([*latest, *known]):
@@ -185,7 +189,7 @@ class Upstreams:
                 yield upstream, called_s
 
     def _pair(self, name: str, upstream: str) -> Delays:
-        """Return the delays of a pair. If the pair is new and there are too many, drop the pair with the fewest hits."""
+        """Return the delays of a pair. If it is new and pairs are too many, drop the pair with the fewest hits."""
         pairs = self._pairs.setdefault(name, {})
         if upstream not in pairs:
             followers = self._followers.setdefault(upstream, set())
