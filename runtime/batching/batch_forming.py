@@ -1,8 +1,8 @@
 """Decides when a batch starts: immediately, unless past arrivals show that waiting reduces the total latency.
 
-By default no slot stays free while items wait, as in Clipper (NSDI '17). But callers that send a new request
-after each response all send it shortly after their batch ended. Then the wait with the largest gain is
-chosen.
+By default no slot stays free while items wait, as in Clipper (NSDI '17). But if callers send a new request after each
+response, the new requests of a batch's callers all arrive shortly after the batch has ended. Then the next batch waits
+for them, for the time with the largest gain.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from bisect import bisect_right
 
 from .latency_curve import LatencyCurve
 
-# A wait is considered only if it should bring at least twice this number of items. A longer one is considered
-# only if it should bring at least this many items more than the last one considered.
+# A wait is considered only if at least twice this number of items is expected in it. A longer wait is considered only
+# if at least this number of additional items is expected, in comparison with the last wait considered.
 MIN_MORE = 0.25
 # The grid: let s be the seconds that one batch of two saves over two batches of one (see `saving`). Arrivals
 # are counted at STEPS points of time after the end of a batch: STEP * s, 2 * STEP * s, ... to 0.75 * s.
@@ -41,7 +41,7 @@ class ArrivalPattern:
         self._offsets.clear()
 
     def observe_arrival(self, now_s: float) -> None:
-        # The limit bounds the memory if many items arrive during a long batch.
+        # The limit on offsets bounds the memory if many items arrive during a long batch.
         if self.ended_s is not None and len(self._offsets) < 4 * self._size + 16:
             self._offsets.append(now_s - self.ended_s)
 
@@ -65,16 +65,16 @@ def wait_until(
 ) -> float:
     """Return the time until which to wait for more items, at most `slack_s` from now; `now_s` means not to wait.
 
-    Let n items wait (`queued`), and k more be expected within t seconds (`more`, `wait_s`). L is the median
-    of the latency curve. If the n items run now, they end after L(n), and the k items run after them and end
-    after L(n) + L(k). If all wait, they end after t + L(n+k). Waiting shortens the sum of all these times by
+    Let n items wait (`queued`), and let k further items be expected within t seconds (`more`, `wait_s`). L is the
+    median of the latency curve. If the n items run now, they end after L(n). The k items run after them, and end
+    after L(n) + L(k). If all items wait, they end after t + L(n+k). Waiting shortens the sum of the items' times by
     n (L(n) - t - L(n+k)) + k (L(n) + L(k) - t - L(n+k)). The t with the largest positive gain is chosen.
     """
     ended_s, expected = arrivals.ended_s, arrivals.expected()
     if queued >= max_batch or ended_s is None or not expected:
         return now_s
     step_s, elapsed_s = STEP * saving(curve), now_s - ended_s
-    # The step is zero if batches save nothing, or if rounding made it zero.
+    # A step of zero means that batches save nothing, or that rounding has made it zero.
     if step_s <= 0 or elapsed_s >= len(expected) * step_s:
         return now_s
     arrived = _interpolate(expected, elapsed_s / step_s)

@@ -1,9 +1,9 @@
 """Orders waiting items: first by priority, then by their tenants' served cost, then by deadline.
 
-Tenants share as with the virtual token counter (Sheng et al., OSDI '24): each tenant has a counter of the
-cost of its served items, and of the tenants with waiting items the one with the smallest counter is next.
-When an idle tenant returns, its counter is raised to the smallest of the others: it has no advantage from
-having been idle.
+Tenants share as with the virtual token counter (Sheng et al., OSDI '24). Each tenant has a counter of the cost of its
+served items. Among the tenants with waiting items, the tenant with the smallest counter is next. When an idle tenant
+returns, its counter is raised to the smallest counter of the other tenants, so that its idle time gives it no
+advantage.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class Waiting(Protocol):
 
 T = TypeVar("T", bound=Waiting)
 
-# A priority that is served before those of callers, which start at 1.
+# A priority that is served before the priorities of callers, which start at 1.
 FIRST = 0
-# If one priority has more tenants than this, the idle ones are forgotten.
+# If a priority has more tenants than this, its idle tenants are forgotten.
 MAX_TENANTS = 1024
 # A tenant's heap is rebuilt when it has more than 2 n + MAX_REMOVED entries, where n is the number of the
-# tenant's waiting items. The other entries are of removed items.
+# tenant's waiting items. The other entries belong to removed items.
 MAX_REMOVED = 64
 
 
@@ -68,7 +68,7 @@ class FairQueue(Generic[T]):
             self._classes[priority] = {name: kept for name, kept in tenants.items() if kept.items}
 
     def _active(self, priority: int) -> Iterator[_TenantQueue[T]]:
-        """Yield the queues of a priority's tenants that have waiting items."""
+        """Yield the queues of a priority that have waiting items, one queue for each tenant."""
         return (queue for queue in self._classes.get(priority, {}).values() if queue.items)
 
     def remove(self, item: T) -> bool:
@@ -83,7 +83,7 @@ class FairQueue(Generic[T]):
         return True
 
     def pop(self, cost: float = 1.0) -> T | None:
-        """Remove and return the next item, and charge its tenant `cost`. None if the queue is empty."""
+        """Remove and return the next item, and charge its tenant `cost`. Return None if the queue is empty."""
         for priority in sorted(self._classes):
             queue = min(self._active(priority), key=lambda queue: queue.served, default=None)
             if queue is not None:
@@ -96,7 +96,7 @@ class FairQueue(Generic[T]):
         return None
 
     def heads(self) -> list[T]:
-        """Return one item for each priority and tenant: the next one to be served."""
+        """For each priority and tenant, return the item that is served next."""
         return [queue.head() for priority in self._classes for queue in self._active(priority)]
 
     def count(self, tenant: str) -> int:
@@ -118,7 +118,7 @@ class FairQueue(Generic[T]):
         return min((item.deadline_s for item in self.heads()), default=math.inf)
 
     def ahead(self, tenant: str, priority: int) -> int:
-        """Estimate how many items are served before a new one that is the last of its tenant."""
+        """Estimate how many items are served before a new item, which is the last item of its tenant."""
         own = self._classes.get(priority, {}).get(tenant)
         own_count = len(own.items) if own is not None else 0
         more_urgent = (queue for other in self._classes if other < priority for queue in self._active(other))

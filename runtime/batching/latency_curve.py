@@ -1,7 +1,7 @@
 """Learns the latency curve L(n) of a revision: how many seconds its workers take for a batch of n items.
 
 Clipper (NSDI '17) and Clockwork (OSDI '20) predict from such profiles too. Here the curve consists of the
-median and the 95th percentile for each batch size. Isotonic regression makes both non-decreasing.
+median and the 95th percentile for each batch size. Isotonic regression makes both series non-decreasing.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import NamedTuple
 # The percentiles of a bucket are computed from its latest durations, at most this many. So the curve adapts
 # if a machine becomes slower.
 KEPT = 64
-# The curve is computed again after this many observations, and after each one in a bucket that has fewer.
+# The curve is computed again after this many observations, and after each observation in a bucket with fewer of them.
 RECOMPUTED_EVERY = 16
 # A loaded point counts as this many durations. Each new duration of its bucket replaces one of them.
 LOADED_WEIGHT = 32
@@ -42,7 +42,7 @@ class LatencyCurve:
         """The mean cost of an item, for example in tokens. A batch of n items has the size n x mean_cost."""
         self._buckets: defaultdict[int, _Bucket] = defaultdict(_Bucket)
         self.points: tuple[Point, ...] = ()
-        """The points by ascending size. No time of a larger size is below that of a smaller one."""
+        """The points by ascending size. With the size, the times stay equal or rise."""
         self._fresh = 0
         self.load(points)
 
@@ -94,8 +94,8 @@ class LatencyCurve:
         if size <= points[-1].size:
             right = bisect_left(points, (size,))
             return _interpolate(points[right - 1], points[right], size, column)
-        # Extrapolate from the first and the last point, because one odd point near the end then matters
-        # little. The medians may rise more than the 95th percentiles, but the bound must not be below them.
+        # Extrapolate from the first and the last point, so that one odd point near the end matters little. The
+        # medians may rise faster than the 95th percentiles, but the bound must not be below the medians.
         first, last = points[0], points[-1]
         found = max(last[column], _interpolate(first, last, size, column))
         return found if column == 1 else max(found, _interpolate(first, last, size, 1))
@@ -156,7 +156,7 @@ class _Bucket:
 
     def point(self) -> Point:
         latest, loaded = list(self._latest), self._loaded or Point(0.0, 0.0, 0.0)
-        # The loaded point stands in for each duration that is missing from LOADED_WEIGHT.
+        # If there are fewer than LOADED_WEIGHT durations, the loaded point stands in for each missing duration.
         missing = self.weight - len(latest)
         size = (self._size * len(latest) + loaded.size * missing) / self.weight
         p50_s = _percentile(latest + [loaded.p50_s] * missing, 0.5)
@@ -164,7 +164,7 @@ class _Bucket:
 
 
 def _percentile(durations: list[float], share: float) -> float:
-    """Return a percentile: never the largest duration, which may be an outlier, unless it is the only one."""
+    """Return a percentile. Unless there is only one duration, it is never the largest, which may be an outlier."""
     ascending = sorted(durations)
     rank = min(math.ceil(share * len(ascending)), max(len(ascending) - 1, 1)) if len(ascending) > 2 else 1
     return ascending[rank - 1]

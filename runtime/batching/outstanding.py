@@ -1,4 +1,4 @@
-"""Records which items one worker was sent and has not ended, in which order and in which batches."""
+"""Records the items that were sent to one worker and have not ended, with their order and their batches."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class BatchEnd(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class _SentBatch:
-    """A batch that a worker was sent."""
+    """A batch that was sent to a worker."""
 
     channels: set[int]
     """The channels of the items that have not ended."""
     size: int
     started_s: float
-    """0 while all slots of the worker are busy with earlier batches."""
+    """When the batch started; 0 while all slots of the worker are busy with earlier batches."""
     called_s: float
-    """When its present handler call started. A batch is split into several calls if one fails or is too large."""
+    """When its present handler call started. If a call fails or is too large, the batch is split into several calls."""
     _cost: float = 0.0
     _known: int = 0
 
@@ -50,7 +50,7 @@ class _SentBatch:
         self._known += cost > 0
 
     def end(self, now_s: float) -> BatchEnd:
-        """Return the totals of the batch. An item of unknown cost counts with the mean cost of the others."""
+        """Return the totals of the batch. An item of unknown cost counts with the mean cost of the other items."""
         seconds = now_s - self.started_s if self.started_s and self._cost else 0.0
         return BatchEnd(self.size, self._cost * self.size / max(1, self._known), seconds)
 
@@ -64,7 +64,7 @@ class Outstanding(Generic[T]):
         self.batching = batching
         self.busy_s = 0.0
         self._busy_since_s = 0.0
-        # The times at which items were added, less those at which they were removed, summed.
+        # The sum of the times at which items were added, minus the sum of the times at which items were removed.
         self._added_s = 0.0
         self._batches: list[_SentBatch] = []
         self._batch_of: dict[int, _SentBatch] = {}
@@ -79,7 +79,7 @@ class Outstanding(Generic[T]):
         return len(self._batches)
 
     def resize(self, slots: int, now_s: float) -> None:
-        """Set the number of slots. The oldest waiting items or batches start in slots that are new."""
+        """Set the number of slots. The oldest waiting items or batches start in the new slots."""
         self.slots = slots
         for batch in self._batches[:slots]:
             batch.start(now_s)
@@ -111,9 +111,9 @@ class Outstanding(Generic[T]):
         return channels
 
     def remove(self, channel: int, now_s: float, cost: float = 1.0) -> tuple[T | None, BatchEnd | None]:
-        """Remove and return an item, None if it is not here. Its `cost` is 0 if it failed.
+        """Remove an item and return it; None if it is not here. Its `cost` is 0 if it failed.
 
-        Also return a BatchEnd if it was the last item of its batch to end.
+        Also return a BatchEnd if all items of its batch have ended now.
         """
         item = self.calls.pop(channel, None)
         if self._waiting:
@@ -153,7 +153,7 @@ class Outstanding(Generic[T]):
             batch.called_s = now_s
 
     def running(self) -> set[int]:
-        """Return the channels that the worker may have started: those of the oldest items or batches."""
+        """Return the channels that the worker may have started: the channels of the oldest items or batches."""
         if not self.batching:
             return self.calls.keys() - self._waiting.keys()
         return {channel for batch in self._batches[: self.slots] for channel in batch.channels}
@@ -189,7 +189,7 @@ class Outstanding(Generic[T]):
         return self.busy_s + (now_s - self._busy_since_s if self.calls else 0.0)
 
     def load_s(self, now_s: float) -> float:
-        """Return the seconds for which the worker had each of its items so far, summed over the items."""
+        """Return the seconds that items have spent at the worker so far, summed over all items."""
         return len(self.calls) * now_s - self._added_s
 
     def overdue(self, before_s: float) -> float:
@@ -204,7 +204,7 @@ class Outstanding(Generic[T]):
     def expected_at(self, now_s: float, curve: LatencyCurve) -> float:
         """Return when a slot will be free, according to `curve`.
 
-        It is `now_s` if a slot is free, and in the past if an item or batch takes longer than predicted.
+        The time is `now_s` if a slot is free, and in the past if an item or batch takes longer than predicted.
         """
         if (self.batches if self.batching else len(self.calls)) < self.slots:
             return now_s

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-# If invocations take less than this, a worker prefetches as many as take this long together. It covers the
-# round trip to the gateway, during which the worker would be idle.
+# If an invocation takes less than this time, a worker prefetches invocations that together take this time. It covers
+# the round trip to the gateway, during which the worker would be idle.
 PREFETCH_S = 0.002
 # The largest number of prefetched invocations.
 MAX_PREFETCH = 32
 
 
 def window(slots: int, exec_s: float | None) -> int:
-    """Return how many invocations a worker asks for: `slots`, plus some to prefetch if they are short.
+    """Return how many invocations a worker asks for: `slots`, and a number to prefetch if invocations are short.
 
     `exec_s` is the mean duration of recent invocations, None before the first.
     """
-    # Longer invocations would wait at this worker while another one may be free.
+    # Longer invocations would wait at this worker while another worker may be free.
     if exec_s is None or exec_s >= PREFETCH_S:
         return slots
     fits = min(MAX_PREFETCH, int(PREFETCH_S / max(exec_s, 1e-6)))

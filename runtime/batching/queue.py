@@ -1,7 +1,7 @@
 """Admits or refuses the invocations that arrive for one revision, and selects the next batch. It does no I/O.
 
-Admission predicts when an invocation would end, and refuses it if that is after its deadline, as Clockwork
-(OSDI '20) does. `fair_queue.py` decides the order, and `batch_forming.py` decides when a batch starts.
+Admission predicts when an invocation would end, and refuses it if the predicted end is after its deadline, as
+Clockwork (OSDI '20) does. `fair_queue.py` decides the order, and `batch_forming.py` decides when a batch starts.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class Item(Waiting, Protocol):
 
     body: bytes
     patient: bool
-    """True for stored jobs: it may wait for any time, and is never refused because it would be late."""
+    """True for a stored job, which may wait for any time and is never refused as late."""
     timeout_s: float
     """The time from its arrival to its deadline."""
     max_batch: int
     """The size of the largest batch it may run in; 0 for no limit."""
     first: bool
-    """True once a reservation has put it before the items of all priorities."""
+    """True after a reservation has put it before the items of all priorities."""
 
     def mark_first(self) -> None: ...
 
@@ -46,7 +46,7 @@ T = TypeVar("T", bound=Item)
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """How many batches can run at a time on all workers, and when the next one can start."""
+    """How many batches can run at a time on all workers, and when the next batch can start."""
 
     count: int
     free_at_s: float
@@ -54,7 +54,7 @@ class Slots:
 
 @dataclass(frozen=True, slots=True)
 class Selection(Generic[T]):
-    """What the caller must do: run `batch`, refuse `refused`, and ask again at `wait_until_s`, if set."""
+    """The actions for the caller: run `batch`, refuse `refused`, and select again at `wait_until_s`, if set."""
 
     batch: list[T] = field(default_factory=list)
     refused: list[T] = field(default_factory=list)
@@ -68,17 +68,17 @@ class Queue(Generic[T]):
         self, name: str, *, max_batch: int, max_queue: int, max_bytes: int = MAX_QUEUE_BYTES,
         curve: LatencyCurve | None = None,
     ) -> None:  # fmt: skip
-        """`max_queue` and `max_bytes` are limits of the waiting items: their number, and their bodies."""
+        """`max_queue` limits the number of waiting items, and `max_bytes` the total size of their bodies."""
         self.curve = curve or LatencyCurve()
         self.max_batch = max_batch
         self.admitted = self.emptied = 0
-        """How many items were admitted, and how often the last waiting one left."""
+        """The number of items that were admitted, and the number of times that the queue became empty."""
         self._max_queue, self._max_bytes = max_queue, max_bytes
         self._name = name
         self._waiting: FairQueue[T] = FairQueue()
         self._arrivals = ArrivalPattern()
         self._reservations = Reservations()
-        # The number of waiting items that are first, and the size of the bodies of all.
+        # The number of waiting items that a reservation has put first, and the total size of all waiting bodies.
         self._first = self._bytes = 0
         # The mean number of seconds from the end of a batch until all its callers have their responses.
         self._response_s = 0.0
@@ -106,7 +106,7 @@ class Queue(Generic[T]):
         if len(self._waiting) >= self._max_queue and self._used_its_share(item.tenant, self._max_queue):
             waiting = f"{self._in_words()}; its limit is {self._max_queue} (max_queue)"
             raise self._full(waiting, "max_queue", now_s, slots)
-        # As with the number, one more is accepted below the limit, however large it is.
+        # As with the number of items, one more item is accepted below the limit, however large its body is.
         if self._bytes >= self._max_bytes and self._used_its_share(item.tenant, len(self._waiting)):
             waiting = f"{self._bytes >> 20} MiB of bodies waiting; its limit is {self._max_bytes >> 20} MiB (max_queue_bytes)"
             raise self._full(waiting, "max_queue_bytes", now_s, slots)
@@ -145,7 +145,7 @@ class Queue(Generic[T]):
         return QueueFull(f"Function {self._name!r} has {waiting}.", remedy=remedy, details=details)
 
     def _check(self, item: T, now_s: float, slots: Slots) -> bool:
-        """Return True if a reservation puts the item first. Raise Overloaded if it would end too late."""
+        """Return True if a reservation puts the item first. Raise Overloaded if the item would end too late."""
         reserved = self._reservations.use(item.tenant, item.body, now_s, item.timeout_s)
         if reserved and self._finish_s(self._first, now_s, slots) <= item.deadline_s:
             return True
@@ -155,9 +155,9 @@ class Queue(Generic[T]):
         return False
 
     def _finish_s(self, ahead: int, now_s: float, slots: Slots) -> float:
-        """Return when an item is expected to end that has `ahead` items before it."""
-        # A slot becomes free, then the full batches before it run, then its own. This uses the medians: with
-        # the 95th percentiles, many items would be refused that can end in time.
+        """Return when an item with `ahead` items before it is expected to end."""
+        # First a slot becomes free, then the full batches before the item run, and then its own batch. This uses the
+        # medians: with the 95th percentiles, many items that can end in time would be refused.
         rounds, own = divmod(ahead, self.max_batch * slots.count)
         start_s = max(now_s, slots.free_at_s) + rounds * self.curve.typical(self.max_batch)
         return start_s + self.curve.typical(min(self.max_batch, own + 1))
@@ -185,7 +185,7 @@ class Queue(Generic[T]):
         return min(MAX_RETRY_S, max(MIN_RETRY_S, self._drained_s(waiting, now_s, slots) - now_s))
 
     def requeue(self, item: T) -> None:
-        """Add an item again that was sent to a worker. It is not checked for its deadline or the limit."""
+        """Add an item again that was sent to a worker. Its deadline and the limits are not checked."""
         self._add(item)
 
     def remove(self, item: T) -> bool:
@@ -198,7 +198,7 @@ class Queue(Generic[T]):
     # -- the next batch
 
     def next_batch(self, start_s: float) -> Selection[T]:
-        """Return the batch for a slot that is free at `start_s`, or until when to wait for more items."""
+        """Return the batch for a slot that is free at `start_s`, or the time until which to wait for more items."""
         if not len(self._waiting):
             return Selection()
         if self.max_batch > 1 and (until_s := self._wait_until(start_s)) > start_s:
@@ -208,7 +208,7 @@ class Queue(Generic[T]):
 
     def _wait_until(self, now_s: float) -> float:
         queued = len(self._waiting)
-        # The slack of the most urgent item is computed for a batch that doubles while it waits.
+        # The slack of the most urgent item. During the wait, its batch may grow to twice its size.
         run_s = self.curve.bound(min(self.max_batch, 2 * queued)) + self._response_s
         slack_s = self._waiting.earliest_deadline_s() - now_s - run_s
         return wait_until(now_s, queued, self.max_batch, slack_s, self.curve, self._arrivals)
@@ -246,7 +246,8 @@ class Queue(Generic[T]):
     def _late(self, item: T, start_s: float, batch: int) -> bool:
         """Return True if an item should be dropped early, as in Nexus (SOSP '19).
 
-        It would be late in a batch of `batch` items that starts at `start_s`, and delay the others.
+        Such an item would be late in a batch of `batch` items that starts at `start_s`, and would delay the other
+        items.
         """
         if batch == 1 or item.patient or item.first:
             return False
@@ -266,6 +267,6 @@ class Queue(Generic[T]):
         self._response_s += SMOOTHING * (seconds - self._response_s)
 
     def charge(self, item: T, cost: float) -> None:
-        """Correct what the item's tenant was charged, the mean cost, to `cost`, the item's real cost."""
+        """Correct the charge of the item's tenant from the mean cost to `cost`, the real cost of the item."""
         priority = FIRST if item.first else item.priority
         self._waiting.charge(item.tenant, priority, cost - self.curve.mean_cost)

@@ -1,9 +1,9 @@
-"""Records reservations: a refused caller who retries when told to is served before new callers.
+"""Records reservations. A refused caller who retries at the time that Retry-After names is served before new callers.
 
 Without reservations, a caller that follows Retry-After during a long overload would do no better than a caller that
 retries at random. The tenant and a digest of the body identify a caller, so clients need no support for reservations.
-A reservation is not valid for a retry with a much longer timeout than the refused request had. Otherwise a caller
-could first send a request that is sure to be refused, and so be served earlier.
+A reservation is not valid for a retry with a much longer timeout than the refused request had. If it were, a caller
+could get served earlier by first sending a request that is sure to be refused.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_RESERVATIONS = 10_000
 
 @dataclass(frozen=True, order=True, slots=True)
 class _Reservation:
-    """One reservation. They are compared by their ends, then by their numbers."""
+    """One reservation. Reservations are compared by their ends, then by their numbers."""
 
     ends_s: float
     number: int
@@ -33,13 +33,13 @@ class _Reservation:
 
 
 class Reservations:
-    """The reservations that are not used yet, and when each is valid."""
+    """The unused reservations, and the time in which each is valid."""
 
     def __init__(self) -> None:
         # By number, in the order in which they were made. Reservations with the same key are used in this order too.
         self._open: dict[int, _Reservation] = {}
         self._by_key: dict[bytes, dict[int, _Reservation]] = {}
-        # A heap with the earliest end first. The entry of a used reservation stays until then.
+        # A heap with the earliest end first. The entry of a used reservation stays until the end of the reservation.
         self._ends: list[_Reservation] = []
         self._numbers = count()
 
@@ -56,7 +56,7 @@ class Reservations:
             self._ends = sorted(self._open.values())
 
     def use(self, tenant: str, body: bytes, now_s: float, timeout_s: float) -> bool:
-        """Use up a reservation of this caller that is valid now. Return False if there is none."""
+        """Use up a reservation of this caller that is valid now. Return False if there is no such reservation."""
         self._expire(now_s)
         key = _key(tenant, body) if self._open else b""
         while own := self._by_key.get(key):

@@ -85,10 +85,11 @@ def poisson(
 
 @dataclass(frozen=True, slots=True)
 class DurationModel:
-    """How long batches take: a mean for the size, times a random factor."""
+    """A model of the durations of batches: the mean for the size of a batch, times a random factor."""
 
     points: tuple[tuple[float, float], ...]
-    """(size, seconds): the mean is constant up to the first, and linear from then on, also after the last."""
+    """Points (size, seconds) of the mean. It is constant before the first point, linear between two points, and after
+    the last point it continues the last line."""
     noise: float = 0.05
     """The standard deviation of the factor, which has the mean 1."""
 
@@ -128,7 +129,7 @@ class SimulatedFunction:
 
 
 class SimulatedWorker:
-    """A worker. `_free_s` says for each slot when it will have run all the batches it was given."""
+    """A worker. For each slot, `_free_s` has the time at which the slot will have run all its batches."""
 
     def __init__(self, slots: int) -> None:
         self.outstanding: Outstanding[SimulatedAttempt] = Outstanding(slots, batching=True)
@@ -154,14 +155,14 @@ class Run:
 
 
 class Simulator:
-    """One run of calls at given times, and of further calls that their callers make after an outcome."""
+    """One run of calls at given times, and of the further calls that their callers make after an outcome."""
 
     def __init__(
         self, function: SimulatedFunction, *, curve: LatencyCurve | None = None,
         queue_type: type[Queue[SimulatedAttempt]] = Queue,
         next_call: Callable[[SimulatedAttempt], SimulatedCall | None] = lambda _attempt: None,
     ) -> None:  # fmt: skip
-        """`next_call` returns what an ended attempt's caller sends next: a retry, another call, or None."""
+        """`next_call` returns the next call of an ended attempt's caller: a retry, another call, or None."""
         curve = curve or function.curve()
         limits = {"max_batch": function.max_batch, "max_queue": function.max_queue}
         self.queue = queue_type("simulated", curve=curve, **limits)
