@@ -6,7 +6,8 @@ Start reading at `revision.py`. Each part owns its state, and commands the parts
       Dispatcher        has the queue and its timers; the only part that changes an invocation's state
         Deadlines       has a timer for each invocation
       Replicas          lists the workers; only the pool (`reconciling`) changes the list
-        Replica         has the link of one worker, and knows what was sent to it and has not ended
+        Replica         has the link of one worker, and knows which invocations the worker has not ended
 
-How many workers there are is decided and done in `reconciling`. This room must not know HTTP, jobs or what is deployed.
+`reconciling` decides how many workers there are, and starts and ends them. This room must not know about HTTP, jobs or
+deployments.
 """

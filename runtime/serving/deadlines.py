@@ -1,9 +1,9 @@
-"""Keeps a timer for each invocation, and has the errors of invocations whose time is over.
+"""Keeps a timer for each invocation, and makes the errors of invocations whose time is over.
 
-Nearly all invocations end long before their deadline, so it must be cheap to set and to cancel a timer. A
-time that is not soon is only an entry in a slot, as in a hierarchical timing wheel (Varghese and Lauck, SOSP
-'87): slots of one second for the next two minutes, wider ones after that. All slots share one timer of the
-event loop, which opens the first of them: its invocations move to narrower slots, or get their real timers.
+Nearly all invocations end long before their deadline, so setting and cancelling a timer must be cheap. A time that is
+not soon is only an entry in a slot, as in a hierarchical timing wheel (Varghese and Lauck, SOSP '87): slots of one
+second for the next two minutes, and wider slots after that. All slots share one timer of the event loop. When a slot
+opens, its invocations move to narrower slots, or get timers of their own.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from ...errors import ActivationTimeout, DeadlineExceeded
 from ..scaling.claims import ReachedLimit
 from .invocation import Invocation
 
-# An invocation that is due within this time gets its own timer. A later one waits in a slot, which opens
-# SOON_S / 2 to SOON_S before it is due.
+# An invocation that is due within this time gets its own timer. An invocation that is due later waits in a slot, which
+# opens SOON_S / 2 to SOON_S before the invocation is due.
 SOON_S = 2.0
-# The slots of each level are RATIO times as wide as the slots of the level before. A time is in a slot of the first level
+# The slots of each level are RATIO times as wide as the slots of the level before. A time goes into the first level
 # on which the time is less than 2 * RATIO slots away.
 RATIO = 64
 # Tolerance: a time at most this far in the future counts as reached, because timers may fire slightly early.
@@ -33,14 +33,14 @@ _Slot = dict[Invocation, float]
 class Deadlines:
     """The timers of invocations, at most one for each. `on_due` is called with an invocation that is due.
 
-    There are few slots, so empty ones stay until they open. But after `close` they and their timer go at once,
-    so that no timer keeps a retired revision in memory.
+    There are few slots, so empty slots stay until they open. But after `close`, empty slots and their timer are
+    removed at once, so that no timer keeps a retired revision in memory.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, on_due: Callable[[Invocation], None]) -> None:
         self._loop = loop
         self._on_due = on_due
-        # By the second at which a slot opens.
+        # The slots by the second at which each opens.
         self._slots: dict[int, _Slot] = {}
         self._timers: dict[Invocation, asyncio.TimerHandle | _Slot] = {}
         self._next: asyncio.TimerHandle | None = None
@@ -76,7 +76,7 @@ class Deadlines:
             timer.cancel()
 
     def close(self) -> None:
-        """Keep no timer of the event loop without an invocation. The timers that are set stay."""
+        """Drop empty slots now and later, so that only invocations keep timers of the event loop."""
         self._closed = True
         self._remove_empty()
 
@@ -100,7 +100,7 @@ class Deadlines:
         self._next, self._next_s = None, math.inf
 
     def _open(self) -> None:
-        """Set the invocations of the slots whose time has come again, and start the timer of the next slot."""
+        """Open the slots whose time has come: set their invocations again, and start the timer of the next slot."""
         self._next, self._next_s = None, math.inf
         now_s = time.monotonic()
         for second in [second for second in self._slots if second <= now_s + EARLY_S]:
@@ -147,9 +147,9 @@ def _all_taken(reached: ReachedLimit) -> _Taken:
 def deadline_exceeded(
     waited_s: float, reached: ReachedLimit | None = None, *, allowed_s: float | None = None
 ) -> DeadlineExceeded:
-    """Return the error of a late invocation. `reached` is the limit of workers, if it waited because of that.
+    """Return the error of a late invocation. `reached` is the limit of workers, if it made the invocation wait.
 
-    `allowed_s` is the function's limit, if the caller has set a shorter one.
+    `allowed_s` is the function's time limit, if the caller has set a shorter time limit.
     """
     if reached is not None:
         text, remedy = _all_taken(reached)
@@ -173,7 +173,10 @@ def execution_timeout(limit_s: float) -> DeadlineExceeded:
 def activation_timeout(
     function: str, waited_s: float, reached: ReachedLimit | None = None
 ) -> ActivationTimeout:
-    """Return the error of an invocation that waited for its hold time. `reached` is as for `deadline_exceeded`."""
+    """Return the error of an invocation that got no worker within its hold time.
+
+    `reached` has the same meaning as in `deadline_exceeded`.
+    """
     message = f"No worker of {function!r} was ready within the hold time ({waited_s:.1f} s)."
     if reached is not None:
         text, remedy = _all_taken(reached)

@@ -35,12 +35,12 @@ from .latency_curve_store import LatencyCurveStore
 from .replica import Replica
 from .replicas import Replicas
 
-# How many attempts an idempotent invocation has if its workers die.
+# The largest number of attempts of an idempotent invocation whose workers die.
 MAX_ATTEMPTS = 3
 # The weight of the latest activation in the mean time of an activation.
 SMOOTHING = 0.3
-# Without batches, the latency curve learns from one in this many invocations of a worker: their durations are
-# similar, and learning takes processor time.
+# Without batches, the latency curve learns from one in this many invocations of a worker, because their durations are
+# similar and learning takes processor time.
 OBSERVED_EVERY = 16
 # The median time in the handler is computed from this many of the latest observed times.
 KEPT = 31
@@ -59,7 +59,7 @@ class Policy:
     aggregates: bool = True
     """True if the output of a job is the list of all pieces of a streamed output."""
     owner: str = ""
-    """The id of the API key with which it was deployed; "" if no key was needed."""
+    """The id of the API key with which the function was deployed; "" if no key was needed."""
 
 
 class Dispatcher:
@@ -84,23 +84,23 @@ class Dispatcher:
         self._loop = asyncio.get_running_loop()
         self._deadlines = Deadlines(self._loop, self._on_due)
         self._batch_timer: asyncio.TimerHandle | None = None
-        # The latest observed times in the handler, and their median; 0 while there are none.
+        # The latest observed times in the handler, and their median; 0 before the first.
         self._exec_s: deque[float] = deque(maxlen=KEPT)
         self._each_s = 0.0
-        # The curve of earlier workers, until a worker of this revision is ready.
+        # The curve of earlier workers, which serves until a worker of this revision is ready.
         self._stored = LatencyCurve(curves.latest())
         self.activation_s = 0.0
         """The mean time of an activation; 0 until one is known."""
         self.given_up = 0
-        """How many invocations have failed because their time was up before a worker had started."""
+        """The number of invocations that have failed because their time was over before a worker had started."""
         self._closed = False
-        # The limit of workers of several functions, if more are wanted than it allows.
+        # The limit, shared with other functions, that keeps workers from starting; None without such a limit.
         self._limit: ReachedLimit | None = None
         self._refusal: Refusal | None = None
         self._fails_queued = True
 
     def note_limit(self, reached: ReachedLimit | None) -> None:
-        """Note that a limit keeps workers from starting; with None, that no limit does so any more."""
+        """Store the limit that now keeps workers from starting, or None if there is no such limit any more."""
         self._limit = reached
 
     def configure(self, policy: Policy) -> None:
@@ -109,9 +109,10 @@ class Dispatcher:
         self.queue.configure(max_batch=policy.max_batch, **limits)
 
     def bar(self, refusal: Refusal | None, *, queued: bool = True) -> None:
-        """Refuse what no worker is free for with the error that `refusal` returns, if it returns one. None ends that.
+        """Refuse invocations for which no worker is free with the error that `refusal` returns, if it returns an error.
 
-        Unless `queued` is False, invocations that wait already fail with it too.
+        If `refusal` is None, stop refusing. Unless `queued` is False, invocations that already wait fail with the
+        error.
         """
         self._refusal, self._fails_queued = refusal, queued
         if queued and (error := self._refused()) is not None:
@@ -121,7 +122,7 @@ class Dispatcher:
         return None if self._refusal is None else self._refusal()
 
     def close(self) -> None:
-        """Send nothing more. Fail the waiting invocations, and later those that exiting workers give back."""
+        """Stop sending. Fail the waiting invocations, and later the invocations that exiting workers give back."""
         self._closed = True
         self.fail_queued(self.retired())
         if self._batch_timer is not None:
@@ -155,20 +156,20 @@ class Dispatcher:
         return False
 
     def _slots(self, now_s: float) -> Slots:
-        """Return the slots of all workers, starting ones too. Without batches, each invocation needs one."""
+        """Return the slots of all workers, starting workers included. Without batches, each invocation needs a slot."""
         ready = self._replicas.ready
         at_once = self._at_once
         count = sum(replica.outstanding.slots for replica in ready) + at_once * self._replicas.starting
         if ready:
             curve = self.queue.curve
             return Slots(count, min(replica.outstanding.expected_at(now_s, curve) for replica in ready))
-        # The next slot should be free when the oldest activation has taken the mean time of an activation.
+        # A slot is expected to be free when the oldest activation has taken the mean time of an activation.
         asked_s = min((replica.activation.asked_s for replica in self._replicas), default=now_s)
         return Slots(max(count, at_once), max(now_s, asked_s + self.activation_s))
 
     @property
     def _curve(self) -> LatencyCurve:
-        """The latency curve of the present workers, or else the stored one."""
+        """The latency curve of the present workers, or else the stored curve."""
         return self.queue.curve if self.queue.curve.points else self._stored
 
     def work_s(self, waiting: int) -> float | None:
@@ -179,22 +180,22 @@ class Dispatcher:
         slots = [replica.outstanding.slots for replica in self._replicas.ready]
         at_once = min(slots) if slots else self._at_once
         if most == 1 and self._each_s:
-            # The curve has the way to the worker too, which takes long while many are sent.
+            # The times of the curve include the way to the worker, which is slow while many invocations are sent.
             return waiting * self._each_s / at_once
         full, rest = divmod(waiting, most)
         return (full * curve.typical(most) + (curve.typical(rest) if rest else 0.0)) / at_once
 
     def longest_s(self) -> float:
-        """Return how long an invocation or a full batch takes at most, but for one in twenty."""
+        """Return the time that 19 of 20 invocations, or full batches, do not exceed."""
         return self._curve.bound(self.queue.max_batch)
 
     @property
     def _at_once(self) -> int:
-        """How many invocations, or batches, a worker runs at a time that is not ready yet."""
+        """The number of invocations, or batches, that a starting worker will run at a time."""
         return max(1, self._policy.scale.concurrency // self._policy.max_batch)
 
     def requeue(self, invocation: Invocation) -> None:
-        """Queue an invocation again that its worker gave back or did not end."""
+        """Queue an invocation again, because its worker gave it back or did not end it."""
         if invocation.ended:
             self._deadlines.cancel(invocation)
             return
@@ -241,7 +242,7 @@ class Dispatcher:
     def cancel(self, invocation: Invocation, error: PilotflameError | None = None) -> None:
         """Remove an invocation from the queue, or cancel it at its worker.
 
-        It fails with `error`. Without an error its caller has disconnected, and `on_ended` is not called.
+        The invocation fails with `error`. If that is None, its caller has disconnected, and `on_ended` is not called.
         """
         if error is not None:
             self._fail(invocation, error)
@@ -251,7 +252,7 @@ class Dispatcher:
         self._remove(invocation)
 
     def _remove(self, invocation: Invocation) -> None:
-        """Remove an ended invocation from the queue, or cancel it at its worker, where it may go on for a while."""
+        """Remove an ended invocation from the queue, or cancel it at its worker, where it may still run for a while."""
         queued = self.queue.remove(invocation)
         replica = None if queued else self._replica_of(invocation)
         if replica is not None and replica.cancel(invocation):
@@ -272,7 +273,7 @@ class Dispatcher:
         self._end(invocation, error)
 
     def _end(self, invocation: Invocation, outcome: Output | PilotflameError) -> None:
-        """End an invocation and tell it, unless it has ended before. All outputs and errors come here."""
+        """End an invocation, unless it has ended before. All outputs and errors of invocations pass through here."""
         if invocation.ended:
             return
         timeline, error = invocation.timeline, outcome if isinstance(outcome, PilotflameError) else None
@@ -280,7 +281,7 @@ class Dispatcher:
             timeline.mark_responded(time.monotonic())
         invocation.end(outcome)
         if invocation.patient and isinstance(error, (RevisionRetired, FunctionStopped)):
-            # Its job goes back to the queue, and the attempt does not count.
+            # The job of the invocation goes back to the queue of jobs, and this attempt does not count.
             return
         self._on_ended(
             InvocationEnd(
@@ -314,7 +315,7 @@ class Dispatcher:
     def _late(
         self, invocation: Invocation, waited_s: float, reached: ReachedLimit | None = None
     ) -> DeadlineExceeded:
-        """Return the error of an invocation whose deadline has passed. `reached` is the limit that held it up."""
+        """Return the error of an invocation whose deadline has passed. `reached` is the limit that made it wait."""
         allowed_s = self._policy.settings.timeout_s
         by_caller = not invocation.patient and invocation.timeout_s < allowed_s
         return deadlines.deadline_exceeded(waited_s, reached, allowed_s=allowed_s if by_caller else None)
@@ -331,8 +332,8 @@ class Dispatcher:
         elif limit_s is None or now_s < invocation.execution_deadline_s - EARLY_S:
             self._deadlines.set(invocation, deadlines.limit_s(invocation, now_s), now_s)
         elif invocation.batch_size > 1:
-            # It is not known which invocation of the batch is the cause. Replace the worker: then each of them
-            # runs again, not in a batch. Until the other calls of the worker have ended, only its deadline limits it.
+            # Any invocation of the batch may be the cause. Replace the worker, so that each invocation runs again
+            # outside a batch. Until the other calls of the worker have ended, only its deadline limits this invocation.
             replica.replace(invocation)
             self._deadlines.set(invocation, invocation.deadline_s, now_s)
             self._on_left()
@@ -341,10 +342,11 @@ class Dispatcher:
             self._remove(invocation)
 
     def _check_stuck(self, invocation: Invocation, replica: Replica, now_s: float) -> None:
-        """Replace the worker if the handler call of an ended invocation is stuck. Otherwise check again when it may be.
+        """Replace the worker if the handler call of an ended invocation is stuck. Otherwise check again when it may be
+        stuck.
 
-        A caller who has gone, or whose deadline has passed, does not limit the call. It is stuck if it has taken longer
-        than the function allows, and `cancel_grace_s` more. In a batch, the callers who still wait limit it first.
+        A handler call may outlive its caller and the caller's deadline. It is stuck if it takes longer than the
+        function allows plus `cancel_grace_s`. If other callers of its batch still wait, their limits apply first.
         """
         settings, started_s = self._policy.settings, replica.started_s(invocation)
         limit_s = settings.execution_timeout_s or max(settings.timeout_s, invocation.execution_s or 0.0)
@@ -356,7 +358,7 @@ class Dispatcher:
             self._on_left()
 
     def restart_execution(self, invocations: list[Invocation]) -> None:
-        """Give the rest of a batch the whole time limits again, which are for each handler call."""
+        """Restart the time limits for the rest of a batch, because each handler call has the whole limits."""
         for invocation in invocations:
             self._on_due(invocation)
 
@@ -397,14 +399,14 @@ class Dispatcher:
         self.queue.observe_response(2 * (time.monotonic() - ended_s))
 
     def adopt(self, replica: Replica) -> None:
-        """Dispatch to a new ready worker. Load the curve it measured, or the stored one of its device."""
+        """Load the curve that a new ready worker has measured, or the stored curve of its device, and dispatch."""
         self.limit_batch()
         curve = self.queue.curve
         if replica.measured:
             curve.load(replica.measured)
         else:
-            # An activation in which the curve was measured took longer than later ones, which do not measure.
-            # So it does not count in the mean.
+            # An activation in which the curve is measured takes longer. So the mean counts only activations without a
+            # measurement.
             took_s = replica.activation.ready_s - replica.activation.asked_s
             self.activation_s += (SMOOTHING if self.activation_s else 1.0) * (took_s - self.activation_s)
             if replica.device != self._device:
@@ -413,12 +415,12 @@ class Dispatcher:
         self.dispatch()
 
     def limit_batch(self) -> None:
-        """Limit batches to the size that fits into the memory of every ready worker: each worker may get any batch."""
+        """Limit batches to the size that fits into the memory of every ready worker: any of them may get a batch."""
         limits = [replica.batch_limit for replica in self._replicas.ready if replica.batch_limit is not None]
         self.queue.configure(max_batch=max(1, min([self._policy.max_batch, *limits])))
 
     def recover(self, unstarted: list[Invocation], started: list[Invocation], cause: EndCause) -> None:
-        """Queue the unstarted invocations of a dead worker again. Repeat or fail those it had started."""
+        """Queue the unstarted invocations of a dead worker again. Repeat or fail its started invocations."""
         repeated = [invocation for invocation in started if self._may_repeat(invocation, cause)]
         for invocation in [*repeated, *unstarted]:
             self.requeue(invocation)
@@ -427,8 +429,8 @@ class Dispatcher:
     def _may_repeat(self, invocation: Invocation, cause: EndCause) -> bool:
         """Return True if an invocation whose worker died of `cause` may run again. Otherwise fail it."""
         harmless = self._policy.settings.idempotent and invocation.stream is None
-        # It is not known which invocation of a batch killed the worker. So each is repeated alone, also if it
-        # is not idempotent: after an error, batch handlers are called again with parts of the batch anyway.
+        # Any invocation of the batch may have killed the worker. So each is repeated alone, even if it is not
+        # idempotent: after an error, batch handlers are called again with parts of the batch anyway.
         if invocation.batch_size > 1 or (harmless and invocation.attempt < MAX_ATTEMPTS):
             invocation.mark_repeated()
             return True

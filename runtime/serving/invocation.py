@@ -25,7 +25,7 @@ class Output(NamedTuple):
 
 
 class Stream:
-    """The unread pieces of a streamed output. The worker's credit for more grows when pieces are consumed."""
+    """The unread pieces of a streamed output. When the reader has consumed pieces, the worker may send more pieces."""
 
     def __init__(self) -> None:
         self._pieces: list[bytes] = []
@@ -51,7 +51,7 @@ class Stream:
         self._arrived.set()
 
     async def take(self) -> list[bytes]:
-        """Wait for pieces, and return all that have arrived; [] at the end. If cancelled, none is lost."""
+        """Wait for pieces, and return all that have arrived; [] at the end. A cancelled wait loses no pieces."""
         while not self._pieces:
             if self._closed:
                 return []
@@ -79,9 +79,9 @@ class Invocation:
     _: KW_ONLY
     now_s: InitVar[float]
     deadline_s: float
-    """By when it must end; while it waits and `execution_s` is set, by when it must be sent."""
+    """When it must have ended. While it waits and `execution_s` is set: when it must have been sent."""
     hold_until_s: float
-    """It fails if it waits and no worker is ready at this time."""
+    """If it still waits at this time and no worker is ready, it fails."""
     content_type: str = ""
     accept: str = ""
     """The media types that the caller wants; "" for any."""
@@ -90,7 +90,7 @@ class Invocation:
     extra: Mapping[str, Any] | None = None
     """Data that the handler can read from `context.extra`. It must be possible to encode it as JSON."""
     execution_s: float | None = None
-    """Only for stored jobs: how many seconds it has to end after it was sent. It is never refused as late."""
+    """Only for stored jobs: the seconds in which it must end after it was sent. A job is never refused as late."""
     tenant: str = ""
     """The tenant of the caller. The queue shares the workers fairly between tenants."""
     priority: int = NORMAL
@@ -118,7 +118,7 @@ class Invocation:
     max_batch: int = field(init=False, default=0)
     """The size of the largest batch it may run in; 0 for no limit."""
     first: bool = field(init=False, default=False)
-    """True once a reservation has put it before the invocations of all priorities."""
+    """True after a reservation has put it before the invocations of all priorities."""
     batch_size: int = field(init=False, default=1)
     """The number of invocations that were sent to its worker in one batch, itself included."""
     worker: str = field(init=False, default="")
@@ -173,7 +173,7 @@ class Invocation:
             self.deadline_s = now_s + self.execution_s
 
     def limit_execution(self, started_s: float, limit_s: float | None) -> None:
-        """Its present handler call started at `started_s`, and may take `limit_s`. A job's own limit counts from then too."""
+        """Its present handler call started at `started_s` and may take `limit_s`. `execution_s` counts from then on."""
         self.execution_deadline_s = math.inf if limit_s is None else started_s + limit_s
         if self.execution_s is not None:
             self.deadline_s = started_s + self.execution_s
@@ -206,7 +206,7 @@ class Invocation:
             self.output.set_result(outcome)
         else:
             self.output.set_exception(outcome)
-            # Mark it as retrieved: if the caller has gone, asyncio must not warn about it.
+            # Mark the exception as retrieved, so that asyncio does not warn about it if the caller has gone.
             self.output.exception()
         if self.on_end is not None:
             self.on_end()

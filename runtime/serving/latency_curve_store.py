@@ -1,4 +1,4 @@
-"""Stores latency curves on disk: how fast a handler's code is with its weights, for each device."""
+"""Stores latency curves on disk. A curve shows how fast a handler's code is with its weights on a device."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FORMAT = TypeAdapter(dict[str, list[Point]])
 
 
 class LatencyCurveStore:
-    """The curves of one code with its snapshots, in one JSON file. `open` and `write` do blocking I/O."""
+    """The curves of one version of the code with its snapshots, in a JSON file. `open` and `write` do blocking I/O."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -55,11 +55,11 @@ class LatencyCurveStore:
         return self._curves.get(device, ())
 
     def latest(self) -> Sequence[Point]:
-        """Return the points that were stored last, on whatever device."""
+        """Return the points that were stored last, whatever their device is."""
         return next(reversed(self._curves.values()), ())
 
     def differs(self, device: str, points: Sequence[Point]) -> bool:
-        """Return True if the points differ from the stored ones by enough to write them."""
+        """Return True if the points differ enough from the stored points to be written."""
         stored = self.of_device(device)
         return len(stored) != len(points) or any(
             abs(new.p50_s - old.p50_s) > max(MIN_CHANGE_S, MIN_CHANGE * old.p50_s)
@@ -69,7 +69,7 @@ class LatencyCurveStore:
     def write(self, device: str, points: Sequence[Point]) -> None:
         """Store the points of a device. If they cannot be written to disk, they are kept in memory only."""
         with self._lock, contextlib.suppress(OSError, SnapshotError):
-            # `latest` relies on the order.
+            # Move the device to the end: `latest` returns the last entry.
             self._curves.pop(device, None)
             self._curves[device] = list(points)
             self._path.parent.mkdir(parents=True, exist_ok=True)

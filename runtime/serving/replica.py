@@ -22,7 +22,7 @@ START_TIMEOUT_S = 900.0
 # A worker is killed if it has not exited this long after it reported a failed start, or after it ended its last
 # invocation while it drains. `teardown` runs in this time.
 EXIT_TIMEOUT_S = 30.0
-# The timing of an invocation that failed or was given back, which the worker does not measure: a cost of 0.
+# The worker does not measure invocations that fail or are given back. So they count with this timing and a cost of 0.
 UNKNOWN = Timing(0.0, 0.0, 1, 0.0)
 
 
@@ -30,7 +30,7 @@ class ReplicaState(enum.StrEnum):
     RESTORING = "restoring"
     READY = "ready"
     PARKED = "parked"
-    """Its weights have given the memory of their devices back. It has no invocations, and wakes faster than one starts."""
+    """Its weights have given back their device memory. It has no invocations, and wakes faster than a worker starts."""
     DRAINING = "draining"
     DEAD = "dead"
 
@@ -42,7 +42,7 @@ class CallEvents(Protocol):
         self, replica: Replica, invocation: Invocation, outcome: Output | PilotflameError,
         timing: WorkerTiming, now_s: float, batch: BatchEnd | None,
     ) -> None:  # fmt: skip
-        """A worker ended an invocation. `batch` is set if it was the last invocation of its batch to end."""
+        """A worker ended an invocation. `batch` is set if the whole batch of the invocation has now ended."""
 
     def on_returned(self, invocation: Invocation) -> None:
         """A worker gave back an invocation that it has not started."""
@@ -55,18 +55,18 @@ class CallEvents(Protocol):
 
 
 class WorkerEvents(Protocol):
-    """The events of workers that replicas report to the room that decides about workers."""
+    """The events of workers that replicas report to `reconciling`, which decides about workers."""
 
     def on_ready(self, replica: Replica) -> None: ...
     def on_start_failed(self, error: PilotflameError) -> None: ...
     def on_leaving(self, replica: Replica) -> None:
-        """A worker has begun to drain without an order, and takes no more invocations."""
+        """A worker has begun to drain on its own decision, and takes no more invocations."""
 
     def on_parked(self, replica: Replica, freed_bytes: int, reserved: list[int]) -> None:
-        """A worker has given memory of devices back. `reserved` has the bytes that torch's allocator keeps of each of its GPUs."""
+        """A worker has given back device memory. `reserved` has the bytes that torch's allocator keeps of each GPU."""
 
     def on_lost(self, replica: Replica, unstarted: list[Invocation], started: list[Invocation]) -> None:
-        """A worker's link is closed. It had started, or may have started, the `started` invocations."""
+        """A worker's link is closed. The worker had started, or may have started, the `started` invocations."""
 
 
 class Replica:
@@ -78,7 +78,7 @@ class Replica:
     ) -> None:  # fmt: skip
         """If `measure` and the handler has examples, the worker first measures its latency curve.
 
-        `weights_s` is how long fetched weights may still take to arrive. The start may take that much longer.
+        `weights_s` is the time that fetched weights may still take to arrive. The start may take longer by this time.
         """
         self.child, self.name, self.activation = child, child.name, activation
         self.state = ReplicaState.RESTORING
@@ -86,7 +86,7 @@ class Replica:
         self.idle_since_s = time.monotonic()
         self.completed = 0
         self.window = 0
-        """How many invocations it may have at a time. If the handler takes batches: how many batches."""
+        """The number of invocations (batches, if the handler takes batches) that it may have at a time."""
         self.batch_limit: int | None = None
         """The largest batch that fits into the worker's memory; None until the worker has reported a limit."""
         self.reported_failure = False
@@ -95,18 +95,18 @@ class Replica:
         self.measured: list[Point] = []
         """The latency curve that it measured before it was ready."""
         self.left = False
-        """True if its end was to be expected: it drained."""
+        """True if the worker drained before its end, so that the end was expected."""
         self.parks = 0
-        """How many times it was asked to park."""
+        """The number of PARK frames that were sent to it."""
         self._parked_since_s = self._past_parked_s = 0.0
         self._park_timer: asyncio.TimerHandle | None = None
         self._calls, self._events = calls, events
-        # The channels of invocations whose handler call does not end.
+        # The channels of invocations whose handler call has not ended in time.
         self._stuck: set[int] = set()
         # The channels of invocations whose printed lines are captured.
         self._recorded: set[int] = set()
         start_timeout_s += weights_s or 0.0
-        # Otherwise a worker that hangs while it starts would count as starting for ever.
+        # Without this limit, a worker that hangs while it starts would count as starting for ever.
         late = f"it was not ready after {start_timeout_s:.0f} s"
         self._start_timer = asyncio.get_running_loop().call_later(start_timeout_s, child.kill_stuck, late)
         child.link.bind(self._on_frame, self._on_lost)
@@ -120,7 +120,7 @@ class Replica:
 
     @property
     def uses_device(self) -> bool:
-        """True if it has reported another device than the host."""
+        """True if it has reported a device other than the host."""
         return self.device.partition(" ")[0] not in {"", "cpu"}
 
     @property
@@ -129,24 +129,24 @@ class Replica:
 
     @property
     def credit(self) -> int:
-        """How many more invocations it may be sent now. If the handler takes batches: how many batches."""
+        """The number of further invocations (batches, if the handler takes batches) that may be sent to it now."""
         return self.window - self.load if self.state is ReplicaState.READY else 0
 
     @property
     def prefetches(self) -> bool:
-        """True if it asks for more invocations than it can run, as they are short (batching/prefetch.py)."""
+        """True if it asks for more invocations than it can run, because they are short (batching/prefetch.py)."""
         return self.window > self.outstanding.slots
 
     @property
     def can_prefetch(self) -> bool:
-        """True if it prefetches, and may be sent an invocation now."""
+        """True if it prefetches, and another invocation may be sent to it now."""
         outstanding = self.outstanding
         return self.state is ReplicaState.READY and outstanding.slots < self.window > len(outstanding.calls)
 
     # -- commands
 
     def send(self, invocations: list[Invocation], now_s: float) -> None:
-        """Send one batch of invocations. If the handler takes no batches, it must be one invocation."""
+        """Send one batch of invocations. If the handler takes no batches, the batch must be one invocation."""
         link = self.child.link
         if not self.outstanding.batching:
             for invocation in invocations:
@@ -163,12 +163,12 @@ class Replica:
                 self._record(channel, invocation)
             head = invocation.head(now_s, len(channels) - place)
             link.send_json(FrameKind.INVOKE, channel, head, invocation.body)
-        # Send now. Otherwise the frames would be sent at the end of this iteration of the event loop, after
-        # the responses of the last batch.
+        # Without this flush, the frames would be sent at the end of this iteration of the event loop, after the
+        # responses of the last batch.
         link.flush()
 
     def _record(self, channel: int, invocation: Invocation) -> None:
-        """Capture what an invocation prints, if it wants that. Others share the worker with it from now on."""
+        """Capture the lines that an invocation prints, if it has a `capture`. Else note that it shares the worker."""
         if (output := self.child.output) is None:
             return
         if invocation.capture is None:
@@ -183,9 +183,9 @@ class Replica:
             self.child.link.send_json(FrameKind.MORE, channel, {"count": count})
 
     def cancel(self, invocation: Invocation) -> bool:
-        """Tell the worker that the caller of an invocation has left. Return False if the worker has ended it.
+        """Tell the worker that the caller of an invocation has left. The handler call may still go on.
 
-        Otherwise its handler call may go on.
+        Return False if the worker has already ended the invocation.
         """
         if (channel := self.outstanding.channel_of(invocation)) is None:
             return False
@@ -198,16 +198,16 @@ class Replica:
         return self.outstanding.started_s(channel) if channel is not None else None
 
     def awaited(self, invocation: Invocation) -> bool:
-        """Return True if a caller waits for an invocation, or for another of its batch."""
+        """Return True if a caller waits for an invocation, or for another invocation of its batch."""
         if (channel := self.outstanding.channel_of(invocation)) is None:
             return False
         calls = self.outstanding.calls
         return any(not calls[peer].ended for peer in self.outstanding.batch_of(channel))
 
     def replace(self, invocation: Invocation) -> None:
-        """Drain the worker, because a handler call does not end. Kill it once it runs only such calls.
+        """Drain the worker, because a handler call does not end. Kill the worker once it runs only such calls.
 
-        Its other calls may go on: each of them ends, or does not end within its own limit and is reported here too.
+        Its other calls may go on. Each of them ends, or exceeds its own limit and is then reported here too.
         """
         if (channel := self.outstanding.channel_of(invocation)) is None:
             return
@@ -221,7 +221,7 @@ class Replica:
             self.child.kill_stuck("a call of the handler did not end in time")
 
     def park(self, now_s: float) -> None:
-        """Have a ready worker without invocations give the memory of its devices back."""
+        """Have a ready worker without invocations give back its device memory."""
         self.state, self._parked_since_s = ReplicaState.PARKED, now_s
         self.parks += 1
         self.child.link.send(FrameKind.PARK, self.parks)
@@ -229,7 +229,7 @@ class Replica:
         self._park_timer = asyncio.get_running_loop().call_later(EXIT_TIMEOUT_S, self.child.kill_stuck, late)
 
     def wake(self, now_s: float) -> None:
-        """Have a parked worker bring its weights back. It may be sent invocations at once."""
+        """Have a parked worker bring its weights back. Invocations may be sent to it at once."""
         # If the worker has not begun to park yet, it does not park, and sends no PARKED.
         self._drop_park_timer()
         self._past_parked_s, self.state = self.parked_s(now_s), ReplicaState.READY
@@ -243,7 +243,7 @@ class Replica:
     def drain(self, kill_after_s: float | None) -> None:
         """Ask the worker to end its invocations and to exit. Kill it if it still runs after `kill_after_s`.
 
-        If that is None, it may run until its last invocation has ended, which deadlines limit.
+        If `kill_after_s` is None, the worker may run until its last invocation has ended, which deadlines limit.
         """
         if self.state is not ReplicaState.DEAD:
             self._leave_parked()
@@ -288,7 +288,7 @@ class Replica:
             self._on_control(kind, frame.json())
 
     def _on_end(self, channel: int, outcome: Output | PilotflameError | None, timing: WorkerTiming) -> None:
-        """Remove an invocation, and report its end. `outcome` is None if the worker gave it back."""
+        """Remove an invocation, and report its end. `outcome` is None if the worker gave the invocation back."""
         now_s = time.monotonic()
         if channel in self._recorded:
             self._recorded.discard(channel)
@@ -331,7 +331,7 @@ class Replica:
                 self._leave_parked()
                 self.state = ReplicaState.DRAINING
                 self.child.link.send(FrameKind.DRAIN)
-                # Otherwise it may run until its last invocation has ended, which deadlines limit.
+                # A worker with invocations may run until the last of them has ended, which deadlines limit.
                 if not self.outstanding.calls:
                     self.child.kill_after(EXIT_TIMEOUT_S)
                 self._events.on_leaving(self)
@@ -356,7 +356,8 @@ class Replica:
         self.activation.mark_context(Transfer(made_s, made_s + context["took_s"]))
 
     def _on_parked(self, frame: Frame) -> None:
-        # If it was woken and parked again meanwhile, only the answer to the last PARK tells that the memory is free.
+        # If the worker was woken and parked again meanwhile, only the answer to the last PARK shows that its memory is
+        # free.
         if self.state is not ReplicaState.PARKED or frame.channel == self.parks:
             self._drop_park_timer()
             head = frame.json()
@@ -397,9 +398,9 @@ class Replica:
         self._start_timer.cancel()
         self._drop_park_timer()
         if self.child.output is not None:
-            # Its last words came before the end of its link.
+            # Read the last lines that the worker printed before its link ended.
             self.child.output.drain()
-        # A worker without a link is useless, even if its process still runs. A draining one exits by itself.
+        # A worker without a link is useless, even if its process still runs. A draining worker exits by itself.
         self.left = self.state is ReplicaState.DRAINING and not self.reported_failure
         if self.state is not ReplicaState.DRAINING:
             self.child.kill()

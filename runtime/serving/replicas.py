@@ -1,4 +1,4 @@
-"""Lists the replicas of one revision. The dispatcher only reads it; the pool (reconciling/pool.py) changes it."""
+"""Lists the replicas of one revision. The dispatcher reads the list; only the pool (reconciling/pool.py) changes it."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from .replica import Replica, ReplicaState
 
 
 class Replicas:
-    """The replicas of one revision, without those that have ended."""
+    """The replicas of one revision whose workers have not ended."""
 
     def __init__(self) -> None:
         self._present: list[Replica] = []
         # The start time of each worker that is being forked.
         self._asked: list[float] = []
         self._past_completed = 0
-        # Where the last invocation went.
+        # The worker to which the last invocation was sent.
         self._last: Replica | None = None
 
     def __iter__(self) -> Iterator[Replica]:
@@ -51,13 +51,13 @@ class Replicas:
 
     @property
     def held(self) -> int:
-        """The number of workers, with the workers that are being forked."""
+        """The number of workers, including workers that are being forked."""
         return len(self._present) + len(self._asked)
 
     @property
     def in_flight(self) -> int:
         count = 0
-        # A loop, because this runs for every invocation: with a generator it takes twice as long.
+        # This runs for every invocation, so it is a loop: a generator takes twice the time.
         for replica in self._present:
             count += len(replica.outstanding.calls)
         return count
@@ -70,7 +70,7 @@ class Replicas:
 
     @property
     def completed(self) -> int:
-        """How many invocations all workers, dead ones included, have ended."""
+        """The number of invocations that all workers have ended so far, including dead workers."""
         return self._past_completed + sum(replica.completed for replica in self._present)
 
     @property
@@ -80,7 +80,7 @@ class Replicas:
         return [replica.activation.asked_s for replica in restoring] + list(self._asked)
 
     def started_s(self, now_s: float, most_s: float) -> float:
-        """Return the seconds that all starting workers have been starting so far, at most `most_s` for each."""
+        """Return the sum over starting workers of the seconds since each began to start, at most `most_s` for each."""
         return sum(min(most_s, now_s - asked_s) for asked_s in self.asked_s)
 
     def has(self, workers: int) -> bool:
@@ -90,8 +90,9 @@ class Replicas:
     def pick(self) -> Replica | None:
         """Return the worker for the next invocation or batch; None if no worker has room.
 
-        It is the least busy worker. If several are equally busy, it is the newest, so that older workers can stop. If
-        workers prefetch, it is the busiest worker with room: its process is running, and idle processes would have to be woken.
+        Pick the least busy worker. Among equally busy workers, pick the newest, so that older workers can stop. If
+        workers prefetch, pick the busiest worker with room: its process is running, while an idle process would have to
+        be woken.
         """
         if self._last is not None and self._last.can_prefetch:
             return self._last
@@ -104,14 +105,14 @@ class Replicas:
 
 
 class ReplicaList(Replicas):
-    """The list, as its pool changes it."""
+    """The list of replicas, with the methods by which the pool changes it."""
 
     def note_asked(self, asked_s: float) -> None:
         """Learn that a worker is being forked. `asked_s` is the time of the request for it, in monotonic seconds."""
         self._asked.append(asked_s)
 
     def note_answered(self, asked_s: float) -> None:
-        """Learn that the fork of such a worker has ended."""
+        """Learn that the fork of the worker that was requested at `asked_s` has succeeded or failed."""
         self._asked.remove(asked_s)
 
     def add(self, replica: Replica) -> None:
@@ -129,5 +130,5 @@ class ReplicaList(Replicas):
 
 
 def _preferred(replica: Replica, other: Replica) -> bool:
-    """Return True if `pick` prefers `replica` to an older one that also has room."""
+    """Return True if `pick` prefers `replica` to `other`, an older replica that also has room."""
     return replica.load > other.load if replica.prefetches else replica.load <= other.load

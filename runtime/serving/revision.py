@@ -1,7 +1,7 @@
 """Runs the invocations of a revision, which is one immutable version of a function.
 
-It accepts invocations, queues them, and has workers run them. It starts and stops no worker: it tells its watcher
-(reconciling/revision_workers.py) when the right number of workers may have changed.
+It accepts invocations, queues them, and has workers run them. It starts and stops no worker. It tells its watcher
+(reconciling/revision_workers.py) when more or fewer workers may be needed.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ CALL_NOTICE_S = 0.5
 
 
 class CallWatcher(Protocol):
-    """Decides how many workers a revision has. The revision notifies it of its invocations."""
+    """Decides how many workers a revision has. The revision reports its invocations to the watcher."""
 
     def look(self, arriving: int = 0) -> None:
-        """The number of invocations may need another number of workers. `arriving` invocations are not queued yet."""
+        """The present invocations may need more or fewer workers. `arriving` invocations are not queued yet."""
 
     def on_refused(self) -> None:
-        """A caller could not wait until a worker has started."""
+        """A caller was refused, because it could not wait for the start of a worker."""
 
     def on_room(self, replica: Replica, *, waiting: bool) -> None:
-        """A worker has room, after all that could be sent was sent. `waiting` is True if some invocations still wait."""
+        """A worker got room, and waiting invocations were sent. `waiting` is True if some invocations still wait."""
 
     def explain(self, error: PilotflameError) -> PilotflameError:
-        """Return the error with its cause, if a worker cannot know that."""
+        """Return the error of an invocation, with the cause added if the worker could not know the cause."""
 
 
 class Revision(CallEvents):
@@ -51,19 +51,19 @@ class Revision(CallEvents):
         log: RevisionLog, load: LoadSeries, arrivals: Arrivals, on_called: Callable[[float], None],
         on_ended: Callable[[InvocationEnd], None],
     ) -> None:  # fmt: skip
-        """`on_called` is called with the arrival of an invocation, at most once every CALL_NOTICE_S. `on_ended` is called when an
-        invocation has ended with an output or an error.
+        """`on_called` is called with the arrival time of an invocation, at most once every CALL_NOTICE_S. `on_ended` is
+        called when an invocation has ended with an output or an error.
         """
         self.spec, self.policy, self.streaming, self.replicas = spec, policy, policy.streaming, replicas
         self.dispatcher = Dispatcher(spec, policy, replicas, curves, watcher.look, on_ended)
         self._watcher, self._log, self._load, self._note_arrival = watcher, log, load, arrivals.note
         self._on_called, self._notice_at_s = on_called, 0.0
         self.retiring = False
-        """True if no further invocation is accepted. The accepted ones still run."""
+        """True if no further invocation is accepted. Accepted invocations still run."""
         self.enough = -1.0
-        """Up to this number of running invocations, an arrival needs no other number of workers. The watcher sets it."""
+        """While at most this number of invocations run, an arrival causes no look. The watcher sets the number."""
         self.peak = 0
-        """The largest number of running invocations since the watcher last looked. The watcher resets it to 0."""
+        """The largest number of running invocations since the last look, which set it to the number at that time."""
         self._waited = self._refused = 0
 
     def configure(self, policy: Policy) -> None:
@@ -91,7 +91,7 @@ class Revision(CallEvents):
                 self._watcher.on_refused()
             raise
         in_flight = replicas.in_flight
-        # With as many workers as there may be, a longer queue changes nothing.
+        # If there are `max` workers already, a longer queue changes nothing.
         if in_flight > self.enough or not (sent or replicas.has(self.policy.scale.max)):
             self._watcher.look()
         else:
@@ -100,19 +100,19 @@ class Revision(CallEvents):
                 self._load.note_queued(arrived_s, len(self.dispatcher.queue))
 
     def cancel(self, invocation: Invocation, error: PilotflameError | None = None) -> None:
-        """Cancel an invocation that fails with `error` or, without one, whose caller has disconnected."""
+        """Cancel an invocation. It fails with `error`; None means that its caller has disconnected."""
         self.dispatcher.cancel(invocation, error)
 
     # -- what has happened so far
 
     @property
     def arrived(self) -> int:
-        """The number of invocations accepted so far, without the invocations that have failed in the queue."""
+        """The number of invocations accepted so far, except the invocations that have failed in the queue."""
         return self.replicas.completed + self.replicas.in_flight + len(self.dispatcher.queue)
 
     @property
     def slow(self) -> tuple[int, int]:
-        """The number of invocations that waited for the start of a worker or could not wait for it, and of all invocations."""
+        """Two numbers: of invocations that waited, or could not wait, for the start of a worker; of all invocations."""
         lost = self._refused + self.dispatcher.given_up
         return self._waited + lost, self.arrived + lost
 
@@ -132,7 +132,7 @@ class Revision(CallEvents):
         self._note_arrival(timeline.received_s)
         if timeline.activation is not None:
             self._waited += 1
-        # A batch leaves room for another only when its last invocation has ended.
+        # A worker has room for another batch only after the last invocation of a batch has ended.
         if batch is not None or not replica.outstanding.batching:
             self._use_room(replica)
 
