@@ -131,7 +131,7 @@ class FairQueue(Generic[T]):
 
 @dataclass(eq=False, slots=True)
 class _TenantQueue(Generic[T]):
-    """One tenant's waiting items of one priority. Each has a number, which grows with every item added."""
+    """One tenant's waiting items of one priority. Each item has a number. Later items have larger numbers."""
 
     items: dict[int, T] = field(default_factory=dict)
     # (deadline, number) of each item. The entry of a removed item stays until it is at the top of the heap.

@@ -16,7 +16,7 @@ from typing import NamedTuple
 # The percentiles of a bucket are computed from its latest durations, at most this many. So the curve adapts
 # if a machine becomes slower.
 KEPT = 64
-# The curve is computed again after this many observations, and after each observation in a bucket with fewer of them.
+# The curve is computed again after this many observations, and after each observation in a bucket that has fewer.
 RECOMPUTED_EVERY = 16
 # A loaded point counts as this many durations. Each new duration of its bucket replaces one of them.
 LOADED_WEIGHT = 32
@@ -27,7 +27,7 @@ MIN_COST = 1e-6
 
 
 class Point(NamedTuple):
-    """A batch size (its total cost), and the median and 95th percentile of the seconds it took."""
+    """A batch size (its total cost), and the median and 95th percentile of the batch duration in seconds."""
 
     size: float
     p50_s: float
@@ -35,14 +35,14 @@ class Point(NamedTuple):
 
 
 class LatencyCurve:
-    """One point for each bucket of sizes (within a factor of sqrt(2)). Between them the curve is linear."""
+    """One point for each bucket of sizes, which spans a factor of sqrt(2). Between points, the curve is linear."""
 
     def __init__(self, points: Iterable[Point] = ()) -> None:
         self.mean_cost = 1.0
         """The mean cost of an item, for example in tokens. A batch of n items has the size n x mean_cost."""
         self._buckets: defaultdict[int, _Bucket] = defaultdict(_Bucket)
         self.points: tuple[Point, ...] = ()
-        """The points by ascending size. With the size, the times stay equal or rise."""
+        """The points by ascending size. From one point to the next, the times never fall."""
         self._fresh = 0
         self.load(points)
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-# If an invocation takes less than this time, a worker prefetches invocations that together take this time. It covers
-# the round trip to the gateway, during which the worker would be idle.
+# If an invocation takes less than this time, a worker prefetches invocations that together take this time. The time
+# covers the round trip to the gateway, during which the worker would be idle.
 PREFETCH_S = 0.002
 # The largest number of prefetched invocations.
 MAX_PREFETCH = 32

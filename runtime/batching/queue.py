@@ -208,7 +208,7 @@ class Queue(Generic[T]):
 
     def _wait_until(self, now_s: float) -> float:
         queued = len(self._waiting)
-        # The slack of the most urgent item. During the wait, its batch may grow to twice its size.
+        # The slack of the most urgent item, if its batch grows to twice the present size during the wait.
         run_s = self.curve.bound(min(self.max_batch, 2 * queued)) + self._response_s
         slack_s = self._waiting.earliest_deadline_s() - now_s - run_s
         return wait_until(now_s, queued, self.max_batch, slack_s, self.curve, self._arrivals)

@@ -1,8 +1,8 @@
 """Books the places of workers and standbys on the node's GPUs, within the memory of each.
 
-A worker has its place from before it is activated until its process has ended. A parked worker keeps only the memory that its
-process still holds. A standby that rehearses has a place too, and keeps the place when it becomes a worker. The
-allocation (scaling/allocation.py) decides which processes make room.
+A worker has its place from before its activation until its process has ended. A parked worker keeps only the memory
+that its process still holds. A standby that rehearses has a place too, and keeps the place when it becomes a worker.
+The allocation (scaling/allocation.py) decides which processes make room.
 """
 
 from __future__ import annotations
@@ -175,7 +175,7 @@ class GpuPlaces:
         }
 
     def share(self, replica: Replica) -> float | None:
-        """Return the number of GPUs that a worker holds: the sum of its shares of their memory; None if no place."""
+        """Return the number of GPUs that a worker holds, as the sum of its shares of memory; None without a place."""
         if (held := self.of(replica)) is None:
             return None
         sizes = {gpu.id: gpu.memory_mb for gpu in self.gpus}
@@ -213,11 +213,11 @@ class GpuPlaces:
         return True
 
     def assign(self, held: GpuPlace, replica: Replica) -> None:
-        """Learn which worker has a place."""
+        """Learn that `replica` has a place."""
         held.replica, held.child = replica, replica.child
 
     def of(self, replica: Replica) -> GpuPlace | None:
-        """Return the place of a worker; None if it has none."""
+        """Return the place of a worker; None without a place."""
         return next((each for each in self._ledger.bookings if each.replica is replica), None)
 
     def standby_of(self, one: GpuClaimant) -> GpuPlace | None:

@@ -181,7 +181,7 @@ class IdleLadder:
     # -- reports of the revision
 
     def follow(self, now_s: float, load: int, last_end_s: float | None) -> float:
-        """Note the number of unfinished invocations. Return when to report again; infinity if an event will do so."""
+        """Note the number of unfinished invocations. Return when to report again; infinity if an event causes that."""
         if load:
             self._evicted_to = None
             if (ended := self._watch.busy(now_s)) is not None:

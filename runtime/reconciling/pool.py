@@ -93,7 +93,7 @@ class Pool:
     # -- state
 
     def worked_s(self, now_s: float) -> tuple[float, float]:
-        """Return two sums over all workers, dead workers included: their seconds with work, and their ready seconds."""
+        """Return two sums over all workers, dead ones included: seconds with work, and seconds since ready."""
         busy_s, ready_s = self._past_busy_s, self._past_ready_s
         for replica in self.replicas:
             busy_s += replica.outstanding.total_busy_s(now_s)

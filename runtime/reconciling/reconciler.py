@@ -105,7 +105,7 @@ class _Short(NamedTuple):
 
 
 class Reconciler:
-    """The revisions of a node, their rows, and what they share."""
+    """The revisions of a node, their rows, and the limits that they share."""
 
     def __init__(
         self, gpus: GpuPlaces, most: int | None = None, of_owner: Callable[[str], int | None] = lambda _owner: None
@@ -159,7 +159,7 @@ class Reconciler:
     # -- one revision
 
     def look(self, one: Member, arriving: int = 0) -> None:
-        """Have a revision start, wake, stop and park workers until there are as many as its row names."""
+        """Have a revision start, wake, stop and park workers until it has the number of workers that its row names."""
         if one.key not in self._members:
             return
         now_s, before = time.monotonic(), one.row
@@ -299,7 +299,7 @@ class Reconciler:
             self._allocate(time.monotonic())
 
     def _allocate(self, now_s: float) -> None:
-        """Share the workers and the memory of GPUs among all revisions, and have them carry that out."""
+        """Share the workers and the GPU memory among all revisions, and have the revisions carry out their grants."""
         self._pending, self._allocate_at_s = False, math.inf
         if not self._short:
             return

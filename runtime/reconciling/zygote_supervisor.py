@@ -58,7 +58,7 @@ class ZygoteSupervisor:
         self._spec, self._launcher, self._logs, self._tasks, self._busy = spec, launcher, logs, tasks, busy
         self._on_change, self._secrets, self._places, self._keeps = on_change, secrets, places, keeps
         self._tell_death = on_death
-        # The place on GPUs of the standby; None if it has none.
+        # The place of the standby on GPUs; None without a place.
         self._place: GpuPlace | None = None
         # If False, the zygote ends after the last worker.
         self._keep = scale.rest == "zygote"
@@ -76,7 +76,7 @@ class ZygoteSupervisor:
 
     @property
     def source(self) -> WorkerSource | None:
-        """The zygote; None if there is none, or if it died."""
+        """The zygote; None if it was not launched, or has died."""
         return self._source if self._source is not None and self._source.alive else None
 
     @property
@@ -212,7 +212,7 @@ class ZygoteSupervisor:
             try:
                 return await self._fork(await self.open(), rehearsal_mb)
             except LauncherError as error:
-                # If the zygote still runs, its death is not why the fork failed.
+                # Try again only after a death of the zygote. If it still runs, the fork failed for another reason.
                 if self._closed or self.source is not None:
                     raise
                 self._logs.write("gateway", f"starting a worker once more: {error}", "warning")

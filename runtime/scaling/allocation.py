@@ -436,7 +436,7 @@ class _Sharing:
             one.note(self._gpus, stop=(member.process.key,))
 
     def _extend(self, one: _Revision) -> None:
-        """Wake or start a worker. If other processes still hold its room, only reserve the room for it."""
+        """Wake or start a worker. If other processes still hold its room, only reserve that room."""
         proves = one.deployed and not one.awake
         rivals = self._replaced(one) if proves else ()
         limit = self._places.reached(one.claim.owner, proves=proves)
@@ -456,8 +456,8 @@ class _Sharing:
     def _way(self, one: _Revision, aside: Sequence[_Member]) -> _Way | None:
         """Choose a parked worker or a new worker; None if there is no room.
 
-        The choice displaces the least busy memory. If two ways are equal in that, prefer a parked worker, then the
-        smaller loss.
+        The chosen way displaces the least memory of busy workers. Among equal ways, prefer a parked worker, and then
+        the smaller loss.
         """
         memory, need = self._memory, one.claim.need
         if need is None:
@@ -529,7 +529,7 @@ class _Sharing:
         self._memory.take(holding)
 
     def _displace(self, one: _Revision, member: _Member, limit: ReachedLimit) -> None:
-        """Displace a worker. If only GPU memory is short, it parks if what it keeps has room. Otherwise it ends."""
+        """Displace a worker. If the limit is GPU memory, it parks if the parked worker has room. Otherwise it ends."""
         process = member.process
         if limit is not self._gpus or not _can_park(process):
             one.note(limit, stop=(process.key,))

@@ -96,7 +96,7 @@ class RevisionClaim(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """The largest numbers of workers."""
+    """The limits on the number of workers."""
 
     node: int | None = None
     """The limit of the node (`max_workers`); None for no limit."""

@@ -29,7 +29,7 @@ BEYOND_LONGEST = (1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
 # any case by the share LEAST_LEAD of the shortest sample.
 HEAD_SAMPLES, SHORT_SAMPLES = 2.0, 8
 BELOW_SHORTEST, LEAST_LEAD = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0), 0.001
-# At a time that fewer samples than this exceed, a plan does not step down before the ski-rental schedule does.
+# A plan may step down earlier than the ski-rental schedule only at times that at least this number of samples exceed.
 ENOUGH_LONGER = 3
 PRIOR_BINS, PRIOR_BINS_PER_DECADE = 31, 4
 # Later periods of a function weigh less in the node-wide prior. Otherwise a busy function would outweigh all others.
@@ -43,7 +43,7 @@ class Prior:
     weights: tuple[float, ...] = (0.0,) * PRIOR_BINS
 
     def learn(self, idle_s: float, known: int) -> Prior:
-        """Return the prior with one more idle period of a function that had `known` periods before."""
+        """Return the prior after one more idle period of a function with `known` earlier periods."""
         place = math.log10(max(idle_s, SHORTEST_S) / SHORTEST_S) * PRIOR_BINS_PER_DECADE
         weights = list(self.weights)
         weights[min(PRIOR_BINS - 1, int(place))] += 1 / (PRIOR_HALF_LIFE + known)
@@ -169,7 +169,7 @@ def _preceding(ascending: list[float]) -> Callable[[float], float]:
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """The cheapest way through a distribution. For each bin, `choices` has the rung to hold by the rung held before."""
+    """The cheapest way through a distribution. `choices[bin][rung]` is the rung to hold in a bin after `rung`."""
 
     distribution: IdleDistribution
     costs: Costs

@@ -39,7 +39,8 @@ class IdlePeriod:
         return (passed or plan)[-1 if passed else 0].rung
 
     def later(self, plan: Plan, now_s: float) -> Iterator[Step]:
-        """Yield the steps of `plan` after `now_s`, each with the time at which it is due as its offset.
+        """Yield the steps of `plan` after `now_s`. The offset of each yielded step is the time at which the step is
+        due.
 
         Steps later than LONGEST_S are left out: they are never taken.
         """

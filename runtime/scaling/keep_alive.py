@@ -85,7 +85,7 @@ class Choice(NamedTuple):
 
 
 def decide(history: History, ladder: Ladder, since_s: float, prior: Prior = NO_PRIOR) -> Plan:
-    """Return the plan of an idle period that begins `since_s` seconds after the arrival that ended the last one."""
+    """Return the plan of an idle period that begins `since_s` seconds after the arrival that ended the last period."""
     return choose(history, ladder, since_s, prior).plan
 
 

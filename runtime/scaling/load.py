@@ -60,7 +60,7 @@ def _by_share(spec: ScaleSpec, load: float) -> int:
 
 
 def _by_work(spec: ScaleSpec, seen: Seen, load: Load) -> int:
-    """Return how many workers are needed to end the waiting invocations in time, and to carry the load that lasts."""
+    """Return how many workers are needed to end the waiting invocations in time, and to carry the lasting load."""
     running = math.ceil(seen.in_flight / spec.concurrency)
     # The lasting load may still include the calls of a past burst, so the present calls bound it.
     need = max(running, _by_share(spec, min(load.lasting, seen.calls)))

@@ -15,7 +15,7 @@ QUEUED_CALL = 0.005
 
 
 class _Mark(NamedTuple):
-    """The totals that `RecentLoad.note` was given at one time."""
+    """The totals that were passed to `RecentLoad.note` at one time."""
 
     at_s: float
     in_flight_s: float
@@ -64,7 +64,7 @@ class RecentLoad:
         return lasting
 
     def _waiting(self, from_s: float, admitted: int) -> int:
-        """Return the least number of waiting invocations since `from_s`, at most the number that joined the queue meanwhile."""
+        """Return the least number of waiting invocations since `from_s`, at most the number that joined since then."""
         marks = self._marks
         if not self._low or len(marks) < 2 or marks[0].at_s > from_s:
             return 0

@@ -20,7 +20,7 @@ PROVEN = EVERY - {Rank.PROOF}
 
 
 class Phase(StrEnum):
-    """Where a revision is between its deploy and its end."""
+    """The phases of a revision from its deploy to its end."""
 
     NEW = "new"
     """It exists, but starts no worker yet."""
@@ -55,7 +55,7 @@ NOTHING_WRONG = RevisionState()
 
 
 def proposals(state: RevisionState) -> Iterator[Proposal]:
-    """Yield the proposals of a deploy: a worker that proves the revision, and the number that its predecessor has."""
+    """Yield the proposals of a deploy: one worker as the proof, and the number of workers of the predecessor."""
     if state.phase is Phase.PROVING:
         yield Proposal(Rank.PROOF, DEPLOY, 1)
     if state.rollover and state.phase in (Phase.PROVING, Phase.PROVEN):

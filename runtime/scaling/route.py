@@ -79,7 +79,7 @@ def clamped(plan: Plan, steady: Plan, lowest: int, wakes: Sequence[float]) -> Pl
 
 
 def reached(plan: Plan, wakes: Sequence[float]) -> Iterator[Step]:
-    """Yield the rungs of a plan, each with the time at which it is reached as its offset."""
+    """Yield the steps of a plan. The offset of each yielded step is the time at which its rung is reached."""
     yield plan[0]
     for (_, before), (offset_s, rung) in pairwise(plan):
         yield Step(offset_s + max(0.0, wakes[before] - wakes[rung]), rung)

@@ -3,7 +3,7 @@
 A request is slow if its caller waited for a worker to start, or if the request failed because its time ran out during
 the start. Each slow request raises the price, and each request lowers it a little. Both changes balance exactly if the
 share of slow requests is the target. The keep-alive policy weighs the price of waiting against the price of holding. So
-with this price, it meets the target. Functions here are pure, and read no clock.
+with this price, the policy meets the target. Functions here are pure, and read no clock.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class SlowShare:
         return SlowShare(doublings, burst, self.recent_slow * kept + slow, self.recent * kept + requests)
 
     def price(self, usual: float) -> float:
-        """Return the price of a second of waiting. `usual` is the gateway's price of it."""
+        """Return the price of a second of waiting. `usual` is the gateway's price."""
         return float((usual or MIDDLE) * 2.0**self.doublings)
 
     @property

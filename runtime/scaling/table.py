@@ -64,7 +64,7 @@ class Cap(NamedTuple):
     starts: float = math.inf
     """At most this number of further workers start."""
     until_s: float = math.inf
-    """When the cap changes although no event occurs. It counts if the cap refuses a start, or may park a worker."""
+    """When the cap changes although no event occurs. Used only if the cap refuses a start, or may park a worker."""
 
 
 class Row(NamedTuple):

@@ -1,4 +1,4 @@
-"""Learns which function is called soon after another one, and whether a worker should wait for that call.
+"""Learns which function is called soon after another function, and whether a worker should wait for that call.
 
 A window is a time in which a worker is held for the call. Its price is the cost of holding the worker. The window pays if
 calls come in it often enough that the saved waiting is worth more than this price.
@@ -42,7 +42,7 @@ class ClimbCost(NamedTuple):
     hold_per_s: float
     """The price of holding the worker, in money per second, minus the price of the rung that is held anyway."""
     saved: float
-    """The cost of a call without the worker, less its cost with the worker, in the same money."""
+    """The cost of a call without the worker, minus its cost with the worker, in the same money."""
     wake_s: float
     """How long the start of the worker takes."""
 
@@ -189,7 +189,7 @@ class Upstreams:
                 yield upstream, called_s
 
     def _pair(self, name: str, upstream: str) -> Delays:
-        """Return the delays of a pair. If it is new and pairs are too many, drop the pair with the fewest hits."""
+        """Return the delays of a pair. If a new pair is one too many, drop the pair with the fewest hits."""
         pairs = self._pairs.setdefault(name, {})
         if upstream not in pairs:
             followers = self._followers.setdefault(upstream, set())
