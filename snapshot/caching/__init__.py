@@ -1,1 +1,1 @@
-"""Stores snapshots on a node, in tiers with budgets, and fetches each once. The entry point is `Cache`."""
+"""Stores snapshots on a node, in tiers with budgets, and fetches each snapshot once. The entry point is `Cache`."""

@@ -1,10 +1,10 @@
-"""Caches snapshots on a node. A snapshot that is missing is fetched once for all that open it.
+"""Caches snapshots on a node. A missing snapshot is fetched once, for all processes that open it.
 
     cache = Cache([Tier(Path("/dev/shm/weights"), 8 << 30, "tmpfs"), Tier(Path("/var/weights"), 200 << 30)])
     with cache.open(manifest, open_source("s3://bucket/prefix")) as lease:
         mapping = Mapping(lease.root, lease.manifest, keep=lease.hold, arrival=lease.arrival)
 
-All state is in files and locks, which no process owns. So any process may be killed at any time.
+All state is in files and in locks that the kernel releases. So any process may be killed at any time.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from .tier import Tier
 
 @dataclass(eq=False)
 class Lease:
-    """A snapshot in use. Its files exist at full size; `arrival` says which of their chunks have landed.
+    """A snapshot in use. Its files exist at full size. `arrival` records which of their chunks have landed.
 
-    `root`, their folder, is not evicted before the lease is closed and every Mapping that was given `hold` is
-    gone. If the tier becomes full during the fetch, the rest arrives in another tier, whose folder `root` is
-    from then on; a Mapping that was given `arrival` notices. Closing a lease stops its fetch, which any other
-    lease of the snapshot then continues.
+    `root` is the folder of the files. It is not evicted before the lease is closed and every Mapping that was given
+    `hold` is gone. If the tier becomes full during the fetch, the rest arrives in another tier. From then on, `root` is
+    the folder there, and a Mapping that was given `arrival` uses that folder. Closing a lease stops its fetch. Any
+    other lease of the snapshot then continues the fetch.
     """
 
     _files: Path
@@ -46,7 +46,7 @@ class Lease:
     _hold: Hold | None
     _pull: Pull | None = None
     _copy: Future[Lease | None] = field(default_factory=Future, init=False)
-    """The lease of the copy on the disk, once the copy has begun. Its result is None if there is no copy."""
+    """Its result is the lease of the copy on the disk, as soon as the copy has begun. None if there is no copy."""
 
     @property
     def root(self) -> Path:
@@ -62,14 +62,14 @@ class Lease:
 
     @property
     def stats(self) -> FetchStats | None:
-        """What the fetch did. None before its end, and if this lease did not fetch."""
+        """The statistics of the fetch. None before its end, and if this lease did not fetch."""
         return self._pull.stats if self._pull is not None else None
 
     def wait(self, timeout_s: float | None = None, *, copied: bool = False) -> None:
-        """Block until the snapshot is published and, with `copied`, until its copy on the disk is too.
+        """Block until the snapshot is published. With `copied`, also until its copy on the disk is published.
 
-        Raises the error of the fetch or of the copy, SourceUnavailable if the fetch or the copy is not done within
-        `timeout_s`, and CacheError if the copy is not even begun within `timeout_s`.
+        Raises the error of the fetch or of the copy, SourceUnavailable if the fetch or the copy does not end within
+        `timeout_s`, and CacheError if the copy does not begin within `timeout_s`.
         """
         if self._pull is not None:
             self._pull.wait(timeout_s)
@@ -84,7 +84,7 @@ class Lease:
     def described(self) -> Manifest:
         """Return the manifest with the digests of all chunks. Call it after `wait`.
 
-        If `manifest` has no digests, they come from the published manifest, for which the first fetch has computed them.
+        If `manifest` has no digests, take them from the published manifest: the first fetch has computed them.
         """
         if self.manifest.has_digests:
             return self.manifest
@@ -92,7 +92,7 @@ class Lease:
 
     def close(self) -> None:
         """Release the files. May be called twice, and from another thread."""
-        # This also closes a copy that begins later. It comes first, since a copy reads the files.
+        # This callback also closes a copy that begins later. Close the copy first, since it reads the files.
         self._copy.add_done_callback(_close_copy)
         self._hold = None
         if self._pull is not None:
@@ -104,16 +104,16 @@ class Lease:
         An incomplete copy is continued, and a complete copy is only marked as used.
         """
         if tiers:
-            # In a thread of its own: making room may wait for a lock and for the disk, `close` must not.
+            # Use a thread: making room may wait for a lock and for the disk, and `open` and `close` must not wait.
             threading.Thread(target=self._copy_to, args=(tiers,), name="snapshot-copy", daemon=True).start()
         else:
             self._copy.set_result(None)
 
     def _copy_to(self, tiers: Sequence[Tier]) -> None:
         try:
-            # Until the copy belongs to this lease. If the lease is closed, nothing protects the files.
+            # Protect the files until the copy belongs to this lease, even if the lease is closed meanwhile.
             _held = self.hold
-            # The copy is a fetch from this tier's folder: also resumable, verified and published last.
+            # The copy is a fetch from this tier's folder. So it can be resumed, is verified, and is published last.
             copy = Cache(tiers).copy(self.described(), self.root)
         except Exception as error:  # noqa: BLE001  raised by `wait`
             self._copy.set_exception(error)
@@ -136,7 +136,7 @@ class Cache:
     """The snapshots in `tiers`, which are given with the fastest first."""
 
     def __init__(self, tiers: Sequence[Tier], nodes: Nodes | None = None) -> None:
-        """Chunks are taken from other `nodes` that have them, and given to them."""
+        """With `nodes`, chunks are taken from other nodes that have them, and served to other nodes."""
         self.tiers = tuple(tiers)
         self._nodes = nodes
 
@@ -149,22 +149,22 @@ class Cache:
         tee: bool = True,
         assets: Path | None = None,
     ) -> Lease:
-        """Return a lease of the snapshot as soon as its files can be mapped; its bytes may still be arriving.
+        """Return a lease of the snapshot as soon as its files can be mapped. Its bytes may still be arriving.
 
-        If the snapshot is published in a tier, it is used from there. If another lease is fetching it, this
-        lease waits for the same bytes. Otherwise this lease fetches it from `source` into the first tier that
-        has room. In both cases, if the tier is in memory and `tee` is True, the snapshot is then copied to a
-        disk tier, unless a disk tier has it.
+        If the snapshot is published in a tier, the lease uses it there. If another lease is fetching it, this lease
+        waits for the same bytes. Otherwise this lease fetches it from `source` into the first tier that has room. In
+        all cases, if the tier is in memory and `tee` is True, the snapshot is then copied to a disk tier, unless a disk
+        tier has it.
 
-        Chunks that another snapshot of the manifest's realm has in a tier are copied from there instead of being
-        fetched, and assets from folder `assets` if it has them. Raises CacheError if no tier has room, and
+        Chunks that another snapshot of the manifest's realm has in a tier are copied from that snapshot instead of
+        being fetched. Assets are copied from folder `assets` if it has them. Raises CacheError if no tier has room, and
         SourceError or SnapshotCorrupt if an asset cannot be fetched.
         """
         return self._open(manifest, source, Related(self.tiers), progress, tee=tee, assets=assets)
 
     def copy(self, manifest: Manifest, folder: Path) -> Lease:
-        """Return a lease of the snapshot, which is complete in `folder` of another cache. Raises CacheError."""
-        # Without tiers to look in: `folder` is in memory, and other snapshots here may have to be read from the disk.
+        """Copy the snapshot, which is complete in `folder` of another cache. Return its lease. Raises CacheError."""
+        # Do not look for chunks in related snapshots here: they may be on the disk, but `folder` is in memory.
         return self._open(manifest, FolderSource(folder), Related(), None, tee=False)
 
     def _open(
@@ -187,7 +187,7 @@ class Cache:
                     progress(manifest.needed_bytes, manifest.needed_bytes)
                 lease = Lease(tier.folder(digest) / "files", manifest, arrival, hold)
                 disks = self._disks_to_copy_to(tier) if tee else ()
-                # Only if it is missing there, so that the usual open starts no thread.
+                # Start a copy only if the disks lack the snapshot, so that the usual `open` starts no thread.
                 copied = any(disk.ready(digest, manifest) for disk in disks)
                 lease.start_copy(() if copied else disks)
                 return lease
@@ -204,7 +204,7 @@ class Cache:
             return others._pull(digest, manifest, source, related, before=full)
 
         pull.start(copy, elsewhere if len(self.tiers) > 1 else None)
-        # The shards are on their way meanwhile.
+        # The thread of the pull fetches the shards meanwhile.
         pull.bring_assets(assets)
         return lease
 
@@ -224,7 +224,7 @@ class Cache:
         self, digest: str, manifest: Manifest, source: Source, related: Related, *, before: Pull | None = None
     ) -> Pull:
         refusals = []
-        # Try first the tiers into which a process fetches it, then the tiers that hold some of it: there is less to fetch.
+        # Try first the tiers into which a process fetches the snapshot, then the tiers that hold a part of its chunks.
         for tier in sorted(self.tiers, key=lambda tier: (not tier.fetches(digest), not tier.has(digest))):
             try:
                 return Pull(tier, digest, manifest, source, related, before=before, nodes=self._nodes)

@@ -1,9 +1,8 @@
 """Downloads a snapshot into a user's own folder. A download can be resumed, and replaces no other files.
 
-While a download runs, the folder holds a mark: the file `.pilotflame.pull`, which the downloading process has
-locked, and which contains the digest of the snapshot. If that process is killed, the mark tells the next
-download that the files in the folder are a part of this snapshot and not other weights. The manifest is
-written last.
+While a download runs, the folder holds a mark. The mark is the file `.pilotflame.pull` with the digest of the snapshot,
+which the downloading process has locked. If that process is killed, the next download knows from the mark that the
+files in the folder are a part of this snapshot, and not other weights. The manifest is written last.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from .stored import allocated_bytes, sync_files
 
 MARK_NAME = ".pilotflame.pull"
 DIGESTS_NAME = ".pilotflame.digests"
-"""The file with the digests that a download has learned so far, if there is no manifest beside the weights."""
+"""The file with the digests that a download has computed so far, if there is no manifest beside the weights."""
 _MARK_BYTES = 64
 _ELSEWHERE = "Name another folder, or overwrite what is there with --force (force=True)."
 
@@ -48,12 +47,12 @@ def download(
     connections: int | None = None,
     part_bytes: int | None = None,
 ) -> FetchStats:
-    """Download the snapshot into `folder`, and block until it is complete. Chunks already there are kept.
+    """Download the snapshot into `folder`, and block until it is complete. Chunks that the folder has are kept.
 
-    Raises CacheError, without changing any file, if the folder holds the manifest of another snapshot, or if
-    a name of this snapshot is taken by a link, or by a file of another size or with other bytes. With
-    `force`, those files are removed instead. Damaged files of this snapshot are repaired either way. Raises
-    SnapshotCorrupt for an asset that differs from the manifest, and the errors of `fetch`.
+    Raises CacheError, without changing any file, if the folder holds the manifest of another snapshot, or if a link, or
+    a file with another size or other bytes, has the name of one of this snapshot's files. With `force`, such files are
+    removed instead. With or without `force`, damaged files of this snapshot are repaired. Raises SnapshotCorrupt for an
+    asset that differs from the manifest, and the errors of `fetch`.
     """
     stopped = cancelled or threading.Event()
     if isinstance(source, FolderSource) and Path(source.url).resolve() == folder.resolve():
@@ -70,7 +69,7 @@ def download(
                 work.manifest, source, work.targets, work.arrival,
                 connections=connections, part_bytes=part_bytes, progress=progress, cancelled=stopped,
             )  # fmt: skip
-            # Before the manifest is written: a folder with a manifest must be complete.
+            # Sync before the manifest is written, because a folder with a manifest must be complete.
             sync_files(folder, manifest)
             work.described().write(folder / MANIFEST_NAME)
             (folder / DIGESTS_NAME).unlink(missing_ok=True)
@@ -81,13 +80,13 @@ def download(
 
 
 class _Download:
-    """The files of one download. No other download writes to the folder, since its mark is locked."""
+    """The files of one download. No other download writes to the folder, because the folder's mark is locked."""
 
     def __init__(self, manifest: Manifest, folder: Path, mark: int, *, force: bool) -> None:
         """`mark` is the descriptor of the mark, which may hold the digest of an interrupted download."""
         self._folder, self._mark, self._force = folder, mark, force
         self._present = _present_manifest(folder, manifest, force=force)
-        # If the snapshot was published without an order of first touch, keep the folder's own.
+        # If `manifest` has no order of first touch, keep the order in the folder's manifest.
         touched = self._present.first_touch if self._present and not manifest.first_touch else ()
         self.manifest = manifest.model_copy(update={"first_touch": touched}) if touched else manifest
         self._known = self._present is not None or os.pread(mark, _MARK_BYTES, 0) == manifest.digest.encode()
@@ -96,11 +95,11 @@ class _Download:
 
     @property
     def present_digests(self) -> list[str] | None:
-        """The digests of the manifest that is in the folder. None without a manifest, or if it describes other files."""
+        """The digests in the folder's manifest. None without a manifest, or if the manifest describes other files."""
         return Chunks(self._present).digests if self._present is not None else None
 
     def described(self) -> Manifest:
-        """Return the manifest for the folder. Call it once all chunks have landed."""
+        """Return the manifest for the folder. Call it when all chunks have landed."""
         if self.manifest.has_digests:
             return self.manifest.published()
         return self.manifest.with_chunks(self.arrival.chunks.digests).published()
@@ -111,7 +110,7 @@ class _Download:
         """Open the shards' files at full size, and record as landed the chunks that they hold.
 
         `learned` are the digests that earlier downloads have computed, if the manifest has no digests.
-        Raises CacheError if files in the folder may not be replaced, or if the disk has too little room. Then
+        Raises CacheError if files in the folder may not be replaced, or if the disk has too little room. In that case,
         no file is replaced or removed, and new files are removed again.
         """
         foreign = self._foreign_files()
@@ -141,9 +140,9 @@ class _Download:
             os.fsync(self._mark)
 
     def _foreign_files(self) -> Sequence[Path]:
-        """Return the paths of this snapshot's files at which something else must be removed first.
+        """Return the paths of foreign files that have names of this snapshot's files, and so must be removed first.
 
-        Raises CacheError if a link leads out of the folder or, without `force`, if there are such paths.
+        Raises CacheError if a link leads out of the folder or, without `force`, if there are foreign files.
         """
         found = []
         for file in self.manifest.files:
@@ -152,9 +151,8 @@ class _Download:
                 raise CacheError(f"{path} leads out of the folder by a link.", remedy="Remove the link.")
             if (fault := self._fault(path, file)) and not self._force:
                 raise CacheError(f"{path} is not the snapshot's: {fault}.", remedy=_ELSEWHERE)
-            # With `force`, also remove a file of the right size if no download of this snapshot began here.
-            # It may be of a finetune and mapped by a process, so that writing to it would change that
-            # process's weights.
+            # With `force`, also remove a file of the right size if no download of this snapshot began here. The file
+            # may belong to a finetune that a process has mapped, and writing to it would change that process's weights.
             if fault or (self._force and not self._known and path.is_file()):
                 found.append(path)
         return found
@@ -166,7 +164,7 @@ class _Download:
             return ""
         if not stat.S_ISREG(status.st_mode):
             return "it is no regular file"
-        # A file may be empty because the process was killed after creating it and before setting its size.
+        # An empty file may be from a process that was killed after it created the file and before it set the size.
         if status.st_size == 0 or self._known:
             return ""
         if status.st_size != file.size_bytes:
@@ -198,9 +196,9 @@ class _Download:
         self.targets.append(ShardTarget(str(path), descriptor))
 
     def _check_held(self, held: Sequence[bool], cancelled: threading.Event) -> None:
-        """Raise CacheError if a file that was there before differs from the snapshot in any chunk.
+        """Raise CacheError if a file that existed before the download differs from the snapshot in any chunk.
 
-        Such files may be of a finetune. `held` says for each shard whether its file had bytes before.
+        Such a file may belong to a finetune. `held` has True for each shard whose file had bytes before.
         """
         if cancelled.is_set():
             raise Cancelled("The download was cancelled.")
@@ -232,7 +230,10 @@ def _mark(folder: Path) -> Iterator[int]:
 
 
 def _learned(folder: Path, work: _Download, opened: ExitStack) -> Sequence[str] | None:
-    """Return the known digests of the chunks, or None if the manifest has them. Store each new digest until `opened` is closed."""
+    """Return the known digests of the chunks, or None if the manifest has digests.
+
+    Stores the digest of each chunk that lands, until `opened` is closed.
+    """
     if work.manifest.has_digests:
         return None
     learned = opened.enter_context(learned_digests(folder / DIGESTS_NAME, work.arrival))
@@ -240,7 +241,7 @@ def _learned(folder: Path, work: _Download, opened: ExitStack) -> Sequence[str] 
 
 
 def _is_made_of(found: Manifest, manifest: Manifest) -> bool:
-    """Return True if an earlier download has made `found` of the very files that `manifest` describes."""
+    """Return True if an earlier download made the manifest `found` for the same files that `manifest` describes."""
     observed = manifest.observed
     made = observed is not None and found.provenance.source == observed.provenance.source
     return made and found.model_copy(update={"observed": observed}).digest == manifest.digest

@@ -1,7 +1,8 @@
-"""Locks files and folders with flock, which the kernel releases when the process that holds the lock dies.
+"""Locks files and folders with flock. The kernel releases such a lock when the process that holds the lock dies.
 
-A lock belongs to the opened file, not to the process. If one process opens a file twice, the two exclude each
-other like two processes. If a forked child inherits the descriptor, the lock is held until both close it.
+A lock belongs to the open file description, not to the process. If one process opens a file twice, the two
+descriptions exclude each other like two processes. If a forked child inherits the descriptor, the lock is held until
+both parent and child have closed it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def try_lock(descriptor: int, *, exclusive: bool) -> bool:
 def locked_file(path: Path, timeout_s: float = LOCK_TIMEOUT_S, *, read_only: bool = False) -> Iterator[int]:
     """Open a file, lock it, and yield its descriptor. Raises CacheError after `timeout_s`.
 
-    The file is created if it is absent, unless `read_only`, which also works if it may not be written to.
+    The file is created if it is absent. With `read_only`, it is not created, and need not be writable.
     """
     flags = os.O_RDONLY if read_only else os.O_RDWR | os.O_CREAT
     descriptor = os.open(path, flags | os.O_CLOEXEC, 0o600)
@@ -45,10 +46,10 @@ def locked_file(path: Path, timeout_s: float = LOCK_TIMEOUT_S, *, read_only: boo
 
 def _lock_within(descriptor: int, path: Path, timeout_s: float) -> None:
     """Wait for the exclusive lock. Raises CacheError after `timeout_s`."""
-    # flock has no timeout, so a thread calls it, with a descriptor of its own: after a timeout the caller
-    # closes its descriptor, and another file may get that number before the thread calls flock. The thread
-    # then waits on until the holder releases the lock, and releases it at once by closing its descriptor.
-    # After a success the lock stays, since the caller's descriptor is of the same opened file.
+    # flock has no timeout, so a thread calls it. The thread has a duplicate of the descriptor, because after a timeout
+    # the caller closes its own descriptor, and another file may get that number before the thread calls flock. After a
+    # timeout, the thread goes on waiting until it gets the lock, and releases it at once by closing the duplicate.
+    # After a success the lock stays, since the caller's descriptor is of the same open file description.
     own = os.dup(descriptor)
 
     def wait() -> None:
@@ -72,7 +73,7 @@ def _lock_within(descriptor: int, path: Path, timeout_s: float) -> None:
 class Hold:
     """A shared lock on a folder, which protects it from eviction while anything refers to this object.
 
-    Mapped memory refers to it, so the files of a tensor are protected for as long as the tensor exists.
+    Mapped memory refers to a hold, so the files of a tensor are protected as long as the tensor exists.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -80,13 +81,13 @@ class Hold:
         self._pid = os.getpid()
 
     def __del__(self) -> None:
-        # A forked child may have closed the inherited descriptor. There, its number may now belong to another file.
+        # A forked child may have closed the inherited descriptor, and its number may belong to another file now.
         if os.getpid() == self._pid:
             os.close(self.descriptor)
 
 
 def lock_folder(folder: Path, *, exclusive: bool) -> int | None:
-    """Open and lock `folder`, and return the descriptor; None if it is absent, moved away or locked."""
+    """Open and lock `folder`, and return the descriptor. None if the folder is absent, moved away or locked."""
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
@@ -98,7 +99,7 @@ def lock_folder(folder: Path, *, exclusive: bool) -> int | None:
 
 
 def hold(folder: Path) -> Hold | None:
-    """Return a hold on `folder`; None if it is absent or locked exclusively."""
+    """Return a hold on `folder`. None if the folder is absent or locked exclusively."""
     descriptor = lock_folder(folder, exclusive=False)
     return None if descriptor is None else Hold(descriptor)
 

@@ -1,11 +1,10 @@
 """Tells followers, over a unix socket, which chunks of a snapshot have landed in the process that fetches it.
 
-The socket keeps the boundaries of messages (SOCK_SEQPACKET). The fetching process sends messages of LANDED
-and chunk numbers of four bytes, at first of the chunks that have landed already. Its last message is ENDED
-and a JSON object: the error's wire form, or `{}` if the snapshot is published. A follower sends the first and
-the last chunk that it waits for. If a connection closes without ENDED, the fetching process died or was
-cancelled, and any follower may take over the fetch. The bytes themselves are not sent: both processes use the
-same files.
+The socket keeps the boundaries of messages (SOCK_SEQPACKET). A message of the fetching process is LANDED and chunk
+numbers of four bytes. The first messages are about the chunks that have landed already. The last message is ENDED and a
+JSON object: the error's wire form, or `{}` if the snapshot is published. A message of a follower is the first and the
+last chunk that it waits for. If a connection closes without ENDED, the fetching process died or was cancelled, and any
+follower may take over the fetch. The bytes of chunks are not sent, because both processes use the same files.
 """
 
 from __future__ import annotations
@@ -25,16 +24,17 @@ from ..fetching.arrival import Arrival
 SOCKET_NAME = "socket"
 LANDED, ENDED = b"L", b"E"
 END_TIMEOUT_S = 5.0
-"""How long the fetching process waits for followers to read the last messages. A follower that does not read
-them, such as a stopped process, learns the end later from the files."""
+"""How long the fetching process waits for followers to read the last messages. A follower that does not read them, such
+as a stopped process, later sees in the files that the fetch has ended."""
 _NUMBERS_PER_MESSAGE = 8192
 _MESSAGE_BYTES = 64 << 10
 _DEMAND = struct.Struct("!II")
 _BACKLOG = 128
 MAX_FOLLOWERS = 256
-"""How many processes may follow one fetch. A handler in a container can connect as often as it likes."""
+"""How many processes may follow one fetch. Without a limit, a handler in a container could connect any number of times.
+"""
 ACCEPT_RETRY_S = 1.0
-"""The pause after a connection could not be accepted: no event tells that a descriptor is free."""
+"""The pause after a connection could not be accepted because descriptors ran out. No event says when one is free."""
 _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
 
 
@@ -61,7 +61,7 @@ class Feed:
             self._selector.register(end, _READ)
         self._waker.setblocking(False)
         self._accept_at_s = 0.0
-        """When connections are accepted again after a pause. 0 if there is none."""
+        """When connections are accepted again after a pause. 0 if there is no pause."""
         self._followers: dict[socket.socket, int] = {}
         """For each follower, how many entries of `_landed` were sent to it."""
         arrival.on_land(self._on_land)
@@ -69,9 +69,9 @@ class Feed:
         self._thread.start()
 
     def close(self, error: PilotflameError | None = None, *, dropped: bool = False) -> None:
-        """Tell the followers the end: `error`, or that the snapshot is published if it is None. Then stop.
+        """Send the followers `error`, or that the snapshot is published if `error` is None. Then stop.
 
-        With `dropped`, close the connections without telling an end, so that a follower takes over the fetch.
+        With `dropped`, close the connections without such a message, so that a follower takes over the fetch.
         """
         _unlink_socket(self._folder)
         self._end = b"" if dropped else ENDED + _wire(error)
@@ -81,13 +81,13 @@ class Feed:
             end.close()
 
     def _on_land(self, chunk: int) -> None:
-        # No lock: appending to a list and slicing it are atomic, and this list only grows.
+        # No lock is needed, because appending to a list and slicing it are atomic, and this list only grows.
         self._landed.append(chunk)
         if self._end is None:
             self._wake()
 
     def _wake(self) -> None:
-        # If the socket is full, the thread will wake anyway. If it is closed, the thread has ended.
+        # If the socket is full, the thread will wake because of earlier bytes. If it is closed, the thread has ended.
         with suppress(OSError):
             self._waker.send(b"!")
 
@@ -111,13 +111,13 @@ class Feed:
         except (BlockingIOError, ConnectionAbortedError):
             return
         except OSError:
-            # Descriptors have run out. The listener stays readable, so the thread must not select it meanwhile.
+            # Descriptors have run out. The listener stays readable, so unregister it, or the thread would never sleep.
             self._selector.unregister(self._listener)
             self._accept_at_s = time.monotonic() + ACCEPT_RETRY_S
             return
         follower.setblocking(False)
         if len(self._followers) >= MAX_FOLLOWERS:
-            # Without an end, it would try to take over the fetch, again and again.
+            # Send an end. Without an end, the process would try to take over the fetch again and again.
             with follower, suppress(OSError):
                 follower.send(ENDED + _wire(_too_many()))
             return
@@ -125,7 +125,7 @@ class Feed:
         self._selector.register(follower, _READ, follower)
 
     def _resume(self) -> float | None:
-        """Accept again if the pause is over. Return how long it still takes, None if there is none."""
+        """Accept connections again if the pause is over. Return the rest of the pause. None if there is no pause."""
         if not self._accept_at_s:
             return None
         left_s = self._accept_at_s - time.monotonic()
@@ -147,7 +147,7 @@ class Feed:
             self._arrival.demand(first, last)
 
     def _send_pending(self, follower: socket.socket) -> None:
-        """Send the follower the numbers of further landed chunks, as far as its socket has room for them."""
+        """Send the follower the numbers of newly landed chunks, until its socket is full."""
         try:
             self._send_landed(follower)
             self._selector.modify(follower, _READ, follower)
@@ -168,7 +168,7 @@ class Feed:
         follower.close()
 
     def _finish(self) -> None:
-        """Send the last chunks and the end to all followers, accepting those that still wait. Then close."""
+        """Accept the followers that still wait. Send the last chunks and the end to all followers, and close them."""
         with suppress(OSError):
             while len(self._followers) < MAX_FOLLOWERS:
                 self._followers[self._listener.accept()[0]] = 0
@@ -183,10 +183,10 @@ class Feed:
 
 
 class Following:
-    """The receiving side, in a follower. It is connected once it is constructed."""
+    """The receiving side, in a follower. The constructor connects it."""
 
     def __init__(self, folder: int) -> None:
-        """Connect to the Feed of a folder. Raises ConnectionError or FileNotFoundError if it has none."""
+        """Connect to the Feed of a folder. Raises ConnectionError or FileNotFoundError if the folder has no feed."""
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._socket.connect(_address(folder))
@@ -197,8 +197,8 @@ class Following:
     def run(self, arrival: Arrival) -> bool:
         """Record in `arrival` the chunks that have landed, until the fetch ends.
 
-        Returns True if the snapshot is published, and False if the connection closed without an end. Raises
-        the error that the fetch failed with, or LinkError for a malformed message.
+        Returns True if the snapshot is published, and False if the connection closed without ENDED. Raises the error
+        of the fetch, or LinkError for a malformed message.
         """
         try:
             while message := self._socket.recv(_MESSAGE_BYTES):
@@ -216,12 +216,12 @@ class Following:
         return False
 
     def demand(self, first: int, last: int) -> None:
-        """Tell the fetching process which chunks are waited for, unless the socket is full or closed."""
+        """Ask the fetching process for chunks `first` to `last` next. Does nothing if the socket is full or closed."""
         with suppress(OSError):
             self._socket.send(_DEMAND.pack(first, last), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
     def cancel(self) -> None:
-        """Make `run`, in another thread, return False. It may be called from any thread."""
+        """Make `run` return False. Any thread may call this."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -251,7 +251,7 @@ def _wire(error: PilotflameError | None) -> bytes:
 
 
 def _numbers(message: bytes, count: int) -> tuple[int, ...]:
-    """Return the numbers in a LANDED message. Raises LinkError if it is malformed or one is >= `count`."""
+    """Return the numbers in a LANDED message. Raises LinkError if it is malformed or a number is >= `count`."""
     body = message[1:]
     if message[:1] != LANDED or len(body) % 4:
         raise LinkError("The process that fetches the snapshot sent a malformed message.")

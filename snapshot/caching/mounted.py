@@ -1,10 +1,10 @@
-"""Lets a container use one snapshot of the node's cache, and nothing else of it.
+"""Lets a container use one snapshot of the node's cache, and no other snapshot.
 
-The folder of the snapshot in each tier is mounted into the container, read-only and before there are any files
-in it. It is kept in place until the container has ended, also if the snapshot is evicted and fetched again.
-The processes in the container follow the fetch, and their locks on the folder protect it from eviction. They
-can neither fetch nor evict. A handler can read the files at any time, so they never hold another snapshot's
-bytes: while the folder is mounted, no spares are used for them.
+The folder of the snapshot in each tier is mounted into the container, read-only, before there are any files in it. The
+folder is kept in place until the container has ended, also if the snapshot is evicted and fetched again. The processes
+in the container follow the fetch, and their locks on the folder protect it from eviction. They can neither fetch nor
+evict. A handler can read the files at any time, so the files must never hold another snapshot's bytes. So no spares
+are used for these files while the folder is mounted.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from .stored import MOUNTED, REUSED
 from .tier import Tier
 
 REUSED_TIMEOUT_S = 300.0
-"""How long a snapshot's folder is waited for while it is fetched over the bytes of another one."""
+"""How long to wait for the end of a fetch that overwrites another snapshot's bytes in the folder."""
 
 
 class KeptFolders:
     """The folders of one snapshot, one in each tier, kept in place until `close`. `paths` has them."""
 
     def __init__(self, tiers: Sequence[Tier], digest: str) -> None:
-        """Make the folders that are absent. Raises OSError if one cannot be made, and CacheError."""
+        """Make the folders that are absent. Raises OSError if a folder cannot be made, and CacheError."""
         self._digest = digest
         self._kept: list[tuple[Tier, int]] = []
         try:
@@ -44,12 +44,12 @@ class KeptFolders:
         return [tier.folder(self._digest) for tier, _ in self._kept]
 
     def close(self) -> None:
-        """Let the folders go: those without files are removed. May be called twice."""
+        """Stop keeping the folders, and remove the folders without files. May be called twice."""
         kept, self._kept = self._kept, []
         for tier, descriptor in kept:
             os.close(descriptor)
             folder = tier.folder(self._digest)
-            # If the lock of the tier takes too long to get, a later sweep removes the folder.
+            # If this process does not get the tier's lock in time, a later sweep removes the folder.
             if folder.is_dir():
                 with suppress(OSError, CacheError), tier.locked():
                     tier.remove_empty(folder)
@@ -62,7 +62,7 @@ def _keep(tier: Tier, digest: str) -> int:
         with tier.locked():
             if _holds_only_its_own(tier, digest):
                 return _lock_mounted(tier.folder(digest))
-        # The fetch ends with its lock, whether it has succeeded or not.
+        # Wait for the lock of the fetch, which is released at the end of the fetch in any case.
         with (
             suppress(FileNotFoundError),
             locked_file(
@@ -73,9 +73,10 @@ def _keep(tier: Tier, digest: str) -> int:
 
 
 def _holds_only_its_own(tier: Tier, digest: str) -> bool:
-    """Return True if the folder of a snapshot holds no bytes of another one, and False if a fetch must end first.
+    """Return True if a snapshot's folder holds no bytes of another snapshot, and False if a fetch must end first.
 
-    Remove the files if a fetch left them incomplete and no process continues it. Raise CacheError if they are in use.
+    Remove the files if a fetch left them incomplete and no process continues the fetch. Raise CacheError if these files
+    are in use.
     """
     if not (tier.folder(digest) / REUSED).exists() or tier.discard_unused(digest):
         return True
@@ -93,7 +94,7 @@ def _lock_mounted(folder: Path) -> int:
 
 
 class FollowedTier(Tier):
-    """A tier in folder `root` that another process fetches into. This process locks only the snapshots that it uses."""
+    """A tier into which another process fetches. This process only locks the snapshots that it uses."""
 
     read_only: ClassVar[bool] = True
 

@@ -1,4 +1,4 @@
-"""Makes the usual cache of a node: the first tier is in its memory, the second is a folder on disk."""
+"""Makes the usual cache of a node. Its first tier is in memory, and its second tier is a folder on disk."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ _MEMORY_PREFIX = "pilotflame-"
 
 @dataclass(frozen=True, slots=True)
 class Budgets:
-    """How many MiB the tiers of a node may hold. With 0 for the memory, snapshots are on the disk only.
+    """How many MiB the tiers of a node may hold. If `memory_mb` is 0, snapshots are on the disk only.
 
-    None stands for a quarter of the memory of the machine or the cgroup (see `machine.memory_bytes`), and for
-    four fifths of the bytes on the disk that are free or used by this cache.
+    If `memory_mb` is None, the budget is a quarter of the memory of the machine or the cgroup (see
+    `machine.memory_bytes`). If `disk_mb` is None, it is four fifths of the bytes on the disk that are free or used by
+    this cache.
     """
 
     memory_mb: int | None = None
@@ -47,7 +48,7 @@ DEFAULT_BUDGETS = Budgets()
 
 
 def node_cache(folder: Path, budgets: Budgets = DEFAULT_BUDGETS) -> Cache:
-    """Return a cache to fetch into, whose disk tier is `folder`. Processes with the same folder share it."""
+    """Return a cache to fetch into, whose disk tier is `folder`. Processes with the same folder share the cache."""
     sweep(SHARED_MEMORY.glob(f"{_MEMORY_PREFIX}{os.getuid()}-*"), _memory_root(folder))
     tiers = _prepared_tiers(folder, budgets)
     for tier in tiers:
@@ -59,11 +60,11 @@ def _prepared_tiers(folder: Path, budgets: Budgets) -> list[Tier]:
     """Make the memory tier if it is absent. Return the tiers."""
     root = _memory_root(folder)
     prepared = is_ours(root)
-    # On a read-only disk the lock cannot be taken. The disk's snapshots can still be used.
+    # On a read-only disk the lock cannot be taken, but the snapshots there can be used.
     with suppress(OSError, CacheError), _disk_tier(folder, budgets).locked():
         if budgets.memory_bytes:
             prepared = prepare(root, budgets.memory_bytes)
-    # Another process that ends may remove the root right now. The first fetch makes it again.
+    # Another process may remove the root now, when it ends. Then the first fetch makes the root again.
     return _tiers(folder, budgets, in_memory=prepared)
 
 
@@ -73,7 +74,7 @@ def keep_folders(folder: Path, digest: str, budgets: Budgets = DEFAULT_BUDGETS) 
 
 
 def node_tiers(folder: Path, budgets: Budgets = DEFAULT_BUDGETS) -> list[Tier]:
-    """Return the tiers of that cache: the memory tier, if `node_cache` has made it, then the disk tier."""
+    """Return the tiers of `node_cache`: the memory tier if `node_cache` has made it, then the disk tier."""
     return _tiers(folder, budgets, in_memory=is_ours(_memory_root(folder)))
 
 
@@ -97,7 +98,7 @@ def _memory_root(folder: Path) -> Path:
 
 
 def drop_from_memory(cache: Cache, chosen: Callable[[str], bool] = lambda _digest: True) -> None:
-    """Remove from memory the unused snapshots of `chosen` digests that are also on the disk."""
+    """Remove unused snapshots from memory if they are also on the disk and `chosen` returns True for their digest."""
     disks = [tier for tier in cache.tiers if tier.kind == "disk"]
     on_disk = {stored.digest for tier in disks for stored in tier.list() if stored.ready}
     for tier in (tier for tier in cache.tiers if tier.kind == "tmpfs"):
@@ -108,13 +109,13 @@ def drop_from_memory(cache: Cache, chosen: Callable[[str], bool] = lambda _diges
 
 
 def release_memory(cache: Cache) -> None:
-    """Remove from memory the unused snapshots that are also on the disk. Unmount an empty memory tier."""
+    """Remove unused snapshots from memory if they are also on the disk. Then unmount the memory tier if it is empty."""
     drop_from_memory(cache)
     for tier in cache.tiers:
         if tier.kind == "tmpfs":
             tier.release()
     for tier in (tier for tier in cache.tiers if tier.kind == "disk"):
-        # While this process holds the lock, no other one calls `prepare` on the root.
+        # While this process holds the lock, no other process calls `prepare` for the root.
         with suppress(OSError, CacheError), tier.locked():
             give_back(_memory_root(tier.root))
 
@@ -122,7 +123,7 @@ def release_memory(cache: Cache) -> None:
 def follow(folder: Path, manifest: Manifest, mounted: Sequence[Path] = ()) -> Lease:
     """Return a lease of a snapshot that another process of this node has fetched or is fetching.
 
-    In a container, `mounted` are the folders of `keep_folders`.
+    In a container, `mounted` are the paths of the folders from `keep_folders`.
     """
     memory = [root] if is_ours(root := _memory_root(folder)) else []
     paths = mounted or (*memory, folder)
@@ -131,7 +132,7 @@ def follow(folder: Path, manifest: Manifest, mounted: Sequence[Path] = ()) -> Le
 
 
 class _NoSource:
-    """The source of a process without credentials, for which another process fetches: it always raises."""
+    """The source of a process without credentials, for which another process fetches. Every method raises."""
 
     url = "the node's fetcher"
 

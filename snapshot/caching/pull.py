@@ -1,7 +1,7 @@
 """Brings one snapshot into one tier for one lease. A pull fetches the snapshot, or follows another pull's fetch.
 
-The pull that gets the fetch lock fetches. If its process ends in any way, the kernel releases that lock. Then
-one of the followers gets it and continues the fetch with what is in the files. Two leases in one process work
+The pull that gets the fetch lock fetches. When its process ends, in whatever way, the kernel releases the lock. Then
+one of the followers gets the lock, and continues the fetch with the chunks in the files. Two leases in one process work
 like leases in two processes.
 """
 
@@ -36,19 +36,19 @@ from .stored import DIGESTS, REUSED, is_whole, sync_files
 from .tier import Tier
 
 TAKEOVER_TIMEOUT_S = 30.0
-"""How long a pull waits for the fetch lock while its holder has no feed, as at the holder's end."""
+"""How long a pull waits for the fetch lock while its holder has no feed, for example because the holder is ending."""
 CLOSE_TIMEOUT_S = 10.0
 ASSETS_TIMEOUT_S = 600.0
 """How long a pull whose shards are complete waits for the assets before it publishes."""
 MOVE_TIMEOUT_S = 600.0
-"""How long the chunks of a full tier may take to be copied to another one."""
+"""How long it may take to copy the chunks of a full tier to another tier."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Fetching:
-    """The role of the pull that holds the fetch lock, which is on `descriptor`.
+    """The role of a pull that holds the fetch lock. `descriptor` has the lock.
 
-    `new` is True if this pull has just created the files, so that they hold no chunks.
+    `new` is True if this pull has just created the files. Then they hold no chunks.
     """
 
     descriptor: int
@@ -57,30 +57,30 @@ class _Fetching:
 
 
 class Neighbours(Protocol):
-    """Other nodes, for one snapshot that is being fetched."""
+    """The other nodes that may have chunks of a snapshot that is being fetched."""
 
     def take(
         self, targets: Sequence[ShardTarget], left_out: Container[int], cancelled: threading.Event
     ) -> int:
-        """Take missing chunks from these nodes, without the chunks in `left_out`. Return the number of bytes taken."""
+        """Take missing chunks, except the chunks in `left_out`, from these nodes. Return the number of bytes taken."""
 
 
 class Nodes(Protocol):
     """The other nodes."""
 
     def joined(self, manifest: Manifest, arrival: Arrival, files: Path) -> AbstractContextManager[Neighbours]:
-        """Offer the landed chunks of a snapshot to other nodes while the block runs. Yield the nodes that may have chunks."""
+        """While the block runs, offer the landed chunks to other nodes. Yield the nodes that may have chunks."""
 
 
 Elsewhere = Callable[["Pull"], "Pull"]
-"""Makes a pull that continues the given one in another tier. Raises CacheError if no other tier has room."""
+"""Makes a pull that continues the given pull in another tier. Raises CacheError if no other tier has room."""
 
 
 class Pull:
-    """One pull. Once it is constructed, all shards exist at full size.
+    """One pull. The constructor makes all shards at full size, and raises CacheError if the tier has no room.
 
-    Its thread, which `start` starts, brings the shards, while the caller brings the assets with `bring_assets`. The
-    constructor raises CacheError if the tier has no room.
+    A thread, which `start` starts, brings the bytes of the shards. Meanwhile the caller brings the assets with
+    `bring_assets`.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Pull:
         before: Pull | None = None,
         nodes: Nodes | None = None,
     ) -> None:
-        """Chunks that `related` has are copied instead of fetched, and taken from other `nodes` that have them.
+        """Chunks that `related` or other `nodes` have are copied from there instead of being fetched.
 
         With `before`, this pull continues that pull in another tier, and copies its landed chunks.
         """
@@ -107,9 +107,9 @@ class Pull:
         self._error: PilotflameError | None = None
         self._before = before
         self._after: Pull | None = None
-        """The pull that continues this one, whose tier became full."""
+        """The pull that continues this pull in another tier, after this tier became full."""
         self.hold: Hold | None = None
-        """Protects the files from eviction. None once the pull is closed."""
+        """Protects the files from eviction. None after the pull is closed."""
         self._cancelled = threading.Event()
         self._over = threading.Event()
         self._assets_ended = threading.Event()
@@ -127,7 +127,7 @@ class Pull:
 
     @property
     def stats(self) -> FetchStats | None:
-        """What the fetch did. None before its end, and if this pull did not fetch."""
+        """The statistics of the fetch. None before its end, and if this pull did not fetch."""
         return self._after.stats if self._after is not None else self._stats
 
     @property
@@ -136,19 +136,19 @@ class Pull:
         return self._after.at if self._after is not None else self
 
     def start(self, on_published: Callable[[], None], elsewhere: Elsewhere | None = None) -> None:
-        """Start the thread that brings the shards. It calls `on_published` once the snapshot is published.
+        """Start the thread that brings the shards. It calls `on_published` when the snapshot is published.
 
-        If the tier becomes full, it calls `elsewhere` for a pull into another tier, and continues with that.
+        If the tier becomes full, the thread calls `elsewhere`, and continues with the pull that this returns.
         """
         run, how = self._run, (on_published, elsewhere)
         self._thread = threading.Thread(target=run, args=how, name="snapshot-pull", daemon=True)
         self._thread.start()
 
     def bring_assets(self, copies: Path | None = None) -> None:
-        """Bring the assets that are missing, from folder `copies` if it has them. Call it once after `start`.
+        """Bring the missing assets, from folder `copies` if it has them. Call it once after `start`.
 
         Raises SourceError or SnapshotCorrupt if an asset cannot be fetched. Then the pull is closed. If the tier
-        is full, the pull continues in another one, which needs the assets again.
+        is full, raises nothing: the pull continues in another tier, which needs the assets again.
         """
         if self.tier.read_only:
             return
@@ -164,7 +164,7 @@ class Pull:
         self._assets_ended.set()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Block until the snapshot is published. Raises its error, or SourceUnavailable after `timeout_s`."""
+        """Block until the snapshot is published. Raises the pull's error, or SourceUnavailable after `timeout_s`."""
         if not self._over.wait(timeout_s):
             raise SourceUnavailable(f"The weights did not arrive within {timeout_s:.0f} s.")
         if self._error is not None:
@@ -173,9 +173,9 @@ class Pull:
             self._after.wait(timeout_s)
 
     def close(self) -> None:
-        """Stop fetching or following. Landed chunks stay in the files, and a follower fetches the others."""
+        """Stop fetching or following. Landed chunks stay in the files, and a follower may fetch the other chunks."""
         self._cancelled.set()
-        # If they are still missing, nothing is published.
+        # End the wait for the assets. If assets are still missing, nothing is published.
         self._assets_ended.set()
         if isinstance(role := self._role, Following):
             role.cancel()
@@ -184,11 +184,11 @@ class Pull:
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(CLOSE_TIMEOUT_S)
         if self._over.is_set():
-            # Not left to the garbage collector: this object and `arrival` refer to each other.
+            # Release the hold here: this object and `arrival` refer to each other until the garbage collector runs.
             self.hold = None
 
     def _take_role(self) -> _Fetching | Following | None:
-        """Take the fetch lock, or follow the pull that has it. Return None if all is published by now.
+        """Take the fetch lock, or follow the pull that has it. Return None if the snapshot is already published.
 
         Raises CacheError if the tier has no room, or if the lock stays locked without a feed to follow.
         """
@@ -219,12 +219,12 @@ class Pull:
                     return role
                 with suppress(ConnectionError, FileNotFoundError):
                     return Following(self.hold.descriptor)
-            # The fetch lock is held, but there is no feed: the holder is ending. Wait for the lock and retry.
+            # The fetch lock is held, but there is no feed, so the holder is ending. Wait for the lock and retry.
             with locked_file(folder / "fetching", max(0.0, deadline_s - time.monotonic())):
                 pass
 
     def _join(self, folder: Path) -> Following | None:
-        """Follow the process that fetches, if there is one. This needs no lock of the tier."""
+        """Follow the process that fetches, if there is one. This does not need the tier's lock."""
         held = (self.hold or hold(folder)) if self.tier.fetches(self._digest) else None
         if held is not None:
             with suppress(ConnectionError, FileNotFoundError):
@@ -234,10 +234,10 @@ class Pull:
         return None
 
     def _follow(self, folder: Path, deadline_s: float) -> Following | None:
-        """Follow the process that fetches. Return None if the snapshot is published. Raise SourceDenied if no process fetches."""
+        """Follow the process that fetches, or raise SourceDenied. Return None if the snapshot is published."""
         self.hold = self.hold or hold(folder)
         while self.hold is not None:
-            # In this order: a process that publishes and ends in between is not missed.
+            # Call `fetches` before `is_whole`, so as not to miss a process that publishes and ends in between.
             fetches = self.tier.fetches(self._digest)
             if is_whole(self.files, self._manifest):
                 return None
@@ -245,7 +245,7 @@ class Pull:
                 return Following(self.hold.descriptor)
             if not fetches:
                 break
-            # Its feed is closed already, or not open yet.
+            # The feed of the fetching process is closed already, or not open yet.
             timeout_s = max(0.0, deadline_s - time.monotonic())
             with locked_file(folder / "fetching", timeout_s, read_only=True):
                 pass
@@ -276,7 +276,7 @@ class Pull:
             else:
                 self._fail(failure)
         except BaseException as error:
-            # If the source has raised, the arrival has its error.
+            # If the source has raised an exception, the arrival has an error for it.
             self._fail(self.arrival.error or self._broken_off(error))
             raise
         else:
@@ -291,9 +291,9 @@ class Pull:
     def _continue_elsewhere(
         self, full: StorageFull, on_published: Callable[[], None], elsewhere: Elsewhere
     ) -> None:
-        """Let another pull bring the missing chunks, to the same waiters, because this tier is full.
+        """Let a pull into another tier bring the missing chunks to the same waiting threads, because this tier is full.
 
-        The followers get the error only after the other pull has its role. They then find a fetch to follow there.
+        The followers get the error only after the other pull has its role. So they find a fetch to follow in that tier.
         """
         try:
             after = elsewhere(self)
@@ -307,7 +307,7 @@ class Pull:
         after.start(on_published)
         self._after = after
         self._drop_role(full)
-        # `close` sets the event and then closes `_after`, so that one of the two always does.
+        # `close` sets the event before it looks at `_after`. So either `close` or this thread closes `after`.
         if self._cancelled.is_set():
             after.close()
         try:
@@ -328,15 +328,15 @@ class Pull:
 
     def _fail(self, error: PilotflameError) -> None:
         self._error = error
-        # If access was denied, let a follower take over: it may have other credentials.
+        # If access was denied, let a follower take over the fetch, because it may have other credentials.
         self._drop_role(error, dropped=self._cancelled.is_set() or isinstance(error, SourceDenied))
         self.arrival.fail(error)
 
     def _play_role(self) -> bool:
-        """Fetch or follow to the end. Return False if the process that fetched has gone before that."""
+        """Fetch or follow to the end. Return False if the followed process has gone before the end."""
         role = self._role
-        # Check this only after taking the role. `close` sets the event and then cancels the role, so that one
-        # of the two always ends this thread.
+        # Check this only after taking the role. `close` sets the event before it cancels the role. So either `close` or
+        # this check always ends this thread.
         if self._cancelled.is_set():
             remedy = "Open it again: what has arrived is kept."
             raise CacheError("The snapshot was closed before all of it had arrived.", remedy=remedy)
@@ -370,7 +370,7 @@ class Pull:
                 self.tier.counts.add_verified(self.arrival.landed_bytes - landed_bytes)
 
     def _bring(self, targets: Sequence[ShardTarget], until_published: ExitStack) -> FetchStats:
-        """Copy the chunks that related snapshots have, while the others are taken from other nodes or fetched."""
+        """Copy chunks from related snapshots. Meanwhile, take the other chunks from other nodes, or fetch them."""
         with ExitStack() as opened:
             by_version = isinstance(self._source, VersionedByContent)
             places = self._related.places(self._manifest, self.arrival, opened, by_version=by_version)
@@ -412,32 +412,32 @@ class Pull:
         return ShardTarget(str(self.files / name), descriptor, memory, fresh=fresh)
 
     def _publish(self) -> None:
-        """Publish the complete snapshot: on a disk, sync its files. Then write its manifest."""
+        """Publish the complete snapshot: sync its files if they are on a disk, then write its manifest."""
         if not self._assets_ended.wait(ASSETS_TIMEOUT_S):
             raise SourceUnavailable(f"The assets did not arrive within {ASSETS_TIMEOUT_S:.0f} s.")
         if self._assets_missing is not None:
             raise self._assets_missing
-        # Temporary files of a process that was killed while it wrote the manifest.
+        # Remove temporary files of a process that was killed while it wrote the manifest.
         for rest in self.files.glob(f".{MANIFEST_NAME}.*"):
             rest.unlink()
         if self.tier.kind == "disk":
             sync_files(self.files, self._manifest)
             sync(self.files.parent)
             sync(self.files.parent.parent)
-        # All bytes are this snapshot's now.
+        # No bytes of another snapshot are left.
         (self.files.parent / REUSED).unlink(missing_ok=True)
         manifest = self._manifest
         if not manifest.has_digests:
             manifest = manifest.with_chunks(self.arrival.chunks.digests)
-        # Containers have the files mounted, and need not know the realm.
+        # Leave out the realm: containers have this file mounted, and need not know the realm.
         manifest.with_realm("").write(self.files / MANIFEST_NAME)
         (self.files.parent / DIGESTS).unlink(missing_ok=True)
 
 
 def _unmap(memory: memoryview) -> None:
-    """Unmap now, and not only when the last reference to the mapping goes: a mapped file counts as in use."""
+    """Unmap now, instead of at the end of the last reference to the mapping, because a mapped file counts as in use."""
     mapped = memory.obj
-    # BufferError: something, such as the traceback of a failed thread, still refers to a slice of it.
+    # BufferError means that some object, such as the traceback of a failed thread, still refers to a slice of it.
     with suppress(BufferError):
         memory.release()
         if isinstance(mapped, mmap):

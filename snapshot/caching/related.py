@@ -1,7 +1,7 @@
 """Finds the chunks of a snapshot in other snapshots of the node, such as an earlier revision of the same weights.
 
-Only complete snapshots of the same realm are looked at (see `sources.realm`). A chunk is presumed where a manifest has
-its digest, and without digests in a shard of the same version. Whether it is there shows only when it is copied.
+Only complete snapshots of the same realm are searched (see `sources.realm`). A chunk is presumed to be where a manifest
+has its digest or, without digests, in a shard of the same version. The copy verifies whether the chunk is really there.
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ from .stored import is_published
 from .tier import Tier
 
 MOST_SNAPSHOTS = 8
-"""The most snapshots that are searched, most recently used first. A manifest with 25 000 chunks takes 5 ms to read."""
+"""How many snapshots are searched, the most recently used first. To read a manifest with 25 000 chunks takes 5 ms."""
 
 _HASH = re.compile(r'"(?!(.)\1*["-])[0-9a-f]{32,128}(-[0-9]+)?"')
-"""An ETag that is a hash of the object or of its parts. It is not a time or a repeated digit, which some stores give."""
+"""An ETag that is a hash of the object or its parts. Some stores give times or repeated digits, which do not match."""
 
 
 @dataclass(frozen=True, slots=True)
 class Related:
-    """The snapshots in `tiers`. Without tiers, none is found."""
+    """Finds chunks in the snapshots in `tiers`. Without tiers, it finds no chunks."""
 
     tiers: Sequence[Tier] = ()
 
     def places(
         self, manifest: Manifest, arrival: Arrival, opened: ExitStack, *, by_version: bool = False
     ) -> dict[int, Place]:
-        """Return where the missing chunks of `manifest` are, in the order in which they are wanted.
+        """Return the places of the missing chunks of `manifest`, in the order in which the chunks are wanted.
 
-        With `by_version`, a chunk without a known digest is looked for in a shard with the same version and size. The
-        files stay open, and their snapshots protected from eviction, until `opened` is closed.
+        With `by_version`, a chunk without a known digest is looked for in a shard with the same version and size. Until
+        `opened` is closed, the files stay open, and their snapshots are protected from eviction.
         """
         folders = list(self._folders(manifest)) if manifest.realm else []
         if not folders:
@@ -63,13 +63,13 @@ class Related:
         for how, wanted in ((_Lender.same, known), (_Lender.versioned, unknown)):
             for provider in providers:
                 rest = [chunk for chunk in wanted if chunk not in found]
-                # OSError, SnapshotError: a file is missing. The others: the manifest is damaged.
+                # OSError and SnapshotError mean that a file is missing. The other errors mean a damaged manifest.
                 with suppress(OSError, SnapshotError, ValueError, LookupError, TypeError, AttributeError):
                     found |= how(provider, manifest, chunks, rest) if rest else {}
         return {chunk: found[chunk] for chunk in missing if chunk in found}
 
     def _folders(self, manifest: Manifest) -> Iterator[Path]:
-        """Yield the folders of the realm's complete snapshots: tier by tier, and the most recently used first."""
+        """Yield the folders of the realm's complete snapshots, tier by tier, with the most recently used first."""
         seen, ending = {manifest.digest}, realm_digits(manifest.realm)
         for tier in self.tiers:
             for folder in tier.folders(ending):
@@ -79,12 +79,12 @@ class Related:
 
 
 def _open(folder: Path, opened: ExitStack) -> _Lender | None:
-    """Return the snapshot in `folder`, protected from eviction; None if it has gone or its manifest is damaged."""
+    """Return the snapshot in `folder`, protected from eviction. None if it is gone or its manifest is damaged."""
     try:
         held = hold(folder)
         if held is None or not is_published(folder):
             return None
-        # Referenced by `opened`, until that is closed.
+        # `opened` keeps a reference to `held` until it is closed.
         opened.enter_context(nullcontext(held))
         with (folder / "files" / MANIFEST_NAME).open("rb") as stream:
             document = orjson.loads(stream.read(MAX_MANIFEST_BYTES))
@@ -95,7 +95,7 @@ def _open(folder: Path, opened: ExitStack) -> _Lender | None:
 
 @dataclass(eq=False, slots=True)
 class _Lender:
-    """A complete snapshot. `document` is its manifest, not validated, since that would take ten times as long."""
+    """A complete snapshot. `document` is its manifest, not validated, because that would take ten times as long."""
 
     source: FolderSource
     shards: list[dict[str, Any]]
@@ -106,7 +106,7 @@ class _Lender:
     """The number of each shard's first chunk. Empty until `_has` needs it."""
 
     def same(self, manifest: Manifest, chunks: Chunks, missing: Sequence[int]) -> dict[int, Place]:
-        """Return the places of chunks with the digest and the size of a chunk here."""
+        """Return the places of those missing chunks whose digest and size a chunk of this snapshot has."""
         del manifest
         wanted: dict[str, list[int]] = {}
         for chunk in missing:
@@ -124,7 +124,7 @@ class _Lender:
         return found
 
     def versioned(self, manifest: Manifest, chunks: Chunks, missing: Sequence[int]) -> dict[int, Place]:
-        """Return the places of the chunks of shards that have the version and the size of a shard here."""
+        """Return the places of those missing chunks whose shard has the version and size of a shard here."""
         observed = self.document.get("observed")
         if (
             observed is None
@@ -148,7 +148,7 @@ class _Lender:
         return found
 
     def _has(self, extent: Range) -> bool:
-        """Return True if these bytes are here: all are, unless this is a part (see `Manifest.part`)."""
+        """Return True if this snapshot has these bytes. It lacks bytes only if it is a part (see `Manifest.part`)."""
         part = self.document.get("part")
         if part is None or extent.begin == extent.end:
             return True

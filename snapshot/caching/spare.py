@@ -1,8 +1,8 @@
-"""Keeps spare files: files of snapshots that were evicted from a tmpfs. Their memory pages are used again.
+"""Keeps spare files, which are files of snapshots that were evicted from a tmpfs. Their memory pages are used again.
 
-Writing to existing pages is faster than allocating new ones, most of all through a mapping whose page tables
-are filled (docs/snapshot-choices.md). A spare that is used again still contains bytes of another snapshot, so
-no byte of it is used before its chunk is verified.
+Writing to existing pages is faster than allocating new pages, above all through a mapping whose page tables are filled
+(docs/snapshot-choices.md). A spare that is used again still contains bytes of another snapshot, so nothing may use a
+byte of it before the chunk of that byte is verified.
 
 A file becomes a spare only after its snapshot's folder was locked exclusively and renamed. By then no process
 maps the file any more.
@@ -26,7 +26,7 @@ class Spares:
         self._mapped: dict[tuple[int, int], memoryview] = {}
 
     def files(self) -> list[tuple[int, Path]]:
-        """Return size and path of every spare, the largest first."""
+        """Return the size and path of every spare, with the largest first."""
         try:
             found = [(entry.stat().st_size, Path(entry)) for entry in os.scandir(self._folder)]
         except FileNotFoundError:
@@ -37,14 +37,14 @@ class Spares:
         return sum(size_bytes for size_bytes, _ in self.files())
 
     def put(self, file: Path) -> None:
-        """Move `file`, which no process may have open or mapped, to the spares."""
+        """Move `file` to the spares. No process may have the file open or mapped."""
         self._folder.mkdir(exist_ok=True)
         file.replace(self._folder / uuid4().hex)
 
     def take(self, size_bytes: int, path: Path, mark: Path) -> None:
-        """Move a spare, if there is one, to `path`: the smallest that is large enough, else the largest.
+        """Move a spare, if there is one, to `path`: the smallest that is large enough, or else the largest.
 
-        Before that, create the file `mark`: it says that another snapshot's bytes can be read there.
+        First create the file `mark`, which records that `path` may hold another snapshot's bytes.
         """
         files = self.files()
         if files and size_bytes:
@@ -53,7 +53,7 @@ class Spares:
             (enough[-1] if enough else files[0][1]).replace(path)
 
     def trim(self, limit_bytes: int) -> None:
-        """Delete spares, the smallest first, until the others have at most `limit_bytes` together."""
+        """Delete spares, with the smallest first, until the remaining spares have at most `limit_bytes` in total."""
         files = self.files()
         left_bytes = sum(size_bytes for size_bytes, _ in files)
         while files and left_bytes > limit_bytes:
@@ -63,16 +63,16 @@ class Spares:
             path.unlink()
 
     def map_ahead(self) -> None:
-        """Map all spares now, so that the next fetch in this process need not wait for that."""
+        """Map all spares now, so that the next fetch in this process need not wait for the mapping."""
         for _, path in self.files():
             with path.open("r+b") as stream:
                 if (memory := self.map_pages(stream.fileno())) is not None:
                     self._mapped[_key(os.fstat(stream.fileno()))] = memory
 
     def map_pages(self, descriptor: int) -> memoryview | None:
-        """Map the open file shared and fill the page tables. Return None if it is empty or has holes."""
-        # A file with holes is not mapped: if the tmpfs is full, writing to a hole through a mapping would
-        # kill the process (SIGBUS), while pwrite only fails with ENOSPC.
+        """Map the open file as shared memory, and fill the page tables. Return None if it is empty or has holes."""
+        # Do not map a file with holes: if the tmpfs is full, writing to a hole through a mapping would kill the process
+        # (SIGBUS), while pwrite only fails with ENOSPC.
         status = os.fstat(descriptor)
         memory = self._mapped.pop(_key(status), None)
         if not 0 < status.st_size <= allocated_bytes(status):

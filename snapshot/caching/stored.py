@@ -1,4 +1,4 @@
-"""Reads from the files of a tier which snapshots it holds, and syncs files."""
+"""Describes the snapshots in a tier, as found in its files, and syncs files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ REUSED = "reused"
 
 
 DIGESTS = "digests"
-"""The file of a snapshot's folder with the digests learned so far, if there was no manifest beside the weights."""
+"""The file of a snapshot's folder with the digests computed so far, if there was no manifest beside the weights."""
 
 
 PART = "part"
@@ -31,10 +31,10 @@ PART = "part"
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A snapshot in a tier, complete or not; `ready` is True if it is published.
+    """A snapshot in a tier, complete or not. `ready` is True if the snapshot is published.
 
-    `size_bytes` is the size of the needed shards and assets, and `allocated_bytes` is their size without holes.
-    `used_s` is when it was last opened, in seconds since the epoch.
+    `size_bytes` counts the needed bytes of the shards, and the assets. `allocated_bytes` counts the same without holes.
+    `used_s` is the time when the snapshot was last opened, in seconds since the epoch.
     """
 
     digest: str
@@ -92,12 +92,12 @@ def read_stored(folder: Path) -> Stored:
 
 
 def is_published(folder: Path) -> bool:
-    """Return True if the snapshot in `folder` was published, which it is once it is complete."""
+    """Return True if the snapshot in `folder` is published, and so complete."""
     return (folder / "files" / MANIFEST_NAME).is_file()
 
 
 def _needed_bytes(folder: Path) -> float:
-    """Return how many bytes of the snapshot in `folder` are needed. Infinity if all are."""
+    """Return how many bytes of the snapshot in `folder` are needed. Infinity if all bytes are needed."""
     try:
         return int((folder / PART).read_text("ascii"))
     except (OSError, ValueError):
@@ -105,10 +105,10 @@ def _needed_bytes(folder: Path) -> float:
 
 
 def _sizes(folder: Path) -> Iterator[os.stat_result]:
-    # A fetch waits for this, for every snapshot of its tier. Path.rglob takes four times as long.
+    # A fetch waits for this function, for every snapshot of its tier. Path.rglob would take four times as long.
     with os.scandir(folder) as entries:
         for entry in entries:
-            # The temporary file of an asset may be renamed meanwhile.
+            # A process may rename the temporary file of an asset meanwhile.
             with suppress(FileNotFoundError):
                 if entry.is_dir(follow_symlinks=False):
                     yield from _sizes(Path(entry))
@@ -129,7 +129,7 @@ def is_mounted(folder: Path) -> bool:
 
 
 def is_whole(files: Path, manifest: Manifest) -> bool:
-    """Return True if folder `files` holds a manifest, and all files of `manifest` in their full size."""
+    """Return True if folder `files` holds a manifest, and all files of `manifest` at full size."""
     try:
         return (files / MANIFEST_NAME).is_file() and all(
             (files / file.name).stat().st_size == file.size_bytes for file in manifest.files
@@ -139,7 +139,7 @@ def is_whole(files: Path, manifest: Manifest) -> bool:
 
 
 def sync_files(files: Path, manifest: Manifest) -> None:
-    """Sync to the disk the shards and assets in folder `files`, and the folders that hold them."""
+    """Sync the shards and assets in folder `files`, and the folders that hold them, to the disk."""
     paths = [files / file.name for file in manifest.files]
     folders = {folder for path in paths for folder in path.parents if folder.is_relative_to(files)}
     for path in (*paths, *folders):

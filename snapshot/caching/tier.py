@@ -4,18 +4,17 @@
     <root>/snapshots/<digest>/        one snapshot; users lock it (flock) shared, eviction exclusively
         files/                        its shards at full size and its assets; its manifest once published
         fetching                      locked exclusively by the process that fetches the snapshot
-        socket                        where that process tells followers which chunks have landed
+        socket                        through which that process tells followers which chunks have landed
         mounted                       locked shared while containers have the folder mounted: eviction then
                                       leaves the folder, without `files`
-        reused                        there until `files`, made of spares, hold no more bytes of another snapshot
+        reused                        exists while `files`, made of spares, may hold bytes of another snapshot
         part                          if only a part of the snapshot is needed: the number of needed bytes
         digests                       while weights without a manifest are fetched: the digests of the landed chunks
     <root>/trash/                     snapshots that were evicted and are being deleted
     <root>/spare/                     files of evicted snapshots, kept to use their pages again (tmpfs only)
 
-A snapshot is published by writing its manifest, last and atomically. Its files never move, so paths and
-mappings stay valid. Sizes are always read from the files: there is no counter or journal that could be wrong
-after a crash.
+To publish a snapshot, its manifest is written, last and atomically. Its files never move, so paths and mappings stay
+valid. Sizes are always read from the files, because a counter or journal could be wrong after a crash.
 """
 
 from __future__ import annotations
@@ -53,9 +52,9 @@ LEAST_SPARE_BYTES = 64 << 10
 class Tier:
     """Snapshots in folder `root`: at most `budget_bytes` of shards, assets and spare files.
 
-    `kind` is "tmpfs" for memory: files do not survive a power loss anyway, so nothing is synced, and up to
-    `spare_bytes` of evicted files are kept to use their pages again. `kind` is "disk" for a disk: a
-    snapshot's files are synced before it is published.
+    `kind` is "tmpfs" for memory. Then nothing is synced, since the files would not survive a power loss anyway, and up
+    to `spare_bytes` of evicted files are kept to use their pages again. `kind` is "disk" for a disk. Then a snapshot's
+    files are synced before it is published.
     """
 
     root: Path
@@ -63,7 +62,7 @@ class Tier:
     kind: Literal["tmpfs", "disk"] = "disk"
     spare_bytes: int = 0
     read_only: ClassVar[bool] = False
-    """True if this process can only follow the fetches of others."""
+    """True if this process can only follow the fetches of other processes."""
 
     def __post_init__(self) -> None:
         self.spares = Spares(self.root / "spare")
@@ -78,13 +77,13 @@ class Tier:
         with suppress(OSError), os.scandir(self.root / "snapshots") as entries:
             for entry in entries:
                 if entry.name.endswith(ending):
-                    # It may be evicted meanwhile.
+                    # Another process may evict the snapshot meanwhile.
                     with suppress(OSError):
                         found.append((entry.stat().st_mtime, Path(entry)))
         return [folder for _, folder in sorted(found, reverse=True)]
 
     def has(self, digest: str) -> bool:
-        """Return True if the snapshot has files here: complete, being fetched, or left incomplete."""
+        """Return True if the snapshot has files in this tier: complete, being fetched, or left incomplete."""
         # Path.is_dir would raise if a parent folder may not be read.
         return os.path.isdir(self.folder(digest) / "files")  # noqa: PTH112
 
@@ -105,7 +104,7 @@ class Tier:
 
     @contextmanager
     def locked(self, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
-        """Hold the tier's lock, which one thread at a time can do. Raises CacheError after `timeout_s`."""
+        """Hold the tier's lock. Only one thread at a time can hold it. Raises CacheError after `timeout_s`."""
         path = self.root / "lock"
         while True:
             self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -113,52 +112,53 @@ class Tier:
                 try:
                     descriptor = lock.enter_context(locked_file(path, timeout_s))
                 except FileNotFoundError:
-                    # Another process has removed the root in the meantime (see `release`).
+                    # Another process has removed the root since `mkdir` (see `release`).
                     continue
-                # The file may have been removed during the wait; then lock the new one.
+                # The file may have been removed during the wait. Then lock the new file.
                 if is_at(descriptor, path):
                     yield
                     return
 
     def ready(self, digest: str, manifest: Manifest) -> Hold | None:
-        """Return a hold on the snapshot, against eviction; None if it is not published or not complete."""
+        """Return a hold that protects the snapshot from eviction. None if it is not published or not complete."""
         folder = self.folder(digest)
         try:
             held = hold(folder)
             if held is None and folder.is_dir():
-                # Another process locked it to evict it, and holds the tier's lock too. Try again after that.
+                # Another process has locked the folder to evict it, and holds the tier's lock too. Try again after it
+                # has released the tier's lock.
                 with self.locked():
                     held = hold(folder)
             if held is None or not is_whole(folder / "files", manifest):
                 return None
         except OSError:
-            # Here it counts as absent. If a snapshot is to be stored in this tier, the error is raised then.
+            # The snapshot counts as absent. If it has to be stored in this tier, the error is raised then.
             return None
-        # Record the time of use. It cannot be written if the cache is read-only, which is allowed. time_ns is
-        # finer than the time that the kernel would set.
+        # Record the time of use. If the cache is read-only, this fails, which is allowed. time_ns is finer than the
+        # time that the kernel would set.
         with suppress(OSError):
             os.utime(held.descriptor, ns=(time.time_ns(),) * 2)
         return held
 
     def list(self) -> Sequence[Stored]:
-        """Return all snapshots of this tier, complete or not, the least recently used first."""
+        """Return all snapshots of this tier, complete or not, with the least recently used first."""
         try:
             folders = [Path(entry) for entry in os.scandir(self.root / "snapshots")]
         except (FileNotFoundError, PermissionError):
             return []
         found = []
         for folder in folders:
-            # A snapshot may be evicted meanwhile.
+            # Another process may evict the snapshot meanwhile.
             with suppress(FileNotFoundError):
                 if (folder / "files").is_dir():
                     found.append(read_stored(folder))
         return sorted(found, key=lambda stored: stored.used_s)
 
     def make_room(self, digest: str, manifest: Manifest) -> None:
-        """Create the snapshot's files at full size, evicting others to make room. Lock the tier first.
+        """Create the snapshot's files at full size. Evict other snapshots to make room. Lock the tier first.
 
-        Raises CacheError, without evicting any, if even that would not make enough room. Raises OSError if a
-        file cannot be created. In both cases, a folder that did not exist before is not left behind.
+        Raises CacheError, without evicting any snapshot, if evictions would not make enough room. Raises OSError if a
+        file cannot be created. In both cases, a folder that did not exist before does not exist afterwards.
         """
         size_bytes, folder = manifest.needed_bytes + manifest.assets_bytes, self.folder(digest)
         if size_bytes > self.budget_bytes:
@@ -183,11 +183,11 @@ class Tier:
             self._trim(digest, size_bytes)
 
     def evict(self, digest: str) -> None:
-        """Remove a snapshot if it is here. Raises CacheError if it is in use."""
+        """Remove a snapshot if it is in this tier. Raises CacheError if the snapshot is in use."""
         if not self.has(digest):
             return
         with self.locked():
-            # It may have been evicted meanwhile.
+            # Another process may have evicted the snapshot before this process got the lock.
             if not self.has(digest):
                 return
             if not self.discard_unused(digest):
@@ -196,7 +196,7 @@ class Tier:
             self.spares.map_ahead()
 
     def discard_unused(self, digest: str) -> bool:
-        """Delete a snapshot, which is here, unless it is in use: then return False. Lock the tier first."""
+        """Delete a snapshot that is in this tier. Return False if the snapshot is in use. Lock the tier first."""
         folder = self.folder(digest)
         if (descriptor := lock_folder(folder, exclusive=True)) is None:
             return False
@@ -205,7 +205,7 @@ class Tier:
         return True
 
     def remove_empty(self, folder: Path) -> None:
-        """Remove a snapshot's folder if it has no files and is mounted nowhere. Lock the tier first."""
+        """Remove a snapshot's folder if it has no files and no container has it mounted. Lock the tier first."""
         if not (folder / "files").exists() and not is_mounted(folder):
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -226,7 +226,7 @@ class Tier:
             self.root.rmdir()
 
     def sweep(self) -> None:
-        """Delete what crashes left: the trash, and incomplete snapshots that were unused for a day."""
+        """Delete files that crashed processes left: the trash, and incomplete snapshots that were unused for a day."""
         if not self.root.is_dir():
             return
         with suppress(OSError, CacheError), self.locked(SWEEP_TIMEOUT_S):
@@ -238,12 +238,13 @@ class Tier:
             locked = [(folder, lock_folder(folder, exclusive=True)) for folder in stale]
             gone = [(folder, descriptor) for folder, descriptor in locked if descriptor is not None]
             self._discard(gone)
-            # Only in this case: `_trim` uses this process's limits, and another one may keep more spares.
+            # Trim only if snapshots were deleted: `_trim` uses the limits of this process, and another process may keep
+            # more spares.
             if gone:
                 self._trim()
 
     def _free(self, digest: str, size_bytes: int) -> None:
-        """Evict others until the snapshot fits. Raises CacheError, without evicting any, if it cannot fit."""
+        """Evict other snapshots until this one fits. Raises CacheError, without evicting any, if it cannot fit."""
         stored = self.list()
         own_bytes = sum(item.allocated_bytes for item in stored if item.digest == digest)
         others = [item for item in stored if item.digest != digest]
@@ -265,7 +266,7 @@ class Tier:
         self._discard(chosen)
 
     def _available_bytes(self, stored: Sequence[Stored]) -> int:
-        """Return the bytes that are free or in spare files, less the bytes still to be allocated for `stored`."""
+        """Return the bytes that are free or in spare files, minus the bytes that `stored` still has to allocate."""
         free_bytes = shutil.disk_usage(self.root).free
         return free_bytes + self.spares.total_bytes() - sum(item.outstanding_bytes for item in stored)
 
@@ -277,7 +278,7 @@ class Tier:
         return StorageFull(fault, remedy="Make room on it, or put the cache elsewhere.")
 
     def _discard(self, folders: Sequence[tuple[Path, int]]) -> None:
-        """Delete snapshots, given as pairs of a folder and the descriptor that locks it, which is closed."""
+        """Delete snapshots and close their locks. `folders` are pairs of a folder and the descriptor that locks it."""
         with ExitStack() as locks:
             for _, descriptor in folders:
                 locks.callback(os.close, descriptor)
@@ -294,10 +295,10 @@ class Tier:
             (folder / "files").rename(gone / "files")
         else:
             folder.rename(gone)
-        # A handler in a container can have the files open without a lock. It may not see another snapshot's bytes in them.
+        # A handler in a container can have the files open without a lock, and must not see another snapshot's bytes.
         if self.kind == "tmpfs" and not mounted and not (gone / PART).exists():
             for file in list((gone / "files").rglob("*")):
-                # Using the pages of smaller files again would save too little.
+                # To use the pages of smaller files again would save too little time.
                 large = file.is_file() and file.stat().st_size >= LEAST_SPARE_BYTES
                 if large and file.name != MANIFEST_NAME:
                     self.spares.put(file)
@@ -306,7 +307,7 @@ class Tier:
     def _trim(self, digest: str = "", size_bytes: int = 0) -> None:
         """Delete spares beyond `spare_bytes`, and spares for which the budget or the file system has no room.
 
-        If `digest` is given, that snapshot counts as `size_bytes`, whatever its folder holds.
+        If `digest` is given, the size of that snapshot counts as `size_bytes`, whatever its folder holds.
         """
         if not self.spares.files():
             return
@@ -319,8 +320,8 @@ class Tier:
         size_bytes = manifest.shards[index].size_bytes
         path = folder / "files" / manifest.shards[index].name
         path.parent.mkdir(parents=True, exist_ok=True)
-        # A handler in a container can read the files before they have arrived. It may not see a spare's bytes. A part
-        # never overwrites the bytes that it does not need, so a spare would keep another snapshot's bytes there.
+        # A handler in a container can read the files before their chunks have landed, and must not see a spare's bytes.
+        # A fetch of a part never writes the bytes that it does not need, so a spare would keep other bytes there.
         reuses = self.kind == "tmpfs" and manifest.part is None and not is_mounted(folder)
         if reuses and not path.exists():
             self.spares.take(size_bytes, path, folder / REUSED)
@@ -329,8 +330,8 @@ class Tier:
             if os.fstat(descriptor).st_size != size_bytes:
                 os.ftruncate(descriptor, size_bytes)
             if size_bytes and self.kind == "disk":
-                # If the disk is full, this fails with ENOSPC now, not during the fetch. Allocated bytes that
-                # were never written still read as holes (see `land_existing`).
+                # If the disk is full, this fails with ENOSPC now, not during the fetch. For `land_existing`, allocated
+                # bytes that were never written are still holes.
                 for begin, end in manifest.needed_extents(index):
                     os.posix_fallocate(descriptor, begin, end - begin)
         finally:
