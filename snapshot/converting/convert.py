@@ -21,13 +21,13 @@ from .writer import CASTS, write_shards
 SHARD_BYTES = 5_000_000_000
 _TORCH_INDEX = "pytorch_model.bin.index.json"
 _TORCH_FILE = "pytorch_model.bin"
-# Files whose names start with one of these are not weights. Training scripts save them.
+# Training scripts save files whose names start with one of these words. Such files are not weights.
 _TRAINING = ("training_args", "optimizer", "scheduler", "rng_state", "scaler", "trainer_state")
 
 
 @dataclass(frozen=True, slots=True)
 class _Input:
-    """What to convert in folder `source`. `shards` are its safetensors files. `origin` opens the tensors."""
+    """The weights to convert in folder `source`. `shards` are its safetensors files. `origin` opens the tensors."""
 
     source: FolderSource
     shards: tuple[str, ...]
@@ -43,13 +43,13 @@ def convert(
     shard_bytes: int = SHARD_BYTES,
     progress: Progress | None = None,
 ) -> Manifest:
-    """Convert `path_in` to a snapshot in folder `path_out`, which must be new or empty. Write all or nothing.
+    """Convert `path_in` to a snapshot in folder `path_out`, which must be new or empty. Write it atomically.
 
     `path_in` is a file of safetensors, torch.save or tensorizer, or a folder in a layout of Hugging Face. The
-    assets of a folder are copied. `dtype` (bf16, fp16, fp32) is what floating-point tensors of 16 to 64 bits
-    are cast to. Without `dtype`, safetensors files are copied as they are. In all other cases, tensors are
-    written to new safetensors files of about `shard_bytes` each, with one tensor in memory at a time. Raises
-    SnapshotError (HeaderError) if `path_in` cannot be converted, CacheError if `path_out` cannot be written.
+    assets of a folder are copied. Floating-point tensors of 16 to 64 bits are cast to `dtype` (bf16, fp16, fp32).
+    Without `dtype`, safetensors files are copied as they are. In all other cases, tensors are written to new
+    safetensors files of about `shard_bytes` each, with one tensor in memory at a time. Raises SnapshotError
+    (HeaderError) if `path_in` cannot be converted, CacheError if `path_out` cannot be written.
     """
     if dtype is not None and dtype not in CASTS:
         raise SnapshotError(f"dtype {dtype!r} is unknown.", remedy=f"Use one of {', '.join(CASTS)}.")
@@ -74,7 +74,7 @@ def convert(
 
 
 def convert_to_tensorizer(path_in: Path, path_out: Path, *, progress: Progress | None = None) -> int:
-    """Write the tensors of `path_in` (see `convert`) to tensorizer file `path_out`. Return their bytes."""
+    """Write the tensors of `path_in` (see `convert`) to tensorizer file `path_out`. Return their total bytes."""
     if path_out.exists():
         raise SnapshotError(f"{path_out} is there already.", remedy="Choose a path that does not exist.")
     return tensorizer_file.export(_find(path_in).origin(), path_out, progress)
@@ -91,7 +91,7 @@ def _find(path: Path) -> _Input:
     weights = [name for name in top if _is_foreign(name)]
     is_safetensors = any(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in top)
     if is_safetensors or not (weights or _TORCH_INDEX in top):
-        # Without any weights, `lay_out` raises the SnapshotError that says so.
+        # If there are no weights, `lay_out` raises SnapshotError.
         layout = lay_out(source, names)
         return _Input(source, layout.shards, lambda: SafetensorsOrigin(source, layout), layout.assets)
     assets = tuple(name for name in names if is_asset(name))

@@ -72,7 +72,7 @@ class TensorOrigin(Protocol):
 
 
 class SafetensorsOrigin:
-    """The tensors in the safetensors files of a layout. Each is read when it is requested."""
+    """The tensors in the safetensors files of a layout. Each tensor is read when it is requested."""
 
     def __init__(self, source: Source, layout: Layout) -> None:
         self._source = source
@@ -105,7 +105,7 @@ class SafetensorsOrigin:
 
 
 def grouped(specs: Iterable[TensorSpec], most_bytes: int) -> list[list[TensorSpec]]:
-    """Return the tensors in groups, in order. A group has at most `most_bytes`, or one larger tensor."""
+    """Divide the tensors into groups, in order. A group has at most `most_bytes`, or one larger tensor."""
     groups: list[list[TensorSpec]] = []
     free_bytes = 0
     for spec in specs:

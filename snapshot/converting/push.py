@@ -1,4 +1,4 @@
-"""Copies (pushes) a snapshot to a destination. The manifest is sent last: if it is there, all files are."""
+"""Copies (pushes) a snapshot to a destination. The manifest is sent last: a reader that finds it finds all files."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ..sources.source import ByteCounter, Composing, Progress, Source, Writable
 from .stock import Stock
 
 _FORCE = "Push to another prefix, or overwrite it with --force."
-# Stands in place of the manifest while files are overwritten. It is not a valid manifest, so readers refuse the snapshot.
+# Replaces the manifest while files are overwritten. This text is not a valid manifest, so readers refuse the snapshot.
 _BROKEN_OFF = b'{"incomplete": "A push overwrites these files. If it broke off, push again with --force."}\n'
 
 
 @dataclass(frozen=True, slots=True)
 class Pushed:
-    """How many files and bytes a push sent, and how many were already there. The manifest is not counted.
+    """How many files and bytes a push sent, and how many the destination already had. The manifest is not counted.
 
-    `copied_bytes` counts bytes of the sent files that the store itself copied from other objects.
+    `copied_bytes` are the bytes of sent files that were not sent, because the store copied them from other objects.
     """
 
     sent_files: int
@@ -43,13 +43,13 @@ def push(
 ) -> Pushed:
     """Copy the snapshot in `folder` to `destination`: shards, assets, then the manifest.
 
-    Verifies the files first, unless the caller has done so and passes `verified`. Does not send a file that
-    the destination already has: its manifest lists the file with the same digests, and the file has the right
-    size there. If the destination is Composing, chunks that it has, or that are in `base`, another snapshot of the
-    same store, are copied by the store instead of being sent.
+    Verifies the files first, unless the caller has verified them and passes `verified`. Does not send a file that
+    the destination already has: the destination's manifest lists the file with the same digests, and the file has the
+    right size there. `base` is another snapshot in the same store. If the destination is Composing, the store copies
+    chunks that the destination or `base` has, and only the other chunks are sent.
 
     If the destination's manifest is of another snapshot or cannot be read, it is overwritten only with `force`,
-    because processes that read that snapshot then fail. Until such a push ends, the destination has no valid manifest.
+    because processes that read the old snapshot then fail. During such a push, the destination has no valid manifest.
 
     Raises SnapshotCorrupt if a file does not match `manifest`, SnapshotError if `force` is needed, `destination` is
     not Writable or cannot copy from `base`, and SourceError or CacheError if the destination cannot be read or written.
@@ -76,7 +76,7 @@ def push(
         file for file in manifest.files if file not in known or sizes.get(file.name) != file.size_bytes
     ]
     if existing is not None and existing.digest != manifest.digest and _replaces(missing, existing):
-        # The existing manifest will not fit the files. If this push breaks off, the next push must not trust it.
+        # This push makes the existing manifest wrong. If it breaks off, the next push must not trust that manifest.
         destination.put(MANIFEST_NAME, _BROKEN_OFF)
     copied_bytes = _send(folder, manifest, missing, destination, stock, progress)
     if existing is None or missing or existing.to_json() != manifest.to_json():
@@ -94,7 +94,7 @@ def _replaces(sent: list[Shard | Asset], existing: Manifest) -> bool:
 
 
 def _stock(destination: Source, base: Source | None) -> Stock:
-    """Return the chunks of `base`. Raises SnapshotError if the destination cannot copy them."""
+    """Return a stock of the chunks of `base`. Raises SnapshotError if the destination cannot copy them."""
     stock = Stock()
     if base is None:
         return stock
@@ -124,7 +124,7 @@ def _send(
     stock: Stock,
     progress: Progress | None,
 ) -> int:
-    """Store the files at the destination. Return how many of their bytes were not sent, but copied there."""
+    """Store the files at the destination. Return how many of their bytes the store copied from other objects."""
     source, sent = FolderSource(folder), ByteCounter(sum(file.size_bytes for file in files), progress)
     copied_bytes = 0
     for file in files:

@@ -1,6 +1,6 @@
 """Plans how to store an object if the store already has some of its chunks.
 
-The plan says which bytes the store copies from other objects, and which bytes are sent.
+The plan divides the object into pieces that the store copies from other objects, and pieces that are sent.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from ..format.manifest import UNKNOWN_DIGEST, Manifest, Shard
 from ..sources.source import Piece, Source
 
 PART_BYTES = 8 << 20
-"""S3 takes no part smaller than 5 MiB, except the last one of an object."""
+"""The least bytes of a part. S3 refuses parts smaller than 5 MiB, except the last part of an object."""
 MOST_PARTS = 10_000
 COPY_BYTES = 256 << 20
-"""The most bytes that one request copies. The answer comes when they are copied, and must not time out before."""
+"""The most bytes that one request copies. The store answers only after the copy, and the request may time out."""
 _MOST_PLACES = 8
-"""The most places that are remembered of one chunk. A chunk of zeros, for example, may be at many places."""
+"""The most places of one chunk that are remembered. A chunk of zeros, for example, may be at many places."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +33,16 @@ class _Place:
 
 
 class Stock:
-    """The chunks that a store has, as manifests of snapshots there say."""
+    """The chunks that a store has, according to the manifests of snapshots in it."""
 
     def __init__(self) -> None:
         self._places: dict[tuple[str, int], list[_Place]] = {}
-        """By digest and size."""
+        """Maps the digest and the size of a chunk to its places."""
         self._gone: set[str] = set()
-        """The URLs of objects that were overwritten: another source may have the same ones."""
+        """The URLs of objects that were overwritten. A URL identifies an object even if several sources have it."""
 
     def add(self, source: Source, manifest: Manifest, sizes: Mapping[str, int]) -> None:
-        """Add the shards of a snapshot. `sizes` has the sizes of the stored objects: a shard of another size is left out."""
+        """Add the shards of a snapshot whose stored objects have the right size. `sizes` has the objects' sizes."""
         for shard in manifest.shards:
             if sizes.get(shard.name) == shard.size_bytes:
                 for index, key in enumerate(_keys(shard, manifest.chunk_bytes)):
@@ -55,7 +55,7 @@ class Stock:
         self._gone.add(f"{source.url}/{name}")
 
     def pieces(self, shard: Shard, chunk_bytes: int) -> list[Piece]:
-        """Return the pieces of a shard, in their order. None but the last one is smaller than PART_BYTES."""
+        """Return the pieces of a shard, in their order. Only the last piece may be smaller than PART_BYTES."""
         keys, pieces = _keys(shard, chunk_bytes), list[Piece]()
         least_bytes = max(PART_BYTES, -(-shard.size_bytes // MOST_PARTS))
         count = -(-least_bytes // chunk_bytes)
@@ -73,7 +73,7 @@ class Stock:
         return pieces
 
     def _find(self, keys: Sequence[tuple[str, int]], chunk_bytes: int) -> _Place | None:
-        """Return where these chunks are, one directly after the other."""
+        """Return the place where these chunks follow each other directly in one object, or None."""
         for first in self._places.get(keys[0], ()):
             rest = enumerate(keys[1:], 1)
             if f"{first.source.url}/{first.name}" in self._gone:

@@ -21,13 +21,13 @@ from .origin import DTYPE_NAMES, TensorOrigin, TensorSpec, check_names, first_li
 
 SUFFIX = ".tensors"
 
-# The most bytes of a batch, unless it is one larger tensor. Each batch gets a new reader, because a reader of
-# the library holds all tensors that it has read in memory until it is closed.
+# The most bytes of a batch, unless the batch is one larger tensor. Each batch gets a new reader, because the library's
+# reader keeps every tensor that it has read in memory until it is closed.
 BATCH_BYTES = 256 << 20
 
 
 class TensorizerOrigin:
-    """The tensors of one `.tensors` file. The library checks the hash of each tensor when it is read."""
+    """The tensors of one `.tensors` file. When a tensor is read, the library checks its hash."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -35,7 +35,7 @@ class TensorizerOrigin:
         self.aliases: dict[str, str] = {}
         self.specs: list[TensorSpec] = []
         with _reading(path) as (reader, size_bytes):
-            # A private attribute, because no public method returns the types without reading the tensors.
+            # Use a private attribute, because no public method returns the types without reading the tensors.
             for key, entry in reader._metadata.items():  # noqa: SLF001
                 self._add(key, entry, size_bytes)
         check_names(str(path), [spec.name for spec in self.specs])
@@ -64,7 +64,7 @@ class TensorizerOrigin:
 
 
 def export(origin: TensorOrigin, path: Path, progress: Progress | None = None) -> int:
-    """Write an origin's tensors to file `path`, and aliases as further tensors. Return the total bytes."""
+    """Write an origin's tensors to file `path`, and a copy for each alias. Return the total bytes of the tensors."""
     library = _library()
     sizes = {spec.name: spec.size_bytes for spec in origin.specs}
     for spec in origin.specs:
@@ -97,7 +97,7 @@ def _library() -> Any:
 @contextmanager
 def _reading(path: Path, **options: Any) -> Iterator[tuple[Any, int]]:
     """Yield the library's reader of file `path`, and its size. Raise SnapshotError if reading fails."""
-    # With more readers, the library would open the file again by its name, which may be another file by then.
+    # With more than one reader, the library would open the path again, where another file may be by then.
     options |= {"device": "cpu", "lazy_load": True, "num_readers": 1, "verify_hash": True}
     library = _library()
     with open_weights(path) as stream:
@@ -114,7 +114,7 @@ def _reading(path: Path, **options: Any) -> Iterator[tuple[Any, int]]:
 def _dtype(path: Path, tensor: str, text: str) -> str:
     """Return the safetensors name of a tensor's type.
 
-    `text` is the name of a numpy dtype. If numpy lacks the type, a NUL character and torch's name follow.
+    `text` is the name of a numpy dtype. For a type that numpy lacks, a NUL character and torch's name of it follow.
     """
     plain, _, opaque = text.partition("\0")
     try:

@@ -1,4 +1,4 @@
-"""Reads the tensors in files of torch.save. Never runs code that such a file contains."""
+"""Reads the tensors in files of torch.save, without running code that such a file contains."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .origin import DTYPE_NAMES, TensorSpec, check_names, first_line, open_weigh
 
 SUFFIXES = frozenset({".pt", ".pth", ".bin", ".ckpt"})
 
-# Training scripts often save a dict that has the state dict under one of these keys. State dicts are looked
-# for in at most _MAX_WRAPPED nested dicts.
+# Training scripts often save a dict that has the state dict under one of these keys. Such dicts may be nested. At most
+# _MAX_WRAPPED of them are opened.
 _WRAPPERS = ("state_dict", "model_state_dict", "model", "module")
 _MAX_WRAPPED = 4
 _SAVE = "Save tensors only: torch.save(model.state_dict(), path)."
 _ZIP = b"PK\x03\x04"
-# Tensors may be views that repeat their storage (`expand`), so a file of a kilobyte could become a terabyte.
-# The most bytes of a file's tensors are _MAX_GROWTH times those of its storages, plus _FREE_GROWTH_BYTES.
+# Tensors may be views that repeat their storage (`expand`). To keep a file of a kilobyte from becoming a terabyte, the
+# tensors of a file may have at most _MAX_GROWTH times the bytes of its storages, plus _FREE_GROWTH_BYTES.
 _MAX_GROWTH = 4
 _FREE_GROWTH_BYTES = 64 << 20
 
@@ -29,9 +29,9 @@ _FREE_GROWTH_BYTES = 64 << 20
 class TorchOrigin:
     """The tensors in the state dicts of one or more files of torch.save.
 
-    Files of torch 1.6 and later are mapped into memory, older files are read whole. Tensors that are the same
-    view of the same bytes (tied weights) become one tensor and aliases. If a file holds a dict such as
-    {"state_dict": …, "epoch": 3}, only the state dict in it is used.
+    Files of torch 1.6 and later are mapped into memory. Older files are read whole. If several tensors are the same
+    view of the same bytes (tied weights), the first becomes a tensor and the others become aliases. If a file holds a
+    dict such as {"state_dict": …, "epoch": 3}, only the state dict in it is used.
     """
 
     def __init__(self, paths: Sequence[Path]) -> None:
@@ -60,7 +60,7 @@ class TorchOrigin:
             place = (storage.data_ptr(), tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride())
             flipped = tensor.is_conj() or tensor.is_neg()
             first = name if flipped or not tensor.numel() else seen.setdefault(place, name)
-            # Aliases are written as keys of the safetensors metadata, where "format" has another meaning.
+            # An alias is written as a key of the safetensors metadata, where the key "format" has another meaning.
             if name not in (first, "format"):
                 self.aliases[name] = first
                 continue
@@ -73,7 +73,7 @@ class TorchOrigin:
 
 
 def _contiguous(tensor: torch.Tensor) -> torch.Tensor:
-    # torch copies no tensor of two elements in a byte (float4_e2m1fn_x2), but does so with its bytes.
+    # torch cannot copy a tensor with two elements in a byte (float4_e2m1fn_x2), but it can copy the tensor's bytes.
     if tensor.itemsize == 1 and not tensor.is_contiguous():
         return tensor.view(torch.uint8).contiguous().view(tensor.dtype)
     return tensor.contiguous()
@@ -85,7 +85,7 @@ def _load(path: Path) -> Any:
     try:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:
-        # Exception, because a broken or hostile pickle may raise an exception of any class.
+        # Catch every Exception, because a broken or hostile pickle may raise any class.
         fault = f"{path} is not a file of torch.save that can be read safely: {first_line(error)}."
         remedy = "Fetch it again, or save the state dict again with torch.save."
         if named := re.search(r"GLOBAL ([\w.]+)", str(error)):

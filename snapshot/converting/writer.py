@@ -16,7 +16,7 @@ from ..format.header import LENGTH_BYTES
 from ..publish import publish
 from .origin import TORCH_DTYPES, TensorOrigin, TensorSpec, grouped, raw
 
-# The data of a file starts at a multiple of this, which is the size of the largest element type.
+# The data of a file starts at a multiple of this number, which is the size of the largest element type.
 ALIGNMENT_BYTES = 8
 WRITE_BYTES = 16 << 20
 
@@ -30,13 +30,13 @@ Wrote = Callable[[int], None]
 def write_shards(
     folder: Path, origin: TensorOrigin, *, shard_bytes: int, cast: str | None = None, wrote: Wrote
 ) -> None:
-    """Write all tensors to model.safetensors or, if over `shard_bytes`, to several files and an index.
+    """Write all tensors to model.safetensors or, if they have over `shard_bytes`, to several files and an index.
 
-    `cast` is the safetensors name of the dtype that floating-point tensors are cast to. `wrote` is called
-    with the number of bytes of each part that was written.
+    `cast` is the safetensors name of the dtype that floating-point tensors are cast to. `write_shards` calls `wrote`
+    after each write, with the number of bytes.
     """
     written = [replace(spec, dtype=cast) if cast and spec.dtype in _FLOATS else spec for spec in origin.specs]
-    # Tensors with larger elements come first. So every tensor starts at a multiple of its element size.
+    # Put tensors with larger elements first, so that every tensor starts at a multiple of its element size.
     groups = grouped(written, shard_bytes)
     plan = [sorted(group, key=lambda spec: -DTYPES[spec.dtype].bits) for group in groups]
     names = [
@@ -51,7 +51,7 @@ def write_shards(
             stream.write(len(header).to_bytes(LENGTH_BYTES, "little") + header)
             tensors = origin.tensors([spec.name for spec in specs])
             for spec in specs:
-                # Do not assign the tensor: it would stay in memory while the next one is created.
+                # Do not assign the tensor to a variable: it would stay in memory while the next tensor is read.
                 _write(stream, spec, next(tensors), wrote)
     if len(plan) > 1:
         places = {spec.name: name for name, specs in zip(names, plan, strict=True) for spec in specs}
