@@ -21,13 +21,13 @@ ARRIVAL_TIMEOUT_S = 3600.0
 
 
 class View(Protocol):
-    """What shows the bytes of landed chunks to readers, such as a mapping. Called by one thread at a time."""
+    """Shows the bytes of landed chunks to readers, as a mapping does. Only one thread at a time calls its methods."""
 
     def move(self, root: Path) -> None:
-        """Take the chunks that are shown from now on from the files in folder `root`."""
+        """Show later chunks from the files in folder `root`."""
 
     def show(self, chunk: int) -> None:
-        """Make the bytes of `chunk` readable. Called before any waiting thread or listener sees that the chunk has landed."""
+        """Make the bytes of `chunk` readable, before any waiting thread or listener sees that the chunk has landed."""
 
 
 class Arrival:
@@ -40,7 +40,7 @@ class Arrival:
         self._total_bytes = manifest.needed_bytes
         self._landed = bytearray(self.count)
         needed = self.chunks.needed()
-        # 1 for each chunk that has to land still. Chunks that are not needed never land.
+        # `_awaited` has a 1 for each chunk that has not landed. Chunks that are not needed have a 0 and never land.
         self._missing = len(needed)
         self._awaited = bytearray(b"\1") * self.count
         if self._missing < self.count:
@@ -56,7 +56,7 @@ class Arrival:
         self._on_fail: list[Callable[[PilotflameError], None]] = []
         self._relayed_to: Arrival | None = None
         self.deadline_s = time.monotonic() + ARRIVAL_TIMEOUT_S
-        """By when all chunks must have landed, in monotonic seconds: all waits for them end then."""
+        """When all chunks must have landed, in monotonic seconds. All waits for chunks end then."""
 
     @property
     def complete(self) -> bool:
@@ -66,7 +66,7 @@ class Arrival:
         return bool(self._landed[chunk])
 
     def has(self, first: int, last: int) -> bool:
-        """Return True if all chunks from `first` to `last`, both included, have landed, if they are needed."""
+        """Return True if all needed chunks from `first` to `last`, both included, have landed."""
         return self._missing == 0 or self._first_missing(first, last) > last
 
     def land(self, chunk: int) -> None:
@@ -92,7 +92,7 @@ class Arrival:
             new = [chunk for chunk, awaited in enumerate(self._awaited) if awaited] if wanted else []
             for chunk in new:
                 self._show(chunk)
-            # A bytewise OR of two flags: the chunk had landed already, or was still missing.
+            # A bytewise OR sets the flag of each chunk that had landed before or was awaited.
             both = int.from_bytes(self._landed, "big") | int.from_bytes(self._awaited, "big")
             self._landed = bytearray(both.to_bytes(self.count, "big"))
             self._awaited = bytearray(self.count)
@@ -106,7 +106,7 @@ class Arrival:
                 listener(chunk)
 
     def _listeners(self) -> list[Callable[[int], None]]:
-        """Return the listeners for landed chunks. After the last chunk, forget all listeners, because they hold memory."""
+        """Return the listeners for landed chunks. After the last chunk, forget the listeners, which hold memory."""
         listeners = list(self._on_land)
         if self._missing == 0:
             self._on_land.clear()
@@ -114,7 +114,7 @@ class Arrival:
         return listeners
 
     def fail(self, error: PilotflameError) -> None:
-        """Raise the first error given here in threads that wait, now or later, for a missing chunk."""
+        """Raise `error` in threads that wait, now or later, for a missing chunk. The first call counts."""
         with self._changed:
             if self.error is None:
                 self.error = error
@@ -126,7 +126,7 @@ class Arrival:
             relayed_to.fail(error)
 
     def on_fail(self, listener: Callable[[PilotflameError], None]) -> None:
-        """Call `listener` with the error of the fetch, now or later, unless all has landed. So is each later error."""
+        """Call `listener` with each error of the fetch, now or later, until all chunks have landed."""
         with self._changed:
             if self._missing == 0:
                 return
@@ -136,7 +136,10 @@ class Arrival:
             listener(error)
 
     def relay(self, other: Arrival) -> None:
-        """Let all that has landed here, and lands later, land in `other` too. Errors and demands pass as well."""
+        """Let each chunk that has landed, or lands later, also land in `other`.
+
+        Errors are passed on to `other`, and demands on `other` are passed on to this arrival.
+        """
         with self._changed:
             self._relayed_to, error = other, self.error
         self.on_land(other.land)
@@ -145,10 +148,10 @@ class Arrival:
             other.fail(error)
 
     def wait(self, first: int, last: int, timeout_s: float | None = None, *, demand: bool = True) -> None:
-        """Block until chunks `first` to `last`, both included, have landed. With `demand`, they are fetched next.
+        """Block until chunks `first` to `last`, both included, have landed. With `demand`, have them fetched next.
 
-        Raises the error given to `fail`, or SourceUnavailable if they have not landed within `timeout_s`, which is
-        by default the time until `deadline_s`.
+        Raises the error given to `fail`, or SourceUnavailable if the chunks have not landed within `timeout_s`, which
+        is by default the time until `deadline_s`.
         """
         if self.has(first, last):
             return
@@ -157,7 +160,7 @@ class Arrival:
         at = first
 
         def over() -> bool:
-            # Look on from the first chunk that was missing, not from `first` again at every landing.
+            # At every landing, continue the search at the first chunk that was missing before, not at `first`.
             nonlocal at
             at = last + 1 if self._missing == 0 else self._first_missing(at, last)
             return at > last or self.error is not None
@@ -171,14 +174,14 @@ class Arrival:
                 )
 
     def _first_missing(self, first: int, last: int) -> int:
-        """Return the first of the chunks `first` to `last` that has to land still, or `last` + 1."""
+        """Return the first of the chunks `first` to `last` that is needed and has not landed, or `last` + 1."""
         found = self._awaited.find(1, first, last + 1)
         return last + 1 if found < 0 else found
 
     def move(self, root: Path) -> None:
         """Record that the chunks that land from now on are in the files in folder `root`.
 
-        Chunks that have landed already are there too, but the views go on showing them from the earlier folder.
+        Chunks that landed before are in `root` too, but the views continue to show them from the earlier folder.
         """
         with self._changed:
             for view in self._views:
@@ -186,7 +189,7 @@ class Arrival:
             self._root = root
 
     def attach(self, view: View) -> None:
-        """Let `view` show every chunk that has landed already, and each that lands later."""
+        """Let `view` show every chunk that has landed already, and each chunk that lands later."""
         with self._changed:
             if self._root is not None:
                 view.move(self._root)
@@ -201,12 +204,12 @@ class Arrival:
             view.show(chunk)
 
     def _drop_views(self) -> None:
-        """Forget the views once they have shown everything: they keep files open."""
+        """Forget the views after they have shown the last chunk, because they keep files open."""
         if self._missing == 0:
             self._views.clear()
 
     def on_land(self, listener: Callable[[int], None]) -> None:
-        """Call `listener(chunk)` for every chunk that has landed already, and for each that lands later."""
+        """Call `listener(chunk)` for every chunk that has landed already, and for each chunk that lands later."""
         with self._changed:
             already = [chunk for chunk, landed in enumerate(self._landed) if landed]
             if self._missing:
@@ -215,7 +218,7 @@ class Arrival:
             listener(chunk)
 
     def report(self, progress: Progress) -> None:
-        """Call `progress` now, and for every chunk that lands later. Its bytes done never decrease."""
+        """Call `progress` now, and for every chunk that lands later. The bytes done never decrease."""
         lock = threading.Lock()
 
         def landed(_chunk: int = 0) -> None:
@@ -227,7 +230,7 @@ class Arrival:
         landed()
 
     def demand(self, first: int, last: int) -> None:
-        """Ask that chunks `first` to `last`, both included, are fetched next."""
+        """Have chunks `first` to `last`, both included, fetched next."""
         for listener in list(self._on_demand):
             listener(first, last)
 

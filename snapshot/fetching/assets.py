@@ -1,4 +1,4 @@
-"""Brings the assets, the small files beside the weights that handlers read, while the shards are fetched."""
+"""Fetches the assets, which are small files beside the weights that handlers read, while the shards are fetched."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from ..sources.retries import Retries
 from ..sources.source import Source
 
 READERS = 4
-"""How many assets are read at a time: the time of one is mostly that until the server answers."""
+"""How many assets are read at the same time. A thread that reads an asset mostly waits for the server's answer."""
 
 
 def fetch_assets(manifest: Manifest, source: Source, files: Path, copies: Path | None = None) -> None:
-    """Bring and verify the assets that folder `files` does not hold: from folder `copies`, or from the source.
+    """Write the assets that folder `files` does not hold, and verify them.
 
-    Two processes may do so at the same time. Raises SnapshotCorrupt if an asset differs from the manifest,
-    CacheError if one cannot be written, and the errors of Connection.begin.
+    Each asset is taken from folder `copies`, or else from the source. Two processes may do this at the same time.
+    Raises SnapshotCorrupt if an asset differs from the manifest, CacheError if an asset cannot be written, and the
+    errors of Connection.begin.
     """
     missing = [asset for asset in manifest.assets if not holds(files / asset.name, asset)]
     remote = [asset for asset in missing if copies is None or not _copy(asset, copies, files)]
@@ -53,7 +54,7 @@ def _is(content: bytes | bytearray, asset: Asset) -> bool:
 
 
 def _copy(asset: Asset, copies: Path, files: Path) -> bool:
-    """Write `asset` as folder `copies` has it. Return False if it has another one, or none."""
+    """Copy `asset` from folder `copies`. Return False if `copies` lacks the file, or has other bytes."""
     try:
         content = (copies / asset.name).read_bytes()
     except OSError:
@@ -67,8 +68,8 @@ def _copy(asset: Asset, copies: Path, files: Path) -> bool:
 def _write(path: Path, content: bytes | bytearray) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # Not durable: a disk tier syncs all files before it publishes the snapshot, and a cold start
-        # waits for this write.
+        # Do not sync: a cold start waits for this write, and a disk tier syncs all files before it publishes the
+        # snapshot.
         with publish(path, durable=False) as stream:
             stream.write(content)
     except OSError as error:
@@ -98,7 +99,7 @@ def _read(asset: Asset, source: Source) -> bytearray:
 
 
 def _receive(asset: Asset, source: Source, view: memoryview) -> bool:
-    """Receive an asset over a connection that may have been used before. Return False if it has another size."""
+    """Receive an asset, perhaps over a connection that was used before. Return False if the object has another size."""
     if not asset.size_bytes:
         return True
     connection, done = source.connect(), 0

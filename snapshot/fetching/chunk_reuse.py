@@ -1,6 +1,6 @@
-"""Copies chunks from where they are too, so that they need not be fetched from the source. Each chunk is verified.
+"""Copies chunks from other places than the source, so that fewer chunks are fetched. Verifies each chunk.
 
-They may be in other snapshots on this machine (see `caching.related`), or on other nodes (see `peering`).
+Chunks may be in other snapshots on this machine (see `caching.related`), or on other nodes (see `peering`).
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from .arrival import Arrival
 from .landing import BOUNCE_BYTES, ShardTarget
 
 COPIERS = 4
-"""The number of threads. Copying and hashing release the interpreter lock."""
+"""The most threads that copy by default. Copying and hashing release the interpreter lock."""
 MOST_WRONG = 16
-"""Copying ends once at least this many chunks, and more than half of all, were wrong. The rest is then fetched."""
+"""Copying ends when at least this many chunks, and more than half of all tried, were wrong. The rest is fetched."""
 
 
 class Lender(Protocol):
-    """Where the bytes of one chunk may be."""
+    """A place that may have the bytes of one chunk."""
 
     def copy(self, target: ShardTarget, begin: int, end: int, buffer: memoryview) -> str:
         """Fill bytes [begin, end) of a shard. Return their digest, or "" if the bytes are not available.
 
-        Raises OSError if they cannot be written.
+        Raises OSError if the bytes cannot be written.
         """
 
 
 class Place(NamedTuple):
-    """Where the bytes of a chunk are, if they have the digest: in an open file, from byte `offset` on."""
+    """A place in an open file, from byte `offset` on. It has the bytes of a chunk if these have the digest `digest`."""
 
     descriptor: int
     offset: int
@@ -49,7 +49,7 @@ class Place(NamedTuple):
         return self.digest if filled and hasher.hexdigest() == self.digest else ""
 
     def _read_into(self, view: memoryview, done: int) -> int:
-        """Return how many bytes were read after the first `done`: 0 at the end of the file, or if it cannot be read."""
+        """Read the bytes after the first `done`. Return their number: 0 at the file's end, or if it cannot be read."""
         try:
             return os.preadv(self.descriptor, [view], self.offset + done)
         except OSError:
@@ -59,8 +59,8 @@ class Place(NamedTuple):
 class ChunkReuse:
     """Copies the chunks in `places`, in their order, on threads of its own. Its block ends when the threads have ended.
 
-    `cancelled` ends the copying, without an error. A chunk that has another digest, or cannot be read, is left
-    missing, and so is the rest if most chunks are wrong. Chunks that a reader waits for are copied next.
+    If `cancelled` is set, copying ends without an error. A chunk that has another digest, or cannot be read, stays
+    missing. If most chunks are wrong, copying ends. Chunks that a reader waits for are copied next.
     """
 
     def __init__(
@@ -91,7 +91,8 @@ class ChunkReuse:
                 thread.start()
                 started.append(thread)
         except RuntimeError:
-            # There are too many threads. The started threads suffice. If no thread has started, all chunks are fetched.
+            # The process may start no more threads. Go on with the started threads. If there are none, all chunks are
+            # fetched.
             self._threads = started
         return self
 

@@ -1,9 +1,9 @@
-"""Decides how many connections a fetch opens, how much each requests, and when a connection is stalled.
+"""Decides how many connections a fetch opens, how much each connection requests, and when a connection is stalled.
 
-It decides only from measurements that the caller passes, and does no I/O. A fetch starts with a few
-connections. The rate is measured over short windows of time. After each window the number of connections is
-doubled (or quadrupled, if this machine is mostly idle), as long as the rate grows enough. If the rate does not grow
-enough in two windows in a row, the number goes back to the previous one, and stays there for a while.
+It decides only from measurements that the caller passes, and does no I/O. A fetch starts with a few connections. The
+rate is measured over short windows of time. As long as the rate grows enough, the number of connections is doubled (or
+quadrupled, if this machine is mostly idle) after each window. If the rate does not grow enough in two windows in a row,
+the number of connections goes back to the previous number, and stays there for a while.
 """
 
 from __future__ import annotations
@@ -11,26 +11,27 @@ from __future__ import annotations
 MIN_PART_BYTES = 8 << 20
 MAX_PART_BYTES = 64 << 20
 FIRST_CONNECTIONS = 4
-"""How many connections a fetch starts with. With a near server, four keep two cores busier than two do, since a thread
-often waits for the interpreter. With a far one, the number grows within milliseconds (see FAR)."""
+"""How many connections a fetch starts with. If the server is near, four connections use two cores better than two do,
+since a thread often waits for the interpreter. If it is far, more connections open within milliseconds (see FAR)."""
 MAX_CONNECTIONS = 32
 
 FIRST_WINDOW_S = 0.03
 WINDOW_S = 0.04
 FAR: tuple[tuple[float, int], ...] = ((0.005, 8), (0.015, 16), (0.05, 32))
-"""Pairs: if nothing was received for this many seconds since the start, open this many connections. The
-source is far then, and many parallel requests hide its latency."""
+"""Pairs (seconds, connections). If nothing was received in these seconds after the start, open this number of
+connections. The source is far then, and many parallel requests hide its latency."""
 PAYS = 0.3
 """After the number of connections was multiplied by n, the rate must grow by a factor of at least 1 + PAYS * (n - 1).
-If the next two windows do not show that, the number goes back."""
+If it grows less in both of the next two windows, the number goes back."""
 BUSY, BUSY_RATE = 0.85, 100e6
-"""If a larger share than this of all processor time is used, and this many bytes per second and processor arrive,
-the number does not grow: this machine is then the bottleneck, and more connections would make it slower. At a
-lower rate, the fetch takes less than a tenth of the processors (1 GB takes 0.7 s with TLS): others use them."""
-# If a smaller share than this is used, the number is quadrupled rather than doubled.
+"""If more than the share BUSY of all processor time is used, and at least BUSY_RATE bytes per second and processor
+arrive, the number of connections does not grow: this machine is the bottleneck, and more connections would make it
+slower. At a lower rate, other work keeps the processors busy: the fetch takes less than a tenth of them (1 GB takes
+0.7 s of processor time with TLS)."""
+# If less than this share of all processor time is used, the number is quadrupled instead of doubled.
 IDLE = 0.5
 AGAIN_S = 2.0
-"""How long the fetch waits, after growing did not help, before it tries more connections again."""
+"""How long the fetch waits before it tries more connections again, after more connections did not help."""
 
 # Receiving a part should take this many times as long as waiting for its first byte.
 LATENCIES_A_PART = 24
@@ -38,12 +39,12 @@ LEAST_SPLIT_BYTES = 1 << 20
 STALL_S = 0.05
 STALL_LATENCIES = 5
 UNKNOWN_STALL_S = 1.0
-"""How long a part may receive nothing while no request was answered yet, so that the latency is unknown."""
+"""How long a part may receive nothing before the first answer to any request. Until then, the latency is unknown."""
 UPDATE_S = 0.025
 
 
 class ConcurrencyControl:
-    """The decisions for one fetch. If `connections` or `part_bytes` is given, that number does not change."""
+    """Makes the decisions for one fetch. If `connections` or `part_bytes` is given, that number does not change."""
 
     def __init__(self, *, connections: int | None = None, part_bytes: int | None = None) -> None:
         self._fixed = connections is not None
@@ -53,9 +54,10 @@ class ConcurrencyControl:
         self.rate = 0.0
         """Bytes per second in the last window, summed over all connections."""
         self._before = (0, 0.0)
-        """The number of connections and the rate before a raise that is not judged yet; else (0, 0)."""
+        """The number of connections and the rate before the last raise, until the raise is judged. Then (0, 0)."""
         self._doubted = False
-        """True if the raise did not pay in one window. New connections take a while to reach their rate: two count."""
+        """True if the raise did not pay in its first window. New connections take a while to reach their rate, so only
+        a second such window decides."""
         self._settled_s: float | None = None
         self._began_s: float | None = None
         self._window: tuple[float, int, float] | None = None
@@ -65,15 +67,15 @@ class ConcurrencyControl:
 
     @property
     def settled_connections(self) -> int:
-        """The number of connections. While a raise is not judged yet, the number before it."""
+        """The number of connections that was last found to pay: while a raise is not judged, the number before it."""
         return self._before[0] or self.connections
 
     def add_latency(self, waited_s: float) -> None:
-        """Include in the average latency one request whose answer began after `waited_s`."""
+        """Add a request, whose answer began after `waited_s`, to the average latency."""
         self.latency_s = waited_s if not self.latency_s else 0.8 * self.latency_s + 0.2 * waited_s
 
     def next_update_s(self, now_s: float) -> float:
-        """Return in how many seconds `update` is to be called next."""
+        """Return the seconds after which to call `update` next."""
         if self._window is None:
             return FAR[0][0]
         return min(UPDATE_S, max(0.005, self._window[0] + self._length_s - now_s))
@@ -105,7 +107,7 @@ class ConcurrencyControl:
     def part_bytes(self, waiting_bytes: int) -> int:
         """Return how many bytes to request at once, if `waiting_bytes` are not requested yet.
 
-        Large parts hide the latency, small ones let all connections end at about the same time.
+        Large parts hide the latency. Small parts let all connections end at about the same time.
         """
         if self._part_bytes is not None:
             return self._part_bytes
@@ -116,9 +118,9 @@ class ConcurrencyControl:
         return int(min(max(wanted, MIN_PART_BYTES), max(fair, MIN_PART_BYTES), MAX_PART_BYTES))
 
     def least_split_bytes(self, active: int) -> int:
-        """Return the least size of a half of a part for another connection to take it (see Ranges.split).
+        """Return the least size of half a part for which another connection takes over that half (see Ranges.split).
 
-        Receiving it must take longer than requesting it. `active` is the number of parts that are being read.
+        To receive the half must take longer than to request it. `active` is the number of parts that are being read.
         """
         return max(LEAST_SPLIT_BYTES, int(self.rate / max(1, active) * (self.latency_s + 0.02)))
 
@@ -130,7 +132,7 @@ class ConcurrencyControl:
         return max(STALL_S, usual_s) * float(1 << min(attempts, 16))
 
     def _grow_while_waiting(self, now_s: float) -> None:
-        """Raise the number of connections by the time for which nothing has been received (see FAR)."""
+        """Raise the number of connections, depending on how long nothing has been received (see FAR)."""
         self._began_s = now_s if self._began_s is None else self._began_s
         if not self._fixed:
             wanted = [count for after_s, count in FAR if now_s - self._began_s >= after_s]
@@ -151,5 +153,5 @@ class ConcurrencyControl:
         factor = 4 if busy < IDLE else 2
         self._before = (self.connections, self.rate)
         self.connections = min(MAX_CONNECTIONS, self.connections * factor)
-        # Begin the window that measures the new connections only once they are opened and answered.
+        # Begin the next window only when the new connections are open and their first requests are answered.
         self._window, self._from_s = None, now_s + 1.5 * self.latency_s

@@ -1,7 +1,7 @@
-"""Keeps the digests that a fetch learns in a file, so that a later fetch into the same files can continue.
+"""Keeps the digests that a fetch computes in a file, so that a later fetch into the same files can continue.
 
-A fetch learns digests if its manifest has none (see `Manifest.observed`). The file cannot be trusted after a
-crash: what it says of a chunk only counts if the chunk's bytes in the shard have that digest.
+A fetch computes digests if its manifest has none (see `Manifest.observed`). After a crash the file may be wrong, so a
+digest in it only counts if the chunk's bytes in the shard have that digest.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class _Journal:
 
     def add(self, chunk: int) -> None:
         digest = bytes.fromhex(self._arrival.chunks.digests[chunk])
-        # If the disk is full, a later fetch only has to fetch more.
+        # If the disk is full, the digest is lost, and a later fetch only has to fetch the chunk again.
         with self._lock, suppress(OSError):
             if self._descriptor >= 0:
                 os.write(self._descriptor, _ENTRY.pack(chunk, digest))

@@ -1,8 +1,8 @@
 """Fetches the chunks of a snapshot from a source into files, and verifies each chunk once it is complete.
 
 Each connection has a thread, which takes the next range, receives it into its file, and repeats. The calling
-thread supervises: if a part receives nothing for much longer than usual, it closes that part's connection.
-The connection's thread then puts the unread bytes back, for any thread to take. If no range waits, a thread
+thread supervises: if a part receives nothing for much longer than usual, the calling thread closes its connection.
+Then the connection's thread puts the unread bytes back, for any thread to take. If no range waits, a thread
 takes over half of the longest part that is still being read, so that all threads end at about the same time.
 A fetch needs memory for one buffer of 512 KiB per connection.
 """
@@ -36,11 +36,11 @@ from .landing import BOUNCE_BYTES, DIRECT_BYTES, Landing, ShardTarget
 from .ranges import Part, Ranges, wanted_order
 
 ATTEMPTS = 8
-"""The fetch fails after this many failures in a row of one range. A failure after at least PROGRESS_BYTES
-were received counts as the first again."""
+"""The fetch fails after this many failures of one range in a row. If at least PROGRESS_BYTES were received before a
+failure, the count begins again at this failure."""
 STALLS = 12
-"""Used instead of ATTEMPTS if the last failure was a stall: a connection that received nothing was closed.
-The limit for that time doubles with each failure, up to minutes."""
+"""Replaces ATTEMPTS if the last failure was a stall, which means that the connection was closed because it received
+nothing. The time after which a connection counts as stalled doubles with each failure, up to minutes."""
 PROGRESS_BYTES = 64 << 10
 _REPUBLISH = "Publish new weights under a new name, and make their manifest anew."
 _REDEPLOY = "Deploy the function again, or pull again: the weights are then taken as they are now."
@@ -48,11 +48,11 @@ _REDEPLOY = "Deploy the function again, or pull again: the weights are then take
 
 @dataclass(slots=True)
 class FetchStats:
-    """What a fetch did.
+    """The statistics of a fetch.
 
-    `fetched_bytes` is the size of the chunks that were missing. `received_bytes` also counts bytes that had
-    to be received again. `connections` is the number that was found best (see ConcurrencyControl). `taken_bytes` is
-    the size of the chunks that came from other nodes, which are not counted as fetched.
+    `fetched_bytes` is the size of the chunks that were missing. `received_bytes` also counts bytes that were received
+    again. `connections` is the number that was found best (see ConcurrencyControl). `taken_bytes` is the size of the
+    chunks that came from other nodes. These chunks do not count as fetched.
     """
 
     fetched_bytes: int
@@ -65,7 +65,7 @@ class FetchStats:
     taken_bytes: int = 0
 
     def add(self, later: FetchStats) -> None:
-        """Add the statistics of another fetch, which brought the chunks that this fetch has left out."""
+        """Add the statistics of another fetch, for the chunks that this fetch has left out."""
         self.fetched_bytes += later.fetched_bytes
         self.received_bytes += later.received_bytes
         self.requests += later.requests
@@ -90,15 +90,15 @@ def fetch(
 ) -> FetchStats:
     """Fetch every chunk that has not landed and is not in `left_out`, in the order of first touch.
 
-    Block until all of them have landed.
+    Block until all these chunks have landed.
 
     `connections` and `part_bytes` replace the numbers that are otherwise chosen by measuring. If the fetch
     fails, the error is raised here and in the threads that wait for chunks (see Arrival.fail):
     SnapshotCorrupt, SnapshotChanged, SourceMissing, SourceDenied, FetchFailed, CacheError or, once
-    `cancelled` is set, Cancelled. For any other exception, the waiting threads get a SourceError. But
-    StorageFull does not reach them: the caller may continue on another file system, or fail `arrival`.
+    `cancelled` is set, Cancelled. For any other exception, the waiting threads get a SourceError. Only StorageFull is
+    not raised in the waiting threads: the caller may continue on another file system, or fail `arrival`.
 
-    `count_received` is called with the number of received bytes at the end, also if the fetch fails.
+    At the end, also if the fetch fails, `count_received` is called with the number of received bytes.
     """
     control = ConcurrencyControl(connections=connections, part_bytes=part_bytes)
     if progress is not None:
@@ -168,7 +168,7 @@ class _Fetch:
         return self._stats
 
     def _observed_versions(self) -> dict[int, str]:
-        """Return the version that each shard must have, by number. Empty if the digests of all needed chunks are known."""
+        """Return the version that each shard must have, by number. {} if the digests of all needed chunks are known."""
         observed, chunks = self.manifest.observed, self.arrival.chunks
         if observed is None or all(chunks.digests[chunk] != UNKNOWN_DIGEST for chunk in chunks.needed()):
             return {}
@@ -192,7 +192,7 @@ class _Fetch:
                 self._give_up_silent(now_s, late_s=now_s - before_s - wait_s)
 
     def _open_connections(self) -> None:
-        """Start threads up to the wanted number, but not more new ones than chunks are waiting."""
+        """Start threads up to the wanted number of connections, but at most one new thread for each waiting chunk."""
         chunks = -(-self._ranges.waiting_bytes // self.manifest.chunk_bytes)
         wanted = min(self.control.connections, self._working + chunks)
         while self._working < wanted:
@@ -204,7 +204,7 @@ class _Fetch:
     def _give_up_silent(self, now_s: float, late_s: float) -> None:
         """Close the connection of each part that received nothing for longer than its limit.
 
-        `late_s` is how much too late this thread woke. It does not count as silence of the source, because the receiving
+        This thread woke `late_s` too late. That time does not count as silence of the source, because the receiving
         threads had the same delay.
         """
         for part in self._ranges.active:
@@ -240,9 +240,8 @@ class _Fetch:
                 believed = self._fetch_part(connection, part, buffer, fresh=fresh)
                 fresh = part.broken_off or not believed or part.at < part.asked_end
                 if fresh:
-                    # The supervisor closed this connection, so it cannot be used again. Or it has brought an
-                    # answer that belongs to another request. Or the source goes on sending bytes that
-                    # another connection has taken over.
+                    # Replace the connection. Either the supervisor has closed it, or its answer belongs to another
+                    # request, or the source goes on sending bytes that another connection has taken over.
                     connection.close()
                     connection = self.source.connect()
             connection.release()
@@ -257,7 +256,7 @@ class _Fetch:
                 self._changed.notify_all()
 
     def _next(self, number: int) -> Part | None:
-        """Wait for the next part to fetch and return it; None if the thread should end.
+        """Wait for the next part to fetch, and return it. None if the thread should end.
 
         `number` counts connections from 1. The thread ends if `number` exceeds the wanted number of connections.
         """
@@ -277,13 +276,13 @@ class _Fetch:
     def _fetch_part(self, connection: Connection, part: Part, buffer: memoryview, *, fresh: bool) -> bool:
         """Fetch a part, or put back the rest of it. Return False if the rest must be requested on a new connection.
 
-        That is so if the connection is not `fresh`, and the object seems to have changed or the answer is of another
-        range. If a server or a proxy answers a request twice, the second answer is taken for the answer to the next
-        request. Only a new connection shows whether the object has really changed.
+        A new connection is needed if this one is not `fresh`, and the object seems to have changed or the answer has
+        another range. If a server or a proxy answers a request twice, the second answer looks like the answer to the
+        next request. Only a new connection shows whether the object has really changed.
         """
         with self._changed:
             if self._over:
-                # `_stop` did not see this connection, and would not end its reading.
+                # `_stop` ran before this connection was in `_connections`, so it would not end a read here.
                 self._ranges.finish(part)
                 return True
             self._connections[part] = connection
@@ -321,7 +320,7 @@ class _Fetch:
             raise SnapshotChanged(error.message, remedy=_REDEPLOY, details=error.details) from error
 
     def _put_back(self, part: Part, problem: SourceUnavailable | None, begun: int, *, doubtful: bool) -> None:
-        # A doubtful answer may belong to another request, so it leaves the number of failed attempts as it is.
+        # A doubtful answer may belong to another request, so it does not change the number of failed attempts.
         attempts, due_s = part.attempts if doubtful else 0, 0.0
         self._stats.retries += doubtful
         if problem is not None:
@@ -338,7 +337,7 @@ class _Fetch:
         """Raise SnapshotChanged if the size differs from the manifest, or the version from the first answer."""
         shard = self.manifest.shards[part.shard]
         with self._changed:
-            # An answer of another size is no answer for this object, and must not tell its version.
+            # An answer with another size is not about this object, so do not take the version from it.
             version = self._versions.get(part.shard, info.version)
             if info.size_bytes == shard.size_bytes:
                 self._versions[part.shard] = version

@@ -1,4 +1,4 @@
-"""Writes received bytes into files, hashes them as they arrive, and verifies each chunk when complete."""
+"""Writes received bytes into files, hashes the bytes as they arrive, and verifies each chunk when it is complete."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from .arrival import Arrival
 from .ranges import Part, Ranges
 
 BOUNCE_BYTES = 512 << 10
-"""Size of the buffer of a connection: half of a core's second-level cache, so that bytes are still in the
-cache when they are hashed and written."""
+"""The size of a connection's buffer. It is half of a core's second-level cache, so that bytes are still in the cache
+when they are hashed and written."""
 DIRECT_BYTES = 1 << 20
 _RESUME_BUFFER_BYTES = 1 << 20
 
@@ -30,9 +30,9 @@ _RESUME_BUFFER_BYTES = 1 << 20
 class ShardTarget:
     """The open file of one shard, of exactly its size.
 
-    `memory` is a shared mapping of the same file, into which bytes are received directly. It is given in two
-    cases: its pages exist already, or `fresh` is set and its pages are huge and not yet allocated. New small
-    pages are filled faster by pwrite, without a page fault for each of them (docs/snapshot-choices.md).
+    `memory` is a shared mapping of the same file, into which bytes are received directly. It is given in two cases:
+    its pages exist already, or its pages are huge and not allocated yet, with `fresh` set. For new small pages, pwrite
+    is faster, because it needs no page fault for each page (docs/snapshot-choices.md).
     """
 
     name: str
@@ -43,7 +43,7 @@ class ShardTarget:
     def reserve(self, begin: int, end: int) -> None:
         """Allocate the pages of bytes [begin, end), if needed. Raises OSError if the file system is full.
 
-        Without this, writing to a page of `memory` that a full tmpfs cannot allocate would kill the process.
+        Otherwise, a write to a page of `memory` that a full tmpfs cannot allocate would kill the process.
         """
         if self.fresh and begin < end:
             os.posix_fallocate(self.descriptor, begin, end - begin)
@@ -61,7 +61,7 @@ class ShardTarget:
         hasher: xxhash.xxh3_128,
         read: Callable[[memoryview, int], int],
     ) -> bool:
-        """Fill bytes [begin, end) with the bytes that `read(view, done)` puts into a view, and hash them with `hasher`.
+        """Fill bytes [begin, end), and hash them with `hasher`. `read(view, done)` puts the next bytes into a view.
 
         `done` is the number of bytes that were read before. Returns False if `read` returns 0 before the end. Raises
         OSError if the bytes cannot be written.
@@ -89,7 +89,7 @@ class ShardTarget:
 
 @dataclass(slots=True)
 class Landing:
-    """Receives the bytes of one fetch, for all its threads. Verifies each chunk once it is complete."""
+    """Receives the bytes of one fetch, for all its threads. Verifies each chunk when it is complete."""
 
     manifest: Manifest
     targets: Sequence[ShardTarget]
@@ -115,7 +115,7 @@ class Landing:
             raise cannot_write(Path(self.targets[part.shard].name), error) from error
 
     def _receive_piece(self, connection: Connection, part: Part, buffer: memoryview) -> None:
-        """Receive `part` up to its end, or up to the end of the current chunk if that is before it."""
+        """Receive `part` up to its end or the end of the current chunk, whichever comes first."""
         chunk = self.arrival.chunks.at(part.shard, part.at)
         extent, target = self.arrival.chunks.extent(chunk), self.targets[part.shard]
         begin, whole = part.at, part.at == extent.begin
@@ -136,7 +136,7 @@ class Landing:
                     target.write(part.at, view[:count])
                 part.at += count
                 part.asked_s = time.monotonic()
-                # Without the lock: if threads overwrite an increment, the rate and the statistics are slightly low.
+                # Do not lock: if threads overwrite an increment, the rate and the statistics are only slightly low.
                 self.received_bytes += count
         finally:
             digest = hasher.hexdigest() if hasher is not None and part.at == extent.end else None
@@ -145,8 +145,8 @@ class Landing:
     def _settle(self, chunk: int, count: int, digest: str | None, buffer: memoryview) -> None:
         """Count `count` more bytes of `chunk`. If it is complete, verify it and record that it has landed.
 
-        `digest` is the digest of the whole chunk. It is None if the chunk was received in pieces and must be read
-        again, if it is not complete, or if nothing is verified.
+        `digest` is the digest of the whole chunk. It is None if the chunk is not complete, if it was received in pieces
+        and must be read again for its digest, or if nothing is verified.
         """
         extent = self.arrival.chunks.extent(chunk)
         with self.lock:
@@ -208,12 +208,11 @@ def land_existing(
     cancelled: threading.Event,
     learned: Sequence[str] | None = None,
 ) -> None:
-    """Record as landed every chunk that the files already hold. Parts that were never written are not read.
+    """Record as landed every chunk that the files already hold. Does not read parts of files that were never written.
 
     `learned` are the digests that an earlier fetch has computed, if the manifest has none. No file records which
     chunks have landed, since such a record could be wrong after a crash. So the files are read and hashed (5 GB/s
-    from memory).
-    Returns early, without an error, once `cancelled` is set.
+    from memory). Returns early, without an error, once `cancelled` is set.
     """
     buffer = memoryview(bytearray(_RESUME_BUFFER_BYTES))
     shard = data_at = -1
@@ -236,9 +235,9 @@ def land_existing(
 
 
 def _next_data(descriptor: int, offset: int, size_bytes: int) -> int:
-    """Return the first offset >= `offset` that was written, or `size_bytes` if there is none."""
+    """Return the first offset >= `offset` with written data, or `size_bytes` if there is no such offset."""
     try:
         return os.lseek(descriptor, offset, os.SEEK_DATA)
     except OSError as error:
-        # ENXIO: nothing was written after `offset`. After any other error, assume that something was.
+        # ENXIO means that nothing was written after `offset`. After any other error, assume that there is data.
         return size_bytes if error.errno == errno.ENXIO else offset

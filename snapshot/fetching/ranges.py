@@ -1,8 +1,8 @@
 """Keeps account of the byte ranges of a fetch: the waiting ranges in their order, and the parts that are being read.
 
 It uses no threads and no clock: callers lock, and pass the time. Every byte is in exactly one state: in a
-waiting range, in one part that a connection is reading, or done. So bytes can be counted, and no two
-connections write the same bytes.
+waiting range, in one part that a connection is reading, or done. So no two connections write the same bytes, and the
+bytes in each state can be counted.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from ..format.manifest import UNKNOWN_DIGEST, Manifest
 
 @dataclass(slots=True)
 class Range:
-    """Bytes [begin, end) of one shard, to be fetched.
+    """Bytes [begin, end) of one shard that must be fetched.
 
-    The last `attempts` attempts failed. The next one must not start before the time `due_s`.
+    The last `attempts` attempts failed. The next attempt must not start before the time `due_s`.
     """
 
     shard: int
@@ -34,7 +34,7 @@ class Range:
 class Part:
     """Bytes of a shard that one connection is reading. Bytes before `at` are done, bytes [at, end) are not.
 
-    Another thread may lower `end` meanwhile (see Ranges.split). `attempts` counts the failures in a row.
+    Another thread may lower `end` during the read (see Ranges.split). `attempts` counts the failures in a row.
     """
 
     shard: int
@@ -42,9 +42,9 @@ class Part:
     end: int
     attempts: int = 0
     asked_s: float = 0.0
-    """When the part was requested. Once the answer has begun: when bytes were last received."""
+    """The time of the request or, after the answer has begun, the time when bytes were last received."""
     asked_end: int = 0
-    """The `end` that was requested."""
+    """The value of `end` at the time of the request."""
     # True once the source has answered the request.
     started: bool = False
     # True if the supervisor closed the connection, because nothing was received for too long.
@@ -75,7 +75,7 @@ class Chunks:
         return [digest for shard in self._shards for digest in shard.chunks]
 
     def accept(self, chunk: int, digest: str) -> bool:
-        """Return whether this is the digest of `chunk`. Accept and record the first digest of a chunk that had no known one."""
+        """Return True if `chunk` has this digest. If its digest is not known yet, record this one and return True."""
         if self._learning and self.digests[chunk] == UNKNOWN_DIGEST:
             self.digests[chunk] = digest
         return self.digests[chunk] == digest
@@ -91,7 +91,7 @@ class Chunks:
         return self._first[shard] + offset // self._chunk_bytes
 
     def covering(self, shard: int, begin: int, end: int) -> tuple[int, int]:
-        """Return the first and the last chunk that hold bytes [begin, end) of a shard; `begin` < `end`."""
+        """Return the first and the last chunk that hold bytes [begin, end) of a shard. The range must not be empty."""
         return self.at(shard, begin), self.at(shard, end - 1)
 
 
@@ -142,7 +142,7 @@ class Ranges:
         return part
 
     def next_due_s(self) -> float | None:
-        """Return the earliest time at which a waiting range is due; None if no range waits."""
+        """Return the earliest time at which a waiting range is due. None if no range waits."""
         return min((item.due_s for item in self._waiting), default=None)
 
     def finish(self, part: Part, *, attempts: int = 0, due_s: float = 0.0) -> None:
@@ -152,15 +152,15 @@ class Ranges:
             self._waiting.insert(0, Range(part.shard, part.at, part.end, attempts, due_s))
 
     def again(self, chunk: int) -> None:
-        """Make the whole of `chunk` the first waiting range, to fetch it once more."""
+        """Make the whole `chunk` the first waiting range, so that it is fetched again."""
         self._waiting.insert(0, self._chunks.extent(chunk))
 
     def split(self, least_bytes: int, margin_bytes: int) -> Part | None:
         """Cut the part with the most unread bytes in two. Return its second half as a new part.
 
-        The next `margin_bytes` of the part, which its connection may just be reading, are not counted: they
-        stay with the first half. Returns None if no part is being read, if the connection of that part was
-        closed, or if a half would be smaller than `least_bytes`.
+        The next `margin_bytes` of the part, which its connection may be reading now, do not count and stay with the
+        first half. Returns None if no part is being read, if the connection of that part was closed, or if a half
+        would be smaller than `least_bytes`.
         """
         longest = max(self.active, key=lambda part: part.end - part.at, default=None)
         if longest is None or longest.broken_off or longest.end - longest.at < 2 * least_bytes + margin_bytes:
@@ -168,8 +168,8 @@ class Ranges:
         middle = (longest.at + margin_bytes + longest.end) // 2
         aligned = middle // self._chunk_bytes * self._chunk_bytes
         cut = aligned if aligned >= longest.at + margin_bytes + least_bytes else middle
-        # Set the new end first, then check `at`: the other thread goes on reading, but from here on stops at
-        # the cut. If it has come too close to the cut meanwhile, the old end is restored.
+        # Set the new end before checking `at`: the other thread goes on reading, but now it stops at the cut. If it has
+        # come too close to the cut meanwhile, restore the old end.
         end, longest.end = longest.end, cut
         if longest.at + margin_bytes > cut:
             longest.end = end
@@ -179,7 +179,7 @@ class Ranges:
         return half
 
     def demand(self, first: int, last: int) -> None:
-        """Move to the front the waiting bytes of chunks `first` to `last`, both included."""
+        """Move the waiting bytes of chunks `first` to `last`, both included, to the front."""
         low, high = self._chunks.extent(first), self._chunks.extent(last)
         wanted: list[Range] = []
         others: list[Range] = []
@@ -197,7 +197,7 @@ class Ranges:
 
 
 def wanted_order(manifest: Manifest) -> list[int]:
-    """Return the numbers of the chunks to fetch: those in the recorded order of first touch, then the others."""
+    """Return the numbers of the chunks to fetch. Chunks in the recorded order of first touch come before all others."""
     chunks = Chunks(manifest)
     tensors = {tensor.name: tensor for tensor in manifest.tensors}
     order: dict[int, None] = {}
