@@ -32,7 +32,7 @@ from .manifest import (
 
 # The number of threads that read remote files: one stream seldom uses all the bandwidth of a network link.
 REMOTE_READERS = 4
-# Headers and assets are small, so that reading them is mostly waiting.
+# Headers and assets are small: a thread that reads them mostly waits for the source.
 HEADER_READERS = 16
 
 
@@ -46,13 +46,13 @@ def create(
 ) -> Manifest:
     """Return a manifest of the safetensors files at `where`: a folder, a source or one file. Writes nothing.
 
-    The top folder must hold one `*.safetensors`, or several and the `*.safetensors.index.json` that lists
+    The top folder must hold either one `*.safetensors`, or several and the `*.safetensors.index.json` that lists
     them. With `file`, only that file is used. If the source cannot be listed (a web server), `files` must
     have the names of all its files. Raises SnapshotError if it is not clear which files to use, HeaderError
-    if a file is not valid, SourceError if one cannot be read, SnapshotChanged if one changes meanwhile, and
+    if a file is not valid, SourceError if a file cannot be read, SnapshotChanged if a file changes meanwhile, and
     ManifestError if the format does not allow the result.
     """
-    # Refuse a wrong `chunk_bytes` before all files are read.
+    # Refuse a wrong `chunk_bytes` here, before the files are read.
     Manifest.build(chunk_bytes=chunk_bytes, shards=(), tensors=())
     origin = str(where) if isinstance(where, Path) else where.url
     source, file = _open(where, file)
@@ -70,7 +70,7 @@ def create(
 def observe(source: Source, names: Sequence[str], file: str | None = None) -> Manifest:
     """Return a manifest of the safetensors files at `source` without the digests of their chunks.
 
-    `names` are the files there. With `file`, that one is the only shard. Raises what `create` raises.
+    `names` are the files at `source`. With `file`, that file is the only shard. Raises what `create` raises.
     """
     found = _read_headers(source, lay_out(source, names, file), HEADER_READERS)
     chunks = {
@@ -79,7 +79,7 @@ def observe(source: Source, names: Sequence[str], file: str | None = None) -> Ma
     }
     assets = _assets(source, found.layout, HEADER_READERS)
     versions = tuple(info.version for info in found.infos.values())
-    # Not the source's URL alone: the same one, with another endpoint, may mean other bytes with the same versions.
+    # Not only the source's URL: with another endpoint, the same URL may have other bytes with the same versions.
     first = found.layout.shards[0]
     url = source.served_at(first) if isinstance(source, Served) else source.url
     observed = Observed(url=url[:4096], versions=tuple(version[:1024] for version in versions))
@@ -159,7 +159,7 @@ def _names(source: Source, files: Sequence[str] | None, file: str | None) -> lis
 
 
 def _check_index(layout: Layout, headers: dict[str, Header]) -> None:
-    # A tensor that is in a shard, but not in the index, is no fault: transformers loads such tensors too.
+    # A tensor that is in a shard but not in the index is allowed: transformers loads such tensors too.
     holders: dict[str, str] = {}
     for file, header in headers.items():
         for tensor in header.tensors:

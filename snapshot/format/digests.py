@@ -16,14 +16,14 @@ from ..sources.source import Source
 T = TypeVar("T")
 ASSET_BUFFER_BYTES = 1 << 20
 RUN_BYTES = 32 << 20
-"""How much several readers, of a remote source, read at once. Each read has a connection of its own: what it brings
-cannot be verified, and a connection that was used before may bring the second answer to an earlier request."""
+"""The bytes of one read of a remote source, which several threads read. Each read has a new connection: a used
+connection may deliver a second answer to an earlier request, and without known digests nothing would reveal that."""
 
 
 class DigestedChunk(NamedTuple):
     """The digest of chunk number `position` of file `name`.
 
-    `size_bytes` is the number of bytes read. It is too small if the file has become shorter.
+    `size_bytes` is the number of bytes read, which is too small if the file has become shorter.
     """
 
     name: str
@@ -35,9 +35,9 @@ class DigestedChunk(NamedTuple):
 def chunk_digests(
     source: Source, sizes: Mapping[str, int], chunk_bytes: int, readers: int = 1
 ) -> Iterator[DigestedChunk]:
-    """Yield the digest of every chunk of the files in `sizes` (bytes by name), in their order."""
+    """Yield the digests of all chunks of the files in `sizes`, which maps names to bytes, in the order of `sizes`."""
     run_bytes = max(1, RUN_BYTES // chunk_bytes) * chunk_bytes if readers > 1 else chunk_bytes
-    # A buffer is not larger than the largest file: the page faults of new memory take longer than reading.
+    # Keep the buffer no larger than the largest file: page faults of new memory take longer than the reading.
     buffer_bytes = min(run_bytes, max(sizes.values(), default=0))
     jobs = (
         partial(_digest_run, source, name, begin, min(run_bytes, size_bytes - begin), chunk_bytes)
@@ -49,7 +49,7 @@ def chunk_digests(
 
 
 def file_digest(source: Source, name: str, size_bytes: int, buffer: memoryview) -> tuple[str, int]:
-    """Read at most `size_bytes` of file `name` through `buffer`. Return these bytes' digest and number."""
+    """Read at most `size_bytes` of file `name` through `buffer`. Return the digest and the number of the bytes read."""
     state, done_bytes = xxhash.xxh3_128(), 0
     while done_bytes < size_bytes:
         view = buffer[: size_bytes - done_bytes]
@@ -64,8 +64,8 @@ def file_digest(source: Source, name: str, size_bytes: int, buffer: memoryview) 
 def in_order(jobs: Iterable[Callable[[memoryview], T]], readers: int, buffer_bytes: int) -> Iterator[T]:
     """Call each job with a buffer of `buffer_bytes`, and yield the results in the order of the jobs.
 
-    At most `readers` jobs run at once, each on a thread. One reader is the caller's thread. If a job raises,
-    the results of the jobs before it are yielded, then its exception is raised.
+    At most `readers` jobs run at once, each on a thread. With one reader, the caller's thread runs the jobs. If a job
+    raises, the results of the jobs before it are yielded, then its exception is raised.
     """
     if readers == 1:
         buffer = memoryview(bytearray(buffer_bytes))
@@ -95,7 +95,7 @@ def in_order(jobs: Iterable[Callable[[memoryview], T]], readers: int, buffer_byt
 def _digest_run(
     source: Source, name: str, begin: int, size_bytes: int, chunk_bytes: int, buffer: memoryview
 ) -> list[DigestedChunk]:
-    """Return the digests of the chunks in `size_bytes` from byte `begin` on, which are read with one request."""
+    """Read `size_bytes` from byte `begin` on with one request. Return the digests of the chunks in these bytes."""
     count = source.read_into(name, begin, buffer[:size_bytes])
     found = []
     for at in range(0, size_bytes, chunk_bytes):

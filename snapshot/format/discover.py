@@ -13,9 +13,9 @@ from .layout import INDEX_SUFFIX, SUFFIX, read_index
 from .manifest import Manifest, read_manifest
 
 INDEX = f"model{INDEX_SUFFIX}"
-# The file names of weights: of transformers and sentence-transformers, of diffusers, and of PEFT.
+# The names of files of weights that these libraries write: transformers and sentence-transformers, diffusers, PEFT.
 WHOLE = (f"model{SUFFIX}", f"diffusion_pytorch_model{SUFFIX}", f"adapter_model{SUFFIX}")
-# The files beside weights that handlers read, for a web server that cannot be listed.
+# The files beside weights that handlers read. A web server cannot be listed, so each of these names is tried.
 BESIDE = (
     "adapter_config.json", "added_tokens.json", "chat_template.jinja", "chat_template.json", "config.json",
     "config_sentence_transformers.json", "generation_config.json", "merges.txt", "model_index.json", "modules.json",
@@ -26,10 +26,10 @@ BESIDE = (
 
 
 def find_manifest(source: Source, file: str | None = None) -> Manifest:
-    """Return the manifest at `source`. Or make one of the files there, without the digests of their chunks.
+    """Return the manifest at `source`. Without a manifest, make one of the files there, without digests of chunks.
 
-    With `file`, that file alone holds the weights. Raises SourceMissing if there is nothing, SourceError if it
-    cannot be read, ManifestError, HeaderError or SnapshotError if it is not valid.
+    With `file`, that file alone holds the weights. Raises SourceMissing if there are no weights, SourceError if they
+    cannot be read, and ManifestError, HeaderError or SnapshotError if they are not valid.
     """
     try:
         manifest = read_manifest(source)
@@ -45,7 +45,7 @@ def find_manifest(source: Source, file: str | None = None) -> Manifest:
     try:
         names = names_of(source, file)
     except SnapshotError as error:
-        # Without the remedy of making a manifest, which would not help.
+        # Leave out the remedy of `read_manifest`, which is to make a manifest: there are no weights.
         why = missing.__cause__ if isinstance(missing.__cause__, SourceError) else missing
         fault = f"There are no weights at {source.url}: {why.message} {error.message}"
         raise type(missing)(fault, remedy=why.remedy, details=why.details) from error
@@ -73,7 +73,7 @@ def _listed(source: Source) -> list[str]:
 
 
 def _usual(source: Source) -> list[str]:
-    """Return the names of weights under their usual names and what is beside them, or [] without weights."""
+    """Return the files of weights, and the files beside them, that have usual names. [] if there are no weights."""
     if _present(source, (INDEX,)):
         weights = [INDEX, *sorted(set(read_index(source, INDEX).values()))]
     else:

@@ -1,7 +1,7 @@
-"""Lists the element types of safetensors: how large their elements are, and what torch calls them.
+"""Lists the element types of safetensors, with the size of an element and the name of the type in torch.
 
-Elements may be smaller than a byte. They are packed without padding, also from one row of a tensor to the next,
-and a whole tensor ends at a byte. This module never imports torch.
+Elements may be smaller than a byte. Elements are packed without padding, also between the rows of a tensor, but a whole
+tensor must end at the end of a byte. This module never imports torch.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ from typing import NamedTuple
 
 
 class Dtype(NamedTuple):
-    """An element type: the bits of one element, and the name of its type in torch, or None if torch has none."""
+    """An element type: the bits of one element, and the name of the type in torch. None if torch lacks the type."""
 
     bits: int
     torch_name: str | None
     packed: int = 1
-    """How many elements are one element of torch's type, which counts bytes if elements are smaller than a byte."""
+    """How many elements torch counts as one. An element of torch is a whole byte at least."""
 
     @property
     def torch_itemsize_bytes(self) -> int:
-        """The size of one element of torch's type, which there must be."""
+        """The size of one element in torch, which must have the type."""
         return self.bits * self.packed // 8
 
     def size_bytes(self, shape: Sequence[int]) -> int | None:
-        """Return the size of a tensor of this type. None if it would not end at a byte, which is not allowed."""
+        """Return the size of a tensor of this type. None if the tensor would not fill whole bytes, as it must."""
         size_bytes, rest = divmod(prod(shape) * self.bits, 8)
         return None if rest else size_bytes
 
     def torch_shape(self, shape: Sequence[int]) -> tuple[int, ...] | None:
-        """Return the shape that torch's tensor has. None if torch has no tensor with these elements.
+        """Return the shape in torch of a tensor that has `shape` in a file. None if torch has no such tensor.
 
-        With two elements in a byte, torch needs rows of whole bytes: [2, 6] is [2, 3], and [2, 3] is None.
+        With two elements in a byte, torch needs rows of whole bytes: [2, 6] becomes [2, 3], and [2, 3] becomes None.
         """
         if self.packed == 1:
             return tuple(shape)
@@ -41,14 +41,14 @@ class Dtype(NamedTuple):
         return (*shape[:-1], shape[-1] // self.packed)
 
     def stored_shape(self, shape: Sequence[int]) -> tuple[int, ...] | None:
-        """Return the shape in a file of a tensor that has `shape` in torch. None if there is none: for a scalar."""
+        """Return the shape in a file of a tensor that has `shape` in torch. None for a scalar of packed elements."""
         if self.packed == 1:
             return tuple(shape)
         return (*shape[:-1], shape[-1] * self.packed) if shape else None
 
 
-# The element types by their safetensors names. F4, F6_E2M3, F6_E3M2 and F8_E8M0 are the types of the OCP formats
-# MX; torch has no type of 6 bits.
+# The element types by their safetensors names. F4, F6_E2M3, F6_E3M2 and F8_E8M0 are types of the OCP Microscaling (MX)
+# formats. Torch has no type of 6 bits.
 DTYPES: dict[str, Dtype] = {
     "BOOL": Dtype(8, "bool"), "U8": Dtype(8, "uint8"), "I8": Dtype(8, "int8"),
     "F4": Dtype(4, "float4_e2m1fn_x2", 2), "F6_E2M3": Dtype(6, None), "F6_E3M2": Dtype(6, None),

@@ -1,9 +1,9 @@
-"""Reads and validates the header of a safetensors file, which says which tensors the file holds, and where.
+"""Reads and validates the header of a safetensors file: the names, types and places of the tensors in the file.
 
 A file consists of three parts. The first 8 bytes are the little-endian length N of the header. The next N
 bytes are the header: a JSON object that maps the name of each tensor to its dtype, shape and data_offsets,
-and may map `__metadata__` to an object of strings. It may end with spaces. The rest is data, which the
-tensors cover without gap or overlap. Only the header is read here. Every defect raises HeaderError.
+and may map `__metadata__` to an object of strings. The header may end with spaces. The rest of the file is data,
+which the tensors cover without gap or overlap. Only the header is read here. Every defect raises HeaderError.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Header:
 
 
 def read_header(source: Source, name: str) -> Header:
-    """Return the header of file `name`. Reads nothing else of it. Raises HeaderError if it is not valid."""
+    """Return the header of file `name`, without reading the rest. Raises HeaderError if it is not valid."""
     file_bytes = source.stat(name).size_bytes
     if file_bytes < LENGTH_BYTES:
         _refuse(name, f"it has {file_bytes} bytes, fewer than the {LENGTH_BYTES} of a header's length")
@@ -95,9 +95,9 @@ def _read(source: Source, name: str, offset: int, size_bytes: int) -> bytes:
 
 
 def bulk_fault(text: bytes) -> str | None:
-    """Return a fault if parsing this JSON could take much more memory than it should, else None.
+    """Return a fault if parsing this JSON could take too much memory, else None.
 
-    It counts characters, also those inside strings, which takes 1 ms per megabyte.
+    It counts brackets and commas, also inside strings. That takes 1 ms per megabyte.
     """
     brackets = text.count(b"[") + text.count(b"{")
     if brackets > MAX_BRACKETS:
@@ -157,8 +157,8 @@ def _naturals(file: str, name: str, field: str, values: Any, limit: int) -> tupl
     if not isinstance(values, list) or len(values) > limit:
         _refuse(file, f"its {field} is not a list of at most {limit} numbers", name)
     for value in values:
-        # Compare the type itself, because isinstance would accept a bool. With the limit, no product or sum
-        # of these numbers becomes too large to compute quickly.
+        # Compare the type itself, because isinstance would accept a bool. The limit keeps products and sums of such
+        # numbers small enough to compute quickly.
         if type(value) is not int or not 0 <= value <= MAX_FILE_BYTES:
             _refuse(file, f"its {field} holds {_short(str(value))}, not a whole number in range", name)
     return tuple(values)
@@ -182,7 +182,7 @@ def _check_cover(file: str, tensors: list[TensorHeader], end_bytes: int, file_by
 def aliases_of(headers: Iterable[Header], stored: Set[str]) -> dict[str, str]:
     """Return the aliases of tensors in `stored` that safetensors.torch.save_model put into the metadata.
 
-    An entry is left out if its key cannot be the name of a tensor: the metadata may hold any notes.
+    The metadata may also hold notes, so entries whose key cannot be the name of a tensor are left out.
     """
     return {
         alias: target
@@ -209,6 +209,6 @@ def _refuse(file: str, fault: str, tensor: str | None = None, remedy: str = _REM
 
 
 def _short(text: str) -> str:
-    """Return at most 80 characters of untrusted text for a message, all of them encodable in UTF-8."""
+    """Shorten untrusted text to 80 characters for a message, and escape characters that UTF-8 cannot encode."""
     clean = text.encode(errors="backslashreplace").decode()
     return clean if len(clean) <= 80 else f"{clean[:77]}..."

@@ -1,4 +1,4 @@
-"""Finds out which files of a source are shards and which are assets, and reads the index of the shards."""
+"""Decides which files of a source are shards and which are assets, and reads the index of the shards."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ FOREIGN = frozenset(
     {".bin", ".pt", ".pth", ".ckpt", ".h5", ".hdf5", ".keras", ".msgpack", ".gguf", ".ggml", ".onnx", ".onnx_data"}
     | {".tensors", ".tflite", ".pb", ".npz", ".npy", ".ot", ".pkl", ".pickle", ".engine", ".mlmodel", ".pte"}
 )  # fmt: skip
-# Further suffixes that no asset has. No handler reads partial downloads, caches and archives. Code belongs to the
-# function: editing it must not change the snapshot.
+# More suffixes that no asset has. No handler reads partial downloads, caches and archives. Code is not an asset
+# either: it belongs to the function, and editing code must not change the snapshot.
 _IGNORED = frozenset(
     {".py", ".pyc", ".lock", ".incomplete", ".part", ".tmp", ".log", ".zip", ".tar", ".gz", ".tgz", ".zst"}
 )
@@ -30,9 +30,9 @@ _IGNORED = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The names of a snapshot's files. Some `assets` may be too large, because they are chosen only by name.
+    """The names of a snapshot's files. `assets` are chosen by name, so some may be too large to be assets.
 
-    `index` is the name of the index file, or "". `places` maps tensors to files, as the index says.
+    `index` is the name of the index file, or "". `places` maps tensors to files, as the index does.
     """
 
     shards: tuple[str, ...]
@@ -44,9 +44,9 @@ class Layout:
 def lay_out(source: Source, names: Sequence[str], file: str | None = None) -> Layout:
     """Return the layout of the files `names`, which are all in `source`.
 
-    With `file`, that file is the only shard. Without it, the top folder must hold one `*.safetensors`, or
-    several and the `*.safetensors.index.json` that lists them. Raises SnapshotError if it does not, and
-    HeaderError if the index is not valid.
+    With `file`, that file is the only shard. Without `file`, the top folder must hold either one `*.safetensors`, or
+    several and the `*.safetensors.index.json` that lists them. Raises SnapshotError if the top folder holds neither,
+    and HeaderError if the index is not valid.
     """
     assets = tuple(sorted(name for name in names if is_asset(name)))
     if len(assets) > MAX_ASSETS:
@@ -79,10 +79,10 @@ def is_asset(name: str) -> bool:
 
 
 def read_index(source: Source, name: str) -> dict[str, str]:
-    """Return the weight_map of index file `name`: tensor to file. Raises HeaderError if it is not valid."""
+    """Return the weight_map (tensor to file) of index file `name`. Raises HeaderError if the file is not valid."""
     where = f"{source.url}/{name}"
     try:
-        # If the index is larger than the limit, only its beginning is read, which is not valid JSON.
+        # If the index is over the limit, `read_all` returns only its beginning, which is not valid JSON.
         text = read_all(source, name, MAX_HEADER_BYTES)
         index: Any = None if bulk_fault(text) else json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -103,8 +103,8 @@ def _indexed(
 ) -> Layout:
     places = read_index(source, index)
     shards = tuple(sorted(set(places.values())))
-    # Safetensors files that the index does not list (consolidated.safetensors, an adapter) are ignored. But
-    # the file that has the name of the index (model.safetensors) could hold all weights too.
+    # Safetensors files that the index does not list (consolidated.safetensors, an adapter) are ignored. But the file
+    # that is named like the index (model.safetensors) may also hold all weights, so it is not clear which to use.
     whole = index.removesuffix(".index.json")
     if whole in files and whole not in shards:
         raise ambiguous(source, [whole, index])
@@ -128,6 +128,6 @@ def _no_safetensors(source: Source, names: list[str]) -> SnapshotError:
 
 
 def some(names: Sequence[str], most: int = 5) -> str:
-    """Return the first names for a message: for example "a, b, c and 4 more"."""
+    """Join the first names for a message, for example as "a, b, c and 4 more"."""
     shown = ", ".join(name[:120] for name in names[:most])
     return shown if len(names) <= most else f"{shown} and {len(names) - most} more"

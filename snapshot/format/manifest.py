@@ -36,17 +36,17 @@ MAX_ASSETS_BYTES = 512 << 20
 # An asset may be in at most this many nested folders.
 MAX_ASSET_DEPTH = 4
 
-# If pydantic finds more faults than this, the message only says how many. Only hostile input has this many.
+# If pydantic finds more faults than this, which only happens with hostile input, the message has only their number.
 _FAULTS_LISTED = 100
-# `_crowd_fault` does not check smaller JSON, which cannot cause enough faults to exhaust the memory.
+# `_crowd_fault` checks only larger JSON. Smaller JSON cannot cause enough faults to exhaust the memory.
 _LARGE_BYTES = 1 << 20
 _REMEDY = "Make the manifest anew: pilotflame snapshot create."
 UNKNOWN_DIGEST = "0" * 32
-"""Stands for the digest of a chunk that was not read yet. Only manifests with `observed` have it."""
+"""Stands for the digest of a chunk that was not read yet. Only manifests with `observed` have this digest."""
 LOCAL_FIELDS = ("observed", "part", "realm")
 """The fields that only manifests on a node have. Other readers refuse fields that they do not know."""
 REALM_DIGITS = 24
-"""How many digits of a digest come from the realm. They are enough: a realm cannot be made to match another one's digits."""
+"""How many digits of a digest come from the realm: too many for anyone to construct a realm with the same digits."""
 
 
 def _file_name(name: str) -> str:
@@ -73,7 +73,7 @@ def _must(hold: Callable[[str], bool], fault: str) -> AfterValidator:
 Bytes = Annotated[int, Field(ge=0, le=MAX_FILE_BYTES)]
 FileName = Annotated[str, AfterValidator(_file_name)]
 TensorName = Annotated[str, _must(name_is_sound, "not a tensor's name")]
-# Digests are xxh3-128, because it processes 30 GB/s per core and sha256 only 1.8. It detects corruption, but
+# Digests are xxh3-128, because it processes 30 GB/s per core, and sha256 only 1.8 GB/s. xxh3 detects corruption, but
 # not tampering.
 ChunkDigest = Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 
@@ -111,7 +111,7 @@ class Asset(_Frozen):
 
 
 class Provenance(_Frozen):
-    """What created the snapshot, and from which files. The snapshot's digest does not depend on it."""
+    """The program and the files that the snapshot was created with. The snapshot's digest does not depend on them."""
 
     created_by: Annotated[str, Field(max_length=200)] = ""
     source: Annotated[str, Field(max_length=4096)] = ""
@@ -120,7 +120,8 @@ class Provenance(_Frozen):
 class Observed(_Frozen):
     """Where shards without a manifest were found, and the version of each shard, such as its ETag.
 
-    `url` is the address of the first shard at its server: a cache must not take another server's shards for these.
+    `url` is the address of the first shard at its server. It keeps a cache from confusing these shards with shards of
+    the same versions on another server.
     """
 
     url: Annotated[str, Field(max_length=4096)]
@@ -128,7 +129,7 @@ class Observed(_Frozen):
 
     @property
     def provenance(self) -> Provenance:
-        """The provenance of a manifest that was made from these versions. It differs if a version differs."""
+        """The provenance of a manifest of these shards. If the version of a shard changes, so does the provenance."""
         digest = hashlib.sha256("\0".join(self.versions).encode("utf-8", "surrogateescape")).hexdigest()
         source = f"{self.url[:4000]}, versions {digest}"
         return Provenance(created_by=f"pilotflame {__version__}", source=source)
@@ -137,8 +138,8 @@ class Observed(_Frozen):
 class NeededPart(_Frozen):
     """The part of a snapshot that a function needs. Only its chunks are fetched.
 
-    `chunks` has the first and the last chunk of each range, in ascending order, numbered from 0 through all shards.
-    `slices` are the slices from which the part was made (see `format.slices`).
+    `chunks` has the first and the last chunk of each range of chunks, in ascending order. Chunks are numbered from 0
+    through all shards. `slices` are the slices from which the part was made (see `format.slices`).
     """
 
     chunks: Annotated[tuple[tuple[int, int], ...], FailFast(), Field(max_length=MAX_CHUNKS)]
@@ -150,27 +151,30 @@ class Manifest(_Frozen):
 
     version: Literal[1] = 1
     algorithm: Literal["xxh3-128"] = "xxh3-128"
-    # A multiple of the page size: a write to a private mapping copies the whole page, and the copy would lack
-    # bytes of the next chunk if that chunk has not arrived yet.
+    # A multiple of the page size, so that no page has bytes of two chunks: a write to a private mapping copies the
+    # page, and the copy would never get the bytes of a chunk that arrives later.
     chunk_bytes: Annotated[
         int, Field(ge=MIN_CHUNK_BYTES, le=MAX_CHUNK_BYTES, multiple_of=MIN_CHUNK_BYTES)
     ] = DEFAULT_CHUNK_BYTES
     shards: Annotated[tuple[Shard, ...], FailFast(), Field(max_length=MAX_SHARDS)]
     tensors: Annotated[tuple[TensorEntry, ...], FailFast(), Field(max_length=MAX_TENSORS)]
     aliases: Annotated[dict[TensorName, TensorName], Field(max_length=MAX_TENSORS)] = {}
-    """Further names of stored tensors (tied weights), by alias."""
+    """Further names of stored tensors (tied weights). Maps each alias to the name of a tensor."""
     first_touch: Annotated[tuple[TensorName, ...], FailFast(), Field(max_length=MAX_TENSORS)] = ()
-    """Tensors in the order in which a forward pass first reads them; empty until recorded. A hint, like provenance."""
+    """The tensors in the order in which a forward pass first reads them. Empty until that order is recorded.
+
+    It is a hint: like provenance, it does not change the digest.
+    """
     assets: Annotated[tuple[Asset, ...], FailFast(), Field(max_length=MAX_ASSETS)] = ()
     provenance: Provenance = Provenance()
     observed: Observed | None = None
-    """Set if there was no manifest beside the files. Digests of chunks are then added as the chunks arrive."""
+    """Set if there was no manifest beside the files. The digest of each chunk is then added when the chunk arrives."""
 
     part: NeededPart | None = None
     """Set on a node that needs only a part of the files' bytes."""
 
     realm: Annotated[str, Field(pattern="^([0-9a-f]{64})?$")] = ""
-    """Set on a node that fetches the snapshot: from which place and with which credentials (see `sources.realm`)."""
+    """The hash of the place and the credentials with which a node fetches the snapshot (see `sources.realm`)."""
 
     @staticmethod
     def parse(text: bytes) -> Manifest:
@@ -209,7 +213,7 @@ class Manifest(_Frozen):
         return self.model_dump_json(exclude=unset).encode() + b"\n"
 
     def write(self, path: Path) -> None:
-        """Write the JSON form to file `path`, completely or not at all."""
+        """Write the JSON form to file `path` atomically."""
         with publish(path) as stream:
             stream.write(self.to_json())
 
@@ -217,8 +221,8 @@ class Manifest(_Frozen):
     def digest(self) -> str:
         """The sha256 (hex) of the canonical JSON, without the hints, which are provenance and first_touch.
 
-        With `observed`, it is also without the chunks' digests, so that it does not change when they become known.
-        With `realm`, the last digits identify the realm: each realm has its own copy in a cache.
+        With `observed`, the JSON has no digests of chunks either, so that the result is the same before and after a
+        fetch adds them. With `realm`, the last digits identify the realm: each realm has its own copy in a cache.
         """
         without: dict[str, Any] = {"provenance": True, "first_touch": True, "realm": True}
         without |= {"observed": True} if self.observed is None else {"shards": {"__all__": {"chunks"}}}
@@ -239,7 +243,7 @@ class Manifest(_Frozen):
         return not any(UNKNOWN_DIGEST in digests[first : last + 1] for first, last in ranges)
 
     def with_chunks(self, digests: Sequence[str]) -> Manifest:
-        """Return this manifest with the digests of all chunks, which are given for one shard after another."""
+        """Return this manifest with other digests of chunks. `digests` has the chunks of the first shard first."""
         given = iter(digests)
         shards = tuple(
             shard.model_copy(update={"chunks": tuple(islice(given, len(shard.chunks)))})
@@ -248,13 +252,13 @@ class Manifest(_Frozen):
         return self.model_copy(update={"shards": shards})
 
     def published(self) -> Manifest:
-        """Return the manifest to be stored beside the files, once it has the digest of every chunk."""
+        """Return the manifest to store beside the files. Call it when the digest of every chunk is known."""
         if self.observed is None:
             return self
         return self.model_copy(update={"observed": None, "provenance": self.observed.provenance})
 
     def with_realm(self, realm: str) -> Manifest:
-        """Return this manifest for a fetch in a realm."""
+        """Return this manifest with a realm."""
         return self.model_copy(update={"realm": realm})
 
     @property
@@ -284,7 +288,7 @@ class Manifest(_Frozen):
         return found
 
     def chunks_of(self, shard: int, begin: int, end: int) -> range:
-        """Return the numbers of the chunks that hold bytes [begin, end) of a shard."""
+        """Return the numbers of the chunks with bytes [begin, end) of a shard, counted through all shards."""
         before = sum(len(one.chunks) for one in self.shards[:shard])
         return range(
             before + begin // self.chunk_bytes, before - (-end // self.chunk_bytes) if begin < end else 0
@@ -336,12 +340,12 @@ def read_manifest(source: Source) -> Manifest:
 
 
 def realm_digits(realm: str) -> str:
-    """Return the last digits of the digests of all snapshots of a realm."""
+    """Return the digits with which the digests of all snapshots of a realm end."""
     return realm[:REALM_DIGITS]
 
 
 def _crowd_fault(text: bytes) -> str | None:
-    """Return why pydantic could find millions of faults in `text`, or None. Each would take a kilobyte."""
+    """Return why pydantic could find millions of faults, each of a kilobyte, in `text`. None if it cannot."""
     if len(text) <= _LARGE_BYTES:
         return None
     try:
@@ -373,7 +377,7 @@ def _check_files(files: Sequence[Shard | Asset]) -> None:
     _check_unique("file", (file.name for file in files))
     if any(file.name == MANIFEST_NAME for file in files):
         raise ValueError(f"{MANIFEST_NAME!r} is the manifest's own name")
-    # Sorted like this, a path is directly followed by the paths below it, if there are any.
+    # Lists of components are sorted so that the paths below a folder directly follow the folder's own path.
     paths = sorted(name.split("/") for name in (MANIFEST_NAME, *(file.name for file in files)))
     for one, two in pairwise(paths):
         if two[: len(one)] == one:
@@ -426,8 +430,8 @@ def _check_tensor(tensor: TensorEntry, shards: tuple[Shard, ...]) -> None:
 
 
 def _check_overlap(tensors: tuple[TensorEntry, ...], shards: tuple[Shard, ...]) -> None:
-    # If two tensors had bytes in common, writing to one would change the other. Tensors that share all bytes
-    # on purpose are one tensor and an alias.
+    # If two tensors shared bytes, writing to one would change the other. Tensors that share all bytes on purpose are
+    # stored as one tensor and an alias.
     placed = [tensor for tensor in tensors if tensor.size_bytes]
     placed.sort(key=lambda tensor: (tensor.shard, tensor.offset_bytes))
     for one, two in pairwise(placed):
@@ -450,7 +454,7 @@ def _check_names(manifest: Manifest) -> None:
 
 
 def _first_fault(error: ValidationError) -> str:
-    # Do not call errors() for many faults: it creates a dict of a kilobyte for each.
+    # Do not call errors() for many faults: it creates a dict of a kilobyte for each fault.
     if error.error_count() > _FAULTS_LISTED:
         return f"The manifest is not valid: it has {error.error_count()} faults."
     fault = error.errors(include_url=False, include_context=False, include_input=False)[0]

@@ -1,4 +1,4 @@
-"""Cuts tensors into slices, and finds which bytes and chunks of a snapshot they need. This module never imports torch."""
+"""Cuts tensors into slices, and finds the bytes and chunks of a snapshot that slices need. It never imports torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from .layout import some
 from .manifest import Manifest, NeededPart, TensorEntry
 
 Slices = Mapping[str, tuple[int, int, int]]
-"""(dim, rank, world) for each pattern of tensors' names, in which * stands for any characters. The first that fits counts."""
+"""Maps patterns of tensors' names to (dim, rank, world). In a pattern, * stands for any characters. The first pattern
+that fits a name counts."""
 
 _MAX_STRIDE = (1 << 63) - 1
 
@@ -37,7 +38,7 @@ class Strided(NamedTuple):
 
 
 def matching(pattern: str, names: Collection[str]) -> list[str]:
-    """Return the names that fit a pattern, or are it. Raises SnapshotMismatch if there is none."""
+    """Return the names that fit a pattern or equal it. Raises SnapshotMismatch if there is no such name."""
     found = [name for name in names if name == pattern or fnmatchcase(name, pattern)]
     if not found:
         fault = f"No tensor of the snapshot has a name that fits {pattern[:80]!r}."
@@ -47,9 +48,9 @@ def matching(pattern: str, names: Collection[str]) -> list[str]:
 
 
 def chosen(slices: Slices, names: Collection[str]) -> dict[str, Slice]:
-    """Return the slices of the tensors `names`, by name; the others are whole.
+    """Return the slice of each tensor in `names` that fits a pattern of `slices`. The other tensors are whole.
 
-    Raises SnapshotMismatch if a pattern fits no name, which may be a slip.
+    Raises SnapshotMismatch if a pattern fits no name: it may have a typing error.
     """
     found: dict[str, Slice] = {}
     for pattern, (dim, rank, world) in slices.items():
@@ -65,7 +66,7 @@ def named_entries(manifest: Manifest) -> dict[str, TensorEntry]:
 
 
 def shape_fault(entry: TensorEntry) -> str | None:
-    """Return why torch can have no tensor of this shape, or None if it can."""
+    """Return why torch cannot have a tensor of this type and shape, or None if it can."""
     if DTYPES[entry.dtype].torch_shape(entry.shape) is None:
         return f"{entry.dtype} {list(entry.shape)}, whose rows do not fill whole bytes"
     # An empty tensor may have any other dimensions.
@@ -75,7 +76,7 @@ def shape_fault(entry: TensorEntry) -> str | None:
 
 
 def slice_fault(entry: TensorEntry, cut: Slice) -> str | None:
-    """Return why this tensor, whose shape is no fault, cannot be cut into such slices; None if it can."""
+    """Return why this tensor, which has no `shape_fault`, cannot be cut into such slices, or None if it can."""
     if DTYPES[entry.dtype].torch_name is None:
         return f"{entry.dtype} has no elements of whole bytes"
     shape = torch_shape(entry)
@@ -89,14 +90,14 @@ def slice_fault(entry: TensorEntry, cut: Slice) -> str | None:
 
 
 def torch_shape(entry: TensorEntry) -> tuple[int, ...]:
-    """Return the shape of a tensor in torch, which can have it."""
+    """Return the shape in torch of a tensor without a `shape_fault`."""
     return DTYPES[entry.dtype].torch_shape(entry.shape) or ()
 
 
 def strided(entry: TensorEntry, cut: Slice | None = None) -> Strided:
-    """Return where a tensor is, or a slice of it. Both must be free of faults (see above).
+    """Return the place of a tensor, or of a slice of it. They must have no `shape_fault` and no `slice_fault`.
 
-    A slice along dimension 0 is contiguous. One along another dimension has the strides of the whole tensor.
+    A slice along dimension 0 is contiguous. A slice along another dimension has the strides of the whole tensor.
     """
     itemsize, whole = DTYPES[entry.dtype].torch_itemsize_bytes, torch_shape(entry)
     stride = contiguous_stride(whole)
@@ -112,7 +113,7 @@ def strided(entry: TensorEntry, cut: Slice | None = None) -> Strided:
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor of this shape, as torch has them."""
+    """Return the strides that torch gives a contiguous tensor of this shape."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
@@ -121,7 +122,7 @@ def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def part_of(manifest: Manifest, tensors: Sequence[str], slices: Slices) -> Manifest:
-    """Return the manifest with a part: only the chunks of these tensors, or of their slices, are needed.
+    """Return the manifest with a part, which has only the chunks of these tensors or of their slices.
 
     `tensors` are patterns, like the keys of `slices`. Without `tensors`, all tensors are needed. Raises
     SnapshotMismatch if a pattern fits no name or a tensor cannot be cut.
@@ -143,7 +144,7 @@ def part_of(manifest: Manifest, tensors: Sequence[str], slices: Slices) -> Manif
 
 
 def outside(manifest: Manifest, shard: int, begin: int, end: int) -> bool:
-    """Return True if bytes [begin, end) of a shard are not all in the part that the manifest is of."""
+    """Return True if some of the bytes [begin, end) of a shard are not in the manifest's part."""
     if manifest.part is None or begin >= end:
         return False
     chunks = manifest.chunks_of(shard, begin, end)

@@ -1,4 +1,4 @@
-"""Verifies a snapshot: reads every byte, compares every digest, and reports where the first fault is."""
+"""Verifies a snapshot: reads every byte, compares every digest, and reports the place of the first fault."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def verify(root: Path, manifest: Manifest, progress: Progress | None = None) -> 
 
 
 def chunk_tensors(manifest: Manifest, shard: int, chunk: int) -> list[str]:
-    """Return the tensors with bytes in chunk number `chunk` of shard number `shard`, by position."""
+    """Return the names of the tensors with bytes in chunk number `chunk` of shard number `shard`, in file order."""
     begin_bytes = chunk * manifest.chunk_bytes
     end_bytes = begin_bytes + manifest.chunk_bytes
     before = [one for one in manifest.tensors if one.shard == shard and one.offset_bytes < end_bytes]
