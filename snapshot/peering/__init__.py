@@ -1,4 +1,5 @@
 """Exchanges chunks of snapshots with other nodes: takes missing chunks from them, and serves the chunks of this node.
 
-Enter at `peers` (what a fetch calls) and `chunk_server` (what other nodes call). Only the node's fetcher imports this.
+The entry points are `peers`, which a fetch calls, and `chunk_server`, which answers other nodes. Only the node's
+fetcher imports this package.
 """

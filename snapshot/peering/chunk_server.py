@@ -1,9 +1,9 @@
 """Serves the chunks of a ServedChunks to other nodes, over HTTP/1.1, and over TLS if there is a certificate.
 
     GET /v1/line/KEY               this node's position in line for a snapshot, as JSON; ?settled=1 waits a moment for it
-    GET /v1/chunks/KEY/TICKET/N    chunk N; 503 if it has not landed after a second, 404 if it does not come to this node
+    GET /v1/chunks/KEY/TICKET/N    chunk N; 503 if it has not landed after a second, 404 if this node does not fetch it
 
-Every GET request needs the token of the cluster. Without it, the answer is 401 for every path.
+Every GET request needs the token of the cluster. Without the token, the answer is 401 for every path.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .served_chunks import LANDED, Lent, ServedChunks
 MOST_CONNECTIONS = 512
 IDLE_TIMEOUT_S = 30.0
 HEAD_TIMEOUT_S = 5.0
-"""How long a new connection may take until one of its requests has the token."""
+"""How long a new connection may take to send a request with the token."""
 MAX_HEAD_BYTES = 8 << 10
 _BACKLOG = 128
 _TLS_PIECE_BYTES = 1 << 20
@@ -70,16 +70,16 @@ class ChunkServer:
         threading.Thread(target=self._accept, name="chunk-server", daemon=True).start()
 
     def close(self) -> None:
-        """Refuse further connections, and end those that are open."""
+        """Accept no more connections, and end the open connections."""
         self._closed.set()
         with self._lock:
-            # A connection that is added after this ends by itself, after IDLE_TIMEOUT_S.
+            # A connection that is added to `_open` later ends after IDLE_TIMEOUT_S.
             for one in (self._sock, *self._open):
-                # The shutdown wakes the thread that waits for this socket, and the thread closes it.
+                # The shutdown wakes the thread that waits for this socket, and that thread closes the socket.
                 _shut(one)
 
     def admits(self, authorization: str) -> bool:
-        """Return True if a request has the token. The comparison takes equally long for every wrong token."""
+        """Return True if a request has the token. The comparison takes the same time for every wrong token."""
         return hmac.compare_digest(authorization.encode("utf-8", "replace"), self._token)
 
     def count(self, served_bytes: int) -> None:
@@ -92,7 +92,7 @@ class ChunkServer:
                 try:
                     connection, _ = self._sock.accept()
                 except OSError:
-                    # It was closed, or this process has too many open files for now.
+                    # The socket was closed, or this process has too many open files now.
                     self._closed.wait(_RETRY_S)
                     continue
                 if not self._slots.acquire(blocking=False):
@@ -108,7 +108,7 @@ class ChunkServer:
     def _serve(self, connection: socket.socket) -> None:
         before_bytes = self._served_bytes
         try:
-            # OSError: the peer has gone, or is silent, or does not use TLS.
+            # An OSError means that the peer has gone, is silent, or does not use TLS.
             with suppress(OSError), connection:
                 # This timeout is also the limit of the whole TLS handshake.
                 connection.settimeout(HEAD_TIMEOUT_S)
@@ -134,14 +134,14 @@ class ChunkServer:
     def _secured(self, connection: socket.socket) -> socket.socket:
         if self._certificate is None:
             return connection
-        # Read the files for each connection, because a renewed certificate may replace them. There are few connections.
+        # Read the files for each connection: a renewed certificate may replace them, and connections are few.
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(*self._certificate, password="")
         return context.wrap_socket(connection, server_side=True)
 
 
 class _Heads:
-    """The lines of requests. Their heads have a limit: the standard library reads megabytes before it looks at one."""
+    """Reads the lines of requests, and limits the size of a head. The standard library alone would read megabytes."""
 
     def __init__(self, stream: BufferedIOBase) -> None:
         self._stream = stream
@@ -247,7 +247,7 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             with open(lent.descriptor, "rb", buffering=0, closefd=False) as stream:
                 sent_bytes = self.connection.sendfile(stream, lent.offset, lent.size_bytes)
-        # Otherwise the peer would take the next answer for the rest.
+        # Close the connection after an incomplete chunk. Otherwise the peer would take the next answer for its rest.
         self.close_connection = self.close_connection or sent_bytes < lent.size_bytes
 
     def _send_secured(self, lent: Lent) -> int:

@@ -1,11 +1,11 @@
-"""Says from which nodes a node takes the chunks of a snapshot: from the nodes that stand before it in line.
+"""Decides from which nodes a node takes the chunks of a snapshot: from the nodes that stand before it in line.
 
-Nodes that fetch the same snapshot stand in a line, in the order in which they began, and the first one asks the
-bucket. To get its position, a node asks all other nodes for theirs and takes the next number, as in Lamport's bakery
-algorithm. While it chooses, other nodes can see that it is choosing. Afterwards it asks the nodes that had no position
-again: a node that is choosing answers once it has chosen, or after half a second. A node that has the whole snapshot
-stands before all others. A node never waits for a chunk of a node behind it, so no nodes wait for each other in a
-circle.
+Nodes that fetch the same snapshot stand in a line, in the order in which they began. Only the first node fetches from
+the bucket. To get its position, a node asks all other nodes for their positions and takes the next number, as in
+Lamport's bakery algorithm. A node that is choosing says so if another node asks. After the choice, the node asks the
+nodes without a position again: a node that is choosing answers when it has chosen, or after half a second. A node that
+has the whole snapshot stands before all others. A node never waits for a chunk from a node behind it, so there is no
+circle of nodes that wait for each other.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TypeVar
 import xxhash
 
 MAX_NUMBER = 1 << 31
-"""Positions with this number or a larger one are not valid. Nodes would have to join one line for years to reach it."""
+"""Only positions with smaller numbers are valid. Nodes would have to join one line for years to reach this number."""
 
 _Node = TypeVar("_Node")
 _TICKET = re.compile("[0-9a-f]{32}")
@@ -33,7 +33,7 @@ class Position:
 
     @property
     def valid(self) -> bool:
-        """True if this can be the position of another node, which may say anything."""
+        """True if a node can have this position. The answer of another node may contain anything."""
         whole = self == WHOLE
         return whole or (0 < self.number < MAX_NUMBER and _TICKET.fullmatch(self.ticket) is not None)
 
@@ -44,9 +44,9 @@ WHOLE = Position(0, "whole")
 
 @dataclass(frozen=True, slots=True)
 class LineAnswer:
-    """A node's answer about one snapshot. Without a position, the node neither has the snapshot nor fetches it.
+    """A node's answer about one snapshot. If `position` is None, the node neither has the snapshot nor fetches it.
 
-    A node that is `choosing` fetches it, but has no position yet.
+    But if it is `choosing`, it fetches the snapshot and has no position yet.
     """
 
     node: str
@@ -55,12 +55,12 @@ class LineAnswer:
 
 
 def next_number(standings: Iterable[LineAnswer]) -> int:
-    """Return the number behind all positions that are taken."""
+    """Return the number of the position behind all taken positions."""
     return 1 + max((each.position.number for each in standings if each.position is not None), default=0)
 
 
 def to_ask_again(standings: Mapping[_Node, LineAnswer]) -> list[_Node]:
-    """Return the nodes that were choosing, or had not begun, when this one was: they may stand before it now."""
+    """Return the nodes that had no position when this node asked for them. They may stand before this node now."""
     return [node for node, standing in standings.items() if standing.position is None]
 
 
@@ -73,7 +73,7 @@ def ahead(own: Position, standings: Mapping[_Node, LineAnswer]) -> dict[_Node, P
 def ranked(nodes: Iterable[str], key: str, chunk: int) -> Sequence[str]:
     """Return the nodes in the order in which to ask them for a chunk of snapshot `key`.
 
-    Every node computes the same order (rendezvous hashing). Chunks are spread evenly over the nodes. If a node goes, only
-    the chunks for which it was the first choice move to other nodes.
+    Every node computes the same order (rendezvous hashing). Chunks are spread evenly over the nodes. If a node goes,
+    only the chunks for which it was the first choice move to other nodes.
     """
     return sorted(nodes, key=lambda node: xxhash.xxh3_64_intdigest(f"{key}/{chunk}/{node}".encode()))

@@ -1,4 +1,4 @@
-"""Asks other nodes over HTTP/1.1: where they stand for a snapshot, and for its chunks."""
+"""Asks other nodes over HTTP/1.1 for their positions in the line for a snapshot, and for its chunks."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from .fetch_order import LineAnswer, Position
 LANDED_HEADER = "pilotflame-landed-bytes"
 CONNECT_TIMEOUT_S = 0.5
 SILENT_TIMEOUT_S = 3.0
-"""The longest time for which a peer may send nothing. A peer answers within a second, even if a chunk has not landed."""
+"""How long a peer may send nothing. A peer answers within a second, even if a chunk has not landed."""
 RESOLVE_TIMEOUT_S = 0.25
 ANSWER_TIMEOUT_S = 4.0
-"""How long a node may take for the head of an answer, or for a small answer."""
+"""How long a node may take to send the head of an answer, or a small answer."""
 AVOIDED_FOR_S = 30.0
 _MAX_ANSWER_BYTES = 4096
 _MAX_NAME_CHARS = 64
@@ -35,14 +35,14 @@ _MAX_DIGITS = 20
 
 
 class Node(NamedTuple):
-    """Where another node listens: the address of its gateway in the settings, and one that its name resolves to."""
+    """Where another node listens. `server` is from the settings. `address` is one of the addresses of its host."""
 
     server: ServerAddress
     address: Address
 
 
 class PeerList:
-    """The nodes at the addresses to which the hosts of `urls` resolve. Thread-safe."""
+    """Finds nodes: one at each address to which the hosts of `urls` resolve. Thread-safe."""
 
     def __init__(self, urls: Iterable[str]) -> None:
         self._servers = [ServerAddress.of(url) for url in urls]
@@ -53,7 +53,7 @@ class PeerList:
         self._avoided: dict[Node, float] = {}
 
     def nodes(self) -> list[Node]:
-        """Return the nodes, without this one and those that did not answer a moment ago."""
+        """Return all nodes but this one and the nodes that recently did not answer."""
         deadline_s = time.monotonic() + RESOLVE_TIMEOUT_S
         found = [
             Node(server, each) for server in self._servers for each in self._addresses(server, deadline_s)
@@ -64,25 +64,25 @@ class PeerList:
             return [node for node in found if node not in self._own and node not in self._avoided]
 
     def avoid(self, node: Node) -> None:
-        """Do not return a node for a while: it did not answer."""
+        """Leave a node out of `nodes` for a while, because it did not answer."""
         with self._lock:
             self._avoided[node] = time.monotonic() + AVOIDED_FOR_S
 
     def is_own(self, node: Node) -> None:
-        """Do not return a node any more: it is this one."""
+        """Leave a node out of `nodes` from now on, because it is this node."""
         with self._lock:
             self._own.add(node)
 
     def _addresses(self, server: ServerAddress, deadline_s: float) -> list[Address]:
         """Return the addresses of a host. If resolving fails or takes too long, return the addresses found last."""
-        # OSError: also if no node has this name now, such as before the first one is ready.
+        # OSError is raised also if no node has this name now, for example before the first node is ready.
         with suppress(OSError):
             self._last[server] = self._dialer.addresses(server.host, server.port, deadline_s)
         return self._last.get(server, [])
 
 
 class _OneAddress(Dialer):
-    """Connects to one of the addresses that the name of a host has."""
+    """Connects to one given address of a host."""
 
     def __init__(self, address: Address) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class _OneAddress(Dialer):
 
 
 class Answer:
-    """The response of a peer. End it."""
+    """The response of a peer. The caller must call `end`."""
 
     def __init__(self, peer: Peer, wire: Wire, exchange: Exchange, head: Head) -> None:
         self.head = head
@@ -108,12 +108,12 @@ class Answer:
 
     @property
     def landed_bytes(self) -> int:
-        """How many bytes have landed at the peer. 0 if it does not tell."""
+        """How many bytes have landed at the peer. 0 if the response does not give the number."""
         text = self.head.headers.get(LANDED_HEADER, "")
         return int(text) if text.isdecimal() and len(text) < _MAX_DIGITS else 0
 
     def read_into(self, view: memoryview) -> int:
-        """Read the next bytes of the body. Return their number: 0 at its end. Raises SourceUnavailable."""
+        """Read the next bytes of the body. Return their number: 0 at the body's end. Raises SourceUnavailable."""
         try:
             return self._exchange.read_into(view, len(view))
         except (OSError, h11.ProtocolError) as error:
@@ -133,7 +133,7 @@ class Answer:
 
 
 class Peer:
-    """Another node. Thread-safe: each request has a connection of its own, which is kept for the next one."""
+    """Another node. Thread-safe: each request uses a connection of its own, which is kept for later requests."""
 
     def __init__(self, node: Node, token: str) -> None:
         self.node = node
@@ -145,9 +145,9 @@ class Peer:
         ]
 
     def position_of(self, key: str, *, settled: bool) -> LineAnswer:
-        """Return where the node stands for snapshot `key`. If `settled`, it waits until it has chosen a position.
+        """Return the node's position for snapshot `key`. If `settled`, the node waits until it has chosen a position.
 
-        Raises SourceUnavailable, or SourceDenied if it refuses the token.
+        Raises SourceUnavailable, or SourceDenied if the node refuses the token.
         """
         answer = self.ask(f"/v1/line/{key}{'?settled=1' if settled else ''}")
         try:
@@ -166,9 +166,9 @@ class Peer:
         return LineAnswer(node, position, choosing=choosing)
 
     def ask(self, target: str) -> Answer:
-        """Return the response to a request: one with status 200, or 503 if a chunk has not landed.
+        """Return the response to a request, which has status 200, or 503 if a chunk has not landed.
 
-        Raises SourceMissing for 404, SourceDenied for 401, and SourceUnavailable if there is no response, or another.
+        Raises SourceMissing for 404, SourceDenied for 401, and SourceUnavailable for other responses or none.
         """
         wire, exchange, head = self._get(target)
         answer = Answer(self, wire, exchange, head)
@@ -186,12 +186,12 @@ class Peer:
 
     def failed(self, error: Exception) -> SourceUnavailable:
         """Return the error for a connection that broke."""
-        # h11's message about a header of ours quotes it, and the token is one.
+        # Do not show h11's message about one of our headers: it quotes the header, which may have the token.
         why = "the request is not valid HTTP" if isinstance(error, h11.LocalProtocolError) else error
         return SourceUnavailable(f"{self.node.server} at {self.node.address.name[0]}: {why}.")
 
     def close(self) -> None:
-        """Close the connections that are not used now, and keep none from now on."""
+        """Close the connections that are not in use, and keep no connections from now on."""
         self.idle.distrust()
 
     def _get(self, target: str) -> tuple[Wire, Exchange, Head]:
@@ -201,7 +201,7 @@ class Peer:
                 with _within(ANSWER_TIMEOUT_S, kept[0]):
                     return *kept, kept[1].get(target, self._headers)
             except StaleError:
-                # The node has closed it in this moment.
+                # The node has just closed the kept connection.
                 kept[0].close()
             except (OSError, h11.ProtocolError) as error:
                 kept[0].close()
@@ -222,7 +222,7 @@ class Peer:
 
 @contextmanager
 def _within(limit_s: float, wire: Wire) -> Iterator[None]:
-    """Close `wire` if the block takes longer: a peer may send a byte now and then, and each ends a wait."""
+    """Close `wire` if the block takes longer than `limit_s`. A peer that sends byte by byte causes no timeout."""
     timer = threading.Timer(limit_s, wire.close)
     timer.daemon = True
     timer.start()

@@ -1,10 +1,10 @@
-"""Brings chunks of a snapshot from the nodes that stand before this node in line (see `line`).
+"""Takes chunks of a snapshot from the nodes that stand before this node in line (see `fetch_order`).
 
     peers = Peers(ServedChunks(tiers), PeerList(["http://pilotflame-peers:8601"]), token)
     with peers.joined(manifest, arrival, files) as joined:
         joined.take(targets, left_out, cancelled)
 
-Chunks that `take` has not brought must be fetched from the source. In the block, other nodes can take landed chunks.
+Chunks that `take` did not get must be fetched from the source. Within the block, other nodes can take landed chunks.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from .peer import Answer, Node, Peer, PeerList
 from .served_chunks import FetchTicket, ServedChunks
 
 LEAST_BYTES = 16 << 20
-"""A smaller snapshot is fetched from the source alone: asking all nodes would take longer."""
+"""A smaller snapshot is fetched only from the source, because asking all nodes would take longer."""
 ASK_TIMEOUT_S = 0.6
 TAKERS = 8
-"""The number of threads. Each waits for one chunk."""
+"""The number of threads that take chunks. Each thread waits for one chunk."""
 PATIENCE_S = 10.0
-"""A peer is given up if, over this time, fewer than SLOWEST_BYTES_S bytes land there per second."""
+"""A peer is given up if fewer than SLOWEST_BYTES_S bytes per second land there in this time."""
 LEAST_WAIT_S = 0.5
 """Minimum time between two requests to a peer for the same chunk."""
 SLOW_S = 2.0
 SLOWEST_BYTES_S = 2e6
-"""A chunk that has landed at a peer may take SLOW_S, and as long as it takes at this rate."""
+"""A chunk that has landed at a peer may take SLOW_S, plus its size divided by this rate."""
 _MOST_THREADS = 32
 
 
 class Peers:
-    """The other nodes. `on_refused` is called with a message if one refuses the token. Thread-safe."""
+    """The other nodes. `on_refused` is called with a message if a node refuses the token. Thread-safe."""
 
     def __init__(
         self,
@@ -72,9 +72,9 @@ class Peers:
 
     @contextmanager
     def joined(self, manifest: Manifest, arrival: Arrival, files: Path) -> Iterator[Joined]:
-        """In the block, stand in line for a snapshot that is fetched to folder `files`, and serve its landed chunks."""
+        """During the block, stand in line for a snapshot that is fetched to folder `files`. Serve its landed chunks."""
         ticket = FetchTicket(manifest, arrival, files)
-        # With a realm in it, the digest is known only to functions that may read the weights.
+        # A digest that includes the realm is known only to functions that may read the weights.
         known = bool(manifest.realm) and manifest.has_digests
         if not known or manifest.needed_bytes < self._least_bytes:
             yield Joined(self, ticket, {})
@@ -93,7 +93,7 @@ class Peers:
         found = self._ask(key, peers, settled=False)
         own = ticket.choose(next_number(found.values()))
         found |= self._ask(key, {node: peers[node] for node in to_ask_again(found)}, settled=True)
-        # A node that is reached at several addresses is taken once.
+        # Keep a node that is reached at several addresses only once.
         return {found[node].node: Ahead(peers[node], at.ticket) for node, at in ahead(own, found).items()}
 
     def _ask(self, key: str, peers: Mapping[Node, Peer], *, settled: bool) -> dict[Node, LineAnswer]:
@@ -106,7 +106,7 @@ class Peers:
                 node: pool.submit(peer.position_of, key, settled=settled) for node, peer in peers.items()
             }
         except RuntimeError:
-            # There are too many threads. Then all chunks are fetched.
+            # The process may start no more threads. Fetch all chunks from the source.
             return {}
         finally:
             pool.shutdown(wait=False)
@@ -114,7 +114,7 @@ class Peers:
         found = {}
         for node, answer in asked.items():
             if answer.cancel():
-                # The request was never sent: there are more nodes than threads.
+                # The request was never sent, because there are more nodes than threads.
                 continue
             try:
                 told = answer.result(0)
@@ -131,7 +131,7 @@ class Peers:
 
 
 class Ahead(NamedTuple):
-    """A node that stands before this one, and the ticket of its fetch."""
+    """A node that stands before this node, and the ticket of its fetch."""
 
     peer: Peer
     ticket: str
@@ -150,10 +150,10 @@ class Joined:
     def take(
         self, targets: Sequence[ShardTarget], left_out: Container[int], cancelled: threading.Event
     ) -> int:
-        """Take every chunk that has not landed and is not in `left_out` from the nodes before this one.
+        """Take every chunk that has not landed and is not in `left_out` from the nodes before this node.
 
-        Block until each chunk has landed or cannot come from these nodes, or until `cancelled` is set. Return how many
-        bytes have been taken. Raises CacheError if they cannot be written.
+        Block until each chunk has landed or cannot come from these nodes, or until `cancelled` is set. Return the
+        number of bytes taken. Raises CacheError if they cannot be written.
         """
         arrival = self._ticket.arrival
         if self._ahead:
@@ -169,9 +169,9 @@ class Joined:
         return self._taken_bytes
 
     def copy(self, chunk: int, cancelled: threading.Event, receive: Callable[[Answer], str]) -> str:
-        """Ask one node after another for a chunk. Return its digest if `receive` has got the right bytes, else "".
+        """Ask one node after another for a chunk. Return the chunk's digest if `receive` got the right bytes, else "".
 
-        A node that fails, is too slow or sends wrong bytes is given up for the rest of this fetch.
+        A node that fails, is too slow or sends wrong bytes is left out for the rest of this fetch.
         """
         key, wanted = self._ticket.key, self._ticket.arrival.chunks.digests[chunk]
         for node in ranked(self._ahead, key, chunk):
@@ -192,7 +192,7 @@ class Joined:
 
 
 class _Remote(NamedTuple):
-    """A chunk that nodes before this one may have. See Lender."""
+    """A chunk that nodes before this node may have. See Lender."""
 
     joined: Joined
     chunk: int
@@ -215,7 +215,7 @@ class _Remote(NamedTuple):
 
 
 def _asked(peer: Peer, target: str, cancelled: threading.Event, receive: Callable[[Answer], str]) -> str:
-    """Ask a node for a chunk again and again, as long as other chunks land there. Return the result of `receive`.
+    """Ask a node repeatedly for a chunk, as long as other chunks land at the node. Return the result of `receive`.
 
     Raises SourceError if the node cannot send the chunk. Returns "" if `cancelled` is set.
     """
@@ -234,6 +234,6 @@ def _asked(peer: Peer, target: str, cancelled: threading.Event, receive: Callabl
             if answer.landed_bytes - landed_bytes < SLOWEST_BYTES_S * PATIENCE_S:
                 raise SourceUnavailable("Too little lands at the peer.")
             landed_bytes, since_s = answer.landed_bytes, now_s
-        # A peer waits before it answers that a chunk has not landed. Wait here too, in case a peer does not.
+        # A peer should wait before it answers that a chunk has not landed. Wait here too, in case the peer does not.
         cancelled.wait(asked_s + LEAST_WAIT_S - now_s)
     return ""

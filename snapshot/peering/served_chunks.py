@@ -1,7 +1,7 @@
-"""Finds the chunks that this node can give to other nodes: of complete snapshots, and of fetches that are running.
+"""Finds the chunks that this node can give to other nodes: chunks of complete snapshots and of running fetches.
 
-A file is read only while its snapshot's folder is held against eviction. After an eviction, its pages may be used for
-another snapshot.
+A file is read only while its snapshot's folder is held against eviction. After an eviction, the file's pages may be
+used for another snapshot.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..format.manifest import MANIFEST_NAME, Manifest
 from .fetch_order import WHOLE, LineAnswer, Position
 
 WAIT_S = 1.0
-"""The longest time for which a request waits for its chunk to land. Its caller may ask again."""
+"""How long a request waits for its chunk to land. The node that sent it may ask again."""
 SETTLE_S = 0.5
 LANDED = "landed_bytes"
 _KEY = re.compile("[0-9a-f]{64}")
@@ -48,7 +48,7 @@ class FetchTicket:
         self.key = self.manifest.digest
 
     def choose(self, number: int) -> Position:
-        """Take the position with this number. It is never changed."""
+        """Take the position with this number, for as long as the fetch runs."""
         self.position = Position(number, self.name)
         self.chosen.set()
         return self.position
@@ -64,7 +64,7 @@ class Lent:
 
 
 class ServedChunks:
-    """The chunks of the snapshots in `tiers` that this node can give. `node` is the name of this node. Thread-safe."""
+    """The chunks in `tiers` that this node can give to other nodes. `node` is the name of this node. Thread-safe."""
 
     def __init__(self, tiers: Sequence[Tier]) -> None:
         self.node = uuid4().hex
@@ -74,7 +74,7 @@ class ServedChunks:
 
     @contextmanager
     def offered(self, ticket: FetchTicket) -> Iterator[None]:
-        """Let other nodes take the landed chunks of a fetch, while the block runs."""
+        """While the block runs, let other nodes take the landed chunks of a fetch."""
         with self._lock:
             self._tickets[ticket.name] = ticket
         try:
@@ -84,7 +84,7 @@ class ServedChunks:
                 del self._tickets[ticket.name]
 
     def position_of(self, key: str, *, settled: bool) -> LineAnswer:
-        """Return where this node stands for snapshot `key`. If `settled`, wait for a moment until it has chosen."""
+        """Return this node's position for snapshot `key`. If `settled`, wait up to SETTLE_S until it has chosen one."""
         if _KEY.fullmatch(key) is None:
             return LineAnswer(self.node)
         if any(is_published(tier.folder(key)) for tier in self._tiers):
@@ -99,10 +99,10 @@ class ServedChunks:
 
     @contextmanager
     def lent(self, key: str, ticket: str, chunk: int) -> Iterator[Lent]:
-        """Yield a chunk of snapshot `key`, of the fetch with this ticket, or of the whole snapshot.
+        """Yield a chunk of snapshot `key`, from the fetch with this ticket or from the complete snapshot.
 
-        If the chunk has not landed, waits for a moment and then raises SourceUnavailable with the number of landed
-        bytes. Raises SourceMissing if this node does not fetch the chunk, or the error of the fetch if that has failed.
+        If the chunk does not land within WAIT_S, raises SourceUnavailable with the number of landed bytes. Raises
+        SourceMissing if this node does not fetch the chunk, or the error of the fetch if the fetch has failed.
         """
         manifest, arrival, files, _held = self._found(key, ticket)
         if not 0 <= chunk < arrival.count:
@@ -137,7 +137,7 @@ def _wait(arrival: Arrival, chunk: int) -> None:
             raise
         raise SourceUnavailable(error.message, details={LANDED: arrival.landed_bytes}) from None
     if not arrival.landed(chunk):
-        # The chunk does not belong to the part that this node needs.
+        # The wait ended at once, because the chunk does not belong to the part that this node needs.
         raise SourceMissing(f"Chunk {chunk} is not fetched here.")
 
 
