@@ -1,4 +1,4 @@
-"""Gives a module its weights from files.
+"""Sets the weights of a module from files.
 
 The steps are `skeleton`, `make_plan`, `Mapping` and `restore`. While bytes still arrive, run the module
 in a `Gate`.

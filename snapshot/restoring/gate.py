@@ -1,11 +1,11 @@
 """Runs a module while its weights arrive: every operation waits for the bytes of its own tensors only.
 
-torch calls `__torch_dispatch__` before every operation of the thread that entered the gate, from Python or
-C++, with the tensors that the operation will read. So modules need no hooks, and it does not matter which
+Before every operation of the thread that entered the gate, from Python or C++, torch calls `__torch_dispatch__`
+with the tensors that the operation will read. So modules need no hooks, and it does not matter which
 module uses a weight. Methods that give access to memory without an operation (`.numpy()`, `.tolist()`,
 `.data_ptr()`, printing, torch.save) wait when they are called. Starting a thread inside the gate waits until
-all bytes are there. The gate does not see the operations of threads that were started before (each needs its
-own gate), nor reads through addresses that were taken before.
+all bytes are there. The gate sees neither the operations of threads that were started before it was entered (each
+needs its own gate), nor reads through addresses that were taken before.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Awaited(Protocol):
-    """Regions with bytes that are not there yet."""
+    """Regions of memory with bytes that have not arrived yet."""
 
     @property
     def complete(self) -> bool: ...
@@ -43,10 +43,10 @@ class Awaited(Protocol):
     def has(self, extent: Extent) -> bool: ...
 
     def wait(self, extent: Extent, timeout_s: float | None) -> None:
-        """Wait until the next operation of this thread can use these bytes. Raises the error of the fetch."""
+        """Wait until this thread may submit an operation that uses these bytes. Raises the error of the fetch."""
 
     def wait_for_all(self, timeout_s: float | None) -> None:
-        """Block until all bytes are there for all threads. Raises the error of the fetch."""
+        """Block until every thread can use all bytes. Raises the error of the fetch."""
 
 
 class Unlanded:
@@ -76,7 +76,7 @@ class Uncopied:
     """A slab with bytes that are not on their device yet. Errors begin with `subject`, which names the snapshot."""
 
     def __init__(self, upload: DeviceUpload, subject: str = "", deadline_s: float | None = None) -> None:
-        """`deadline_s` is when waits without a timeout of their own end, in monotonic seconds."""
+        """Waits without a timeout of their own end at `deadline_s`, in monotonic seconds."""
         self.extents = Touched([upload.slab]).extents
         self._upload, self._subject, self._deadline_s = upload, subject, deadline_s
 
@@ -110,16 +110,16 @@ def _about(subject: str) -> Iterator[None]:
 
 
 class Gate(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The context for operations on weights that are not all there: `with Gate(Unlanded(mapping, arrival)): model(x)`.
+    """A context for operations on weights that still arrive: `with Gate(Unlanded(mapping, arrival)): model(x)`.
 
-    Operations in it raise the error of the fetch if it failed, or SourceUnavailable if their tensors do not
-    arrive within `timeout_s`, which is by default the time until the deadline of the arrival. Once all bytes have
-    arrived, no gate is needed.
+    An operation in it raises the error of the fetch if the fetch failed, or SourceUnavailable if the operation's
+    tensors do not arrive within `timeout_s`, by default until the deadline of the arrival. Once all bytes have arrived,
+    no gate is needed.
     """
 
     def __init__(self, *awaited: Awaited, timeout_s: float | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        # The thread that entered the gate. It is 0 while the gate waits: a thread that it starts meanwhile
+        # The thread that entered the gate, or 0 while the gate waits: if the wait itself starts a thread, that start
         # must not wait for the bytes (see `_start`).
         self.thread = 0
         self._awaited = awaited
@@ -127,7 +127,7 @@ class Gate(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        # By default, torch imports torch._dynamo at the first operation: 0.65 s of a cold start.
+        # By default, torch would import torch._dynamo at the first operation, which takes 0.65 s of a cold start.
         return False
 
     def __enter__(self) -> Self:
@@ -163,8 +163,8 @@ class Gate(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def wait_for(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Wait for the bytes that `func` will read or write."""
-        # Twice if there are several: which rows of an embedding are read is only known when its indices have
-        # landed, and these may be in a later mapping than the rows.
+        # Go through several mappings twice: the rows that an embedding reads are only known when its indices have
+        # landed, and the indices may be in a later mapping than the rows.
         for one in self._awaited * min(2, len(self._awaited)):
             if not one.complete:
                 for extent in one.extents(func, args, kwargs):
@@ -190,24 +190,27 @@ class Gate(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @functools.cache
 def _keep_compiler_out() -> None:
-    """Keep torch.compile, which is loaded, from compiling frames of the gate. torch's default does the same (see `_should_skip_dynamo`)."""
+    """Keep torch.compile, which is loaded, from compiling frames of the gate.
+
+    torch does so itself, unless a mode overrides `_should_skip_dynamo`, as the gate does.
+    """
     disable = torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
     disabled = disable(Gate.__torch_dispatch__, recursive=True)
     Gate.__torch_dispatch__ = disabled  # type: ignore[method-assign]
 
 
-# While at least one gate is entered, the methods of Tensor that give access to memory are patched, and so is
-# Thread.start. A TorchFunctionMode would see these methods too, but within one torch does not use its fused
-# kernels, and results differ in the last bits.
+# While at least one gate is entered, the methods of Tensor that give access to memory and Thread.start are patched. A
+# TorchFunctionMode would see these methods too, but in such a mode torch does not use its fused kernels, and results
+# differ in the last bits.
 _READS: dict[str, Any] = {
     name: vars(Tensor).get(name)
     for name in (
         "tolist", "numpy", "data_ptr", "__array__", "__dlpack__",
-        # Printing turns all modes off. torch.save pickles tensors, and then reads their storage.
+        # Printing turns all modes off, the gate too. torch.save pickles tensors, and then reads their storage.
         "__repr__", "__reduce_ex__",
     )
 }  # fmt: skip
-"""The patched methods, with the function that Tensor itself defines. None if Tensor inherits the method."""
+"""The patched methods. Maps each name to the function that Tensor itself defines, or None if Tensor inherits it."""
 _START = threading.Thread.start
 _lock = threading.Lock()
 _gates: list[Gate] = []
@@ -215,7 +218,7 @@ _gates: list[Gate] = []
 
 @functools.wraps(_START)
 def _start(thread: threading.Thread) -> None:
-    # The new thread has no gate.
+    # The operations of the new thread do not pass through a gate, so let all bytes arrive before it starts.
     for gate in tuple(_gates):
         if gate.thread == threading.get_ident():
             gate.wait_for_all()

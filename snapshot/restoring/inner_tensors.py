@@ -1,8 +1,8 @@
-"""Takes apart tensors that are made of others, such as torchao's quantised weights, and puts them together again.
+"""Takes apart tensors that consist of inner tensors, such as torchao's quantised weights, and rebuilds them.
 
-Such a tensor is an object of a subclass with `__tensor_flatten__` and `__tensor_unflatten__`, torch's protocol for
-them. It has no bytes of its own. Its attributes hold inner tensors with the bytes: the packed integers, the scales. In
-a file, each inner tensor has a name of its own.
+Such a tensor belongs to a subclass with `__tensor_flatten__` and `__tensor_unflatten__`, torch's protocol for inner
+tensors. It has no bytes of its own. Its attributes hold inner tensors with the bytes: the packed integers, the scales.
+In a file, each inner tensor has a name of its own.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from typing import Any
 from torch import Tensor, nn
 
 PLAIN = (Tensor, nn.Parameter)
-"""The types of tensors that have bytes of their own and nothing else."""
+"""The types of tensors that only have bytes of their own, and no inner tensors."""
 
 
 def inner_tensors(tensor: Tensor) -> dict[str, Tensor] | None:
-    """Return the inner tensors of `tensor`, by the path of their attribute. None if it has no inner tensors.
+    """Return the inner tensors of `tensor`, by the path of their attribute. None if `tensor` has no inner tensors.
 
-    If an inner tensor has inner tensors too, a path has several attributes, with dots between them.
+    If an inner tensor has inner tensors itself, a path has several attributes, separated by dots.
     """
     kind: Any = type(tensor)
     if kind in PLAIN or not hasattr(kind, "__tensor_flatten__"):
@@ -46,7 +46,7 @@ def inner_names(name: str, path: str) -> tuple[str, str]:
 
 
 def rebuild(tensor: Tensor, inner: Mapping[str, Tensor]) -> Tensor:
-    """Return a tensor like `tensor`, made of `inner`, with the attributes that were added to `tensor`."""
+    """Return a tensor like `tensor` that consists of `inner`. Copies the attributes that were added to `tensor`."""
     made = _made(tensor, inner, "")
     if isinstance(tensor, nn.Parameter) and not isinstance(made, nn.Parameter):
         made = nn.Parameter(made, tensor.requires_grad)
@@ -74,6 +74,6 @@ def tensors_with_bytes(tensor: Tensor) -> Iterator[Tensor]:
     if inner is not None:
         yield from inner.values()
         return
-    # Also the attributes, since an older subclass without that protocol may have them there.
+    # Yield its attributes too: an older subclass without the protocol may keep its inner tensors there.
     yield tensor
     yield from (value for value in vars(tensor).values() if type(value) in PLAIN)

@@ -18,11 +18,11 @@ from ..sources.folder import FolderSource, object_info
 from ..sources.source import ObjectInfo
 from .read_ahead import ReadAhead, in_memory
 
-# Python's mmap module has this constant since 3.13. Without the flag, the kernel's heuristic refuses a
-# writable private mapping larger than the memory, although hardly a page of it is ever written.
+# Python's mmap module has this constant since 3.13. Without the flag, the kernel's heuristic refuses a writable private
+# mapping that is larger than the memory, although hardly any of its pages are ever written.
 _MAP_NORESERVE = 0x4000
 _FLAGS, _PROTECTION = mmap.MAP_PRIVATE | _MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
-# Python's mmap takes no address.
+# Python's mmap takes no address, so `_map_over` calls mmap of the C library.
 _MAP_FIXED = 0x10
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -48,9 +48,9 @@ class Mapping:
     ) -> None:
         """Map the shards in folder `root`.
 
-        `verified` is what `FolderSource.stat` returned for each shard when it was verified. Raises
-        SnapshotChanged if a shard differs from that, is missing, or does not have the manifest's size. `keep`,
-        such as a lease, is referenced as long as any shard is mapped. With `arrival`, bytes may still be
+        `verified` is what `FolderSource.stat` returned for each shard when the shard was verified. Raises
+        SnapshotChanged if a shard differs from its entry, is missing, or does not have the manifest's size. The mapping
+        keeps a reference to `keep`, such as a lease, as long as any shard is mapped. With `arrival`, bytes may still be
         arriving: call `wait` before reading them. Until a chunk has landed, its bytes read as zeros.
         """
         self.manifest = manifest
@@ -63,7 +63,7 @@ class Mapping:
         files: Sequence[ObjectInfo | None] = verified or [None] * len(manifest.shards)
         found = [_map(source, *pair, keep) for pair in zip(manifest.shards, files, strict=True)]
         self.infos = [info for _, info in found]
-        """What `FolderSource.stat` returned for the mapped files."""
+        """The sizes and versions of the mapped files, as `FolderSource.stat` returns them."""
         memories = [memory for memory, _ in found]
         self.flats = [_flat(memory) for memory in memories]
         """Each shard as a one-dimensional tensor of uint8."""
@@ -76,14 +76,14 @@ class Mapping:
             self.arrival.wait(*self.arrival.chunks.covering(shard, begin, end))
 
     def read_ahead(self) -> ReadAhead | None:
-        """Read all shards from the disk in threads. Return None if they are in memory already."""
+        """Start threads that read all shards from the disk. Return None if the shards are in memory already."""
         if in_memory(self.manifest, self.flats):
             return None
         return ReadAhead(self.root, self.manifest, keep=self.flats)
 
 
 class _Memory(mmap.mmap):
-    """A mapped shard. Its tensors hold a reference to the mapping, and the mapping holds `keep`, which protects the file."""
+    """A mapped shard. Its tensors hold a reference to this object, which holds `keep`, which protects the file."""
 
     keep: object = None
 
@@ -91,15 +91,15 @@ class _Memory(mmap.mmap):
 class _Veil:
     """Shows readers of a mapped shard the chunks that have landed, and zeros in place of missing chunks.
 
-    The file of a shard may be one that another snapshot left (see `caching.spare`). So until a chunk has
-    landed, pages of zeros are mapped over its bytes. A reader that does not wait sees zeros, and never bytes
-    of other weights. Showing a chunk takes one call of mmap, a few microseconds.
+    The file of a shard may still have bytes of another snapshot (see `caching.spare`). So until a chunk has landed,
+    pages of zeros are mapped over its bytes. A reader that does not wait sees zeros, never bytes of other weights. To
+    show a chunk takes one call of mmap, a few microseconds.
     """
 
     def __init__(
         self, root: Path, arrival: Arrival, shards: Sequence[Shard], memories: Sequence[_Memory | None]
     ) -> None:
-        """`memories` are the `shards`, mapped whole. An empty shard is None. No thread may read them yet."""
+        """`memories` are the `shards`, mapped whole, with None for an empty shard. No thread may read them yet."""
         self._root, self._chunks, self._shards = root, arrival.chunks, shards
         # Weak, because a memory refers to the lease, which refers to `arrival`, which refers to this object.
         self._memories = [memory if memory is None else weakref.ref(memory) for memory in memories]
@@ -132,9 +132,9 @@ def _close_all(descriptors: dict[int, int]) -> None:
 
 
 def _map_over(memory: _Memory, begin: int, end: int, descriptor: int) -> None:
-    """Map the same bytes of another file over bytes [begin, end) of `memory`; zeros if `descriptor` is -1.
+    """Map bytes [begin, end) of the file `descriptor` over the same bytes of `memory`, or zeros if it is -1.
 
-    `begin` must be at a page.
+    `begin` must be a multiple of the page size.
     """
     base = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     flags = _FLAGS | _MAP_FIXED | (mmap.MAP_ANONYMOUS if descriptor < 0 else 0)

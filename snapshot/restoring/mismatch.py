@@ -1,4 +1,4 @@
-"""Collects all differences between a module and a snapshot, and makes one error of them."""
+"""Collects all differences between a module and its snapshots, and describes them in one error."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..format.layout import some
 _KEPT = 100
 
 Difference = tuple[str, str, str]
-"""A tensor's name, its shape or dtype in the snapshot, and in the module."""
+"""A tensor's name, then its shape or dtype in the snapshot, then its shape or dtype in the module."""
 
 
 @dataclass(slots=True)
@@ -32,7 +32,7 @@ class Mismatches:
     """Tensors that cannot be cut into the requested slices, each with the reason."""
 
     outside: list[str] = field(default_factory=list)
-    """Tensors with bytes outside of the part of the snapshot that the function has."""
+    """Tensors with bytes outside of the part of the snapshot that is fetched."""
     twice: list[tuple[str, dict[str, str]]] = field(default_factory=list)
     """Tensors that are in several snapshots: the module's name of the tensor, and its name in each snapshot."""
 
@@ -40,7 +40,7 @@ class Mismatches:
         return any(getattr(self, one.name) for one in fields(self))
 
     def add(self, other: Mismatches, label: str) -> None:
-        """Add the mismatches of one of several snapshots, whose name is `label`; "" if there is one."""
+        """Add the mismatches of the snapshot with the name `label`, which is "" if there is only one snapshot."""
         of = f" of {label}" if label else ""
         for one in fields(self):
             kind: list[Any] = getattr(self, one.name)
@@ -51,7 +51,7 @@ class Mismatches:
 
 
 class Names(NamedTuple):
-    """The names of all tensors of a snapshot, and the prefix that a module's names have in it."""
+    """The names of all tensors of a snapshot, and the prefix that is added to the module's names to find them."""
 
     stored: Collection[str]
     prefix: str
@@ -62,8 +62,8 @@ def describe(
 ) -> SnapshotMismatch:
     """Return the error that names everything that does not fit. `module` is the name of the module's class.
 
-    The keys of `found` and `names` are the names of the snapshots: "" if there is only one. `common` has the mismatches
-    that concern all snapshots. `wanted` are all tensor names of the module.
+    The keys of `found` and `names` are the names of the snapshots, or "" if there is only one snapshot. `common` has
+    the mismatches that concern all snapshots. `wanted` are all tensor names of the module.
     """
     everything = Mismatches()
     everything.add(common, "")
@@ -90,7 +90,7 @@ def describe(
 
 
 def _kinds(found: Mismatches, each: dict[str, Mismatches]) -> list[tuple[str, list[str], str]]:
-    """Return each kind of difference in words, with its tensors and its remedy. `each` are by snapshot."""
+    """Return each kind of difference in words, its tensors and its remedy. `each` has the mismatches by snapshot."""
     dtypes = sorted({has for _, has, _ in found.dtypes})
     them = "it" if len(each) == 1 else "them"
     return [
@@ -116,13 +116,13 @@ def _kinds(found: Mismatches, each: dict[str, Mismatches]) -> list[tuple[str, li
 
 
 def _one_of_two(found: Mismatches) -> dict[str, list[str]]:
-    """Return a snapshot that has tensors which others have too, with the names of these in it."""
+    """Return the name of a snapshot that shares tensors with others, with the names of these tensors in it."""
     chosen = min((name for _, those in found.twice for name in those), default="")
     return {chosen: [those[chosen] for _, those in found.twice if chosen in those]}
 
 
 def _ignore(unexpected: dict[str, list[str]]) -> str:
-    """Return the argument that ignores these tensors, by snapshot, as it is written."""
+    """Return the source text of the argument `ignore` for these tensors, which are given by snapshot."""
     patterns = {name: f'[r"{_pattern(found)}"]' for name, found in unexpected.items() if found}
     if "" in patterns:
         return f"ignore={patterns['']}"
@@ -135,9 +135,9 @@ def _pattern(unexpected: list[str]) -> str:
 
 
 def _prefix_hint(common: Mismatches, found: Mismatches, names: Names, wanted: list[str], label: str) -> str:
-    """Return the remedy if the names differ only by a prefix, on either side; else an empty string.
+    """Return the remedy if the names differ only by a prefix in the snapshot or in the module, else an empty string.
 
-    `label` is the name of the snapshot, "" if there is one.
+    `label` is the name of the snapshot, or "" if there is only one snapshot.
     """
     missing, stored, prefix = common.missing + found.missing, names.stored, names.prefix
     if not missing or not found.unexpected:

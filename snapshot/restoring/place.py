@@ -1,4 +1,4 @@
-"""Says how torch views the elements of a tensor, or those of a slice of it, in a mapped shard."""
+"""Computes the place, shape and strides with which torch views a tensor, or a slice of it, in a mapped shard."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TORCH_DTYPES: dict[str, torch.dtype] = {
 
 @dataclass(frozen=True, slots=True)
 class Elements:
-    """Where in a shard the elements of a tensor or a slice are, and how torch views them (see `Strided`)."""
+    """The place of the elements of a tensor or a slice in a shard, and how torch views them (see `Strided`)."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -30,7 +30,7 @@ class Elements:
     @property
     def offset_elements(self) -> int | None:
         """The offset from the shard's first byte, in elements. None if the bytes are not aligned for the dtype."""
-        # An empty tensor may be at the end of the file, where no view can begin. So its view begins at 0.
+        # An empty tensor may be at the end of the file, where no view can begin. So views of empty tensors begin at 0.
         begin_bytes = self.begin_bytes if self.begin_bytes < self.end_bytes else 0
         offset, rest = divmod(begin_bytes, self.dtype.itemsize)
         return None if rest else offset
@@ -44,5 +44,5 @@ def type_fault(entry: TensorEntry) -> str | None:
 
 
 def place(entry: TensorEntry, cut: Slice | None = None) -> Elements:
-    """Return the elements of a tensor, or of a slice of it. Both must be free of faults."""
+    """Return the elements of a tensor, or of a slice of it. They must have no `type_fault` and no `slice_fault`."""
     return Elements(TORCH_DTYPES[entry.dtype], *strided(entry, cut))

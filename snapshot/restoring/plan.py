@@ -1,7 +1,7 @@
 """Makes and applies plans. A plan assigns bytes of a snapshot to each parameter and buffer of a module.
 
-A plan is made once, in the zygote, before the fork, by comparing names, shapes and dtypes. No file is opened.
-A forked worker then only makes the views, in a loop (`restore`).
+The zygote makes a plan once, before it forks, by comparing names, shapes and dtypes. It opens no file. A forked worker
+then only makes the views, in a loop (`restore`).
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class Slot:
     module: nn.Module
     attribute: str
     store: MutableMapping[str, Any]
-    """The module's `_parameters` or `_buffers`. Writing to the dict avoids nn.Module.__setattr__, which takes
+    """The module's `_parameters` or `_buffers`. `restore` writes to this dict, because nn.Module.__setattr__ takes
     longer than making the view."""
     watched: bool
-    """True if the module's class has its own `__setattr__`, which must be called, as in nn.LSTM."""
+    """True if the module's class has its own `__setattr__`, as nn.LSTM has. Then that method must be called."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,17 +56,17 @@ class RestoreStep:
     """The offset of `place`, or -1 if the tensor must be copied, because its dtype is converted or its bytes are not
     aligned for its dtype."""
     tensor: torch.Tensor
-    """The parameter or buffer that the module gets. It is empty until `restore` makes it view its bytes."""
+    """The parameter or buffer that the module gets. It is empty until `restore` makes it a view of its bytes."""
     slots: tuple[Slot, ...]
     """Empty for an inner tensor (see `Whole`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A tensor with inner tensors, and all slots that hold it. Each inner tensor has a step (see `inner_tensors`)."""
+    """A tensor with inner tensors (see `inner_tensors`), and all slots that hold it. Each inner tensor has a step."""
 
     tensor: torch.Tensor
-    """The tensor of the skeleton. Each worker makes one like it."""
+    """The tensor of the skeleton. Each worker makes a tensor like it from the inner tensors."""
     inner: dict[str, torch.Tensor]
     """The inner tensors, by the path of their attribute."""
     slots: tuple[Slot, ...]
@@ -74,26 +74,26 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All steps of a restore. They are for the object `module` and not for copies of it."""
+    """All steps of a restore. They set the weights of the object `module`, not of copies of it."""
 
     module: nn.Module
     manifest: Manifest
     steps: tuple[RestoreStep, ...]
     wholes: tuple[Whole, ...]
     replaced: tuple[torch.Tensor, ...]
-    """The tensors of the skeleton, which nothing else needs. They are kept because freeing them in a forked
-    child would copy their pages (0.3 ms for MiniLM)."""
+    """The tensors of the skeleton. They are kept only because freeing them in a forked child would copy their pages
+    (0.3 ms for MiniLM)."""
     device: str = CPU
     """The name of the device for the weights. See `find_device`."""
     layout: SlabLayout | None = None
-    """Where the weights are there; None for the host."""
+    """The places of the weights on the device. None for the host."""
     computed: tuple[tuple[torch.Tensor, tuple[Slot, ...]], ...] = ()
-    """Tensors that the module has computed and no snapshot has. They are moved to the device too."""
+    """Tensors that the module has computed and that no snapshot has. They are moved to the device too."""
 
 
 @dataclass(slots=True)
 class _Held:
-    """One tensor object of the module, with all its names and slots. `needed`: the snapshot must hold it."""
+    """One tensor object of the module, with all its names and slots. If `needed`, a snapshot must have the tensor."""
 
     tensor: torch.Tensor
     needed: bool = False
@@ -124,8 +124,8 @@ def make_plan(
     """Return the plan that restores `module` from the snapshot of `manifest`. See `Snapshot.restore`.
 
     Raises one SnapshotMismatch that names everything that does not fit. `cast` takes memory and time at each
-    restore, while `pilotflame snapshot convert --dtype` does it once. If the module has a tensor under
-    several names, the snapshot needs only one of them.
+    restore, while `pilotflame snapshot convert --dtype` converts the weights only once. If the module has a tensor
+    under several names, the snapshot needs the tensor only under one of them.
     """
     return make_plans(module, {"": Supply(manifest, prefix, ignore, slices)}, cast=cast, device=device)[""]
 
@@ -135,8 +135,8 @@ def make_plans(
 ) -> dict[str, Plan]:
     """Return the plans that together restore `module` from several snapshots, by the snapshots' names.
 
-    Each tensor of the module must be in exactly one of them. If several snapshots have a tensor, a snapshot is passed
-    over if its `ignore` fits the tensor's name. Raises as `make_plan`; the error names the snapshots.
+    Each tensor of the module must be in exactly one snapshot. If several snapshots have a tensor, a snapshot whose
+    `ignore` fits the tensor's name does not supply it. Raises what `make_plan` raises. The error names the snapshots.
     """
     check_name(device)
     rename = renaming_of(module)
@@ -173,9 +173,9 @@ def _for_device(plan: Plan, device: str, computed: Iterable[_Held]) -> Plan:
 
 
 def _owners(held: _Held, planners: dict[str, _Planner]) -> list[str]:
-    """Return the names of the snapshots that have a tensor of the module: one, unless something does not fit.
+    """Return the names of the snapshots that supply a tensor of the module. More than one is an error.
 
-    If there is only one snapshot, return its name in any case: it must have all tensors.
+    If the function has only one snapshot, return its name in any case, because it must have all tensors.
     """
     if len(planners) == 1:
         return list(planners)
@@ -203,10 +203,10 @@ class _Planner:
         self._steps: list[RestoreStep] = []
         self._wholes: list[Whole] = []
         self.computed: list[_Held] = []
-        """Tensors that were added and that the snapshot need not have, nor has."""
+        """Added tensors that the snapshot does not have. If the snapshot must have a tensor, it is in `_found` too."""
 
     def _add_names(self, rename: Callable[[str], str]) -> None:
-        """Let the module find the tensors by their new names, too."""
+        """Add each tensor under its new name, which the module uses, too."""
         for old, entry in list(self._stored.items()):
             if (new := rename(old)) not in self._stored:
                 self._stored[new] = entry
@@ -222,12 +222,12 @@ class _Planner:
         return bool(self._names_of(held))
 
     def gives_way(self, held: _Held) -> bool:
-        """Return True if `ignore` covers all names of the tensor here, so that another snapshot supplies it."""
+        """Return True if `ignore` fits all names of the tensor here, so that another snapshot supplies the tensor."""
         names = self._names_of(held)
         return all(any(pattern.search(name) for pattern in self._ignore) for name in names)
 
     def skip(self, held: _Held) -> str:
-        """Note that the tensor is known to the module, although it is not taken from here. Return its name here."""
+        """Note that the module has the tensor, although this snapshot does not supply it. Return its name here."""
         names = [self._stored[name].name for name in self._names_of(held)]
         self._used.update(names)
         return names[0]
@@ -240,12 +240,12 @@ class _Planner:
         return [name for name in (self.prefix + name for name in names) if name in self._stored]
 
     def plan(self, module: nn.Module, replaced: tuple[torch.Tensor, ...]) -> Plan:
-        """Return the plan of the tensors that were added. `replaced` are all tensors of the module."""
+        """Return the plan for the added tensors. `replaced` are all tensors of the module."""
         steps = sorted(self._steps, key=lambda step: (step.shard, step.place.begin_bytes))
         return Plan(module, self._manifest, tuple(steps), tuple(self._wholes), replaced)
 
     def mismatches(self) -> Mismatches:
-        """Return what does not fit. Call it when all tensors of the module were added."""
+        """Return what does not fit. Call it after all tensors of the module were added."""
         self._found.unexpected = [
             tensor.name
             for tensor in self._manifest.tensors
@@ -254,7 +254,7 @@ class _Planner:
         return self._found
 
     def add(self, held: _Held) -> None:
-        """Plan the tensor, which no other snapshot has."""
+        """Plan a tensor of the module that no other snapshot supplies."""
         inner = inner_tensors(held.tensor)
         if inner is not None:
             self._add_whole(held, inner)
@@ -278,7 +278,7 @@ class _Planner:
             self._wholes.append(Whole(held.tensor, made, tuple(held.slots)))
 
     def _stored_name(self, names: Sequence[str]) -> str | None:
-        """Return the first of the names, with the prefix, that the snapshot has. Note which ones are used."""
+        """Return the first of `names`, with the prefix, that is in the snapshot. Mark all that are in it as used."""
         found = [name for name in (self.prefix + name for name in names) if name in self._stored]
         self._used.update(self._stored[name].name for name in found)
         return found[0] if found else None
@@ -304,7 +304,7 @@ class _Planner:
         if shape != where.shape:
             self._found.shapes.append((entry.name, str(list(where.shape)), str(list(shape))))
             fits = False
-        # torch converts no elements that are smaller than a byte.
+        # torch cannot convert elements that are smaller than a byte.
         castable = self._cast and dtype.is_floating_point and DTYPES[entry.dtype].packed == 1
         if dtype != tensor.dtype and not (castable and tensor.is_floating_point()):
             self._found.dtypes.append((entry.name, str(dtype), str(tensor.dtype)))
@@ -323,10 +323,10 @@ def _lacks(found: Mismatches, held: _Held, name: str, prefix: str = "") -> None:
 def _holdings(module: nn.Module) -> list[_Held]:
     holdings: dict[int, _Held] = {}
     seen: set[tuple[int, str]] = set()
-    # Duplicates are kept: a module or tensor with several names may be saved under any of them.
+    # Keep duplicates, because a module or tensor with several names may be saved under any of them.
     modules: Iterable[tuple[str, nn.Module]] = module.named_modules(remove_duplicate=False)
     for path, owner in modules:
-        # Not named_parameters and named_buffers, which do not return the owner.
+        # named_parameters and named_buffers would not return the owner of a tensor.
         stores: tuple[MutableMapping[str, Any], ...] = (owner._parameters, owner._buffers)  # noqa: SLF001
         places = [(store, attribute) for store in stores for attribute in store]
         for store, attribute in places:
@@ -354,15 +354,15 @@ def _empty(like: torch.Tensor) -> torch.Tensor:
     """Return an empty tensor with the class, the dtype and the added attributes of `like`."""
     tensor = torch.empty(0, dtype=like.dtype)
     if type(like) is not torch.Tensor:
-        # nn.Parameter makes the same call after some checks. A subclass may have a `__new__` with other
-        # arguments, which this call does not need.
+        # nn.Parameter makes the same call after some checks. It also works for a subclass whose `__new__` has other
+        # arguments.
         tensor = torch.Tensor._make_subclass(type(like), tensor, like.requires_grad)  # noqa: SLF001
     tensor.__dict__.update(like.__dict__)
     return tensor
 
 
 def restore(plan: Plan, mapping: Mapping) -> None:
-    """Give `plan.module` its weights from `mapping`. Writing to them changes no file and no other process.
+    """Set the weights of `plan.module` from `mapping`. Writing to them changes no file and no other process.
 
     Raises SnapshotMismatch if the plan was made for another manifest.
     """
@@ -374,7 +374,7 @@ def restore(plan: Plan, mapping: Mapping) -> None:
             if step.shard != shard:
                 storage, shard = mapping.flats[step.shard].untyped_storage(), step.shard
             if step.offset_elements >= 0:
-                # One operation. To make a view and a parameter of it takes three (infra/bench/local.py).
+                # This is one operation. Making a view and a parameter of it takes three (infra/bench/local.py).
                 step.tensor.set_(storage, step.offset_elements, where.shape, where.stride)
             else:
                 copy = copied(where, mapping, shard).to(step.tensor.dtype)
@@ -386,10 +386,11 @@ def restore(plan: Plan, mapping: Mapping) -> None:
 def upload(
     plan: Plan, mapping: Mapping, device: Device, *, threads: int = 0, parks: bool = True
 ) -> DeviceUpload:
-    """Give `plan.module` weights on `device`, to which the bytes of `mapping` are copied from now on.
+    """Set the weights of `plan.module` to views of memory on `device`. Begin to copy the bytes of `mapping` there.
 
-    Operations before the end of the copy need a `Gate`. For `threads` and `parks` see `DeviceUpload`. Raises SnapshotMismatch if the plan was made for another
-    manifest or for the host, and SnapshotError if the device has no room.
+    Operations before the end of the copy need a `Gate`. For `threads` and `parks` see `DeviceUpload`. Raises
+    SnapshotMismatch if the plan was made for another manifest or for the host, and SnapshotError if the device has no
+    room.
     """
     _check_manifest(plan, mapping)
     if plan.layout is None:
@@ -400,10 +401,11 @@ def upload(
 
 
 def blank(plan: Plan, device: Device | None = None) -> None:
-    """Give `plan.module` weights of zeros, to run it in a rehearsal. On the host they take no memory.
+    """Set the weights of `plan.module` to zeros, for a rehearsal. On the host they take no memory.
 
-    All weights view one region that is never written: on the host, the kernel maps its one page of zeros there. On
-    a device, it is as large as the largest of the weights, and the buffers for copying the real ones are pinned now.
+    All weights are views of one region that is never written. On the host, the kernel maps its one page of zeros to all
+    of that region. On a device, the region takes as much memory as the largest weight. For a device, the buffers for
+    copying the real weights are pinned too.
     """
     largest = max((step.tensor.itemsize * math.prod(step.place.shape) for step in plan.steps), default=0)
     if not largest:
@@ -424,13 +426,13 @@ def blank(plan: Plan, device: Device | None = None) -> None:
 
 
 def _view_in(plan: Plan, region: torch.Tensor, offsets: Sequence[int]) -> None:
-    """Let the weights of `plan.module` be views of bytes on a device, each at its offset."""
+    """Set the weights of `plan.module` to views of `region`, which is on a device, each at its offset."""
     storage, device = region.untyped_storage(), region.device
     with torch.no_grad():
         for step, offset in zip(plan.steps, offsets, strict=True):
             tensor, shape = step.tensor, step.place.shape
             if tensor.device != device:
-                # The object stays the same, as with nn.Module.to: `set_` alone cannot change the device.
+                # Assign `data`, which keeps the object, as nn.Module.to does: `set_` alone cannot change the device.
                 tensor.data = torch.empty(0, dtype=tensor.dtype, device=device)
             tensor.set_(storage, offset // tensor.itemsize, shape, contiguous_stride(shape))
             _set(step.slots, tensor)
@@ -448,7 +450,7 @@ def _check_manifest(plan: Plan, mapping: Mapping) -> None:
 
 
 def _rebuild(plan: Plan) -> None:
-    """Make the tensors that are made of others, which have their bytes by now."""
+    """Make the tensors that consist of inner tensors. The inner tensors must have their bytes."""
     for whole in plan.wholes:
         _set(whole.slots, rebuild(whole.tensor, whole.inner))
 

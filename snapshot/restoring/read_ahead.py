@@ -1,8 +1,8 @@
 """Reads weights that lie on a disk into the page cache, in the order in which a forward pass touches them.
 
-Operations run meanwhile. An operation that touches a missing page waits for it in a page fault, with or without this
-module. But page faults alone read only while an operation waits, and in the order of its accesses, not in the order of
-the file. docs/snapshot-choices.md has the measurements.
+Operations run meanwhile. An operation that touches a missing page waits for the page in a page fault, with or without
+this module. But page faults alone would read only while an operation waits, and in the order of its accesses, not in
+the order of the file. docs/snapshot-choices.md has the measurements.
 """
 
 from __future__ import annotations
@@ -24,12 +24,13 @@ from ..format.manifest import Manifest
 from ..sources.folder import FolderSource
 
 SAMPLES = 8
-"""How many pages are sampled to find out whether the weights are in memory. Every cold start waits for these checks."""
+"""How many pages are checked to find out whether the weights are in memory. Every cold start waits for these checks."""
 THREADS = 2
 MEMORY_SHARE = 0.5
-"""The share of the memory that is filled. Reading more would evict pages that were not used yet."""
+"""The share of the memory that is filled. Reading ahead into more of it would evict pages that were not used yet."""
 
-# Without MAP_NORESERVE, a writable private mapping larger than the memory is refused. Nothing is written to it.
+# Without MAP_NORESERVE (0x4000), the kernel refuses a writable private mapping that is larger than the memory. The
+# mapping is only read.
 _FLAGS, _PROTECTION = mmap.MAP_PRIVATE | 0x4000, mmap.PROT_READ | mmap.PROT_WRITE
 _MADV_POPULATE_READ = 22
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -51,7 +52,7 @@ def in_memory(manifest: Manifest, flats: Sequence[Tensor]) -> bool:
 
 
 def _samples(extents: Sequence[tuple[int, int]], step: int) -> Iterator[int]:
-    """Yield the first offset in these ranges of bytes, and further ones with `step` bytes of them in between."""
+    """Yield the first offset in these ranges of bytes, then one after every `step` bytes, not counting gaps."""
     before = 0
     for begin, end in extents:
         yield from range(begin + before, end, step)
@@ -59,10 +60,10 @@ def _samples(extents: Sequence[tuple[int, int]], step: int) -> Iterator[int]:
 
 
 class ReadAhead:
-    """Threads that read until all shards, or as much of them as fits into the memory, are in the page cache.
+    """Threads that read the shards into the page cache, until all are read or MEMORY_SHARE of the memory is filled.
 
-    Errors end them and are not reported: an operation that reads the same bytes meets the same error. `keep` is
-    referenced until then.
+    An error ends a thread and is not reported, because an operation that reads the same bytes meets the same error.
+    The threads keep a reference to `keep`.
     """
 
     def __init__(self, root: Path, manifest: Manifest, *, keep: object = None) -> None:
@@ -77,14 +78,14 @@ class ReadAhead:
             thread.start()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until the threads have ended, each for at most `timeout_s`. Return True if they have."""
+        """Wait for the end of each thread, at most `timeout_s` for each. Return True if all threads have ended."""
         for thread in self._threads:
             thread.join(timeout_s)
         return not any(thread.is_alive() for thread in self._threads)
 
     def _run(self) -> None:
         mapped: dict[int, mmap.mmap] = {}
-        # ValueError: a file has become empty.
+        # mmap raises ValueError if a file has become empty.
         with suppress(SnapshotError, OSError, ValueError):
             while (piece := self._next()) is not None:
                 memory = mapped.get(piece.shard)
@@ -97,7 +98,7 @@ class ReadAhead:
             return next(self._pieces, None)
 
     def _map(self, name: str) -> mmap.mmap:
-        """Map a shard apart from the mapping that tensors view, whose page tables stay small."""
+        """Map a shard a second time, so that the page tables of the mapping that tensors view stay small."""
         descriptor = self._source.open(name)
         try:
             memory = mmap.mmap(descriptor, 0, flags=_FLAGS, prot=_PROTECTION)
@@ -107,7 +108,7 @@ class ReadAhead:
 
 
 def pieces(manifest: Manifest, limit_bytes: int | None = None) -> Iterator[Range]:
-    """Yield chunks in the order in which they are wanted, until they have `limit_bytes`, by default a share of memory."""
+    """Yield chunks in the order of first touch, until they have `limit_bytes`, by default a share of the memory."""
     chunks = Chunks(manifest)
     left_bytes = int(MEMORY_SHARE * memory_bytes()) if limit_bytes is None else limit_bytes
     for extent in map(chunks.extent, wanted_order(manifest)):
@@ -118,6 +119,6 @@ def pieces(manifest: Manifest, limit_bytes: int | None = None) -> Iterator[Range
 
 
 def _advise(memory: mmap.mmap, begin: int, end: int, advice: int) -> None:
-    # Not memory.madvise, which blocks all threads of the interpreter while the disk is read.
+    # memory.madvise would block all threads of the interpreter while the disk is read.
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     _libc.madvise(address + begin, max(0, end - begin), advice)

@@ -1,4 +1,4 @@
-"""Follows the renaming of tensors by transformers: release 5 gave modules new names, and checkpoints keep the old ones."""
+"""Maps names of tensors in checkpoints to names in modules, which release 5 of transformers has renamed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 def renaming_of(module: object) -> Callable[[str], str] | None:
     """Return a function from names in a checkpoint to names in `module`. None if `module` is no model of transformers.
 
-    Some models of transformers also merge stored tensors into one. No view of a file gives that, so it stays missing.
+    Some models of transformers also merge several stored tensors into one tensor. A view of a file cannot do that, so
+    such a tensor counts as missing.
     """
     mappings: Any = sys.modules.get("transformers.conversion_mapping")
     loading: Any = sys.modules.get("transformers.core_model_loading")

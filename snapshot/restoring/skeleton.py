@@ -1,7 +1,7 @@
 """Builds modules without their weights: parameters are on the meta device, computed tensors are real.
 
-`torch.device("meta")` also puts buffers that a module computes and never saves (a rotary embedding's
-frequencies, position ids) on the meta device: those could not be restored. Here only uninitialised and random
+`torch.device("meta")` would also put buffers that a module computes and never saves (a rotary embedding's
+frequencies, position ids) on the meta device, and no snapshot could restore them. Here only uninitialised and random
 tensors, with which layers allocate their parameters, are on the meta device.
 """
 
@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 
 _VALUELESS: frozenset[Callable[..., Any]] = frozenset(
     {
-        # Not empty_like, rand_like and Tensor.new_empty: for a real tensor their result must be real, because
-        # nn.init.trunc_normal_ of torch.zeros draws values into it.
+        # empty_like, rand_like and Tensor.new_empty are not here. For a real tensor their result must be real:
+        # nn.init.trunc_normal_ of torch.zeros draws values into such a result.
         torch.empty,
         torch.empty_strided,
         torch.empty_permuted,
@@ -26,8 +26,8 @@ _VALUELESS: frozenset[Callable[..., Any]] = frozenset(
     }
 )
 
-# The methods by which initialisers fill a tensor. They are skipped for a meta tensor, on which they have no
-# effect, or raise an error if another operand is real.
+# The methods with which initialisers fill a tensor. Calls on a meta tensor are skipped: they would have no effect, or
+# raise an error if another operand is real.
 _FILLING_METHODS = (
     "__setitem__", "copy_", "fill_", "zero_", "masked_fill_", "index_fill_", "add_", "sub_", "mul_",
     "div_", "neg_", "exp_", "erfinv_", "clamp_", "clamp_min_", "clamp_max_", "clip_", "normal_",
@@ -41,14 +41,14 @@ _FILLING: frozenset[Callable[..., Any]] = frozenset(
 )
 
 
-# A meta tensor has no bytes that could be moved, as pipelines of transformers do with the model that they are given.
+# Pipelines of transformers move their model to a device. For meta tensors the move is skipped: they have no bytes.
 _MOVING: frozenset[Callable[..., Any]] = frozenset({torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda})
 
 
 def _converted(
     func: Callable[..., Any], tensor: torch.Tensor, args: Sequence[Any], options: Mapping[str, Any]
 ) -> torch.Tensor:
-    """Return a meta tensor with the dtype of a call of `to`, but without its device."""
+    """Apply only the dtype of a call of `to` to a meta tensor, and not the device."""
     if func is not torch.Tensor.to:
         return tensor
     dtype = next((one for one in (*args, *options.values()) if isinstance(one, torch.dtype)), None)
@@ -61,7 +61,7 @@ class _SkeletonMode(TorchFunctionMode):
     ) -> Any:
         options = dict(kwargs or {})
         if func in _VALUELESS:
-            # If the caller passes a generator or `out`, the values matter, and the tensor stays real.
+            # If the caller passes a generator or `out`, the values matter, so the tensor must be real.
             if options.get("generator") is None and options.get("out") is None:
                 options["device"] = "meta"
                 options.pop("pin_memory", None)

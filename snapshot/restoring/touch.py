@@ -1,4 +1,4 @@
-"""Finds which bytes of weights an operation reads or writes, to wait for them or to record their order."""
+"""Finds the bytes of weights that an operation reads or writes, to wait for them or to record their order."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ Placed = tuple[int, int, int, str]
 
 
 class Touched:
-    """Finds which bytes of some regions a tensor views, whatever code made the view.
+    """Finds the bytes of some regions that a tensor is a view of, whatever code made the view.
 
     A region is a tensor of bytes, such as a mapped shard, or the slab on a device.
     """
 
     def __init__(self, regions: Sequence[Tensor]) -> None:
-        # A view has the same storage as its region, which begins at the address where the region is.
+        # A view has the same storage as its region, so the address of the storage identifies the region.
         self._regions = {
             flat.untyped_storage().data_ptr(): number for number, flat in enumerate(regions) if len(flat)
         }
@@ -42,7 +42,7 @@ class Touched:
         """Yield the bytes of the regions that operation `func` reads or writes."""
         makes_view = _makes_view(func)
         if func is torch.ops.aten.embedding.default and type(args[0]) in PLAIN:
-            # The indices may be in a region too. Yield them first: they must land before they are read.
+            # The indices may be in a region too. Yield them first, because they must land before `_rows` reads them.
             yield from self._extent(args[1])
             if (rows := self._rows(args)) is not None:
                 yield from rows
@@ -57,8 +57,8 @@ class Touched:
             if not makes_view:
                 yield from self._extent(tensor)
             return
-        # A subclass may read its inner tensors even to make a view, and in ways that no dispatch mode sees. So yield all
-        # of them.
+        # A subclass may read its inner tensors even to make a view, in ways that no dispatch mode sees. So yield all
+        # inner tensors.
         for one in tensors_with_bytes(tensor):
             if not (makes_view and one is tensor):
                 yield from self._extent(one)
@@ -69,7 +69,7 @@ class Touched:
         try:
             region = self._regions.get(tensor.untyped_storage().data_ptr())
         except RuntimeError:
-            # A subclass without bytes of its own.
+            # The tensor belongs to a subclass without bytes of its own.
             return
         if region is None or tensor.numel() == 0:
             return
@@ -79,10 +79,10 @@ class Touched:
         yield region, begin * tensor.itemsize, (begin + reach) * tensor.itemsize
 
     def _rows(self, args: tuple[Any, ...]) -> list[Extent] | None:
-        """Return the rows of the table that an embedding looks up; None if they cannot be found.
+        """Return the rows of the table that an embedding looks up. None if the rows cannot be found.
 
-        The whole table is often the largest tensor of the snapshot, so waiting for it would take long. Indices on a
-        device are not read: that would wait for all that runs there.
+        The whole table is often the largest tensor of the snapshot, so waiting for all of it would take long. Indices
+        on a device are not read, because the read would wait for everything that runs on the device.
         """
         table, indices = args[:2]
         if indices.device.type != "cpu" or table.dim() != 2 or not table.is_contiguous():
@@ -99,7 +99,10 @@ class Touched:
 def record_first_touch(
     mapping: Mapping, run: Callable[[], Any], uploads: Sequence[DeviceUpload] = ()
 ) -> Manifest:
-    """Call `run`, which uses modules restored from `mapping`, or from it by `uploads`. Return the manifest with the order."""
+    """Call `run`, and return the manifest with the order in which `run` first touches tensors.
+
+    `run` uses modules whose weights are views of `mapping`, or were copied from it to a device by `uploads`.
+    """
     mapped = [
         (tensor.shard, tensor.offset_bytes, tensor.offset_bytes + tensor.size_bytes, tensor.name)
         for tensor in mapping.manifest.tensors
@@ -131,7 +134,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **kwargs)
 
 
-# The schema of an operation does not tell: `to`, `contiguous` and `reshape` may return a view or a copy.
+# The operations that always return a view. Their schemas do not say so: `to`, `contiguous` and `reshape` may return a
+# view or a copy.
 _NEVER_COPIES = frozenset(
     getattr(torch.ops.aten, name)
     for name in (
@@ -143,5 +147,5 @@ _NEVER_COPIES = frozenset(
 
 @cache
 def _makes_view(func: Any) -> bool:
-    """Return True if `func` only makes another view of its argument, without reading or writing its bytes."""
+    """Return True if `func` only makes a view of its argument, and reads or writes none of the bytes."""
     return getattr(func, "overloadpacket", None) in _NEVER_COPIES

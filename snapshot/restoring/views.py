@@ -38,8 +38,8 @@ def views(mapping: Mapping, names: Sequence[str], slices: Slices | None = None) 
 def copied(where: Elements, mapping: Mapping, shard: int) -> torch.Tensor:
     """Return a contiguous copy of the elements at `where`. Blocks until their bytes have landed.
 
-    The bytes may be unaligned for their type, since a file's header need not have padding. torch's kernels read
-    such a tensor on some processors only. If the file is saved again, its tensors are aligned.
+    The bytes in a file may be unaligned for their type, since its header need not have padding. torch's kernels read
+    unaligned tensors on some processors only. If the file is saved again, its tensors are aligned.
     """
     mapping.wait(shard, where.begin_bytes, where.end_bytes)
     raw = mapping.flats[shard][where.begin_bytes : where.end_bytes].clone()
@@ -51,5 +51,5 @@ def _view(where: Elements, mapping: Mapping, shard: int) -> torch.Tensor:
     if (offset := where.offset_elements) is None:
         return copied(where, mapping, shard)
     tensor = torch.empty(0, dtype=where.dtype)
-    # Not a view of `flats`: views of one base share a version counter.
+    # Do not make it a view of `flats`, because views of one base share a version counter.
     return tensor.set_(mapping.flats[shard].untyped_storage(), offset, where.shape, where.stride)

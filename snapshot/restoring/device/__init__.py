@@ -1,1 +1,1 @@
-"""Copies weights to a device while they arrive: the layout there, the threads that copy, and the devices."""
+"""Copies weights to a device while they arrive. Has the layout of the device memory, the threads and the devices."""

@@ -1,4 +1,4 @@
-"""Buffers of the host from which copies to a device are fast. They are pinned once, and all uploads use them."""
+"""Host memory from which copies to a device are fast. The buffers are pinned once, and all uploads share them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def copying_threads() -> int:
 
 
 class HostBuffers:
-    """At most two buffers for each thread of an upload: a thread fills one while the other is copied."""
+    """At most two buffers for each thread of an upload: the thread fills one buffer while the other is being copied."""
 
     def __init__(self, pin: Callable[[int], Tensor]) -> None:
         """`pin` returns pinned memory of a size in bytes, or raises RuntimeError."""
@@ -33,7 +33,7 @@ class HostBuffers:
         self._changed = threading.Condition()
 
     def reserve(self, count: int, size_bytes: int) -> None:
-        """Make buffers ahead of need, until there are `count` or the most that there may be."""
+        """Make buffers ahead of need, until there are `count` buffers or the most that there may be."""
         with self._changed:
             new = max(0, min(count, self._most) - self._made)
             self._made += new
@@ -41,7 +41,7 @@ class HostBuffers:
             self.give(self._new(size_bytes), None)
 
     def take(self, size_bytes: int) -> Tensor:
-        """Return a buffer of at least this size that no copy reads any more. Blocks while all are in use."""
+        """Return a buffer of at least this size from which no copy reads any more. Blocks while all are in use."""
         with self._changed:
             while (number := self._chosen(size_bytes)) is None and self._made == self._most:
                 self._changed.wait()
@@ -59,13 +59,15 @@ class HostBuffers:
             raise
 
     def give(self, buffer: Tensor, event: Event | None) -> None:
-        """Let a buffer be taken again once `event`, the end of the copy from it, has come."""
+        """Take a buffer back. `take` returns it again only after `event`, which is the end of the copy from it."""
         with self._changed:
             self._free.append((buffer, event))
             self._changed.notify()
 
     def _chosen(self, size_bytes: int) -> int | None:
-        """Return the number of a free buffer: one that is ready and large enough, or any if no new one can be made."""
+        """Return the number of a free buffer that is ready and large enough. If there is none, and no new buffer may be
+        made, return the number of any free buffer.
+        """
         for number, (buffer, event) in enumerate(self._free):
             if buffer.numel() >= size_bytes and (event is None or event.done()):
                 return number
@@ -75,5 +77,5 @@ class HostBuffers:
         try:
             return self._pin(size_bytes)
         except RuntimeError:
-            # Copies from pageable memory are slower, and right.
+            # Copies from pageable memory are slower, but correct.
             return torch.empty(size_bytes, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Defines the end of a copy to a device."""
+"""Defines the event that marks the end of a copy to a device."""
 
 from __future__ import annotations
 
@@ -14,4 +14,4 @@ class Event(Protocol):
         """Block this thread until the copy has ended."""
 
     def precede(self) -> None:
-        """Let what this thread submits to the device from now on run after the copy. It may return at once."""
+        """Let operations that this thread submits to the device from now on run after the copy. Need not block."""

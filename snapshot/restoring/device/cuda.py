@@ -39,11 +39,11 @@ def _buffers() -> HostBuffers:
 
 
 class CudaEvent:
-    """The end of a copy on the stream of copies."""
+    """The end of a copy on one of the device's streams."""
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream) -> None:
         self._device = device
-        # Blocking: threads that wait leave the processor to others.
+        # With `blocking`, a thread that waits sleeps, and leaves the processor to other threads.
         self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         self._event.record(stream)
 
@@ -61,7 +61,7 @@ class CudaEvent:
 
 
 class CudaDevice:
-    """The CUDA device of a number. Making it makes the CUDA context of this process there, if it has none yet."""
+    """The CUDA device with a number. The constructor makes the process's CUDA context on it if there is none."""
 
     def __init__(self, number: int) -> None:
         self.name, begun_s = f"cuda:{number}", time.monotonic()
@@ -73,7 +73,7 @@ class CudaDevice:
             raise SnapshotError(fault, remedy="Pass the number of one that there is, from 0.")
         self.device = torch.device("cuda", number)
         self._stream = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
-        # Runs the operations that follow a copy, so that the next copy need not wait for them.
+        # The operations that follow a copy run on this stream, so that the next copy need not wait for them.
         self._following = torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
         self.buffers = _buffers()
         self.made_s = begun_s, time.monotonic()
@@ -90,11 +90,11 @@ class CudaDevice:
         with self._room(size_bytes), self._on(stream):
             storage.resize_(size_bytes)
         if size_bytes and copied_to:
-            # It is another block of the allocator.
+            # The storage has another block of the allocator now, which must be recorded too.
             self._record(torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage))
 
     def release(self) -> None:
-        # Pinned memory stays: its buffers are used again, and torch 2.11 cannot give it back.
+        # Pinned memory stays: the buffers are used again, and torch 2.11 cannot give pinned memory back.
         torch.cuda.empty_cache()
 
     def finish(self) -> None:
@@ -110,7 +110,8 @@ class CudaDevice:
         after: Sequence[Event] = (),
         then: Callable[[], None] | None = None,
     ) -> Event:
-        # `after` come before on the stream of copies, or, with what followed them, on the other one.
+        # Nothing needs to wait for `after`: these copies are earlier on the same stream of copies, and the operations
+        # that followed them are earlier on the same other stream.
         with self._on(self._stream):
             target.copy_(source, non_blocking=True)
             event = CudaEvent(self.device, self._stream)
@@ -124,12 +125,13 @@ class CudaDevice:
         return event
 
     def _record(self, memory: Tensor) -> None:
-        """Let memory that is freed be used again only after the operations that the default stream has by then."""
+        """Let the allocator reuse `memory` only after the operations that the default stream has when it is freed."""
         memory.record_stream(torch.cuda.default_stream(self.device))
 
     @contextmanager
     def _on(self, stream: torch.cuda.Stream) -> Iterator[None]:
-        # With the device first: leaving a stream's context alone would make a context on the first device.
+        # Enter the device's context first: without it, leaving the stream's context would make a CUDA context on the
+        # first device.
         with torch.cuda.device(self.device), torch.cuda.stream(stream):
             yield
 

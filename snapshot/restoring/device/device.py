@@ -1,6 +1,6 @@
-"""Defines what the restore needs of a device, and finds the device of a name.
+"""Defines the interface of a device, and finds the device with a name.
 
-Only `cuda.py` knows torch.cuda, which also stands for AMD's devices in torch's builds for ROCm.
+Only `cuda.py` uses torch.cuda. In torch's builds for ROCm, torch.cuda means AMD's devices.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from .copy_event import Event
 from .simulated import SimulatedDevice
 
 OLDEST_TORCH = "2.11"
-"""The oldest version of torch for weights on a device. tests/torch_names lists its names."""
+"""The oldest version of torch that supports weights on a device. tests/torch_names lists the names in that version."""
 SIMULATED_DEVICE = "PILOTFLAME_SIMULATED_DEVICE"
-"""The environment variable FOLDER:BYTES of processes that share a simulated device of this size."""
+"""The environment variable with FOLDER:BYTES. Processes with the same FOLDER share a simulated device of BYTES."""
 AUTO, CPU, SIMULATED = "auto", "cpu", "simulated"
 _CUDA = re.compile(r"cuda(?::(0|[1-9][0-9]{0,2}))?", re.ASCII)
 
@@ -36,15 +36,15 @@ class Device(Protocol):
     name: str
     device: torch.device
     made_s: tuple[float, float]
-    """When making it began and ended, by the monotonic clock. It includes the context that the process needs there."""
+    """When the creation of this object, with the process's context on the device, began and ended (monotonic clock)."""
     buffers: HostBuffers
-    """Made by `buffer`. All devices of one kind in this process may share them."""
+    """Host memory made by `buffer`. All devices of one kind in this process may share these buffers."""
 
     def empty(self, size_bytes: int) -> Tensor:
-        """Return uninitialised bytes on the device. Raises SnapshotError if it has no room for them."""
+        """Return uninitialised bytes on the device. Raises SnapshotError if the device has no room for them."""
 
     def buffer(self, size_bytes: int) -> Tensor:
-        """Return uninitialised bytes of the host, from which copies are fast. Raises RuntimeError if it cannot pin them."""
+        """Return uninitialised bytes of pinned host memory, for fast copies. Raises RuntimeError if pinning fails."""
 
     def copy(
         self,
@@ -53,31 +53,33 @@ class Device(Protocol):
         after: Sequence[Event] = (),
         then: Callable[[], None] | None = None,
     ) -> Event:
-        """Begin to copy `source`, which is on the host, to `target`, of `empty`.
+        """Begin to copy `source`, which is on the host, to `target`, which is from `empty`.
 
-        `then` submits operations that follow the copy and `after`, which are earlier copies. The event is the end of
-        all of it. It is fast if `source` is of `buffers`; it may be filled again after the event.
+        `then` submits operations that run after this copy and after the earlier copies `after`. The returned event is
+        the end of the copy and of these operations. The copy is fast if `source` is from `buffers`. Do not write to
+        `source` before the event.
         """
 
     def finish(self) -> None:
         """Block until the device has ended all submitted work."""
 
     def resize(self, storage: UntypedStorage, size_bytes: int, *, copied_to: bool) -> None:
-        """Give memory of the device back, or allocate it again. Raises SnapshotError if there is no room.
+        """Free the memory of a storage, or allocate it again. Raises SnapshotError if there is no room.
 
-        The allocated memory is uninitialised. Nothing may use the storage meanwhile. With `copied_to`, it is a target of
-        `copy`.
+        The allocated memory is uninitialised. Nothing may use the storage meanwhile. Pass `copied_to` if the storage is
+        a target of `copy`.
         """
 
     def release(self) -> None:
-        """Give memory that was freed back to the driver, where torch would keep it for later."""
+        """Return freed memory to the driver. Otherwise torch would keep it for later allocations."""
 
 
 def find_device(name: str, gpus: int = 0) -> Device | None:
-    """Return the device `name`, always the same object; None if that is the host itself, where weights are mapped.
+    """Return the device with a name, always as the same object. None for the host, where weights are mapped.
 
-    "auto" is the first CUDA device if there is one, and otherwise the host, but not if the function has `gpus`. Raises
-    SnapshotError if there is no such device. Call it in a worker: the zygote must not use a device, because it forks.
+    "auto" is the first CUDA device. If there is no CUDA device, "auto" is the host, or an error if the function has
+    `gpus`. Raises SnapshotError if there is no such device. Call it in a worker: the zygote forks, so it must not use a
+    device.
     """
     check_name(name)
     if name == CPU or (name == AUTO and not _available(gpus)):
@@ -114,7 +116,7 @@ def _simulated() -> Device:
 
 
 def check_name(name: str) -> None:
-    """Raise SnapshotError if no device can have this name, or if this torch is too old for it."""
+    """Raise SnapshotError if no device can have this name, or if this torch is too old for the device."""
     if _CUDA.fullmatch(name):
         _check_torch(name)
     elif name not in {AUTO, CPU, SIMULATED}:

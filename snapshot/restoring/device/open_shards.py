@@ -1,4 +1,4 @@
-"""Reads segments of the shards of a snapshot, also while chunks of them still arrive in another folder."""
+"""Reads segments of the shards of a snapshot, also while later chunks arrive in the files of another folder."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from ...sources.source import ObjectInfo
 from .slab import Segment
 
 MOST_GAP_BYTES = 32 << 10
-"""The gap between two runs up to which they are read together."""
+"""If the gap between two runs is larger, the runs are read one by one."""
 GATHERED_BYTES = 1 << 20
-"""How much is read together."""
+"""The most bytes of runs and gaps that are read together."""
 
 
 class OpenShards:
-    """The open shards of an upload. It is a view of the arrival, which says in which folder each chunk is."""
+    """The open shards of an upload. The arrival tells it, by `move` and `show`, in which folder each chunk is."""
 
     def __init__(self, manifest: Manifest, root: Path, expected: Sequence[ObjectInfo] | None) -> None:
-        """`expected` describes files outside the cache: a file that has become another one is refused."""
+        """`expected` has the infos of files outside the cache. A file that has another info now is refused."""
         self._shards, self._chunks, self._expected = manifest.shards, Chunks(manifest), expected
         self._roots = [root]
         self._moved: dict[int, int] = {}
-        """The number of the folder of each chunk that is not in the first one."""
+        """The number of the folder of each chunk that is not in the first folder."""
         self._open: dict[tuple[int, int], int] = {}
         self._lock = threading.Lock()
 
@@ -42,7 +42,7 @@ class OpenShards:
             self._moved[chunk] = len(self._roots) - 1
 
     def read(self, segments: Sequence[Segment], into: memoryview) -> None:
-        """Read segments of files to their places in a piece. Raises SnapshotChanged if a file is shorter now."""
+        """Read segments of files to their places in a piece. Raises SnapshotChanged if a file has become shorter."""
         for segment in segments:
             if segment.step - segment.run > MOST_GAP_BYTES:
                 for number in range(segment.runs):
@@ -54,7 +54,7 @@ class OpenShards:
                 self._read_range(segment, into)
 
     def _gather(self, segment: Segment, into: memoryview) -> None:
-        """Read runs together with the gaps between them, which are small: a call for each run would take longer."""
+        """Read runs together with the small gaps between them, which takes less time than a call for each run."""
         _, _, _, at, run, step = segment
         at_once = max(1, GATHERED_BYTES // step)
         read = torch.empty(min(at_once, segment.runs) * step, dtype=torch.uint8)

@@ -1,6 +1,6 @@
-"""Frees the device memory of a module's weights, and restores the weights later. The module's objects stay the same.
+"""Frees the device memory of a module's weights, and restores the weights later. The module keeps its tensor objects.
 
-Bytes that equal the snapshot's are dropped, and later copied from the snapshot again. Changed bytes are kept on the host.
+Bytes that equal the snapshot are dropped, and later copied from the snapshot again. Changed bytes are kept on the host.
 """
 
 from __future__ import annotations
@@ -18,23 +18,24 @@ from .upload import DeviceUpload
 
 @dataclass(frozen=True, slots=True)
 class ParkedWeights:
-    """A module whose memory on the device is given back. See `unpark`."""
+    """A module without memory on its device, and what `unpark` needs to restore it."""
 
     upload: DeviceUpload
     kept: dict[int, Tensor]
-    """The changed spans of the slab, by number, on the host."""
+    """Copies on the host of the changed spans of the slab, by number of the span."""
     others: list[tuple[UntypedStorage, Tensor]]
-    """The other storages of the module on the device, each with its content on the host."""
+    """The other storages of the module on the device, each with a copy of its bytes on the host."""
     freed_bytes: int
 
 
 def park(
     module: nn.Module | None, upload: DeviceUpload, slabs: Sequence[Tensor], timeout_s: float
 ) -> ParkedWeights:
-    """Give back the memory of `module` on the device of `upload`. Nothing may use the module until `unpark`.
+    """Free the memory of `module` on the device of `upload`. Nothing may use the module until `unpark`.
 
-    `slabs` are the slabs of all uploads, because the weights of a module may come from several uploads. Waits for the
-    copy to end first. If the copy has failed, `unpark` tries it again. Only tensors of the module are found.
+    `slabs` are the slabs of all uploads, because the weights of a module may come from several uploads. Waits first for
+    the end of the upload. If the upload has failed, `unpark` tries it again. Device memory of the handler that no
+    parameter or buffer of the module uses is not found, and stays.
     """
     device, spans = upload.device, upload.layout.spans
     if upload.end(timeout_s):
@@ -57,7 +58,7 @@ def park(
 def unpark(parked: ParkedWeights) -> DeviceUpload:
     """Allocate the memory again, and begin to copy the weights. Operations before the end of the copy need a `Gate`.
 
-    Raises SnapshotError if the device has no room; then the module stays parked.
+    Raises SnapshotError if the device has no room. Then the module stays parked.
     """
     upload = parked.upload
     device, storage = upload.device, upload.slab.untyped_storage()
@@ -79,14 +80,14 @@ def _put_back(device: Device, others: list[tuple[UntypedStorage, Tensor]]) -> No
         for storage, _ in others:
             device.resize(storage, 0, copied_to=False)
         raise
-    # Threads with other streams use them too.
+    # Threads with other streams will use these tensors too, so wait until they are copied.
     device.finish()
 
 
 def _changed(upload: DeviceUpload) -> list[int]:
     """Return the numbers of the spans whose bytes differ from the bytes of the snapshot."""
     spans = upload.layout.spans
-    # The others were put back from the host: they had changed before.
+    # Spans without a checksum were put back from the host because they had changed before, or the upload makes none.
     copied = sorted(upload.sums)
     changed = set(range(len(spans))).difference(copied)
     if copied:
@@ -101,7 +102,7 @@ def _on_host(content: Tensor) -> Tensor:
 
 
 def _others(module: nn.Module | None, device: torch.device, slabs: Sequence[Tensor]) -> list[UntypedStorage]:
-    """Return the storages of other tensors of the module that are on the device, and can be resized."""
+    """Return the storages on the device of the module's tensors outside of `slabs`, if they can be resized."""
     found: dict[int, UntypedStorage] = {}
     whole = (*module.parameters(), *module.buffers()) if module is not None else ()
     for tensor in (inner for one in whole for inner in tensors_with_bytes(one)):
@@ -114,7 +115,7 @@ def _others(module: nn.Module | None, device: torch.device, slabs: Sequence[Tens
 
 
 def _has_data(storage: UntypedStorage) -> bool:
-    """Return False for a storage without memory, as that of a functional tensor. torch raises an error on access."""
+    """Return False for a storage without memory, such as that of a functional tensor, whose address torch refuses."""
     try:
         return storage.data_ptr() != 0
     except RuntimeError:

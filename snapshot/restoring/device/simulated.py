@@ -1,11 +1,11 @@
-"""A device that is memory of the host, for tests. Its copies end late, and it refuses what CUDA refuses.
+"""A device for tests, whose memory is memory of the host. Its copies end late, and it refuses what CUDA refuses.
 
-It has several streams. Each runs its copies in order, and a copy goes to a random stream. So code that works with it
-depends on neither the order of copies nor their speed. These are errors, as with CUDA:
+It has several streams. Each copy goes to a random stream, and each stream runs its copies in order. So code that works
+with this device does not depend on the order or the speed of copies. These are errors, as with CUDA:
 
 - an allocation beyond the capacity, which includes the context of the process
 - any use in a process forked after the first use
-- a copy to memory that was given back: like any other fault of the device, it lets all later calls fail
+- a copy to memory that was given back: like any other fault of the device, it makes all later calls fail
 - during the capture of a graph: allocating, pinning, freeing, or asking whether a copy has ended
 
 An operation that was submitted to a stream does not keep its memory allocated. After the memory is freed, the operation
@@ -59,7 +59,7 @@ class SimulatedEvent:
         self._device.check()
 
     def precede(self) -> None:
-        # What the host submits runs at once, so the host has to wait.
+        # Operations that the host submits run at once, so the host has to wait for the copy.
         self._ended.wait()
         self._device.check()
 
@@ -79,18 +79,18 @@ class SimulatedDevice:
         self.context_bytes, self._counted = context_bytes, SimulatedMemory(capacity_bytes, folder)
         self._counted.hold(0, context_bytes)
         self.pins_left = 1 << 30
-        """How many more buffers the host can pin."""
+        """How many further buffers the host can pin."""
         self._random, self._delay_s = random.Random(seed), delay_s  # noqa: S311  not a secret
         self._pid, self._fault, self._capturing, self._spoilt = os.getpid(), "", False, ""
         self._blocks: list[SimulatedBlock] = []
-        # Held while the device uses memory, so that nothing is given back in the middle of an operation.
+        # Held during each operation on memory, so that no memory is given back in the middle of an operation.
         self._memory = threading.RLock()
         self.streams = [
             SimulatedStream(f"simulated-stream-{number}", lambda error: self.fail(repr(error)))
             for number in range(STREAMS)
         ]
         self.buffers = HostBuffers(self.buffer)
-        # As long as the context of a device, in small.
+        # Stands for the time that the context of a real device takes.
         threading.Event().wait(delay_s)
         self.made_s = begun_s, time.monotonic()
 
@@ -135,7 +135,7 @@ class SimulatedDevice:
         return event
 
     def submit(self, stream: SimulatedStream, operation: Callable[[Tensor], object], memory: Tensor) -> None:
-        """Let a stream call `operation` with `memory`, or with poison if that is freed by then."""
+        """Let a stream call `operation` with `memory`, or with poison if `memory` is freed by then."""
         block, dtype = self._block_of(memory.untyped_storage()), memory.dtype
         place = memory.storage_offset(), memory.shape, memory.stride()
 
@@ -146,7 +146,7 @@ class SimulatedDevice:
         stream.put(run, self._random.random() * 2 * self._delay_s)
 
     def record(self, memory: Tensor, stream: SimulatedStream) -> None:
-        """Let memory that is freed stay as it is until a stream has run what was submitted to it so far."""
+        """Keep the content of `memory`, even if it is freed, until `stream` has run the operations submitted so far."""
         block = self._block_of(memory.untyped_storage())
 
         def passed() -> None:
@@ -164,7 +164,7 @@ class SimulatedDevice:
         self.check()
 
     def release(self) -> None:
-        # Nothing is kept, but other processes may not know yet what was freed.
+        # The device keeps no freed memory. Only tell other processes how much is free now.
         self.check(capturable=False)
         self._counted.hold(self.held_bytes)
 
@@ -181,18 +181,18 @@ class SimulatedDevice:
 
     @property
     def held_bytes(self) -> int:
-        """How many bytes of the device this process has, with its context."""
+        """How many bytes of the device this process holds, including its context."""
         with self._memory:
             self._blocks = [one for one in self._blocks if not one.freed]
             return self.context_bytes + sum(one.size_bytes for one in self._blocks)
 
     def fail(self, fault: str) -> None:
-        """Let every call fail from now on, as after an illegal access."""
+        """Make every later call fail, as after an illegal access."""
         self._fault = self._fault or fault
 
     @contextmanager
     def capture(self) -> Iterator[None]:
-        """Capture a graph. Raises RuntimeError at the end if any thread did what a capture does not allow."""
+        """Capture a graph. Raises RuntimeError at the end if any thread made a call that a capture does not allow."""
         self._capturing, self._spoilt = True, ""
         try:
             yield
@@ -202,7 +202,7 @@ class SimulatedDevice:
             raise RuntimeError(f"The capture failed: {self._spoilt}.")
 
     def check(self, *, capturable: bool = True) -> None:
-        """Raise RuntimeError as CUDA does: after a fault, in a forked process, or if a capture does not allow the call."""
+        """Raise RuntimeError as CUDA does: after a fault, after a fork, or if a capture does not allow the call."""
         if os.getpid() != self._pid:
             raise RuntimeError(f"Process {self._pid} used the simulated device before this one was forked.")
         if self._fault:

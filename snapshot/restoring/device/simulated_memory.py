@@ -1,4 +1,4 @@
-"""The memory of a simulated device: its bytes are counted, and its blocks keep their content for recorded streams."""
+"""The memory of a simulated device. Counts its bytes, and keeps the content of freed blocks for recorded streams."""
 
 from __future__ import annotations
 
@@ -15,13 +15,14 @@ from torch import UntypedStorage
 from ....errors import SnapshotError
 
 POISON = 0x7F
-"""The bytes of memory that is uninitialised or freed. Not 0, so that weights that are read then are wrong."""
+"""The value of bytes that are uninitialised or freed. It is not 0, so that a test notices weights with such bytes."""
 
 
 class SimulatedMemory:
-    """How many bytes this process holds, and how many other processes with the same folder hold.
+    """Counts the bytes that this process holds, and the bytes that other processes with the same folder hold.
 
-    Each process keeps a file there, which has its bytes as text. The kernel drops the lock on it when the process ends.
+    Each process keeps a locked file in the folder, with the number of its bytes as text. The kernel drops the lock when
+    the process ends.
     """
 
     def __init__(self, capacity_bytes: int, folder: Path | None = None) -> None:
@@ -33,7 +34,7 @@ class SimulatedMemory:
                 fcntl.flock(self._own, fcntl.LOCK_EX)
 
     def hold(self, held_bytes: int, new_bytes: int = 0) -> None:
-        """Let this process hold `new_bytes` beside the `held_bytes` that it has. Raises SnapshotError if there is no room."""
+        """Add `new_bytes` to the `held_bytes` that this process holds. Raises SnapshotError if there is no room."""
         if self._folder is None:
             self._check(new_bytes, self.capacity_bytes - held_bytes)
             return
@@ -60,7 +61,7 @@ class SimulatedMemory:
                 except BlockingIOError:
                     found_bytes += int(file.read() or b"0")
                 else:
-                    # Its process has ended.
+                    # The file is not locked any more, so its process has ended.
                     path.unlink()
         return found_bytes
 
@@ -100,7 +101,7 @@ class SimulatedBlock:
             self._kept = None
 
     def give_back(self) -> None:
-        """Free it, before its storage gets other memory."""
+        """Free the memory. Call it before the storage gets other memory."""
         self.given_back = True
         if self._kept is not None:
             self._kept = self._kept.clone()  # type: ignore[no-untyped-call]

@@ -1,8 +1,8 @@
-"""Lays the weights of a plan out in one slab of device memory, and cuts the copies to it into pieces.
+"""Lays the weights of a plan out in one slab of device memory, and divides the bytes to copy into pieces.
 
-Every tensor begins at a multiple of ALIGN_BYTES, as torch's allocator would place it and as fast kernels want it. In a
-file, tensors are only aligned for their elements. So a piece is put together in a buffer of the host, from segments of
-the files, and copied to the device in one go, however many tensors it has.
+In the slab, every tensor begins at a multiple of ALIGN_BYTES, as torch's allocator would place it, because fast kernels
+want that alignment. In a file, tensors are only aligned for their elements. So a piece is assembled from segments of
+the files, in a buffer of the host. One copy moves the whole piece to the device, however many tensors it has.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SLAB = -1
 
 
 class Wanted(NamedTuple):
-    """A tensor that is wanted on the device, with elements of `dtype`, from the elements at `place` in shard `shard`."""
+    """A tensor to copy to the device, from the elements at `place` in shard `shard`. On the device it has `dtype`."""
 
     name: str
     shard: int
@@ -38,7 +38,7 @@ class Wanted(NamedTuple):
 
     @property
     def file_bytes(self) -> int:
-        """The size of its elements in the file, without the bytes between them if it is a slice."""
+        """The size of the tensor's elements in the file. If it is a slice, the bytes between them do not count."""
         return prod(self.place.shape) * self.place.dtype.itemsize
 
     @property
@@ -48,9 +48,9 @@ class Wanted(NamedTuple):
 
     @property
     def runs(self) -> tuple[int, int]:
-        """How many bytes lie together in the file, and how far one such run begins behind the last one.
+        """The length of a run, whose bytes lie together in the file, and the distance from one run to the next one.
 
-        All distances are equal, since a slice is along one dimension. A tensor that is no slice is one run.
+        All distances are equal, since a slice is along one dimension. A tensor that is not a slice is one run.
         """
         run, itemsize = 1, self.place.dtype.itemsize
         for size, step in zip(reversed(self.place.shape), reversed(self.place.stride), strict=True):
@@ -60,7 +60,7 @@ class Wanted(NamedTuple):
         return run * itemsize, run * itemsize
 
     def segments(self, begin: int, end: int, at: int) -> Iterator[Segment]:
-        """Yield where bytes [begin, end) of its `file_bytes` are in the shard. The first is at `at` in the piece."""
+        """Yield segments of the shard for bytes [begin, end) of `file_bytes`. `at` is their offset in the piece."""
         run, step = self.runs
         while begin < end:
             number, inside = divmod(begin, run)
@@ -76,7 +76,10 @@ class Wanted(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Bytes [begin, end) of a shard, and their offset in the piece. With a `step`, the first `run` of each `step` bytes."""
+    """Bytes [begin, end) of a shard, and their offset in the piece.
+
+    If `step` is not 0, only the first `run` bytes of each `step` bytes.
+    """
 
     shard: int
     begin: int
@@ -87,15 +90,16 @@ class Segment(NamedTuple):
 
     @property
     def runs(self) -> int:
-        """How many runs it has."""
+        """The number of its runs."""
         return (self.end - self.begin - self.run) // self.step + 1 if self.step else 1
 
 
 @dataclass(frozen=True, slots=True)
 class SlabPiece:
-    """One copy: of at most PIECE_BYTES, to `begin` in the slab.
+    """The bytes of one copy, at most PIECE_BYTES, and their offset `begin` in the slab.
 
-    If `raw` is not SLAB, it is the number of a group in `SlabLayout.raws`, and `begin` is in its raw bytes.
+    If `raw` is not SLAB, it is the number of a group in `SlabLayout.raws`, and `begin` is the offset in the group's raw
+    bytes.
     """
 
     raw: int
@@ -105,17 +109,17 @@ class SlabPiece:
 
 
 class RawGroup(NamedTuple):
-    """Tensors that are not plain. Their bytes of the files come to the device together, and are converted there."""
+    """Tensors that are not plain. Their raw bytes, as in the files, are copied to the device and converted there."""
 
     tensors: tuple[int, ...]
     offsets: tuple[int, ...]
     """The offset of each tensor in the raw bytes."""
     size_bytes: int
-    """At most a piece, unless it is one tensor that is larger."""
+    """At most the size of a piece, unless the group is one larger tensor."""
 
 
 class Span(NamedTuple):
-    """Bytes [begin, end) of the slab, and the numbers of the pieces that fill them: one piece, or the pieces of a group."""
+    """Bytes [begin, end) of the slab, and the numbers of the pieces that fill them: one, or all pieces of a group."""
 
     begin: int
     end: int
@@ -123,7 +127,7 @@ class Span(NamedTuple):
 
 
 class SlabLayout:
-    """Where each tensor is in the slab, and the pieces, in the order in which a forward pass wants them."""
+    """The place of each tensor in the slab, and the pieces, in the order in which a forward pass needs them."""
 
     def __init__(self, manifest: Manifest, tensors: Sequence[Wanted], piece_bytes: int = PIECE_BYTES) -> None:
         self.tensors = tuple(tensors)
@@ -139,13 +143,13 @@ class SlabLayout:
                 tensors[number].place.begin_bytes,
             ),
         )
-        # Tensors that are not plain come after all plain ones: no copied piece may cover their place in the slab.
+        # Put tensors that are not plain after all plain tensors, so that no piece of the slab covers their places.
         plain = [number for number in order if tensors[number].plain]
         other = [number for number in order if not tensors[number].plain]
         for number in (*plain, *other):
             self.offsets[number] = self.size_bytes = -(-self.size_bytes // ALIGN_BYTES) * ALIGN_BYTES
             self.size_bytes += tensors[number].size_bytes
-        # So that the whole slab can be viewed as elements of any type.
+        # Round the size up, so that the whole slab can be viewed as elements of any type.
         self.size_bytes = -(-self.size_bytes // ALIGN_BYTES) * ALIGN_BYTES
         self.raws = tuple(self._raw_groups(other, piece_bytes))
         ranked = [*self._plain_pieces(plain, piece_bytes), *self._raw_pieces(piece_bytes)]
@@ -205,7 +209,7 @@ class SlabLayout:
             else:
                 raws.setdefault(piece.raw, []).append(number)
         for raw, numbers in raws.items():
-            # They follow each other in the slab, too.
+            # The tensors of a group follow each other in the slab, too.
             first, last = self.raws[raw].tensors[0], self.raws[raw].tensors[-1]
             end = self.offsets[last] + self.tensors[last].size_bytes
             yield Span(self.offsets[first], end, tuple(numbers))
@@ -223,7 +227,7 @@ class SlabLayout:
 
 
 def _extend(segments: list[Segment], added: Iterable[Segment]) -> None:
-    """Append segments. If a segment continues the last one, in the file and in the piece, lengthen the last one instead."""
+    """Append segments. If a segment continues the last one both in the file and in the piece, merge the two."""
     for new in added:
         last = segments[-1] if segments and not (segments[-1].step or new.step) else None
         ends = last and (last.shard, last.end, last.at + last.end - last.begin)

@@ -1,8 +1,8 @@
-"""Copies the weights of a plan to a device as they land, by threads, while operations already run there.
+"""Copies the weights of a plan to a device as they land, in threads, while operations already run on the device.
 
 Each thread takes the first piece whose bytes have landed, reads its segments into a buffer, and submits one copy. An
-operation waits for the copies of its own tensors only: this thread until they are submitted, and the device until they
-have ended. The files are read, not mapped: nothing of them stays in this process.
+operation waits only for the copies of its own tensors: its thread waits until they are submitted, and the device waits
+until they have ended. The files are read, not mapped, so that none of their pages stay in this process.
 """
 
 from __future__ import annotations
@@ -30,37 +30,37 @@ _SEED = 27
 
 
 class DeviceUpload:
-    """The copy of one layout to a device. `slab` has the bytes on the device; see `SlabLayout` for what is where."""
+    """The upload of one layout to a device. `slab` has the bytes on the device. `layout` has their places."""
 
     def __init__(
         self, device: Device, layout: SlabLayout, mapping: Mapping, *,
         threads: int = 0, slab: Tensor | None = None, kept: dict[int, Tensor] | None = None, parks: bool = True,
     ) -> None:  # fmt: skip
-        """Begin to copy the shards of `mapping` in `threads` threads, to `slab`, or else to a new one.
+        """Begin to copy the shards of `mapping` in `threads` threads, to `slab` or, if that is None, to a new slab.
 
-        The spans whose numbers are in `kept` are copied from there instead. Without `parks`, no checksums are made,
-        so `park` keeps all weights. Raises SnapshotError if the device has no room for a new slab.
+        The spans whose numbers are in `kept` are copied from `kept` instead. Without `parks`, no checksums are made,
+        so `park` copies all weights to the host. Raises SnapshotError if the device has no room for a new slab.
         """
         self.device, self.layout, self.mapping, self._parks = device, layout, mapping, parks
         self.started_s, self.ended_s = time.monotonic(), 0.0
         """When the copy began and ended, by the monotonic clock. The end is 0 while it runs."""
-        # Other threads write to it, which they may not if it is a tensor of the inference mode.
+        # Other threads write to the slab, which torch would forbid if the slab were made in inference mode.
         with torch.inference_mode(mode=False):
             self.slab = device.empty(layout.size_bytes) if slab is None else slab
         self.sums: dict[int, Tensor] = {}
-        """For each span that is copied from the files, a checksum of its bytes as they came, on the device."""
+        """For each span that is copied from the files, the checksum of the copied bytes, on the device."""
         self._span_of = {piece: number for number, span in enumerate(layout.spans) for piece in span.pieces}
         self._raw: dict[int, Tensor] = {}
         self._events: list[Event | None] = [None] * len(layout.pieces)
         self._taken = bytearray(len(layout.pieces))
         self._running = 0
         self._seen = 0
-        """The first pieces, as many as that, are known to be on the device."""
+        """How many of the first pieces are known to be on the device."""
         self._arrival: Arrival | None = None
         self._error: PilotflameError | None = None
         self._changed = threading.Condition()
         self._ready: list[tuple[int, int]] = []
-        """A heap of pieces whose bytes have landed: pieces that an operation waits for come first, then by number."""
+        """A heap of the pieces whose bytes have landed, by number. Pieces that an operation waits for come first."""
         self._demanded: set[int] = set()
         self._submitting = threading.Lock()
         self.kept = dict(kept or {})
@@ -74,7 +74,7 @@ class DeviceUpload:
 
     def _start(self, threads: int) -> None:
         manifest, self._arrival = self.mapping.manifest, self.mapping.arrival
-        # The files of a cache are its own, and a lease protects them.
+        # Files in a cache need no check: only the cache writes them, and a lease protects them.
         expected = self.mapping.infos if self._arrival is None else None
         self._files, self._chunks = OpenShards(manifest, self.mapping.root, expected), Chunks(manifest)
         self._wait_for_chunks(self._arrival)
@@ -101,7 +101,7 @@ class DeviceUpload:
         return seen == len(events)
 
     def fail(self, error: PilotflameError) -> None:
-        """Raise the first error given here in threads that wait, now or later, for pieces that are not copied yet."""
+        """Raise `error` in threads that wait, now or later, for pieces that are not copied. The first call counts."""
         with self._changed:
             self._error = self._error or error
             self._changed.notify_all()
@@ -112,12 +112,12 @@ class DeviceUpload:
         return all(event is not None and event.done() for event in events)
 
     def placed(self) -> list[tuple[int, int, int, str]]:
-        """Return where each tensor is in the slab: 0, its first byte, the byte after its last, and its name."""
+        """Return for each tensor in the slab: 0, its first byte, the byte after its last byte, and its name."""
         pairs = zip(self.layout.tensors, self.layout.offsets, strict=True)
         return [(0, at, at + one.size_bytes, one.name) for one, at in pairs if one.size_bytes]
 
     def precede(self, begin: int, end: int, timeout_s: float | None) -> None:
-        """Let what this thread submits from now on run after bytes [begin, end) of the slab are there.
+        """Let operations that this thread submits from now on run after the copy of bytes [begin, end) of the slab.
 
         Raises the error of the fetch, or SourceUnavailable if the copies are not submitted within `timeout_s`.
         """
@@ -126,7 +126,7 @@ class DeviceUpload:
                 event.precede()
 
     def end(self, timeout_s: float | None) -> bool:
-        """Wait until nothing is submitted or freed any more. Return False if the fetch or a copy has failed.
+        """Wait until no thread submits copies or frees memory any more. Return False if the fetch or a copy has failed.
 
         Raises SourceUnavailable after `timeout_s`.
         """
@@ -141,9 +141,9 @@ class DeviceUpload:
         )
 
     def wait(self, timeout_s: float | None) -> None:
-        """Block until all bytes are on the device, and nothing is freed any more. Raises as `precede`.
+        """Block until all bytes are on the device, and no thread frees memory any more. Raises what `precede` raises.
 
-        A CUDA graph can be captured then: freeing memory during the capture would invalidate it.
+        Afterwards a CUDA graph can be captured. A thread that frees memory during the capture would invalidate it.
         """
         begun_s = time.monotonic()
         for event in self._submitted(range(len(self._events)), timeout_s):
@@ -152,13 +152,13 @@ class DeviceUpload:
 
     def _submitted(self, pieces: Sequence[int], timeout_s: float | None) -> list[Event]:
         missing = [number for number in pieces if self._events[number] is None]
-        # Not if all are waited for: the order stays as it is.
+        # If all pieces are missing, no piece is more urgent than another, so keep the order.
         if missing and len(missing) < len(self._events):
             self._demand(missing)
         at = 0
 
         def over() -> bool:
-            # Continue at the first event that was missing, instead of checking all events after every copy.
+            # Continue at the first event that was missing before, instead of checking all events after every copy.
             nonlocal at
             while at < len(missing) and self._events[missing[at]] is not None:
                 at += 1
@@ -180,7 +180,7 @@ class DeviceUpload:
                 if not self._awaited[number]:
                     # The piece is in the heap twice now. `_next` skips the second entry.
                     heapq.heappush(self._ready, (0, number))
-        # Without the lock: a fetching thread may be waiting for the lock in `_land`.
+        # Do this without the lock, because a thread of the fetch may wait for the lock in `_land`.
         if self._arrival is not None:
             for number in new:
                 for segment in self.layout.pieces[number].segments:
@@ -205,7 +205,7 @@ class DeviceUpload:
             for chunk in chunks:
                 self._waiting.setdefault(chunk, []).append(number)
         arrival.attach(self._files)
-        # Once all has landed, it keeps no listeners.
+        # The arrival drops its listeners when all chunks have landed.
         arrival.on_land(self._land)
         arrival.on_fail(self.fail)
 
@@ -241,7 +241,7 @@ class DeviceUpload:
                     self._changed.notify_all()
 
     def _next(self) -> int | None:
-        """Wait for a piece whose bytes have landed. Return None if there will be none."""
+        """Wait for a piece whose bytes have landed. Return None if no further piece will land."""
         with self._changed:
             while self._left:
                 while self._ready:
@@ -250,7 +250,7 @@ class DeviceUpload:
                         self._taken[number] = True
                         self._left -= 1
                         return number
-                # Pieces that landed before the fetch failed are copied all the same.
+                # Check for an error only now, so that pieces that landed before the fetch failed are copied.
                 if self._error is not None:
                     break
                 self._changed.wait()
@@ -261,7 +261,8 @@ class DeviceUpload:
         buffer, event = self.device.buffers.take(self.layout.largest_bytes), None
         try:
             self._files.read(piece.segments, buffer.numpy().data)
-            # The event is noted before the next piece of the same tensor is submitted: the last one converts.
+            # Store the event before another piece of the same group is submitted: the last piece of a group, which
+            # converts it, is found by the events of the others.
             with self._submitting:
                 event = self._submit(number, piece, buffer[: piece.size_bytes])
                 with self._changed:
@@ -294,7 +295,7 @@ class DeviceUpload:
         return self.device.copy(source, target, after, then)
 
     def _convert(self, group: RawGroup, raw: Tensor) -> None:
-        """Submit the conversion of all tensors of a group, whose bytes `raw` has."""
+        """Submit the conversion of all tensors of a group from the bytes in `raw`."""
         for number, at in zip(group.tensors, group.offsets, strict=True):
             tensor = self.layout.tensors[number]
             where, offset = tensor.place, self.layout.offsets[number]
@@ -312,12 +313,12 @@ class DeviceUpload:
         return add_up
 
     def sum_of(self, span: Span) -> Tensor:
-        """Return the checksum of what is on the device now."""
+        """Return the checksum of the bytes that a span has on the device now."""
         # The bytes up to the next multiple of 8 belong to no tensor and are never written.
         return checksum(self.slab[span.begin : -(-span.end // 8) * 8], random_factors(self.slab.device))
 
     def _end(self) -> None:
-        """Give back what only the copies need, once they have ended."""
+        """Wait for the copies. Then close the files and release the memory that only the copies needed."""
         for event in self._events:
             if event is not None:
                 event.wait()
@@ -327,15 +328,16 @@ class DeviceUpload:
 
 
 def checksum(content: Tensor, factors: Tensor) -> Tensor:
-    """Return a number on the same device that changes if bytes change or swap places. A crafted change may keep it equal.
+    """Return a number, on the same device, that changes if bytes change or swap places, unless the change is crafted.
 
-    It is the sum of the 8-byte words modulo 2^64, each multiplied by the odd random number of its position in
-    `factors`. Before that, their upper half is mixed into the lower one: otherwise, two flips of the highest bit, which
-    is the sign of a number, would cancel out. `content` has a multiple of 8 bytes, and begins at one.
+    It is the sum modulo 2^64 of the 8-byte words, each multiplied by the odd random number at its position in
+    `factors`. Before the multiplication, the upper half of a word is mixed into its lower half: otherwise, two flips of
+    the highest bit, which is the sign of a number, would cancel out. The length and the offset of `content` must be
+    multiples of 8 bytes.
     """
     words = content.view(torch.int64)
     total = torch.zeros((), dtype=torch.int64, device=content.device)
-    # In blocks, because the products take as much memory as a block.
+    # Compute in blocks, because the products take as much memory as the words.
     for begin in range(0, words.numel(), factors.numel()):
         block = words[begin : begin + factors.numel()]
         mixed = (block >> 31).bitwise_xor_(block).mul_(factors[: block.numel()])
@@ -345,8 +347,8 @@ def checksum(content: Tensor, factors: Tensor) -> Tensor:
 
 @cache
 def random_factors(device: torch.device) -> Tensor:
-    """Return odd random numbers for `checksum`, always the same ones."""
-    # Not from the default generator: the handler may have seeded it.
+    """Return odd random numbers for `checksum`, always the same for a device."""
+    # Use a generator of its own: the handler may have seeded the default generator, and rely on its state.
     generator = torch.Generator(device).manual_seed(_SEED)
     found = torch.randint(-(1 << 63), (1 << 63) - 1, (PIECE_BYTES // 8,), device=device, generator=generator)
     return found.bitwise_or_(1)
