@@ -14,7 +14,7 @@ from .cloud import RETRIES, SIGNED_FOR, CloudSource, is_set
 from .location import Location
 from .variables import AZURE, own_variables, variables_of
 
-# The version of the protocol that tokens need.
+# Requests with a token must name this version of the protocol.
 _VERSION = {"x-ms-version": "2023-11-03"}
 _SIGNED_VERSION = "2020-12-06"
 CLOCKS_DIFFER = timedelta(minutes=5)
@@ -26,7 +26,7 @@ class AzureSource(CloudSource):
     """The blobs below `az://container/prefix` of the account AZURE_STORAGE_ACCOUNT_NAME.
 
     The variables have the names that obstore uses: the account's key, a shared access signature (SAS) or a token.
-    Without such a variable, the identity of the machine or of the workload counts, and signs with a delegated key. A
+    Without such a variable, requests use the identity of the machine or workload, and a delegated key signs URLs. A
     function with secrets of this family does not use the machine's credentials.
     """
 
@@ -54,7 +54,7 @@ class AzureSource(CloudSource):
             return Location(self.address(name), _VERSION)
         if self._kind == "access_key":
             return Location(f"{self.address(name)}?{self._signature()}")
-        # obstore signs names as they are written in URLs, which Azure accepts only of plain characters.
+        # obstore signs the percent-encoded name. Azure accepts such a signature only if the name has plain characters.
         with self.calling(name) as (obstore, store):
             return Location(obstore.sign(store, "GET", self.key(name), SIGNED_FOR))
 
@@ -84,7 +84,7 @@ class AzureSource(CloudSource):
         if self._kind == "anonymous":
             config["skip_signature"] = True
         elif self._kind != "auto":
-            # obstore also reads the environment. With the type, it uses no other credentials than these.
+            # obstore also reads the environment. The type keeps it from using other credentials than these.
             config |= {"credential_type": self._kind, _FIELDS[self._kind]: self._secret}
         return AzureStore(self.bucket, config=config, client_options=options, retry_config=RETRIES)  # type: ignore[arg-type]
 
@@ -100,7 +100,7 @@ _CREDENTIALS = {
 
 
 def _credential(variables: Mapping[str, str], *, own: bool) -> tuple[str, str]:
-    """Return the type of the credential, in obstore's words, "anonymous" or "auto", and its secret."""
+    """Return the type of the credential and its secret. The type is in obstore's words, or "anonymous" or "auto"."""
     if is_set(variables, "AZURE_SKIP_SIGNATURE"):
         return "anonymous", ""
     for kind, names in (

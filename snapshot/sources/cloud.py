@@ -1,6 +1,6 @@
-"""What the sources of Google's and Microsoft's clouds have in common: obstore lists, writes and signs.
+"""Defines the base class of the sources for Google's and Microsoft's clouds. obstore lists, writes and signs for them.
 
-Objects are read like those of every web server (see `http`), at signed URLs or with a token.
+Objects are read as from any web server (see `http`), at signed URLs or with a token.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from .source import listed, name_fault
 SIGNED_FOR = timedelta(hours=1)
 _CODE = re.compile(rb"<Code>\s*([A-Za-z0-9._]{1,64})\s*</Code>")
 _NO_BUCKET = {"NoSuchBucket", "ContainerNotFound"}
-# The options of obstore for requests that list and write.
+# The options with which obstore lists and writes.
 CLIENT_OPTIONS = {"connect_timeout": "10s", "timeout": "300s"}
 RETRIES = {"max_retries": 3, "retry_timeout": timedelta(seconds=30)}
 
 
 class CloudSource(WebSource):
-    """The objects below `scheme://bucket/prefix`. Its variables are one family of `variables`."""
+    """The objects below `scheme://bucket/prefix`. One family of variables configures it (see `variables`)."""
 
-    # Tokens and signatures are valid for about an hour. New ones are made earlier, and after a refusal.
+    # Tokens and signatures are valid for about an hour. They are renewed earlier, and after a refusal.
     kept_for_s = 900.0
     scheme: str
     credentials: str
-    """Says in messages which credentials are used. It has no secrets."""
+    """Describes the credentials in messages, without secrets."""
 
     def __init__(self, url: str, endpoint: str) -> None:
         scheme, _, rest = url.partition("://")
@@ -86,7 +86,7 @@ class CloudSource(WebSource):
         found = _CODE.search(body)
         code = head.headers.get("x-ms-error-code", "") or (found[1].decode("ascii") if found else "")
         plain = refusal(head, request)
-        # `find_manifest` knows a missing bucket by this code.
+        # `find_manifest` recognises a missing bucket by the code NoSuchBucket.
         details = {
             **plain.details,
             "bucket": self.bucket,
@@ -107,7 +107,7 @@ class CloudSource(WebSource):
 
     @contextmanager
     def calling(self, name: str) -> Iterator[tuple[Any, Any]]:
-        """Yield obstore and the store. If the block raises an error of obstore, raise ours, about `name`.
+        """Yield obstore and the store. Turn an error of obstore in the block into an error of pilotflame about `name`.
 
         Messages show only the class of obstore's error, because its text may have a signed URL.
         """

@@ -1,8 +1,8 @@
 """Connects sockets to hosts that may have several addresses, some of which do not answer.
 
-The addresses of a host are raced as in RFC 8305 ("happy eyeballs"): if one has not answered for a quarter of a
-second, the next is tried beside it. Connections to the same host begin with different addresses, so that they
-are spread over all of them: one address of a bucket is one server, with a limit of its own.
+The addresses of a host are raced as in RFC 8305 ("happy eyeballs"): if an address has not answered for a quarter of a
+second, the next address is tried at the same time. Each connection to a host begins with another address, so that the
+connections are spread over all addresses: each address of a bucket is a server with a limit of its own.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Sockets(Protocol):
     """Owns the sockets that are being connected. Another thread may shut them down."""
 
     def opened(self, one: socket.socket) -> None:
-        """Take over a new socket. Raises OSError if there are to be no more."""
+        """Take over a new socket. Raises OSError if no more sockets may be opened."""
 
     def discard(self, one: socket.socket) -> None:
         """Close a socket."""
@@ -45,7 +45,7 @@ class Dialer:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        # By host and port. All threads that need the addresses of a host wait for the same look-up.
+        # The look-ups by host and port. All threads that need the addresses of a host wait for the same look-up.
         self._lookups: dict[tuple[str, int], _Lookup] = {}
         self._avoided: dict[Address, float] = {}
         self._turn = 0
@@ -89,7 +89,7 @@ class Dialer:
 
 
 class _Lookup(threading.Thread):
-    """Asks the system for the addresses of a host. It is a thread because the system may take a minute, or for ever."""
+    """Asks the system for the addresses of a host. It is a thread, because the system may take a minute or hang."""
 
     def __init__(self, host: str, port: int) -> None:
         super().__init__(name=f"look-up {host}", daemon=True)
@@ -110,7 +110,7 @@ class _Lookup(threading.Thread):
             self._until_s = time.monotonic() + RESOLVED_FOR_S
 
     def counts(self) -> bool:
-        """Return True if it runs, or has found addresses that are not too old."""
+        """Return True if the look-up still runs, or has found addresses that are not too old."""
         return self.is_alive() or time.monotonic() < self._until_s
 
     def addresses(self, deadline_s: float) -> list[Address]:
@@ -124,7 +124,7 @@ class _Lookup(threading.Thread):
 
 
 def interleaved(addresses: Iterable[Address], turn: int) -> list[Address]:
-    """Return the addresses with their families alternating, the first address's family first, each family rotated by `turn`."""
+    """Rotate the addresses of each family by `turn`. Alternate the families, with that of the first address first."""
     families: dict[int, list[Address]] = {}
     for address in addresses:
         families.setdefault(address.family, []).append(address)
@@ -133,7 +133,7 @@ def interleaved(addresses: Iterable[Address], turn: int) -> list[Address]:
 
 
 class _Race:
-    """Connects to the first of several addresses that answers. `lost` has the addresses that failed or were too slow."""
+    """Connects to the address that answers first. `lost` has the addresses that failed or were too slow."""
 
     def __init__(self, addresses: list[Address], deadline_s: float, sockets: Sockets) -> None:
         self.lost: list[Address] = []
@@ -165,7 +165,7 @@ class _Race:
         try:
             one = socket.socket(address.family, socket.SOCK_STREAM)
         except OSError as error:
-            # A kernel without IPv6 has no sockets of this family, but the name may have such addresses.
+            # A kernel without IPv6 has no sockets of that family, but the host may have IPv6 addresses.
             self._lost(address, error)
             return
         self._sockets.opened(one)
@@ -178,12 +178,12 @@ class _Race:
             self._lose(one, address, code)
 
     def _wait(self, now_s: float) -> socket.socket | None:
-        """Wait until an attempt ends, or the next one is due. Return the socket that is connected, if there is one."""
+        """Wait until an attempt ends or the next attempt is due. Return the connected socket, if there is one."""
         until_s = min(self._deadline_s, self._next_s) if self._waiting else self._deadline_s
         for descriptor, events in self._poll.poll(max(0.0, until_s - now_s) * 1000 + 1):
             one, address = self._trying[descriptor]
             code = one.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-            # POLLHUP without an error: another thread has shut the socket down.
+            # POLLHUP without an error means that another thread has shut the socket down.
             if not code and not events & select.POLLHUP:
                 self._win(descriptor)
                 return one

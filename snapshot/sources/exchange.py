@@ -29,7 +29,7 @@ class StaleError(ConnectionError):
 class Exchange:
     """Sends requests and receives responses over one wire, one after another.
 
-    Methods raise OSError if the connection fails, and h11.RemoteProtocolError for a response that is no HTTP.
+    Methods raise OSError if the connection fails, and h11.RemoteProtocolError if a response is not valid HTTP.
     """
 
     def __init__(self, wire: Wire) -> None:
@@ -37,23 +37,23 @@ class Exchange:
         self._buffer = memoryview(bytearray(_BUFFER_BYTES))
         # The number of bytes that the last `_receive` put into the buffer.
         self._received = 0
-        # Bytes of the body that are received but not read: they came with the head, or from a chunked body.
+        # Bytes of the body that are received but not read: they came with the head, or belong to a chunked body.
         self._held = self._buffer[:0]
         # The number of bytes of the body that are not read yet, including `_held`; 0 if it is unknown.
         self._left = 0
-        # The parser of a body whose length is unknown (for example chunked), until its end; else None.
+        # The parser of a body of unknown length (for example chunked), until the body ends. Else None.
         self._parser: h11.Connection | None = None
         self._kept = False
 
     @property
     def clean(self) -> bool:
-        """True if another request can be sent: the last body was read and the server keeps the connection."""
+        """True if another request can be sent: the last body was read, and the server keeps the connection open."""
         return self._kept and self._parser is None and self._left == 0 and not len(self._held)
 
     def get(self, target: str, headers: Sequence[tuple[str, str]]) -> Head:
         """Send a GET request for `target` (path and query), wait for the head of the response, and return it.
 
-        Raises StaleError if the connection was closed before any response, so that a new connection may help.
+        Raises StaleError if the server closed the connection before any response. Then a new connection may help.
         """
         self._kept, self._held, self._left, self._parser = False, self._buffer[:0], 0, None
         parser = h11.Connection(h11.CLIENT)

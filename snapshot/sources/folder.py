@@ -18,10 +18,10 @@ _COPY_BYTES = 1 << 20
 class FolderSource:
     """A folder. Each read opens and closes the file (10 µs), so no file stays open.
 
-    The last component of a name may be a symlink to anywhere: the Hugging Face cache stores its blobs outside
-    the snapshot folder. This is safe, because a user who can create a link in this folder can also create
-    weights in it. But names may come from a hostile manifest, so they must not lead out of the folder: a name
-    must not be absolute or contain `..`, and its directories must not be links that lead out.
+    The last component of a name may be a symlink to anywhere, because the Hugging Face cache stores its blobs outside
+    the snapshot folder. Such links are safe: a user who can create a link in this folder can also create weights in it.
+    But names may come from a hostile manifest, so a name must not lead out of the folder by itself: it must not be
+    absolute or contain `..`, and its directories must not be links that lead out.
     """
 
     def __init__(self, root: Path) -> None:
@@ -101,7 +101,7 @@ class FolderSource:
 
 
 class FolderConnection:
-    """See Connection. Has at most one open file, and reads from it even if another file gets its name."""
+    """See Connection. Has at most one open file, and reads on from that file even if another file replaces it."""
 
     used = False
 
@@ -142,8 +142,8 @@ class FolderConnection:
 
     def close(self) -> None:
         if threading.get_ident() != self._owner:
-            # Leave the descriptor open. If it were closed now, a file that is opened next could get its
-            # number, and a read in progress would read from that file.
+            # Leave the descriptor open. If this thread closed it, another file could be opened with the same number,
+            # and a read in progress would read from that file.
             self._interrupted = True
             return
         descriptor, self._descriptor = self._descriptor, -1

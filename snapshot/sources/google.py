@@ -1,4 +1,4 @@
-"""Defines the source that reads and writes Google Cloud Storage. google-auth brings the tokens."""
+"""Defines the source that reads and writes Google Cloud Storage. google-auth gets the tokens."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class GoogleSource(CloudSource):
     """The objects below `gs://bucket/prefix`.
 
     The variables have the names that obstore and Google's own libraries use: GOOGLE_SERVICE_ACCOUNT_KEY,
-    GOOGLE_BEARER_TOKEN, GOOGLE_APPLICATION_CREDENTIALS. Without these variables, the login of gcloud and the service
-    account of the machine count. Without credentials, or if GOOGLE_SKIP_SIGNATURE is true, requests are anonymous. A
-    function with secrets of this family does not use the machine's credentials.
+    GOOGLE_BEARER_TOKEN, GOOGLE_APPLICATION_CREDENTIALS. Without these variables, requests use the login of gcloud or
+    the service account of the machine. Without credentials, or if GOOGLE_SKIP_SIGNATURE is true, requests are
+    anonymous. A function with secrets of this family does not use the machine's credentials.
     """
 
     scheme = "gs"
@@ -37,7 +37,7 @@ class GoogleSource(CloudSource):
         super().__init__(url, self._endpoint)
         self._token = GoogleToken(variables, own=bool(own_variables(secrets or {}, GOOGLE)))
         project = variables.get("GOOGLE_CLOUD_QUOTA_PROJECT", "")
-        # The project that pays for the requests, if it is not the one of the bucket.
+        # The project that pays for the requests, if it is not the bucket's project.
         self._payment = {"x-goog-user-project": project} if project else {}
 
     @property
@@ -61,7 +61,7 @@ class GoogleSource(CloudSource):
         config: dict[str, Any] = {"base_url": self._endpoint, "skip_signature": not token.current()}
 
         def provide() -> dict[str, Any]:
-            # Without any, obstore would ask the machine for a token before it writes.
+            # Without a token, obstore would ask the machine for one before it writes.
             return {"token": token.current() or "anonymous", "expires_at": token.expires_at()}
 
         return GCSStore(
@@ -77,7 +77,7 @@ class GoogleToken:
     """The bearer token of one source, which is renewed before it expires. Thread-safe."""
 
     def __init__(self, variables: Mapping[str, str], *, own: bool) -> None:
-        """With `own`, only `variables` count, and nothing of this machine."""
+        """With `own`, only credentials in `variables` are used, none of this machine."""
         self._variables, self._own = variables, own
         self._lock = threading.Lock()
         self._found: Any = None
@@ -85,7 +85,7 @@ class GoogleToken:
         self.origin = "anonymously, since no credentials were found"
 
     def current(self) -> str:
-        """Return a valid token, or "" if requests are to be anonymous. Raises SourceDenied if refreshing the token fails."""
+        """Return a valid token, or "" for anonymous requests. Raises SourceDenied if the token cannot be refreshed."""
         with self._lock:
             if is_set(self._variables, "GOOGLE_SKIP_SIGNATURE"):
                 self.origin = "anonymously, as configured"
@@ -106,7 +106,7 @@ class GoogleToken:
         return expiry.replace(tzinfo=UTC) if isinstance(expiry, datetime) else None
 
     def renew(self) -> None:
-        """Bring a new token at the next `current`, since the server has refused the last one."""
+        """Let the next `current` refresh the token, since the server has refused it."""
         with self._lock:
             if self._found is not None:
                 self._found.token = None

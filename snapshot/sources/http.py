@@ -47,11 +47,11 @@ from .variables import HEADERS_VARIABLE, TOKEN_VARIABLE, WEB, own_variables
 from .wire import Wire
 
 MAX_REDIRECTS = 5
-# Each request has its own of these.
+# The headers that each request sets itself. Secrets must not set them.
 _OUR_HEADERS = frozenset({"host", "range", "if-match", "accept-encoding", "connection", "content-length"})
 MAX_ERROR_BYTES = 64 << 10
 MAX_DOCUMENT_BYTES = 32 << 20
-# To make a location only.
+# Any valid name. `prepare` makes a location of it, but requests nothing.
 _ANY_NAME = "model.safetensors"
 
 
@@ -59,15 +59,15 @@ class WebSource(ABC):
     """A source whose objects are read with HTTP GET. It remembers their locations, sizes and versions."""
 
     kept_for_s = math.inf
-    """How long a location is used. Then `resolve` is called again."""
+    """How long a location is used before `resolve` is called again."""
 
     def __init__(self, url: str, ssl_context: ssl.SSLContext | None = None) -> None:
         self.url = url
         self._dialer = Dialer()
         self._own_trust = ssl_context
-        # All connections use these dicts, on their threads, without a lock: single operations are atomic.
+        # The threads of all connections use these dicts without a lock, because single operations are atomic.
         self.infos: dict[str, ObjectInfo] = {}
-        """The first info seen of each object. Removed when a read finds that the object has changed."""
+        """The first info seen of each object. It is removed when a read finds that the object has changed."""
         self._locations: dict[str, tuple[Location, float]] = {}
         self.idle = IdleConnections()
 
@@ -83,14 +83,14 @@ class WebSource(ABC):
 
     @abstractmethod
     def resolve(self, name: str) -> Location:
-        """Return the location at which to request `name` first. The server may redirect from there."""
+        """Return the location at which to request `name` first. The server may redirect to another location."""
 
     def served_at(self, name: str) -> str:
         """See Served."""
         return shown(self.resolve(name).url)
 
     def locate(self, name: str, *, fresh: bool) -> Location:
-        """Return the location of `name`, a remembered one unless `fresh` is True."""
+        """Return the location of `name`. With `fresh`, do not return a remembered location."""
         location, until_s = self._locations.get(name, (None, 0.0))
         if location is None or fresh or time.monotonic() >= until_s:
             location = self.resolve(name)
@@ -98,7 +98,7 @@ class WebSource(ABC):
         return location
 
     def note(self, name: str, location: Location) -> None:
-        """Remember the location of `name` for `kept_for_s`. It may be the target of a redirect."""
+        """Remember the location of `name`, which may be the target of a redirect, for `kept_for_s`."""
         self._locations[name] = location, time.monotonic() + self.kept_for_s
 
     def explain(self, request: RangeRequest, head: Head, body: bytes) -> PilotflameError:
@@ -119,7 +119,7 @@ class WebSource(ABC):
                     retries.wait(error)
 
     def read_into(self, name: str, offset: int, view: memoryview) -> int:
-        """See Source. Retries temporary failures. Raises after ATTEMPTS of them in a row."""
+        """See Source. Retries temporary failures. Raises after ATTEMPTS failures in a row."""
         info = self.infos.get(name)
         end = min(info.size_bytes, offset + len(view)) if info is not None else offset + len(view)
         at, retries = offset, Retries()
@@ -144,7 +144,7 @@ class WebSource(ABC):
     def document(self, location: Location) -> tuple[Head, bytes]:
         """Return the head and the whole body of a small document. Retries temporary failures.
 
-        Raises SourceError if it is larger than MAX_DOCUMENT_BYTES.
+        Raises SourceError if the document is larger than MAX_DOCUMENT_BYTES.
         """
         retries = Retries()
         with self._borrowed() as connection:
@@ -159,7 +159,8 @@ class WebSource(ABC):
 
     @contextmanager
     def _borrowed(self) -> Iterator[HttpConnection]:
-        # Without `reuse`: a kept connection may deliver a second answer to an earlier request, and these reads are not verified.
+        # Do not reuse a kept connection: it may deliver a second answer to an earlier request, and these reads are not
+        # verified.
         connection = HttpConnection(self, Wire(self._trust, self._dialer), reuse=False)
         try:
             yield connection
@@ -175,10 +176,10 @@ class WebSource(ABC):
 
 
 class HttpSource(WebSource):
-    """The objects below `http(s)://host/prefix` on a web server. Their URLs get the query of `url`.
+    """The objects below `http(s)://host/prefix` on a web server. The query of `url` is appended to their URLs.
 
-    Every request has `headers`, and the user and password of `url`. They are not sent to another server to
-    which a redirect leads. Raises SourceError if `url` is not an http(s) URL.
+    Every request has `headers`, and the user and password of `url`. If a redirect leads to another server, that server
+    does not get them. Raises SourceError if `url` is not an http(s) URL.
     """
 
     def __init__(
@@ -207,7 +208,7 @@ class HttpSource(WebSource):
 
 
 def _own_headers(secrets: Mapping[str, str]) -> dict[str, str]:
-    """Return the headers that a function's secrets name. Raises SourceError, without their text."""
+    """Return the headers that a function's secrets set. Raises SourceError, whose message does not quote secrets."""
     headers = {}
     for line in secrets.get(HEADERS_VARIABLE, "").splitlines():
         name, mark, value = line.partition(":")
@@ -226,14 +227,14 @@ class HttpConnection:
     """See Connection. It uses one kept-alive HTTP connection, and follows redirects."""
 
     def __init__(self, source: WebSource, wire: Wire, *, reuse: bool = True) -> None:
-        """With `reuse`, a connection that the source keeps is used, if there is one."""
+        """With `reuse`, use a connection that the source keeps, if there is one."""
         self._source = source
         self._wire = wire
         self._exchange = Exchange(wire)
         self._reuses = reuse
         self.used = False
         self._lock = threading.Lock()
-        """Guards `_closed`, and `_wire` against `close`."""
+        """Guards `_closed`, and keeps `close` from closing a `_wire` that is being replaced."""
         self._closed = False
         self._request = RangeRequest("", "", 0, 0)
         self._left = 0
@@ -248,20 +249,20 @@ class HttpConnection:
             check(head, request, known.size_bytes if known else None)
         except (SnapshotChanged, SourceUnavailable) as error:
             if not self._fresh and (isinstance(error, SnapshotChanged) or MISPLACED in error.details):
-                # Perhaps the second answer to an earlier request. Other kept connections may deliver such answers too.
+                # It may be a second answer to an earlier request. Other kept connections may deliver such answers too.
                 self._source.idle.distrust()
             if isinstance(error, SnapshotChanged):
                 self._source.infos.pop(name, None)
             raise
         info = object_info(head, request)
-        # The second answer to an earlier request may pass for the answer to this one, but only on a used connection.
+        # A second answer to an earlier request may look like the answer to this request, but only on a used connection.
         if self._fresh:
             self._source.infos.setdefault(name, info)
         self._request, self._left = request, end - begin
         return info
 
     def stat(self, name: str) -> ObjectInfo:
-        """Return the size and version of `name`. Uses GET: a URL that is signed for GET refuses HEAD."""
+        """Return the size and version of `name`. Uses GET, because servers refuse HEAD for URLs signed for GET."""
         head, request = self._get(name, 0, 1, empty=True)
         info = object_info(head, request)
         if head.status == PARTIAL:
@@ -327,10 +328,10 @@ class HttpConnection:
     def _get(
         self, name: str, begin: int, end: int, version: str = "", *, empty: bool = False
     ) -> tuple[Head, RangeRequest]:
-        """Request a range. Return the head of the successful response, and the request that it responds to.
+        """Request a range. Return the head of the successful response, and the request that it answers.
 
-        If the server refuses the remembered location of the object, tries once more with a fresh one. With
-        `empty`, a refusal because the object is empty is returned like a success.
+        If the server refuses the remembered location of the object, tries once more with a fresh location. With
+        `empty`, a response that the object is empty counts as a success.
         """
         if fault := name_fault(name):
             raise SourceMissing(f"{name[:80]!r} is not a name below {self._source.url}: {fault}.")
@@ -368,7 +369,7 @@ class HttpConnection:
         try:
             own = self._wire.origin == origin and self._exchange.clean and self._wire.quiet()
             if own or self._reuse(origin):
-                # It is no failure if the server has closed the connection since the last request.
+                # If the server has closed the connection since the last request, connect again below.
                 with suppress(StaleError):
                     self._fresh = False
                     return self._send(origin, location, request)
@@ -393,7 +394,7 @@ class HttpConnection:
 
     def _rest(self) -> bytes:
         rest, done = memoryview(bytearray(MAX_ERROR_BYTES)), 0
-        # If the body breaks off, its beginning suffices for the text of an error.
+        # If the body breaks off, its beginning is enough for the text of an error.
         with suppress(OSError, h11.RemoteProtocolError):
             while done < len(rest) and (count := self._exchange.read_into(rest[done:], len(rest) - done)):
                 done += count

@@ -1,7 +1,7 @@
 """Defines the source that reads repositories of the Hugging Face hub, or of another server with its interface.
 
-The hub redirects requests for large files to signed URLs of a content delivery network. Those expire. The
-token is sent to the hub only. A branch is resolved to its commit once, so that all files are of one commit.
+The hub redirects requests for large files to signed URLs of a content delivery network, which expire. Only the hub gets
+the token. A branch is resolved to its commit once, so that all files are of the same commit.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ ENDPOINT = "https://huggingface.co"
 COMMIT_CHARS = 40
 _REPOSITORY = re.compile(r"(?!.*(?:--|\.\.))[\w-][\w.-]{0,95}/[\w-][\w.-]{0,95}", re.ASCII)
 _COMMIT = re.compile(rf"[0-9a-f]{{{COMMIT_CHARS}}}", re.ASCII)
-# Revisions such as refs/pr/1, the only ones with slashes that need not be written with %2F.
+# Revisions such as refs/pr/1. In other revisions, a slash must be written as %2F.
 _REFERENCE = re.compile(r"(refs/[\w.-]+/[^/]+)(?:/(.*))?")
 
 
@@ -67,8 +67,8 @@ class HubPlace:
 class HubSource(WebSource):
     """The files below `hf://org/repo@revision/folder`. The revision is `main` unless the URL has one.
 
-    HF_ENDPOINT names the server, and HF_TOKEN the token, both among `secrets` or else in the environment, where
-    the file that `hf auth login` writes counts too.
+    HF_ENDPOINT is the URL of the server, and HF_TOKEN is the token. Both are read from `secrets`. If `secrets` have no
+    variables of the hub, both are read from the environment, and the token also from the file of `hf auth login`.
     """
 
     # The signed URLs are valid for an hour. Request new ones earlier, and when a signed URL is refused.
@@ -91,7 +91,7 @@ class HubSource(WebSource):
         self._files: list[str] | None = None
 
     def pinned(self) -> str:
-        """See Pinned."""
+        """See Pinnable."""
         return str(HubPlace(self._place.repository, self._resolved(), self._place.folder))
 
     def resolve(self, name: str) -> Location:
@@ -112,7 +112,7 @@ class HubSource(WebSource):
         """Return the error for a refused request, according to the hub's headers. The body is not used."""
         del body
         if head.status == 401:
-            # The next request has the token that the file holds now.
+            # The user may have logged in again: read the token again for the next request.
             self._token = _token(self._variables, own=self._own)
         repository, code = self._place.repository, head.headers.get("x-error-code", "")
         page = f"{self._endpoint}/{repository}"
@@ -163,7 +163,7 @@ class HubSource(WebSource):
 
 
 def _token(variables: Mapping[str, str], *, own: bool) -> str:
-    """Return the token, or "". With `own`, the file of the user of this process does not count."""
+    """Return the token, or "". With `own`, do not read the token file of this process's user."""
     token = variables.get("HF_TOKEN") or variables.get("HUGGING_FACE_HUB_TOKEN") or ""
     if not token and not own:
         home = Path(variables.get("HF_HOME") or "~/.cache/huggingface").expanduser()

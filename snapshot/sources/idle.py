@@ -1,6 +1,6 @@
 """Keeps the idle network connections of one source for its next requests.
 
-A source has one server's credentials, so a connection is never used with the credentials of another source.
+Each source has its own connections, so a connection is never used with the credentials of another source.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from .wire import Wire
 MOST_IDLE = 8
 """How many connections are kept for one source."""
 IDLE_S = 20.0
-"""How long a connection is kept. Amazon's servers close one a little later."""
+"""How long an idle connection is kept. Amazon's servers would close it a little later."""
 DISTRUSTED_FOR_S = 600.0
-"""How long no connection is kept after a server has answered a request twice. Then the server may be repaired."""
+"""How long no connections are kept after a server has answered a request twice. By then the server may be repaired."""
 
 
 class IdleConnections:
@@ -36,7 +36,7 @@ class IdleConnections:
         self._trusted_from_s = 0.0
 
     def put(self, wire: Wire, exchange: Exchange) -> None:
-        """Keep a connection, or close it: if it cannot be used again, or if enough others are kept."""
+        """Keep a connection. Close it instead if it cannot be used again, or if enough connections are kept."""
         with self._lock:
             now_s = time.monotonic()
             room = now_s >= self._trusted_from_s and len(self._kept) < self._most
@@ -47,9 +47,9 @@ class IdleConnections:
         wire.close()
 
     def take(self, server: ServerAddress) -> tuple[Wire, Exchange] | None:
-        """Return the connection to `server` that was used last; None if there is none.
+        """Return the connection to `server` that was used last. None if there is no connection to it.
 
-        It is open and silent. The server may close it in this moment, so a request may still find it closed.
+        The connection is open and silent, but the server may close it before the next request.
         """
         with self._lock:
             for kept in reversed(self._kept):
@@ -63,7 +63,7 @@ class IdleConnections:
         return None
 
     def distrust(self) -> None:
-        """Close all, and keep none for a while: a server or a proxy has answered a request twice."""
+        """Close all connections and keep none for a while. Call it if a server has answered a request twice."""
         with self._lock:
             self._trusted_from_s = time.monotonic() + self._distrusted_for_s
             self._close_until(float("inf"))
@@ -72,7 +72,7 @@ class IdleConnections:
                 self._timer = None
 
     def _wake_later(self) -> None:
-        """Start a timer that closes the oldest connection when its time is over. The caller holds the lock."""
+        """Start a timer that closes the oldest connection after `kept_for_s`. The caller holds the lock."""
         if self._timer is None and self._kept:
             wait_s = max(0.0, self._kept[0][0] - time.monotonic())
             self._timer = threading.Timer(wait_s, self._close_old)

@@ -12,20 +12,21 @@ from .source import Kept, Source
 
 WEIGHTS_SUFFIX = ".safetensors"
 FILE_SUFFIXES = (WEIGHTS_SUFFIX, ".json")
-"""A remote URL with one of these endings names a file, weights or a manifest, and not a folder."""
+"""A remote URL with one of these endings names a file of weights or a manifest, and not a folder."""
 MOST_KEPT = 16
 """The most sources that a process keeps. It drops the least recently used source."""
 
 
 def is_remote(url: str) -> bool:
-    """Return True if `url` is of a cloud, the hub or a web server. Anything else is a path on this machine."""
+    """Return True if `url` is a URL of a cloud, the hub or a web server. Anything else is a path on this machine."""
     return scheme_of(url) is not None
 
 
 def split_file(url: str) -> tuple[str, str | None]:
-    """Return the URL of the folder, and the name of the file in it, if `url` names weights or a manifest.
+    """Return the URL of the folder and the name of the file, if `url` names a file of weights or a manifest.
 
-    A query stays with the folder, since every file needs it.
+    For another URL, return the URL itself and None. A query stays in the folder's URL, since the requests for all files
+    need it.
     """
     path, mark, query = url.partition("?")
     above, _, last = path.rstrip("/").rpartition("/")
@@ -41,10 +42,10 @@ def weights_file(url: str) -> str | None:
 
 
 def open_source(url: str, secrets: Mapping[str, str] | None = None) -> Source:
-    """Return the source for `url`: of a cloud (s3, gs, az), the hub (hf) or a web server, or of a path.
+    """Return the source for `url`, which is a URL of a cloud (s3, gs, az), the hub (hf) or a web server, or a path.
 
     If the URL names a file of weights or a manifest, the source is the folder of that file. `secrets` are the secrets
-    of a function. They count before the environment of this process (see `variables`).
+    of a function. They take precedence over the environment of this process (see `variables`).
     """
     folder, _ = split_file(url)
     scheme = scheme_of(folder)
@@ -52,9 +53,9 @@ def open_source(url: str, secrets: Mapping[str, str] | None = None) -> Source:
 
 
 class KeptSources:
-    """The remote sources that were used last, with their connections, clients and tokens. Thread-safe.
+    """The most recently used remote sources, with their connections, clients and tokens. Thread-safe.
 
-    There is one for each URL and set of secrets, so no connection is used with the credentials of another one.
+    Each URL and set of secrets has its own source, so no connection is used with the credentials of another source.
     """
 
     def __init__(self) -> None:
@@ -62,7 +63,7 @@ class KeptSources:
         self._kept: dict[tuple[str, frozenset[tuple[str, str]]], Source] = {}
 
     def open(self, url: str, secrets: Mapping[str, str]) -> Source:
-        """Return the source for `url` like `open_source`. It has forgotten what it saw of the objects."""
+        """Return the source for `url` like `open_source`. A kept source first forgets the infos of its objects."""
         key = url, frozenset(secrets.items())
         with self._lock:
             source = self._kept.pop(key, None)
@@ -76,6 +77,6 @@ class KeptSources:
         return source
 
     def drop(self, source: Source) -> None:
-        """Keep a source no longer: it was refused, and the next one may find other credentials."""
+        """Stop keeping a source. Call it after the server refused a source: a new one may find other credentials."""
         with self._lock:
             self._kept = {key: kept for key, kept in self._kept.items() if kept is not source}

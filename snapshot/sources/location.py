@@ -8,7 +8,7 @@ from urllib.parse import quote, urljoin, urlsplit
 
 from ...errors import SourceError
 
-# `quote` must not change these characters, which include %: a given URL is already percent-encoded. Only
+# The characters that `quote` must not change. They include %, because a given URL is already percent-encoded. Only
 # characters that are not allowed in a URL at all are encoded.
 PATH = "/%:@!$&'()*+,;=~"
 QUERY = PATH + "?[]"
@@ -17,7 +17,7 @@ _PORTS = {"http": 80, "https": 443}
 
 @dataclass(frozen=True, slots=True)
 class ServerAddress:
-    """The address of a web server: scheme, host and port, which are the origin of its URLs."""
+    """The address of a web server: the scheme, host and port of its URLs."""
 
     scheme: str
     host: str
@@ -61,7 +61,7 @@ def shown(url: str) -> str:
 def redirected(location: Location, target: str) -> Location:
     """Return the location to which `location` redirects. `target` is the Location header of the response.
 
-    It has the headers of `location` only if it is on the same server. Raises SourceError if the target is not
+    The result has the headers of `location` only if it is on the same server. Raises SourceError if the target is not
     an http(s) URL, or if the redirect leads from https to http.
     """
     try:

@@ -1,6 +1,6 @@
-"""HTTP proxies between this process and web servers, as the environment names them.
+"""Connects to web servers through the HTTP proxies that the environment names.
 
-HTTPS_PROXY is for https, HTTP_PROXY for http, both also in lower case, which counts first. NO_PROXY lists the
+HTTPS_PROXY is for https, and HTTP_PROXY for http. The same names in lower case take precedence. NO_PROXY lists the
 hosts that are reached directly: names with their subdomains, networks such as 10.0.0.0/8, or * for all.
 This machine itself is always reached directly.
 """
@@ -26,7 +26,7 @@ _BUFFER_BYTES = 4 << 10
 
 
 class ProxyError(ConnectionError):
-    """A proxy has refused to connect to a server, with this HTTP status."""
+    """A proxy has refused to connect to a server. `status` is the HTTP status of its response."""
 
     def __init__(self, proxy: Proxy, status: int) -> None:
         super().__init__(f"the proxy {proxy.address} responds with HTTP {status}")
@@ -35,7 +35,7 @@ class ProxyError(ConnectionError):
 
 @dataclass(frozen=True, slots=True)
 class Proxy:
-    """Where a proxy is, and the headers that only it may receive."""
+    """The address of a proxy, and the headers that only the proxy may receive."""
 
     address: ServerAddress
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
@@ -43,7 +43,7 @@ class Proxy:
     def tunnel(self, connected: socket.socket, origin: ServerAddress, deadline_s: float) -> None:
         """Let the proxy connect this socket with `origin` before the monotonic time `deadline_s`.
 
-        Raises ProxyError if it refuses, another OSError, or h11.RemoteProtocolError if its response is no HTTP.
+        Raises ProxyError if the proxy refuses, another OSError, or h11.RemoteProtocolError if its response is not HTTP.
         """
         parser = h11.Connection(h11.CLIENT)
         host = f"[{origin.host}]" if ":" in origin.host else origin.host
@@ -60,7 +60,7 @@ class Proxy:
         if not isinstance(event, h11.Response) or not 200 <= event.status_code < 300:
             raise ProxyError(self, event.status_code if isinstance(event, h11.Response) else 0)
         if parser.trailing_data[0]:
-            # The server behind the tunnel must not send bytes before it has received some.
+            # In TLS, the server sends nothing before it has received bytes, so these bytes are not from the server.
             raise ConnectionError(f"the proxy {self.address} has sent bytes of its own")
 
 
@@ -85,7 +85,7 @@ def _proxy(variable: str, url: str) -> Proxy:
     except ValueError:
         address = None
     if address is None or address.scheme != "http":
-        # The URL is not shown, since it may have a password.
+        # Do not show the URL, because it may have a password.
         fault = f"{variable} does not name an HTTP proxy."
         raise SourceError(fault, remedy="Write http://host:port, or http://user:password@host:port.")
     if parts.username is None:
@@ -100,7 +100,7 @@ def _is_local(host: str) -> bool:
 
 
 def _matches(origin: ServerAddress, entry: str) -> bool:
-    """Return True if `entry` of NO_PROXY is for this server."""
+    """Return True if `entry` of NO_PROXY exempts this server."""
     if entry == "*":
         return True
     host, colon, port = entry.rpartition(":")

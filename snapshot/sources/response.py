@@ -15,7 +15,7 @@ from .source import ObjectInfo, changed, same_version
 OK, PARTIAL = 200, 206
 REDIRECTS = frozenset({301, 302, 303, 307, 308})
 MISPLACED = "misplaced"
-"""In the details of an error if the response may belong to another request of the same connection."""
+"""This key in the details of an error means that the response may belong to another request of the same connection."""
 _TRANSIENT = frozenset({408, 425, 429})
 _CONTENT_RANGE = re.compile(r"bytes (?:(\d{1,19})-(\d{1,19})|\*)/(\d{1,19}|\*)\s*", re.ASCII)
 
@@ -37,7 +37,7 @@ class RangeRequest:
 def object_info(head: Head, request: RangeRequest) -> ObjectInfo:
     """Return the size and version of the whole object, from the head of the response to `request`.
 
-    Raises SourceError if the head does not tell the size.
+    Raises SourceError if the head does not have the size.
     """
     size = _content_length(head) if head.status == OK else _content_range(head)[2]
     if size is None:
@@ -47,7 +47,7 @@ def object_info(head: Head, request: RangeRequest) -> ObjectInfo:
 
 
 def check(head: Head, request: RangeRequest, size_bytes: int | None) -> None:
-    """Raise a SourceError or SnapshotChanged unless the response has exactly what was requested.
+    """Raise a SourceError or SnapshotChanged unless the response has exactly the requested bytes.
 
     It must have the requested range of the requested version, without a content encoding such as gzip.
     `size_bytes` is the size of the object, or None if it is unknown.
@@ -105,7 +105,7 @@ def _content_length(head: Head) -> int | None:
 
 
 def _content_range(head: Head) -> tuple[int, int, int | None]:
-    """Return begin, exclusive end (0 without a range) and total size (None if unknown) of Content-Range."""
+    """Parse Content-Range. Return begin, exclusive end (0 without a range) and total size (None if unknown)."""
     found = _CONTENT_RANGE.fullmatch(head.headers.get("content-range", ""))
     if found is None:
         return 0, 0, None

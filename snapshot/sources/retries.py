@@ -28,7 +28,7 @@ class Retries:
 
 
 def delay_s(attempt: int, retry_after_s: float | None = None) -> float:
-    """Return how long to wait after `attempt` failures in a row: a random time, at least the Retry-After.
+    """Return the seconds to wait after `attempt` failures in a row: a random time, but at least the Retry-After.
 
     The method is called full jitter: M. Brooker, "Exponential backoff and jitter" (AWS architecture blog,
     2015).

@@ -1,8 +1,8 @@
-"""Defines the source that reads and writes S3. boto3 does everything except reading: it only signs the URLs.
+"""Defines the source that reads and writes S3. boto3 lists and writes. For reading, it only signs the URLs.
 
-To read, HttpConnection sends GET requests to presigned URLs. The signature covers no header but Host, so that
-a request may have the headers Range and If-Match. Reading through boto3 has only a third of the speed,
-because it copies bodies several times.
+To read, HttpConnection sends GET requests to presigned URLs. The signature covers no header but Host, so
+a request may have the headers Range and If-Match. Reading through boto3 would have only a third of the speed,
+because boto3 copies bodies several times.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from .s3_parts import S3Part
 
 SIGNED_FOR_S = 3600
-# Credentials that were read this long ago are read again if they are refused.
+# If the store refuses credentials that were read at least this long ago, they are read again.
 RENEWED_AFTER_S = 10.0
 _CODE = re.compile(rb"<Code>\s*([A-Za-z0-9._]{1,64})\s*</Code>")
-# A bucket, or the ARN of an access point, which has a slash (or a colon) before the name.
+# The name of a bucket, or the ARN of an access point, which has a slash (or a colon) before its name.
 _BUCKET = re.compile(r"arn:[^/]*:accesspoint[/:][^/]+|[^/]+")
 _BUCKET_REGION = re.compile(rb"<Region>\s*([a-z0-9-]{2,32})\s*</Region>")
 
@@ -56,7 +56,7 @@ class S3Source(WebSource):
         if scheme != "s3" or not self._bucket or "@" in self._bucket:
             raise SourceError(f"{scheme}://… is not a URL of S3.", remedy="Write s3://bucket/prefix.")
         super().__init__(f"s3://{self._bucket}/{self._prefix}".rstrip("/"))
-        # The bucket's region, if a response said that it is not the configured one.
+        # The bucket's region, if a response said that it is not the configured region.
         self._region: str | None = None
         self._opening = threading.Lock()
         self._opened: S3Client | None = None
@@ -69,7 +69,7 @@ class S3Source(WebSource):
         target = {"Bucket": self._bucket, "Key": self._key(name), **self._payment}
         with self._boto(name) as boto:
             url = boto.generate_presigned_url("get_object", Params=target, ExpiresIn=SIGNED_FOR_S)
-        # The signature covers this header, if there is one.
+        # If this header is used, the signature covers it.
         return Location(url, {"x-amz-request-payer": "requester"} if self._payment else {})
 
     def explain(self, request: RangeRequest, head: Head, body: bytes) -> PilotflameError:
@@ -81,7 +81,7 @@ class S3Source(WebSource):
         # These details include Retry-After, which `refusal` reads only for some statuses.
         details = unavailable(request, "", head).details
         known = client.error(code or str(head.status), key, details, region)
-        # The status alone does not tell: an expired token is refused with 400.
+        # Do not decide by the status alone, because an expired token is refused with 400.
         if isinstance(known or plain, SourceDenied):
             self._renew()
         if known is not None:
@@ -114,7 +114,7 @@ class S3Source(WebSource):
     def compose(
         self, name: str, content: Path, pieces: Sequence[Piece], sent: Callable[[int], None] | None = None
     ) -> int:
-        """See Composing. If the store copies no parts, all bytes are sent."""
+        """See Composing. If the store cannot copy parts, all bytes are sent."""
         from .s3_parts import can_copy, store_parts  # noqa: PLC0415  as in `_client`
 
         count = sent or (lambda _count: None)
@@ -132,11 +132,11 @@ class S3Source(WebSource):
 
     @property
     def account(self) -> tuple[str, dict[str, str]]:
-        """The store's address, and the function's own credentials: empty if those of the environment are used."""
+        """The store's address and the function's own credentials, which are empty if the environment's are used."""
         return self._client().boto.meta.endpoint_url, self._own
 
     def copied(self, name: str, begin: int, end: int) -> dict[str, Any]:
-        """Return the parameters to copy a range of an object. S3 refuses the copy if a strong ETag has changed since `stat`."""
+        """Return the parameters to copy a range of an object. S3 refuses if a strong ETag has changed since `stat`."""
         version = self.stat(name).version
         same = {"CopySourceIfMatch": version} if version.startswith('"') else {}
         place = {"Bucket": self._bucket, "Key": self._key(name)}
@@ -146,13 +146,13 @@ class S3Source(WebSource):
         return f"{self._prefix}/{name}" if self._prefix and name else self._prefix or name
 
     def _move(self, region: str) -> None:
-        """Sign URLs for `region` from now on. Does nothing for an endpoint outside of Amazon."""
+        """Sign URLs for `region` from now on. Does nothing if the endpoint does not belong to Amazon."""
         with self._opening:
             if self._opened is not None and self._opened.amazon and self._region != region:
                 self._region, self._opened = region, None
 
     def _renew(self) -> None:
-        """Sign the next URLs with the credentials that there are then, since these are refused."""
+        """Read the credentials again before the next URL is signed, since the store refused the current credentials."""
         with self._opening:
             if time.monotonic() > self._opened_s + RENEWED_AFTER_S:
                 self._opened = None

@@ -1,6 +1,6 @@
 """Creates the boto3 client of one S3 bucket, and turns S3's error codes into errors of pilotflame.
 
-Import this module only where S3 is used, because it imports boto3, which takes a quarter of a second.
+Import this module only where S3 is used, because importing boto3 takes a quarter of a second.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _SIGNING = "Check the secret key, and that no proxy rewrites the host or the pat
 _LATER = "Try again. If it persists, use less concurrency."
 _OWN = "with the credentials of the function's secrets"
 
-# Each entry has the codes of S3, the class of the error, its meaning and the remedy. A number is the HTTP
-# status, which is used as the code if the response has no body, for example to HEAD.
+# Each entry has the codes of S3, the class of the error, its meaning and the remedy. A number is an HTTP status, which
+# stands for the code if the response has no body, for example the response to HEAD.
 _ERRORS: tuple[tuple[str, type[PilotflameError], str, str], ...] = (
     ("NoSuchBucket", SourceMissing, "there is no such bucket", _BUCKET),
     ("NoSuchKey", SourceMissing, "there is no such key", "Check the prefix; the manifest names keys below it."),
@@ -70,8 +70,8 @@ _CREDENTIAL_ERRORS = (
     exceptions.RefreshWithMFAUnsupportedError,
 )  # fmt: skip
 
-# Checksums are sent only when required. By default, boto3 sends them in trailers, which other stores than
-# Amazon's refuse. They are not needed, because the manifest has digests.
+# Send checksums only when required. By default, boto3 sends them in trailers, which stores other than Amazon's refuse.
+# Checksums are not needed, because the manifest has digests.
 _CONFIG = Config(
     signature_version="s3v4", connect_timeout=10.0, read_timeout=30.0,
     retries={"mode": "standard", "total_max_attempts": 5},
@@ -81,7 +81,7 @@ _CONFIG = Config(
 
 @dataclass(frozen=True, slots=True)
 class S3Client:
-    """A boto3 client. `credentials` has no secrets: it says in messages where the credentials come from."""
+    """A boto3 client. `credentials` describes the origin of the credentials in messages, without secrets."""
 
     boto: Any
     bucket: str
@@ -94,7 +94,7 @@ class S3Client:
     def open(bucket: str, region: str | None = None, own: Mapping[str, str] | None = None) -> S3Client:
         """Create a client with the settings of environment and profile. `region` overrides their region.
 
-        `own` are the secrets of a function. If there are any, environment and profile do not count. Raises
+        `own` are the secrets of a function. If there are any, environment and profile are not read. Raises
         SourceDenied if the credentials cannot be loaded, SourceError if the settings are not valid.
         """
         try:
@@ -112,9 +112,9 @@ class S3Client:
             boto = session.client("s3", config=config, endpoint_url=endpoint)
             amazon = (urlsplit(boto.meta.endpoint_url).hostname or "").endswith(_AMAZON)
             if amazon and "." not in bucket:
-                # Put the bucket's name into the host. boto3 signs other (path-style) URLs for the global
-                # endpoint, which redirects to a regional host, for which the signature is not valid. But a
-                # bucket's name with dots in the host would not match Amazon's certificates.
+                # Put the bucket's name into the host. boto3 would sign path-style URLs for the global endpoint. That
+                # endpoint redirects to a regional host, where the signature is not valid. A name with dots stays in
+                # the path, because a host with it would not match Amazon's certificates.
                 virtual = config.merge(Config(s3={"addressing_style": "virtual"}))
                 boto = session.client("s3", config=virtual, endpoint_url=endpoint)
         except _CREDENTIAL_ERRORS as error:
@@ -128,7 +128,7 @@ class S3Client:
 
     @contextmanager
     def call(self, key: str) -> Iterator[Any]:
-        """Yield the boto3 client. If the block raises an error of boto3, raise our error, about `key`."""
+        """Yield the boto3 client. Turn an error of boto3 in the block into an error of pilotflame about `key`."""
         where = f"s3://{self.bucket}/{key}"
         try:
             yield self.boto
@@ -147,7 +147,7 @@ class S3Client:
     ) -> PilotflameError | None:
         """Return the error for S3's error code `code`, or None if the code is unknown.
 
-        `details` are added to those of the error. `region` is the bucket's region, if the response says it.
+        `details` are added to the details of the error. `region` is the bucket's region, if the response has it.
         """
         found = next((entry for entry in _ERRORS if code in entry[0].split()), None)
         if found is None:
@@ -171,8 +171,8 @@ def _no_credentials(bucket: str, key: str, error: Exception) -> SourceDenied:
 
 
 def _own_session(own: Mapping[str, str]) -> Any:
-    """Return a session that reads no settings and credentials of this process, only those in `own`."""
-    # By name: the variable of the profile, that of the environment, the default, and the conversion.
+    """Return a session with only the settings and credentials in `own`, and none of this process."""
+    # Maps the name of a setting to its key in the profile, its environment variable, its default, and its conversion.
     nothing = {
         "profile": (None, None, None, None),
         "config_file": (None, None, os.devnull, None),

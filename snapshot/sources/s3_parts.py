@@ -1,4 +1,4 @@
-"""Stores an object of S3 part by part. Parts that the store has in other objects are copied there, and not sent."""
+"""Stores an object of S3 part by part. The store copies parts that it has in other objects. Other parts are sent."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REQUESTS = 8
 
 @dataclass(frozen=True, slots=True)
 class S3Part:
-    """Bytes [begin, end) of an object. `copied` are the parameters to copy them from another one; without, they are sent."""
+    """Bytes [begin, end) of an object. `copied` has the parameters to copy them from another object, or is empty."""
 
     begin: int
     end: int
@@ -26,7 +26,7 @@ class S3Part:
 
 
 def can_copy(error: exceptions.ClientError) -> bool:
-    """Return False if the error says that the store copies no parts, as some with the interface of S3."""
+    """Return False if the error means that the store cannot copy parts, as some stores with the interface of S3."""
     return error.response.get("Error", {}).get("Code", "") not in {
         "NotImplemented",
         "501",
@@ -37,9 +37,9 @@ def can_copy(error: exceptions.ClientError) -> bool:
 def store_parts(
     boto: Any, target: dict[str, str], content: Path, parts: Sequence[S3Part], sent: Callable[[int], None]
 ) -> None:
-    """Store file `content` as the object that `target` names: its parameters in every request.
+    """Store file `content` as an object. `target` has the parameters that name the object in every request.
 
-    Raises ClientError. Then the object is as it was before.
+    Raises ClientError. Then the object has not changed.
     """
     upload = {**target, "UploadId": boto.create_multipart_upload(**target)["UploadId"]}
 

@@ -1,4 +1,4 @@
-"""Lists the schemes of URLs that weights are read from. A new scheme is a row here and a module beside it."""
+"""Lists the schemes of URLs that weights are read from. For a new scheme, add a row here and a module beside it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def bucket(url: str) -> str:
-    """Return a URL up to its first name: a bucket, or the owner of repositories."""
+    """Return the beginning of a URL, through its first name: a bucket, or the owner of repositories."""
     name, _, rest = url.partition("://")
     # The ARN of an access point has a slash before its name.
     names = rest.split("/")[: 2 if rest.startswith("arn:") else 1]
@@ -24,7 +24,7 @@ def bucket(url: str) -> str:
 
 
 def parent(url: str) -> str:
-    """Return the URL of the folder above; a folder at the root as it is: such folders may belong to different people."""
+    """Return the URL of the folder above. A folder at the root is a place of its own, so return its own URL."""
     name, parts = url.partition("://")[0], urlsplit(url)
     path = parts.path.rstrip("/")
     path = path.rpartition("/")[0] or path
@@ -32,19 +32,20 @@ def parent(url: str) -> str:
 
 
 class Scheme(NamedTuple):
-    """How the URLs of one scheme are read."""
+    """The source, the variables and the places of the URLs of one scheme."""
 
     opener: str
-    """The class of its source, as "module:Class" of this package. It is called as Class(url, secrets=...)."""
+    """The class of the source, as "module:Class" of this package. `open` calls Class(url, secrets=...)."""
     secrets: tuple[str, ...]
-    """The beginnings of the variables that configure it, among a function's secrets and in the environment (variables.py)."""
+    """The prefixes of the variables that configure the source, in a function's secrets and in the environment
+    (variables.py)."""
     place: Callable[[str], str] = bucket
     """Returns the part of a folder's URL to which the same credentials give access (realm.py)."""
     extra: str = ""
-    """The extra of pilotflame that installs what it needs; "" for none."""
+    """The extra of pilotflame that installs the packages that the source needs. "" if it needs none."""
 
     def open(self, url: str, secrets: Mapping[str, str] | None) -> Source:
-        """Return the source of a folder's URL. Imports its module: ssl and HTTP take time to import."""
+        """Return the source of a folder's URL. Imports its module only here, since ssl and HTTP take time to import."""
         module, _, name = self.opener.partition(":")
         source: Source = getattr(import_module(f".{module}", __package__), name)(url, secrets=secrets)
         return source
@@ -61,6 +62,6 @@ SCHEMES = {
 
 
 def scheme_of(url: str) -> Scheme | None:
-    """Return the row of a URL; None for a path on this machine."""
+    """Return the scheme of a URL. None for a path on this machine."""
     name, mark, _ = url.partition("://")
     return SCHEMES.get(name) if mark else None

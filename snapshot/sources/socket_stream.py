@@ -1,4 +1,4 @@
-"""Defines SocketStream, a connected socket: its calls block for a limited time, and receive large pieces."""
+"""Defines SocketStream, a connected socket whose calls block for a limited time and receive large pieces."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import socket
 import struct
 
 GATHER_S = 0.01
-"""How long a receive waits for all that is wanted. It is much shorter than the windows in which a fetch measures rates."""
+"""How long a receive waits for all wanted bytes. It is much shorter than the windows in which fetches measure rates."""
 
 
 class SocketStream:
@@ -16,9 +16,9 @@ class SocketStream:
     idle = True
 
     def __init__(self, connected: socket.socket, timeout_s: float) -> None:
-        """The peer may be silent, or take nothing, for `timeout_s`."""
+        """Calls raise TimeoutError if the peer sends nothing, or takes nothing, for `timeout_s`."""
         self._socket, self._timeout_s = connected, timeout_s
-        # No Python timeout: it makes the socket non-blocking, so that the kernel would not wait for more bytes.
+        # Set no Python timeout: it would make the socket non-blocking, so the kernel would not wait for more bytes.
         connected.settimeout(None)
         for option, seconds in ((socket.SO_RCVTIMEO, GATHER_S), (socket.SO_SNDTIMEO, timeout_s)):
             value = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
@@ -38,8 +38,8 @@ class SocketStream:
     ) -> int:
         """Wait for bytes, and receive at most `limit` into `view`. Return their number: 0 at the end of the stream.
 
-        With `gather`, once there are any, the kernel waits up to GATHER_S for `limit`. Bytes come in pieces of about
-        100 KB otherwise, and each takes as long in the interpreter as a large one.
+        With `gather`, once there are bytes, the kernel waits up to GATHER_S for `limit` bytes. Otherwise bytes come in
+        pieces of about 100 KB, and a small piece takes as much time in the interpreter as a large piece.
         """
         if not self._readable.poll((self._timeout_s if timeout_s is None else timeout_s) * 1e3):
             raise TimeoutError("timed out")

@@ -1,8 +1,8 @@
 """Defines the interface of a source: objects, which are named and immutable byte strings, below one URL.
 
-The modules `folder`, `http` and `s3` implement it. A source tells the sizes and versions of objects, and
-opens connections. A connection reads one range of bytes after another into the caller's memory: to read in
-parallel, open several. A connection does not retry. The caller may, if the error is SourceUnavailable.
+Modules such as `folder`, `http` and `s3` implement the interface. A source returns the sizes and versions of objects,
+and opens connections. A connection reads one range of bytes after another into the caller's memory. To read in
+parallel, open several connections. A connection does not retry. The caller may retry after SourceUnavailable.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import IO, Protocol, runtime_checkable
 from ...errors import SnapshotChanged, SourceError
 
 MAX_NAME_CHARS = 1024
-# A listing of more objects is given up: a deploy may name a whole bucket.
+# A listing with more objects is an error, because a deploy may name a whole bucket by mistake.
 LISTED_AT_MOST = 100_000
 Progress = Callable[[int, int], None]
 """Called with the bytes done and the bytes in total."""
@@ -38,13 +38,13 @@ class Connection(Protocol):
 
     @property
     def used(self) -> bool:
-        """True if the network connection had been used when this object got it, such as by an earlier fetch."""
+        """True if the network connection was used before this object got it, for example by an earlier fetch."""
 
     def begin(self, name: str, begin: int, end: int, version: str = "") -> ObjectInfo:
         """Request bytes [begin, end) of object `name`, 0 <= begin < end <= size, and wait for the response.
 
-        Returns the size and version that the response tells. If the previous range was not read to its end,
-        its rest is dropped. Raises SnapshotChanged if `version` is not "" and the object has another version.
+        Returns the size and version in the response. If the previous range was not read to its end, its remaining
+        bytes are dropped. Raises SnapshotChanged if `version` is not "" and the object has another version.
         Raises SourceMissing, SourceDenied, another SourceError or, if a retry may help, SourceUnavailable.
         """
 
@@ -60,7 +60,7 @@ class Connection(Protocol):
     def release(self) -> None:
         """End the use of this object. The source may keep the network connection for its next requests.
 
-        Called by the thread that uses the connection, last. `close` does nothing after it.
+        The thread that uses the connection calls `release` last. Afterwards, `close` does nothing.
         """
 
 
@@ -77,11 +77,11 @@ class Source(Protocol):
     def read_into(self, name: str, offset: int, view: memoryview) -> int:
         """Fill `view` with the bytes of object `name` that start at `offset`, and return their number.
 
-        The number is smaller than `view` only if the object ends before `view` is full.
+        The number is smaller than the size of `view` only if the object ends before `view` is full.
         """
 
     def connect(self) -> Connection:
-        """Return a connection. The network connection may open as late as its first `begin`, or be a kept one."""
+        """Return a connection. Its first `begin` may open the network connection, or take one that the source keeps."""
 
 
 @runtime_checkable
@@ -94,13 +94,13 @@ class Listing(Protocol):
 
 @runtime_checkable
 class Kept(Protocol):
-    """A source that pays to keep for several fetches: it has connections, clients and tokens."""
+    """A source that is worth keeping for several fetches, because it has connections, clients and tokens."""
 
     def forget(self) -> None:
-        """Forget the infos of the objects, which may have changed since."""
+        """Forget the infos of the objects. The objects may have changed since they were read."""
 
     def prepare(self) -> None:
-        """Do the work ahead that the first request needs, such as imports. Raises SourceError or SourceDenied."""
+        """Do the work of the first request in advance, such as imports. Raises SourceError or SourceDenied."""
 
 
 @runtime_checkable
@@ -113,7 +113,7 @@ class Pinnable(Protocol):
 
 @runtime_checkable
 class Served(Protocol):
-    """A source on a server, which may be another one than its URL lets expect: secrets may name an endpoint."""
+    """A source on a server that its URL does not fully determine: secrets may name another endpoint."""
 
     def served_at(self, name: str) -> str:
         """Return the URL at which object `name` is requested from the server, without credentials."""
@@ -121,7 +121,7 @@ class Served(Protocol):
 
 @runtime_checkable
 class VersionedByContent(Protocol):
-    """A source in which objects of the same version and size have the same bytes, whatever their names: S3, the hub."""
+    """A source in which objects with the same version and size have the same bytes under any name: S3, the hub."""
 
     versioned_by_content: bool
 
@@ -131,17 +131,17 @@ class Writable(Source, Listing, Protocol):
     """A source that can be written to: a folder, S3."""
 
     def put(self, name: str, content: Path | bytes, sent: Callable[[int], None] | None = None) -> None:
-        """Store `content` (bytes, or the path of a file) as object `name`, completely or not at all.
+        """Store `content` (bytes, or the path of a file) atomically as object `name`.
 
-        `sent` is called with the number of bytes of each part that was written.
+        `put` calls `sent` with the number of bytes of each part that it has written.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Bytes [begin, end) of an object to be stored.
+    """Bytes [begin, end) of an object to store.
 
-    With `there`, a source and a name, the same bytes are in that object from `offset` on.
+    If `there` is a source and a name, that object in the store has the same bytes from `offset` on.
     """
 
     begin: int
@@ -150,7 +150,7 @@ class Piece:
     offset: int = 0
 
     def joined(self, after: Piece, limit_bytes: int) -> Piece | None:
-        """Join this piece with the next if the store can copy both as one range of at most `limit_bytes`, or return None."""
+        """Join this piece with the next one. None if the store cannot copy both as one range within `limit_bytes`."""
         follows = self.there == after.there and self.offset + self.end - self.begin == after.offset
         if self.there is None or not follows or after.end - self.begin > limit_bytes:
             return None
@@ -162,15 +162,15 @@ class Composing(Writable, Protocol):
     """A source whose store can compose an object from ranges of other objects: S3."""
 
     def copies_from(self, other: Source) -> bool:
-        """Return True if the store of `other` is the same one, reached with the same credentials."""
+        """Return True if `other` is in the same store and uses the same credentials."""
 
     def compose(
         self, name: str, content: Path, pieces: Sequence[Piece], sent: Callable[[int], None] | None = None
     ) -> int:
         """Store the file `content` as object `name`, like `put`. Return how many of its bytes were not sent.
 
-        `pieces` cover the whole file, in order. The store copies each piece with `there`, whose source this source
-        must be able to copy from (see `copies_from`).
+        `pieces` cover the whole file, in order. The store copies each piece with `there`. This source must be able to
+        copy from the source in `there` (see `copies_from`).
         """
 
 
@@ -191,7 +191,7 @@ class ByteCounter:
 
 
 def listed(url: str, names: Iterable[str]) -> list[str]:
-    """Return the names of the objects at `url` as they come. Raises SourceError if there are more than LISTED_AT_MOST."""
+    """Return `names`, the objects at `url`, as a list. Raises SourceError if there are more than LISTED_AT_MOST."""
     found = list(islice(names, LISTED_AT_MOST + 1))
     if len(found) > LISTED_AT_MOST:
         fault = f"{url} has more than {LISTED_AT_MOST} objects."
@@ -210,9 +210,10 @@ def read_all(source: Source, name: str, most_bytes: int) -> bytes:
 
 
 def new_buffer(size_bytes: int) -> memoryview:
-    """Return memory for received bytes, whose pages are allocated when they are first written to.
+    """Return memory for received bytes. Its pages are allocated when they are first written to.
 
-    A bytearray writes zeros to all of it at once, with the interpreter's lock held, which takes a millisecond or two.
+    A bytearray would write zeros to all of its memory at once, with the interpreter's lock held, which takes a
+    millisecond or two.
     """
     return memoryview(mmap(-1, size_bytes, flags=MAP_PRIVATE | MAP_ANONYMOUS))
 

@@ -1,4 +1,4 @@
-"""TLS as a client: the authorities, and a stream that receives large pieces.
+"""Implements TLS as a client: loads the trusted authorities, and defines a stream that receives large pieces.
 
 `ssl.SSLSocket` makes two system calls and a `poll` for each record of 16 KiB. TlsStream receives many records
 at once and decrypts them from memory, which takes a fifth less processor time (docs/snapshot-choices.md).
@@ -19,14 +19,14 @@ from .source import new_buffer
 
 RECEIVED_AT_ONCE = 1 << 20
 GATHERED = 64 << 10
-"""Less is not gathered: the rest of a record would come in many small pieces."""
+"""A receive of fewer bytes does not gather: the rest of a record would come in many small pieces."""
 
 
 def system_trust(ca_bundle: str | None = None) -> ssl.SSLContext:
-    """Return the trust in the authorities of this machine, or in those of the file `ca_bundle`.
+    """Return a context that trusts the authorities of this machine, or only those in the file `ca_bundle`.
 
-    All sources of this process share it, because loading the authorities takes 40 ms. They are loaded again
-    if their files have changed. Raises OSError if `ca_bundle` cannot be read.
+    All sources of this process share the context, because loading the authorities takes 40 ms. If the files of the
+    authorities have changed, they are loaded again. Raises OSError if `ca_bundle` cannot be read.
     """
     paths = ssl.get_default_verify_paths()
     files = (ca_bundle,) if ca_bundle else (paths.cafile, paths.capath)
@@ -35,7 +35,7 @@ def system_trust(ca_bundle: str | None = None) -> ssl.SSLContext:
 
 @lru_cache(maxsize=4)
 def _loaded(ca_bundle: str | None, stamps: tuple[object, ...]) -> ssl.SSLContext:
-    # A key of the cache only: files with other stamps have other content.
+    # The stamps are only a part of the cache's key: a file with another stamp has other content.
     del stamps
     return ssl.create_default_context(cafile=ca_bundle)
 
@@ -49,9 +49,9 @@ def _stamp(path: str | None) -> tuple[object, ...]:
 
 
 class TlsStream:
-    """TLS over a connected socket. One thread uses it, and not the SocketStream beneath. Any thread may shut the socket down.
+    """TLS over a connected socket. One thread uses it, and no thread uses the SocketStream beneath.
 
-    Methods raise OSError. ssl.SSLError is a subclass of it.
+    Any thread may shut the socket down. Methods raise OSError, for example its subclass ssl.SSLError.
     """
 
     def __init__(self, raw: SocketStream, server: ServerAddress, trust: ssl.SSLContext) -> None:
@@ -73,7 +73,7 @@ class TlsStream:
                 if not self._fill(timeout_s=max(1e-3, deadline_s - time.monotonic())):
                     raise ConnectionError("the connection was closed during the TLS handshake")
         except ssl.SSLError:
-            # Tell the server why, if it still listens.
+            # Send the TLS alert, which tells the server why, if it still listens.
             with suppress(OSError):
                 self._flush()
             raise
@@ -117,8 +117,8 @@ class TlsStream:
             self._raw.send(self._outgoing.read())
 
     def _fill(self, gathered: int = 0, timeout_s: float | None = None) -> bool:
-        """Wait for encrypted bytes, for `gathered` of them if there may be several records. False: the stream has ended."""
-        # Encryption makes data longer, so at least `gathered` encrypted bytes come.
+        """Wait for encrypted bytes, for `gathered` of them if there may be several records. Return False at the end."""
+        # Encryption makes data longer, so at least `gathered` encrypted bytes will come.
         gather = gathered >= GATHERED
         wanted = min(gathered, RECEIVED_AT_ONCE) if gather else RECEIVED_AT_ONCE
         count = self._raw.receive(self._buffer, wanted, gather=gather, timeout_s=timeout_s)

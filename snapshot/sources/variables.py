@@ -1,8 +1,8 @@
 """Decides which variables configure a source: the secrets of a function, or the environment of this process.
 
-Variables belong to families, such as those that begin with AWS_. If a function has a secret of a family, only
-its secrets of this family count. Otherwise a function could combine the credentials of this process with an
-endpoint of its own, and have them sent there.
+Variables belong to families, such as those that begin with AWS_. If a function has a secret of a family, only the
+function's secrets of this family count. Otherwise a function could name its own server as the endpoint, and the
+credentials of this process would be sent to that server.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ AZURE = ("AZURE_",)
 GOOGLE = ("GOOGLE_",)
 HUB = ("HF_", "HUGGING_FACE_HUB_")
 WEB = ("PILOTFLAME_SNAPSHOT_",)
-"""Only a function's secrets count: they are sent to whatever server the URL of its snapshot names."""
+"""In this family, only a function's secrets count, since they are sent to any server that the snapshot's URL names."""
 
 ANONYMOUS_VARIABLE = "PILOTFLAME_S3_ANONYMOUS"
-"""The variable that, if it is 1, lets S3 be read without credentials."""
+"""If this variable is 1, S3 is read without credentials."""
 REQUESTER_PAYS_VARIABLE = "PILOTFLAME_S3_REQUESTER_PAYS"
-"""The variable that, if it is 1, agrees to pay for the requests to buckets whose owner does not."""
+"""If this variable is 1, requests say that the requester pays for them, which some buckets need."""
 TOKEN_VARIABLE, HEADERS_VARIABLE = "PILOTFLAME_SNAPSHOT_TOKEN", "PILOTFLAME_SNAPSHOT_HEADERS"
-"""A bearer token, and headers, for the web servers of weights."""
+"""The variables with a bearer token, and with headers, for the web servers that serve weights."""
 OWN_NAMES = (ANONYMOUS_VARIABLE, REQUESTER_PAYS_VARIABLE, TOKEN_VARIABLE, HEADERS_VARIABLE)
-"""The variables of sources that begin as those of settings do."""
+"""The variables of sources that have the prefix of the variables of settings."""
 
 FAMILIES = (*AWS, *AZURE, *GOOGLE, *HUB, *WEB)
 

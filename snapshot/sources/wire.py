@@ -23,8 +23,8 @@ CONNECT_TIMEOUT_S = 10.0
 class Wire:
     """At most one socket at a time. Only one thread may use it, except that any thread may call `close`.
 
-    `connect`, `send` and `receive` raise OSError. While one of them runs, `close` only shuts the socket down,
-    and the thread that runs it closes the descriptor afterwards. If `close` closed the descriptor itself, a
+    `connect`, `send` and `receive` raise OSError. While one of these methods runs, `close` only shuts the socket down,
+    and the thread that runs the method closes the descriptor afterwards. If `close` closed the descriptor itself, a
     file that is opened next could get its number, and the running method would use that file.
     """
 
@@ -37,19 +37,19 @@ class Wire:
         timeout_s: float | None = None,
         direct: bool = False,
     ) -> None:
-        """A server may be silent for `timeout_s`, by default TIMEOUT_S, and connecting take `connect_timeout_s`.
+        """A server may be silent for `timeout_s`, by default TIMEOUT_S. Connecting may take `connect_timeout_s`.
 
         With `direct`, no proxy is used.
         """
         self.origin: ServerAddress | None = None
         self.forwarder: Proxy | None = None
-        """The proxy that forwards requests, which for https are not requests to the proxy."""
+        """The proxy to which requests for http are sent. Requests for https go through a tunnel instead."""
         self._trust = trust
         self._dialer = dialer
         self._connect_timeout_s = connect_timeout_s or CONNECT_TIMEOUT_S
         self._timeout_s, self._direct = timeout_s or TIMEOUT_S, direct
         self._lock = threading.Lock()
-        # While `connect` runs, all that are being tried.
+        # The connected socket. While `connect` runs, all sockets that it tries.
         self._sockets: list[socket.socket] = []
         self._stream: SocketStream | TlsStream | None = None
         self._busy = False
@@ -58,8 +58,8 @@ class Wire:
     def connect(self, origin: ServerAddress) -> None:
         """Close the current socket and connect a new one to `origin`, with TLS for https, or through a proxy.
 
-        All of this together takes at most `connect_timeout_s`. Raises SourceError if the environment names a proxy
-        that cannot be used, ProxyError, another OSError, or h11.RemoteProtocolError if the proxy does not use HTTP.
+        This takes at most `connect_timeout_s` in total. Raises SourceError if the environment names a proxy that cannot
+        be used, ProxyError, another OSError, or h11.RemoteProtocolError if the proxy does not use HTTP.
         """
         self.drop()
         deadline_s = time.monotonic() + self._connect_timeout_s
@@ -96,7 +96,7 @@ class Wire:
             self._end_use()
 
     def quiet(self) -> bool:
-        """Return True if the socket is open and idle: the server has sent no more bytes and not closed it."""
+        """Return True if the socket is open and idle: the server has neither sent more bytes nor closed it."""
         poll = select.poll()
         with self._lock:
             if self._stream is None or not self._stream.idle:
@@ -118,7 +118,7 @@ class Wire:
                 self._discard_all()
                 return
             for one in self._sockets:
-                # An OSError means that the socket is not connected yet.
+                # A socket that is not connected yet raises OSError.
                 with suppress(OSError):
                     one.shutdown(socket.SHUT_RDWR)
 
@@ -138,7 +138,7 @@ class Wire:
     def _greet(
         self, connected: socket.socket, origin: ServerAddress, proxy: Proxy | None, deadline_s: float
     ) -> None:
-        """Make the socket, which is connected to the proxy or the origin, ready for requests to the origin."""
+        """Prepare the socket, which is connected to the proxy or the origin, for requests to the origin."""
         address = Address(connected.family, connected.getpeername())
         try:
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -155,7 +155,7 @@ class Wire:
             self._dialer.avoid(address)
             raise
 
-    # A context manager would be shorter, but `receive` is called often, and a generator takes a microsecond.
+    # A context manager would be shorter, but its generator takes a microsecond, and `receive` is called often.
     def _connected(self) -> SocketStream | TlsStream:
         with self._lock:
             self._check_open()
