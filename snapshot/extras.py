@@ -1,6 +1,6 @@
-"""Says in one sentence which optional package is missing, wherever one is needed.
+"""Raises an error that names the missing optional package and the command that installs it.
 
-The packages of an extra may be installed while a process runs: they are found at the next attempt.
+A package that is installed while the process runs is found at the next attempt.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from contextlib import contextmanager
 
 from ..errors import PackageMissing
 
-# By package: the extra of pilotflame that brings it.
+# Maps each package to the extra of pilotflame that installs it.
 EXTRAS = {
     "boto3": "s3",
     "google.auth": "clouds",
@@ -27,12 +27,12 @@ EXTRAS = {
 
 @contextmanager
 def needs(subject: str, *packages: str) -> Iterator[None]:
-    """Let the block import what needs `packages`. Raise PackageMissing if one cannot be imported.
+    """Let the block import modules that need `packages`. Raise PackageMissing if an import fails.
 
-    `subject` says in the error what needs them.
+    The error says that `subject` needs the first of `packages`.
     """
     if not all(package in sys.modules for package in packages):
-        # Otherwise Python may not see a package that was installed since it last looked into the folder.
+        # Python caches the contents of folders, so it may not see a package that was installed since.
         importlib.invalidate_caches()
     try:
         yield
@@ -47,10 +47,10 @@ def is_installed(package: str) -> bool:
 
 
 def missing(subject: str, package: str, cause: ModuleNotFoundError | None = None) -> PackageMissing:
-    """Return the error that `subject` needs a package that is not installed."""
+    """Return the error for `subject`, which needs a package that is not installed."""
     found = (cause.name or "").partition(".")[0] if cause is not None else ""
     also = f" ({found} is missing)" if found and found != package else ""
-    # A plugin of another package may need one that no extra of ours brings.
+    # A plugin may need a package that no extra of pilotflame installs. Then the remedy names the package itself.
     extra = EXTRAS.get(found) or EXTRAS.get(package, "")
     wanted = f"'pilotflame[{extra}]'" if extra else package
     return PackageMissing(

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .restoring.plan import Plan
     from .sources.source import ObjectInfo
 
-# What needs torch, in the error of an environment without it.
+# The subject of the error that torch is not installed.
 _SUBJECT = "context.snapshot"
 UPLOAD_TIMEOUT_S = 600.0
 
@@ -53,13 +53,12 @@ class Snapshot:
     ) -> None:
         """Describe a snapshot in `cache`, the folder of the node's cache, or else in folder `root`.
 
-        `name` is what the settings call it, if the function has several: errors begin with it. With `cache`,
-        the shards are in that cache or are still being fetched into it, and `root` holds only the assets. In
-        a container, `mounted` are the folders of that snapshot in the cache. Without `cache`, `root` holds
-        all files, and `open` refuses a shard that differs from its entry in `verified`, which is what
-        `FolderSource.stat` returned for the verified file. Without `parks`, copies to devices make no checksums;
-        then `park` keeps all weights on the host. `gpus` is how many the function has: with some, the device "auto"
-        is never the host.
+        `name` is the snapshot's key in the settings if the function has several snapshots. Errors begin with it. With
+        `cache`, the shards are in that cache or are still being fetched into it, and `root` holds only the assets. In
+        a container, `mounted` are the folders of this snapshot in the cache. Without `cache`, `root` holds all files.
+        Then `verified` is what `FolderSource.stat` returned for each file that was verified, and `open` refuses a
+        shard that differs. Without `parks`, copies to devices make no checksums, so `park` copies all weights to the
+        host. `gpus` is the number of the function's GPUs. If it is not 0, the device "auto" is never the host.
         """
         self.root = root
         self.manifest = manifest
@@ -70,7 +69,7 @@ class Snapshot:
         self._arrival: Arrival | None = None
         self._plans: list[Plan] = []
         self._mapping: Mapping | None = None
-        # Weak references: a module that `setup` restored is freed after its last use. `_plans` keeps the modules of `build`.
+        # Weak references, so that a module that `setup` restored can be freed. `_plans` keeps the modules of `build`.
         self._uploads: list[tuple[weakref.ref[nn.Module], DeviceUpload]] = []
         self._parked: list[tuple[weakref.ref[nn.Module], ParkedWeights]] = []
         # The devices that this process has used, by their names.
@@ -101,25 +100,26 @@ class Snapshot:
         slices: Slices | None = None,
         device: str = "cpu",
     ) -> None:
-        """Set the module's weights to views of the mapped snapshot. In `build`, each worker does it later.
+        """Set the module's weights to views of the mapped snapshot. If `build` calls it, each worker sets them later.
 
         The mapping is private and copy-on-write: writing to a weight changes no file and no other process.
-        `prefix` is prepended to the module's tensor names to find them in the snapshot. `ignore` has regular
-        expressions: a tensor of the snapshot that the module does not have is an error unless one of these expressions
-        is found in its name (`re.search`, as in transformers). With `cast`, floating-point weights are copied to
-        the module's dtype. Without it, the dtypes must be equal. Raises SnapshotMismatch, which names all
-        tensors that do not fit.
+        `prefix` is prepended to the module's tensor names to find them in the snapshot. A tensor of the snapshot that
+        the module does not have is an error, unless one of the regular expressions in `ignore` is found in its name
+        (`re.search`, as in transformers). With `cast`, floating-point weights are converted to the module's dtype,
+        which copies them. Without `cast`, the dtypes must be equal. Raises SnapshotMismatch, which names all tensors
+        that do not fit.
 
         `slices` is for a module that has a part of each weight, such as the module of one worker of a
         tensor-parallel group. It maps patterns of the snapshot's names, in which * stands for any characters,
-        to (dim, rank, world): the module gets slice number `rank` of `world` equal ones along `dim`. The
+        to (dim, rank, world): the module gets slice number `rank` of `world` equal slices along `dim`. The
         first pattern that fits a name counts. By default, the setting `snapshot_part` gives the
         slices. Slices are views too. A slice along another dimension than 0 is not contiguous.
 
-        On another `device` than "cpu", the weights are copied there, each tensor aligned to 256 bytes, while the
-        module may already run, and tensors that the module has computed are moved there. "cuda" is the first CUDA
-        device, and "cuda:1" is the second. "auto" is the first CUDA device. Without a CUDA device, "auto" is the host, or an
-        error with `resources.gpus`. Raises SnapshotError if there is no such device, or if it has no room.
+        If `device` is not "cpu", the weights are copied to that device, each tensor aligned to 256 bytes. The module
+        may run while they are copied. Tensors that the module has computed are moved to the device. "cuda" is the
+        first CUDA device, and "cuda:1" is the second. "auto" is the first CUDA device, or the host if there is no CUDA
+        device and the function has no `resources.gpus`. Raises SnapshotError if there is no such device, or if it has
+        no room.
         """
         with needs(_SUBJECT, "torch"):
             from .restoring.plan import make_plan  # noqa: PLC0415
@@ -131,7 +131,7 @@ class Snapshot:
             self.apply(plan)
 
     def apply(self, plan: Plan) -> None:
-        """Apply a plan that was made for this snapshot: at once if it is open, else when it is opened."""
+        """Apply a plan that was made for this snapshot: now if the snapshot is open, or else when it is opened."""
         if self._mapping is None:
             self._plans.append(plan)
         elif (upload := self._apply(plan, self._mapping)) is not None:
@@ -154,10 +154,10 @@ class Snapshot:
     def load(self, *names: str, slices: Slices | None = None) -> dict[str, torch.Tensor]:
         """Return tensors that no module holds, such as the statistics of a quantised weight, by their names.
 
-        In `names`, * stands for any characters: all tensors are returned whose name fits one of them. The tensors
-        are views of the mapped snapshot, as in `restore`, and `slices` are as there. Call it in `setup`: in
-        `build`, nothing is mapped. Raises SnapshotMismatch if there is no such tensor or slice, and SnapshotError
-        if the snapshot is not open.
+        In `names`, * stands for any characters. All tensors whose name fits one of `names` are returned. As in
+        `restore`, the tensors are views of the mapped snapshot, and `slices` cuts them. Call it in `setup`, because in
+        `build` nothing is mapped. Raises SnapshotMismatch if there is no such tensor or slice, and SnapshotError if
+        the snapshot is not open.
         """
         if self._mapping is None:
             raise SnapshotError(
@@ -169,7 +169,7 @@ class Snapshot:
             return views(self._mapping, names, slices)
 
     def blank(self) -> None:
-        """Give the modules for which `build` called `restore` weights of zeros, which take no memory.
+        """Set the weights of the modules that `build` restored to zeros, which take no memory on the host.
 
         A standby worker calls it before `rehearse`, because the real weights are set only later, by `open`.
         """
@@ -193,7 +193,7 @@ class Snapshot:
             self._mapping = self._mapped(Mapping)
             for plan in self._plans:
                 self._apply(plan, self._mapping)
-            # Not while bytes arrive: they come from the source, and a copy to a device reads the files itself.
+            # Do not read ahead while bytes arrive: a fetch still writes them, or a copy to a device reads the files.
             if not self.arriving:
                 self._mapping.read_ahead()
 
@@ -208,7 +208,7 @@ class Snapshot:
 
     @contextmanager
     def _named(self) -> Iterator[None]:
-        """Let errors begin with the name."""
+        """Let a SnapshotError of the block begin with the snapshot's name."""
         try:
             yield
         except SnapshotError as error:
@@ -218,12 +218,12 @@ class Snapshot:
 
     @property
     def arriving(self) -> bool:
-        """True while some bytes are not fetched or copied yet. Then operations outside a gate may read other bytes."""
+        """True while bytes are not fetched or copied yet. Then operations outside a gate may read wrong bytes."""
         fetching = self._arrival is not None and not self._arrival.complete
         return fetching or not all(one.complete for _, one in self._uploads)
 
     def awaited(self) -> list[Awaited]:
-        """Return what a `Gate` needs, if some bytes are not fetched or copied yet."""
+        """Return the bytes that are not fetched or copied yet, as the arguments of a `Gate`."""
         if self._mapping is None or not self.arriving:
             return []
         from .restoring.gate import Uncopied, Unlanded  # noqa: PLC0415
@@ -238,13 +238,13 @@ class Snapshot:
         return found
 
     def limit(self, deadline_s: float) -> None:
-        """Let waits for bytes that are arriving end at `deadline_s`, in monotonic seconds."""
+        """End each wait for bytes that are being fetched at `deadline_s`, in monotonic seconds."""
         if self._arrival is not None:
             self._arrival.deadline_s = deadline_s
 
     @property
     def _deadline_s(self) -> float:
-        """When all bytes must be on the devices: the copy may go on for a while after the last one has arrived."""
+        """When all bytes must be on the devices: UPLOAD_TIMEOUT_S after the arrival's deadline, or after its end."""
         arrival = self._arrival
         landed_s = time.monotonic() if arrival is None or arrival.complete else arrival.deadline_s
         return landed_s + UPLOAD_TIMEOUT_S
@@ -252,7 +252,7 @@ class Snapshot:
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait for all bytes. Raises the error of the fetch, or SourceUnavailable after `timeout_s`.
 
-        By default, the limit for the fetch is the deadline of the arrival, and each copy to a device may then take
+        By default, the fetch may take until the deadline of the arrival. Afterwards, each copy to a device may take
         UPLOAD_TIMEOUT_S.
         """
         with self._named():
@@ -263,9 +263,9 @@ class Snapshot:
 
     @property
     def copied(self) -> tuple[float, float] | None:
-        """When the copies to devices began, and when they ended, by the monotonic clock. None if there were none.
+        """When the first copy to a device began and the last one ended, by the monotonic clock. None without copies.
 
-        The end is 0 while they run.
+        The end is 0 while a copy runs.
         """
         if not (found := [one for _, one in self._uploads]):
             return None
@@ -274,7 +274,7 @@ class Snapshot:
 
     @property
     def device_made(self) -> tuple[float, float] | None:
-        """When making the device began and ended, with the context of this process there. None without one."""
+        """When the creation of the device and of the process's context on it began and ended. None without a device."""
         return self._uploads[0][1].device.made_s if self._uploads else None
 
     # -- for `Snapshots.park`
@@ -285,7 +285,7 @@ class Snapshot:
         return [upload.slab for _, upload in self._uploads]
 
     def park(self, slabs: Sequence[torch.Tensor], timeout_s: float = UPLOAD_TIMEOUT_S) -> int:
-        """Give back the memory that the weights have on devices. `slabs` has the slabs of all snapshots."""
+        """Free the device memory of the weights. Return the freed bytes. `slabs` has the slabs of all snapshots."""
         if not self._uploads:
             return 0
         from .restoring.device.parking import park  # noqa: PLC0415
@@ -301,7 +301,7 @@ class Snapshot:
         return freed_bytes
 
     def unpark(self) -> None:
-        """Copy the weights to their devices again. After an error, call it again for the weights that are still parked."""
+        """Copy the weights to their devices again. After an error, call it again for weights that are still parked."""
         if not self._parked:
             return
         from .restoring.device.parking import unpark  # noqa: PLC0415
@@ -313,7 +313,7 @@ class Snapshot:
                 self._parked.pop()
 
     def finish(self) -> None:
-        """Wait until the devices that this process has used have ended all submitted work. Raises the error of a failed device."""
+        """Wait until the devices have done all work of this process. Raises the error of a failed device."""
         for device in self._devices.values():
             device.finish()
 
@@ -330,5 +330,5 @@ class Snapshot:
 
 
 def subject_of(name: str) -> str:
-    """Return how messages name a snapshot: by its key in the settings. "" if it is the only one."""
+    """Return the name of a snapshot in messages, made from its key in the settings. "" for the only snapshot."""
     return f"snapshots.{name}" if name else ""

@@ -1,7 +1,7 @@
 """Defines the object that a handler receives as `context.snapshots`: the snapshots of a function by their names.
 
-A worker opens, awaits and gates all of them together. A function with the setting `snapshot` has one, whose name
-is "", and its handler receives that as `context.snapshot`.
+A worker opens, awaits and gates all snapshots together. A function with the setting `snapshot` has one snapshot, whose
+name is "". Its handler receives this snapshot as `context.snapshot`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Snapshots:
 
     def __init__(self, snapshots: Iterable[Snapshot]) -> None:
         self._named = {one.name: one for one in snapshots}
-        # The snapshots with bytes that are not fetched or copied yet. The gate of each invocation removes complete ones.
+        # The snapshots with bytes that are not fetched or copied yet. Each call of `gate` removes complete snapshots.
         self._arriving: list[Snapshot] = []
 
     def __getitem__(self, name: str) -> Snapshot:
@@ -52,11 +52,11 @@ class Snapshots:
 
     @property
     def only(self) -> Snapshot | None:
-        """The snapshot of the setting `snapshot`. None if the function has named ones."""
+        """The snapshot of the setting `snapshot`. None if the function has named snapshots."""
         return self._named.get("")
 
     def skeleton(self) -> AbstractContextManager[None]:
-        """Return a context in which new modules have parameters without memory, as `Snapshot.skeleton`."""
+        """Return a context in which new modules have parameters without memory. See `Snapshot.skeleton`."""
         return next(iter(self._named.values())).skeleton()
 
     def restore(
@@ -71,7 +71,7 @@ class Snapshots:
         """Set the weights of a module from several snapshots, such as a base and an adapter.
 
         See `Snapshot.restore`. `prefixes` and `ignore` map the name of a snapshot to its `prefix` and `ignore`. If
-        several snapshots have a tensor, a snapshot is passed over if its `ignore` fits the tensor's name.
+        several snapshots have a tensor, a snapshot whose `ignore` fits the tensor's name does not supply it.
         Raises SnapshotMismatch if a tensor of the module is in no snapshot or in several, or does not fit, or
         if a snapshot has a tensor that the module does not have. The error names the tensors and the snapshots.
         """
@@ -79,7 +79,7 @@ class Snapshots:
             from .restoring.plan import Supply, make_plans  # noqa: PLC0415  only restoring loads torch
 
         for name in (*prefixes, *ignore):
-            # It raises if there is none.
+            # Raises SnapshotError if there is no snapshot with this name.
             _ = self[name]
         supplies = {
             name: Supply(one.manifest, prefixes.get(name, ""), ignore.get(name, ()))
@@ -91,36 +91,37 @@ class Snapshots:
     # -- for workers
 
     def blank(self) -> None:
-        """Give the modules that `build` has restored weights of zeros, as `Snapshot.blank`."""
+        """Set the weights of the modules that `build` restored to zeros, as `Snapshot.blank` does."""
         for one in self._named.values():
             one.blank()
 
     def open(self) -> None:
-        """Map the files of all snapshots and apply the plans that `build` made. Raises as `Snapshot.open`."""
+        """Map the files of all snapshots and apply the plans that `build` made. Raises what `Snapshot.open` raises."""
         for one in self._named.values():
             one.open()
         self._arriving = [one for one in self._named.values() if one.arriving]
 
     def park(self) -> int:
-        """Give back the memory that the weights have on devices, and return how many bytes that were.
+        """Free the device memory of the weights. Return the number of freed bytes.
 
-        On the host, weights are pages of files, which the kernel takes back itself when it needs memory. What the
-        handler has changed, and other tensors of the modules on the device, are kept on the host. Nothing may use the
-        modules until `unpark`. Raises SnapshotError if the copy to the device has not ended in time.
+        Weights on the host stay, because they are pages of files, which the kernel evicts itself when it needs memory.
+        Weights that the handler has changed, and the modules' other tensors on the device, are copied to the host.
+        Nothing may use the modules until `unpark`. Raises SnapshotError if an upload of weights does not end in time.
         """
         slabs = [slab for one in self._named.values() for slab in one.slabs]
         return sum(one.park(slabs) for one in self._named.values())
 
     def finish(self) -> None:
-        """Wait until the devices that this process has used have ended all submitted work. Raises the error of a failed device."""
+        """Wait until the devices have done all work of this process. Raises the error of a failed device."""
         for one in self._named.values():
             one.finish()
 
     def unpark(self) -> None:
-        """Copy the weights to their devices again. The objects of the modules are the same, their addresses are not.
+        """Copy the weights to their devices again. The modules keep their tensor objects, but at new addresses.
 
-        Until the weights are there, operations need a `gate` that is entered afterwards, or `wait`. Raises
-        SnapshotError if a device has no room. Then call it again for the weights that are still parked.
+        The copy goes on after `unpark` returns. Before operations use the weights, call `wait`, or run the operations
+        in a `gate` that was entered after `unpark`. Raises SnapshotError if a device has no room. Then call `unpark`
+        again for the weights that are still parked.
         """
         for one in self._named.values():
             one.unpark()
@@ -128,11 +129,11 @@ class Snapshots:
 
     @property
     def arriving(self) -> bool:
-        """True while some bytes are not fetched or copied yet. Then operations outside a `gate` may read other bytes."""
+        """True while bytes are not fetched or copied yet. Then operations outside a `gate` may read wrong bytes."""
         return any(one.arriving for one in self._named.values())
 
     def gate(self) -> AbstractContextManager[Any]:
-        """Return a context in which each operation of this thread waits for the bytes of its tensors."""
+        """Return a context in which each torch operation of this thread waits for the bytes of its tensors."""
         if not self._arriving:
             return nullcontext()
         self._arriving = [one for one in self._arriving if one.arriving]
@@ -144,16 +145,16 @@ class Snapshots:
         return Gate(*awaited)
 
     def limit(self, deadline_s: float) -> None:
-        """Let waits for bytes that are arriving end at `deadline_s`, in monotonic seconds."""
+        """End each wait for bytes that are being fetched at `deadline_s`, in monotonic seconds."""
         for one in self._named.values():
             one.limit(deadline_s)
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Wait for all bytes. Raises the error of the first fetch that fails, or SourceUnavailable as `Snapshot.wait`."""
+        """Wait for all bytes. Raises the error of the first fetch that fails, or what else `Snapshot.wait` raises."""
         if len(self._named) == 1:
             next(iter(self._named.values())).wait(timeout_s)
             return
-        # A thread for each: the last one may fail at once while the first one still arrives for an hour.
+        # Wait for each snapshot in a thread of its own: the last may fail at once while the first arrives for an hour.
         ended: SimpleQueue[Exception | None] = SimpleQueue()
         for one in self._named.values():
             Thread(target=_wait_for, args=(one, timeout_s, ended), name="snapshot-wait", daemon=True).start()
@@ -162,7 +163,7 @@ class Snapshots:
                 raise error
 
     def record(self, run: Callable[[], Any]) -> dict[str, Manifest]:
-        """Call `run`. Return for each snapshot its manifest with the order of first touch, as `Snapshot.record`."""
+        """Call `run`. Return each snapshot's manifest with the order in which `run` first read the tensors."""
         recorded: dict[str, Manifest] = {}
 
         def record_one(name: str, one: Snapshot, inner: Callable[[], Any]) -> None:

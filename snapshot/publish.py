@@ -17,7 +17,7 @@ from ..errors import CacheError, SnapshotError, StorageFull
 
 @contextmanager
 def publish(path: Path, mode: int = 0o644, *, durable: bool = True) -> Iterator[IO[bytes]]:
-    """Yield a stream to write file `path`, which does not change before the block ends without an error.
+    """Yield a stream. When the block ends without an error, the written bytes become file `path`.
 
     Without `durable`, nothing is synced: after a power loss, `path` may be incomplete.
     """
@@ -40,8 +40,8 @@ def publish(path: Path, mode: int = 0o644, *, durable: bool = True) -> Iterator[
 def publish_folder(path: Path) -> Iterator[Path]:
     """Yield a new folder, which is renamed to `path` when the block ends. The caller must sync its files.
 
-    Raises SnapshotError if `path` exists and is not an empty folder. Raises CacheError for any OSError, also
-    of the block.
+    Raises SnapshotError if `path` exists and is not an empty folder. Raises CacheError for any OSError, also for an
+    OSError that the block raises.
     """
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
         raise SnapshotError(f"{path} is there and not empty.", remedy="Choose a folder that does not exist.")
@@ -61,13 +61,13 @@ def publish_folder(path: Path) -> Iterator[Path]:
 
 
 def _beginning(path: Path) -> str:
-    """Return the beginning of a hidden name for what becomes `path`. It leaves room for a random ending."""
-    # A character may take 4 of the 255 bytes that a name may have.
+    """Return the beginning of a hidden name for a file or folder that is renamed to `path` later."""
+    # 50 characters take at most 200 of the 255 bytes that a name may have. A random ending follows.
     return f".{path.name[:50]}."
 
 
 def sync(path: Path) -> None:
-    """Flush to the disk: the bytes if `path` is a file, the list of names if it is a folder."""
+    """Flush the bytes of file `path`, or the list of names in folder `path`, to the disk."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
