@@ -38,13 +38,9 @@ def park(
     parameter or buffer of the module uses is not found, and stays.
     """
     device, spans = upload.device, upload.layout.spans
-    if upload.end(timeout_s):
-        device.finish()
-        kept = {one: _on_host(upload.slab[spans[one].begin : spans[one].end]) for one in _changed(upload)}
-    else:
-        # The copy has failed, so no operation could use the copied weights.
-        device.finish()
-        kept = upload.kept
+    upload.end(timeout_s)
+    device.finish()
+    kept = {one: _on_host(upload.slab[spans[one].begin : spans[one].end]) for one in _changed(upload)}
     storage = upload.slab.untyped_storage()
     found = [(one, _on_host(_bytes_of(one))) for one in _others(module, upload.slab.device, slabs)]
     freed_bytes = storage.nbytes() + sum(one.nbytes() for one, _ in found)
@@ -85,7 +81,10 @@ def _put_back(device: Device, others: list[tuple[UntypedStorage, Tensor]]) -> No
 
 
 def _changed(upload: DeviceUpload) -> list[int]:
-    """Return the numbers of the spans whose bytes differ from the bytes of the snapshot."""
+    """Return the numbers of the spans on the device whose bytes differ from the bytes of the snapshot.
+
+    After an upload that has failed, some spans are not on the device. No operation could change these.
+    """
     spans = upload.layout.spans
     # Spans without a checksum were put back from the host because they had changed before, or the upload makes none.
     copied = sorted(upload.sums)
@@ -94,7 +93,7 @@ def _changed(upload: DeviceUpload) -> list[int]:
         before = torch.stack([upload.sums[number] for number in copied])
         now = torch.stack([upload.sum_of(spans[one]) for one in copied])
         changed.update(copied[at] for at in (before != now).nonzero().flatten().tolist())
-    return sorted(changed)
+    return sorted(one for one in changed if upload.has(spans[one].begin, spans[one].end))
 
 
 def _on_host(content: Tensor) -> Tensor:

@@ -176,7 +176,6 @@ def test_an_unpark_that_fails_can_be_tried_again(stored: tuple[Path, Manifest]) 
     assert torch.equal(answer(net, snapshots), right)
 
 
-@pytest.mark.xfail(strict=True, reason="after a failed upload, changes of what it has copied are forgotten")
 def test_changes_of_what_an_unpark_that_fails_has_copied_are_kept(tmp_path: Path) -> None:
     """The last shard is missing. The handler changes a weight of the first one, and is parked again."""
     torch.manual_seed(0)
