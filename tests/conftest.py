@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import gc
 import os
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -14,6 +16,7 @@ import httpx
 import hypothesis
 import pytest
 import pytest_asyncio
+import slow_suites
 import uvloop
 from browser import REQUIRED as BROWSER_REQUIRED
 from containers import REQUIRED as CONTAINERS_REQUIRED
@@ -41,9 +44,11 @@ LONGEST = (
 )  # fmt: skip
 
 
-def pytest_report_header() -> str:
+def pytest_report_header() -> list[str]:
+    suites = "; ".join(_left_out()) or "none"
     containers = "required" if CONTAINERS_REQUIRED else "skipped where podman is missing"
-    return f"containers: {containers}; browser: {'required' if BROWSER_REQUIRED else 'skipped where Chromium is missing'}"
+    browser = "required" if BROWSER_REQUIRED else "skipped where Chromium is missing"
+    return [f"containers: {containers}; browser: {browser}", f"slow suites that are left out: {suites}"]
 
 
 @pytest.hookimpl(wrapper=True)
@@ -55,6 +60,16 @@ def pytest_collection() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leave out the slow suites whose paths have not changed."""
+    return any(slow_suites.is_of(collection_path, tests) for tests in _left_out().values()) or None
+
+
+@functools.cache
+def _left_out() -> Mapping[str, list[str]]:
+    return slow_suites.unchanged()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,5 +1,6 @@
-"""Decides when a condition of a function begins and ends, and when an alert is sent. Its methods take the time as an
-argument.
+"""Decides when a condition of a function begins and ends, and when an alert is sent.
+
+Its methods take the time as an argument.
 """
 
 from __future__ import annotations
