@@ -1,5 +1,6 @@
-"""Holds the plugins that ship with pilotflame, each in a folder of its own: dialects, event sources, commands.
+"""Holds the plugins that ship with pilotflame (dialects, event sources, commands), each in a folder of its own.
 
-A plugin is found by its entry points in pyproject.toml (`entry_points.py`). No other room imports a plugin, and a plugin
-imports no other folder here but `predictions`, which two dialects share. docs/plugins.md shows how to write a plugin.
+`entry_points.py` finds the plugins by their entry points in pyproject.toml. No other room imports a plugin. A plugin
+may import the folder `predictions`, which two dialects share, but no other plugin. docs/plugins.md shows how to write
+a plugin.
 """

@@ -1,4 +1,7 @@
-"""Recognises AWS Lambda's handlers: `lambda_handler`, or `handler(event, context)` in a file with a usual name of Lambda."""
+"""Recognises AWS Lambda's handlers: `lambda_handler`, or `handler(event, context)` in a file that Lambda users name so.
+
+`FILES` lists these file names.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,8 @@ from ....handlers.dialect import OWN, OWN_NAME, Dialect
 from ....handlers.source_file import SourceFile
 
 LAMBDA_NAME = "lambda_handler"
-# In files of these names, `handler(event, context)` is a Lambda handler. In others it is pilotflame's own.
+# In a file with one of these names, `handler(event, context)` is a Lambda handler. In any other file, `handler` is
+# pilotflame's own.
 FILES = ("lambda_function.py", "app.py", "index.py")
 
 

@@ -1,4 +1,4 @@
-"""Describes errors as AWS Lambda does: a function's error as its output, any other error as an error of the request."""
+"""Describes errors as AWS Lambda does: the function's error is the output, and any other error fails the request."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ....errors import PilotflameError
 from ....handlers.codec import JSON_TYPE
 from ...http.responses import Response, retry_headers
 
-# Errors of the function, sent with status 200 and the header X-Amz-Function-Error. All others, and
-# RevisionRetired (see `_ended`), belong to the request or the gateway and keep their own status.
+# The errors of the function. They are sent with status 200 and the header X-Amz-Function-Error. Every other error, and
+# RevisionRetired (see `LambdaApi._ended`), is an error of the request or of the gateway and keeps its own status.
 FUNCTION_ERRORS = (
     errors.HandlerError, errors.HandlerFailed, errors.OutputInvalid, errors.InputInvalid, errors.WorkerDied,
     errors.DeadlineExceeded, errors.ActivationFailed,
@@ -52,9 +52,9 @@ def aws_error(error: PilotflameError, request_id: str) -> Response:
 
 
 def function_error(error: PilotflameError, request_id: str, *, private: bool = False) -> dict[str, object]:
-    """Return the body for a function's error. If a Lambda handler raised it, its details hold the fields.
+    """Return the body for a function's error; with `private`, the body includes the stack.
 
-    With `private`, it includes the stack.
+    The details of an error that a Lambda handler raised hold `errorMessage` and `errorType`.
     """
     details = error.details
     usual = next((name for cls, name in ERROR_TYPES if isinstance(error, cls)), error.code)

@@ -47,7 +47,7 @@ class Configuration(TypedDict):
 
 
 class DescribedFunction(TypedDict):
-    """A function. Its code is not for download."""
+    """A function. Its code cannot be downloaded."""
 
     Configuration: Configuration
     Code: dict[str, str]
@@ -103,12 +103,12 @@ class FunctionsApi:
 
 
 def find_live(request: web.Request, backend: Backend) -> tuple[Live, str]:
-    """Return the function and the qualifier that the request names; "" if it names none.
+    """Return the function and the qualifier that the request names. Without a qualifier, return "" for it.
 
-    Raises UnknownFunction unless the qualifier is $LATEST, or the number, the id or an alias of the live
-    revision, and MalformedRequest if the name and the parameter have different qualifiers.
+    Raises UnknownFunction if the qualifier is not $LATEST, nor the number, the id or an alias of the live
+    revision. Raises MalformedRequest if the name and the parameter have different qualifiers.
     """
-    # The text is `name`, `account:function:name` or an ARN, and each may end with `:qualifier`.
+    # The path holds `name`, `account:function:name` or an ARN. Each of these may end with `:qualifier`.
     name, _, qualifier = _BEFORE_NAME.sub("", request.match_info["name"]).partition(":")
     caller_of(request).check(name)
     live = backend.functions.get(name)

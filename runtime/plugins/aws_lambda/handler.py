@@ -29,7 +29,7 @@ from ....machine import memory_bytes
 ACCOUNT = "000000000000"
 VERSION = "$LATEST"
 DEFAULT_REGION = "us-east-1"
-# The remaining time of an invocation without a deadline: the longest timeout of Lambda.
+# The remaining time that an invocation without a deadline reports. It is the longest timeout that Lambda allows.
 _MAX_REMAINING_MS = 900_000
 # A run of at least 19 digits. orjson reads all shorter integers exactly.
 _LONG_NUMBER = re.compile(rb"[0-9]{19}")
@@ -40,8 +40,8 @@ _CLIENT = ("installation_id", "app_title", "app_version_name", "app_version_code
 def resolve_lambda(root: Path, entry: Entry, function: str) -> Handler:
     """Import the file of `entry` and return the Handler for the function that `entry` names.
 
-    `function` is the name in AWS's context object and environment variables, by default the folder's. Raises
-    HandlerImportError if the file cannot be imported, HandlerSignatureError if the function cannot be used.
+    `function` is the name in AWS's context object and environment variables. If it is empty, the folder's name is used.
+    Raises HandlerImportError if the file cannot be imported, HandlerSignatureError if the function cannot be used.
     """
     function = function or root.name
     module = import_file(root, root / entry.file, prepare=lambda: _set_environment(root, entry, function))
@@ -76,7 +76,7 @@ class ObjectInput(InputCodec):
 
 
 class ExactOutput(LenientOutput):
-    """Encodes what AWS's runtime encodes: also Decimals and integers of any size, with all their digits."""
+    """Encodes all that AWS's runtime encodes, including Decimals and integers of any size, with all their digits."""
 
     def encode(self, answer: Any, accept: str = "") -> tuple[bytes, str]:
         try:
@@ -91,7 +91,7 @@ class ExactOutput(LenientOutput):
 
 
 def _exact(value: Any) -> Any:
-    """Return `value` with all numbers that orjson cannot write as fragments of JSON."""
+    """Return `value`, in which fragments of JSON replace all numbers that orjson cannot write."""
     if isinstance(value, dict):
         return {_key(key): _exact(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -106,7 +106,7 @@ def _exact(value: Any) -> Any:
 
 
 def _key(key: Any) -> str:
-    """Return a dictionary's key as `json.dumps` writes it. Raises TypeError for other types."""
+    """Return a dictionary's key as `json.dumps` writes it. Raises TypeError for a key that `json.dumps` refuses."""
     return key if isinstance(key, str) else str(next(iter(json.loads(json.dumps({key: None})))))
 
 
@@ -139,7 +139,7 @@ class LambdaContext:
 
 
 def _client_context(sent: Mapping[str, Any] | None) -> SimpleNamespace | None:
-    """Return the ClientContext that the caller sent, as AWS's runtime shows it, or None."""
+    """Return the caller's ClientContext in the form of AWS's runtime, or None if the caller sent no ClientContext."""
     if sent is None:
         return None
     client = sent.get("client")
@@ -149,7 +149,7 @@ def _client_context(sent: Mapping[str, Any] | None) -> SimpleNamespace | None:
 
 
 class LambdaCaller:
-    """Calls the user's function. If it raises, the details of HandlerFailed have Lambda's errorType etc."""
+    """Calls the user's function. If it fails, raises HandlerFailed with Lambda's errorType and errorMessage."""
 
     def __init__(self, function: Callable[..., Any], root: Path) -> None:
         self._function = function
@@ -180,7 +180,7 @@ class LambdaCaller:
 
 
 def _set_environment(root: Path, entry: Entry, function: str) -> None:
-    """Set the main environment variables that AWS sets before it imports a handler, unless they are set."""
+    """Set the main environment variables that AWS sets before it imports a handler. Keep those that are set already."""
     memory_mb = memory_bytes() >> 20
     stream = f"{datetime.now(UTC):%Y/%m/%d}/[{VERSION}]{os.getpid():032x}"
     region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or DEFAULT_REGION

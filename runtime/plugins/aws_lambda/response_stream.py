@@ -1,8 +1,8 @@
 """Sends an output as AWS Lambda's response stream: binary messages of the media type application/vnd.amazon.eventstream.
 
-A message is: its length, the length of its headers and the CRC-32 of both, then the headers, the payload and
-the CRC-32 of all before it. Numbers have 4 bytes, the highest first. The messages are `PayloadChunk`, with
-bytes of the output, and as the last one `InvokeComplete`, a JSON object.
+A message consists of its length, the length of its headers, the CRC-32 of these two numbers, the headers, the payload
+and the CRC-32 of all bytes before. Each number has 4 bytes, the highest byte first. `PayloadChunk` messages carry the
+bytes of the output. The last message, `InvokeComplete`, carries a JSON object.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from .failures import function_error
 EVENT_STREAM_TYPE = "application/vnd.amazon.eventstream"
 MAX_PAYLOAD_BYTES = 1 << 20
 """Clients refuse larger messages: botocore allows 16 MiB, and AWS's own service sends at most 1 MiB."""
-# In a message's header: the type of a value that is text.
+# In a header of a message, this number says that the value is text.
 _TEXT = 7
 
 
 class ResponseStream(EventStream):
-    """The response to an invocation as an event stream of AWS. Its header is sent before the first message."""
+    """The response to an invocation as an event stream of AWS. The HTTP headers are sent before the first message."""
 
     def __init__(self, request: web.Request, invocation: Invocation, headers: Mapping[str, str]) -> None:
         super().__init__(
@@ -45,7 +45,7 @@ class ResponseStream(EventStream):
     async def complete(
         self, error: PilotflameError | None, log: str, *, private: bool = False
     ) -> web.StreamResponse:
-        """Send the last message, with the function's error, if there is one. With `private`, with its stack."""
+        """Send the last message, with the function's error if it failed. `private` adds the stack to the error."""
         found: dict[str, object] = {"LogResult": log} if log else {}
         if error is not None:
             failure = function_error(error, self._invocation.id, private=private)
@@ -59,7 +59,7 @@ class ResponseStream(EventStream):
 
 
 def _payload(piece: bytes) -> bytes:
-    """Return the bytes for a piece of the output: text as it is, any other value as a line of JSON."""
+    """Return a piece of the output as bytes: a string without its JSON quotes, any other value as a line of JSON."""
     value = orjson.loads(piece) if piece.startswith(b'"') else None
     return value.encode() if isinstance(value, str) else piece + b"\n"
 
@@ -73,7 +73,7 @@ def _chunks(payload: bytes) -> bytes:
 def _message(event: str, content_type: str, payload: bytes) -> bytes:
     named = {":message-type": "event", ":event-type": event, ":content-type": content_type}
     headers = b"".join(_header(name, value) for name, value in named.items())
-    # 16: the two lengths and the two checksums.
+    # The two lengths and the two checksums have 16 bytes.
     prelude = struct.pack(">II", 16 + len(headers) + len(payload), len(headers))
     message = prelude + struct.pack(">I", zlib.crc32(prelude)) + headers + payload
     return message + struct.pack(">I", zlib.crc32(message))

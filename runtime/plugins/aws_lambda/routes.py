@@ -1,4 +1,4 @@
-"""Serves AWS Lambda's invocation routes: waits for the output, streams it, submits a job, or checks the name."""
+"""Serves AWS Lambda's invocation routes, which wait for the output, stream it, submit a job, or only check the name."""
 
 from __future__ import annotations
 
@@ -58,7 +58,8 @@ class LambdaApi(ApiPlugin):
         self._backend, self._described = backend, FunctionsApi(backend)
 
     def routes(self) -> list[Route]:
-        # Not {function}, which the guard would check: the variable may hold an ARN. `_live` checks it.
+        # The path's variable may hold an ARN, so it is {name}. The guard would check a variable {function} as a name.
+        # `_live` checks {name}.
         shared: dict[str, Any] = {
             "body": Any, "body_required": False, "parameters": PARAMETERS, "errors": (400, 408, 413, 500, 503),
             "aws_signed": True, "error_format": aws_error, "error_type": LambdaError | ErrorBody,
@@ -82,7 +83,7 @@ class LambdaApi(ApiPlugin):
         return await self._respond(request, {"RequestResponse": self._stream})
 
     async def _respond(self, request: web.Request, kinds: Mapping[str, Any]) -> web.StreamResponse:
-        """Respond with the method that `kinds` has for the invocation type, or to a DryRun."""
+        """Respond to a DryRun here, and to any other invocation type with its method in `kinds`."""
         request_id = request_id_of(request.headers)
         try:
             live, qualifier = self._live(request)
@@ -93,7 +94,7 @@ class LambdaApi(ApiPlugin):
                 remedy = f"One of {', '.join((*kinds, 'DryRun'))}."
                 raise BadInput(f"X-Amz-Invocation-Type is {kind[:40]!r}.", remedy=remedy)
             response: web.StreamResponse = await kinds[kind](request, request_id)
-        # Not left to the middleware, which would make a new request id.
+        # The middleware would also answer this error, but with a new request id.
         except PilotflameError as error:
             return aws_error(error, request_id).response()
         return response
@@ -118,7 +119,7 @@ class LambdaApi(ApiPlugin):
             answer = await self._ended(live, invocation)
             tail = _log_tail(invocation)
         except CrashLoop as error:
-            # Like AWS, report a failed initialisation as a failure of the function.
+            # AWS reports a failed initialisation as a failure of the function, so this gateway does, too.
             (live, qualifier), answer, tail = self._live(request), error, ""
         sent = _headers(request_id, live, qualifier)
         if tail:
@@ -130,7 +131,7 @@ class LambdaApi(ApiPlugin):
         return web.Response(body=answer.payload, headers=sent | {"Content-Type": answer.content_type})
 
     async def _stream(self, request: web.Request, request_id: str) -> web.StreamResponse:
-        """Send the output as an event stream. Close the connection if it does not end at the deadline."""
+        """Send the output as an event stream. Close the connection if the output has not ended by the deadline."""
         live, qualifier, invocation = await self._begin(request, request_id)
         events = ResponseStream(request, invocation, _headers(request_id, live, qualifier))
         left_s = max(0.0, invocation.deadline_s - time.monotonic())
@@ -152,9 +153,9 @@ class LambdaApi(ApiPlugin):
     async def _streamed(
         self, live: Live, invocation: Invocation, events: ResponseStream
     ) -> Output | PilotflameError:
-        """Wait for the end as `_ended`, and send an output that was not streamed.
+        """Wait for the invocation's end like `_ended`, and send an output that was not streamed.
 
-        Raises no error once the response has begun, because its status cannot be changed.
+        Once the response has begun, its status cannot be changed. Then this method returns errors and raises none.
         """
         try:
             answer = await self._ended(live, invocation)
@@ -190,21 +191,21 @@ class LambdaApi(ApiPlugin):
         return live, qualifier, invocation
 
     async def _ended(self, live: Live, invocation: Invocation) -> Output | PilotflameError:
-        """Wait for the end. Return the output or one of FUNCTION_ERRORS; raise all other errors.
+        """Wait for the invocation's end. Return the output or one of FUNCTION_ERRORS; raise all other errors.
 
-        RevisionRetired is raised, too: the revision was replaced, which is no failure of the function.
+        RevisionRetired is also raised. It means that the revision was replaced, not that the function failed.
         """
         try:
             answer = await _collect(invocation)
         except PilotflameError as error:
             if not invocation.ended:
-                # The output is too large.
+                # `_collect` has raised OutputInvalid, because the output is too large.
                 live.revision.cancel(invocation, error)
             if isinstance(error, RevisionRetired) or not isinstance(error, FUNCTION_ERRORS):
                 raise
             return error
         finally:
-            # It has not ended if the caller has disconnected.
+            # The invocation still runs if the caller has disconnected.
             if not invocation.ended:
                 live.revision.cancel(invocation)
         return answer
@@ -214,7 +215,7 @@ class LambdaApi(ApiPlugin):
 
 
 def _extra(headers: Mapping[str, str]) -> dict[str, Any]:
-    """Return the fields of `context.extra` from the header ClientContext. Raises BadInput if the header is invalid."""
+    """Return the header X-Amz-Client-Context as fields for `context.extra`. Raises BadInput if it is invalid."""
     sent = headers.get(CLIENT_CONTEXT_HEADER)
     if not sent:
         return {}
@@ -231,7 +232,7 @@ def _extra(headers: Mapping[str, str]) -> dict[str, Any]:
 
 
 async def _collect(invocation: Invocation) -> Output:
-    """Return the output. A stream's output is a JSON array. Raises OutputInvalid if the array is too large."""
+    """Return the output; the pieces of a stream as one JSON array. Raises OutputInvalid if the array is too large."""
     if invocation.stream is None:
         return await invocation.output
     pieces, size = [], 0
@@ -247,7 +248,7 @@ async def _collect(invocation: Invocation) -> Output:
 
 
 def _log_tail(invocation: Invocation) -> str:
-    """Return the end of the invocation's log in base64 if its caller has asked for the log, else ""."""
+    """Return the end of the invocation's log in base64, or "" if the caller has not asked for the log."""
     if invocation.capture is None:
         return ""
     printed, took_ms = invocation.capture.text(), invocation.timeline.exec_s * 1000

@@ -53,7 +53,7 @@ def batch(
     inputs = Inputs.open(source)
     path = _working_file(output)
     remote = output != str(path)
-    # A batch that is resumed has made this check when it began.
+    # A resumed batch already has a working file. Such a batch checked the output when it began.
     if remote and not restart and not path.exists():
         _check_absent(output)
     journal = Journal(path, function=function, digest=inputs.digest, restart=restart)
@@ -112,7 +112,7 @@ def _report(journal: Journal, resumed_at: int, output: str, seconds: float, *, a
 
 
 def _working_file(output: str) -> Path:
-    """Return the local file that answers are appended to. For S3 it is uploaded at the end."""
+    """Return the local file that answers are appended to. If `output` is on S3, the file is uploaded at the end."""
     if not output.startswith("s3://"):
         return Path(output)
     folder = default_state_dir() / "batches"

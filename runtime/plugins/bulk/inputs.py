@@ -19,9 +19,9 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 @dataclass(frozen=True, slots=True)
 class InputLine:
-    """One line. `number` counts from 1 and goes on from file to file; `place` names the file and its line.
+    """A line of an input file. `place` names the file and the number of the line in this file.
 
-    `end` counts the bytes of all files up to the end of this line.
+    `number` counts the lines of all files from 1. `end` counts the bytes of all files up to the end of this line.
     """
 
     number: int
@@ -31,7 +31,7 @@ class InputLine:
 
 
 class Inputs:
-    """The input files in one source. Their lines are read in the order of the files' names."""
+    """The input files in one source. The files are read in the order of their names."""
 
     def __init__(self, source: Source, names: list[str]) -> None:
         self._source = source
@@ -60,7 +60,7 @@ class Inputs:
 
     @property
     def digest(self) -> str:
-        """A digest of the files' names, sizes and versions: it differs if a file may have changed."""
+        """A digest of the files' names, sizes and versions. Another digest means that a file may have changed."""
         facts = [(name, info.size_bytes, info.version) for name, info in self._infos.items()]
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 

@@ -1,8 +1,8 @@
 """Writes the journal of a batch: its output file, and a second file, the note, that identifies the batch.
 
-Lines are appended in order, so their number says where to resume after a crash; an incomplete last line is
-cut off. The note is deleted at the end: an output file without a note is finished, or was not written by a
-batch.
+Answers are appended in the order of the input lines. So the number of lines in the output says where to resume after a
+crash. An incomplete last line is cut off. At the end the batch deletes the note. So an output file without a note is
+either finished or was not written by a batch.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Journal:
             raise
 
     def append(self, line: bytes) -> None:
-        """Append the next line to the output, and count it. It is on disk only after `sync`."""
+        """Append the next line to the output, and count it. Only `sync` makes sure that the line is on disk."""
         left = memoryview(line + b"\n")
         while left:
             left = left[os.write(self._output, left) :]
@@ -65,10 +65,10 @@ class Journal:
         self._output = self._lock = -1
 
     def _claim(self, identity: dict[str, str], restart: bool) -> None:
-        """Lock the output, and continue its unfinished batch. Without one, or on `restart`, begin anew.
+        """Lock the output, and continue its unfinished batch. Begin anew if there is no such batch, or on `restart`.
 
-        Raise BatchFailed if another process has locked the output. Without `restart`, also raise it if the
-        unfinished batch is not that of `identity`, or if the output has lines but no unfinished batch.
+        Raise BatchFailed if another process has locked the output. Without `restart`, also raise BatchFailed if the
+        unfinished batch has another identity, or if the output has lines but no unfinished batch.
         """
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -105,7 +105,7 @@ class Journal:
             return
         with mmap.mmap(self._output, size, prot=mmap.PROT_READ) as written:
             end = written.rfind(b"\n") + 1
-            # After a power loss the last pages may contain zeros, so that several lines are not JSON.
+            # After a power loss the last pages of the file may contain zeros. Then several lines are not JSON.
             while end and not _is_json(written[written.rfind(b"\n", 0, end - 1) + 1 : end - 1]):
                 end = written.rfind(b"\n", 0, end - 1) + 1
             while written.tell() < end:
@@ -118,7 +118,7 @@ def _is_failure(line: bytes) -> bool:
     """Return True if `line` is the error object of an input line that failed."""
     if not line.startswith(ERROR_START):
         return False
-    # A function's answer may also contain "error", but without the number of the input line.
+    # A function's own answer may also start with "error", but it does not contain the number of the input line.
     error = json.loads(line)["error"]
     return isinstance(error, dict) and "line" in (error.get("details") or {})
 

@@ -1,8 +1,7 @@
 """Runs lines as jobs of a gateway, many at a time, and writes their answers in order.
 
-Each line has an idempotency key, so that a retry does not run it twice. This module uses aiohttp, and not
-httpx like the other commands: with 64 requests in flight on two cores, aiohttp sends 1,000 requests a second,
-httpx 140.
+Each line has an idempotency key, so that a retry does not run it twice. The other commands use httpx, but this module
+uses aiohttp: with 64 requests in flight on two cores, aiohttp sends 1,000 requests a second, and httpx sends 140.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from ....errors import BadInput, GatewayError, PilotflameError
 from .inputs import InputLine
 from .journal import Journal
 
-# If n lines may be in flight, up to AHEAD * n lines may be started without a written answer. An answer waits in
-# memory until the answers of all earlier lines are written.
+# An answer waits in memory until the answers of all earlier lines are written. If n lines may be in flight, the lines
+# that have been started and whose answers are not yet written are at most AHEAD * n.
 AHEAD = 8
 READ_LINES = 512
 READ_BYTES = 4 << 20
@@ -32,9 +31,9 @@ ANSWER_TIMEOUT_S = WAIT_MS / 1000 + 60.0
 CONNECT_TIMEOUT_S = 10.0
 PAUSE_S = 0.1
 MAX_PAUSE_S = 5.0
-# The batch fails if every request has failed for this long.
+# The batch fails if every request has failed for PATIENCE_S.
 PATIENCE_S = 60.0
-# The same limit until the first request succeeds: a gateway that has never answered probably has another URL.
+# Until the first request succeeds, this limit applies: the URL of a gateway that never answered is probably wrong.
 FIRST_PATIENCE_S = 10.0
 _ERRORS_OF_LINE = frozenset({400, 409, 410, 413, 415, 422})
 _TEMPORARY = frozenset({408, 429, 500, 502, 503, 504})
@@ -48,16 +47,16 @@ class Submitter:
         self, url: str, function: str, *, api_key: str, run: str, patience_s: float = PATIENCE_S,
         authorities: ssl.SSLContext | None = None,
     ) -> None:  # fmt: skip
-        """`run` is the id of the batch, the same after it is resumed. `authorities` sign the gateway's certificate.
+        """`run` is the batch's id, which it keeps when it is resumed. `authorities` sign the gateway's certificate.
 
-        `patience_s` is how long every request may fail before the batch fails.
+        The batch fails after every request has failed for `patience_s` seconds.
         """
         self._gateway = url.rstrip("/")
         self._url = f"{self._gateway}/v2/{quote(function, safe='')}/runsync?wait={WAIT_MS}"
         self._run = run
         self._patience_s = patience_s
         self._allowed_s = min(patience_s, FIRST_PATIENCE_S)
-        """How long every request may fail now."""
+        """The batch fails after every request has failed for this time."""
         self._failing_since_s: float | None = None
         authorization = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._session = aiohttp.ClientSession(
@@ -76,7 +75,7 @@ class Submitter:
     async def answer(self, line: InputLine) -> bytes:
         """Run a line as a job, and return its answer as JSON without line breaks.
 
-        If the line fails, the answer is an error object. Raise a PilotflameError if it concerns all lines.
+        If the line fails, the answer is an error object. Raise a PilotflameError for a failure that concerns all lines.
         """
         try:
             json.loads(line.text)
@@ -94,7 +93,7 @@ class Submitter:
                     self._allowed_s, self._failing_since_s = self._patience_s, None
                     if reply.get("status") in _FINAL:
                         return _answer(line, reply)
-                    # The job is queued or runs. The next request has the same key and waits for this job.
+                    # The job is still queued or running. The next request has the same key, so it waits for this job.
                     pause_s = PAUSE_S
                     continue
                 wire = reply.get("error")
@@ -112,12 +111,12 @@ class Submitter:
         async with self._session.post(self._url, data=body, headers={"Idempotency-Key": key}) as response:
             reply = json.loads(await response.read())
         if not isinstance(reply, dict):
-            # A ValueError, because the caller catches this error for invalid JSON too.
+            # The caller already catches ValueError, which `json.loads` raises for invalid JSON.
             raise ValueError(f"{self._gateway} does not answer as a gateway does")  # noqa: TRY004
         return response.status, reply
 
     def _check_patience(self, why: str) -> None:
-        """Record that a request failed. Raise GatewayError if all have failed for too long."""
+        """Record that a request failed. Raise GatewayError if every request has failed for `_allowed_s` seconds."""
         now_s = time.monotonic()
         if self._failing_since_s is None:
             self._failing_since_s = now_s
@@ -129,7 +128,7 @@ class Submitter:
 
 
 def _failure(line: InputLine, wire: Mapping[str, Any]) -> bytes:
-    """Return the error object that is written instead of the answer of `line`. Its message names the line."""
+    """Return the error object that is written in place of an answer to `line`. The error message names the line."""
     details = {**(wire.get("details") or {}), "line": line.number, "place": line.place}
     message = f"{line.place}: {wire.get('message', 'unknown error')}"
     return dumped({"error": {**wire, "message": message, "details": details}})
@@ -169,8 +168,8 @@ async def run_in_order(
 ) -> None:
     """Call `answer` with each line, up to `max_in_flight` at a time, and append the answers to the journal.
 
-    They are appended in the order of the lines, and `written` is called with each line after that. An error
-    that `answer` raises concerns all lines: it is raised here, and the journal keeps what was appended.
+    The answers are appended in the order of the lines. After each answer, `written` is called with its line. An error
+    that `answer` raises concerns all lines, so it ends the run and is raised here. Answers already appended stay.
     """
     in_flight = asyncio.Semaphore(max_in_flight)
     # Limits the lines that are started and whose answers are not yet written.
@@ -200,7 +199,7 @@ async def run_in_order(
 
 
 def _read(lines: Iterator[InputLine]) -> list[InputLine]:
-    """Return the next lines: at most READ_LINES, or fewer that have READ_BYTES together. Blocks."""
+    """Return the next READ_LINES lines, or fewer lines once they reach READ_BYTES together. Blocks."""
     found: list[InputLine] = []
     size_bytes = 0
     for line in itertools.islice(lines, READ_LINES):

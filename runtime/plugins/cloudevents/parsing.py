@@ -59,7 +59,7 @@ _Extension = bool | Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)] | _Printabl
 
 
 class CloudEvent(BaseModel, extra="allow", strict=True):
-    """An event in structured mode. Attributes besides these are extensions: text, booleans and 32-bit integers."""
+    """An event in structured mode. Any other attribute is an extension: text, a boolean or a 32-bit integer."""
 
     __pydantic_extra__: dict[str, _Extension]
 
@@ -90,19 +90,19 @@ class ReceivedEvent:
 
 
 def is_event(headers: Headers) -> bool:
-    """Return True if a request with these headers has events, in any mode."""
+    """Return True if a request with these headers carries events, in any of the three modes."""
     if _SPECVERSION in headers or _TYPE in headers:
         return True
     kind = headers.get(hdrs.CONTENT_TYPE)
-    # Compared first, because each plain request to /invoke comes here.
+    # Each plain request to /invoke comes here. So compare with the usual type first, which is the cheapest test.
     return kind is not None and kind != JSON_TYPE and kind.lstrip().lower().startswith(FAMILY)
 
 
 def parse(headers: Headers, body: bytes) -> list[ReceivedEvent]:
-    """Return the events of a request. Raises EventInvalid if one is malformed.
+    """Return the events of a request. Raises EventInvalid if an event is malformed.
 
-    Raises UnsupportedMedia if their format or charset is not supported, and InputTooLarge if there are too
-    many events or attributes.
+    Raises UnsupportedMedia if the format or the charset of the events is not supported. Raises InputTooLarge if there
+    are too many events or attributes.
     """
     media = media_type_of(headers)
     if not media.startswith(FAMILY):
@@ -127,7 +127,7 @@ def parse(headers: Headers, body: bytes) -> list[ReceivedEvent]:
 
 
 def _binary(headers: Headers, body: bytes) -> ReceivedEvent:
-    """Return the event of a request in binary mode: headers hold the attributes, the body holds the data."""
+    """Return the event of a request in binary mode, whose headers hold the attributes and whose body holds the data."""
     attributes: dict[str, Any] = {}
     for header, value in headers.items():
         prefix, name = header[: len(PREFIX)].lower(), header[len(PREFIX) :].lower()
@@ -155,7 +155,7 @@ def _decode(header: str, value: str) -> str:
 
 
 def structured_event(found: Any, where: str = "") -> ReceivedEvent:
-    """Return the event in a JSON object. `where` tells in error messages which event of a batch is meant."""
+    """Return the event in a JSON object. Error messages begin with `where`, which names the event of a batch."""
     if not isinstance(found, dict):
         raise EventInvalid(f"{where}The event is not a JSON object.", remedy="Send an object of attributes.")
     sent = {name: value for name, value in found.items() if value is not None and name not in DATA}
@@ -171,7 +171,7 @@ def structured_event(found: Any, where: str = "") -> ReceivedEvent:
     data, kind = found["data"], _kind(content_type)
     if kind and isinstance(data, str):
         return ReceivedEvent(attributes, data.encode(), kind)
-    # JSON is passed on as JSON. So is data that is not a string, even if its type is not JSON.
+    # Data of a JSON type is passed on as JSON. Data that is not a string is also passed on as JSON, whatever its type.
     return ReceivedEvent(attributes, _dump(data, where))
 
 
@@ -183,9 +183,10 @@ def _decode_base64(data: Any, where: str) -> bytes:
 
 
 def _normalize(data: bytes, where: str) -> bytes:
-    """Return JSON data as orjson writes it; empty data stays empty. Raises EventInvalid if it is not JSON.
+    """Return JSON data as orjson writes it; empty data stays empty. Raises EventInvalid if the data is not JSON.
 
-    An event that is sent again, in another mode, must have the same bytes: it belongs to the same job.
+    A sender may repeat an event in another mode. The repeated event belongs to the same job, so both must have the
+    same bytes.
     """
     try:
         return _dump(orjson.loads(data), where) if data else b""
@@ -204,13 +205,13 @@ def _dump(data: Any, where: str) -> bytes:
 
 
 def _kind(content_type: str) -> str:
-    """Return the media type of the handler's input: `content_type`, or "" if that is empty or JSON."""
+    """Return the media type of the handler's input: `content_type`, or "" if `content_type` is empty or JSON."""
     media = content_type.partition(";")[0].strip().lower()
     return "" if media in ("", JSON_TYPE, "text/json") or media.endswith("+json") else content_type
 
 
 def _check(attributes: dict[str, Any], where: str) -> dict[str, Any]:
-    """Return `attributes` unchanged. Raises EventInvalid, or InputTooLarge if they exceed a limit."""
+    """Return `attributes` unchanged. Raises EventInvalid if one is wrong, InputTooLarge if they exceed a limit."""
     try:
         CloudEvent.model_validate(attributes)
     except ValidationError as error:

@@ -1,7 +1,8 @@
-"""Makes the response to a CloudEvent an event, too, which brokers such as Knative's pass on.
+"""Turns the response to a CloudEvent into another CloudEvent, which brokers such as Knative's pass on.
 
-A caller asks for it by `Prefer: reply`, or for structured mode by `Accept: application/cloudevents+json`. A
-handler chooses the attributes by returning an event as JSON, with `specversion`, `type` and `data`.
+A caller asks for such a response with `Prefer: reply`, or in structured mode with
+`Accept: application/cloudevents+json`. To choose the attributes, a handler returns an event as JSON, with
+`specversion`, `type` and `data`.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ...http.requests import preferences_of
 from .parsing import PREFIX, STRUCTURED, ReceivedEvent, structured_event
 
 DEFAULT_TYPE = "pilotflame.output"
-# The characters that the specification allows in a header without percent-encoding: visible ASCII but " and %.
+# The characters that the specification allows in a header without percent-encoding: visible ASCII except " and %.
 _SAFE = "".join(chr(code) for code in range(0x21, 0x7F) if chr(code) not in '"%')
 
 
@@ -29,9 +30,9 @@ def wants_reply(request: web.Request) -> bool:
 
 
 def reply(request: web.Request, cause: ReceivedEvent, response: web.Response) -> web.Response:
-    """Return the response to the event `cause` as an event. Without an output, the response is empty and not an event.
+    """Return `response`, which answers the event `cause`, as an event. If there is no output, the result is empty.
 
-    `response` holds the output. Raises OutputInvalid if that is an event, but not a valid one.
+    Raises OutputInvalid if the output is meant as an event but is not a valid event.
     """
     body, headers = bytes(response.body or b""), response.headers.copy()  # type: ignore[arg-type]
     kind = headers.popone("Content-Type", JSON_TYPE)
@@ -54,7 +55,7 @@ def _event(
         "specversion": "1.0", "id": request_id, "source": request.path, "type": DEFAULT_TYPE,
         "causationid": cause.attributes["id"],
     }  # fmt: skip
-    # Most outputs are no events, so they are not parsed.
+    # Most outputs are not events. So parse only an output that contains "specversion".
     found = orjson.loads(body) if kind == JSON_TYPE and b'"specversion"' in body else None
     if not isinstance(found, dict) or "specversion" not in found:
         return ReceivedEvent(attributes, body, kind)

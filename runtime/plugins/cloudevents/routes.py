@@ -1,7 +1,7 @@
-"""Serves the routes of CloudEvents, whose attributes the handler reads in `context.extra`.
+"""Serves the routes of CloudEvents. A handler reads the attributes of an event in `context.extra`.
 
-On `/v2/{function}/run`, each event becomes a job. On `/invoke/{function}`, the response to an event is the
-output. OPTIONS is the handshake in which a sender of HTTP webhooks asks for permission.
+On `/v2/{function}/run`, each event becomes a job. On `/invoke/{function}`, the response to an event holds the
+output. With OPTIONS, a sender of HTTP webhooks asks for permission before it sends events.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class EventsApi(ApiPlugin):
         ]  # fmt: skip
 
     async def handshake(self, request: web.Request) -> web.StreamResponse:
-        """Allow the sender to send events, at any rate: only the quotas of API keys limit rates."""
+        """Allow the sender to send events at any rate, because only the quotas of API keys limit rates."""
         self._backend.functions.live(request.match_info["function"])
         origin, rate = request.headers.get(ORIGIN, ""), request.headers.get(RATE)
         if not origin or len(origin) > MAX_ORIGIN_CHARS or not origin.isprintable() or not origin.isascii():
@@ -77,12 +77,13 @@ class EventsApi(ApiPlugin):
         return web.Response(headers={"Allow": "POST, OPTIONS", **allowed})
 
     async def invoke(self, request: web.Request) -> web.StreamResponse:
-        """Respond with the output for one event, or with an event if the caller asks for one."""
+        """Call the function with one event. Respond with the output, as an event if the caller asks for an event."""
         if "respond-async" in preferences_of(request):
             return await self.submit(request)
         received_s, name, gateway = time.monotonic(), request.match_info["function"], self._gateway
         request_id = request_id_of(request.headers)
-        # Raise here, so that `refused` does not count the error: invented names would add metrics without limit.
+        # Raise UnknownFunction here, before `refused` counts errors by function: invented names would add metrics
+        # without limit.
         self._backend.functions.live(name)
         try:
             _, body = await self._backend.read_body(request, name)
@@ -104,8 +105,8 @@ class EventsApi(ApiPlugin):
     async def submit(self, request: web.Request) -> web.StreamResponse:
         """Submit a job for each event, and respond once all jobs are stored.
 
-        If one is refused, respond with its error. Then the sender can repeat the request: events whose jobs
-        are stored do not get new ones.
+        If a job is refused, respond with its error. Then the sender can repeat the request: events that already have a
+        stored job get no new job.
         """
         name = request.match_info["function"]
         live, body = await self._backend.read_body(request, name, ASYNC_BODY_BYTES)
@@ -137,7 +138,7 @@ def _single(events: list[ReceivedEvent]) -> ReceivedEvent:
 def _accepted(request: web.Request, found: list[Submitted]) -> web.Response:
     """Return the response, with the ids of the jobs in its body and in the header X-Job-Id.
 
-    With `Prefer: reply`, there is no body: a sender such as Knative's broker would treat it as an event.
+    With `Prefer: reply`, the body is empty, because a sender such as Knative's broker would take a body for an event.
     """
     ids = [job.id for job, _ in found]
     headers = {"X-Job-Id": ",".join(ids[:MAX_HEADER_IDS])} if ids else {}

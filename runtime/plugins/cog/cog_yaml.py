@@ -1,6 +1,6 @@
 """Reads the cog.yaml of a predictor: the packages it needs, and how many predictions run at once.
 
-Its other settings have no effect here. `pilotflame build` installs its system packages.
+The other settings of cog.yaml have no effect here. Only `pilotflame build` installs the system packages.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class CogYaml(_Section):
 
     @classmethod
     def read(cls, folder: Path) -> CogYaml:
-        """Return the settings; the defaults if there is no file. Raises SettingsError if it is malformed."""
+        """Return the settings, or the defaults if there is no cog.yaml. Raises SettingsError if it is malformed."""
         # Imported here, because few functions have such a file.
         import yaml  # noqa: PLC0415
 
@@ -57,11 +57,11 @@ class CogYaml(_Section):
             raise _malformed(" ".join(str(error).split())) from None
 
     def env(self) -> dict[str, str]:
-        """Return the variables that tell the predictor its settings."""
+        """Return the environment variables that pass settings of cog.yaml to the predictor."""
         return {CONCURRENCY: str(self.concurrency.max)} if self.concurrency.max > 1 else {}
 
     def requirements(self, folder: Path) -> str:
-        """Return the lines of the packages that requirements.txt does not have."""
+        """Return the requirements that cog.yaml adds to those in requirements.txt, one a line."""
         lines = list(self.build.python_packages or ())
         named = self.build.python_requirements or REQUIREMENTS_FILE
         file = (folder / named).resolve()

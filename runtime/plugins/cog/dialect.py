@@ -1,4 +1,4 @@
-"""Recognises Cog's predictors: a class in predict.py or run.py, or what cog.yaml names."""
+"""Recognises Cog's predictors: a class in predict.py or run.py, or the class or function that cog.yaml names."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .cog_yaml import COG_YAML, CogYaml
 
 METHODS = {"Predictor": "predict", "Runner": "run"}
 BASES = ("cog.BasePredictor", "cog.BaseRunner")
-# Read as text: importing a parser of YAML takes longer than most deploys.
+# This expression finds the entry without a YAML parser, whose import takes longer than most deploys.
 _ENTRY = re.compile(r"""(?m)^(?:predict|run):\s*["']?([\w./-]+\.py)(?::(\w+))?["']?\s*(?:#.*)?$""")
 
 
@@ -54,7 +54,7 @@ class CogDialect(Dialect):
 
 
 def _predictor(source: SourceFile) -> str:
-    """Return the name of the class that Cog would use; "" if there is none."""
+    """Return the name of the class that Cog would use, or "" if the file has no such class."""
     if not source.imports("cog"):
         return ""
     derived = [one.name for one in source.classes for base in one.bases if source.full_name(base) in BASES]

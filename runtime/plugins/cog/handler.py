@@ -39,7 +39,7 @@ PLAIN = (str, int, float, bool, bytes, type(None))
 def resolve_cog(root: Path, entry: Entry, _function: str = "") -> Handler:
     """Import the predictor that `entry` names and return its Handler.
 
-    Raises HandlerImportError if that fails, HandlerSignatureError if the predictor cannot be used.
+    Raises HandlerImportError if the import fails, HandlerSignatureError if the predictor cannot be used.
     """
     predictor = Predictor(import_file(root, root / entry.file, prepare=_provide_cog), entry)
     inputs, setup = predictor.inputs, predictor.setup
@@ -56,9 +56,9 @@ def _provide_cog() -> None:
 
 
 class Predictor:
-    """The user's class or function that makes predictions: its inputs, and how to call it.
+    """The user's class or function that makes predictions, with its inputs and its callers.
 
-    For a class, `setup` returns the instance of each worker.
+    If it is a class, `setup` returns its instance, and each worker has an instance of its own.
     """
 
     def __init__(self, module: ModuleType, entry: Entry) -> None:
@@ -97,7 +97,7 @@ class Predictor:
         return _after(done, instance) if inspect.isawaitable(done) else instance
 
     def tear_down(self, _context: Context) -> None:
-        """Delete the weights that `setup` was given."""
+        """Delete the weights that the predictor's `setup` has received."""
         self._weights.close()
 
     def _run(self, event: Any, context: Context) -> Any:
@@ -132,7 +132,7 @@ class Predictor:
                         yield await asyncio.to_thread(self._answers.piece, piece, context)
 
     def _files(self, context: Context) -> InputFiles:
-        """Return the files of a prediction. Until they are closed, its code can read its scope."""
+        """Return the files of a prediction, and open its scope. When the files are closed, the scope ends, too."""
         about = _about(context)
         files = InputFiles(context.remaining_ms, about.get("files"))
         if self._scope is not None:
@@ -155,15 +155,15 @@ class Answers:
         self._is_text = returned is str
 
     def whole(self, output: Any, context: Context) -> Any:
-        """Return the output. Raises OutputInvalid if it does not fit, or if a file cannot be read or sent."""
+        """Return the output, with URLs for its files. Raises OutputInvalid if it is wrong or a file cannot be sent."""
         self._check(output)
-        # Bytes that no annotation makes text are the body of the response.
+        # Bytes are text if the return annotation is `str`. Otherwise they are the body of the response.
         if isinstance(output, bytes):
             return text_of(output) if self._is_text else output
         return output if isinstance(output, PLAIN) else with_urls(output, publish=_publisher(context))
 
     def piece(self, piece: Any, context: Context) -> Any:
-        """Return a piece of a streamed output. Raises what `whole` raises."""
+        """Return a piece of a streamed output. Raises OutputInvalid in the same cases as `whole`."""
         self._check(piece)
         return with_urls(piece, publish=_publisher(context))
 
@@ -173,7 +173,7 @@ class Answers:
         try:
             self._adapter.validate_python(output)
         except ValidationError as error:
-            # Cog, too, checks arrays and enumerations as the JSON that is made of them.
+            # Cog checks arrays and enumerations after it has converted them to JSON. So check the JSON, too.
             if not _fits_as_json(self._adapter, output):
                 wrong = error.errors(include_url=False, include_input=False, include_context=False)[0]
                 where = "".join(f".{step}" for step in wrong["loc"])
@@ -201,9 +201,10 @@ def _publisher(context: Context) -> Uploader | None:
 
 
 def _scope() -> Callable[[Mapping[str, str], CogMetrics], AbstractContextManager[None]] | None:
-    """Return a function that opens a scope with a context and metrics: `cog.current_scope()` returns it until it closes.
+    """Return a function that opens a scope with a context and metrics.
 
-    Return None without the module `cog.server.scope`, which Cog 0.17 and later do not have.
+    Until that scope closes, `cog.current_scope()` returns it. Return None if the module `cog.server.scope` is missing,
+    as in Cog 0.17 and later.
     """
     try:
         scopes: Any = importlib.import_module("cog.server.scope")
@@ -222,12 +223,12 @@ def _report(context: Context, metrics: CogMetrics) -> None:
 
 
 def _method_name(target: Any, label: str) -> str:
-    """Return the name of the method of class `target` that makes predictions, or "" if it is a function."""
+    """Return the name of the method of class `target` that makes predictions, or "" if `target` is a function."""
     if not isinstance(target, type):
         return ""
     for name in ("predict", "run"):
         owner = next((base for base in target.__mro__ if name in vars(base)), None)
-        # A method that is only inherited from the base classes of cog or of its stand-in does not count.
+        # Skip a method that the class only inherits from the base classes of cog or of its stand-in.
         if owner is not None and owner.__module__.split(".")[0] not in ("cog", __name__.split(".")[0]):
             return name
     remedy = "Define `def predict(self, …)` in it, as Cog requires."
@@ -235,10 +236,10 @@ def _method_name(target: Any, label: str) -> str:
 
 
 def _kind(predict: Callable[..., Any], returned: Any) -> HandlerKind:
-    """Return the kind of `predict`. A plain function annotated to return an iterator is a generator."""
+    """Return the kind of `predict`. A plain function with an iterator as its return annotation is a generator."""
     kind = kind_of(predict)
     origin = typing.get_origin(returned) or returned
-    # An open file is an iterator, too.
+    # An open file is also an iterator, but it is one output and not a stream of pieces.
     streams = isinstance(origin, type) and issubclass(origin, Iterator) and not issubclass(origin, io.IOBase)
     if kind is HandlerKind.PLAIN and streams:
         return HandlerKind.GENERATOR
@@ -246,7 +247,7 @@ def _kind(predict: Callable[..., Any], returned: Any) -> HandlerKind:
 
 
 def _concurrency() -> int:
-    """Return how many predictions of an async predictor run at once, as cog.yaml says."""
+    """Return the number of predictions that an async predictor runs at once, as set in cog.yaml."""
     text = os.environ.get("COG_MAX_CONCURRENCY", "")
     return int(text) if text.isascii() and text.isdecimal() else 1
 
@@ -254,7 +255,8 @@ def _concurrency() -> int:
 def weights_for(setup: Callable[..., Any], files: InputFiles) -> Any:
     """Return the argument `weights` for `setup` as Cog does: from COG_WEIGHTS, or else from the path `weights`.
 
-    It is a file, a path or text, by the parameter's annotation; None if there are no weights.
+    The parameter's annotation decides whether the argument is an open file, a path or a string. If there are no
+    weights, the argument is None.
     """
     wanted = _weights_type(setup)
     named, path = os.environ.get("COG_WEIGHTS", ""), Path("weights")
@@ -269,7 +271,7 @@ def weights_for(setup: Callable[..., Any], files: InputFiles) -> Any:
 
 
 def _weights_type(setup: Callable[..., Any]) -> type:
-    """Return the type of the parameter `weights`; object if there is none, or a choice of several."""
+    """Return the type of the parameter `weights`, or `object` if it has no annotation or allows several types."""
     try:
         wanted = typing.get_type_hints(written(setup)).get("weights")
     except (NameError, SyntaxError, TypeError):

@@ -37,12 +37,12 @@ _URI = {"type": "string", "format": "uri"}
 _HIDDEN = {"type": "string", "format": "password", "writeOnly": True}
 # The prefix of the model's field names: pydantic reserves some names that Cog allows (`schema`, `_x`).
 _PREFIX = "input_"
-# As in Cog, unknown inputs are dropped: callers send the inputs of other versions of a model, too.
+# As in Cog, unknown inputs are dropped, because callers also send inputs of other versions of a model.
 _CONFIG = ConfigDict(extra="ignore", arbitrary_types_allowed=True, protected_namespaces=())
 
 
 class CogInputs:
-    """The inputs of one `predict` function: their JSON schema, and the conversion of an event to arguments."""
+    """The inputs of one `predict` function. Has their JSON schema, and converts events to arguments."""
 
     def __init__(self, predict: Callable[..., Any], label: str) -> None:
         """`predict` is a function or a bound method. Error messages name `label`."""
@@ -67,8 +67,8 @@ class CogInputs:
     def _unwrap(self, event: Any, extra: Mapping[str, Any]) -> Any:
         """Return the inputs in `event`, which may be an envelope `{"input": {…}}` or the inputs themselves.
 
-        The event is no envelope if it also has another input as a key, or if `extra` has "bare". If the
-        predictor has an input named `input`, only `{"input": {"input": …}}` is an envelope.
+        The event is not an envelope if another input is one of its keys, or if `extra` has "bare". If the predictor has
+        an input named `input`, only `{"input": {"input": …}}` is an envelope.
         """
         if not isinstance(event, dict) or set(event) & set(self.names) - {"input"} or extra.get("bare"):
             return {} if event is None else event
@@ -78,7 +78,7 @@ class CogInputs:
         return event
 
     def arguments(self, event: Any, extra: Mapping[str, Any], files: InputFiles) -> dict[str, Any]:
-        """Return the arguments for `predict`. This blocks if `has_files`: files are downloaded into `files`.
+        """Return the arguments for `predict`. If `has_files`, block while files are downloaded into `files`.
 
         Raises InputInvalid, which names the path of each wrong input.
         """
@@ -89,7 +89,7 @@ class CogInputs:
         return {name: getattr(model, _PREFIX + name) for name in self.names}
 
     def _field(self, order: int, parameter: inspect.Parameter, annotation: Any) -> Any:
-        """Return the type and the field of the parameter with this position in the signature."""
+        """Return the type and the pydantic field of a parameter. `order` is its position in the signature."""
         title = parameter.name.replace("_", " ").title()
         options: dict[str, Any] = {"alias": parameter.name, "title": title}
         chosen, default, regex = annotation, parameter.default, None
@@ -108,7 +108,7 @@ class CogInputs:
             default = None if type(None) in typing.get_args(annotation) else ...
         if default is None:
             kind = Union[kind, None]  # noqa: UP007  the type is computed
-        # Defaults of file inputs are validated, because that downloads a default that is a URL.
+        # Validate the defaults of file inputs, because the validator downloads a default that is a URL.
         extra: dict[str, Any] = {"x-order": order}
         return kind, Field(default, validate_default=is_file, json_schema_extra=extra, **options)
 
@@ -120,7 +120,7 @@ def _holds_file(annotation: Any) -> bool:
 
 
 def _converted(annotation: Any) -> Any:
-    """Return the annotation with validators for Cog's types, which download files and wrap secrets."""
+    """Return the annotation with validators for Cog's types. The validators download files and wrap secrets."""
     if isinstance(annotation, type):
         return _converted_class(annotation)
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
@@ -144,7 +144,7 @@ def _converted_class(annotation: type) -> Any:
 
 
 def _pattern(regex: str) -> AfterValidator:
-    """Return a validator that uses Python's regular expressions, because pydantic's have no look-ahead."""
+    """Return a validator that uses the module `re`, because the regular expressions of pydantic have no look-ahead."""
     compiled = re.compile(regex)
 
     def matching(value: Any) -> Any:
@@ -166,7 +166,7 @@ def _chosen(annotation: Any, choices: list[Any]) -> Any:
 
 
 def _constrained(annotation: Any, constrain: Callable[[Any], Any]) -> Any:
-    """Return the annotation with `constrain` applied to the type in its lists and Optionals."""
+    """Return the annotation with `constrain` applied to the innermost type, inside its lists and Optionals."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin in (Union, types.UnionType):
         inner = [one if one is type(None) else _constrained(one, constrain) for one in arguments]
@@ -198,7 +198,7 @@ def _text(value: Any) -> str:
 
 
 def output_adapter(returned: Any) -> TypeAdapter[Any] | None:
-    """Return the type of outputs, or of the pieces of an iterator. None: it is unknown, or any."""
+    """Return an adapter for the type of outputs, or of an iterator's pieces, or None if the type is unknown or Any."""
     annotation, arguments = returned, typing.get_args(returned)
     if _is_iterator(returned):
         annotation = arguments[0] if arguments else None
@@ -206,7 +206,7 @@ def output_adapter(returned: Any) -> TypeAdapter[Any] | None:
         return None
     if isinstance(annotation, type) and issubclass(annotation, (PurePath, io.IOBase)):
         annotation = _file_type(annotation)
-    # A pydantic model has its own configuration, and TypeAdapter refuses another one.
+    # A pydantic model has its own configuration, so TypeAdapter refuses a second configuration for it.
     is_model = isinstance(annotation, type) and issubclass(annotation, BaseModel)
     config = None if is_model else ConfigDict(arbitrary_types_allowed=True)
     try:
@@ -222,7 +222,7 @@ def _file_type(annotation: type) -> Any:
 
 def _instance_of(base: type) -> Callable[[Any], Any]:
     def check(value: Any) -> Any:
-        # Cog accepts the address of a file, too.
+        # Cog also accepts the URL of a file.
         if not isinstance(value, (base, str)):
             raise ValueError(f"must be a file, not {type(value).__name__}")  # noqa: TRY004  pydantic expects it
         return value
@@ -231,7 +231,7 @@ def _instance_of(base: type) -> Callable[[Any], Any]:
 
 
 def _schema_of(returned: Any) -> dict[str, Any]:
-    """Return the JSON schema of outputs, or of the pieces of an iterator; {} if there is none."""
+    """Return the JSON schema of outputs, or of an iterator's pieces. Return {} if the type is unknown."""
     adapter = output_adapter(returned)
     try:
         schema = adapter.json_schema(mode="serialization") if adapter is not None else {}

@@ -29,9 +29,10 @@ class CogMetrics:
         self._lock = threading.Lock()
 
     def record(self, name: str, value: Any, mode: str = "replace") -> None:
-        """Set a metric, add to it (`incr`) or append to its list (`append`). None deletes it.
+        """Set a metric, add to it (`incr`) or append to its list (`append`). The value None deletes the metric.
 
-        Raises ValueError for a wrong name or mode, and TypeError for a value of another type than before.
+        Raises ValueError for a wrong name or mode. Raises TypeError if the metric already has another type, or if the
+        type does not allow the mode.
         """
         if value is None:
             with self._lock:
@@ -49,7 +50,7 @@ class CogMetrics:
         if mode == "incr" and kind not in (int, float):
             raise TypeError(f"the metric {name!r} is {kind.__name__}: incr needs int or float")
         if kind in (list, dict):
-            # Copy the value, because the predictor may change it later. Raises TypeError if it is not JSON.
+            # Copy the value, because the predictor may change it later. `dumps` raises TypeError if it is not JSON.
             value = orjson.loads(orjson.dumps(value))
         with self._lock:
             before = self._kinds.get(name, kind)
@@ -61,7 +62,8 @@ class CogMetrics:
             if name not in self._kinds and len(self._kinds) >= MAX_METRICS:
                 raise ValueError(f"a prediction may have {MAX_METRICS} metrics")
             combined = self._combined(name, value, mode)
-            # Raises TypeError here, not at the end of the prediction, if JSON cannot hold the value, for example a huge integer.
+            # JSON cannot hold every value, for example a huge integer. Then raise TypeError here, and not only at the
+            # end of the prediction.
             orjson.dumps(combined)
             self._values[name], self._kinds[name] = combined, kind
 
@@ -73,7 +75,7 @@ class CogMetrics:
                 *steps, last = name.split(".")
                 inner = found
                 for step in steps:
-                    # The object of `a.b` replaces a metric with the name `a`.
+                    # A metric `a.b` needs an object at `a`. This object replaces the value of a metric `a`.
                     known = inner.get(step)
                     inner[step] = inner = dict(known) if isinstance(known, dict) else {}
                 inner[last] = value

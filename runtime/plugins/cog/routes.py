@@ -1,8 +1,8 @@
-"""Serves the routes of Cog's predictions. A prediction is a job. By default, the request waits for its end.
+"""Serves the routes of Cog's predictions. A prediction is a job. By default, the request waits for the job's end.
 
-While all workers are busy, a prediction waits in the queue. Cog itself responds with 409 then. A failed
-prediction is returned with status 200, and its `status` is "failed". But if its input or output does not fit
-the handler, and the request waits without a limit, the response is an error, 422 or 500.
+While all workers are busy, a prediction waits in the queue, whereas Cog itself responds with 409. A failed prediction
+is returned with HTTP status 200, and its `status` is "failed". There is one exception: if the request waits without a
+limit, and the input or the output does not fit the handler, the response is an error with status 422 or 500.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ from .dialect import CogDialect
 
 MAX_CHOICES = 50
 MAX_WAIT_S = 300.0
-# A caller who does not wait for the end gets the state when a worker has the prediction, or after this time.
+# If the caller does not wait for the end, the response is sent once a worker has the prediction, or after this time.
 START_S = 0.1
-# The codes of errors with which a caller who waits gets an error instead of a failed prediction.
+# If a prediction fails with one of these codes, a caller who waits without a limit gets an error response.
 ERRORS = frozenset({"bad_json", "input_invalid", "output_invalid"})
 REMEDY = 'Send for example {"input": {"text": "hello"}}.'
 FUNCTION = header("X-Pilotflame-Function")
@@ -66,7 +66,7 @@ HEALTH = {
     "version": dict[str, str],
     "functions": dict[str, Health],
 }
-# The status of the setup, as Cog shows it. It is unknown until a worker has started.
+# The status of the setup, in Cog's form. Until a worker has started, the status is unknown.
 SETUPS: dict[Health, dict[str, str]] = {
     "READY": {"status": "succeeded"}, "BUSY": {"status": "succeeded"}, "STARTING": {},
     "SETUP_FAILED": {"status": "failed"}, "DEFUNCT": {"status": "failed"},
@@ -95,7 +95,10 @@ class PredictionsApi(ApiPlugin):
     def describe(
         self, document: dict[str, Any], functions: Sequence[FunctionStatus], *, named: bool
     ) -> dict[str, Any]:
-        """Describe a predictor as Cog does, in OpenAPI 3.0, and any single function by the components `Input` and `Output`."""
+        """Return Cog's document (OpenAPI 3.0) if the caller named one function, and this function is a predictor.
+
+        Otherwise return `document`. If there is only one function, add its components `Input` and `Output`.
+        """
         if len(functions) != 1:
             return document
         if named and functions[0].dialect == CogDialect.name:
@@ -152,7 +155,7 @@ class PredictionsApi(ApiPlugin):
             job = await self._started(job)
         waited, changes = wait_s != 0 and job.state.final, {}
         if wait_s and not waited:
-            # Callers, such as Replicate's clients, take every other status for the end of their wait.
+            # Some callers, such as Replicate's clients, wait only while the status is "starting".
             changes["status"] = "starting"
         return await self._response(job, 200 if waited else 202, changes, **replayed)
 
@@ -167,9 +170,9 @@ class PredictionsApi(ApiPlugin):
         return await self._response(await self._jobs.store.cancel(job.function, job.id))
 
     async def health(self, request: web.Request) -> web.StreamResponse:
-        """Show the health of the named function or of all. The overall status is the healthiest one.
+        """Show the health of the named function or of all functions. The healthiest function gives the overall status.
 
-        A function without a worker is READY, too: a prediction starts one.
+        A function without a worker is also READY, because a prediction starts a worker.
         """
         named, names = _named(request), self._backend.names(request)
         if named and named not in names:
@@ -219,14 +222,14 @@ class PredictionsApi(ApiPlugin):
     async def _response(
         self, job: Job, status: int = 200, changes: Mapping[str, str] = NOTHING, **headers: str
     ) -> web.Response:
-        """Return the prediction with these changes of its fields."""
+        """Return the response with the prediction, in which the fields of `changes` replace its own."""
         body = await shown(job, self._jobs) | dict(changes)
         return json_response(body, status=status, headers=headers | {"X-Job-Id": job.id})
 
     def _live(self, request: web.Request, version: str | None) -> Live:
-        """Return the function that the request names, or else the only one that the caller may see.
+        """Return the function that the request names, or else the only function that the caller may see.
 
-        Raises UnknownFunction if there is none, and InputInvalid if there are several.
+        Raises UnknownFunction if the caller may see no function, and InputInvalid if the caller may see several.
         """
         if named := _named(request) or version:
             caller_of(request).check(named)
@@ -242,15 +245,15 @@ class PredictionsApi(ApiPlugin):
 
 
 def preferred_wait(preferences: Mapping[str, str]) -> float | None:
-    """Return the seconds for which the caller prefers to wait for the job's end; None: no limit."""
+    """Return the seconds for which the caller prefers to wait for the job's end, or None for no limit."""
     wait_s = wait_in(preferences, MAX_WAIT_S)
     return 0.0 if wait_s is None and "respond-async" in preferences else wait_s
 
 
 def _is_error(error: Mapping[str, Any]) -> bool:
-    """Return True if the caller gets this error of a job instead of the failed prediction.
+    """Return True if the response is this error of a job, and not the failed prediction.
 
-    As in Cog, a file that cannot be fetched fails the prediction.
+    As in Cog, an input file that cannot be fetched only makes the prediction fail.
     """
     problems = error.get("details", {}).get("problems", ())
     unavailable = bool(problems) and all(one.get("type") == UNAVAILABLE for one in problems)

@@ -1,7 +1,8 @@
 """Provides a stand-in for the `cog` package: the names that a predict.py imports from it.
 
-The real package starts as fast, because a zygote has imported it. But no cog.yaml names it, and `--install` of the real package makes
-an environment of its own, with a base of its own: a slower first deploy, more disk and more memory.
+With the real package, workers would start as fast as with the stand-in, because a zygote imports it in advance. But no
+cog.yaml lists the package, and `--install` of it would make an environment with its own base. This means a slower first
+deploy, more disk and more memory.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class BaseRunner:
     """The base class of predictors."""
 
     def setup(self, weights: Any = None) -> None:
-        """Load the model. Does nothing unless a predictor overrides it."""
+        """Load the model. A predictor overrides this method, which does nothing."""
 
     @property
     def scope(self) -> CogScope:
@@ -68,12 +69,12 @@ class FieldInfo:
 
 
 def Input(default: Any = ..., **options: Any) -> Any:  # noqa: N802  Cog's name
-    """Return the default value of a parameter of `predict` that also describes the parameter."""
+    """Return a default value for a parameter of `predict`. The value also describes the parameter."""
     return FieldInfo(default, **options)
 
 
 def declared_input(default: Any) -> FieldInfo | None:
-    """Return the options of a parameter whose default is an `Input(...)`, of any version of Cog, else None.
+    """Return the options of a parameter whose default is an `Input(...)` of any version of Cog. Otherwise return None.
 
     In the result, the default `...` means that the caller must send a value.
     """
@@ -81,11 +82,11 @@ def declared_input(default: Any) -> FieldInfo | None:
         return default
     if isinstance(default, pydantic.fields.FieldInfo):
         return _of_pydantic(default)
-    # Cog 0.17 and later have a class of their own.
+    # In Cog 0.17 and later, `Input(...)` returns an object of Cog's own class.
     if not (hasattr(default, "choices") and hasattr(default, "regex")):
         return None
     options = {field.name: getattr(default, field.name, None) for field in dataclasses.fields(FieldInfo)}
-    # There, `default` is None both if `Input()` was given no default and if it was given None.
+    # In that class, `default` is None both for `Input()` and for `Input(None)`. Take it for an input without a default.
     return FieldInfo(**options | {"default": ... if default.default is None else default.default})
 
 
@@ -107,7 +108,7 @@ def _of_pydantic(info: pydantic.fields.FieldInfo) -> FieldInfo:
 
 
 class Path(type(pathlib.Path())):  # type: ignore[misc]
-    """A file. As an input it is downloaded from the caller's URL, as an output it is sent as a data URL."""
+    """The path of a file. An input is downloaded from the caller's URL. An output is uploaded or sent as a data URL."""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, *_: Any) -> CoreSchema:
@@ -119,7 +120,7 @@ class Path(type(pathlib.Path())):  # type: ignore[misc]
 
 
 class File(io.IOBase):
-    """A file that is open for reading. As an output, any open file may be in its place."""
+    """A file that is open for reading. As an output, a predictor may return any open file instead."""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, *_: Any) -> CoreSchema:
@@ -180,7 +181,7 @@ class CogScope:
     """Replaces Cog's `Scope`: the context of the prediction that runs, and its metrics."""
 
     def __init__(self, record_metric: Any = None, context: Mapping[str, str] | None = None) -> None:
-        """`record_metric(name, value, mode)` records a metric. Outside of predictions there is none."""
+        """`record_metric(name, value, mode)` records a metric. Outside of predictions, it is None."""
         self.metrics = MetricRecorder(record_metric or (lambda *_: None))
         self.context = dict(context or {})
 
@@ -193,7 +194,7 @@ _scope: ContextVar[CogScope | None] = ContextVar("scope", default=None)
 
 @contextlib.contextmanager
 def scope(entered: CogScope) -> Iterator[None]:
-    """Make `current_scope` return this scope. Cog has the same in `cog.server.scope`."""
+    """Make `current_scope` return this scope until the block ends. Cog has the same function in `cog.server.scope`."""
     token = _scope.set(entered)
     try:
         yield
@@ -206,12 +207,12 @@ def current_scope() -> CogScope:
 
 
 def emit_metric(name: str, value: Any) -> None:
-    """Record a metric: the older name of `current_scope().record_metric`."""
+    """Record a metric. This is the older name of `current_scope().record_metric`."""
     current_scope().record_metric(name, value)
 
 
 def streaming(call: F | None = None) -> Any:
-    """Decorate a function without a change: its return annotation already says that it streams."""
+    """Return the decorated function unchanged, because its return annotation already says that it streams."""
     return call if call is not None else lambda inner: inner
 
 

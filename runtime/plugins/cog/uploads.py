@@ -1,4 +1,4 @@
-"""Uploads a prediction's output files, to the prefix of URLs that the caller or the function's owner names."""
+"""Uploads a prediction's output files to URLs with a prefix that the caller or the function's owner sets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ....handlers.contract import Context
 from ....handlers.files import BLOCK_BYTES, media_type, opened_file
 from ....handlers.opener import opener
 
-# An upload fails if its server accepts or sends nothing for this long.
+# An upload fails if the server neither accepts nor sends any bytes for this time.
 SILENCE_S = 30.0
 TRIES = 3
 PAUSE_S = 0.2
@@ -28,7 +28,7 @@ BUSY = frozenset({408, 429, 500, 502, 503, 504})
 
 
 class Uploader:
-    """Uploads files with PUT. It connects only to the addresses that input files may be fetched from."""
+    """Uploads files with PUT. It connects only to addresses from which input files may also be fetched."""
 
     def __init__(self, prefix: str, headers: Mapping[str, str], *, form: bool) -> None:
         """With `form`, a file is sent as the field `file` of a form, as Cog does for `output_file_prefix`."""
@@ -36,7 +36,7 @@ class Uploader:
 
     @classmethod
     def of(cls, about: Mapping[str, Any], context: Context, environ: Mapping[str, str]) -> Uploader | None:
-        """Return the uploader for a prediction, or None if its files are returned as data URLs.
+        """Return the uploader for a prediction, or None if its output files are returned as data URLs.
 
         `about` holds the gateway's facts about the prediction.
         """
@@ -54,7 +54,7 @@ class Uploader:
         )
 
     def __call__(self, file: PurePath | io.IOBase, path: str) -> str:
-        """Upload a file and return its URL. Raises OutputInvalid, which names `path`, if that fails."""
+        """Upload a file and return its URL. If the upload fails, raises OutputInvalid, which names `path`."""
         name = PurePath(str(getattr(file, "name", ""))).name or ("output" if self._form else "file")
         url = self._prefix + parse.quote(name)
         with opened_file(file, path) as source:
@@ -66,7 +66,7 @@ class Uploader:
                 raise OutputInvalid(message, remedy=remedy) from None
 
     def _put(self, url: str, name: str, source: IO[Any]) -> str:
-        """Send the file, again if the server is busy. Return the file's URL."""
+        """Send the file, and repeat this if the server is busy. Return the file's URL."""
         for tried in range(1, TRIES):
             try:
                 return self._put_once(url, name, source)
@@ -99,7 +99,7 @@ class Uploader:
 
 
 def _blocks(source: Any) -> tuple[Iterator[bytes], int]:
-    """Return the blocks of a file and their total size. Text, and files that cannot seek, are read at once."""
+    """Return the blocks of a file and their total size. Text files, and files that cannot seek, become one block."""
     if isinstance(source, io.TextIOBase) or not source.seekable():
         content = source.read()
         whole = content.encode() if isinstance(content, str) else bytes(content)

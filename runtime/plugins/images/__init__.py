@@ -1,4 +1,4 @@
 """Builds container images from functions' folders.
 
-`build_context.py` writes what an engine builds from, and `image_engine.py` runs docker, podman or buildah.
+`build_context.py` writes the folder that an engine builds from. `image_engine.py` runs docker, podman or buildah.
 """

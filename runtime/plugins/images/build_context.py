@@ -1,7 +1,7 @@
-"""Writes the build context of a function's image: a folder from which any engine builds it without options.
+"""Writes the build context of a function's image: a folder from which any engine builds the image without options.
 
-It holds the Containerfile, the requirements, a wheel of this pilotflame, and the function's files. The same function
-always gives the same bytes and times, so that engines find their layers in the cache.
+The folder holds the Containerfile, the requirements, a wheel of this pilotflame, and the function's files. The files of
+an unchanged function get the same bytes and times in every build, so that engines find the layers in their cache.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from .recipe import (
 LOCK_FILE = "uv.lock"
 PROJECT_FILE = "pyproject.toml"
 UV_TIMEOUT_S = 60.0
-# All files get this time, the earliest that a zip file can hold: 1980.
+# All files get this time, the start of 1980. A zip file cannot hold an earlier time.
 FILE_TIME_S = 315_532_800
 _ZIP_TIME = (1980, 1, 1, 0, 0, 0)
 # The files that an installer adds to the *.dist-info folder of a wheel.
@@ -56,13 +56,13 @@ _INSTALLERS_OWN = frozenset({"INSTALLER", "REQUESTED", "RECORD", "direct_url.jso
 
 @dataclass(frozen=True, slots=True)
 class BuildContext:
-    """A folder that holds all that a function's image is built from."""
+    """The build context of a function's image, and facts about it."""
 
     folder: Path
     recipe: Recipe
     code_digest: str
     notices: tuple[str, ...]
-    """What the user should know: files that are not in the image."""
+    """Sentences for the user about weights that are not in the image."""
 
 
 def write_context(
@@ -95,7 +95,8 @@ def write_context(
     digest = code.code_digest(target / CODE_FOLDER)
     _settle(target)
     notices = () if with_weights else tuple(_notices(weights, inside))
-    # Placed after `_settle`: weights are hard links where possible, and new times would change the user's files, too.
+    # Place the weights after `_settle`: they are hard links where possible, so new times would also change the user's
+    # own files.
     if recipe.weights:
         for path in _outermost(inside.values()):
             _place(source.resolve() / path, target / WEIGHTS_FOLDER / path)
@@ -103,7 +104,7 @@ def write_context(
 
 
 def _path_inside(source: Path, weights: Path) -> str:
-    """Return the path of the weights in the function's folder; "" if they are elsewhere, or are that folder."""
+    """Return the path of the weights in the function's folder, or "" if they are elsewhere or are the whole folder."""
     root = source.resolve()
     if weights == root or not weights.is_relative_to(root):
         return ""
@@ -111,7 +112,7 @@ def _path_inside(source: Path, weights: Path) -> str:
 
 
 def _outermost(paths: Iterable[str]) -> set[str]:
-    """Return the paths without those inside others."""
+    """Return the paths that are not inside another of these paths."""
     found = set(paths)
     return {
         path for path in found if not found & {parent.as_posix() for parent in PurePosixPath(path).parents}
@@ -143,9 +144,10 @@ def _notices(weights: dict[str, Path], inside: dict[str, str]) -> Iterator[str]:
 
 
 def _write_settings(folder: Path, settings: FunctionSettings, inside: dict[str, str]) -> None:
-    """Write the settings in force, which options of the command line may have changed.
+    """Write the effective settings, which options of the command line may have changed.
 
-    Omit `image`, because an image cannot name itself, and `resources`, because the platform limits a function alone.
+    Omit `image`, because an image cannot name itself. Omit `resources`, because the platform limits a function that
+    runs without a gateway.
     """
     fields = settings.model_dump(
         mode="json", exclude_unset=True, exclude_none=True, exclude={"image", "resources"}
@@ -158,14 +160,14 @@ def _write_settings(folder: Path, settings: FunctionSettings, inside: dict[str, 
 
 
 def _extras_of(settings: FunctionSettings) -> set[str]:
-    """Return the extras of pilotflame with which the function reads its queues and its weights."""
+    """Return the extras of pilotflame that the function needs to read its queues and its weights."""
     queues = {source.extra for source in settings.source if source.extra}
     schemes = (scheme_of(url) for url in settings.snapshot_urls.values())
     return queues | {scheme.extra for scheme in schemes if scheme is not None and scheme.extra}
 
 
 def _system_packages(needs: Requirements) -> tuple[str, ...]:
-    """Return the system packages that a platform's file names. Raise SettingsError if one is no Debian package."""
+    """Return the system packages in a platform's file. Raise SettingsError if a name is not valid for Debian."""
     packages = {"packages": list(needs.system_packages)}
     return validate(Image, packages, [], needs.file, f"Correct {needs.file}.").packages
 
@@ -174,7 +176,7 @@ def _system_packages(needs: Requirements) -> tuple[str, ...]:
 
 
 def _wanted(source: Path, needs: Requirements) -> list[RequirementLine]:
-    """Return the requirements that a deploy would install; if there are none, those of uv.lock."""
+    """Return the requirements that a deploy would install. If there are none, return the packages of uv.lock."""
     text, name = function_requirements(source, needs)
     if not text and (source / LOCK_FILE).is_file() and (source / PROJECT_FILE).is_file():
         text, name = _exported(source), LOCK_FILE
@@ -182,12 +184,12 @@ def _wanted(source: Path, needs: Requirements) -> list[RequirementLine]:
 
 
 def _is_own(line: RequirementLine) -> bool:
-    """Return whether a line requires pilotflame, which must not come from an index: there, the name is not ours."""
+    """Return True if a line requires pilotflame. It must not come from an index, where others may own its name."""
     return canonicalize_name(line.requirement.name) == "pilotflame"
 
 
 def _own_extras(lines: list[RequirementLine]) -> set[str]:
-    """Return the required extras of pilotflame. Raise RequirementsError if another version is required."""
+    """Return the required extras of pilotflame. Raise RequirementsError if a line requires another version of it."""
     own = [line for line in lines if _is_own(line)]
     for number, requirement, _ in own:
         if not requirement.specifier.contains(__version__, prereleases=True):
@@ -197,7 +199,7 @@ def _own_extras(lines: list[RequirementLine]) -> set[str]:
 
 
 def _write_requirements(target: Path, lines: list[RequirementLine]) -> None:
-    """Write the requirements, if any, and their versions as constraints for the packages that are installed later."""
+    """Write the requirements, if there are any. Also write their versions as constraints for later installations."""
     if lines:
         (target / REQUIREMENTS).write_text("".join(map(_requirement, lines)), encoding="utf-8")
         (target / CONSTRAINTS).write_text("".join(map(_constraint, lines)), encoding="utf-8")
@@ -214,7 +216,7 @@ def _constraint(line: RequirementLine) -> str:
 
 def _exported(source: Path) -> str:
     """Return the packages of the function's uv.lock, with hashes."""
-    # Imported here because few functions have such a file.
+    # Imported here because few functions have a uv.lock.
     import uv  # noqa: PLC0415
 
     command = [
@@ -267,7 +269,7 @@ def _write_wheel(target: Path) -> str:
 
 
 def _is_of_wheel(file: PurePosixPath) -> bool:
-    """Return whether an installed file came from the wheel, and not from its installer."""
+    """Return True if an installed file came from the wheel, False if the installer added it."""
     return file.suffix != ".pyc" and ".." not in file.parts and file.name not in _INSTALLERS_OWN
 
 
@@ -281,7 +283,7 @@ def _add(wheel: zipfile.ZipFile, name: str, content: bytes) -> None:
 
 
 def _place(source: Path, target: Path) -> None:
-    """Put a folder or a file at `target`: as hard links, or as copies on another file system."""
+    """Put a folder or a file at `target`. Use hard links, or copies if `target` is on another file system."""
     target.parent.mkdir(parents=True, exist_ok=True)
     if source.is_dir():
         shutil.copytree(source, target, copy_function=_link_or_copy)

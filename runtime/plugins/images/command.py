@@ -93,7 +93,7 @@ def build(
 
 @contextmanager
 def _written(source: FunctionSource, folder: Path | None, *, with_weights: bool) -> Iterator[BuildContext]:
-    """Write the build context into `folder`, or into a temporary one."""
+    """Write the build context into `folder`, or into a temporary folder if `folder` is None."""
     # Imported here, as in other commands, so that --help is fast.
     from .build_context import write_context  # noqa: PLC0415
 
@@ -145,7 +145,7 @@ def _checked(tag: str) -> str:
 
 
 def _labels(folder: Path, tag: str) -> dict[str, str]:
-    """Return the labels that differ from build to build: time, version, and the commit and origin of the folder."""
+    """Return the labels whose values differ between builds: time, version, and the folder's commit and origin."""
     version = tag.removeprefix(repository_of(tag)).lstrip(":") or "latest"
     found = {"created": _created(), "version": version}
     if revision := _git(folder, "rev-parse", "HEAD"):
@@ -171,7 +171,7 @@ def _without_credentials(url: str) -> str:
 
 
 def _git(folder: Path, *arguments: str) -> str:
-    """Return what git says about the folder; "" if it is in no repository, or if there is no git."""
+    """Return the output of a git command in the folder, or "" if git is missing or the command fails."""
     try:
         done = subprocess.run(
             ["git", "-C", str(folder), *arguments], stdin=subprocess.DEVNULL, capture_output=True, text=True,

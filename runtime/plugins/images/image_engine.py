@@ -25,7 +25,7 @@ Reason = Literal["base", "disk_full", "timeout", "push", "step"]
 SHOWN_LINES = 3
 _PUSHED = re.compile(r"\bdigest: (sha256:[0-9a-f]{64})\b")
 _DISK_FULL = re.compile(r"no space left on device|disk quota exceeded", re.IGNORECASE)
-# The messages of the engines if an image cannot be pulled: podman and buildah, then docker.
+# Messages about images that cannot be pulled: first those of podman and buildah, then those of docker.
 _NOT_PULLED = re.compile(
     r"creating build container|initializing source|did not resolve to an alias|unable to copy from source"
     r"|failed to resolve source metadata|pull access denied|failed to resolve reference"
@@ -34,7 +34,10 @@ _NOT_PULLED = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class BuiltImage:
-    """An image in the engine's storage. `digest` is None if only a push gives it one; `size` is in bytes."""
+    """An image in the engine's storage. `digest` is None if the image gets a digest only when it is pushed.
+
+    `size` is in bytes.
+    """
 
     id: str
     digest: str | None
@@ -43,7 +46,7 @@ class BuiltImage:
 
 @dataclass(frozen=True, slots=True)
 class ImageEngine:
-    """Runs commands of docker, podman or buildah. Every one of them must end within `deadline_s`."""
+    """Runs commands of docker, podman or buildah. Each build and each push must end within `deadline_s`."""
 
     name: str
     progress: Callable[[str], None]
@@ -52,7 +55,7 @@ class ImageEngine:
 
     @staticmethod
     def find(name: str | None = None) -> str:
-        """Return the engine `name`, or without it the first engine that works. Raise BuildFailed if no candidate works."""
+        """Return `name` if that engine works, or without `name` the first engine that works. Else raise BuildFailed."""
         problems: list[str] = []
         for candidate in (name,) if name is not None else ENGINES:
             if (problem := _problem(candidate)) is None:
@@ -88,9 +91,9 @@ class ImageEngine:
         return BuiltImage(_prefixed(facts["Id"]), _digest(facts), facts.get("Size"))
 
     def pinned(self, image: str) -> str | None:
-        """Return the name of an image by its digest, or None if the engine does not store that image.
+        """Return the image's name with its digest, or None if the engine's storage does not have the image.
 
-        docker's builder keeps base images to itself.
+        For example, docker's builder does not put base images into the storage.
         """
         try:
             digest = self.inspect(image).digest
@@ -99,9 +102,9 @@ class ImageEngine:
         return f"{repository_of(image)}@{digest}" if digest else None
 
     def push(self, tag: str) -> str:
-        """Push an image to its registry. Return the digest that it has there. Raise BuildFailed."""
+        """Push an image to its registry. Return the image's digest in the registry. Raise BuildFailed."""
         if self.name == "docker":
-            # Its last line is like `1.0: digest: sha256:... size: 1234`.
+            # The last line of the output is like `1.0: digest: sha256:... size: 1234`.
             outcome = self._run("push", tag)
             if found := _PUSHED.search("\n".join(outcome.lines)):
                 return found[1]
@@ -115,7 +118,7 @@ class ImageEngine:
     def _build_options(self, context: Path, platform: str | None, options: Sequence[str]) -> list[str]:
         found = ["--file", str(context / CONTAINERFILE)]
         if self.name == "buildah":
-            # docker and podman cache layers by default.
+            # docker and podman cache layers by default, buildah only with this option.
             found.append("--layers")
         if platform is not None:
             found += ["--platform", platform]
@@ -137,7 +140,7 @@ class ImageEngine:
         return outcome
 
     def _failure(self, command: Literal["build", "push"], outcome: CommandOutcome) -> BuildFailed:
-        """Return the error. All lines were shown already, so its message has only the last of them."""
+        """Return the error. The user has already seen all lines of output, so the message has only the last lines."""
         reason, remedy = self._cause(command, outcome)
         how = f"did not end within {self.deadline_s:g} s" if outcome.late else f"failed ({outcome.status})"
         last = "\n".join(outcome.lines[-SHOWN_LINES:])
@@ -181,7 +184,7 @@ def repository_of(tag: str) -> str:
 
 
 def _problem(engine: str) -> str | None:
-    """Return why an engine cannot be used, or None. docker is only a client, so its service must answer."""
+    """Return the reason that an engine cannot be used, or None. docker is only a client, so its service must answer."""
     if shutil.which(engine) is None:
         return "is not installed"
     try:
@@ -196,7 +199,7 @@ def _problem(engine: str) -> str | None:
 
 
 def _digest(facts: Mapping[str, Any]) -> str | None:
-    """Return the digest of the image's manifest. docker may not have one until it is pushed."""
+    """Return the digest of the image's manifest. With docker, an image may get a digest only when it is pushed."""
     if digest := facts.get("Digest"):
         return str(digest)
     names = facts.get("RepoDigests") or [""]

@@ -1,7 +1,7 @@
 """The Containerfile of a function's image, as text. Nothing here reads a file or runs a command.
 
-The layers are ordered by how rarely they change: base, system packages, requirements, pilotflame, weights, code.
-So a change of the handler rebuilds only the last one.
+Layers that change rarely come first: base, system packages, requirements, pilotflame, weights, code. So a change of the
+handler rebuilds only the last layer.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ CODE_FOLDER = "function"
 WEIGHTS_FOLDER = "weights"
 # The function's folder in the image.
 FUNCTION_PATH = "/function"
-# No user of a usual base image has this number. Kubernetes accepts `runAsNonRoot` only with a number.
+# No user of a usual base image has this number. With `runAsNonRoot`, Kubernetes requires a numeric user.
 USER = "65532:65532"
 PORT = 8600
 CUDA = "cuda"
 CUDA_BASE = "docker.io/nvidia/cuda:12.8.1-cudnn-runtime-ubuntu24.04"
-# NVIDIA's image has no Python. The second package gives it the name by which the gateway starts it.
+# NVIDIA's image has no Python. The second package provides the command `python`, which the gateway starts.
 CUDA_PACKAGES = ("python3", "python-is-python3")
 DEFAULT_BASE = "docker.io/library/python:{}.{}-slim-bookworm".format(*sys.version_info[:2])
 UV_IMAGE = "ghcr.io/astral-sh/uv"
@@ -33,7 +33,8 @@ _APT = """\
 RUN apt-get update \\
  && DEBIAN_FRONTEND=noninteractive apt-get install --yes --no-install-recommends {packages} \\
  && rm -rf /var/lib/apt/lists/*"""
-# Not in /usr/local/bin: pilotflame requires the package uv, which puts its program there.
+# The program uv is mounted outside /usr/local/bin, because the package uv, which pilotflame requires, installs its own
+# program there.
 _INSTALL = """\
 RUN --mount=type=bind,from=uv,source=/uv,target=/run/pilotflame/uv \\
     --mount=type=cache,target=/var/cache/uv \\
@@ -58,7 +59,7 @@ class Recipe:
     packages: tuple[str, ...] = ()
     requirements: bool = False
     hashes: bool = False
-    """Whether the requirements have hashes, so that each package needs one."""
+    """Whether the requirements have hashes. If they do, each package needs a hash."""
     weights: bool = False
 
     @property
@@ -67,7 +68,7 @@ class Recipe:
         return CUDA_BASE if self.base == CUDA else self.base or DEFAULT_BASE
 
     def containerfile(self) -> str:
-        """Return the Containerfile. Its build context is a folder that `write_context` has filled."""
+        """Return the text of the Containerfile. It is built in a folder that `write_context` has filled."""
         return "\n".join([*self._head(), *self._packages(), *self._pilotflame(), *self._image(), ""])
 
     def _head(self) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Defines predictions, which Cog and Replicate have in common: their requests, how a job is shown as one, and their webhooks.
+"""Defines predictions, which Cog and Replicate have in common: requests, jobs shown as predictions, and webhooks.
 
-It is no plugin itself. The plugins `cog` and `replicate` import it.
+This package is not a plugin. The plugins `cog` and `replicate` import it.
 """

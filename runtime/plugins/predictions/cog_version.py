@@ -1,3 +1,3 @@
-"""Names the version of Cog whose contract is kept."""
+"""Names the version of Cog that pilotflame is compatible with."""
 
 COG_VERSION = "0.16.12"

@@ -1,4 +1,4 @@
-"""Describes a job in the words of Cog and Replicate, as a prediction: for their callers and for webhooks."""
+"""Describes a job as a prediction of Cog and Replicate, in responses and in webhooks."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ STATUSES: dict[JobState, PredictionState] = {
     JobState.CANCELLED: "canceled",
 }
 FORM = "prediction"
-"""The form of webhooks of predictions. In `context.extra`, the key of a request's fields besides its input."""
+"""The form of webhooks of predictions. It is also the key in `context.extra` of a request's fields except its input."""
 MAX_SHOWN_PIECES = 1000
 """The maximum number of pieces in the output of a job that is still streaming."""
 _NULL = orjson.Fragment(b"null")
 
 
 def stored_id(wanted: str, owner: str) -> str:
-    """Return the id with the owner's. Otherwise JobConflict would reveal which ids other callers chose."""
+    """Return the id with the owner's id appended. Otherwise JobConflict would reveal the ids of other callers' jobs."""
     return f"{wanted}~{owner}" if wanted and owner else wanted
 
 
@@ -40,14 +40,14 @@ def chosen_id(job: Job) -> str:
 def prediction_of(job: Job, pieces: Iterable[bytes] = ()) -> dict[str, Any]:
     """Return a job as a prediction, to be written by orjson.
 
-    `pieces` are the pieces that a streaming handler has yielded so far. They are the output while the job runs.
+    `pieces` are the pieces that a streaming handler has yielded so far. While the job runs, its output is these pieces.
     """
     so_far = b",".join(pieces)
     return {
         "id": chosen_id(job),
         "version": job.function,
         "status": STATUSES[job.state],
-        # The input of a job that was submitted by another route is not shown if it is not JSON.
+        # Another route may have submitted a job whose input is not JSON. Such an input is not shown.
         "input": orjson.Fragment(job.input) if job.input and not job.content_type else _NULL,
         "output": orjson.Fragment(b"[" + so_far + b"]") if so_far and not job.state.final else _output(job),
         "error": str(job.error.get("message", "")) if job.error is not None and job.state.final else None,
@@ -61,12 +61,12 @@ def prediction_of(job: Job, pieces: Iterable[bytes] = ()) -> dict[str, Any]:
 
 
 def webhook_body(job: Job, pieces: Sequence[bytes]) -> bytes:
-    """Return the body of each event of a prediction: as in Cog, the prediction as it is now."""
+    """Return the body of a webhook. As in Cog, it is the current prediction for each kind of event."""
     return orjson.dumps(prediction_of(job, pieces))
 
 
 def _output(job: Job) -> Any:
-    """Return the output. As in Cog, bytes are text. Bytes that are no text are a data URL."""
+    """Return the output. As in Cog, bytes are returned as text. Bytes that are not UTF-8 are returned as a data URL."""
     if not job.output_type or not job.output:
         return job.status(job.ended_s or job.created_s).get("output", _NULL)
     try:

@@ -12,21 +12,21 @@ from ...api.openapi import REFERENCE
 from ...functions.live import FunctionStatus
 
 DISPLAY = "x-cog-array-display"
-# Cog's paths that exist here, too, and the components that they refer to.
+# The paths that both Cog and this gateway have, and the components that these paths refer to.
 _COG: dict[str, Any] = orjson.loads(Path(__file__).with_suffix(".json").read_bytes())
 
 
 def predictor_document(function: FunctionStatus) -> dict[str, Any]:
-    """Return the document of Cog's server for this function, in the format OpenAPI 3.0."""
+    """Return the OpenAPI 3.0 document that Cog's server would return for this function."""
     schemas = _COG["components"]["schemas"]
     schemas = schemas | predictor_components(function, schemas)
     return _COG | {"components": {"schemas": schemas}}
 
 
 def predictor_components(function: FunctionStatus, taken: Container[str] = ()) -> dict[str, Any]:
-    """Return the components of the function's schemas: `Input`, `Output`, and those that they refer to.
+    """Return the components of the function's schemas: `Input`, `Output`, and the components that these two refer to.
 
-    A component other than these two gets another name if its own is in `taken`.
+    Any other component is renamed if its name is in `taken`.
     """
     components: dict[str, Any] = {}
     wanted = _moved(function.input_schema, function.name, taken, components)
@@ -75,7 +75,7 @@ def _free(name: str, function: str, taken: Container[str]) -> str:
 
 
 def _without_null(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the schema of an input without the type null. As in Cog, callers leave an optional input out instead."""
+    """Return the schema of an input without the type null. As in Cog, callers omit an optional input instead."""
     choices = [one for one in schema.get("anyOf", ()) if one.get("type") != "null"]
     if len(choices) != 1:
         return schema

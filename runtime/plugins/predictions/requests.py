@@ -45,10 +45,10 @@ class PredictionRequest(BaseModel, frozen=True, extra="ignore", strict=True):
     def fields(
         self, path_id: str | None, owner: str, headers: Headers, *, waits: bool = True
     ) -> dict[str, Any]:
-        """Return the fields of NewJob that this request, with these headers, sets. The path may choose the id, too.
+        """Return the fields of NewJob that this request sets with its body, its headers and the id in its path.
 
-        If the caller does not wait for the end (`waits`), the function may upload its output files. Raises
-        InputInvalid if the id is malformed, or if path and body differ.
+        If the caller does not wait for the end (`waits` is False), the function may upload its output files. Raises
+        InputInvalid if the id is malformed, or if path and body have different ids.
         """
         if path_id is not None and self.id not in (None, path_id):
             raise InputInvalid("The id in the body is not the one in the path.", remedy="Send one of them.")
@@ -100,14 +100,14 @@ class Prediction(TypedDict):
 
 
 class PredictionError(TypedDict):
-    """The body of an error: `detail` as Cog and Replicate have it, and our own fields."""
+    """The body of an error: `detail` as in Cog and Replicate, and the gateway's own fields."""
 
     detail: str | list[dict[str, Any]]
     error: ErrorFields
 
 
 async def shown(job: Job, jobs: Jobs) -> dict[str, Any]:
-    """Return a job as a prediction, with the pieces of its output so far if it streams."""
+    """Return a job as a prediction. If the job streams, its output is the pieces so far."""
     if not job.pieces or job.state.final:
         return prediction_of(job)
     return prediction_of(job, [piece for _, piece in await jobs.store.pieces(job.id, 0, MAX_SHOWN_PIECES)])
@@ -116,16 +116,16 @@ async def shown(job: Job, jobs: Jobs) -> dict[str, Any]:
 async def read_prediction(
     request: web.Request, backend: Backend, most: int, remedy: str
 ) -> tuple[PredictionRequest, bytes]:
-    """Return the request for a prediction and its body, of at most `most` bytes.
+    """Return the request for a prediction, and its body, which may have at most `most` bytes.
 
-    Raises InputInvalid, with `remedy`, if it does not fit, and the errors of `requests.read_body`.
+    Raises InputInvalid, with `remedy`, if the body is no PredictionRequest. Raises the errors of `requests.read_body`.
     """
     body = await read_body(request, most, backend.body_timeout_s, remedy=backend.too_large_remedy(most))
     return validate(PredictionRequest, load_json(body or b"{}"), remedy, InputInvalid), body
 
 
 def trace_of(headers: Headers) -> dict[str, str]:
-    """Return the headers of the caller's trace. As in Cog, webhooks and uploads get them unchanged."""
+    """Return the headers of the caller's trace. As in Cog, webhooks and uploads are sent with the same headers."""
     sent = {name: headers.get(name, "") for name in TRACE_HEADERS}
     return {
         name: value
@@ -141,18 +141,18 @@ def check_size(live: Live, body: bytes) -> None:
 
 
 async def find_prediction(request: web.Request, backend: Backend) -> Job:
-    """Return the job of the path's id, also if its function was deleted. Raises UnknownJob or JobExpired."""
+    """Return the job whose id is in the path, even if its function was deleted. Raises UnknownJob or JobExpired."""
     caller, job_id, owner = caller_of(request), request.match_info["id"], owner_of(request)
     names, find = backend.names(request), backend.jobs.store.find
     if caller.owner and ID.fullmatch(job_id):
         with contextlib.suppress(UnknownJob):
             return await find(stored_id(job_id, caller.owner), caller.allows, names, owner)
-    # The stored id has no owner: it was generated, or chosen by a caller without an API key.
+    # A stored id has no owner appended if the gateway generated it, or if a caller without an API key chose it.
     return await find(job_id, caller.allows, names, owner)
 
 
 def wait_in(preferences: Mapping[str, str], most: float) -> float | None:
-    """Return the seconds of `wait=seconds` in the header Prefer, at most `most`; None if it has none."""
+    """Return the seconds of `wait=seconds` in the header Prefer, at most `most`, or None if the header has no wait."""
     text = preferences.get("wait", "")
     return min(float(text), most) if text.isascii() and text.isdecimal() and len(text) < MAX_DIGITS else None
 

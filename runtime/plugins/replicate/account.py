@@ -1,4 +1,4 @@
-"""Serves Replicate's routes of the account: the account itself, its hardware, its webhook secret, and its trainings."""
+"""Serves Replicate's routes about the account, its hardware, its webhook secret and its trainings."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TRAININGS = (
     ("POST", "/trainings"),
     ("PUT", "/trainings/{id}"),
 )
-"""Replicate's routes of trainings, and Cog's."""
+"""The routes of trainings, first Replicate's and then Cog's."""
 _PATH = {
     name: Parameter(name, place="path", type="string", pattern="^[A-Za-z0-9._-]+$")
     for name in ("id", "owner", "name", "version")
@@ -83,7 +83,7 @@ class AccountApi:
         return json_response(KeyAccount(type="user", username=OWNER, name=name, github_url=None))
 
     async def hardware(self, request: web.Request) -> web.StreamResponse:
-        """List the hardware of the functions that the caller may see, and the processor."""
+        """List the hardware of all functions that the caller may see. The list always has the CPU."""
         names, functions = self._backend.names(request), self._backend.functions
         skus = {"cpu", *(hardware_of(functions.get(name)) for name in names)}
         return json_response([Hardware(name=sku.upper(), sku=sku) for sku in sorted(skus)])

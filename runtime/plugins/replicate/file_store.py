@@ -36,9 +36,9 @@ class Share(NamedTuple):
 
 
 class FileStore:
-    """The folder of uploaded files. Each owner has a share of it, and does not see the files of others.
+    """The folder of uploaded files. Each owner has a share of the space, and does not see the files of other owners.
 
-    All methods but `begin` block. They are safe to call from several threads.
+    All methods except `begin` block. All methods are safe to call from several threads.
     """
 
     def __init__(self, root: Path) -> None:
@@ -49,7 +49,7 @@ class FileStore:
         self._pending: dict[str, Share] = {}
 
     def load(self) -> None:
-        """Find the stored files at the first call. Remove incomplete uploads that an earlier gateway has left.
+        """In the first call, find the stored files, and remove incomplete uploads that an earlier gateway has left.
 
         Raises StorageFull if the folder cannot be created or read.
         """
@@ -67,10 +67,10 @@ class FileStore:
             self._loaded = True
 
     def begin(self, owner: str, name: str, most: int = MAX_FILE_BYTES) -> Upload:
-        """Return a new upload of at most `most` bytes, which the owner's share must hold. Call `load` before.
+        """Return a new upload, and reserve `most` bytes of the owner's share for it. Call `load` before.
 
-        The upload must be given to `discard` in the end. Does not touch the disk, so it does not block.
-        Raises InputTooLarge if the owner's files and uploads leave too little.
+        In the end, the caller must pass the upload to `discard`. This method does not touch the disk, so it does not
+        block. Raises InputTooLarge if the owner's share has too little space left.
         """
         file_id, most = secrets.token_hex(16), min(most, MAX_FILE_BYTES)
         with self._lock:
@@ -98,7 +98,7 @@ class FileStore:
             self._pending.pop(upload.file_id, None)
 
     def get(self, file_id: str, owner: str) -> tuple[StoredFile, Path]:
-        """Return a file and the path of its content; with `owner` ALL, of any owner. Raises UnknownFile."""
+        """Return a file and the path of its content. `owner` may be ALL for a file of any owner. Raises UnknownFile."""
         self.load()
         share, folder = self._stored.get(file_id), self._root / file_id
         if share is not None and owner in (ALL, share.owner) and not share.expired:
@@ -134,7 +134,7 @@ class FileStore:
         with self._lock:
             if self._stored.pop(file_id, None) is None:
                 return False
-        # Renamed first: if the gateway crashes during the removal, `load` must not find a file without its content.
+        # Rename the folder first. If the gateway crashes in the removal, `load` must not find a file without content.
         hidden = self._root / f"{HIDDEN}{file_id}"
         with contextlib.suppress(OSError):
             (self._root / file_id).rename(hidden)

@@ -1,4 +1,4 @@
-"""Serves Replicate's files, and finds them in the inputs of predictions."""
+"""Serves Replicate's routes of files, and finds uploaded files in the inputs of predictions."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ FORM = {"multipart/form-data": {CONTENT: bytes, "metadata?": dict[str, Any]}}
 
 
 class FilesApi:
-    """The routes of files. Only its uploader and administrators can use a file."""
+    """The routes of files. Only the uploader of a file and administrators can use it."""
 
     def __init__(self, store: FileStore, origins: Origins, origin_of: Callable[[web.Request], str]) -> None:
         """`origin_of` returns the URL below which a caller finds the paths of `routes`."""
@@ -117,10 +117,11 @@ class FilesApi:
     async def given(
         self, request: web.Request, body: bytes, found: Any, most: int | None
     ) -> tuple[Any, dict[str, str]]:
-        """Return the parsed input `found` of `body` for the function, and the paths of its files by their URL.
+        """Return the input for the function, and the paths of the input's files by their URLs.
 
-        A function in a container cannot read these paths. Then `most` is a number of bytes, and the files are in
-        the input, as data URLs. Raises InputInvalid, and InputTooLarge if they are larger than `most`.
+        `found` is the parsed input, and `body` is the request's body. A function in a container cannot read the paths
+        of files. For such a function, `most` is a number of bytes, and the files are in the input as data URLs. Raises
+        InputInvalid if a file is missing, InputTooLarge if the data URLs are larger than `most`.
         """
         marked = _MARK in body or _ESCAPED_MARK in body
         urls = dict(_urls(found, self._origins.of(request).partition("//")[2])) if marked else {}
@@ -153,7 +154,8 @@ class FilesApi:
                 elif part.name == CONTENT and upload is None:
                     name = (part.filename or "file")[:MAX_NAME_CHARS]
                     kind = part.headers.get("Content-Type", BYTES_TYPE)[:MAX_NAME_CHARS]
-                    # The form is larger than its file, so its length limits the file. Without a length, the maximum applies.
+                    # The form is larger than the file in it, so the form's length limits the file. A form without a
+                    # length may hold a file of the maximum size.
                     most = MAX_FILE_BYTES if request.content_length is None else request.content_length
                     upload = self._store.begin(caller_of(request).owner, name, most)
                     await _copy(part, upload)
@@ -179,7 +181,7 @@ async def _copy(part: BodyPartReader, upload: Upload) -> None:
 
 
 async def _text(part: BodyPartReader) -> bytes:
-    """Return the whole of a short field."""
+    """Return the whole content of a short field."""
     found = b""
     while block := await part.read_chunk(BLOCK_BYTES):
         found += block
@@ -196,7 +198,7 @@ def _metadata(text: bytes) -> dict[str, Any]:
 
 
 def _urls(found: Any, authority: str) -> Iterator[tuple[str, str]]:
-    """Yield (URL, id) of each file of this API in a parsed input. Other hosts than `authority` are not ours."""
+    """Yield (URL, id) of each file of this API in a parsed input. Skip URLs with another host than `authority`."""
     stack = [found]
     while stack:
         one = stack.pop()
@@ -220,12 +222,12 @@ def _data_urls(files: Mapping[str, tuple[StoredFile, Path]]) -> dict[str, str]:
 
 
 def _name(path: Path) -> str:
-    """Return the parameter of a data URL that keeps the file's extension, if it is a plain one."""
+    """Return the parameter `name` of a data URL, which keeps the file's extension, or "" for an unusual extension."""
     return f";name={path.name}" if path.name.isascii() and path.name.replace(".", "").isalnum() else ""
 
 
 def _replaced(found: Any, contents: Mapping[str, str]) -> Any:
-    """Return a parsed input in which the texts that are keys of `contents` are replaced."""
+    """Return a parsed input in which each string that is a key of `contents` is replaced by its value."""
     if isinstance(found, str):
         return contents.get(found, found)
     if isinstance(found, dict):

@@ -1,6 +1,6 @@
 """Shows functions as Replicate's models, versions and deployments.
 
-The name of a model, of its only version and of its deployment is the function's name. Any owner is accepted.
+A model, its only version and its deployment all have the function's name. Any name of an owner is accepted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .problem import ERRORS
 PAGE = 100
 CURSOR = Parameter("cursor", "As in `next` or `previous` of another page.")
 OWNER = "pilotflame"
-"""The owner that is shown where the caller named none."""
+"""The owner that is shown if the caller has not named an owner."""
 
 
 class Version(TypedDict):
@@ -56,7 +56,7 @@ class Model(TypedDict):
 
 
 class Release(TypedDict):
-    """What runs in a deployment."""
+    """The model and the configuration that a deployment runs."""
 
     number: int
     model: str
@@ -107,7 +107,7 @@ class ModelsApi:
     def live(self, request: web.Request, reference: str) -> Live:
         """Return the function of a reference such as "name", "owner/name" or "owner/name:version".
 
-        Raises UnknownFunction, also if the caller may not see the function.
+        Raises UnknownFunction if there is no such function, or if the caller may not see it.
         """
         name = reference.rpartition("/")[2].partition(":")[0]
         caller_of(request).check(name)
@@ -140,7 +140,7 @@ class ModelsApi:
         return json_response(_deployment(self._named(request), request.match_info["owner"]))
 
     def _page(self, request: web.Request) -> tuple[list[str], dict[str, str | None]]:
-        """Return the names of the functions of a page, and the links to the pages beside it."""
+        """Return the names of the functions on a page, and the links to the previous and the next page."""
         names, cursor = sorted(self._backend.names(request)), request.query.get(CURSOR.name, "")
         start = bisect_right(names, cursor)
         end, base = start + PAGE, f"{self._backend.origins.of(request)}{request.path}"
@@ -171,7 +171,7 @@ def _version(status: FunctionStatus) -> Version:
 
 
 def hardware_of(live: Live) -> str:
-    """Return the name of what a worker of the function runs on."""
+    """Return the name of the hardware that a worker of the function runs on."""
     gpus = live.record.settings.resources.gpus
     return "cpu" if not gpus else "gpu" if gpus == 1 else f"gpu-{gpus}x"
 

@@ -1,4 +1,4 @@
-"""Answers errors as Replicate does, with problem details (RFC 9457)."""
+"""Responds to errors as Replicate does, with problem details (RFC 9457)."""
 
 from __future__ import annotations
 
@@ -29,4 +29,4 @@ def problem_reply(error: PilotflameError, request_id: str) -> Response:
 
 
 ERRORS: dict[str, Any] = {"error_format": problem_reply, "error_type": Problem}
-"""Rows of the route table have these fields."""
+"""The fields of a Route that make it respond to errors in this way."""

@@ -1,6 +1,6 @@
-"""Serves Replicate's predictions. A prediction is a job. A request waits for its end only if it asks to wait.
+"""Serves Replicate's predictions. A prediction is a job. A request waits for the job's end only if it asks to wait.
 
-`version`, the model's name and the deployment's name are the function's name. See `models.py`.
+The function's name is also the `version`, the name of the model and the name of the deployment (see `models.py`).
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class ReplicateApi(ApiPlugin):
             job = await self._jobs.wait(job.function, job.id, wait_s)
         found = await self._shown(request, job)
         if wait_s and not job.state.final:
-            # Replicate's clients take every other status for the end of the prediction.
+            # Replicate's clients wait on only while the status is "starting".
             found["status"] = "starting"
         return json_response(found, status=201, headers=replayed)
 
@@ -134,7 +134,7 @@ class ReplicateApi(ApiPlugin):
         following = f"{base}?cursor={jobs[-1].id}" if len(jobs) == PAGE else None
         before = None
         if cursor:
-            # The page before ends with the job of the cursor.
+            # The previous page ends with the job that the cursor names.
             newer = [cursor, *await self._jobs.store.newer_ids(names, PAGE, cursor, owner)]
             before = f"{base}?cursor={newer[PAGE]}" if len(newer) > PAGE else base
         results = [self._whole(request, job, prediction_of(job)) for job in jobs]
@@ -160,5 +160,5 @@ class ReplicateApi(ApiPlugin):
 
 
 def preferred_wait(preferences: Mapping[str, str]) -> float:
-    """Return the seconds for which the caller prefers to wait; 0 if they do not."""
+    """Return the seconds for which the caller prefers to wait, or 0 if the caller does not ask to wait."""
     return MAX_WAIT_S if preferences.get("wait") == "" else wait_in(preferences, MAX_WAIT_S) or 0.0

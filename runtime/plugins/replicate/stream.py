@@ -1,8 +1,8 @@
-"""Streams the output of a prediction as server-sent events, as Replicate does, to any client that has its signed URL.
+"""Streams the output of a prediction, as Replicate does, to any client that has the signed URL of the stream.
 
-Replicate's clients for browsers and Node open the URL of a stream without an API key. So the URL itself is
-the permission: it holds a signature of the prediction's id that only the gateway can make. Receivers of webhooks
-cannot make it, although they know the function's webhook secret.
+Replicate's clients for browsers and Node open the URL of a stream without an API key. So the URL must prove the
+permission: it holds a signature of the prediction's id, which only the gateway can make. A receiver of webhooks knows
+the function's webhook secret, but cannot make this signature with it. The stream consists of server-sent events.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class StreamApi:
 
     async def stream(self, request: web.Request) -> web.StreamResponse:
         job_id = request.match_info["id"]
-        # The signature replaces the check of the owner, so find jobs of all owners.
+        # The signature replaces the check of the owner. So search the jobs of all owners.
         job = await self._jobs.store.find(job_id, lambda _: True, ())
         sent = request.query.get(SIGNATURE.name, "")
         if not hmac.compare_digest(sent.encode(errors="replace"), self._signature(job).encode()):
@@ -85,12 +85,12 @@ def _encoder() -> JobEncoder:
 
 
 def _event(name: str, text: str, number: int) -> bytes:
-    """Return an event. Clients join the lines of its data."""
+    """Return an event. Each line of `text` becomes a `data:` line, and clients join these lines again."""
     lines = "".join(f"data: {line}\n" for line in _LINE_END.split(text))
     return f"event: {name}\nid: {number}\n{lines}\n".encode()
 
 
 def _text(piece: bytes) -> str:
-    """Return a piece of an output: text as it is, anything else as JSON."""
+    """Return a piece of an output as text: a string without its JSON quotes, any other value as JSON."""
     found = orjson.loads(piece)
     return found if isinstance(found, str) else piece.decode()

@@ -1,4 +1,4 @@
-"""Writes a file that a caller uploads. It is hidden from readers of the store until it is complete."""
+"""Writes a file that a caller uploads. Until the file is complete, readers of the store cannot see it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MAX_FILE_BYTES = 100 << 20
 MAX_SUFFIX_CHARS = 20
 ABOUT, CONTENT = "about.json", "content"
 HIDDEN = "."
-"""The names of the folders of incomplete files begin with it."""
+"""The name of an incomplete file's folder begins with this prefix."""
 
 
 class StoredFile(BaseModel, frozen=True):
@@ -41,7 +41,7 @@ class StoredFile(BaseModel, frozen=True):
 class Upload:
     """A file that is being uploaded. Its methods block, and are safe to call from several threads.
 
-    A caller can disconnect while a thread still writes. After `close`, further writes raise StorageFull.
+    A caller may disconnect while a thread still writes. So `close` makes all later writes raise StorageFull.
     """
 
     def __init__(self, root: Path, file_id: str, owner: str, name: str, most: int) -> None:
@@ -56,7 +56,7 @@ class Upload:
         self._lock = threading.Lock()
 
     def write(self, block: bytes) -> None:
-        """Append a block. Raises InputTooLarge if the file becomes too large, and StorageFull."""
+        """Append a block. Raises InputTooLarge if the file becomes too large, StorageFull if the write fails."""
         with self._lock, reported():
             target = self._opened()
             self._size += len(block)
@@ -84,11 +84,11 @@ class Upload:
         return about
 
     def close(self) -> None:
-        """Remove what was written, unless it was published."""
+        """Remove the written part of the file, unless the file was published."""
         with self._lock:
             self._closed = True
             if self._target is not None:
-                # A full disk is reported by `write` and `publish`.
+                # `write` and `publish` already report a full disk.
                 with contextlib.suppress(OSError):
                     self._target.close()
                 shutil.rmtree(self._folder, ignore_errors=True)
@@ -105,10 +105,10 @@ class Upload:
 
 @contextlib.contextmanager
 def reported() -> Iterator[None]:
-    """Raise StorageFull, which names no path, for an OSError of the block."""
+    """Turn an OSError of the block into StorageFull, whose message names no path."""
     try:
         yield
     except OSError as error:
-        # Paths of the state folder are not for callers.
+        # Callers must not see paths of the state folder.
         message = f"The gateway cannot store the file: {error.strerror or type(error).__name__}."
         raise StorageFull(message, remedy="Send data URLs, or free space on the gateway's disk.") from error

@@ -11,7 +11,7 @@ START = "runpod.serverless.start"
 
 
 class RunPodDialect(Dialect):
-    """Handlers that are passed to `runpod.serverless.start`. They have no name in their file."""
+    """Handlers that a file passes to `runpod.serverless.start`. An entry does not need to name such a handler."""
 
     name: ClassVar = "runpod"
     title: ClassVar = "RunPod"

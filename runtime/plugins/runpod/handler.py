@@ -27,19 +27,20 @@ _REMEDY = 'Call runpod.serverless.start({"handler": handler}) in it, or name ano
 
 
 class Started(BaseException):
-    """Raised by our `start` to end the file. At RunPod `start` never returns: no code after it may run."""
+    """Raised by pilotflame's `start` to end the user's file, because at RunPod no code after `start` runs."""
 
 
 def resolve_runpod(root: Path, entry: Entry, _function: str = "") -> Handler:
     """Return the Handler for the function that the file of `entry` passes to `runpod.serverless.start`.
 
-    Raises HandlerImportError or, if the file passes no function, HandlerSignatureError.
+    Raises HandlerImportError if the import fails, HandlerSignatureError if the file passes no function.
     """
     sdk = RunPodSdk()
     try:
         import_file(root, root / entry.file, as_main=True, prepare=sdk.install)
     except Started:
-        # Where `start` interrupted the import of a module, Python has removed it. At RunPod it exists.
+        # `start` may interrupt the import of a module, and then Python removes that module. At RunPod the module
+        # exists while the handler runs, so put it back.
         for name, module in sdk.modules.items():
             sys.modules.setdefault(name, module)
     if sdk.config is None:
@@ -62,7 +63,7 @@ def resolve_runpod(root: Path, entry: Entry, _function: str = "") -> Handler:
 
 
 class RunPodSdk:
-    """Our versions of two functions of the `runpod` package, and what the user's file passed to `start`."""
+    """Pilotflame's versions of two functions of the `runpod` package. `config` is the argument of `start`."""
 
     def __init__(self) -> None:
         self.config: Mapping[str, Any] | None = None
@@ -72,7 +73,7 @@ class RunPodSdk:
         self.running: dict[str, Context] = {}
 
     def install(self) -> None:
-        """Patch the real package if it is installed, else make a stand-in importable."""
+        """Patch the real package if it is installed. Otherwise make a stand-in importable."""
         if not is_installed("runpod"):
             from .sdk import stand_in  # noqa: PLC0415  imported only if needed
 
@@ -89,7 +90,7 @@ class RunPodSdk:
         raise Started
 
     def progress_update(self, job: Mapping[str, Any], progress: Any) -> None:
-        """Report a job's progress. As at RunPod, progress that is not JSON does not fail the job."""
+        """Report a job's progress. As at RunPod, progress that is not JSON does not make the job fail."""
         try:
             if context := self.running.get(str(job.get("id"))):
                 context.progress(progress)
@@ -98,7 +99,7 @@ class RunPodSdk:
 
 
 class RunPodJobs:
-    """Calls a RunPod handler with jobs, as RunPod's worker does. `running` has their contexts by id."""
+    """Calls a RunPod handler with jobs, as RunPod's worker does. `running` maps job ids to contexts."""
 
     def __init__(
         self, call: Callable[..., Any], config: Mapping[str, Any], running: dict[str, Context]
@@ -112,7 +113,7 @@ class RunPodJobs:
         self.caller = of_kind(self.kind, self._run, self._run_async, self._stream, self._stream_async)
 
     def adapt_concurrency(self, context: Context) -> None:
-        """Let this worker run as many jobs at once as the user's `concurrency_modifier`, if any, returns."""
+        """Set the number of jobs that this worker runs at once to the result of the user's `concurrency_modifier`."""
         if self.modifier is None:
             return
         try:
@@ -124,7 +125,7 @@ class RunPodJobs:
 
     def _run(self, event: Any, context: Context) -> Any:
         with self._job(event, context) as job:
-            # The result may be awaitable, for example if a lambda calls an async function.
+            # A plain handler may return an awaitable, for example a lambda that calls an async function.
             return _output(awaited(self._call(job)), context)
 
     async def _run_async(self, event: Any, context: Context) -> Any:
@@ -144,7 +145,7 @@ class RunPodJobs:
 
     @contextmanager
     def _job(self, event: Any, context: Context) -> Iterator[dict[str, Any]]:
-        """Yield the job that the handler receives. Do on exit what RunPod's worker does after each job."""
+        """Yield the job for the handler. On exit, retire the worker if it asked for that, and adapt its concurrency."""
         job = job_of(event, context)
         self._running[str(job["id"])] = context
         try:
@@ -159,17 +160,21 @@ class RunPodJobs:
 def job_of(event: Any, context: Context) -> dict[str, Any]:
     """Return the job for a handler, with its id.
 
-    If the event is an envelope `{"input": …}`, the job is a copy of it. Otherwise the event is the input.
+    If the event is an envelope `{"input": …}`, the job is a copy of the envelope. Otherwise the event is the job's
+    input.
     """
     extra = context.extra.get("job") or {}
-    # The gateway sets "bare" if the event is an input without an envelope.
+    # The gateway sets "bare" if the event itself is the input. Then a key "input" in it does not mean an envelope.
     enveloped = isinstance(event, dict) and "input" in event and not context.extra.get("bare")
     job = dict(event) if enveloped else {"input": event}
     return {**job, **extra, "id": extra.get("id") or context.id}
 
 
 def _output(output: Any, context: Context) -> Any:
-    """Return a job's output without its instructions: `error` raises, `refresh_worker` retires the worker."""
+    """Return a job's output without the keys that are instructions.
+
+    If it has `error`, raise that error. If it has `refresh_worker`, retire the worker.
+    """
     if not isinstance(output, dict):
         return output
     rest = {key: value for key, value in output.items() if key not in ("error", "refresh_worker")}
@@ -188,7 +193,7 @@ def _piece(piece: Any) -> Any:
 
 
 def _failed(error: Any, rest: Mapping[str, Any]) -> HandlerFailed:
-    """Return the error for `error`, which a handler reported in its output beside `rest`."""
+    """Return HandlerFailed for the value of `error` in a handler's output. `rest` is the rest of the output."""
     text = error if isinstance(error, str) else json.dumps(error, default=str)
     details = {"returned": json.loads(json.dumps(rest, default=str))} if rest else {}
     return HandlerFailed(text, details=details)

@@ -1,4 +1,4 @@
-"""Serves the routes of RunPod's queue API. A failed job is returned with status 200, not as an error."""
+"""Serves the routes of RunPod's queue API. The response with a failed job has status 200 and is not an error."""
 
 # ruff: noqa: N815
 
@@ -43,7 +43,7 @@ _PRIORITIES = {"normal": 0, "low": LOW_PRIORITY, "batch": BATCH_PRIORITY}
 
 
 class JobPolicy(BaseModel, frozen=True, extra="ignore"):
-    """How a job is treated; times in milliseconds."""
+    """The limits and the priority of a job. Times are in milliseconds."""
 
     executionTimeout: int | None = Field(None, ge=1, le=7 * 86_400_000)
     ttl: int | None = Field(None, ge=1, le=365 * 86_400_000)
@@ -52,7 +52,7 @@ class JobPolicy(BaseModel, frozen=True, extra="ignore"):
 
 
 class JobRequest(BaseModel, frozen=True, extra="ignore", title="JobOrder"):
-    """A job as it is submitted. Unknown keys are ignored, as RunPod does."""
+    """A request to submit a job. As at RunPod, unknown keys are ignored."""
 
     input: Any
     webhook: str | None = Field(None, max_length=2048)
@@ -60,7 +60,7 @@ class JobRequest(BaseModel, frozen=True, extra="ignore", title="JobOrder"):
     policy: JobPolicy = JobPolicy()
 
     def fields(self) -> dict[str, Any]:
-        """Return the fields of NewJob that this request sets. The function's settings give the others."""
+        """Return the fields of NewJob that this request sets. The other fields come from the function's settings."""
         policy = self.policy
         priority = _PRIORITIES[policy.priority] if policy.priority else int(policy.lowPriority)
         source: Source = "batch" if policy.priority == "batch" else "job"
@@ -75,7 +75,7 @@ class JobRequest(BaseModel, frozen=True, extra="ignore", title="JobOrder"):
 
 @with_config(title="Job")
 class JobStatus(TypedDict):
-    """A job. How its handler failed is data, with status 200."""
+    """A job. If its handler failed, the response still has status 200, and the job has `error` and `errorDetails`."""
 
     id: str
     status: JobState
@@ -115,7 +115,7 @@ HEALTH = {
 
 
 def shown(job: Job) -> dict[str, Any]:
-    """Return a job as a JobStatus, to be written by orjson."""
+    """Return a job as a JobStatus that orjson can write."""
     counts = {"attempts": job.attempts, "retries": job.retries}
     found = job.status(time.time()) | counts | {"createdAt": timestamp(job.created_s)}
     if job.logs:
@@ -133,8 +133,8 @@ class QueueApi(ApiPlugin):
         super().__init__(backend)
         self._backend = backend
         self._jobs = backend.jobs
-        # The number of the last piece that a poll has returned, by job and owner. The job that was polled last is at the
-        # end. The polls of an administrator take no piece from the job's owner.
+        # Maps (job, owner) to the number of the last piece that a poll has returned. The job that was polled last is at
+        # the end. An administrator has an entry of their own, so their polls take no pieces from the job's owner.
         self._polled: OrderedDict[tuple[str, str], int] = OrderedDict()
 
     def routes(self) -> list[Route]:
@@ -169,7 +169,7 @@ class QueueApi(ApiPlugin):
         return json_response(Accepted(id=job.id, status=job.state), headers=headers)
 
     async def runsync(self, request: web.Request) -> web.StreamResponse:
-        """Submit a job. Respond with its state when it has ended, or when the time in `?wait=` is over."""
+        """Submit a job. Respond with it when it has ended, or when the time in `?wait=` is over."""
         wait_s = _wait_s(request)
         job, headers = await self._submit(request, wait_s=wait_s)
         return json_response(shown(job), headers=headers)
@@ -219,7 +219,7 @@ class QueueApi(ApiPlugin):
         return json_response({"requests": [shown(job) for job in found]})
 
     async def stream(self, request: web.Request) -> web.StreamResponse:
-        """Return the pieces after `?after=` or, without it, since the last poll, or send all as events."""
+        """Return the pieces after `?after=`, or without it the pieces since the last poll, or send all as events."""
         job = await self._job(request)
         if accepts_events(request):
             return await send_job(request, self._jobs, job, _encoder())
@@ -227,13 +227,13 @@ class QueueApi(ApiPlugin):
         after = self._polled.get(poller, 0) if polls else AFTER.read(request)
         pieces = await self._jobs.store.pieces(job.id, after, PIECES_PER_POLL)
         job = await self._jobs.store.get(job.function, job.id) if not pieces else job
-        # RunPod's clients do not send `?after=`: their next poll continues after the stored number.
+        # RunPod's clients do not send `?after=`. So store the number after which their next poll continues.
         if polls and pieces:
             self._polled[poller] = pieces[-1][0]
             self._polled.move_to_end(poller)
             if len(self._polled) > MAX_POLLERS:
                 self._polled.popitem(last=False)
-        # The job has ended and all pieces were returned. The next poll starts with the first piece again.
+        # The job has ended, and the polls have returned all pieces. The next poll starts with the first piece again.
         elif polls and job.state.final:
             self._polled.pop(poller, None)
         found = [{"output": orjson.Fragment(piece), "number": number} for number, piece in pieces]
@@ -243,7 +243,7 @@ class QueueApi(ApiPlugin):
         return self._backend.functions.get(request.match_info["function"])
 
     async def _job(self, request: web.Request) -> Job:
-        """Return the job, also if its function was deleted. Raises UnknownJob or JobExpired."""
+        """Return the job in the path, even if its function was deleted. Raises UnknownJob or JobExpired."""
         return await self._jobs.store.get(*_named(request))
 
     async def _submit(
@@ -260,7 +260,10 @@ class QueueApi(ApiPlugin):
 
 
 def _throttled(live: Live, queued: int) -> int:
-    """Return the number of workers that the queue needs but that a limit of the node or failed starts hold back."""
+    """Return the number of workers that the queue needs but cannot get.
+
+    A limit of the node or failed starts keep such workers from starting.
+    """
     workers = live.workers
     if workers.reached is None and not workers.breaker.failures:
         return 0

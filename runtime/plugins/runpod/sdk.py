@@ -1,4 +1,4 @@
-"""Provides a stand-in for the `runpod` package: what handlers use, except requests to RunPod's API."""
+"""Provides a stand-in for the `runpod` package. It has all that handlers use, except requests to RunPod's API."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from ....snapshot.extras import needs
 
 _LEVELS = {"DEBUG": logging.DEBUG, "WARN": logging.WARNING, "ERROR": logging.ERROR}
 VERSION = "1.12.0"
-"""The release of the package whose functions the stand-in has."""
+"""The stand-in has the functions of this release of the package."""
 _FOLDERS = ("input_objects", "output_objects", "job_files")
 
 
 def stand_in(start: Callable[..., Any], progress_update: Callable[..., Any]) -> dict[str, ModuleType]:
-    """Return the modules of the stand-in by name. They contain these two functions."""
+    """Return the modules of the stand-in by name. `start` and `progress_update` are among their functions."""
     serverless = {"start": start, "progress_update": progress_update}
     uploads = {one.__name__: one for one in (upload_file_to_bucket, upload_image, upload_in_memory_object)}
     downloads = {"download_files_from_urls": download_files_from_urls, "file": file}
@@ -51,7 +51,7 @@ def stand_in(start: Callable[..., Any], progress_update: Callable[..., Any]) -> 
 
 
 class Checkpoints:
-    """Names and durations of steps, which handlers measure. There is one object for all steps."""
+    """The names and durations of steps that handlers measure. All calls return the same object."""
 
     _only: ClassVar[Checkpoints | None] = None
 
@@ -77,7 +77,7 @@ class Checkpoints:
         step["end"] = time.perf_counter()
 
     def get_checkpoints(self) -> list[dict[str, Any]]:
-        """Return the steps that have ended. As in RunPod's package, `duration_ms` is in seconds."""
+        """Return the steps that have ended. Despite its name, `duration_ms` is in seconds, as in RunPod's package."""
         ended = [step for step in self.checkpoints if "start" in step and "end" in step]
         for step in ended:
             step["duration_ms"] = step["end"] - step["start"]
@@ -162,7 +162,7 @@ def clean(folder_list: list[str] | None = None) -> None:
 
 
 def download_files_from_urls(job_id: str, urls: str | list[str]) -> list[str | None]:
-    """Download files to the folder jobs/<id>/downloaded_files. Return each path, or None if that fails."""
+    """Download files to jobs/<id>/downloaded_files. For each URL, return the path, or None if the download fails."""
     folder = (Path("jobs") / job_id / "downloaded_files").resolve()
     folder.mkdir(parents=True, exist_ok=True)
     with InputFiles() as files:
@@ -246,7 +246,7 @@ def _put(creds: Mapping[str, str], bucket: str, key: str, data: bytes) -> str:
 
 
 def validate(raw_input: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
-    """Return {"validated_input": …}, the input with the schema's defaults, or {"errors": […]}."""
+    """Return {"validated_input": …} with the input and the schema's defaults, or {"errors": […]} if it is wrong."""
     unexpected = [key for key in raw_input if key not in schema]
     errors = [f"Unexpected input. {key} is not a valid input option." for key in unexpected]
     checked = dict(raw_input)

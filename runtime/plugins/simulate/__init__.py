@@ -1,1 +1,1 @@
-"""Predicts what a policy costs and how many calls end in time, from recorded arrivals: `pilotflame simulate`."""
+"""Predicts from recorded arrivals how many calls end in time, and the cost of a policy: `pilotflame simulate`."""

@@ -1,6 +1,6 @@
-"""The command that predicts how many workers a load needs, and what keeping them warm costs: `pilotflame simulate`.
+"""The command that predicts the workers that a load needs, and the cost of keeping them warm: `pilotflame simulate`.
 
-It runs calls through the queue of `batching`, or with --policy through the keep-alive policy of `scaling`.
+It runs calls through the queue of the room `batching`, or with --policy through the keep-alive policy of `scaling`.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ MAX_CALLS = 5_000_000
 MAX_LOGGED_CALLS = 1_000_000
 MAX_WORKERS = 1000
 POSITIVE, PRICE = click.FloatRange(min=0, min_open=True), click.FloatRange(min=0)
-# MiniLM on CPUs, as measured: GB of memory or of disk, and the seconds to wake.
+# The usual rungs are measurements of MiniLM on CPUs: the GB of memory or of disk that it holds, the seconds to wake.
 USUAL_RUNGS = ("ready:0.45:0", "zygote:0.1:0.03", "local:0.1disk:5.8")
 SERVICE_S = 0.2
 POLICIES = ("policy", "fixed:5", "fixed:60", "fixed:600", "always-on")
-# Policies that `make bench-policy` compares with, and earlier versions of the command did.
+# Earlier versions of this command had these policies. Now only `make bench-policy` has them.
 BENCHMARKED = ("envelope", "hybrid", "optimum")
 SLOW_TITLE = f"over {FELT_S * 1e3:.0f} ms"
 WAITS = {"p50": 0.5, "p95": 0.95, "p99": 0.99, "max": 1.0}
@@ -91,7 +91,7 @@ class SimulateOptions:
 
     def ask(self, name: str, *path: str, **query: Any) -> dict[str, Any]:
         """Return the gateway's answer about a function."""
-        # httpx takes 50 ms to import, and most simulations ask no gateway.
+        # The import of httpx takes 50 ms, and most simulations ask no gateway.
         from ...client.client import Client  # noqa: PLC0415
 
         with Client(self.url, api_key=self.api_key) as client:
@@ -104,7 +104,7 @@ class SimulateOptions:
         return self.ask(name, "arrivals", lines=MAX_LOGGED_CALLS, **query)
 
     def prices(self, gateway: Mapping[str, float]) -> GatewaySettings:
-        """Return settings with the prices: the options, else those of the `gateway`, else variables and defaults."""
+        """Return settings with the prices. Options win over the prices of the `gateway`, and these over variables."""
 
         def price(option: float | None, name: str) -> float | None:
             return gateway.get(name) if option is None else option
@@ -164,9 +164,9 @@ def simulate(**values: Any) -> None:
     Calls go through the gateway's own queue on a simulated clock. Nothing is deployed, and no handler runs. The
     time of a batch comes from --curve, or from a gateway's measurements of --function.
 
-    With --policy, calls are replayed through the gateway's own keep-alive policy, which learns from them as they come,
-    and through other policies. The result is the cost of each, in holding and in waiting. A fixed:60 stays READY for
-    60 s and then goes down to the lowest rung.
+    With --policy, calls are replayed through the gateway's own keep-alive policy, which learns from the calls as they
+    come, and through other policies. The result is each policy's cost of holding and of waiting. The policy fixed:60
+    keeps a worker READY for 60 s and then moves it to the lowest rung.
 
     \b
     Example: are two workers enough for three times last week's load, if callers wait for a second?
@@ -220,7 +220,7 @@ def _calls(given: SimulateOptions) -> list[SimulatedCall]:
 
 
 def _simulated_function(given: SimulateOptions) -> SimulatedFunction:
-    """Return the function of a gateway, with its learned curve, or a function with --curve. Raise CodeError."""
+    """Return a function with --curve, or else a gateway's function with its learned curve. Raise CodeError."""
     if given.function is None:
         found = SimulatedFunction(DurationModel(read_curve(given.curve or ""), given.noise))
     else:
@@ -241,7 +241,7 @@ def _simulated_function(given: SimulateOptions) -> SimulatedFunction:
 
 
 def figures(run: Run) -> dict[str, Any]:
-    """Return a run's figures: the outcomes of first attempts, the latencies of calls answered in time."""
+    """Return a run's figures. Only first attempts count in outcomes, and only calls answered in time in latencies."""
     first = [attempt for attempt in run.attempts if attempt.tries == 1]
     outcomes = Counter(attempt.outcome for attempt in first)
     answered = [attempt.latency_s for attempt in run.attempts if attempt.outcome is CallOutcome.ON_TIME]
@@ -279,7 +279,7 @@ def _workers_row(row: dict[str, Any]) -> tuple[str, ...]:
 def read_curve(text: str) -> tuple[tuple[float, float], ...]:
     """Return the points (batch size, seconds) of a curve such as "1:20.5,32:36".
 
-    Here a batch of 1 takes 20.5 ms, and a batch of 32 takes 36 ms. Raise CodeError if it is malformed.
+    In this example, a batch of 1 takes 20.5 ms, and a batch of 32 takes 36 ms. Raise CodeError if `text` is malformed.
     """
     try:
         pairs = [part.split(":") for part in text.split(",")]
@@ -309,7 +309,7 @@ def read_counts(text: str) -> list[int]:
 
 
 class ReplayedFunction(NamedTuple):
-    """One function: when it was called, how long a call takes, and its ladder with the names of the rungs."""
+    """A function with the times of its calls, the duration of a call, and its ladder with the names of the rungs."""
 
     arrivals: Sequence[float]
     service_s: float
@@ -350,7 +350,7 @@ def _policy_row(row: dict[str, Any], rungs: Sequence[str]) -> tuple[str, ...]:
 
 
 def _replayed(given: SimulateOptions) -> list[ReplayedFunction]:
-    """Return the functions to replay: those of a trace, or those whose calls the gateway remembers."""
+    """Return the functions to replay. They come from a trace, or from calls that the gateway remembers."""
     if (given.arrivals is None) == (not given.logged):
         raise click.UsageError("With --policy, give either a file of ARRIVALS or --from-log FUNCTION.")
     if given.arrivals is not None:
@@ -373,7 +373,7 @@ def _replayed(given: SimulateOptions) -> list[ReplayedFunction]:
 def _replayed_function(
     given: SimulateOptions, times: Sequence[float], measured: dict[str, Any]
 ) -> ReplayedFunction:
-    """Return a function with the figures of the options, else with those that a gateway has measured."""
+    """Return a function. Its figures come from the options, or else from a gateway's measurements."""
     prices = given.prices(measured.get("prices", {}))
     given_s = given.service_ms / 1e3 if given.service_ms is not None else None
     if not given.rungs and (rows := measured.get("rungs")):
@@ -399,7 +399,7 @@ def _read_rung(text: str, prices: GatewaySettings) -> tuple[str, Rung]:
 
 
 def _price(term: str, prices: GatewaySettings) -> float:
-    """Return what a second of holding costs."""
+    """Return the cost of holding a term of HOLD, such as "16disk", for a second. Raise ValueError."""
     for unit, per_hour in (
         ("disk", prices.price_disk_gb_hour), ("gpu", prices.price_device_hour), ("", prices.price_memory_gb_hour),
     ):  # fmt: skip
@@ -418,14 +418,14 @@ def _ladder(rungs: Sequence[Rung], waiting_s: float) -> Ladder:
 
 
 def replay(functions: Sequence[ReplayedFunction], policy: str) -> dict[str, Any]:
-    """Return the figures of all functions together under a policy, as "policy" or "fixed:60:zygote". Raise CodeError."""
+    """Return the total figures of all functions under a policy, for example "fixed:60:zygote". Raise CodeError."""
     title, choose = _policy(policy)
-    # In a gateway, an idle period begins only QUIET_S after the last work, so the policy's worker stays that much longer.
+    # In a gateway, an idle period begins only QUIET_S after the last call. So the policy keeps a worker QUIET_S longer.
     quiet_s = QUIET_S if policy == "policy" else 0.0
     replays = [Replay(one.arrivals, one.service_s, one.ladder, choose(one), quiet_s) for one in functions]
     whole, rung_s, bill = LadderRun(), defaultdict[str, float](float), 0.0
     for one, run in zip(functions, run_together(replays), strict=True):
-        # READY is held while calls run, too.
+        # `run.held` counts only idle periods and wakes. The worker also holds READY while calls run.
         run.held += run.busy_s * one.ladder.rungs[0].hold_per_s
         bill += run.bill(one.ladder.wait_per_s)
         for rung, held_s in zip(one.rungs, run.rung_s, strict=True):
@@ -442,7 +442,7 @@ def replay(functions: Sequence[ReplayedFunction], policy: str) -> dict[str, Any]
 
 
 def _policy(policy: str) -> tuple[str, Callable[[ReplayedFunction], KeepAlivePolicy]]:
-    """Return the title of a policy, and how to make it for a function. Raise CodeError."""
+    """Return the title of a policy, and a callable that makes the policy for a function. Raise CodeError."""
     kind, _, rest = policy.partition(":")
     if policy == "policy":
         shared = SharedPrior()
@@ -469,7 +469,7 @@ def _seconds(policy: str, text: str) -> float:
 
 
 def _floor(one: ReplayedFunction, rung: str) -> int:
-    """Return the number of a rung, by default the lowest. Raise CodeError."""
+    """Return the index of a rung, or of the lowest rung if `rung` is empty. Raise CodeError."""
     if not rung:
         return len(one.rungs) - 1
     if rung not in one.rungs:
@@ -478,6 +478,6 @@ def _floor(one: ReplayedFunction, rung: str) -> int:
 
 
 def _money(amount: float) -> str:
-    """Return an amount with three digits that count, without an exponent."""
+    """Return an amount with three significant digits if it is below 1, else with two decimals, without an exponent."""
     digits = 2 - math.floor(math.log10(amount)) if 0 < amount < 1 else 2
     return f"{amount:.{digits}f}"

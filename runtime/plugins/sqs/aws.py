@@ -1,4 +1,4 @@
-"""Calls AWS with boto3 and the gateway's credentials, in threads. Errors of boto3 are raised as BusFailed."""
+"""Calls AWS in threads, with boto3 and the gateway's credentials. It raises BusFailed for errors of boto3."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .settings import SqsSource
 T = TypeVar("T")
 CONNECT_TIMEOUT_S = 5.0
 READ_TIMEOUT_S = 30.0
-"""How long boto3 waits for a response. It must be longer than a poll, `POLL_S` in queue.py."""
+"""The time for which boto3 waits for a response. It must be longer than a poll, which is `POLL_S` in queue.py."""
 CONNECTIONS = 32
 """The most connections that boto3 keeps open for reuse."""
 
@@ -45,23 +45,23 @@ class AwsClient:
         self._client: Any = None
 
     async def call(self, request: Callable[[Any], T], on_abandoned: Callable[[T], object] | None = None) -> T:
-        """Return `request(client)`, run in a thread. `on_abandoned` is explained at `call_in_thread`.
+        """Run `request(client)` in a thread and return its result. `call_in_thread` explains `on_abandoned`.
 
         Raises BusFailed.
         """
         return await call_in_thread(lambda: self.call_blocking(request), on_abandoned)
 
     def call_blocking(self, request: Callable[[Any], T]) -> T:
-        """Return `request(client)`, run in this thread. Blocks. Raises BusFailed."""
+        """Run `request(client)` in this thread and return its result. Blocks. Raises BusFailed."""
         service = self._service.upper()
-        # A function may have been restored without boto3. Once it is installed, the next attempt finds it.
+        # A gateway may restore a function without boto3. Once boto3 is installed, the next call finds it.
         try:
             with needs(service, "boto3"):
                 import_module("boto3")
                 from botocore import exceptions as boto  # noqa: PLC0415
         except PackageMissing as error:
             raise self._failed(error.message.rstrip("."), error.remedy, error.code) from None
-        # Errors of boto3 itself are reported without their text, because it may quote signed requests.
+        # Report errors of boto3 itself without their text, because the text may quote signed requests.
         try:
             return request(self._opened())
         except boto.ClientError as error:

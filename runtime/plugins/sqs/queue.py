@@ -14,7 +14,7 @@ from .settings import MAX_VISIBILITY_S, SqsSource
 from .sinks import open_sink
 
 POLL_S = 20
-"""How long a request waits for messages: as long as SQS allows, so that an empty queue needs few requests."""
+"""A request waits for messages for this time, the longest that SQS allows. So an empty queue needs few requests."""
 BATCH = 10
 """The most messages that SQS allows in one request."""
 _COUNT, _GROUP, _SENT = "ApproximateReceiveCount", "MessageGroupId", "SentTimestamp"
@@ -32,9 +32,9 @@ class SqsQueue(AwsClient):
         self._visibility_s = source.visibility_s
 
     async def receive(self, limit: int, *, wait: bool) -> Sequence[Message]:
-        """Return up to `limit` messages, at most BATCH. With `wait`, wait up to POLL_S for the first.
+        """Return up to `limit` messages, at most BATCH. With `wait`, wait up to POLL_S for the first message.
 
-        Messages that arrive after the caller was cancelled are released.
+        If the caller is cancelled, messages that this request still receives are released.
         """
 
         def poll(client: Any) -> list[Message]:
@@ -48,7 +48,7 @@ class SqsQueue(AwsClient):
         return await self.call(poll, self._release_abandoned)
 
     async def depth(self) -> int:
-        """Return about how many messages wait to be received."""
+        """Return the approximate number of messages that wait in the queue."""
         request = {"QueueUrl": self._url, "AttributeNames": [_DEPTH]}
         return await self.call(
             lambda client: int(client.get_queue_attributes(**request)["Attributes"][_DEPTH])
@@ -63,7 +63,7 @@ class SqsQueue(AwsClient):
         await self.call(lambda client: client.delete_message(**request))
 
     async def release(self, messages: Sequence[Message], delay_s: int) -> None:
-        """Make messages visible after a delay. If received too often, they go to the dead-letter queue."""
+        """Make messages visible after a delay. A message received too often goes to the dead-letter queue."""
         await self.call(lambda client: self._hide(client, messages, delay_s))
 
     def _hide(self, client: Any, messages: Sequence[Message], visibility_s: int) -> list[str]:
@@ -82,7 +82,7 @@ class SqsQueue(AwsClient):
 
     def _release_abandoned(self, messages: Sequence[Message]) -> None:
         """Release messages that arrived after the poll was cancelled."""
-        # If this fails, they become visible when their visibility timeout ends.
+        # If the release fails, the messages become visible when their visibility timeout ends.
         with contextlib.suppress(BusFailed):
             self.call_blocking(lambda client: self._hide(client, messages, 0))
 
@@ -95,7 +95,7 @@ def open_queue(source: SqsSource) -> tuple[SqsQueue, Sink | None]:
 def _message(raw: dict[str, Any], *, fifo: bool) -> Message:
     facts = raw.get("Attributes", {})
     count, sent_s = max(1, int(facts.get(_COUNT, "1"))), int(facts.get(_SENT, "0")) / 1000 or time.time()
-    # In a standard queue, the group only names the message's tenant and implies no order.
+    # Only a FIFO queue keeps an order within a group. In a standard queue, the group only names the message's tenant.
     group = str(facts.get(_GROUP, "")) if fifo else ""
     attributes = {
         name: str(value["StringValue"])

@@ -19,7 +19,7 @@ _AMAZON_HOST = re.compile(r"sqs\.([a-z0-9-]+)\.amazonaws\.com(\.cn)?")
 
 
 def _url_problem(url: str) -> str | None:
-    """Return what is wrong with `url`, or None. The URL is not quoted, since it may hold a password."""
+    """Return the problem of `url`, or None. The text does not quote the URL, because it may hold a password."""
     try:
         parts = urlsplit(url)
         _ = parts.port
@@ -54,7 +54,7 @@ def _result_problem(text: str | None) -> str | None:
 
 
 class SqsSource(EventSource, frozen=True, extra="forbid", strict=True):
-    """A queue of SQS whose messages are run as jobs, and where the results go."""
+    """A queue of SQS. Its messages are run as jobs, and `result` names the destination of the results."""
 
     opener: ClassVar = "pilotflame.runtime.plugins.sqs.queue:open_queue"
     package: ClassVar = "boto3"
@@ -96,13 +96,13 @@ class SqsSource(EventSource, frozen=True, extra="forbid", strict=True):
 
     @property
     def region_name(self) -> str | None:
-        """The region that is set, or else the region in the queue's URL. None if there is neither."""
+        """The setting `region`, or else the region in the queue's URL, or else None."""
         found = _AMAZON_HOST.fullmatch(urlsplit(self.queue).hostname or "")
         return self.region or (found[1] if found else None)
 
     @property
     def sqs_endpoint(self) -> str | None:
-        """The endpoint that is set, else the queue's host. None for Amazon's hosts: boto3 chooses then."""
+        """The setting `endpoint_url`, or else the queue's host. None for Amazon's hosts, whose endpoint boto3 knows."""
         parts = urlsplit(self.queue)
         is_amazon = (parts.hostname or "").endswith((".amazonaws.com", ".amazonaws.com.cn"))
         return self.endpoint_url if self.endpoint_url or is_amazon else f"{parts.scheme}://{parts.netloc}"

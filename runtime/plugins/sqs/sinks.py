@@ -13,7 +13,7 @@ from .settings import SqsSource
 
 
 class QueueSink(AwsClient):
-    """A sink that sends each output to a queue. JSON and text are sent as text, others as base64."""
+    """A sink that sends each output to a queue: JSON and text as text, any other output as base64."""
 
     def __init__(self, source: SqsSource, result: str) -> None:
         super().__init__("sqs", f"Outputs to {result}", source)
@@ -21,7 +21,7 @@ class QueueSink(AwsClient):
         self._url = "" if result.startswith("sqs://") else result
 
     async def put(self, message: Message, job: Job) -> None:
-        """Send the output of a COMPLETED job. If it is called again for the same message, it sends again."""
+        """Send the output of a COMPLETED job. A second call for the same message sends a second time."""
         await self.call(lambda client: self._send(client, message, job))
 
     def _send(self, client: Any, message: Message, job: Job) -> None:
@@ -45,9 +45,9 @@ class QueueSink(AwsClient):
 
 
 class ObjectSink(AwsClient):
-    """A sink that writes each output to an S3 object, which is named after the id of the message.
+    """A sink that writes each output to an S3 object.
 
-    So a second output of the same message replaces the first.
+    The message's id is the object's name, so a second output of the same message replaces the first.
     """
 
     def __init__(self, source: SqsSource, result: str) -> None:
@@ -75,7 +75,7 @@ def _attributes(message: Message, job: Job) -> dict[str, str]:
 
 
 def open_sink(source: SqsSource) -> QueueSink | ObjectSink | None:
-    """Return the sink for the source's `result` setting, or None if it has none."""
+    """Return the sink for the setting `result` of the source, or None if the setting is not set."""
     if source.result is None:
         return None
     return (ObjectSink if source.result.startswith("s3://") else QueueSink)(source, source.result)
