@@ -1,4 +1,4 @@
-"""A client of a gateway for the command line: HTTP, options that commands share, what is printed, exit codes.
+"""A client of a gateway for the command line: HTTP, options that commands share, printed output, exit codes.
 
-Enter at `client.py` and `options.py`. This room knows no command.
+Start reading at `client.py` and `options.py`. This room depends on no command.
 """

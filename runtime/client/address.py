@@ -1,4 +1,4 @@
-"""Defines the default address of a gateway, and the authorities whose certificates of gateways are trusted."""
+"""Defines a gateway's default address, and the certificate authorities that commands trust."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ CA_VARIABLE = "PILOTFLAME_CA"
 def trusted_authorities() -> ssl.SSLContext | None:
     """Return a TLS context that trusts the authorities in the file PILOTFLAME_CA, or else SSL_CERT_FILE.
 
-    Return None if neither is set: then the well-known authorities apply. Raise GatewayError if the file cannot be read.
+    Return None if neither variable is set. Then httpx or aiohttp trusts the well-known authorities. Raise GatewayError
+    if the file cannot be read.
     """
-    # The import takes time, and only commands that send requests need it.
+    # The import of ssl takes time, and only commands that send requests need it.
     import ssl  # noqa: PLC0415
 
     variable = next((name for name in (CA_VARIABLE, "SSL_CERT_FILE") if os.environ.get(name)), None)

@@ -1,4 +1,4 @@
-"""Provides a client of the gateway's HTTP interface. It raises the gateway's errors as the same classes."""
+"""Provides a client of the gateway's HTTP interface. It raises an error of the gateway as the same exception class."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ ANSWER_S = 30.0
 TIMEOUT = httpx.Timeout(ANSWER_S, connect=CONNECT_TIMEOUT_S)
 # For requests of shell completion, during which the shell is blocked.
 COMPLETION_TIMEOUT = httpx.Timeout(1.0)
-# For requests whose end only the gateway knows, for example the end of an invocation at its deadline.
+# For requests that only the gateway ends, for example an invocation, which ends at its deadline.
 NO_TIMEOUT = httpx.Timeout(None, connect=CONNECT_TIMEOUT_S)
 # A deploy takes long: it imports the handler, and with `install` it also installs requirements.
 DEPLOY_TIMEOUT = httpx.Timeout(1800.0, connect=CONNECT_TIMEOUT_S)
 OnProgress = Callable[[str, dict[str, Any]], None]
-"""Called with the name and the data of an event of a deploy: "function", "step" or "note"."""
+"""A function that is called with the name of an event of a deploy ("function", "step" or "note") and its data."""
 
 
 def _ignore(_event: str, _told: dict[str, Any]) -> None:
-    """Do nothing with an event of a deploy."""
+    """Ignore an event of a deploy."""
 
 
 class InvokeReply:
-    """The response to one invocation. While its connection is open, read it whole or piece by piece."""
+    """The response to one invocation. Read it whole or piece by piece, while its connection is open."""
 
     def __init__(self, response: httpx.Response) -> None:
         self._response = response
@@ -58,7 +58,7 @@ class InvokeReply:
         return json.loads(body) if self.content_type == JSON_TYPE else body
 
     def pieces(self) -> Iterator[Any]:
-        """Yield a stream's pieces. Raise the error that ends it, or GatewayError if it breaks off."""
+        """Yield a stream's pieces. Raise the error that ends the stream, or GatewayError if the stream breaks off."""
         for event, data in parse_events(self._response.iter_bytes()):
             if event == "output":
                 yield json.loads(data)
@@ -76,14 +76,17 @@ class Client:
         self, url: str = DEFAULT_URL, *, api_key: str = "", control: ControlAddress | None = None,
         timeout: httpx.Timeout = TIMEOUT, on_wait: Callable[[str], None] | None = None,
     ) -> None:  # fmt: skip
-        """With `on_wait`, requests wait for a gateway on this machine that is starting. It is called with a line for the user."""
+        """With `on_wait`, requests wait for a gateway on this machine that is starting.
+
+        `on_wait` is called with a line for the user when such a wait begins.
+        """
         if not (api_key.isascii() and api_key.isprintable()) or " " in api_key:
             remedy = "Check --api-key and PILOTFLAME_API_KEY; a key looks like pf_…."
             raise Unauthorized("The API key contains spaces or characters outside ASCII.", remedy=remedy)
         self.url = url.rstrip("/")
         self.on_loopback = is_loopback(_host(self.url))
         self._on_wait = on_wait if self.on_loopback and control is None else None
-        # The proxy that the environment names is for other machines: it cannot reach a gateway on this one.
+        # A proxy that the environment names cannot reach a gateway on this machine. So ignore the proxy on loopback.
         self._http = httpx.Client(
             base_url=self.url,
             timeout=timeout,
@@ -125,7 +128,7 @@ class Client:
     def follow(self, name: str, job_id: str, *, after: int = 0) -> Iterator[tuple[str, Any]]:
         """Yield a job's events as (name, data), without the first `after` pieces.
 
-        They are ("status", …), ("output", piece), and at the end ("completed" or "error", the whole job).
+        The events are ("status", …), ("output", piece), and at the end ("completed" or "error", the whole job).
         Raise GatewayError if the stream breaks off before the end.
         """
         headers = {"Accept": EVENT_STREAM_TYPE, "Last-Event-ID": str(after)}
@@ -142,8 +145,8 @@ class Client:
     ) -> dict[str, Any]:  # fmt: skip
         """Deploy a folder that the gateway reads itself, and return the function's status.
 
-        Call `on_progress` with each event of the deploy. Raise FolderUnseen if `seen_as` is given and the gateway
-        sees another folder there. `flags` can be `install` and `check`, the parameters of the gateway's route.
+        Call `on_progress` with each event of the deploy. Raise FolderUnseen if the identity `seen_as` is given and the
+        gateway sees another folder at this path. `flags` can be `install` and `check`, which the gateway's route takes.
         """
         order = {"path": str(folder.resolve()), "seen_as": seen_as, "overrides": overrides, **flags}
         return self._deploy(on_progress, json=order)
@@ -154,8 +157,8 @@ class Client:
     ) -> dict[str, Any]:  # fmt: skip
         """Deploy an archive of the folder with the name `folder`, as `deploy` does.
 
-        `base` is FUNCTION/REVISION: the live revision from which the gateway takes the files that the archive lists
-        and does not hold. Raise BaseChanged if another revision is live.
+        The archive may list files that it does not hold. The gateway takes these files from the live revision `base`,
+        which is written FUNCTION/REVISION. Raise BaseChanged if another revision is live.
         """
         params: dict[str, Any] = {
             "folder": folder,
@@ -183,12 +186,12 @@ class Client:
         raise GatewayError("The deploy's progress broke off before its end.", remedy=remedy)
 
     def replace(self, name: str, how: str, **order: Any) -> dict[str, Any]:
-        """Change the live revision of a function, and return its status. `how` is the last part of the route."""
+        """Change the live revision of a function, and return the function's status. `how` ends the route's path."""
         path = _path("v1", "functions", name, how)
         return _json_of(self._request("POST", path, json=order, timeout=DEPLOY_TIMEOUT))
 
     def logs(self, name: str, *, lines: int = 100, **query: Any) -> Iterator[dict[str, Any]]:
-        """Yield the last lines of a function's log, as `gateway_log` does."""
+        """Yield the last lines of a function's log. `query` is as in `gateway_log`."""
         yield from self._lines(_path("v1", "functions", name, "logs"), {"lines": lines, **query})
 
     def gateway_log(self, name: str, **query: Any) -> Iterator[dict[str, Any]]:
@@ -199,7 +202,7 @@ class Client:
         yield from self._lines(_path("v1", "logs", name), query)
 
     def views(self) -> Iterator[dict[str, Any]]:
-        """Yield the content of the console, and then each second the functions that have changed."""
+        """Yield the content of the console. Then yield each second the functions that have changed in it."""
         yield from self._lines(_path("v1", "console"), {"follow": True})
 
     def _lines(self, path: str, query: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -213,11 +216,11 @@ class Client:
             yield from (json.loads(line) for line in split_lines(response.iter_bytes()) if line)
 
     def prefetch(self, name: str) -> dict[str, Any]:
-        """Bring a function's image and weights to the gateway's machine. Return what was brought."""
+        """Bring a function's image and weights to the gateway's machine. Return facts about them."""
         return _json_of(self._request("POST", _path("v1", "functions", name, "prefetch"), timeout=NO_TIMEOUT))
 
     def warm(self, name: str, *, wait_s: int, **query: Any) -> dict[str, int]:
-        """Start workers of a function. Wait up to `wait_s` until they are ready. Return how many there are, by state."""
+        """Start workers of a function, and wait up to `wait_s` until they are ready. Return their number by state."""
         params, timeout = (
             query | {"wait_s": wait_s},
             httpx.Timeout(ANSWER_S + wait_s, connect=CONNECT_TIMEOUT_S),
@@ -225,7 +228,7 @@ class Client:
         path = _path("v2", name, "warmup")
         return dict(_json_of(self._request("POST", path, params=params, timeout=timeout))["workers"])
 
-    # -- requests to any route; `path` contains the segments of its path
+    # -- requests to any route; `path` holds the segments of the route's path
 
     def get(self, *path: str, **params: Any) -> dict[str, Any]:
         return _json_of(self._request("GET", _path(*path), params=params))
@@ -257,7 +260,7 @@ class Client:
             yield response
 
     def _connected(self, send: Callable[[], httpx.Response]) -> httpx.Response:
-        """Return the response to a request. If nothing listens, wait for a gateway that is starting, and send again."""
+        """Send a request and return its response. If nothing listens, wait for a starting gateway and send again."""
         try:
             return send()
         except httpx.ConnectError:
@@ -270,7 +273,7 @@ class Client:
 
     @contextmanager
     def _translated_errors(self) -> Iterator[None]:
-        """Replace errors of httpx that are raised inside the block by errors of pilotflame."""
+        """Turn errors of httpx that the block raises into errors of pilotflame."""
         try:
             yield
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
@@ -301,7 +304,7 @@ def split_lines(chunks: Iterable[bytes]) -> Iterator[str]:
 
 
 def parse_events(chunks: Iterable[bytes]) -> Iterator[tuple[str, str]]:
-    """Yield (name, data) of each server-sent event. A last event that no empty line closes is dropped."""
+    """Yield (name, data) of each server-sent event. Drop a last event that is incomplete, without an empty line."""
     name, data = "message", list[str]()
     for line in split_lines(chunks):
         field, _, value = line.partition(":")
@@ -353,5 +356,5 @@ def _host(url: str) -> str:
 
 
 def _path(*segments: str) -> str:
-    """Return the path of a route. Each segment is quoted, so that a function's name cannot lead elsewhere."""
+    """Return the path of a route. Each segment is quoted, so that a function's name cannot lead to another route."""
     return "".join(f"/{quote(segment, safe='')}" for segment in segments)

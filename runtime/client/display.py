@@ -1,4 +1,4 @@
-"""Prints results on stdout, as JSON, text or tables, and messages and progress on stderr."""
+"""Prints results on stdout (as JSON, text or tables), and messages and progress on stderr."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ if TYPE_CHECKING:
     from .client import InvokeReply
 
 BAR_COLUMNS = 40
-# The width of tables and messages in characters if no terminal shows them.
+# If the output is not a terminal, tables and messages have this width in characters.
 WIDTH_WITHOUT_TERMINAL = 200
-# A JSON answer is indented if it is shorter than this. A longer one, such as an embedding, would fill too
-# many lines.
+# A JSON answer is indented if it is shorter. A longer answer, such as an embedding, would fill too many lines.
 INDENTED_CHARS = 4_000
 
 
@@ -32,7 +31,7 @@ def say(text: str) -> None:
 
 
 def function_trace(trace: str) -> str:
-    """Return the traceback of a function's error. Its first line says that it is not this command's own."""
+    """Return the traceback of a function's error. Its first line says that the function raised it, not this command."""
     return trace.rstrip().replace("Traceback (", "The function's traceback (")
 
 
@@ -67,13 +66,13 @@ def print_list(
 
 
 def reply_facts(answer: Any, reply: InvokeReply) -> dict[str, Any]:
-    """Return what --json prints about an invocation. An answer of bytes is decoded as UTF-8."""
+    """Return the facts about an invocation for --json. An answer of bytes is decoded as UTF-8."""
     text = answer.decode("utf-8", "replace") if isinstance(answer, bytes) else answer
     return {"answer": text, "cold": reply.cold, "timing_ms": reply.timing_ms, "worker": reply.worker}
 
 
 def print_answer(answer: Any) -> None:
-    """Print a function's answer: bytes unchanged, JSON on one line, but on a terminal indented if short."""
+    """Print a function's answer: bytes unchanged, JSON on one line. On a terminal, indent a short JSON answer."""
     if isinstance(answer, bytes):
         return click.echo(answer, nl=False)
     indented = json.dumps(answer, ensure_ascii=False, indent=2) if sys.stdout.isatty() else ""
@@ -82,7 +81,7 @@ def print_answer(answer: Any) -> None:
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
     """Print a table without borders. Columns of numbers are aligned to the right."""
-    # rich takes time to import, and --help does not need it.
+    # The import of rich takes time, and --help does not need it.
     from rich.table import Table  # noqa: PLC0415
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
@@ -126,7 +125,7 @@ def age(moment: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return seconds in their largest units: 45 s, 3 min, 2 h 5 min, 4 d 3 h."""
+    """Return a number of seconds in its largest units: 45 s, 3 min, 2 h 5 min, 4 d 3 h."""
     minutes = int(max(0.0, seconds)) // 60
     if not minutes:
         return f"{max(0.0, seconds):.0f} s"
@@ -137,7 +136,7 @@ def duration(seconds: float) -> str:
 
 
 def snapshots(found: dict[str, Any]) -> str:
-    """Return the weights of a function or a revision, as the gateway describes it; "" if there are none."""
+    """Return the weights in the gateway's description of a function or a revision, or "" if it has no weights."""
     return found["snapshot"] or ", ".join(
         f"{name} = {where}" for name, where in found.get("snapshots", {}).items()
     )
@@ -167,8 +166,9 @@ def spinner(text: str) -> AbstractContextManager[object]:
 def deploying(folder: str, *, quiet: bool) -> Iterator[Callable[[str, dict[str, Any]], None]]:
     """Yield a function that shows the events of a deploy on stderr: the function, and each step with its time.
 
-    On a terminal they are shown as they happen, and a spinner names the step that runs. Otherwise they are shown if
-    the deploy succeeds: a command that fails prints its error alone. Notes are shown at once. Nothing is shown if `quiet`.
+    On a terminal, the events are shown as they happen, and a spinner names the step that runs. Otherwise they are shown
+    at the end, and only if the deploy succeeds, because a command that fails prints only its error. Notes are always
+    shown at once. If `quiet`, nothing is shown.
     """
     console, lines = _console(err=True), list[str]()
     live = console.is_terminal and not quiet
@@ -188,14 +188,14 @@ def deploying(folder: str, *, quiet: bool) -> Iterator[Callable[[str, dict[str, 
 
 
 def _deploy_line(event: str, told: dict[str, Any]) -> str | None:
-    """Return the line that shows an event of a deploy; None if a step begins."""
+    """Return the line that shows an event of a deploy, or None for an event that a step begins."""
     if event == "function":
         return _target(told["name"], told["replaces"])
     return None if told["seconds"] is None else f"  {told['name']:<12}{told['seconds']:>8.2f} s"
 
 
 def _target(name: str, replaced: dict[str, Any] | None) -> str:
-    """Return a line that says which function a deploy creates or updates. `replaced` is its live revision."""
+    """Return a line that names the function that a deploy creates or updates. `replaced` is its live revision."""
     if replaced is None:
         return f"creates {name}"
     key = replaced["deployed_by"]
@@ -207,8 +207,8 @@ def _target(name: str, replaced: dict[str, Any] | None) -> str:
 def progress(text: str, *, in_bytes: bool = True) -> Iterator[Callable[..., None]]:
     """Show a progress bar with the time left, if stderr is a terminal.
 
-    Yield the function that updates it, with the arguments `done`, `total` and `note`. With `in_bytes`, the
-    bar shows the number of bytes and the rate. Otherwise it shows a percentage, and the text `note`.
+    Yield the function that updates the bar, with the arguments `done`, `total` and `note`. With `in_bytes`, the bar
+    shows the number of bytes and the rate. Otherwise it shows a percentage and the text `note`.
     """
     from rich import progress as bars  # noqa: PLC0415
 

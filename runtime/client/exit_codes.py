@@ -24,7 +24,7 @@ INTERRUPTED = 130
 
 @contextmanager
 def on_interrupt(text: str) -> Iterator[None]:
-    """If Ctrl-C is pressed in the block, print `text`, which says how to continue, and exit."""
+    """If Ctrl-C is pressed in the block, print `text` and exit. `text` says how to continue."""
     try:
         yield
     except KeyboardInterrupt:
@@ -35,7 +35,8 @@ def on_interrupt(text: str) -> Iterator[None]:
 def exit_code_of(command: Callable[[], Any], *, as_json: bool = False) -> int:
     """Run a command and return its exit code.
 
-    If it raises an error, print it on stderr: as one paragraph, or as one line of JSON with the key `error`.
+    If the command raises an error, print the error on stderr: as one paragraph, or as one line of JSON with the key
+    `error`.
     """
     try:
         code = command()
@@ -51,7 +52,7 @@ def exit_code_of(command: Callable[[], Any], *, as_json: bool = False) -> int:
         say_error(error, as_json=as_json)
         return UNREACHABLE if isinstance(error, GatewayUnreachable) else ERROR
     except BrokenPipeError:
-        # The reader of stdout has closed it. Redirect it, so that the interpreter can flush it at exit.
+        # The reader of stdout has closed the pipe. Redirect stdout, so that the interpreter can flush it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return ERROR
     except OSError as error:
@@ -65,7 +66,7 @@ def exit_code_of(command: Callable[[], Any], *, as_json: bool = False) -> int:
 
 
 def say_error(error: PilotflameError, *, as_json: bool) -> None:
-    """Print an error on stderr: one paragraph and the function's traceback, or one line of JSON."""
+    """Print an error on stderr: as one paragraph and the function's traceback, or as one line of JSON."""
     if as_json:
         return _say_json(error.to_wire(private=True))
     say(f"error: {' '.join(str(error).split())}")

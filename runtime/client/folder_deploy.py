@@ -1,4 +1,4 @@
-"""Deploys a folder to a gateway, wherever that runs: by its path, or by the files that the gateway lacks."""
+"""Deploys a folder to a gateway. Sends the folder's path, or to a gateway elsewhere the files that it lacks."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from . import display, exit_codes
 from .client import Client, OnProgress
 from .options import FunctionSource
 
-# The minimum total size of the files for which the first upload of a command asks which of them the gateway has. The
-# question needs the function's name, and the import that finds the name takes longer than sending fewer bytes.
+# If the files have at least this total size, the first upload of a command asks the gateway which of them it has. The
+# question needs the function's name. The import that finds the name takes longer than to send fewer bytes.
 WORTH_ASKING_BYTES = 1 << 20
 SHOWN_CHANGES = 3
-# Errors of the folder's content.
+# Errors that an edit of the folder may fix.
 MENDABLE: tuple[type[PilotflameError], ...] = (
     CodeError, HandlerError, RequirementsError, SettingsError, SnapshotError,
 )  # fmt: skip
@@ -38,18 +38,19 @@ MENDABLE: tuple[type[PilotflameError], ...] = (
 class FolderDeploy:
     """A folder that is deployed once, or again after each change.
 
-    A gateway on loopback gets the path. If it does not see the same folder there, because it runs in a container or
-    behind a forwarded port, it gets the files. Every other gateway gets the files, as does any gateway with `upload`.
+    A gateway on loopback gets the folder's path. It may run in a container or behind a forwarded port, and not see the
+    same folder at this path. Then it gets the files. Every other gateway gets the files. With `upload`, every gateway
+    gets the files.
     """
 
     def __init__(self, client: Client, source: FunctionSource, *, upload: bool, **flags: bool) -> None:
-        """For `flags` see `Client.deploy`."""
+        """`Client.deploy` describes `flags`."""
         self._client, self._source, self._flags = client, source, flags
         self._by_path = client.on_loopback and not upload
         self._function = ""
         """The function's name, known after the first deploy."""
         self._files: list[FileDigest] = []
-        """The files of the last upload, if that succeeded."""
+        """The files of the last upload. Empty if the last deploy failed."""
 
     def run(self, on_progress: OnProgress) -> dict[str, Any]:
         """Deploy the folder and return the function's status. Call `on_progress` with each event of the deploy."""
@@ -65,13 +66,13 @@ class FolderDeploy:
         return found
 
     def has_changed(self) -> bool:
-        """Return False if the gateway was sent all files as they are now."""
+        """Return False if the last deploy has uploaded all files with their present content."""
         with contextlib.suppress(CodeError):
             return self._by_path or self._files != list(file_digests(self._source.folder))
         return True
 
     def _read_there(self, on_progress: OnProgress) -> dict[str, Any] | None:
-        """Let the gateway read the folder. Return None if it does not see it."""
+        """Let the gateway read the folder. Return None if the gateway does not see the folder."""
         folder = self._source.folder
         try:
             return self._client.deploy(
@@ -97,13 +98,13 @@ class FolderDeploy:
         )  # fmt: skip
 
     def _kept(self) -> tuple[str, list[FileDigest]]:
-        """Return the live revision, as FUNCTION/REVISION, and the files that it has already."""
+        """Return the live revision, as FUNCTION/REVISION, and the files that this revision already has."""
         self._files = list(file_digests(self._source.folder))
         if not (function := self._function or self._guessed_name()):
             return "", []
         try:
             found = self._client.post("v1", "functions", function, "lacking", body={"files": self._files})
-        # The function does not exist yet, or the API key does not cover it.
+        # The function does not exist yet, or the API key has no access to it.
         except UnknownFunction:
             return "", []
         lacking = set(found["lacking"])
@@ -112,12 +113,12 @@ class FolderDeploy:
         ]
 
     def _guessed_name(self) -> str:
-        """Return the name that the gateway will find for the function; "" if that is not worth an import."""
+        """Return the name that the gateway will give the function, or "" if the files are too small for the import."""
         if sum(file.size for file in select(self._source.folder)) < WORTH_ASKING_BYTES:
             return ""
         from ..settings.function_settings import read_settings  # noqa: PLC0415  pydantic takes 0.3 s to import
 
-        # The gateway reports what is wrong with the settings.
+        # Ignore faults of the settings here, because the gateway reports them.
         with contextlib.suppress(PilotflameError):
             return read_settings(self._source.folder, overrides=self._source.overrides(local=False)).name
         return ""
@@ -133,7 +134,7 @@ class Changes:
         threading.Thread(target=self._watch, daemon=True).start()
 
     def next(self) -> list[str]:
-        """Wait for the next change, and return the paths of some changed files. Raise CodeError if there can be none."""
+        """Wait for the next change, and return the paths of some changed files. Raise CodeError if the watch fails."""
         if isinstance(found := self._found.get(), CodeError):
             raise found
         return found
@@ -153,10 +154,10 @@ class Changes:
 def deploy_changes(
     deploy: FolderDeploy, folder: Path, once: Callable[[], None], *, as_json: bool
 ) -> NoReturn:
-    """Call `once` now and after each change of the folder. Print its errors and go on.
+    """Call `once` now and after each change of the folder. Print the errors of `once` and go on.
 
-    Raise an error of the first call unless it is one of MENDABLE. An edit of the folder cannot fix any other error, for
-    example a gateway that does not answer.
+    An edit of the folder can fix only the errors in MENDABLE, and not, for example, a gateway that does not answer. So
+    raise any other error of the first call.
     """
     changes, mendable = Changes(folder), MENDABLE
     while True:

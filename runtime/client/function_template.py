@@ -12,7 +12,7 @@ from ..settings.function_settings import SETTINGS_FILE, check_name, name_problem
 
 TEMPLATES = Path(__file__).resolve().parents[2] / "templates"
 README_FILE = "README.md"
-# Tells coding assistants how to work on a function. It is the same for all templates.
+# This file tells coding assistants how to work on a function. All templates have the same file.
 AGENTS_FILE = "AGENTS.md"
 _NOT_COPIED = shutil.ignore_patterns("__pycache__", "*.pyc")
 
@@ -49,7 +49,8 @@ def copy_template(template: str, folder: Path) -> str:
 def _name_of(folder: Path) -> str:
     """Return the function's name for a folder. Raise SettingsError if a new folder should have another name.
 
-    The name of an existing folder is not the user's choice now, so the function gets the most similar valid name.
+    The user has not chosen the name of an existing folder for this function. So the function gets the most similar
+    valid name.
     """
     last = folder.resolve().name
     name = slug(last)

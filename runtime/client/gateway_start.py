@@ -1,7 +1,8 @@
 """Lets commands wait for a gateway on this machine that is starting, as after `pilotflame serve &`.
 
-A gateway that starts announces its port: it listens on a unix socket in Linux's abstract namespace, which needs no
-file and, like loopback, belongs to the network namespace. A command connects to that socket and waits until it closes.
+A starting gateway announces its port: it listens on a unix socket whose name contains the port. The socket is in
+Linux's abstract namespace, which needs no file and, like loopback, belongs to the network namespace. A command connects
+to this socket and waits until the gateway closes it.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ import time
 from collections.abc import Callable, Iterator
 
 START_S = 10.0
-"""How long a command waits for a gateway that has announced its start."""
-# How long a command waits for an announcement: `serve &` needs half a second to make it.
+"""The maximum wait of a command for a gateway that has announced its start."""
+# The maximum wait of a command for an announcement, which `serve &` makes after half a second.
 ANNOUNCE_S = 2.0
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.02, 0.25
 CONNECT_S = 1.0
@@ -24,7 +25,8 @@ CONNECT_S = 1.0
 def announced_start(port: int) -> Iterator[Callable[[], None]]:
     """Announce that a gateway starts on `port`, until the block ends or the yielded function is called."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-        # OSError: another gateway announces this port. One of the two cannot listen on it, and says so.
+        # `bind` raises OSError if another gateway announces this port. Later, one of the two gateways cannot listen on
+        # the port and reports that.
         with contextlib.suppress(OSError):
             sock.bind(_address(port))
             sock.listen()
@@ -45,16 +47,17 @@ def wait_for_start(port: int, timeout_s: float = START_S) -> bool:
 
 
 def wait_for_gateway(host: str, port: int, on_wait: Callable[[], None]) -> None:
-    """Wait until something listens at `host`, this machine, or until no gateway can be expected there any more.
+    """Wait until something listens on `port`. Give up after ANNOUNCE_S if no gateway announces its start.
 
-    Call `on_wait` if there is something to wait for. A return only means that the caller should try once more.
+    `host` is an address of this machine. Call `on_wait` when the wait begins. After the return, the caller should send
+    its request again, which may still fail.
     """
     if _listens(host, port):
         return
     on_wait()
     give_up_s, pause_s = time.monotonic() + ANNOUNCE_S, FIRST_PAUSE_S
     while not wait_for_start(port) and not _listens(host, port) and time.monotonic() < give_up_s:
-        # Poll, because no event reports that a process is about to announce its start.
+        # Poll, because there is no event for the announcement.
         threading.Event().wait(pause_s)
         pause_s = min(LAST_PAUSE_S, pause_s * 1.5)
 

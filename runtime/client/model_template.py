@@ -1,4 +1,4 @@
-"""Makes a function's folder for a model without code, for `pilotflame deploy --model`: the template for its task."""
+"""Makes a function's folder for a model without code from the template for its task: `pilotflame deploy --model`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ...snapshot.sources.source import Listing, Source
 from ..settings.function_settings import SETTINGS_FILE, slug
 from .function_template import README_FILE, copy_template
 
-# The endings of the class names in config.json, each with its template.
+# The templates by the ending of the class name in config.json.
 TEMPLATES = {
     "ForCausalLM": "text-generation",
     "LMHeadModel": "text-generation",
@@ -29,11 +29,11 @@ TEMPLATES = {
     "ForSpeechSeq2Seq": "speech-recognition",
     "Model": "text-embedding",
 }
-# The modules of sentence-transformers that the template text-embedding computes.
+# The template text-embedding can compute these modules of sentence-transformers.
 _MODULES = ("Transformer", "Pooling", "Normalize")
 _MAX_CONFIG_BYTES = 4 << 20
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-# Templates that read text, and the files in which a tokenizer keeps its vocabulary.
+# Templates for models of text, and then the files in which a tokenizer keeps its vocabulary.
 _OF_TEXT = ("text-generation", "text-classification", "reranking", "text-embedding")
 _TOKENIZERS = ("tokenizer.json", "vocab.txt", "vocab.json", "tokenizer.model", "spiece.model")
 _SENTENCEPIECE = (".spm", ".bpe.model", ".tiktoken", "tokenizer.model")
@@ -54,9 +54,9 @@ _SNAPSHOT_LINE = re.compile(r"^(# )?snapshot = .*$", re.MULTILINE)
 def write_function(model: str, folder: Path | None, name: str = "") -> Path:
     """Write the template for the task of `model` into a new folder, and return the folder.
 
-    `model` is a folder or the URL of one. Without `folder`, the new folder is in the working directory. It is named
-    `name`, or like the model, with the suffix `-function` if the model's own folder has this path. Raise SnapshotError if
-    no template fits, CodeError if the folder is not empty, and the errors of the model's source.
+    `model` is a folder or the URL of a folder. Without `folder`, the new folder is in the working directory, and is
+    named `name` or like the model. If the model's own folder has this path, the name gets the suffix `-function`. Raise
+    SnapshotError if no template fits, CodeError if the folder is not empty, and the errors of the model's source.
     """
     where = model if is_remote(model) else str(Path(model).expanduser().resolve())
     template = find_template(where)
@@ -68,10 +68,10 @@ def write_function(model: str, folder: Path | None, name: str = "") -> Path:
     given = copy_template(template, made)
     readme = _README.format(name=given, template=template, model=shown(where))
     (made / README_FILE).write_text(readme, encoding="utf-8")
-    # This script makes the weights of the template's own model.
+    # This script makes the weights of the template's own model, which this function does not use.
     (made / "make_weights.py").unlink(missing_ok=True)
     settings = made / SETTINGS_FILE
-    # A string of JSON is also a valid basic string of TOML.
+    # A JSON string is also a valid basic string in TOML.
     line = f"snapshot = {json.dumps(where, ensure_ascii=False)}"
     text = _SNAPSHOT_LINE.sub(lambda _: line, settings.read_text(encoding="utf-8"), count=1)
     settings.write_text(text, encoding="utf-8")
@@ -85,12 +85,15 @@ def _new_folder(name: str, where: str) -> Path:
 
 
 def find_template(where: str) -> str:
-    """Return the template for the task of the model at `where`, a URL or a path. Raise what `write_function` raises."""
+    """Return the template for the task of the model at `where`, a URL or a path.
+
+    Raise SnapshotError if no template fits, and the errors of the model's source.
+    """
     if not is_remote(where) and not Path(where).is_dir():
         remedy = "Give a folder with config.json and safetensors, or a URL: hf://ORGANISATION/NAME, s3://BUCKET/PREFIX."
         raise SnapshotError(f"{where} is not a folder.", remedy=remedy)
     source = open_source(where)
-    # First, because listing tells a missing repository from a missing file.
+    # Check the format first, because this check lists the files: a list fails only if the whole repository is missing.
     _check_format(source, where)
     config = _read_object(source, "config.json")
     if config is None:
@@ -113,7 +116,7 @@ def _template_of(config: Mapping[str, Any], where: str) -> str:
     if found == "text-classification" and isinstance(labels, dict) and len(labels) == 1:
         return "reranking"
     if found == "text-embedding" and "vocab_size" not in config:
-        # A model of images or sound without a head.
+        # This is a model of images or sound without a head. No template fits such a model.
         found = None
     if found is None:
         what = f"is a {architecture}" if architecture else "names no architecture in config.json"
@@ -124,7 +127,7 @@ def _template_of(config: Mapping[str, Any], where: str) -> str:
 
 
 def _check_format(source: Source, where: str) -> None:
-    """Raise SnapshotError if the weights are pickles only: unpickling can run any code, so no worker does it."""
+    """Raise SnapshotError if the weights are only pickles. Unpickling can run any code, so workers do not unpickle."""
     names = source.names() if isinstance(source, Listing) else []
     if any(name.endswith(SUFFIX) for name in names) or not any(name.endswith(_PICKLES) for name in names):
         return
@@ -137,7 +140,7 @@ def _check_format(source: Source, where: str) -> None:
 
 
 def _check_tokenizer(source: Source, where: str) -> None:
-    """Raise SnapshotError if the source has no tokenizer: transformers would make an empty one, and answers be wrong."""
+    """Raise SnapshotError if the source has no tokenizer. Transformers would make an empty one and answer wrongly."""
     names = source.names() if isinstance(source, Listing) else list(_TOKENIZERS)
     if not any(name in _TOKENIZERS or name.endswith(_SENTENCEPIECE) for name in names):
         remedy = f"Save the tokenizer there too, as tokenizer.save_pretrained does: one of {', '.join(_TOKENIZERS)}."
@@ -168,7 +171,7 @@ def _read_object(source: Source, name: str) -> dict[str, Any] | None:
 
 
 def _read_json(source: Source, name: str) -> Any:
-    """Return the JSON in an object of a source, or None if there is none. Raise SnapshotError if it is not JSON."""
+    """Return the JSON in an object of a source, or None if there is no such object. Raise SnapshotError."""
     try:
         size_bytes = source.stat(name).size_bytes
     except SourceMissing:
@@ -187,5 +190,5 @@ def _read_json(source: Source, name: str) -> Any:
 
 
 def _last_part(where: str) -> str:
-    """Return the name of a model: `name` for `hf://org/name@revision`."""
+    """Return the name of a model, for example `name` for `hf://org/name@revision`."""
     return where.partition("?")[0].rstrip("/").rpartition("/")[2].partition("@")[0]

@@ -1,4 +1,4 @@
-"""Defines the options and arguments that several commands share, each as one decorator."""
+"""Defines the options and arguments that several commands share. Each is a decorator."""
 
 from __future__ import annotations
 
@@ -76,12 +76,12 @@ def removed(option: str, instead: str) -> Callable[[F], F]:
 
 
 class Moment(click.ParamType[float]):
-    """A point in time: how long ago it was (30s, 10m, 2h, 3d), or a date and time as 2026-11-22T10:00."""
+    """A point in time: a time that has passed since (30s, 10m, 2h, 3d), or a date and time such as 2026-11-22T10:00."""
 
     name = "time"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Return it as Unix time in seconds. A time without a zone is of this machine's zone."""
+        """Return the point in time as Unix time in seconds. A time without a zone is in this machine's zone."""
         if (age_s := seconds_of(value)) is not None:
             return time.time() - age_s
         try:
@@ -91,7 +91,7 @@ class Moment(click.ParamType[float]):
 
 
 def complete_functions(context: click.Context, _parameter: click.Parameter, beginning: str) -> list[str]:
-    """Return the names of the gateway's functions for shell completion; none if no gateway answers."""
+    """Return the names of the gateway's functions for shell completion, or no names if no gateway answers."""
     from .client import COMPLETION_TIMEOUT, Client  # noqa: PLC0415
 
     url = context.params.get("url") or os.environ.get(URL_VARIABLE, DEFAULT_URL)
@@ -106,7 +106,7 @@ function = click.argument("name", shell_complete=complete_functions)
 
 
 def states(option: str, kind: type[StrEnum]) -> Callable[[F], F]:
-    """Return a decorator that adds an option to select by state. Its values are passed as `states`."""
+    """Return a decorator that adds an option to select by state. The selected states are passed as `states`."""
     choice = click.Choice(list(kind), case_sensitive=False)
     return click.option(option, "states", multiple=True, type=choice, help="Only this one; repeatable.")
 
@@ -121,7 +121,7 @@ def gateway(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(command)
     def connected(*, url: str, api_key: str, as_json: bool, **values: Any) -> Any:
-        # httpx takes 50 ms to import, and `pilotflame dev` does not need it.
+        # The import of httpx takes 50 ms, and `pilotflame dev` does not need it.
         from .client import Client  # noqa: PLC0415
 
         with Client(url, api_key=api_key, on_wait=_say_nothing if as_json else display.say) as client:
@@ -131,11 +131,11 @@ def gateway(command: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _say_nothing(_text: str) -> None:
-    """Keep stderr free for the one line of JSON that an error is."""
+    """Print nothing: with --json, an error must be the only line on stderr."""
 
 
 class FunctionSource(NamedTuple):
-    """A function's folder, and the settings that the command line gives for it."""
+    """A function's folder, and the settings for the function on the command line."""
 
     folder: Path
     settings: tuple[str, ...] = ()
@@ -143,9 +143,9 @@ class FunctionSource(NamedTuple):
     snapshot: str | None = None
 
     def overrides(self, *, local: bool = True) -> dict[str, str]:
-        """Return the settings that the command line gives. Raise BadParameter if one is not KEY=VALUE.
+        """Return the settings on the command line. Raise BadParameter if a setting is not KEY=VALUE.
 
-        With `local`, the gateway runs on this machine, and a snapshot's path is made absolute for it.
+        `local` means that the gateway runs on this machine. Then make a snapshot's path absolute for it.
         """
         found: dict[str, str] = {}
         for text in self.settings:
@@ -165,7 +165,7 @@ class FunctionSource(NamedTuple):
 def function_source(command: Callable[..., Any], *, default: str | None = ".") -> Callable[..., Any]:
     """Add [FOLDER], --set, --name and --snapshot, and pass them as `source`.
 
-    If there is no `default` and FOLDER is left out, `source` is None.
+    If `default` is None and the user omits FOLDER, `source` is None.
     """
 
     @functools.wraps(command)
@@ -186,7 +186,7 @@ def model(command: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(command)
     def run(*, source: FunctionSource, model: str | None, output: Path | None, **values: Any) -> Any:
         if model is not None:
-            # The import takes time, and other deploys do not need it.
+            # The import takes time, and a deploy without --model does not need it.
             from .model_template import write_function  # noqa: PLC0415
 
             if source.folder != Path():
@@ -215,7 +215,8 @@ optional_source = functools.partial(function_source, default=None)
 def gateway_defaults(*, standalone: bool, state_dir: Path | None) -> Iterator[dict[str, Any]]:
     """Yield defaults for the gateway's settings: a platform's $PORT, and temporary folders.
 
-    A `standalone` function, whose container usually has no home, keeps its state only if there is a folder for it.
+    The container of a `standalone` function usually has no home. So unless the user names a state folder, its state and
+    cache are in temporary folders, which are deleted at the end.
     """
     port = {"port": os.environ["PORT"]} if os.environ.get("PORT") else {}
     if not standalone or state_dir is not None or STATE_VARIABLE in os.environ:
@@ -240,7 +241,7 @@ def _has_writable_home() -> bool:
 
 def withheld(folder: Path) -> list[str]:
     """Return a warning if files in a function's folder are not deployed because they look like credentials."""
-    # The import takes time, and only commands that deploy need it.
+    # The import takes time, and only commands that read a function's folder need it.
     from ..packaging.code import IGNORE_FILE, withheld  # noqa: PLC0415
 
     found = withheld(folder)
@@ -256,11 +257,11 @@ def withheld(folder: Path) -> list[str]:
 def gateway_settings(
     *, config: Path | None = None, defaults: Mapping[str, Any] | None = None, **overrides: Any
 ) -> GatewaySettings:
-    """Return the gateway's settings. Without `config`, PILOTFLAME_CONFIG names their file, if there is one.
+    """Return the gateway's settings. Without `config`, the variable PILOTFLAME_CONFIG may name their file.
 
-    `defaults` replace the settings' own. `overrides` that are not None replace those of the file and of the environment.
+    `defaults` replace the settings' own defaults. `overrides` that are not None win over the file and the environment.
     """
-    # pydantic takes time to import, and --help does not need it.
+    # The import of pydantic takes time, and --help does not need it.
     from ..settings.gateway_settings import read_gateway_settings  # noqa: PLC0415
 
     if config is None and (named := os.environ.get(CONFIG_VARIABLE)):
@@ -278,7 +279,7 @@ def seconds_of(text: str) -> float | None:
 
 
 def event_body(event: str | None) -> bytes:
-    """Return the bytes of an EVENT argument: its text, the content of @FILE, or standard input for `-`."""
+    """Return the bytes of an EVENT argument: its own text, the content of the file for @FILE, or stdin for `-`."""
     if event is None:
         return b""
     if event == "-":
@@ -297,6 +298,6 @@ def read_event(file: Path, *, remedy: str) -> bytes:
 
 
 def check_terminal() -> None:
-    """Raise UsageError if stdin is not a terminal, so that the command cannot ask for confirmation."""
+    """Raise UsageError if stdin is not a terminal. Then the command cannot ask for confirmation."""
     if not sys.stdin.isatty():
         raise click.UsageError("Not a terminal, so cannot ask for confirmation. Pass --yes.")

@@ -24,11 +24,11 @@ TIME_COLUMN, FUNCTION_COLUMN = "timestamp", "function"
 def read_trace(
     path: Path, *, time_column: str = TIME_COLUMN, function_column: str = FUNCTION_COLUMN
 ) -> dict[str, list[float]]:
-    """Return the ascending times of the calls of each function in a file, in seconds after the first of all.
+    """Return the ascending times of the calls of each function in a file, in seconds after the file's first call.
 
-    The file is CSV with a line of column names, or JSON lines if its name says so: objects, or bare times. It may be
-    compressed (.gz). Without a column of functions, all calls belong to one function, whose name is "". Raise CodeError if
-    the file cannot be read or has no calls.
+    The file is CSV with a line of column names. If its name ends in .jsonl, .ndjson or .json, it has a JSON object or a
+    bare time on each line. It may be compressed (.gz). Without a column of functions, all calls belong to one function,
+    whose name is "". Raise CodeError if the file cannot be read or has no calls.
     """
     names = (time_column.lower(), function_column.lower())
     times: dict[str, list[float]] = defaultdict(list)
@@ -47,7 +47,7 @@ def read_trace(
 
 def split(arrivals: Iterable[float], functions: int, seed: int) -> dict[str, list[float]]:
     """Assign calls to functions at random. The functions' shares follow Zipf's law. Omit functions without calls."""
-    # The numbers must be repeatable, not unpredictable.
+    # The random numbers must be repeatable. They do not need to be unpredictable.
     rnd = random.Random(seed)  # noqa: S311
     shares = [1 / (number + 1) for number in range(functions)]
     dealt: dict[str, list[float]] = defaultdict(list)
@@ -93,7 +93,7 @@ def _seconds(path: Path, moment: Any) -> float:
     with suppress(ValueError):
         found = datetime.fromisoformat(text)
         seconds = found.replace(tzinfo=found.tzinfo or UTC).timestamp()
-    # A number such as 20231116 is an ISO date too. It is read as a number of seconds.
+    # A number such as 20231116 is also an ISO date. Read it as a number of seconds.
     with suppress(ValueError):
         seconds = float(text)
     if math.isfinite(seconds):
