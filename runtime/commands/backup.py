@@ -1,8 +1,9 @@
 """The commands that back up a gateway's state folder and restore it: `pilotflame backup|restore`.
 
-A backup is a tar.gz. The state folder's files are only ever replaced or appended to, never changed in place,
-so hard links to them stay as they are while the gateway goes on. Databases are copied by SQLite's online
-backup. Environments are left out, because they cannot be moved: they are built again when they are needed.
+A backup is a tar.gz. The gateway only replaces the files of its state folder or appends to them, and never changes them
+in place. So the backup makes hard links to the files, which stay the same while the gateway goes on. SQLite's online
+backup copies the databases. Environments cannot be moved, so they are not in the backup: the gateway builds them again
+when it needs them.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ FACTS_FILE = "pilotflame-backup.json"
 DATABASE_ENDING = ".sqlite3"
 FUNCTIONS_FOLDER = "functions"
 STAGING_FOLDER = "staging"
-# Files and folders that belong to a running gateway, or that it makes again.
+# These files and folders are not in a backup. They belong to a running gateway, or the gateway makes them again.
 LEFT_OUT = {STAGING_FOLDER, "compiled", "environments", "run", "lock"}
-# Files may be removed while a folder is linked. Then it is linked again, at most this many times.
+# The gateway may remove files while a folder is linked. Then linking starts again, in at most this number of attempts.
 ATTEMPTS = 20
 BUSY_TIMEOUT_S = 30.0
 _FILE = click.Path(dir_okay=False, path_type=Path)
@@ -47,8 +48,8 @@ _FILE = click.Path(dir_okay=False, path_type=Path)
 def backup(*, file: Path, state_dir: Path | None, as_json: bool) -> None:
     """Write functions, jobs, keys and secrets to FILE, also while the gateway serves.
 
-    FILE is a tar.gz, and holds secrets: only its owner can read it. Snapshots outside the state folder and
-    installed environments are not in it; environments are built again after a restore.
+    FILE is a tar.gz. It holds secrets, so only its owner can read it. Snapshots outside the state folder and
+    installed environments are not in it. After a restore, the gateway builds the environments again.
 
     Example: pilotflame backup gateway.tar.gz
     """
@@ -62,7 +63,7 @@ def backup(*, file: Path, state_dir: Path | None, as_json: bool) -> None:
             publish(file, 0o600) as stream,
             tarfile.open(fileobj=stream, mode="w:gz", compresslevel=1) as tar,
         ):
-            # First the facts, so that a reader need not search for them.
+            # Write the facts first, so that a reader finds them without a search.
             for path in sorted(frozen.iterdir(), key=lambda path: (path.name != FACTS_FILE, path)):
                 tar.add(path, path.name)
     names = sorted(path.name for path in (state / FUNCTIONS_FOLDER).iterdir())
@@ -76,9 +77,9 @@ def backup(*, file: Path, state_dir: Path | None, as_json: bool) -> None:
 @options.state_dir
 @options.as_json
 def restore(*, file: Path, state_dir: Path | None, as_json: bool) -> None:
-    """Make a state folder from a backup in FILE. It must be empty or not exist.
+    """Make a state folder from a backup in FILE. The state folder must be empty or not exist.
 
-    Then start the gateway. Environments of functions that were deployed with --install are built again.
+    Then start the gateway. It builds the environments of functions that were deployed with --install again.
 
     Example: pilotflame restore gateway.tar.gz --state-dir /srv/pilotflame
     """
@@ -121,7 +122,7 @@ def _frozen(state: Path) -> Iterator[Path]:
 
 
 def _link(source: Path, target: Path) -> None:
-    """Make hard links to the files in `source`. If files vanish meanwhile, do it again, from the start."""
+    """Make hard links to the files in `source`. If files vanish meanwhile, start again."""
     for attempt in range(ATTEMPTS):
         try:
             if source.is_dir():
@@ -130,7 +131,7 @@ def _link(source: Path, target: Path) -> None:
                 _link_or_copy(source, target)
         except (FileNotFoundError, shutil.Error):
             shutil.rmtree(target, ignore_errors=True)
-            # The function was deleted.
+            # `source` is the folder of a function that was deleted.
             if not source.exists():
                 return
             if attempt == ATTEMPTS - 1:
@@ -159,7 +160,7 @@ def _copy_database(source: Path, target: Path) -> None:
 
 
 def _unpacked(file: Path, into: Path) -> dict[str, Any]:
-    """Unpack a backup into a new folder, and return its facts. Raise GatewayError if it is not a backup."""
+    """Unpack a backup into a new folder, and return its facts. Raise GatewayError if `file` is not a backup."""
     remedy = "Give a file that `pilotflame backup` wrote."
     into.mkdir(parents=True, mode=0o700)
     try:
@@ -182,7 +183,7 @@ def _unpacked(file: Path, into: Path) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _reported(file: Path) -> Iterator[None]:
-    """Raise errors of files and databases as GatewayError."""
+    """Turn errors of files and databases into GatewayError."""
     try:
         yield
     except (OSError, sqlite3.Error) as error:

@@ -7,7 +7,7 @@ from click.shell_completion import get_completion_class
 
 from ..client import display, options
 
-# The variable in which the script passes the words to complete; click makes it from the program's name.
+# The script sets this variable when it asks for completions. click makes its name from the program's name.
 VARIABLE = "_PILOTFLAME_COMPLETE"
 
 

@@ -27,9 +27,10 @@ from .trial import private_gateway
 NAME = "text-embedding"
 EVENT = {"text": minilm.TEXT}
 BODY = json.dumps(EVENT).encode()
-# A worker ends after this idle time, so that the next request finds no worker.
+# A worker ends after this short idle time, so that the next request finds no worker.
 IDLE_TIMEOUT_S = 0.2
-# The maximum wait for an idle function, in seconds and in lines of the console's stream, which has a line each second.
+# The maximum wait in seconds until no worker runs. It is also the number of lines to read from the console's stream,
+# which has one line each second.
 REST_S = 60
 WARM_CALLS = 3
 FRESH_PROCESSES = 3
@@ -50,7 +51,7 @@ MEANING = {
 
 @dataclass(frozen=True)
 class TimedCall:
-    """One answered request: how long its caller waited, and the gateway's phases of it."""
+    """An answered request, with the time that its caller waited and the gateway's measured phases."""
 
     ms: float
     cold: bool
@@ -64,8 +65,9 @@ def demo(*, starts: int, as_json: bool) -> None:
     """Time cold starts of a real model on this machine, and print where each millisecond went.
 
     Deploys sentence embeddings with all-MiniLM-L6-v2 (90 MB) in a temporary gateway on a free port. Each start is one
-    HTTP request while no worker runs. Every answer is compared with that of plain transformers. A fresh process with
-    the same handler is timed too. 100 starts take two minutes or more. Leaves nothing behind. Needs the extra `demo`.
+    HTTP request while no worker runs. Every answer is compared with the answer of plain transformers. A fresh process
+    with the same handler is also timed. 100 starts take two minutes or more. Leaves nothing behind. Needs the extra
+    `demo`.
 
     Example: uvx --from 'pilotflame[demo]' pilotflame demo --starts 200
     """
@@ -124,7 +126,7 @@ class _Demo:
         return time.monotonic() - started_s
 
     def _time_starts(self, starts: int) -> tuple[list[TimedCall], list[float]]:
-        """Return the cold calls, and the milliseconds of the warm calls after each of them."""
+        """Return the cold calls, and the milliseconds of the warm calls that follow each cold call."""
         cold, warm = list[TimedCall](), list[float]()
         with display.progress("cold starts", in_bytes=False) as show:
             for number in range(starts):
@@ -147,7 +149,7 @@ class _Demo:
         return TimedCall(ms, reply.cold, reply.timing_ms)
 
     def _wait_for_rest(self) -> None:
-        """Wait until no worker runs and the next one is prepared."""
+        """Wait until no worker runs and the standby process for the next worker is ready."""
         for view in islice(self._client.views(), REST_S):
             for function in view["functions"]:
                 workers = function["workers"]
@@ -158,7 +160,7 @@ class _Demo:
         raise GatewayError(late, remedy="Run the demo on a machine with less load.")
 
     def _added_kb(self) -> int:
-        """Return the memory that only the newest of several workers holds, after each of them has answered."""
+        """Return the KB of memory that only the newest of several workers holds, after all of them have answered."""
         self._client.warm(NAME, wait_s=REST_S, workers=MEASURED_WORKERS)
         served = set[str]()
         with ThreadPoolExecutor(2 * MEASURED_WORKERS) as pool:
@@ -178,7 +180,7 @@ class _Demo:
 
 
 def _check(answer: Any, expected: list[float]) -> None:
-    """Raise GatewayError if an answer differs from that of plain transformers."""
+    """Raise GatewayError if an answer differs from the answer of plain transformers."""
     if (worst := minilm.difference(answer["embedding"], expected)) > minilm.TOLERANCE:
         raise GatewayError(
             f"An embedding differs from plain transformers by {worst:.1e}.", remedy="Report it, please."
@@ -193,7 +195,7 @@ def _fresh_process_ms(expected: list[float]) -> float:
 
 
 def _memory_at_rest() -> dict[str, float]:
-    """Return how many processes the gateway's tree has, and their memory. Shared pages are counted once."""
+    """Return the number of processes of the gateway, and their memory. A page that they share counts once."""
     processes = psutil.Process().children(recursive=True)
     return {
         "processes": len(processes),
@@ -202,7 +204,7 @@ def _memory_at_rest() -> dict[str, float]:
 
 
 def percentiles(times_ms: Sequence[float]) -> dict[str, float]:
-    """Return median, 99th percentile and maximum. The percentile is the smallest time that 99 % do not exceed."""
+    """Return median, 99th percentile and maximum. 99 % of the times are at most as long as the 99th percentile."""
     ordered = sorted(times_ms)
     return {"p50": median(ordered), "p99": ordered[ceil(0.99 * len(ordered)) - 1], "max": ordered[-1]}
 

@@ -45,7 +45,7 @@ Verdict = Literal["ok", "note", "fail"]
 
 
 class Check(NamedTuple):
-    """The result of one check: "fail" if no function can run, "note" if some cannot, or run slowly."""
+    """The result of one check: "fail" if no function can run, "note" if some functions cannot run or are slow."""
 
     name: str
     verdict: Verdict
@@ -76,11 +76,11 @@ def doctor(state_dir: Path | None, as_json: bool) -> None:
 
 
 def examine(settings: GatewaySettings) -> Iterator[Check]:
-    """Yield the results of all checks. A check on which others depend comes before them."""
+    """Yield the results of all checks. A check comes before the checks that depend on it."""
     yield Check("Python", "ok", f"{platform.python_version()} at {sys.executable}")
     remedy = "" if sys.platform == "linux" else "Use a container or a virtual machine with Linux."
     yield Check("Linux", "fail" if remedy else "ok", f"{platform.system()} {platform.release()}", remedy)
-    # Checked before torch is imported: torch starts threads, and a process with threads must not fork.
+    # Check this before torch is imported: torch starts threads, and a process with threads must not fork.
     yield _fork()
     yield _state_dir(settings.state_dir)
     yield _unix_socket(settings.state_dir)
@@ -118,7 +118,7 @@ def _fork() -> Check:
 
 
 def _state_dir(folder: Path) -> Check:
-    # The folder may not exist yet, and a check must not create it. So the closest folder above it is checked.
+    # The folder may not exist yet, and a check must not create it. So check the closest folder above that exists.
     existing = next(place for place in (folder, *folder.parents) if place.exists())
     try:
         with tempfile.TemporaryDirectory(dir=existing):
@@ -155,7 +155,7 @@ def _port(settings: GatewaySettings) -> Check:
 
 
 def peers_answer(urls: Sequence[str], token: str) -> Check:
-    """Check which of this node's peers answer. Peers are gateways that serve chunks of snapshots to each other."""
+    """Check which peers of this node answer. Peers are gateways that serve chunks of snapshots to each other."""
     # Imported here because most nodes have no peers.
     from ...snapshot.peering.peer import Peer, PeerList  # noqa: PLC0415
 
@@ -196,7 +196,7 @@ def _memory() -> Check:
 
 
 def _page_cache() -> Check:
-    """Measure how fast weights in the page cache can be read."""
+    """Measure the rate at which weights in the page cache can be read."""
     buffer = bytearray(PROBE_BYTES)
     try:
         with tempfile.TemporaryFile(buffering=0) as file:
@@ -220,7 +220,7 @@ def _packages() -> Iterator[Check]:
 
 def _torch() -> Check:
     try:
-        # torch takes seconds to import, so it is imported only after the other checks have been made.
+        # The import of torch takes seconds, so it comes after most of the other checks.
         import torch  # noqa: PLC0415
     except Exception as error:  # noqa: BLE001  a broken installation may raise anything
         found = "not installed" if isinstance(error, ModuleNotFoundError) else f"cannot be imported: {error}"
@@ -251,7 +251,7 @@ def _gpus() -> Iterator[Check]:
 
 
 def _limits() -> Check:
-    """Check which limits of `[resources]` this user can impose on processes, and with which versions of cgroups."""
+    """Check which limits of `[resources]` this user can set for processes, and with which versions of cgroups."""
     found = find_controllers()
     held = [setting for name, setting in CONTROLLERS.items() if name in {one.name for one in found}]
     versions = " and ".join(sorted({f"version {2 if one.unified else 1}" for one in found}))

@@ -1,4 +1,4 @@
-"""The command that tells why a function was scaled as it was: `pilotflame explain`."""
+"""The command that lists the scaling decisions for a function, with their reasons: `pilotflame explain`."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from ..client.client import Client
 def explain(*, name: str, since: float | None, lines: int, client: Client, as_json: bool) -> None:
     """List what the gateway decided about FUNCTION, with the figures behind it.
 
-    Each line is a decision to start or stop workers, or to hold the function on another rung of its ladder. The
-    gateway stores thousands of decisions for each function on disk.
+    Each line is a decision to start or stop workers, or to hold the function on another rung of its ladder. For each
+    function, the gateway stores thousands of decisions on disk.
 
     \b
     Examples:

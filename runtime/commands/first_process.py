@@ -1,4 +1,4 @@
-"""Gives a container a first process, which passes signals on and collects the exit codes of orphans."""
+"""Provides the first process of a container. It passes signals on and collects the exit codes of orphans."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 
 
 def become_child_of_init() -> None:
-    """If this process is the first of a container, go on in a child, and be its init.
+    """If this process is the first of a container, fork. The child goes on, and this process becomes its init.
 
-    The kernel gives orphans to the first process, which must wait for them, and ignores signals to it that it
-    does not handle. Call this before other threads are started.
+    The kernel makes the first process the parent of orphans, so it must wait for them. The kernel also ignores signals
+    that the first process does not handle. Call this before other threads are started.
     """
     if os.getpid() != FIRST:
         return
     signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     if child := os.fork():
         _serve_as_init(child)
-    # A group of its own: Ctrl-C on the container's terminal then reaches it once, through the first process.
+    # Put the child into a process group of its own. Then Ctrl-C on the container's terminal reaches the child only
+    # once, through the first process.
     os.setpgid(0, 0)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    # The sockets that systemd has passed to the first process are for this one.
+    # The child uses the sockets that systemd has passed to the first process.
     if os.environ.get("LISTEN_PID") == str(FIRST):
         os.environ["LISTEN_PID"] = str(os.getpid())
 
@@ -34,7 +35,7 @@ def _serve_as_init(child: int) -> None:
     """Pass signals on to the child, and end with its exit code."""
 
     def forward(number: int, _frame: FrameType | None) -> None:
-        # It may have ended just now.
+        # The child may have ended in the meantime.
         with contextlib.suppress(ProcessLookupError):
             os.kill(child, number)
 

@@ -1,7 +1,8 @@
-"""A handler in a fresh process, with which the demo and the benchmarks compare a cold start.
+"""Runs a handler in a fresh process. The demo and the benchmarks compare its first answer with a cold start.
 
-`python -m pilotflame.runtime.commands.fresh_process CODE SNAPSHOT` imports and builds the handler, maps the weights
-as a worker does, and prints a JSON line with its `url` once it listens. `first_answer` starts it and times it.
+`python -m pilotflame.runtime.commands.fresh_process CODE SNAPSHOT` imports and builds the handler, and maps the weights
+as a worker does. Once it listens, it prints a JSON line with its `url`. `first_answer` starts such a process and times
+it.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ async def serve(code: Path, root: Path) -> None:
     from aiohttp import web  # noqa: PLC0415
 
     handler = resolve(code)
-    # As in a deploy, make a manifest only if there is no manifest yet.
+    # As in a deploy, make a manifest only if the snapshot has no manifest yet.
     known = (root / MANIFEST_NAME).is_file()
     snapshot = Snapshot(root, Manifest.read(root) if known else create(root))
     snapshots = Snapshots([snapshot])

@@ -16,7 +16,7 @@ from ..client.client import Client
 from ..client.folder_deploy import FolderDeploy, deploy_changes
 from ..client.options import FunctionSource
 
-# A longer example input is replaced by @FILE, the name of its file.
+# If an example input is longer, the printed command has @FILE instead.
 MAX_EXAMPLE_CHARS = 200
 # The dialect of pilotflame's own handlers.
 OWN = "pilotflame"
@@ -36,10 +36,10 @@ def deploy(
 ) -> None:  # fmt: skip
     """Deploy FOLDER as a function, or as a new revision of it.
 
-    The handler is imported and built before the new revision takes calls. If that fails, the old one stays.
-    A gateway that sees the folder reads it itself; any other is sent its files, and again only those that changed.
+    The gateway imports and builds the handler before the new revision takes calls. If this fails, the old revision
+    stays. A gateway that sees the folder reads it. Any other gateway is sent the files, and later only changed files.
 
-    With --model, a new folder gets the template for the model's task, and that is deployed.
+    With --model, the template for the model's task is copied into a new folder, and this folder is deployed.
 
     \b
     Examples:
@@ -71,7 +71,7 @@ def _print_deployed(found: dict[str, Any], folder: Path, *, as_json: bool) -> No
 
 
 def _example(folder: Path, schema: dict[str, Any]) -> str:
-    """Return an input for a first call, for a shell: that of INPUT_FILE, or else an example of the handler's schema."""
+    """Return an input for a first call, quoted for a shell: from INPUT_FILE, or else an example of the input schema."""
     file = folder / options.INPUT_FILE
     try:
         text = json.dumps(json.loads(file.read_bytes()), ensure_ascii=False)
@@ -93,8 +93,8 @@ def invoke(
 ) -> None:  # fmt: skip
     """Call a function and print its answer. A stream is printed as it arrives, one JSON value a line.
 
-    EVENT is JSON, @FILE, or - for standard input. Without it the function gets null.
-    With --json the answer is printed inside an object that also holds its timing.
+    EVENT is JSON, @FILE, or - for standard input. Without EVENT, the function gets null.
+    With --json, the answer is printed inside an object that also holds its timing.
 
     \b
     Examples:
@@ -121,9 +121,10 @@ def invoke(
 def list_functions(*, client: Client, as_json: bool) -> None:
     """List the functions, with their workers, requests and memory.
 
-    Memory is the memory of all processes. A page that several of them map counts once. Functions share the bases: the
-    processes with the heavy imports. Activations are starts of workers outside of deploys. The last cold start is the
-    time that a call waited for a worker, without the call itself; `invoke --timing` shows both.
+    Memory is the memory of all processes of a function. A page that several processes map counts once. Functions share
+    the bases, which are the processes with the heavy imports. Activations are starts of workers outside of deploys. The
+    last cold start is the time that a call waited for a worker, without the time of the call itself. `invoke --timing`
+    shows both times.
 
     Example: pilotflame list
     """
@@ -173,13 +174,13 @@ def status(*, name: str, memory: bool, client: Client, as_json: bool) -> None:
 @options.yes
 @options.gateway
 def delete(*, name: str, yes: bool, client: Client, as_json: bool) -> None:
-    """Delete a function and all its revisions. Calls that run may finish.
+    """Delete a function and all its revisions. Calls that are already running may finish.
 
     Example: pilotflame delete hello --yes
     """
     if not yes:
         options.check_terminal()
-        # If the function does not exist, raise the error before the question.
+        # If the function does not exist, this raises the error before the question.
         known = client.get("v1", "functions", name)["name"]
         click.confirm(f"Delete {known} and all its revisions?", abort=True, err=True)
     client.delete("v1", "functions", name)
@@ -229,7 +230,7 @@ def warmup(
 def prefetch(*, names: tuple[str, ...], every: bool, client: Client, as_json: bool) -> None:
     """Bring images and weights to the gateway's machine, ahead of cold starts.
 
-    Images and weights that are already there are not fetched again. The weights also go to the disk of the node's
+    Images and weights that the machine already has are not fetched again. The weights also go to the disk of the node's
     cache, which may evict them when it needs room. If one function fails, the others are still prefetched.
 
     \b
@@ -257,7 +258,7 @@ def prefetch(*, names: tuple[str, ...], every: bool, client: Client, as_json: bo
 
 
 def _prefetched(client: Client, name: str) -> dict[str, Any]:
-    """Return the image and the weights that were brought for a function, or its error. Raise GatewayUnreachable."""
+    """Return facts about the image and the weights of a function, or the function's error. Raise GatewayUnreachable."""
     try:
         return client.prefetch(name)
     except GatewayUnreachable:
@@ -283,10 +284,10 @@ def _row(status: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _memory_rows(found: dict[str, Any]) -> list[tuple[str, ...]]:
-    """Return the rows below the functions: memory of no single function, and the sum."""
+    """Return the rows below the functions: the memory that belongs to no single function, and the sum."""
     listed = [one["memory_bytes"] for one in found["functions"] if one["memory_bytes"] is not None]
     if (memory := found.get("memory")) is None:
-        # A key that covers only some functions sees the sum of their memory, if it was measured.
+        # An API key for some functions only sees the sum of these functions' memory, if it was measured.
         held = {"all": sum(listed) if listed else None}
     else:
         held = {"(bases)": memory["bases_bytes"], "(gateway)": memory["gateway_bytes"]}
@@ -347,7 +348,7 @@ def _budget(budget: dict[str, Any]) -> str:
 
 
 def _settings(status: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """Return each setting in force, its value, and where it comes from. Values of variables are not shown."""
+    """Return each effective setting, its value and its origin. The values of environment variables are not shown."""
     origins, rows = status["setting_origins"], list[tuple[str, str]]()
     for key, value in status["settings"].items():
         if key == "env":

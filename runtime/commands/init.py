@@ -24,8 +24,8 @@ from ..client.function_template import README_FILE, copy_template, templates
 def init(*, folder: Path | None, template: str, listing: bool, as_json: bool) -> None:
     """Make a new function's folder from a template.
 
-    The last part of FOLDER becomes the function's name, so it must be one: a-z, 0-9 and -. Without FOLDER it
-    is the template's name. AGENTS.md in the folder tells coding assistants how to test and deploy the function.
+    The last part of FOLDER becomes the function's name, so it may have only a-z, 0-9 and -. Without FOLDER, the folder
+    is named like the template. AGENTS.md in the folder tells coding assistants how to test and deploy the function.
 
     Example: pilotflame init my-embeddings --template text-embedding
     """

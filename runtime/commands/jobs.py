@@ -16,7 +16,7 @@ from ..client import display, exit_codes, options
 from ..client.client import Client
 from ..jobs.job import JobState
 
-# Higher than the number of any piece: after this number, `Client.follow` yields no pieces.
+# No piece has a number this high. `Client.follow` yields only pieces after a given number, here no pieces.
 AFTER_ALL_PIECES = 999_999_999
 _JOB_ID = click.argument("job_id", metavar="ID")
 _JOB_IDS = click.argument("job_ids", metavar="ID...", nargs=-1, required=True)
@@ -37,9 +37,9 @@ def run_job(
     *, name: str, event: str | None, wait: bool, key: str | None, webhook: str | None, low_priority: bool,
     timeout_s: float | None, ttl_s: float | None, client: Client, as_json: bool,
 ) -> None:  # fmt: skip
-    """Submit a job and print its id. The gateway stores it, runs it later, and keeps its output for a while.
+    """Submit a job and print its id. The gateway stores the job, runs it later, and keeps its output for a while.
 
-    EVENT is JSON, @FILE, or - for standard input. Without it the function gets null.
+    EVENT is JSON, @FILE, or - for standard input. Without EVENT, the function gets null.
 
     \b
     Exit codes with --wait: 0 it completed, 4 it failed, timed out or was cancelled. Ctrl-C ends the waiting,
@@ -82,7 +82,7 @@ def jobs() -> None:
 def list_jobs(*, name: str, states: tuple[str, ...], limit: int, client: Client, as_json: bool) -> None:
     """List a function's jobs, the newest first.
 
-    "delay" is how long a job waited for a worker, "execution" how long it has run.
+    "delay" is the time that a job waited for a worker, and "execution" is the time that it has run.
 
     \b
     Examples:
@@ -103,8 +103,8 @@ def list_jobs(*, name: str, states: tuple[str, ...], limit: int, client: Client,
 def get_job(*, name: str, job_id: str, output_only: bool, client: Client, as_json: bool) -> None:
     """Show one job in full: its status, its output or error, and the last lines that it printed.
 
-    The exit code is 0 whatever the status. With --output-only it is 4 if the job failed, timed out or was
-    cancelled, and 1 if it has not ended.
+    The exit code is 0 for any status. With --output-only, the exit code is 4 if the job failed, timed out or was
+    cancelled, and 1 if the job has not ended.
 
     \b
     Examples:
@@ -137,7 +137,7 @@ def get_job(*, name: str, job_id: str, output_only: bool, client: Client, as_jso
 def cancel_jobs(*, name: str, job_ids: tuple[str, ...], client: Client, as_json: bool) -> None:
     """Cancel jobs that wait or run. A job that has ended does not change.
 
-    If one of them cannot be cancelled, the others still are, and the exit code is 1.
+    If a job cannot be cancelled, the other jobs are still cancelled, and the exit code is 1.
 
     Example: pilotflame jobs cancel hello job-… job-…
     """
@@ -149,9 +149,9 @@ def cancel_jobs(*, name: str, job_ids: tuple[str, ...], client: Client, as_json:
 @_JOB_IDS
 @options.gateway
 def retry_jobs(*, name: str, job_ids: tuple[str, ...], client: Client, as_json: bool) -> None:
-    """Run jobs that failed or timed out again, under the same ids.
+    """Run jobs again that have failed or timed out, with the same ids.
 
-    If one of them cannot be retried, the others still are, and the exit code is 1.
+    If a job cannot be retried, the other jobs are still retried, and the exit code is 1.
 
     Example: pilotflame jobs retry hello job-… job-…
     """
@@ -163,7 +163,7 @@ def retry_jobs(*, name: str, job_ids: tuple[str, ...], client: Client, as_json: 
 @options.yes
 @options.gateway
 def purge_jobs(*, name: str, yes: bool, client: Client, as_json: bool) -> None:
-    """Cancel all jobs in a function's queue. Jobs that run may finish.
+    """Cancel all jobs in a function's queue. Jobs that are already running may finish.
 
     Example: pilotflame jobs purge hello --yes
     """
@@ -182,7 +182,7 @@ def purge_jobs(*, name: str, yes: bool, client: Client, as_json: bool) -> None:
 def follow_job(*, name: str, job_id: str, client: Client, as_json: bool) -> None:
     """Print what a job yields until it has ended.
 
-    One JSON value a line, from the first piece on. Without streaming, the only line is the output at the end.
+    Each line is a JSON value, from the first piece on. If the job does not stream, the only line is its output.
 
     Exit codes: 0 it completed, 4 it failed, timed out or was cancelled. Ctrl-C does not end the job.
 
@@ -224,7 +224,7 @@ def _refuse_constant(constant: str) -> Any:
 
 
 def _for_each(job_ids: tuple[str, ...], act: Callable[[str], dict[str, Any]], *, as_json: bool) -> None:
-    """Call `act` with every id, even if some jobs are refused. Then exit with code 1 if any was refused."""
+    """Call `act` with every id, even if some jobs are refused. At the end, exit with code 1 if a job was refused."""
     done: list[dict[str, Any]] = []
     refused: dict[str, Any] = {}
     for job_id in dict.fromkeys(job_ids):
@@ -244,7 +244,7 @@ def _for_each(job_ids: tuple[str, ...], act: Callable[[str], dict[str, Any]], *,
 
 
 def _print_ended(job: dict[str, Any], *, output: bool = True) -> None:
-    """Print a job's output, if `output`. If it did not complete, print its error and exit with code 4."""
+    """Print a job's output if `output` is True. If the job did not complete, print its error and exit with code 4."""
     if job["status"] != JobState.COMPLETED:
         why = PilotflameError.from_wire(job["errorDetails"]) if "errorDetails" in job else ""
         display.say(" ".join(f"error: {job['id']} is {job['status']}. {why}".split()))
@@ -254,7 +254,7 @@ def _print_ended(job: dict[str, Any], *, output: bool = True) -> None:
 
 
 def _output(job: dict[str, Any]) -> Any:
-    """Return the output as the function returned it. The gateway sends bytes as base64 with `output_type`."""
+    """Return the output in the form in which the function returned it. If it is bytes, the gateway sends base64."""
     if "output_type" in job:
         return base64.b64decode(job["output"])
     return job.get("output", b"")

@@ -1,6 +1,6 @@
 """The commands `pilotflame keys create|list|revoke`.
 
-They ask the gateway or, if it does not run, change the files in its state folder.
+They send requests to the gateway. If the gateway does not run, they change the files in its state folder.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ CLOSES = (
 def _open_keys(url: str, api_key: str, state_dir: Path | None) -> Iterator[Client | Keyring]:
     """Yield access to a gateway's API keys: a client of the gateway, or the keyring in its files.
 
-    If the user gave a URL or an API key, and no state folder, it is the gateway at `url`. Otherwise it is the gateway
-    of the state folder: through its control socket if it runs, else through its files.
+    If the user gave a URL or an API key, and no state folder, yield a client of the gateway at `url`. Otherwise use the
+    gateway of the state folder: yield a client of its control socket if it runs, or else its keyring.
     """
     source = click.get_current_context().get_parameter_source("url")
     if state_dir is None and (api_key or source is not click.core.ParameterSource.DEFAULT):
@@ -70,7 +70,7 @@ def _open_keys(url: str, api_key: str, state_dir: Path | None) -> Iterator[Clien
 
 
 def _audit(settings: GatewaySettings, before: Set[str], after: Set[str]) -> None:
-    """Write to the gateway's audit log which keys were made and revoked in its files."""
+    """Write to the gateway's audit log which keys this command has made and revoked in the gateway's files."""
     changed = [("Create", key) for key in after - before] + [("Revoke", key) for key in before - after]
     if not changed:
         return
@@ -107,8 +107,8 @@ def _seconds(_context: click.Context, _option: click.Parameter, text: str | None
 def keys() -> None:
     """Make, list and revoke API keys.
 
-    Without --url and --api-key these commands use the gateway of this machine's state folder, running or not,
-    and need no key. That is how to make the first one.
+    Without --url and --api-key, these commands use the gateway of this machine's state folder, even if it does not run,
+    and need no key. So they can make the first key.
 
     Example: pilotflame keys create laptop --scope admin
     """
@@ -165,7 +165,7 @@ def create_key(
 ) -> None:  # fmt: skip
     """Make an API key. NAME says who or what uses the key. The key is printed only once.
 
-    As soon as the first key exists, the gateway answers only health checks without one.
+    As soon as the first key exists, the gateway answers only health checks without a key.
 
     With the scope deploy, only code in containers can be deployed, which has no network, no snapshots outside its
     code, and no queues, unless the options below allow them. --trusted allows everything that is not given.
@@ -199,7 +199,7 @@ def create_key(
 @keys.command("list")
 @_with_keys
 def list_keys(*, store: Client | Keyring, as_json: bool) -> None:
-    """List the API keys, with their names and rights. Their secret parts are not stored.
+    """List the API keys, with their names and rights. The gateway does not store the secret parts of keys.
 
     Example: pilotflame keys list
     """
@@ -213,11 +213,11 @@ def list_keys(*, store: Client | Keyring, as_json: bool) -> None:
 @click.argument("id_or_name", metavar="ID|NAME")
 @_with_keys
 def revoke_key(*, id_or_name: str, store: Client | Keyring, as_json: bool) -> None:
-    """Revoke the API key with this ID, or with this NAME if only one has it.
+    """Revoke the API key with this ID, or with this NAME if only one key has it.
 
-    Its next request is refused. Requests that already run are finished.
+    The next request with the key is refused. Requests that already run are finished.
 
-    The gateway asks for keys even when the last one is gone. To open it again, stop it and remove the file
+    The gateway asks for a key even when the last key is revoked. To open the gateway again, stop it and remove the file
     access/keys.json from its state folder.
 
     \b
@@ -242,11 +242,11 @@ def _shown_keys(store: Client | Keyring) -> list[dict[str, Any]]:
 
 
 def _id_of(text: str, keys: list[dict[str, Any]]) -> str:
-    """Return the id of the key that `text` names. Raise UnknownKey if there is none, or more than one."""
+    """Return the id of the key that `text` names. Raise UnknownKey if no key or more than one key fits."""
     # If the user gave a whole key, use only its id: the rest is secret and must not be printed.
     key_id = match[1] if (match := _WHOLE_KEY.match(text)) else text
     ids = [key["id"] for key in keys if key_id in (key["id"], key["name"])]
-    # A key with this id takes precedence over keys with this name.
+    # A key whose id is `text` takes precedence over keys whose name is `text`.
     if key_id in ids or len(ids) == 1:
         return key_id if key_id in ids else ids[0]
     if ids:

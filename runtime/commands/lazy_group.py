@@ -16,7 +16,7 @@ from ...entry_points import COMMANDS, load_one, offers
 
 
 class LazyGroup(click.Group):
-    """A group of commands, some of which are imported only when they are used.
+    """A group of commands that imports some of its commands only when they are used.
 
     `lazy` maps the name of each such command to (its module in this package, the first sentence of its help).
     """
@@ -45,13 +45,13 @@ class LazyGroup(click.Group):
 
 
 class PluginGroup(LazyGroup):
-    """A group that also has the commands of plugins, which are entry points of the group `pilotflame.commands`."""
+    """A group that also has the commands of plugins: the entry points in the group `pilotflame.commands`."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted({*super().list_commands(ctx), *offers(COMMANDS)})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        # Plugins are looked for last: that reads the metadata of all packages.
+        # Look for plugins last, because `offers` reads the metadata of all packages.
         if (own := super().get_command(ctx, cmd_name)) is not None or cmd_name not in offers(COMMANDS):
             return own
         self.add_command(load_one(offers(COMMANDS)[cmd_name]), cmd_name)
@@ -63,7 +63,7 @@ class PluginGroup(LazyGroup):
 
 
 def _summary(offer: EntryPoint) -> str:
-    """Return the first sentence of a command's docstring, which is read without importing its module."""
+    """Return the first line of a command's docstring, without importing the command's module."""
     found = find_spec(offer.module)
     if found is None or found.origin is None:
         return ""

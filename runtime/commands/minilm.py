@@ -1,4 +1,4 @@
-"""The model of the demo: the folder of all-MiniLM-L6-v2, and the answers of plain transformers with it."""
+"""Finds the folder of the demo's model, all-MiniLM-L6-v2, and computes its answers with plain transformers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ with torch.inference_mode():
 
 
 def model_folder() -> Path:
-    """Return the model's folder in the package that carries it. Raise PackageMissing if the extra `demo` is missing."""
+    """Return the model's folder in PACKAGE. Raise PackageMissing if a package of the extra `demo` is missing."""
     found = {name: importlib.util.find_spec(name) for name in ("torch", "transformers", PACKAGE)}
     if missing := [name for name, spec in found.items() if spec is None]:
         raise PackageMissing(
@@ -45,7 +45,7 @@ def model_folder() -> Path:
 
 
 def reference(texts: list[str]) -> list[list[float]]:
-    """Return embeddings by plain transformers, computed in a process of its own."""
+    """Return the embeddings that plain transformers computes, in a separate process."""
     run = subprocess.run(
         [sys.executable, "-c", _PLAIN, str(model_folder()), json.dumps(texts)],
         env={**os.environ, **OFFLINE}, capture_output=True, text=True, check=True, timeout=300,

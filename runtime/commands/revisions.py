@@ -16,8 +16,8 @@ from ..client.client import Client
 def restart(*, name: str, client: Client, as_json: bool) -> None:
     """Replace a function's processes, without dropping a call.
 
-    The new workers have the function's present secrets. First, one new worker for each ready one must become ready. Then
-    the old workers finish their calls and end. If the new ones do not start, the old ones stay.
+    The new workers have the function's present secrets. First, one new worker for each ready worker must become ready.
+    Then the old workers finish their calls and end. If the new workers do not start, the old workers stay.
 
     Example: pilotflame restart greeter
     """
@@ -33,8 +33,8 @@ def restart(*, name: str, client: Client, as_json: bool) -> None:
 def rollback(*, name: str, revision: str | None, client: Client, as_json: bool) -> None:
     """Make an older revision of a function live.
 
-    REVISION is its id or number, as `pilotflame revisions` lists it. Without it, the revision before the live
-    one is taken. It is started first: if that fails, the live one stays.
+    REVISION is the revision's id or number, as `pilotflame revisions` lists it. Without REVISION, the revision before
+    the live revision is taken. It is started first. If the start fails, the live revision stays.
 
     \b
     Examples:
@@ -52,8 +52,8 @@ def rollback(*, name: str, revision: str | None, client: Client, as_json: bool) 
 def reset(*, name: str, client: Client, as_json: bool) -> None:
     """Start workers of a function again at once, although the last starts failed.
 
-    After five failed starts in a row, calls are refused for a while. Use this after you have removed a cause outside
-    the function, such as a full disk, a licence server or a missing file. A deploy does the same.
+    After five failed starts in a row, calls are refused for a while. Use this command after you have removed a cause
+    outside the function, such as a full disk, a licence server or a missing file. A deploy has the same effect.
 
     If today's budget is used up, the function gets the same budget once more.
 
@@ -69,8 +69,9 @@ def reset(*, name: str, client: Client, as_json: bool) -> None:
 def pause(*, name: str, client: Client, as_json: bool) -> None:
     """Let a function run nothing until `pilotflame resume`.
 
-    Calls are refused. Running calls end, then all processes of the function end. Jobs, and messages in the queues of its event
-    sources, wait. Schedules and `scale.min` start no worker. A restart of the gateway and a deploy leave it paused.
+    New calls are refused. Running calls end, and then all processes of the function end. Jobs, and messages in the
+    queues of its event sources, wait. Schedules and `scale.min` start no worker. The function stays paused after a
+    restart of the gateway and after a deploy.
 
     Example: pilotflame pause greeter
     """
@@ -98,7 +99,7 @@ def resume(*, name: str, client: Client, as_json: bool) -> None:
 def revisions(*, name: str, client: Client, as_json: bool) -> None:
     """List a function's revisions, the newest first.
 
-    The size of a revision is without the weights that it shares with a newer one.
+    The size of a revision does not include weights that it shares with a newer revision.
 
     Example: pilotflame revisions greeter
     """

@@ -27,8 +27,8 @@ def secrets() -> None:
 def set_secret(*, name: str, key: str, from_file: BinaryIO | None, client: Client, as_json: bool) -> None:
     """Give function NAME the secret KEY, as an environment variable that all of its code can read.
 
-    The value comes from --from-file, standard input or a prompt; one newline at its end is removed. Processes of
-    the function that run are replaced by new ones with the secret, and finish their calls.
+    The value comes from --from-file, standard input or a prompt. One newline at its end is removed. New processes with
+    the secret replace the function's running processes, which finish their calls.
 
     \b
     Examples:

@@ -36,7 +36,7 @@ def settings(*, name: str | None, as_markdown: bool, as_json: bool) -> None:
 
 
 def _details(one: SettingFacts) -> list[tuple[str, str]]:
-    """Return the facts about a setting, a row for each."""
+    """Return the facts about a setting, one row for each fact."""
     variable = [("variable", one.variable)] if one.variable else []
     return [
         ("setting", one.name),

@@ -30,17 +30,17 @@ MANIFEST_SUFFIX = ".json"
 
 
 def url_or_path(text: str) -> str | Path:
-    """The type of an argument that is a URL, or the path of a file or folder that exists."""
+    """Convert an argument that is a URL, or the path of an existing file or folder."""
     return text.rstrip("/") if is_remote(text) else Path(str(click.Path(exists=True)(text)))
 
 
 def of_caller() -> dict[str, str]:
-    """Return this process's variables for sources on the web. A function needs them as secrets."""
+    """Return this process's variables for sources on the web. For a function, its secrets hold such variables."""
     return own_variables(os.environ, WEB)
 
 
 def open_place(url: str) -> tuple[Source, str | None]:
-    """Return the source at a URL, and the name of the file in it, if the URL names weights or a manifest."""
+    """Return the source at a URL. If the URL names weights or a manifest, also return the name of this file."""
     return open_source(url, of_caller()), split_file(url)[1]
 
 
@@ -50,9 +50,9 @@ def folder_of(path: Path) -> Path:
 
 
 def read_manifest_of(path: str | Path) -> Manifest:
-    """Return the manifest of the snapshot at `path`: its folder, its URL, a weights file or the manifest.
+    """Return a snapshot's manifest. `path` is the snapshot's folder or URL, a weights file or the manifest.
 
-    Raise ManifestError if it has none.
+    Raise ManifestError if the snapshot has no manifest.
     """
     if isinstance(path, str):
         return find_manifest(open_source(path, of_caller()), weights_file(path))
@@ -64,7 +64,7 @@ def read_manifest_of(path: str | Path) -> Manifest:
 
 
 def facts(manifest: Manifest) -> dict[str, Any]:
-    """Return what --json prints about a snapshot."""
+    """Return the facts that --json prints about a snapshot."""
     return {
         "digest": manifest.digest,
         "bytes": manifest.total_bytes,
@@ -128,7 +128,7 @@ def snapshot() -> None:
 def create(path: str | Path, chunk_mib: int, output: Path | None, as_json: bool) -> None:
     """Write the manifest of PATH_OR_URL: a folder or an s3:// prefix with safetensors, or one file.
 
-    Reads every byte once for the digests, and copies nothing. To s3:// it uploads only the manifest. Replaces
+    Reads every byte once for the digests, and copies nothing. For an s3:// prefix, uploads only the manifest. Replaces
     an existing manifest.
 
     \b
@@ -160,7 +160,7 @@ def create(path: str | Path, chunk_mib: int, output: Path | None, as_json: bool)
 def inspect(path: str | Path, tensors: bool, as_json: bool) -> None:
     """Show the files, tensors, types and sizes of the snapshot at PATH_OR_URL. Reads only the manifest.
 
-    If a URL has no manifest, it reads the headers of the safetensors files.
+    If a URL has no manifest, the command reads the headers of the safetensors files instead.
 
     \b
     Examples:
@@ -193,7 +193,7 @@ def inspect(path: str | Path, tensors: bool, as_json: bool) -> None:
 def verify(path: Path, as_json: bool) -> None:
     """Read every byte of the snapshot at PATH and compare its digests.
 
-    On damage the error names the first damaged file, chunk and tensors, and the exit code is 1.
+    If the snapshot is damaged, the error names the first damaged file, chunk and tensors, and the exit code is 1.
 
     Example: pilotflame snapshot verify weights/
     """
@@ -226,7 +226,7 @@ def convert(path_in: Path, path_out: Path, dtype: str | None, to: str, shard_mb:
       pilotflame snapshot convert downloads/llama weights/ --dtype bf16
       pilotflame snapshot convert weights/ llama.tensors --to tensorizer
     """
-    # torch takes seconds to import, and the other commands do not need it.
+    # The import of torch takes seconds, and the other commands do not need it.
     with needs("The conversion", "torch", "safetensors", "numpy"):
         from ...snapshot.converting import convert as converter  # noqa: PLC0415
 

@@ -24,7 +24,7 @@ from .snapshot import folder_of, read_manifest_of
 SHOWN_TENSORS = 5
 START_TIMEOUT_S = 900.0
 REQUIREMENTS_FILE = "requirements.txt"
-# The module that sets the function up and calls it. It is run with `python -m`.
+# This module sets the function up and calls it. `_run_recorder` runs it with `python -m`.
 _RECORDER = f"{__name__.rpartition('.commands.')[0]}.worker.first_touch"
 
 
@@ -39,8 +39,8 @@ def record(*, source: options.FunctionSource, input_file: Path | None, as_json: 
     """Record in which order a function first touches its tensors. They are fetched in this order.
 
     Sets the function in FOLDER up as a worker does, calls it once, and writes the order into the manifests
-    beside its weights. The digest stays. Push the snapshot afterwards. Threads that the handler starts are
-    not observed.
+    beside its weights. The digests do not change. Push the snapshot afterwards. The command does not observe threads
+    that the handler starts.
 
     Example: pilotflame snapshot record my-embeddings --input long_text.json
     """
@@ -48,7 +48,7 @@ def record(*, source: options.FunctionSource, input_file: Path | None, as_json: 
     function = read_settings(folder, overrides=source.overrides())
     weights = _weights(function, folder)
     manifests = {name: read_manifest_of(path) for name, path in weights.items()}
-    # Check this before the function runs, because it may run for a long time.
+    # Check this before the call, because the function may run for a long time.
     for path in weights.values():
         if not os.access(path, os.W_OK):
             raise CacheError(f"{path} is read-only.", remedy="Record the order in a copy of it.")
@@ -89,7 +89,7 @@ def _told(weights: Path, manifest: Manifest, order: list[str]) -> tuple[dict[str
 
 
 def _weights(settings: FunctionSettings, folder: Path) -> dict[str, Path]:
-    """Return the folders of the function's weights, by name. Raise SnapshotError if one is not on this machine."""
+    """Return the folders of the function's weights, by name. Raise SnapshotError if a folder is not on this machine."""
     if not settings.all_snapshots:
         remedy = 'Set `snapshot = "path/to/weights"` in pilotflame.toml, or pass --snapshot.'
         raise SnapshotError(f"{folder} has no snapshot, so there is nothing to record.", remedy=remedy)
@@ -145,7 +145,7 @@ def _orders(
 def _run_recorder(request: Mapping[str, Any], timeout_s: float) -> bytes:
     """Run the recorder and return its result, which is empty if its process died.
 
-    What the function prints goes to stderr. Raise HandlerError if there is no result after `timeout_s`.
+    The output of the function goes to stderr. Raise HandlerError if there is no result after `timeout_s`.
     """
     result = os.memfd_create("result")
     try:

@@ -43,8 +43,9 @@ SHOWN_DIGEST_CHARS = 16
 def push(folder: Path, destination: str, force: bool, base: str | None, as_json: bool) -> None:
     """Copy the snapshot in FOLDER to DESTINATION, S3 or another folder.
 
-    Makes the manifest if FOLDER has none, else verifies the files. Sends the files that DESTINATION lacks, and the
-    manifest last: a prefix with a manifest is complete. With --force and with --base, S3 itself copies the parts that an existing snapshot has.
+    If FOLDER has no manifest, makes it. Otherwise verifies the files. Sends the files that DESTINATION lacks, and the
+    manifest last, so a prefix with a manifest is complete. With --force and with --base, S3 itself copies the parts
+    that an existing snapshot already has.
 
     \b
     Examples:
@@ -69,7 +70,7 @@ def push(folder: Path, destination: str, force: bool, base: str | None, as_json:
 
 
 def _verified_manifest(folder: Path) -> Manifest:
-    """Return the manifest of the snapshot in `folder`, whose files fit it. Make it if there is none."""
+    """Return the manifest of the snapshot in `folder`. If it exists, verify the files; otherwise make it."""
     if folder.is_dir() and not (file := folder / MANIFEST_NAME).exists():
         with display.progress(f"reading {folder}") as progress:
             manifest = make_manifest(folder, progress=progress)
@@ -95,9 +96,9 @@ def pull(
 ) -> None:  # fmt: skip
     """Copy the snapshot at URL into FOLDER, verified. URL begins with s3:// or http(s)://, or is a folder.
 
-    Valid files and parts of files in FOLDER are kept: after Ctrl-C or a crash the same command continues
-    there. The manifest is written last, when everything else is complete. If URL has no manifest, it is computed
-    from the bytes as they arrive.
+    Valid files and parts of files in FOLDER are kept. So after Ctrl-C or a crash, the same command continues where it
+    stopped. The manifest is written last, when everything else is complete. If URL has no manifest, the manifest is
+    computed from the bytes as they arrive.
 
     \b
     Examples:
@@ -143,7 +144,7 @@ def _budgets(settings: GatewaySettings) -> Budgets:
 def cache(*, evict: str | None, as_json: bool) -> None:
     """List the snapshots in this node's cache, or drop one of them.
 
-    A snapshot that a worker has mapped, or that is being fetched, is not dropped.
+    The command does not drop a snapshot that a worker has mapped or that is being fetched.
 
     Example: pilotflame snapshot cache --evict 3f9c01
     """
@@ -222,9 +223,9 @@ def _cache_row(facts: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _written_bytes(folder: Path) -> int:
-    """Return how many bytes of the files in `folder` are written.
+    """Return the number of bytes of the files in `folder` that are written.
 
-    Neither the files' sizes nor their numbers of blocks tell this: both are complete from the start.
+    The files' sizes and their numbers of blocks do not tell this number, because both are complete from the start.
     """
     total = 0
     for path in folder.rglob("*"):

@@ -27,11 +27,11 @@ DRAIN_S = 5.0
 STOP_TIMEOUT_S = 15.0
 LOG_LINES = 20
 PRINTED_LINES = 200
-# These variables are removed from the gateway's environment, so that the gateway asks for no API key and has no
-# certificate. Only this process knows the gateway's address.
+# The gateway does not inherit these variables. So it asks for no API key and has no certificate, although only this
+# process knows its address.
 AUTH_VARIABLES = ("PILOTFLAME_AUTH", "PILOTFLAME_TLS_CERT", "PILOTFLAME_TLS_KEY", options.CONFIG_VARIABLE)
 _PR_SET_PDEATHSIG = 1
-# The module of the command line. It is run with `python -m`.
+# The module of the command line. `_start` runs it with `python -m`.
 _PROGRAM = f"{__name__.rpartition('.commands.')[0]}.cli"
 
 
@@ -42,8 +42,8 @@ _PROGRAM = f"{__name__.rpartition('.commands.')[0]}.cli"
 def test(*, source: options.FunctionSource, install: bool, as_json: bool) -> None:
     """Deploy FOLDER in a temporary gateway, send it test_input.json, and print the answer.
 
-    What the function prints is shown too. Exit code 0 if it answered, 1 if it could not be deployed or failed.
-    Leaves nothing behind.
+    The output of the function is also shown. The exit code is 0 if the function answered, 1 if it could not be deployed
+    or failed. Leaves nothing behind.
 
     Example: pilotflame test hello
     """
@@ -74,7 +74,7 @@ def test(*, source: options.FunctionSource, install: bool, as_json: bool) -> Non
 
 
 def _printed(client: Client, name: str) -> list[str]:
-    """Return the last lines that the function printed, in its imports as well."""
+    """Return the last lines that the function printed, including those that it printed during its imports."""
     found = client.logs(name, lines=PRINTED_LINES)
     return [line["text"] for line in found if line["source"] not in OWN_SOURCES]
 
@@ -103,8 +103,8 @@ def _start(state_dir: Path, errors: IO[bytes]) -> subprocess.Popen[bytes]:
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=errors,
-        # Ctrl-C on the terminal reaches only this process, which then stops the gateway. If this process is
-        # killed, the kernel ends the gateway.
+        # With its own process group, the gateway does not get Ctrl-C from the terminal: this process gets it, and stops
+        # the gateway. If this process is killed, the kernel sends SIGTERM to the gateway.
         process_group=0,
         env={name: value for name, value in os.environ.items() if name not in AUTH_VARIABLES},
         preexec_fn=lambda: libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM),  # noqa: PLW1509  one thread here

@@ -1,4 +1,4 @@
-"""The command that shows what functions have used and cost: `pilotflame usage`."""
+"""The command that shows the usage and the cost of functions: `pilotflame usage`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..client.client import Client
 
 TIMES = ("busy", "idle", "starting", "zygote only", "files only")
 CALLS = ("calls", "cold starts", "waited")
-# Smaller amounts are rounding errors of differences of floats.
+# A smaller amount is only the rounding error of a difference of floats.
 NO_MONEY = 1e-12
 MONEY = ("using", "holding", "cost", "always on", "saved")
 
@@ -40,10 +40,10 @@ def usage(
     """Show what functions have used and cost, and what always-on workers would have cost.
 
     FUNCTION may be a deleted function. Busy, idle and starting are summed times of workers. Zygote only and files only
-    are times without a worker. Using is the cost of workers while they were busy or starting. Holding is the other cost:
-    idle workers, zygotes, standbys, files, and in rows of their own the bases, which functions share, and the gateway.
-    Always on is the cost with one worker ready all the time. Hours are kept for 14 days, days (of UTC) for 400.
-    Prices and their currency are settings of the gateway: `price_…`, `currency`.
+    are times without a worker. Using is the cost of workers while they were busy or starting. Holding is the cost of
+    idle workers, zygotes, standbys and files. The bases, which functions share, and the gateway have rows of their own.
+    Always on is the cost with one worker ready all the time. The gateway keeps figures by hour for 14 days, and by day
+    (in UTC) for 400 days. Prices and their currency are settings of the gateway: `price_…`, `currency`.
 
     \b
     Examples:
@@ -78,13 +78,13 @@ def _row(key: str, used: dict[str, float]) -> tuple[str, ...]:
     money = (*map(_money, costs), _money(saved) + share)
     cells = (*times, memory, *calls, display.duration(used["waiting_s"]))
     if key.startswith("("):
-        # The node's own processes have neither workers nor calls.
+        # These are rows of the node's own processes, which have neither workers nor calls.
         cells = tuple(memory if cell is memory else "-" for cell in cells)
     return (key, *cells, *money)
 
 
 def _money(amount: float) -> str:
-    """Return an amount with the digits that matter: 12.30, 0.0012, 0."""
+    """Return an amount with two decimals, or two significant digits if it is below 1: 12.30, 0.0012, 0."""
     if abs(amount) < NO_MONEY:
         return "0"
     return f"{amount:.2f}" if abs(amount) >= 1 else f"{amount:.2g}"

@@ -1,4 +1,4 @@
-"""Watches a function's folder for `pilotflame dev`: deploys it after each change and prints its log."""
+"""Watches a function's folder for `pilotflame dev`. Deploys the function after each change and prints its log."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ async def watch(folder: Path, functions: Functions, deployment: Deployment, stop
     async with asyncio.TaskGroup() as tasks:
         changed: list[str] | None = []
         while changed is not None:
-            # Watch during the deploy too, so that no change is missed.
+            # Start to wait for changes before the deploy, so that no change during the deploy is missed.
             change = tasks.create_task(_any(changes))
             live = await _deploy(functions, deployment, say)
-            # All revisions of a function write to the same log, so it is followed only once.
+            # All revisions of a function write to the same log. So follow the log only once.
             if log is None and live is not None:
                 log = tasks.create_task(_print_log(live, say))
             if (changed := await change) is not None:
@@ -41,13 +41,13 @@ async def watch(folder: Path, functions: Functions, deployment: Deployment, stop
 
 
 async def _any(changes: AsyncGenerator[set[FileChange], None]) -> list[str] | None:
-    """Wait for the next changes and return the paths of some. Return None if `changes` has ended."""
+    """Wait for the next changes, and return the paths of some changed files. Return None if `changes` has ended."""
     found = await anext(changes, None)
     return None if found is None else sorted({path for _, path in found})[:SHOWN_CHANGES]
 
 
 def _speaker(folder: Path, functions: Functions) -> Say:
-    """Return a function that prints a text on stderr. It replaces the paths of copies by those in `folder`."""
+    """Return a function that prints a text on stderr. In the text, it replaces paths of deployed copies by `folder`."""
     copies = functions.store.copies
 
     def say(text: str) -> None:
@@ -62,7 +62,7 @@ async def _deploy(functions: Functions, deployment: Deployment, say: Say) -> Liv
     try:
         live = await functions.deploy(deployment)
     except (PilotflameError, OSError) as error:
-        # OSError: a file may vanish while it is copied.
+        # The deploy raises OSError if a file vanishes while it is copied.
         say(f"pilotflame: not deployed: {error}")
         if isinstance(error, PilotflameError) and error.trace:
             say(display.function_trace(error.trace))

@@ -10,7 +10,7 @@ from ..client import display, options
 from ..client.client import Client
 from ..jobs.webhook_delivery import DeliveryState
 
-# Longer errors are cut in the table. --json prints them whole.
+# The table shows at most this number of characters of an error. --json prints the whole error.
 MAX_ERROR_CHARS = 40
 
 
@@ -31,10 +31,10 @@ def webhooks() -> None:
 def list_deliveries(
     *, name: str, job_id: str, states: tuple[str, ...], limit: int, client: Client, as_json: bool
 ) -> None:
-    """List deliveries, the newest first: of jobs, and of alerts of the function.
+    """List the deliveries for a function's jobs and alerts, the newest first.
 
-    Shows the receiver, the number of attempts and the last response. A PENDING delivery is retried by itself,
-    a DEAD one is not. --json also has the log of attempts.
+    Shows the receiver, the number of attempts and the last response. The gateway retries a PENDING delivery, but not a
+    DEAD delivery. --json also has the log of attempts.
 
     \b
     Examples:
@@ -69,7 +69,8 @@ def redeliver(*, name: str, delivery_id: str, client: Client, as_json: bool) -> 
 def show_secret(*, name: str, client: Client, as_json: bool) -> None:
     """Show the secret that signs a function's webhooks.
 
-    Give it to the receivers: every library of Standard Webhooks verifies with it. Each function has its own.
+    Give the secret to the receivers: every library of Standard Webhooks can verify deliveries with it. Each function
+    has its own secret.
 
     Example: pilotflame webhooks secret hello
     """
