@@ -94,13 +94,13 @@ from .telemetry.logs import Logs
 from .telemetry.metrics import Metrics, Reading
 
 LOG = logging.getLogger(__name__)
-# How many new objects trigger a garbage collection. A request creates about twenty objects that the collector
-# counts. Nearly all of them are freed when the request ends, so frequent collections would find nothing.
+# A garbage collection starts after this number of new objects. A request creates about twenty objects that the
+# collector counts. Nearly all of them are freed when the request ends, so frequent collections would find nothing.
 YOUNG_OBJECTS = 20_000
-# How long a gateway that other machines can reach serves new requests after SIGTERM. Kubernetes informs the load
-# balancers when it signals the process, and they need a second or two to react.
+# A gateway that other machines can reach serves new requests for this time after SIGTERM. Kubernetes informs the load
+# balancers when it sends the signal, and the load balancers need a second or two to react.
 LAME_DUCK_S = 3.0
-# The minimum time that slow clients have to read answers that are complete.
+# At shutdown, slow clients have at least this time to read answers that are complete.
 LAST_BYTES_S = 1.0
 NO_SHUTDOWN = (
     "the previous gateway (%s) ended without shutdown; restored: %d functions, %d jobs that were running and run again,"
@@ -132,13 +132,13 @@ class Server:
     lame_duck_s: float
 
     def leave(self) -> None:
-        """Say that this gateway is about to end: in /readyz, and by closing connections after their next response."""
+        """Announce the end of this gateway: /readyz reports it, and connections close after their next response."""
         self.admin.draining = True
         self.http.send_away()
 
 
 class Stop(asyncio.Event):
-    """Set when the process is to end: by a signal, or because it cannot serve."""
+    """An event that is set when the process must end, because of a signal or because it cannot serve."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,9 +164,9 @@ def run(
 ) -> None:
     """Serve until SIGINT or SIGTERM, then drain. A second signal ends the process at once.
 
-    `on_listening` is called with the gateway's URL once it accepts requests. If `folder` is given, it is
-    deployed at the start and after each change. If it is `standalone`, it is the only function, and deployed once.
-    Raise GatewayError if the gateway cannot start, and the error of a function alone that cannot be deployed.
+    `on_listening` is called with the gateway's URL once it accepts requests. If `folder` is given, it is deployed at
+    the start and after each change. With `standalone`, `folder` is the only function and is deployed only once. Raise
+    GatewayError if the gateway cannot start, and the error of the deploy if a standalone function cannot be deployed.
     """
     if folder is not None and not folder.is_dir():
         raise GatewayError(f"{folder} is not a folder.", remedy="Give the folder that holds handler.py.")
@@ -179,7 +179,7 @@ def run(
         stop = Stop()
         with _capture_signals(stop):
             async with serve(settings, alone) as server:
-                # Exempt all objects that exist now from garbage collection, and collect new ones less often.
+                # Exempt all objects that exist now from garbage collection, and collect new objects less often.
                 gc.collect()
                 gc.freeze()
                 gc.set_threshold(YOUNG_OBJECTS)
@@ -205,7 +205,7 @@ def run(
 async def serve(settings: GatewaySettings, alone: FunctionSettings | None = None) -> AsyncIterator[Server]:
     """Run a gateway: it accepts requests inside the `async with` block and drains when the block ends.
 
-    If `alone` is given, these are the settings of its only function, which the caller deploys.
+    If `alone` is given, it has the settings of the gateway's only function, which the caller deploys.
     """
     async with contextlib.AsyncExitStack() as stack:
         yield await startup(settings, stack, alone)
@@ -214,7 +214,7 @@ async def serve(settings: GatewaySettings, alone: FunctionSettings | None = None
 async def startup(
     settings: GatewaySettings, stack: contextlib.AsyncExitStack, alone: FunctionSettings | None = None
 ) -> Server:
-    """Start each part after the parts that it uses. Closing `stack` drains and closes them in reverse."""
+    """Start each part after the parts that it uses. When `stack` closes, it drains and closes the parts in reverse."""
     plugin_apis = _plugin_apis(settings)
     state = stack.enter_context(locked_state_dir(settings.state_dir))
     previous = stack.enter_context(running_marker(state))
@@ -250,7 +250,7 @@ async def startup(
     stack.callback(functions.close_threads)
     metrics = Metrics(functions.worker_counts, tasks.failures, [fetcher.metrics], lambda: logs.files.dropped)
     rest, memory = _observe(functions, metrics, ledger, settings, stack)
-    # A function alone is deployed anew, and others that are in a kept state folder are not served.
+    # A gateway for one function deploys this function anew. It serves no other function of an older state folder.
     if alone is None:
         await functions.restore()
     rest.note_change()
@@ -343,7 +343,7 @@ def _gateway_policy(settings: GatewaySettings) -> DeployPolicy:
 async def _open_logs(
     state: Path, settings: GatewaySettings, disk: Disk, stack: contextlib.AsyncExitStack
 ) -> Logs:
-    """Open the logs, and let the gateway's own messages go there and to standard error."""
+    """Open the logs. The gateway's own messages go to its log and to standard error."""
     files = LogFiles(
         state / "logs", max_bytes=settings.log_max_bytes, keep_s=settings.log_keep_s, on_written=disk.wrote
     )
@@ -358,7 +358,7 @@ async def _open_jobs(
     state: Path, functions: Functions, settings: GatewaySettings, disk: Disk, previous: str,
     plugins: Iterable[type[ApiPlugin]], stack: contextlib.AsyncExitStack,
 ) -> Jobs:  # fmt: skip
-    """Open the jobs, and close them with `stack`. If the `previous` gateway has not shut down, log what was restored."""
+    """Open the jobs, and close them with `stack`. If `previous` names a gateway that crashed, log what was restored."""
     key = await asyncio.to_thread(load_key, state)
     bodies = {form: make for plugin in plugins for form, make in plugin.webhook_bodies.items()}
     jobs = Jobs(state, key, functions.get, functions.tasks, settings, disk.wrote, bodies)
@@ -370,13 +370,13 @@ async def _open_jobs(
 
 
 def _plugin_apis(settings: GatewaySettings) -> dict[str, type[ApiPlugin]]:
-    """Return the APIs of the plugins that are on. Raise PluginError if one is not installed."""
+    """Return the APIs of the plugins that are on. Raise PluginError if a plugin in the settings is not installed."""
     check_names(settings.plugins or ())
     return load(APIS, settings.plugins)
 
 
 def _load_certificate(settings: GatewaySettings, stack: contextlib.AsyncExitStack) -> Certificate | None:
-    """Return the certificate if the gateway serves HTTPS. SIGHUP lets it be read again."""
+    """Return the certificate if the gateway serves HTTPS. On SIGHUP, the gateway reads the certificate again."""
     if settings.tls_cert is None or settings.tls_key is None:
         return None
     certificate = Certificate(settings.tls_cert, settings.tls_key)
@@ -387,7 +387,7 @@ def _load_certificate(settings: GatewaySettings, stack: contextlib.AsyncExitStac
 
 
 def _listen(state: Path, stack: contextlib.AsyncExitStack) -> Listener:
-    """Open the socket that zygotes and workers dial, and close it with `stack`."""
+    """Open the socket to which zygotes and workers connect, and close it with `stack`."""
     listener = Listener(state / "run" / "link.sock")
     listener.open()
     stack.callback(listener.close)
@@ -404,13 +404,16 @@ async def _launcher(
     settings: GatewaySettings, listener: Listener, state: Path, tasks: BackgroundTasks,
     sharing: Sharing | None, gpus: tuple[Sequence[Gpu], str], stack: contextlib.AsyncExitStack,
 ) -> tuple[LauncherByImage, FetcherClient]:  # fmt: skip
-    """Make the launcher and the fetcher, and close them with `stack`. Raise LauncherError if chunks cannot be served."""
+    """Make the launcher and the fetcher, and close them with `stack`.
+
+    Raise LauncherError if the fetcher cannot serve chunks to peers.
+    """
     budgets = Budgets(settings.cache_memory_mb, settings.cache_disk_mb)
     engine = settings.engine or find_engine()
     containers = ContainerLauncher(engine, listener, tasks, str(state), LOG.warning, budgets, *gpus)
     launcher = LauncherByImage(ProcessLauncher(listener, tasks, state, settings.cache_dir), containers)
     fetcher = FetcherClient(settings.cache_dir, tasks, budgets, sharing)
-    # The launcher is closed first: containers have folders of the fetcher's cache mounted.
+    # `stack` closes the launcher first, because its containers have folders of the fetcher's cache mounted.
     for close in (fetcher.close, launcher.close):
         stack.push_async_callback(close)
     await fetcher.share()
@@ -418,14 +421,14 @@ async def _launcher(
 
 
 def _sharing(settings: GatewaySettings) -> Sharing | None:
-    """Return how this node exchanges chunks of snapshots with others; None if it is alone.
+    """Return how this node exchanges chunks of snapshots with its peers, or None if it has no peers.
 
-    Raise GatewayError if their port is taken.
+    Raise GatewayError if the port for peers is taken.
     """
     if not settings.peers or settings.peers_token is None:
         return None
     try:
-        # The fetcher does it again. Here, the gateway has started nothing yet.
+        # Check the port here, before the gateway has started anything. Later, the fetcher binds it again.
         bind(settings.host, settings.peers_port).close()
     except GatewayError as error:
         raise GatewayError(error.message, remedy="Choose another PILOTFLAME_PEERS_PORT.") from None
@@ -451,7 +454,7 @@ def _load_access(state: Path) -> tuple[Keyring, Secrets]:
 
 
 def _open_audit(routes: Sequence[Route], logs: Logs, stack: contextlib.AsyncExitStack) -> Audit:
-    """Open the audit log, which also says when the gateway starts and stops."""
+    """Open the audit log. It also records the start and the stop of the gateway."""
     audit = Audit(routes, logs.channel(AUDIT))
     audit.note_gateway("Start", __version__)
     stack.callback(audit.note_gateway, "Stop", __version__)
@@ -459,14 +462,14 @@ def _open_audit(routes: Sequence[Route], logs: Logs, stack: contextlib.AsyncExit
 
 
 async def shutdown(server: Server) -> None:
-    """Refuse new work, finish running work, and release messages of event sources whose jobs do not run."""
+    """Refuse new work, finish running work, and release messages of event sources whose jobs are not running."""
     begun_s = time.monotonic()
     server.leave()
     server.http.stop_accepting()
     if server.standalone is not None:
         await server.standalone.close()
     server.jobs.stop()
-    # Not in a task group: if one task failed, the group would cancel the other one.
+    # Do not use a task group here: if one task failed, the group would cancel the other task.
     parts = (server.sources.close(), server.functions.close())
     await asyncio.wait([server.tasks.create_task(part) for part in parts])
     # Followed logs and the console stay open until now, so that they also show the end of the functions.
@@ -494,7 +497,7 @@ def _standalone(
 
 
 async def _open(standalone: Standalone, functions: Functions, deployment: Deployment, stop: Stop) -> None:
-    """Deploy the only function. If that fails, end the process: the platform starts it again."""
+    """Deploy the only function. If the deploy fails, end the process, so that the platform starts it again."""
     try:
         live = await functions.deploy(deployment)
     except PilotflameError as error:
@@ -513,7 +516,7 @@ async def _open(standalone: Standalone, functions: Functions, deployment: Deploy
 async def _open_ledger(
     settings: GatewaySettings, state: Path, metrics: Callable[[], Metrics], stack: contextlib.AsyncExitStack
 ) -> Ledger:
-    """Open the accounts of the functions, and close them with `stack`. The metrics may be made later."""
+    """Open the accounts of the functions, and close them with `stack`. `metrics` is called only later."""
     prices = Prices(settings.price_memory_gb_hour, settings.price_disk_gb_hour, settings.price_device_hour)
     store = UsageStore(state / "usage.sqlite3")
     ledger = Ledger(store, prices, lambda function: metrics().totals(function), settings.currency)
@@ -537,7 +540,7 @@ def _observe(
 ) -> tuple[Rest, MemoryMeter]:  # fmt: skip
     """Connect the metrics, the ledger and the memory limit to the events of functions, until `stack` closes.
 
-    Return the limiter of the memory of idle functions, and the meter of the memory of all processes.
+    Return the object that limits the memory of idle functions, and the meter of the memory of all processes.
     """
     events, memory = functions.events, MemoryMeter(functions, functions.tasks)
     metering = Metering(functions, ledger, memory, functions.tasks)
@@ -568,8 +571,8 @@ def _recorder(functions: Functions, state: Path, stack: contextlib.AsyncExitStac
     def deleted(name: str) -> None:
         tasks.create_task(recorder.forget(name))
 
-    # Not `removed`, which comes later: if the gateway is killed during the deletion, a new function of this name must
-    # not get the old records.
+    # Subscribe to `deleted`, which comes before `removed`: if the gateway is killed during the deletion, a new function
+    # with this name must not get the old records.
     functions.events.deleted.append(deleted)
     functions.events.processes.append(recorder.note_change)
     stack.push_async_callback(recorder.flush)
@@ -591,7 +594,7 @@ async def _connect(
     stack.callback(alerts.close)
 
     def follow(name: str) -> None:
-        # GatewayError: the gateway is shutting down, so no event source is started.
+        # `get` raises GatewayError if the gateway is shutting down. Then no event source is started.
         with contextlib.suppress(GatewayError):
             deployed = functions.get(name)
             if deployed.function.paused:
@@ -621,7 +624,7 @@ async def _connect(
 
 
 def _count_refusal(functions: Functions, metrics: Metrics, name: str, error: PilotflameError) -> None:
-    """Count a request that a quota refused, if its function exists: callers can invent names."""
+    """Count a request that a quota refused. Count it only if its function exists, because callers can invent names."""
     with contextlib.suppress(UnknownFunction, GatewayError):
         functions.get(name)
         metrics.turned_away(name, error)
@@ -629,7 +632,7 @@ def _count_refusal(functions: Functions, metrics: Metrics, name: str, error: Pil
 
 @contextlib.contextmanager
 def _capture_signals(stop: Stop) -> Iterator[None]:
-    """Inside the block, the first SIGINT or SIGTERM sets `stop`, and the second one ends the process."""
+    """Inside the block, the first SIGINT or SIGTERM sets `stop`, and the second signal ends the process."""
     loop = asyncio.get_running_loop()
     numbers = (signal.SIGINT, signal.SIGTERM)
 

@@ -1,9 +1,9 @@
 """Measures the memory of all processes of this node: of functions, of the bases, and of the gateway.
 
-Memory is PSS (proportional set size): each page divided by the number of processes that map it. So the sum counts a
-shared page once. The share of each process changes when another one starts or ends, but among many processes little. So
-a measurement reads the processes of the functions that have changed or have workers. It reads the others again when the
-number of all processes has changed by more than DRIFT since.
+Memory is PSS (proportional set size), which divides the size of a page by the number of processes that map it. So the
+sum of all processes counts a shared page once. When a process starts or ends, the PSS of all others changes, but only a
+little if there are many processes. So a measurement reads only the processes of functions that have changed or have
+workers. It reads any other function again after the number of all processes has changed by more than DRIFT.
 """
 
 from __future__ import annotations
@@ -22,37 +22,39 @@ from .live import Live
 from .registry import Functions
 
 GATEWAY, BASES = "(gateway)", "(bases)"
-"""The names under which the memory of no single function is shown. No function can have such a name."""
-# The accounts repeat a measurement at the earliest after this multiple of the processor time that it took, which is
-# 2 % of one core. For a caller who asks, while the processes are the same, it is 10 %, and a second at least.
+"""The names under which memory is shown that belongs to no single function. No function can have such a name."""
+# After a measurement, the accounts pause for PAUSE times its processor time. So measurements take at most 2 % of a
+# core. `latest` pauses for ASKED_PAUSE times the processor time, which is 10 % of a core, and for at least FRESH_S. It
+# measures earlier if a process has started or ended.
 PAUSE, ASKED_PAUSE = 50.0, 10.0
 FRESH_S = 1.0
-# Reading the memory map of a process with torch takes about 10 ms, in which a fork of it waits. So a worker that
-# starts ends a measurement, unless the last complete one is older than this.
+# To read the memory map of a process with torch takes about 10 ms, and a fork of this process waits meanwhile. So a
+# measurement stops when a worker starts, unless the last complete measurement is older than OLDEST_S.
 OLDEST_S = 60.0
-# Shared pages are divided by the number of processes, so the error of a PSS that is not measured again is as large.
+# PSS divides shared pages by the number of processes. If this number changes by a share, a PSS that is not measured
+# again is wrong by about the same share.
 DRIFT = 0.1
-# How long a caller of `latest` waits for a new measurement before they get the last one.
+# A caller of `latest` waits for a new measurement for at most this time, and then gets the last measurement.
 WAIT_S = 2.0
 
 
 @dataclass(slots=True)
 class FunctionMemory:
-    """The memory of one function's processes, those of revisions that are not live included."""
+    """The memory of one function's processes, including processes of revisions that are not live."""
 
     workers: int = 0
     workers_bytes: int = 0
     rest_bytes: int = 0
     """Memory of zygotes and standbys."""
     among: int = 0
-    """The number of processes that all functions had when it was measured."""
+    """The number of processes of all functions at the time of the measurement."""
 
     @property
     def total_bytes(self) -> int:
         return self.workers_bytes + self.rest_bytes
 
     def add(self, role: str, held_bytes: int) -> None:
-        """Add a process."""
+        """Add the memory of a process."""
         if role == "worker":
             self.workers += 1
             self.workers_bytes += held_bytes
@@ -66,7 +68,7 @@ NO_MEMORY = FunctionMemory()
 
 @dataclass(frozen=True, slots=True)
 class NodeMemory:
-    """The memory of all processes. A function that was not measured again has the same object as before."""
+    """The memory of all processes. A function that was not measured again keeps its previous object."""
 
     gateway_bytes: int
     """Memory of the gateway and its fetcher."""
@@ -90,17 +92,18 @@ class MemoryMeter:
     def __init__(self, functions: Functions, tasks: BackgroundTasks) -> None:
         self._functions, self._tasks = functions, tasks
         self._last: NodeMemory | None = None
-        # When the last complete measurement ended; when the last one ended, and its processor time.
+        # The end of the last complete measurement. The end and the processor time of the last measurement, which may
+        # have stopped early.
         self._measured_s, self._ended_s, self._took_s = -math.inf, -math.inf, 0.0
-        # Processes that have come or gone, and how many of them before the last complete measurement.
+        # The number of starts and ends of processes so far. Its value when the last complete measurement began.
         self._changes = self._measured_changes = 0
         self._running: asyncio.Task[NodeMemory | None] | None = None
-        # The pids and roles of the processes of each revision, and how many these are together.
+        # The (pid, role) of the processes of each revision, and the number of all these processes.
         self._processes: dict[Live, list[tuple[int, str]]] = {}
         self._count = 0
-        # By function: the memory of its processes at their last measurement.
+        # The memory of each function at its last measurement.
         self._held: dict[str, FunctionMemory] = {}
-        # The functions whose processes have come or gone since the last measurement of them.
+        # The functions whose processes have started or ended since the function was last measured.
         self._changed = set[str]()
         functions.events.processes.append(self._note_change)
 
@@ -110,28 +113,31 @@ class MemoryMeter:
 
     @property
     def is_current(self) -> bool:
-        """True if no process has come or gone since the last complete measurement began."""
+        """True if no process has started or ended since the last complete measurement began."""
         return self._measured_changes == self._changes
 
     @property
     def pause_s(self) -> float:
-        """How long the next measurement should wait, because of the time that the last one took."""
+        """The seconds until the accounts may measure again. They depend on the last measurement's processor time."""
         return max(0.0, self._ended_s + PAUSE * self._took_s - time.monotonic())
 
     async def latest(self) -> NodeMemory | None:
-        """Return a new measurement, or the last one if it is recent or workers start. Return None if there is none yet."""
+        """Return a new measurement, or the last measurement if it is recent or workers are starting.
+
+        Return None if there is no complete measurement yet.
+        """
         changes, fresh_until_s = self._changes, self._measured_s + max(FRESH_S, ASKED_PAUSE * self._took_s)
         if changes == self._measured_changes and time.monotonic() < fresh_until_s:
             return self._last
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(WAIT_S):
-                # The measurement that runs already may have begun before the last change.
+                # A measurement that was already running may have begun before the last change. Then measure again.
                 while await self.measure() is not None and self._measured_changes < changes:
                     pass
         return self._last
 
     async def measure(self) -> NodeMemory | None:
-        """Measure all processes. Return None if a worker starts meanwhile. Concurrent callers share a measurement."""
+        """Measure all processes. Return None if a starting worker stops it. Concurrent callers share a measurement."""
         if self._running is None:
             self._running = self._tasks.create_task(self._measure(), name="memory")
             self._running.add_done_callback(self._note_done)
@@ -144,7 +150,7 @@ class MemoryMeter:
         started_s, began_changes, changes = time.monotonic(), self._changes, -1
         may_stop = started_s - self._measured_s < OLDEST_S
         self._took_s = 0.0
-        # A process that comes while these are measured is in the next measurement.
+        # This measurement does not include processes that start later. The next measurement does.
         due = self._list_due()
         gateway_bytes = await self._sum_bytes((os.getpid(), *self._functions.weights.pids))
         bases_bytes = await self._sum_bytes(self._functions.launcher.base_pids())
@@ -168,7 +174,7 @@ class MemoryMeter:
         return self._last if self._measured_s >= started_s else None
 
     def _list_due(self) -> dict[str, list[tuple[int, str]]]:
-        """Return the processes of the functions that are to be measured, by function."""
+        """Return the functions to measure, each with its processes."""
         changed, self._changed = self._changed, set()
         running = self._functions.running
         for live in self._processes.keys() - set(running):
@@ -199,7 +205,7 @@ class MemoryMeter:
 
 
 def pss_bytes(pid: int) -> int:
-    """Return the PSS of a process. It is 0 if the process has ended or may not be measured."""
+    """Return the PSS of a process, or 0 if the process has ended or its memory may not be read."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{pid}/smaps_rollup").read_bytes().splitlines():
             if line.startswith(b"Pss:"):
@@ -208,6 +214,6 @@ def pss_bytes(pid: int) -> int:
 
 
 def _timed_pss_bytes(pid: int) -> tuple[int, float]:
-    """Return the PSS of a process, and the processor time that this took."""
+    """Return the PSS of a process, and the processor time that it took to read it."""
     started_s = time.thread_time()
     return pss_bytes(pid), time.thread_time() - started_s

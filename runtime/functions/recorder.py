@@ -1,10 +1,10 @@
 """Stores the decisions about each function, its load over time, and the arrival times of its calls.
 
-    <state dir>/records/<name>/decisions.jsonl    a decision a line
-    <state dir>/records/<name>/load.jsonl         a row for each second in which something changed
-    <state dir>/records/<name>/arrivals.f64       Unix times, as float64 of this machine's byte order
+    <state dir>/records/<name>/decisions.jsonl    one decision per line
+    <state dir>/records/<name>/load.jsonl         one row for each second in which the load changed
+    <state dir>/records/<name>/arrivals.f64       Unix times, as float64 in this machine's byte order
 
-Rows are written every few seconds, and before they are read. A crash loses the rows that are not yet written. The
+The recorder writes rows every few seconds, and before it reads. A crash loses the rows that are not yet written. The
 records of a deleted function are removed.
 """
 
@@ -36,11 +36,11 @@ DECISIONS_BYTES, LOAD_BYTES, ARRIVALS_BYTES = 1 << 20, 1 << 20, 8 << 20
 
 
 class BoundedFile:
-    """A file to which rows are appended. Together with its predecessor it has at most `max_bytes`.
+    """A file to which rows are appended. When it is half full, it becomes the predecessor of a new file.
 
-    Its methods block. Rows have either `row_bytes`, or end with a line feed. A crash can leave a partial row. The
-    next `append` cuts off a partial row of fixed size. It ends a partial line with a line feed, so readers must skip
-    lines that cannot be parsed.
+    Both files together have at most `max_bytes`. All methods block. A row has `row_bytes`, or else ends with a line
+    feed. A crash can leave a partial row. The next `append` cuts off a partial row of fixed size. It ends a partial
+    line with a line feed, so readers must skip lines that they cannot parse.
     """
 
     def __init__(self, path: Path, max_bytes: int, *, row_bytes: int = 0) -> None:
@@ -64,7 +64,7 @@ class BoundedFile:
             file.write(rows)
 
     def read(self) -> bytes:
-        """Return the rows that are kept, the oldest first."""
+        """Return the rows of both files, the oldest first."""
         return self._rows(self._older) + self._rows(self._path)
 
     def remove(self) -> None:
@@ -100,18 +100,18 @@ class Recorder:
     def __init__(self, folder: Path, functions: Callable[[], Iterable[Live]]) -> None:
         """`functions` returns all live functions."""
         self._folder, self._functions = folder, functions
-        # The functions whose records could not be written the last time. One message for each is enough.
+        # The functions whose records could not be written the last time. Each of them is reported only once.
         self._failing = set[str]()
-        # The functions whose processes have come or gone since their load was noted.
+        # The functions whose processes have started or ended since their load was last noted.
         self._changed = set[str]()
         self._writing = asyncio.Lock()
 
     def note_change(self, function: str) -> None:
-        """A process of a function came or went."""
+        """Note that a process of a function has started or ended."""
         self._changed.add(function)
 
     async def run(self) -> None:
-        """Write every few seconds, without end."""
+        """Write the new rows every few seconds. Does not return."""
         while True:
             await asyncio.sleep(WRITE_EVERY_S)
             await self.flush()
@@ -126,7 +126,7 @@ class Recorder:
                 name, function = live.record.function, live.function
                 if only not in (None, name):
                     continue
-                # Fetched weights enter and leave the memory without a start or end of a process.
+                # Fetched weights enter and leave the memory although no process starts or ends.
                 if name in changed or live.revision.spec.remote:
                     live.workers.note_load(now_s)
                 if _pending(function) and any(rows := _take(function, now_s)):
@@ -149,7 +149,7 @@ class Recorder:
         )
 
     async def load(self, function: str, since: float = 0.0) -> list[LoadSample]:
-        """Return the samples of a function's load since a Unix time, and the last one before it."""
+        """Return the samples of a function's load since a Unix time, and the last sample before this time."""
         return await self._read(function, lambda: self._load_since(function, since))
 
     async def arrivals(self, function: str, since: float = 0.0) -> list[float]:

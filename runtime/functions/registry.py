@@ -44,10 +44,11 @@ from .rest import LIGHT_S
 from .store import RevisionRecord, Store
 
 LOG = logging.getLogger(__name__)
-# How many deploys may work on files at a time. Deploys have separate threads, because they can wait for minutes, for
-# example for a package index. The event loop's default threads must stay free: they compress answers.
+# The maximum number of deploys that work on files at a time. A deploy can wait for minutes, for example for a package
+# index. So deploys have separate threads: the event loop's default threads must stay free, because they compress
+# answers.
 DEPLOY_THREADS = 4
-# After a start of the gateway, the next zygote is launched when the one before is ready, or after this time.
+# After a start of the gateway, a zygote is launched when the zygote before it is ready, or after this time.
 WARM_TURN_S = 30.0
 
 T = TypeVar("T")
@@ -55,25 +56,26 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class FunctionEvents:
-    """Lists of callbacks, which are called in their order on the event loop. Append to subscribe."""
+    """Lists of callbacks. To subscribe, append a callback. A list's callbacks run in their order on the event loop."""
 
     activated: list[Callable[[str, str], None]] = field(default_factory=list)
     """Called when the start of a worker has succeeded or failed, with the function's name and the outcome."""
     processes: list[Callable[[str], None]] = field(default_factory=list)
-    """Called with a function's name when a worker, a zygote or a standby of it has come or gone."""
+    """Called with a function's name when a worker, a zygote or a standby of the function has started or ended."""
     called: list[Callable[[str, float], None]] = field(default_factory=list)
-    """Called with a function's name and the arrival of an invocation, in monotonic seconds: not for each of them,
-    but at most once every CALL_NOTICE_S."""
+    """Called with a function's name and the arrival time of an invocation, in monotonic seconds. To keep calls rare,
+    it is called at most once every CALL_NOTICE_S, and not for each invocation."""
     ended: list[Callable[[InvocationEnd], None]] = field(default_factory=list)
-    """Called when an invocation has ended with an output or an error, whatever has submitted it."""
+    """Called when an invocation has ended with an output or an error. Invocations of jobs are included."""
     refused: list[Callable[[str, PilotflameError], None]] = field(default_factory=list)
-    """Called with a function's name and an error when no invocation was accepted for a caller's request."""
+    """Called with a function's name and an error when a caller's request was refused before it became an invocation."""
     live: list[Callable[[str], None]] = field(default_factory=list)
-    """Called with a function's name when a deploy has made a revision of it live, and when it was paused, resumed or reset."""
+    """Called with a function's name when a revision of the function has become live, and when the function was paused,
+    resumed or reset."""
     deleted: list[Callable[[str], None]] = field(default_factory=list)
-    """Called with a function's name when its deletion begins. From then on it accepts no more requests."""
+    """Called with a function's name when its deletion begins. From then on, the function accepts no more requests."""
     removed: list[Callable[[str], None]] = field(default_factory=list)
-    """Called with a function's name when its deletion has ended: nothing of it runs any more."""
+    """Called with a function's name when its deletion has ended. Then no process of the function runs any more."""
 
 
 @dataclass(eq=False)
@@ -95,18 +97,19 @@ class Functions:
     policies: DeployPolicies
     # Sorted by name.
     _live: dict[str, Live] = field(default_factory=dict, init=False)
-    # The revisions of `running`.
+    # The revisions that the property `running` returns.
     _running: set[Live] = field(default_factory=set, init=False)
-    # A lock goes when no deploy and no delete holds it or waits for it: names come and go.
+    # The locks by function. A lock vanishes when no deploy and no delete holds it or waits for it, so that locks of
+    # deleted functions do not accumulate.
     _locks: WeakValueDictionary[str, asyncio.Lock] = field(default_factory=WeakValueDictionary, init=False)
-    # Pairs of a function and its revision that may become live. Their files must stay.
+    # Pairs (function, revision) of revisions that are checked now and may become live. Their files must not be removed.
     _proving: list[tuple[str, str]] = field(default_factory=list, init=False)
-    # One change at a time, so that memory and disk agree.
+    # Only one function is paused or resumed at a time, so that memory and disk agree.
     _pausing: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     # Functions whose secrets have changed since their processes were started last.
     _renewing: set[str] = field(default_factory=set, init=False)
     _closing: bool = field(default=False, init=False)
-    # A crash or a deploy that failed may have left an environment that no revision needs.
+    # True if there may be an environment that no revision needs, which a crash or a failed deploy has left.
     _untidy: bool = field(default=True, init=False)
     _retirements: dict[asyncio.Task[None], Live | None] = field(default_factory=dict, init=False)
     _threads: ThreadPoolExecutor = field(
@@ -119,7 +122,7 @@ class Functions:
 
     @property
     def prices(self) -> HoldingPrices:
-        """What holding and waiting cost on this node."""
+        """The prices of holding and of waiting on this node."""
         settings = self.settings
         memory_byte_s = settings.price_memory_gb_hour / 3600 / 1e9
         return HoldingPrices(memory_byte_s, settings.price_device_hour / 3600, settings.price_waiting_s)
@@ -129,7 +132,7 @@ class Functions:
         return self.reconciler.gpus
 
     def live(self, name: str) -> Revision:
-        """Return the live revision of the function `name`. Raise what `get` raises."""
+        """Return the live revision of the function `name`. Raise the errors of `get`."""
         return self.get(name).revision
 
     def get(self, name: str) -> Live:
@@ -143,7 +146,7 @@ class Functions:
         return live
 
     def reset(self, name: str) -> Live:
-        """Let a function start workers at once, although the last starts failed, and run the jobs that wait for it."""
+        """Let a function start workers at once, although the last starts failed. Also run its waiting jobs."""
         live = self.get(name)
         live.workers.reset()
         for callback in self.events.live:
@@ -151,12 +154,13 @@ class Functions:
         return live
 
     async def pause(self, name: str, *, paused: bool) -> Live:
-        """Let a function run nothing until it is resumed (`paused` False), over restarts too. Raise what `get` raises.
+        """Pause a function, or resume it if `paused` is False. Raise the errors of `get`.
 
-        New calls are refused, running ones end, jobs and messages of queues wait, and its processes end.
+        A pause also holds after a restart of the gateway. New calls are refused, and jobs and messages of queues wait.
+        Running calls end, and then the function's processes end.
         """
         self.get(name)
-        # Not the function's own lock: a deploy may hold it for minutes.
+        # Do not take the function's own lock here, because a deploy may hold it for minutes.
         async with self._pausing:
             await asyncio.to_thread(self.store.pause, name, paused=paused)
             live = self.get(name)
@@ -175,7 +179,7 @@ class Functions:
 
     @property
     def running(self) -> list[Live]:
-        """All revisions that may have processes: live revisions, revisions of a deploy, and retiring revisions."""
+        """All revisions that may have processes: live revisions, revisions that a deploy checks, retiring revisions."""
         return list(self._running)
 
     def worker_counts(self) -> Mapping[str, WorkerCounts]:
@@ -183,25 +187,25 @@ class Functions:
         return {name: live.workers.worker_counts() for name, live in self._live.items()}
 
     def expect(self, name: str, invocations: int) -> None:
-        """Start workers for the messages that wait for a function, unless that is gone or the gateway shuts down."""
+        """Start workers for messages that wait for a function. Do nothing if it is gone or the gateway shuts down."""
         with contextlib.suppress(GatewayError, UnknownFunction):
             self.get(name).workers.expect(invocations, "backlog")
 
     def log(self, name: str, text: str) -> None:
-        """Write a line with the source `gateway` to the log of a function, if that exists."""
+        """Write a line with the source `gateway` to the log of a function, if the function exists."""
         if (live := self._live.get(name)) is not None:
             live.logs.write("gateway", text)
 
     def note_refused(self, name: str, error: PilotflameError) -> None:
-        """Tell that a caller got `error` because no invocation was accepted."""
+        """Report to subscribers that a caller's request was refused with `error`."""
         for callback in self.events.refused:
             callback(name, error)
 
     async def deploy(self, request: Deployment, progress: Progress | None = None) -> Live:
         """Create a revision, check that it starts, make it live, and return its function.
 
-        The old revision finishes its invocations in the background. If the deploy fails, its error is raised
-        and the old revision stays live.
+        The old revision finishes its invocations in the background. If the deploy fails, raise its error. Then the old
+        revision stays live.
         """
         said, progress = list[str](), progress or Progress()
 
@@ -236,7 +240,7 @@ class Functions:
             self.gpus.check(name, fields.settings.resources)
             async with self._lock(name):
                 self._check_open()
-                # Another deploy may have made a revision live while this one waited.
+                # While this deploy waited for the lock, another deploy may have made a revision live.
                 named(name)
                 failing.pop_all()
                 place = functools.partial(self.store.place, staged, fields)
@@ -249,24 +253,26 @@ class Functions:
     async def lacking(self, name: str, wanted: FileDigests) -> tuple[str, list[str]]:
         """Return a function's live revision, and the paths of the `wanted` files that its code does not have.
 
-        Raise what `get` raises.
+        Raise the errors of `get`.
         """
         record = self.get(name).record
         missing = functools.partial(lacking, self.store.code(record), wanted)
         return record.revision, await self._thread(missing)
 
     async def restart(self, name: str) -> Live:
-        """Replace a function's processes by new ones of the same revision, and return the function.
+        """Replace a function's processes by new processes of the same revision, and return the function.
 
-        As many workers as are ready now, as far as `max_workers` has room, have to get ready before the old ones
-        drain. If they do not, the error is raised and the old ones stay. Raise what `get` raises.
+        First, a new worker must become ready for each worker that is ready now, as far as `max_workers` has room. Then
+        the old workers drain. If the new workers do not become ready, raise the error and keep the old workers. Raise
+        the errors of `get`.
         """
         return await self._revive(name, lambda live: live)
 
     def renew(self, name: str) -> None:
-        """Replace a function's processes in the background, as its secrets have changed. If it has none, do nothing.
+        """Replace a function's processes in the background, because its secrets have changed.
 
-        If the new zygote or the new workers fail, the log says why, and the old ones stay.
+        Do nothing if the function has no processes. If the new zygote or the new workers fail, the log says why, and
+        the old processes stay.
         """
         known = name in self._live or any(function == name for function, _ in self._proving)
         if known and name not in self._renewing:
@@ -275,22 +281,22 @@ class Functions:
 
     async def _renew(self, name: str) -> None:
         async with self._lock(name):
-            # From here on the present secrets are read, so a later change needs another replacement.
+            # The code below reads the present secrets. So a later change needs another replacement.
             self._renewing.discard(name)
             live = self._live.get(name)
             if live is None or self._closing or not live.workers.holds_processes:
                 return
             try:
-                # Without a ready worker, none is started to check the secrets.
+                # Start a worker to check the secrets only if the function has a ready worker now.
                 await self._replace(live.record, live.logs, check=bool(live.workers.replicas.ready))
             except PilotflameError as error:
                 text = f"{name} does not have its changed secrets: {error.message}"
                 live.logs.write("gateway", text, "error")
 
     async def rollback(self, name: str, revision: str | None = None) -> Live:
-        """Make an old revision live, as `Store.find` finds it, and return the function.
+        """Make the old revision live that `Store.find` returns for `revision`, and return the function.
 
-        The live revision is replaced as in a deploy. Raise what `get` and `Store.find` raise.
+        It replaces the live revision as in a deploy. Raise the errors of `get` and of `Store.find`.
         """
         return await self._revive(name, lambda live: self.store.find(live, revision))
 
@@ -304,7 +310,7 @@ class Functions:
     async def prefetch(self, name: str) -> Prefetched:
         """Bring the image and the weights of a function to this node, so that its next cold start needs no network.
 
-        Raise what `get` raises, LauncherError, SourceError, CacheError or SnapshotError.
+        Raise the errors of `get`, LauncherError, SourceError, CacheError or SnapshotError.
         """
         spec = self.get(name).revision.spec
         image = None
@@ -321,7 +327,7 @@ class Functions:
         )
 
     async def revisions(self, name: str) -> list[RevisionFacts]:
-        """Return a function's stored revisions, the newest first. Raise what `get` raises."""
+        """Return a function's stored revisions, the newest first. Raise the errors of `get`."""
         self.get(name)
         records = await self._thread(functools.partial(self.store.revisions, name))
         sizes = await self._thread(functools.partial(self.store.sizes, name))
@@ -347,7 +353,7 @@ class Functions:
     ) -> Live:
         """Check that a placed revision starts, make it live, and return its function.
 
-        If that fails, call `withdraw` in a thread. The caller must hold the function's lock.
+        If one of these steps fails, call `withdraw` in a thread. The caller must hold the function's lock.
         """
         old = self._live.get(record.function)
         live: Live | None = None
@@ -377,7 +383,7 @@ class Functions:
             self._proving.remove((record.function, record.revision))
 
     async def _go_live(self, live: Live, old: Live | None, withdraw: Callable[[], None]) -> None:
-        """Make a placed revision live, and begin to retire the old one."""
+        """Make a placed revision live, and begin to retire the old revision."""
         name = live.record.function
         try:
             await self._thread(functools.partial(self.store.promote, live.record))
@@ -402,7 +408,7 @@ class Functions:
         retirement.add_done_callback(self._retirements.pop)
 
     def _busy(self, name: str) -> set[str]:
-        """Return the ids of a function's revisions that still finish their invocations."""
+        """Return the ids of a function's replaced revisions that still finish their invocations."""
         retiring = [old.record for old in self._retirements.values() if old is not None]
         return {record.revision for record in retiring if record.function == name}
 
@@ -410,12 +416,12 @@ class Functions:
         return self._locks.setdefault(name, asyncio.Lock())
 
     async def _thread(self, work: Callable[[], T], *, undo: Callable[[T], object] | None = None) -> T:
-        """Run `work` in a thread of the deploys. If the caller is cancelled, `undo` is called with its result."""
+        """Run `work` in a thread of the deploys. If the caller is cancelled, call `undo` with the result of `work`."""
         running = asyncio.get_running_loop().run_in_executor(self._threads, work)
 
         def undone(done: asyncio.Future[T]) -> None:
             if undo is not None and not done.cancelled() and done.exception() is None:
-                # RuntimeError: the gateway ends. The next one empties the staging folder.
+                # `submit` raises RuntimeError if the gateway ends. The next gateway empties the staging folder.
                 with contextlib.suppress(RuntimeError):
                     self._threads.submit(undo, done.result())
 
@@ -426,7 +432,7 @@ class Functions:
             raise
 
     async def _uninterrupted(self, change: Coroutine[Any, Any, None]) -> None:
-        """Await `change` and raise its error. Cancelling the caller does not cancel `change`."""
+        """Await `change` and raise its error. If the caller is cancelled, `change` still goes on."""
 
         async def outcome() -> Exception | None:
             try:
@@ -443,14 +449,14 @@ class Functions:
             raise GatewayError("The gateway is shutting down.", remedy="Try again when it is up.")
 
     async def delete(self, name: str) -> None:
-        """Delete a function: refuse new invocations, finish the accepted ones, then remove secrets and files.
+        """Delete a function: refuse new invocations, finish accepted invocations, then remove secrets and files.
 
-        Accepted invocations have `drain_s` to finish, and fail after that. Raise what `get` raises, or
-        UnknownFunction if the function was deployed again or deleted while this waited for its lock.
+        An accepted invocation fails if it has not finished after `drain_s`. Raise the errors of `get`, or
+        UnknownFunction if another caller has deployed or deleted the function while this method waited for its lock.
         """
         revision = self.get(name).record.revision
         async with self._lock(name):
-            # Its processes may have been replaced while this waited, by `renew` or `restart`.
+            # While this method waited, `renew` or `restart` may have replaced the processes, and so the object.
             live = self._live.get(name)
             if live is None or live.record.revision != revision:
                 raise UnknownFunction(f"{name!r} was changed meanwhile.", remedy="Check it, and try again.")
@@ -463,7 +469,8 @@ class Functions:
         await self._end(live, self.drain_s)
         await self.histories.forget(name)
         live.logs.write("gateway", f"{name} was deleted")
-        # The secrets go first, so that a crash in between does not leave them to a new function of this name.
+        # Remove the secrets before the files. Then, after a crash in between, a new function with this name does not
+        # get the old secrets.
         await asyncio.to_thread(self.secrets.forget, name)
         await self._thread(functools.partial(self.store.delete, name))
         for callback in self.events.removed:
@@ -479,7 +486,8 @@ class Functions:
             self._live[name] = live = await self._create(record, logs, barred=fault)
             live.function.paused = name in paused
             planning = self._adopt(live)
-            # The plan of an idle period goes on with its age: it may have no zygote any more.
+            # The plan of the idle period depends on its age, which counts on from before the restart. So the plan may
+            # no longer hold a zygote.
             await asyncio.wait([planning])
             rests_warm = record.settings.scale.rest == "zygote" and not live.function.stopped
             if rests_warm and live.function.ladder.plans_zygote:
@@ -489,9 +497,9 @@ class Functions:
         self.tasks.create_task(self._warm(warming), name="warm")
 
     async def _warm(self, functions: list[Live]) -> None:
-        """Launch zygotes one after the other. A slow one delays the next by at most WARM_TURN_S.
+        """Launch zygotes one after the other. A slow zygote delays the next zygote by at most WARM_TURN_S.
 
-        A function that is called before its turn launches its zygote at once.
+        If a function is called before its turn, it launches its zygote at once.
         """
         for live in functions:
             if self._live.get(live.record.function) is live and not self._closing:
@@ -500,13 +508,16 @@ class Functions:
                 await asyncio.wait([warm], timeout=WARM_TURN_S)
 
     def _adopt(self, live: Live) -> asyncio.Task[None]:
-        """Let the function's ladder move this revision from now on, within its budget. Return the task that plans its idle period."""
+        """Let the function's ladder move this revision from now on, within the function's budget.
+
+        Return the task that plans the function's idle period.
+        """
         live.open_account()
         ladder, build_s = live.function.ladder, float(live.record.handler.get("build_s", 0.0))
         return ladder.adopt(live.workers, ladder_spec_of(live.record, self.prices), build_s, self.tasks)
 
     async def close(self) -> None:
-        """Refuse new requests, finish the accepted ones within `drain_s`, and end all processes."""
+        """Refuse new requests, finish accepted requests within `drain_s`, and end all processes."""
         self._closing = True
         retiring = [self._end(live, self.drain_s) for live in self._live.values()]
         # Replaced revisions may still be finishing their invocations.
@@ -515,7 +526,7 @@ class Functions:
         await self.histories.close()
 
     def close_threads(self) -> None:
-        """Start no more work of deploys. The process waits for running threads before it ends."""
+        """Start no more work of deploys. Before the process ends, it waits for threads that still run."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _create(self, record: RevisionRecord, logs: LogChannel, *, barred: str = "") -> Live:
@@ -526,8 +537,8 @@ class Functions:
         )
         if seen := self.gpus.environment(spec.resources, contained=bool(spec.image)):
             spec = spec.model_copy(update={"env": {**spec.env, **seen}})
-        # Measured latency curves are valid for revisions with the same `key` and the same weights. So the key
-        # holds all else of a revision that affects the speed of its workers.
+        # Measured latency curves are valid for revisions with the same `key` and the same weights. So the key must hold
+        # everything except the weights that affects the speed of a revision's workers.
         settings = f"{record.settings.concurrency} {record.settings.threads}"
         key = f"{record.code_digest} {record.requirements_digest} {settings}"
         launcher = EnvironmentLauncher(
@@ -556,7 +567,7 @@ class Functions:
         return live
 
     def _listeners(self, function: Function, logs: LogChannel) -> Listeners:
-        """Return what passes the events of a revision on to all who subscribed."""
+        """Return the listeners that pass the events of a revision on to all subscribers of `events`."""
         name, events = function.name, self.events
 
         def called(at_s: float) -> None:
@@ -576,7 +587,7 @@ class Functions:
         )
 
     async def _end(self, live: Live, timeout_s: float) -> None:
-        """End the processes of a revision, and its invocations within `timeout_s`."""
+        """End the processes of a revision. Its invocations have `timeout_s` to finish."""
         try:
             await live.workers.retire(timeout_s)
         finally:
@@ -602,19 +613,20 @@ class Functions:
     async def _tidy(self, function: Live, prune: Callable[[], object]) -> None:
         """Call `prune` in a thread. If it has removed a revision, or a deploy has failed, remove unused environments.
 
-        If there are any, what uv keeps for further environments is limited, too.
+        If there were unused environments, also shrink the cache that uv keeps for further environments.
         """
 
         untidy, self._untidy = self._untidy, False
 
         def tidy() -> None:
-            # The cache has files of its own alone once the environments that have them too are gone.
+            # Shrink the cache after the environments are gone: until then, the cache shares files with them as hard
+            # links, and does not count such files.
             if (prune() or untidy) and discard_unused(self.environments, self.store.environments):
                 shrink_cache(self.environments)
 
         try:
             await self._thread(tidy)
-        # Files that cannot be removed do no harm, so this is only logged.
+        # Only log this error, because files that cannot be removed do no harm.
         except (OSError, PilotflameError) as error:
             function.logs.write("gateway", f"old revisions were not removed: {error}")
 
@@ -626,7 +638,7 @@ def _log_failure(logs: LogChannel, record: RevisionRecord, error: BaseException)
 
 
 def _log_error(logs: LogChannel, end: InvocationEnd, error: PilotflameError) -> None:
-    """Log an error of an invocation that a worker had. A failed handler is logged before, with its traceback."""
+    """Log an error of an invocation that was sent to a worker. The failure of a handler is already in the log."""
     if end.timeline.sent_s and error.status >= 500 and not isinstance(error, FAILURES):
         text = f"{error.code}: {error.message}"
         logs.write("gateway", text, "error", request_id=end.request_id, revision=end.revision)
@@ -637,6 +649,6 @@ def _remove(folder: Path) -> None:
 
 
 def _expected_waiting(live: Live) -> float:
-    """Return how long the callers of a function are expected to wait in each second while it has no zygote."""
+    """Return the seconds that a function's callers are expected to wait in each second without a zygote."""
     ladder = live.function.ladder
     return ladder.step_down(live.record.function, RungName.ZYGOTE, RungName.LOCAL).waiting

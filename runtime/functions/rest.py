@@ -1,12 +1,13 @@
 """Limits the memory of idle functions: zygotes and standbys that wait for their next request, and idle workers.
 
-A function that is not in use is moved down its ladder, and its next cold start pays for that:
+A function that is not in use is moved down its ladder in three cases. Then its next cold start takes longer:
 
-- if it is light, which means that its zygote was ready within LIGHT_S, and was not called for UNUSED_S after
-  its deploy, it loses its zygote. After a start of the gateway, a light function has none until it is called.
-- if all zygotes together hold more than the limit, zygotes end, in order of the cost to their callers for each freed byte.
-- if the machine or the gateway's cgroup is short of memory, idle workers and fetched weights go in the same order
-  (scaling/eviction.py), after spare files and weights of no function.
+- The function is light, which means that its zygote was ready within LIGHT_S, and no call came within UNUSED_S after
+  its deploy. Then its zygote ends. After a start of the gateway, a light function has no zygote until it is called.
+- All zygotes together hold more than the limit. Then zygotes end. The zygote whose end costs callers least per freed
+  byte ends first.
+- The machine or the gateway's cgroup is short of memory. Then spare files and weights that no function uses go first.
+  Idle workers and fetched weights follow, again in the order of cost per freed byte (scaling/eviction.py).
 """
 
 from __future__ import annotations
@@ -33,18 +34,19 @@ from .memory_pressure import MemoryPressure
 
 LIGHT_S = 0.25
 UNUSED_S = 300.0
-# The memory is measured this long after a worker started or a function was deployed: by then the next standby
-# has been forked. While the limit is exceeded, it is measured again after RECHECK_S.
+# The memory is measured SETTLE_S after a worker started or a function was deployed, because then the next standby has
+# been forked. While the memory exceeds the limit, it is measured again after RECHECK_S.
 SETTLE_S = 5.0
 RECHECK_S = 30.0
-# While memory is short, workers that are ending get this long before more functions must give memory back.
+# While memory is short, ending workers have this time to end before more functions must give memory back.
 RELIEF_S = 1.0
-# Without a limit in the settings, functions at rest may hold this share of the machine's memory.
+# If the settings have no limit, functions at rest may hold this share of the machine's memory.
 SHARE = 1 / 8
-# The causes in decisions for freeing memory: the machine or the cgroup is short of it, or zygotes hold too much.
+# The causes that decisions name: PRESSURE if the machine or the cgroup is short of memory, REST_MB if zygotes hold too
+# much.
 PRESSURE, REST_MB = "pressure", "rest_mb"
 _MIB = 1 << 20
-# The message in the log for a step down, by the upper rung.
+# The log messages for steps down, by the rung that the function leaves.
 _GIVEN_UP = {
     RungName.READY: "idle workers end because memory is short",
     RungName.ZYGOTE: "the zygote ended to save memory; the next call launches it again",
@@ -54,17 +56,17 @@ _GIVEN_UP = {
 
 @dataclass(frozen=True, slots=True)
 class RestStats:
-    """The memory that one function holds at rest, and when it was used."""
+    """The memory that a function holds at rest, and the times of its last use and its deploy."""
 
     name: str
     held_mb: float
     idle: bool
-    """True if it has no worker and no invocation."""
+    """True if the function has no worker and no invocation."""
     light: bool
     used_s: float
-    """`RevisionWorkers.used_s`: when a worker that had run invocations ended last; 0 before the first."""
+    """`RevisionWorkers.used_s`: the last end of a worker that had run invocations, or 0 before the first such end."""
     since_s: float
-    """When its revision became live."""
+    """The time at which the function's revision became live."""
 
 
 def never_used(stats: Iterable[RestStats], now_s: float) -> list[str]:
@@ -74,9 +76,9 @@ def never_used(stats: Iterable[RestStats], now_s: float) -> list[str]:
 
 
 def next_check_s(stats: Iterable[RestStats], now_s: float) -> float | None:
-    """Return the seconds until a light function may lose its zygote as unused. None if there is no such function."""
+    """Return the seconds until a light function may lose its zygote as unused, or None if no function may."""
     waits = [one.since_s + UNUSED_S - now_s for one in stats if one.light and not one.used_s and one.held_mb]
-    # A function that is due but in use is checked again after RECHECK_S, as an exceeded limit is.
+    # A function may be due but in use. Then check it again after RECHECK_S.
     return min((max(SETTLE_S, wait_s) if wait_s > 0 else RECHECK_S for wait_s in waits), default=None)
 
 
@@ -97,13 +99,13 @@ class _Processes(NamedTuple):
 
 
 class Rest:
-    """Measures the memory of functions at rest when it may have changed, and keeps it below the limit."""
+    """Keeps the memory of functions at rest below the limit. Measures it whenever it may have changed."""
 
     def __init__(
         self, functions: Callable[[], Sequence[Live]], launcher: Launcher, tasks: BackgroundTasks,
         limit_mb: int | None, give_back: Callable[[], float],
     ) -> None:  # fmt: skip
-        """`functions` returns all live functions. `give_back` frees memory that nothing uses, and returns how much."""
+        """`functions` returns all live functions. `give_back` frees unused memory and returns the freed bytes."""
         self._give_back = give_back
         self._functions, self._launcher, self._tasks = functions, launcher, tasks
         self._limit_mb = memory_bytes() * SHARE / _MIB if limit_mb is None else limit_mb
@@ -113,22 +115,23 @@ class Rest:
         self._checking = self._closed = False
         self._pressure = MemoryPressure(self._start_relief)
         self._relieving, self._reported = asyncio.Lock(), False
-        # By function: its processes when they were measured, and the result.
+        # The last measurement of each function, with the processes that the function had then.
         self._measured: dict[str, tuple[_Processes, RestStats]] = {}
-        # The functions to look at in the next check: among a thousand, most have not changed since the last one.
+        # The next check looks only at these functions. Most of a thousand functions have not changed since the last
+        # check.
         self._changed, self._unsettled = set[str](), set[str]()
 
     def note_change(self, function: str = "", *_: str) -> None:
-        """Check soon: a worker of `function` started, or it was deployed or deleted. Other arguments are ignored."""
+        """Check soon, because `function` has started a worker, or was deployed or deleted. Ignore other arguments."""
         self._changed.add(function)
         self._check_in(SETTLE_S)
 
     def note_processes(self, function: str) -> None:
-        """Learn that a process of a function came or went. The next check measures the function."""
+        """Note that a process of a function started or ended. The next check measures the function."""
         self._changed.add(function)
 
     def close(self) -> None:
-        """Check no more, although the ends of processes may still be reported."""
+        """Stop all checks. Later reports about processes have no effect."""
         self._closed = True
         self._pressure.close()
         self._cancel_timer()
@@ -159,13 +162,13 @@ class Rest:
             self._check_in(next_s)
 
     async def _rest(self) -> float | None:
-        """Let functions rest. Return the seconds until the next check, None for no further check."""
+        """Let functions give back memory if they must. Return the seconds until the next check, or None for none."""
         shared_mb = await asyncio.to_thread(_held_mb, self._launcher.base_pids())
         unmeasured = await self._measure_changed()
         stats, now_s = [one for _, one in self._measured.values()], time.monotonic()
         unused = set(never_used(stats, now_s))
         for live in self._functions():
-            # It may have been called during the measurement.
+            # A call may have arrived during the measurement.
             if live.record.function in unused and _idle(live.workers):
                 live.function.ladder.yield_to(live.function.ladder.below(RungName.ZYGOTE)[0])
                 live.note_rest(0.0)
@@ -184,7 +187,10 @@ class Rest:
         return next_s
 
     async def _measure_changed(self) -> bool:
-        """Measure the functions that may have changed. Return True if the memory of a rung of one of them is not known yet."""
+        """Measure the functions that may have changed.
+
+        Return True if a measured function holds a rung whose memory is not known yet.
+        """
         lives = {live.record.function: live for live in self._functions()}
         self._measured = {name: one for name, one in self._measured.items() if name in lives}
         due = (self._changed | self._unsettled | (lives.keys() - self._measured.keys())) & lives.keys()
@@ -196,7 +202,7 @@ class Rest:
         return bool(unmeasured)
 
     async def _measure(self, live: Live) -> None:
-        """Measure the zygote and the standby, and the idle worker if there is one, unless that was done before."""
+        """Measure the zygote, the standby and an idle worker of a function, unless the same processes were measured."""
         name, workers = live.record.function, live.workers
         idle = [replica.child.pid for replica in workers.replicas.idle[:1]]
         present = _Processes(tuple(workers.zygote_pids), tuple(idle), len(workers.replicas))
@@ -213,7 +219,7 @@ class Rest:
         )
 
     async def _measure_processes(self, live: Live, present: _Processes) -> float:
-        """Return the MiB of the zygote and the standby, and tell the ladder what its rungs hold."""
+        """Return the MiB of the zygote and the standby. Report the memory of the rungs to the ladder."""
         workers, ladder, pids, idle = live.workers, live.function.ladder, [*present.zygote], [*present.idle]
         held_mb, resident_bytes = await asyncio.to_thread(_held_mb, pids), workers.resident_bytes
         if idle:
@@ -221,7 +227,7 @@ class Rest:
             worker_mb, own_mb = await asyncio.to_thread(_worker_mb, idle)
             ladder.note_held(RungName.READY, (held_mb + worker_mb) * _MIB)
             if pids and len(workers.replicas) == 1:
-                # When the worker ends, the zygote and the standby hold the shared pages alone, and the weights stay.
+                # When the worker ends, the weights and the pages that it shares with zygote and standby stay.
                 rest_bytes = (held_mb + worker_mb - own_mb) * _MIB
                 ladder.note_held(RungName.ZYGOTE, rest_bytes + resident_bytes)
         elif pids and not len(workers.replicas):
@@ -231,7 +237,7 @@ class Rest:
     # -- giving memory back
 
     def _start_relief(self) -> None:
-        # The kernel repeats its reports. If `_relieve` runs already, `_reported` makes it check once more.
+        # The kernel repeats its reports. If `_relieve` is already running, `_reported` makes it check again.
         self._reported = True
         if not self._relieving.locked():
             self._tasks.create_task(self._relieve())
@@ -244,11 +250,11 @@ class Rest:
         return short_bytes
 
     async def _relieve(self) -> None:
-        """Let idle functions step down while memory is short, as long as any can."""
+        """While memory is short, let idle functions step down. Stop when no function can step down."""
         async with self._relieving:
             while (short := await self._short_bytes()) > 0:
                 if self._give_back() > 0:
-                    # If this does not suffice, the next round takes memory from functions.
+                    # If the freed memory is not enough, the next round takes memory from functions.
                     self._loop.call_later(RELIEF_S, self._start_relief)
                     return
                 spare = [live for live in self._functions() if _spare(live.workers)]
@@ -273,10 +279,10 @@ class Rest:
     def _free(self, needed_bytes: float, cause: str, private: Mapping[str, float]) -> bool:
         """Take the cheapest steps down that free `needed_bytes`. Return False if no step is possible.
 
-        `private` has the functions whose idle workers may end, and the private bytes of these workers.
+        `private` maps the functions whose idle workers may end to the private bytes of these workers.
         """
         lives = {live.record.function: live for live in self._functions()}
-        # Against `rest_mb`, only processes count.
+        # The limit REST_MB counts only the memory of processes. So weights leave the memory only under PRESSURE.
         weights = cause == PRESSURE
         candidates = {
             name: list(_candidates(live, private.get(name), weights=weights)) for name, live in lives.items()
@@ -294,12 +300,12 @@ class Rest:
 def _candidates(live: Live, private_bytes: float | None, *, weights: bool) -> Iterator[EvictionCandidate]:
     """Yield the steps down that a function can take now, from its present rung on.
 
-    `private_bytes` is the private memory of its workers, None if the workers must stay. With `weights`, fetched weights
-    may leave the memory, too.
+    `private_bytes` is the private memory of its workers, or None if the workers must stay. With `weights`, fetched
+    weights may also leave the memory.
     """
     workers, upper = live.workers, live.workers.rung
     if workers.held_until_s is not None:
-        # A prewarm signal holds its workers: they are not evicted.
+        # A prewarm signal holds the function's workers, so they must stay.
         return
     spare = private_bytes is not None and _spare(workers)
     if not (spare or (_idle(workers) and upper in (RungName.ZYGOTE, RungName.RESIDENT))):
@@ -327,7 +333,7 @@ class _Family(NamedTuple):
 
 
 def _private(families: Mapping[str, _Family]) -> dict[str, float]:
-    """Return the approximate private bytes of the workers of each function. This is quick, unlike PSS."""
+    """Return the approximate private bytes of the workers of each function. Unlike PSS, they are quick to read."""
     return {
         name: float(sum(_anonymous(pid) - _anonymous(zygote) for pid in workers))
         for name, (zygote, workers) in families.items()
@@ -335,7 +341,7 @@ def _private(families: Mapping[str, _Family]) -> dict[str, float]:
 
 
 def _anonymous(pid: int | None) -> int:
-    """Return the anonymous memory of a process in bytes. In a fork, it includes pages that the fork has not changed."""
+    """Return the anonymous memory of a process in bytes. A fork's unchanged pages count in the fork, too."""
     with contextlib.suppress(psutil.Error):
         if pid is not None:
             memory = psutil.Process(pid).memory_info()
@@ -344,7 +350,10 @@ def _anonymous(pid: int | None) -> int:
 
 
 def _unmeasured(workers: RevisionWorkers) -> bool:
-    """Return True if it holds a rung whose memory is not known yet, because its workers were busy whenever it was checked."""
+    """Return True if the function holds a rung whose memory is not known yet.
+
+    The memory of a rung is not known if the workers were busy in all checks so far.
+    """
     known = workers.function.ladder.figures.held_bytes
     held = {RungName.READY: workers.replicas.ready, RungName.ZYGOTE: workers.zygote_pids}
     return any(processes and rung not in known for rung, processes in held.items())
@@ -355,7 +364,7 @@ def _idle(workers: RevisionWorkers) -> bool:
 
 
 def _spare(workers: RevisionWorkers) -> bool:
-    """Return True if it has ready or parked workers that no call needs and that neither settings nor a signal keep."""
+    """Return True if a function has ready or parked workers that no call, no setting and no prewarm signal needs."""
     replicas, revision = workers.replicas, workers.revision
     calls = replicas.in_flight or replicas.starting or len(revision.dispatcher.queue)
     kept = revision.policy.scale.min or workers.held_until_s is not None
@@ -363,11 +372,11 @@ def _spare(workers: RevisionWorkers) -> bool:
 
 
 def _held_mb(pids: list[int]) -> float:
-    """Return the memory of processes in MiB. Pages that several processes share count in equal parts (PSS)."""
+    """Return the memory of processes in MiB (PSS). Each process counts an equal part of a page that it shares."""
     return sum(process.pss_mb for pid in pids for process in memory_of(pid, "", ""))
 
 
 def _worker_mb(pids: list[int]) -> tuple[float, float]:
-    """Return the memory of processes in MiB (PSS), and how much of it is theirs alone (USS)."""
+    """Return the memory of processes in MiB (PSS), and the part of it that no other process shares (USS)."""
     found = [process for pid in pids for process in memory_of(pid, "", "")]
     return sum(one.pss_mb for one in found), sum(one.uss_mb for one in found)
