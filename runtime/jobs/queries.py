@@ -1,5 +1,6 @@
-"""Queries on jobs, which `JobStore` runs in the reader thread. Each query uses an index, and sees one state of the
-file.
+"""Queries on jobs, which `JobStore` runs in the reader thread.
+
+Each query uses an index, and sees one state of the file.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Reads the state of AMD's GPUs through amdsmi. This code has never run on a machine with such a GPU: the tests use the
-answers in amdsmi's reference.
+"""Reads the state of AMD's GPUs through amdsmi.
+
+This code has never run on a machine with such a GPU: the tests use the answers in amdsmi's reference.
 
 It needs AMD's driver, and the package amdsmi, which comes with ROCm.
 """

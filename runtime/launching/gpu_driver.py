@@ -1,5 +1,6 @@
-"""Defines a driver of GPUs. It asks a maker's library about the GPUs, and names the variables that choose GPUs for a
-process.
+"""Defines a driver of GPUs.
+
+It asks a maker's library about the GPUs, and names the variables that choose GPUs for a process.
 """
 
 from __future__ import annotations

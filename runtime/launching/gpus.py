@@ -1,5 +1,6 @@
-"""Finds the library that knows the GPUs of this machine. Without such a library, the setting `gpus` says which GPUs
-there are.
+"""Finds the library that knows the GPUs of this machine.
+
+Without such a library, the setting `gpus` says which GPUs there are.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Waits for a zygote that imports and builds a handler. If that takes long, the log gets the zygote's position in the
-code.
+"""Waits for a zygote that imports and builds a handler.
+
+If that takes long, the log gets the zygote's position in the code.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Records the load of one function: a coarse series of its workers, queue and cold starts, and the arrival times of
-calls.
+"""Records the load of one function: workers, queue and cold starts as a coarse series, and the arrival times of calls.
 
 The series and the arrivals wait in memory until they are stored. A call costs one `append` to the arrivals, and nothing
 in the series.

@@ -1,5 +1,6 @@
-"""Confines a process to its limits before it runs a function's code. Its children, and the programs that it starts,
-inherit the limits.
+"""Confines a process to its limits before it runs a function's code.
+
+Its children, and the programs that it starts, inherit the limits.
 
 A cgroup limits memory, processors and processes; Landlock, a part of the kernel that needs no privilege, limits which
 files can be read and written. Landlock also keeps the process from looking into processes outside of its function, such

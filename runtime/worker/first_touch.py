@@ -1,5 +1,6 @@
-"""Records the order in which a function first reads its tensors. It sets up the function as a worker does, and calls it
-once.
+"""Records the order in which a function first reads its tensors.
+
+It sets up the function as a worker does, and calls it once.
 
 `pilotflame snapshot record` runs this in a separate process.
 """
