@@ -171,22 +171,28 @@ def download_files_from_urls(job_id: str, urls: str | list[str]) -> list[str | N
 
 
 def file(file_url: str) -> dict[str, str]:
-    """Download a file to the folder job_files, and return a description of it in RunPod's form."""
+    """Download a file to the folder job_files, and return a description of it in RunPod's form.
+
+    Raises ValueError if the file cannot be downloaded.
+    """
     folder = Path("job_files").resolve()
     folder.mkdir(exist_ok=True)
     with InputFiles() as files:
-        path = Path(_download(files, file_url, folder) or "")
+        path = _copied(files.fetch(file_url), folder)
     kind = path.suffix.lstrip(".")
     return {"file_path": str(path), "type": kind, "original_name": path.name, "extracted_path": ""}
 
 
 def _download(files: InputFiles, url: str, folder: Path) -> str | None:
     try:
-        found = files.fetch(url)
+        return str(_copied(files.fetch(url), folder))
     except ValueError as error:
         sys.stderr.write(f"download: {error}\n")
         return None
-    return str(shutil.copyfile(found, folder / f"{uuid.uuid4().hex}{found.suffix}"))
+
+
+def _copied(found: Path, folder: Path) -> Path:
+    return shutil.copyfile(found, folder / f"{uuid.uuid4().hex}{found.suffix}")
 
 
 def upload_image(job_id: str, image_location: str, *_: Any, **__: Any) -> str:

@@ -56,6 +56,8 @@ def test_files_come_and_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert Path(found).read_text() == "hello"
     assert Path(found).is_relative_to(tmp_path / "jobs" / "job" / "downloaded_files")
     assert sdk.download_files_from_urls("job", ["file:///etc/passwd", ""]) == [None, None]
+    with pytest.raises(ValueError, match="file:"):
+        sdk.file("file:///etc/passwd")
     described = sdk.file(url)
     assert (described["type"], Path(described["file_path"]).read_text()) == ("txt", "hello")
     (tmp_path / "a.png").write_bytes(b"png")
