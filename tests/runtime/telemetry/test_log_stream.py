@@ -183,3 +183,48 @@ def test_a_capture_keeps_the_last_lines() -> None:
     assert capture.text() == "97\n98\n99"
     capture.add("x" * 50)
     assert capture.text() == "x" * 10
+
+
+@pytest.mark.xfail(strict=True, reason="all lines that one read returns are written at once")
+async def test_a_process_that_prints_without_end_gets_few_lines_in_one_turn_of_the_loop(
+    output: Output,
+) -> None:
+    turns, written = [0], list[str]()
+    with output.channel.listen(lambda line: (written.append(line.text), turns.append(turns.pop() + 1))):
+        output.sock.sendall(b"x\n" * 5_000)
+        while len(written) < 5_000:
+            await asyncio.sleep(0)
+            turns.append(0)
+    assert max(turns) <= 200
+    assert written == ["x"] * 5_000
+
+
+@pytest.mark.xfail(strict=True, reason="nothing limits the lines of a function")
+async def test_lines_beyond_what_a_function_may_print_are_dropped_and_counted(output: Output) -> None:
+    other = LogStream(socket.socketpair()[1], output.channel, "w2")
+    printed, seen = 0, list[str]()
+    with output.channel.listen(lambda line: seen.append(line.text)):
+        for _ in range(10):
+            output.sock.sendall(b"x\n" * 10_000)
+            printed += 10_000
+            output.stream.drain()
+        kept = seen.count("x")
+        assert 10_000 <= kept < 20_000
+        async with asyncio.timeout(10):
+            while not any("lines were dropped" in text for text in seen):
+                await asyncio.sleep(0.05)
+    assert any(f"{printed - kept} lines were dropped" in text for text in seen)
+    assert output.channel.dropped == printed - kept
+    other.close()
+
+
+@pytest.mark.xfail(strict=True, reason="nothing limits the lines of a function")
+async def test_a_function_that_has_printed_too_much_may_print_again_later(output: Output) -> None:
+    output.channel.allowance.take(1e9, asyncio.get_running_loop().time())
+    output.sock.sendall(b"dropped\n")
+    output.stream.drain()
+    async with asyncio.timeout(10):
+        while not any("kept" in text for text in texts(output.channel)):
+            output.sock.sendall(b"kept\n")
+            await asyncio.sleep(0.05)
+    assert "dropped" not in texts(output.channel)
