@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
+from collections import deque
 from typing import TypeAlias
 
 from .logs import Capture, Log
@@ -20,6 +22,8 @@ RECEIVE_BYTES = 64 << 10
 # `drain` reads at most this many times, because the process may print without end.
 MAX_READS = 32
 MAX_UNFINISHED = 256
+# Writing a line takes about 10 us. Other functions wait meanwhile.
+TURN_LINES = 200
 MARK_START = b"\x1e"
 NOBODY = "-"
 LEVEL_NAMES = {"d": "debug", "i": "info", "w": "warning", "e": "error"}
@@ -36,6 +40,8 @@ class LogStream:
         sock.setblocking(False)
         self._sock, self._log, self._source = sock, log, source
         self._mark = MARK_START + mark.encode() + b" " if mark else b""
+        # Lines that were received, but not written yet, and the beginning of the line after them.
+        self._lines: deque[bytes] = deque()
         self._rest = b""
         # The beginnings of marked lines by channel, and the recorded invocations by channel.
         self._unfinished: dict[int, str] = {}
@@ -53,6 +59,7 @@ class LogStream:
             return
         self._loop.remove_reader(self._sock)
         self._sock.close()
+        self._write_lines(len(self._lines))
         if self._rest:
             self._line(self._rest)
             self._rest = b""
@@ -88,14 +95,31 @@ class LogStream:
 
     def drain(self) -> None:
         """Read the output that has arrived."""
+        self._write_lines(len(self._lines))
         for _ in range(MAX_READS):
-            if not self.alive or not self._read():
+            if not self.alive or not self._receive():
                 return
+            self._write_lines(len(self._lines))
 
     # -- reading
 
-    def _read(self) -> bool:
-        """Read once. Return False if nothing has arrived."""
+    def _read(self) -> None:
+        """Read once, and write at most TURN_LINES of the lines. The rest follows in the next turns of the loop."""
+        if self._receive():
+            self._write_lines(TURN_LINES)
+            if self._lines:
+                self._loop.remove_reader(self._sock)
+                self._loop.call_soon(self._continue)
+
+    def _continue(self) -> None:
+        self._write_lines(TURN_LINES)
+        if self._lines:
+            self._loop.call_soon(self._continue)
+        elif self.alive:
+            self._loop.add_reader(self._sock, self._read)
+
+    def _receive(self) -> bool:
+        """Receive once, and add the lines that the function may print. Return False if nothing has arrived."""
         try:
             data = self._sock.recv(RECEIVE_BYTES)
         except BlockingIOError:
@@ -105,14 +129,25 @@ class LogStream:
         if not data:
             self.close()
             return False
-        *lines, self._rest = (self._rest + data).split(b"\n")
-        for line in lines:
-            self._line(line)
+        channel = self._log.channel
+        lines = data.count(b"\n")
+        allowed = channel.allowance.take(lines, len(data), time.monotonic())
+        if allowed < lines:
+            # Splitting 64 KiB of empty lines would take as long as writing a hundred lines, so drop them unsplit.
+            channel.note_dropped(lines - allowed)
+            *kept, rest = data.split(b"\n", allowed)
+            data = b"".join(line + b"\n" for line in kept) + rest.rpartition(b"\n")[2]
+        *news, self._rest = (self._rest + data).split(b"\n")
+        self._lines.extend(news)
         # A process that prints no newline must not fill the gateway's memory.
         if len(self._rest) > 2 * MAX_LINE_BYTES:
-            self._line(self._rest)
+            self._lines.append(self._rest)
             self._rest = b""
         return True
+
+    def _write_lines(self, most: int) -> None:
+        for _ in range(min(most, len(self._lines))):
+            self._line(self._lines.popleft())
 
     def _line(self, line: bytes) -> None:
         begin = line.find(self._mark) if self._mark else -1

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Protocol
 from weakref import WeakValueDictionary
 
+from .log_allowance import PER_S, LogAllowance
 from .log_files import LogFacts, LogFiles, LogLine, LogQuery, function_file, function_of
 
 # The number of lines in memory, for the last words of a worker and the terminal of `dev`. The files also have earlier
@@ -21,10 +22,15 @@ MAX_TEXT_CHARS = 16 << 10
 FOLLOWER_LINES = 1_000
 # The smallest difference between the times of a log's lines. So a line's time identifies the line.
 TICK_S = 1e-6
+REPORT_S = 1.0
 
 
 class Log(Protocol):
     """Writes lines to the log of a function, or of one of its revisions."""
+
+    @property
+    def channel(self) -> LogChannel:
+        """The log of the function, which all its revisions share."""
 
     def write(self, source: str, text: str, level: str = "info", *, request_id: str = "") -> None: ...
 
@@ -42,6 +48,27 @@ class LogChannel:
         self._followers: set[asyncio.Queue[LogLine]] = set()
         self._listeners: list[Callable[[LogLine], None]] = []
         self._last_s = 0.0
+        self.allowance = LogAllowance()
+        """What the processes of the function may print now."""
+        self.dropped = 0
+        """The number of lines that the processes have printed beyond their allowance."""
+        self._unreported = 0
+
+    @property
+    def channel(self) -> LogChannel:
+        return self
+
+    def note_dropped(self, lines: int) -> None:
+        """Count lines that were not written. Within a second, a line tells their number."""
+        if not self._unreported:
+            asyncio.get_running_loop().call_later(REPORT_S, self._report)
+        self._unreported += lines
+        self.dropped += lines
+
+    def _report(self) -> None:
+        count, self._unreported = self._unreported, 0
+        text = f"{count} lines were dropped: the function prints more than {PER_S:.0f} lines, or {PER_S / 1024:.0f} MiB, a second"
+        self.write("gateway", text, "warning")
 
     def of(self, revision: str) -> RevisionLog:
         """Return the log for the lines of one revision."""
@@ -101,14 +128,14 @@ class RevisionLog:
     """Writes the lines of one revision to the log of its function."""
 
     def __init__(self, channel: LogChannel, revision: str) -> None:
-        self._channel, self._revision = channel, revision
+        self.channel, self._revision = channel, revision
 
     def write(self, source: str, text: str, level: str = "info", *, request_id: str = "") -> None:
-        self._channel.write(source, text, level, request_id=request_id, revision=self._revision)
+        self.channel.write(source, text, level, request_id=request_id, revision=self._revision)
 
     def last_words(self, source: str, count: int) -> str:
         """Return the last lines of one source, joined into one line."""
-        return " | ".join(line.text for line in self._channel.tail(count, source))
+        return " | ".join(line.text for line in self.channel.tail(count, source))
 
 
 class Capture:
