@@ -19,7 +19,7 @@ class LogAllowance:
         self._at_s = time.monotonic()
 
     def take(self, lines: int, size: int, now_s: float) -> int:
-        """Take as many of `lines` lines, which have `size` bytes together, as may be printed. Return their number."""
+        """Take the allowance for lines that may be printed now, at most `lines`. Return their number. `size` is the bytes of all lines."""
         self._units = min(BURST, self._units + max(0.0, now_s - self._at_s) * PER_S)
         self._at_s = now_s
         each = 1.0 + size / max(1, lines) / KILOBYTE

@@ -135,7 +135,7 @@ class LogFiles:
         self._waiting_bytes = 0
         self._unreported: Counter[str] = Counter()
         self.dropped = 0
-        """How many lines were not stored, because the disk was too slow or full."""
+        """The number of lines that were not stored: the disk was too slow or full, or a function has printed too much."""
         self._lock = threading.Lock()
         # Held while files are written or renamed, and while they are opened to be read.
         self._changing = threading.Lock()
@@ -164,6 +164,11 @@ class LogFiles:
                 return
             self._waiting_bytes += size
         self._waiting.put((name, line))
+
+    def note_dropped(self, lines: int) -> None:
+        """Count lines that were dropped before `write`."""
+        with self._lock:
+            self.dropped += lines
 
     # -- reading
 

@@ -39,11 +39,12 @@ class LogChannel:
     """The log of one function: its last `kept` lines, and a queue of new lines for each follower."""
 
     def __init__(
-        self, function: str = "", keep: Callable[[LogLine], None] | None = None, *, kept: int = KEPT_LINES
-    ) -> None:
-        """`keep` is called with each new line, to store it."""
+        self, function: str = "", keep: Callable[[LogLine], None] | None = None, *, kept: int = KEPT_LINES,
+        on_dropped: Callable[[int], None] = lambda _lines: None,
+    ) -> None:  # fmt: skip
+        """The channel calls `keep` with each new line, to store it, and `on_dropped` with the number of lines that it drops."""
         self._function = function
-        self._keep = keep
+        self._keep, self._on_dropped = keep, on_dropped
         self._lines: deque[LogLine] = deque(maxlen=kept)
         self._followers: set[asyncio.Queue[LogLine]] = set()
         self._listeners: list[Callable[[LogLine], None]] = []
@@ -64,6 +65,7 @@ class LogChannel:
             asyncio.get_running_loop().call_later(REPORT_S, self._report)
         self._unreported += lines
         self.dropped += lines
+        self._on_dropped(lines)
 
     def _report(self) -> None:
         count, self._unreported = self._unreported, 0
@@ -175,7 +177,9 @@ class Logs:
         """Return the log that is stored in `file`."""
         if (channel := self._channels.get(file)) is None:
             channel = self._channels[file] = LogChannel(
-                function_of(file), lambda line: self.files.write(file, line)
+                function_of(file),
+                lambda line: self.files.write(file, line),
+                on_dropped=self.files.note_dropped,
             )
         return channel
 
