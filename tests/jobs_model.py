@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sqlite3
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -164,7 +165,18 @@ class Model:
             if job.new.function == function and job.state is QUEUED
             and job.due_s <= self.now_s and job.stale_s > self.now_s
         ]  # fmt: skip
-        return [job_id for _, job_id in sorted(found)]
+        return [job_id for _, job_id in sorted(self._in_turns(sorted(found)))]
+
+    def _in_turns(self, found: list[tuple[tuple[int, int], str]]) -> list[tuple[tuple[int, int, str], str]]:
+        """Return the jobs with their place: the priority, the owner's turn and the owner."""
+        turns: Counter[tuple[int, str]] = Counter()
+        placed = []
+        for (priority, _), job_id in found:
+            owner = self.jobs[job_id].new.owner
+            # The choice begins after the owner "", which has the last place.
+            placed.append(((priority, turns[priority, owner], owner or "\uffff"), job_id))
+            turns[priority, owner] += 1
+        return placed
 
     def next_due(self, function: str) -> float | None:
         queued = [job for job in self.jobs.values() if job.new.function == function and job.state is QUEUED]

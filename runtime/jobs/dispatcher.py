@@ -36,6 +36,8 @@ number may wait.
 """
 MAX_SUBMITTED = 1024
 """The most jobs of one function that are submitted at a time."""
+MAX_INPUT_BYTES = 256 << 20
+"""If the inputs of all submitted jobs have this size, further inputs are read only for functions without submitted jobs."""
 FULL_RETRY_S = 1.0
 """The pause after the revision refused a job, because its queue was full or it was being replaced."""
 
@@ -52,6 +54,9 @@ class JobDispatcher:
         self._functions: dict[str, _FunctionJobs] = {}
         self._closing = asyncio.Event()
         self._runs: set[asyncio.Task[None]] = set()
+        # One read of jobs at a time, so that all reads together keep to MAX_INPUT_BYTES.
+        self._reading = asyncio.Lock()
+        self._input_bytes = 0
 
     def wake(self, function: str) -> None:
         """Let the function's task read the next jobs from the store and run them."""
@@ -152,16 +157,23 @@ class JobDispatcher:
         jobs.waiting, now_s = False, time.time()
         left = True
         try:
-            due = await self._store.due(function, room, now_s, tuple(jobs.attempts))
+            async with self._reading:
+                left_bytes = max(0, MAX_INPUT_BYTES - self._input_bytes)
+                if not left_bytes and jobs.attempts:
+                    # The end of the function's next attempt sets `news`.
+                    return
+                known = tuple(jobs.attempts)
+                due = await self._store.due(function, room, now_s, known, jobs.last_owner, left_bytes)
+                # A job that ended during the read may be in `due` as queued, so it is left out. If it was really
+                # queued again, the next read finds it: its end has set `news`.
+                for job in [job for job in due if job.id not in jobs.attempts.keys() | jobs.ended]:
+                    self._start(job)
+                    jobs.last_owner = job.owner
             # Jobs that were due at `now_s` are in `due`, or are read when there is room again. So the timer
             # is for jobs that are due later.
             next_s = await self._store.next_due(function, now_s)
             jobs.due_s = math.inf if next_s is None else next_s
-            # A job that ended during the read may be in `due` as queued, so it is left out. If it was really
-            # queued again, the next read finds it: its end has set `news`.
-            for job in [job for job in due if job.id not in jobs.attempts.keys() | jobs.ended]:
-                self._start(job)
-            left = len(due) == room
+            left = len(due) == room or sum(len(job.input) for job in due) >= left_bytes
         finally:
             jobs.waiting |= left
 
@@ -186,6 +198,7 @@ class JobDispatcher:
         live.revision.submit(attempt.invocation)
         jobs = self._jobs_of(job.function)
         jobs.attempts[job.id] = attempt
+        self._input_bytes += len(job.input)
         attempt.invocation.output.add_done_callback(lambda _: jobs.news.set())
         self._tasks.create_task(self._attend(attempt, jobs))
         return attempt
@@ -201,6 +214,7 @@ class JobDispatcher:
             attempt.log(f"could not be given up: {type(error).__name__}: {error}")
         finally:
             del jobs.attempts[job_id]
+            self._input_bytes -= len(attempt.job.input)
             jobs.ended.add(job_id)
             jobs.news.set()
 
@@ -217,5 +231,7 @@ class _FunctionJobs:
     """The time at which the first delayed job may start."""
     attempts: dict[str, JobAttempt] = field(default_factory=dict)
     """By job id, the attempts whose end is not yet stored."""
+    last_owner: str = ""
+    """The owner of the last job that was submitted. The next owner has the next turn."""
     ended: set[str] = field(default_factory=set)
     """The ids of the jobs that ended or were cancelled since the latest read of the store began."""

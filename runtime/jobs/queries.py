@@ -11,11 +11,9 @@ from contextlib import closing
 
 from ...errors import JobExpired, UnknownJob
 from .job import ALL, Job, JobCounts, JobState
-from .schema import SELECT_WHOLE, find_row, find_rows, job_of, read_job
+from .schema import SELECT_WHOLE, find_row, find_rows, job_of
 from .transaction import missing, row_of
 
-_READY = "WHERE function = ? AND state = 'IN_QUEUE' AND due_s = 0 AND until_s > ? ORDER BY priority, jobs.number LIMIT ?"
-_DELAYED = _READY.replace("due_s = 0", "due_s > 0 AND due_s <= ?")
 _NEWEST = "WHERE function = ? AND %s state = ? AND jobs.number < ? ORDER BY jobs.number DESC LIMIT ?"
 _NEXT = "WHERE function = ? AND %s state = ? AND jobs.number > ? ORDER BY jobs.number LIMIT ?"
 OWNED = "owner <> '' AND owner = ? AND"
@@ -56,25 +54,6 @@ def unknown(job_id: str) -> UnknownJob:
     return UnknownJob(
         f"There is no job {job_id[:128]!r}.", remedy="Check the id, and which functions the API key covers."
     )
-
-
-def due(
-    connection: sqlite3.Connection,
-    function: str,
-    limit: int,
-    now_s: float,
-    known: Collection[str] = (),
-) -> list[Job]:
-    """Return up to `limit` queued jobs that may start, ordered by priority, then by age.
-
-    Jobs whose ttl has passed, and jobs with an id in `known`, are left out. Their inputs are not read.
-    """
-    select, most = "SELECT priority, number, id FROM jobs ", limit + len(known)
-    # Each query uses its own index. The second finds few jobs, since only repeated attempts are delayed.
-    rows = connection.execute(select + _READY, (function, now_s, most)).fetchall()
-    rows += connection.execute(select + _DELAYED, (function, now_s, now_s, most)).fetchall()
-    numbers = [number for _, number, job_id in sorted(map(tuple, rows)) if job_id not in known]
-    return [read_job(connection, number, SELECT_WHOLE) for number in numbers[:limit]]
 
 
 def next_due(connection: sqlite3.Connection, function: str, after_s: float = 0.0) -> float | None:

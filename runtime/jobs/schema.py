@@ -154,7 +154,13 @@ CREATE TABLE alerts (
 ) WITHOUT ROWID;
 """
 
-SCRIPTS = (_TABLES, _QUEUED_BYTES, _OWNERS, _PENDING, _METRICS, _SOURCES, _SUBJECTS)
+# The owners of jobs take turns.
+_TURNS = """
+DROP INDEX jobs_ready;
+CREATE INDEX jobs_ready ON jobs (function, priority, owner, number) WHERE state = 'IN_QUEUE' AND due_s = 0;
+"""
+
+SCRIPTS = (_TABLES, _QUEUED_BYTES, _OWNERS, _PENDING, _METRICS, _SOURCES, _SUBJECTS, _TURNS)
 """`SCRIPTS[n]` upgrades a file from version n to n + 1. Do not edit a released script: add a new one."""
 
 _COLUMNS = (

@@ -9,7 +9,7 @@ from functools import wraps
 from types import MappingProxyType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from . import outbox, queries, transitions
+from . import outbox, queries, transitions, turns
 from .database import Database
 from .job import ALL
 from .transaction import Transaction
@@ -91,7 +91,7 @@ class JobStore:
 
     get = _query(queries.get)
     find = _query(queries.find)
-    due = _query(queries.due)
+    due = _query(turns.due)
     next_due = _query(queries.next_due)
     next_expiry = _query(transitions.next_expiry)
     newest = _query(queries.newest)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from jobs_model import FAILED, KEEP_S, Clock, new_job
+from jobs_model import KEEP_S, Clock, new_job
 from pilotflame.errors import JobExpired, UnknownJob
 from pilotflame.runtime.jobs import queries
 from pilotflame.runtime.jobs.store import JobStore
@@ -58,44 +58,3 @@ async def test_extra_is_stored(store: JobStore, clock: Clock) -> None:
     assert queued.extra == extra
     plain, _ = await store.submit(new_job(extra={}))
     assert (await store.get("tone", plain.id)).extra is None is plain.extra
-
-
-async def submitted(store: JobStore, owner: str, count: int, **more: object) -> list[str]:
-    return [(await store.submit(new_job(owner=owner, **more)))[0].id for _ in range(count)]
-
-
-@pytest.mark.xfail(strict=True, reason="jobs start in the order of their arrival, whoever has submitted them")
-async def test_the_owners_of_jobs_take_turns(store: JobStore, clock: Clock) -> None:
-    many, few, none = (
-        await submitted(store, "b", 30),
-        await submitted(store, "a", 2),
-        await submitted(store, "", 1),
-    )
-    found = [job.id for job in await store.due("tone", 8, clock.now_s)]
-    assert found == [none[0], few[0], many[0], few[1], *many[1:5]]
-    # The owner whose turn was last comes last. Jobs that are known are left out.
-    again = [job.id for job in await store.due("tone", 3, clock.now_s, [many[0], few[0]], "a")]
-    assert again == [many[1], none[0], few[1]]
-
-
-@pytest.mark.xfail(strict=True, reason="jobs start in the order of their arrival, whoever has submitted them")
-async def test_a_turn_is_of_one_priority_and_delayed_jobs_have_their_owners_place(
-    store: JobStore, clock: Clock
-) -> None:
-    late = await submitted(store, "a", 2, priority=1)
-    first, second = await submitted(store, "b", 2)
-    other = await submitted(store, "c", 1)
-    # A repeated attempt of the oldest job of b.
-    fence = await store.take(first)
-    assert fence is not None
-    await store.requeue(first, fence, FAILED, 1.0, counted=True)
-    clock.now_s += 2.0
-    found = [job.id for job in await store.due("tone", 10, clock.now_s)]
-    assert found == [first, *other, second, *late]
-
-
-@pytest.mark.xfail(strict=True, reason="the inputs of all jobs that have room in the queue are read")
-async def test_the_inputs_of_due_jobs_are_read_up_to_a_number_of_bytes(store: JobStore, clock: Clock) -> None:
-    await submitted(store, "a", 5, body=b"x" * 10)
-    for most, count in ((0, 1), (10, 1), (11, 2), (1000, 5)):
-        assert len(await store.due("tone", 10, clock.now_s, (), "", most)) == count
