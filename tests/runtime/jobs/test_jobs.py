@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
-from live import Function, Gate, Gateway, until
+from live import Function, Gate, Gateway, gateway_here, until
 from pilotflame.errors import JobStoreFailed, UnknownJob
 from pilotflame.runtime.jobs.job import JobState
 from pilotflame.runtime.jobs.jobs import Jobs
@@ -114,3 +115,33 @@ async def test_an_error_reaches_the_caller_and_not_the_gateway(
             await jobs.purge(function.name)
     job = await run(function, 3)
     assert (await jobs.wait(function.name, job, 20.0)).output == b"3"
+
+
+async def test_the_job_of_a_caller_does_not_wait_behind_all_jobs_of_another(state: Path) -> None:
+    """One caller has queued 300 jobs. The job of another one runs after a few of them."""
+    async with gateway_here(state) as gateway, gateway.at_home() as home:
+        source = "def handler(event):\n    return event\n"
+        await gateway.deploy(source, {"scale.max": 1}, name="shared")
+        await gateway.client.post("/v1/functions/shared/pause")
+        keys = [(await home.post("/v1/keys", json={"name": name})).json()["key"] for name in ("many", "one")]
+        ids = list[list[str]]()
+        for token, count in zip(keys, (300, 1), strict=True):
+            function = Function("shared", gateway.client, {})
+            gateway.client.headers["Authorization"] = f"Bearer {token}"
+            ids.append([await run(function, number) for number in range(count)])
+        await home.post("/v1/functions/shared/resume")
+        ((lone,), many) = ids[1], ids[0]
+
+        async def ended() -> bool:
+            return (await gateway.client.get(f"/v2/shared/status/{lone}")).json()["status"] == "COMPLETED"
+
+        await until(ended, "the lone job")
+        jobs = gateway.server.jobs if gateway.server is not None else None
+        assert jobs is not None
+        await until(lambda: all_started(jobs), "the jobs of the other caller")
+        started = {job_id: (await jobs.store.get("shared", job_id)).started_s for job_id in [lone, *many]}
+        assert sum(started[job_id] < started[lone] for job_id in many) <= 20
+
+
+async def all_started(jobs: Jobs) -> bool:
+    return (await jobs.store.counts("shared")).in_queue == 0
