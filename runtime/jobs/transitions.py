@@ -19,6 +19,10 @@ from .webhook_delivery import JOB, Delivery
 
 PURGE_SLICE = 500
 """The most jobs that one transaction cancels. The limit keeps the waiting time of other writers short."""
+FREE_SHARE = 9
+"""An owner may queue this number of jobs (and bytes) for each free place (and byte) of the queue: nine tenths if the owner is alone,
+and with other owners so much less that a new one has a place as well. The dynamic thresholds of Choudhury and Hahne, "Dynamic queue
+length thresholds for shared-memory packet switches" (1998)."""
 EXPIRY_SLICE_S = 0.05
 """A transaction that expires jobs handles no further job after this time."""
 MAX_TOMBSTONES = 1_000_000
@@ -69,19 +73,35 @@ def _submitted(transaction: Transaction, new: NewJob) -> Job | None:
 
 
 def _check_room(transaction: Transaction, new: NewJob) -> None:
-    """Raise QueueFull if the queue has no room. The error does not reveal how much other callers have queued."""
-    counts, most_bytes = queries.counts(transaction.connection, new.function), new.max_queued_bytes
-    if new.max_queued is not None and counts.in_queue >= new.max_queued:
+    """Raise QueueFull if the queue has no room for this owner. The error does not tell what other callers have queued."""
+    all_jobs, most_bytes = queries.counts(transaction.connection, new.function), new.max_queued_bytes
+    if new.max_queued is not None and all_jobs.in_queue >= new.max_queued:
         raise QueueFull(
             f"The queue of {new.function!r} has as many jobs as max_jobs allows, which is {new.max_queued}.",
             remedy="Try again later, or raise max_jobs or scale.max in pilotflame.toml.",
         )
     # An empty queue accepts an input of any size.
-    if most_bytes is not None and counts.in_queue and counts.queued_bytes + len(new.input) > most_bytes:
+    if most_bytes is not None and all_jobs.in_queue and all_jobs.queued_bytes + len(new.input) > most_bytes:
         raise QueueFull(
             f"The queue of {new.function!r} has no room for {len(new.input)} bytes; the limit is {most_bytes}.",
             remedy="Try again later, or raise max_jobs_bytes or scale.max in pilotflame.toml.",
         )
+    if not new.owner:
+        return
+    own = queries.counts(transaction.connection, new.function, new.owner)
+    if new.max_queued is not None and own.in_queue >= FREE_SHARE * (new.max_queued - all_jobs.in_queue):
+        raise _share_used(new, f"{own.in_queue} jobs", "max_jobs")
+    if (
+        most_bytes is not None
+        and own.in_queue
+        and own.queued_bytes >= FREE_SHARE * (most_bytes - all_jobs.queued_bytes)
+    ):
+        raise _share_used(new, f"{own.queued_bytes} bytes", "max_jobs_bytes")
+
+
+def _share_used(new: NewJob, held: str, limit: str) -> QueueFull:
+    message = f"The queue of {new.function!r} has your {held}. The rest of {limit} is kept for other callers."
+    return QueueFull(message, remedy=f"Try again later, or raise {limit} or scale.max in pilotflame.toml.")
 
 
 def take(transaction: Transaction, job_id: str, worker: str = "") -> int | None:

@@ -76,7 +76,6 @@ async def test_a_queue_is_limited_in_bytes_too(store: JobStore) -> None:
         await store.submit(new_job(body=b"x", max_queued_bytes=300))
 
 
-@pytest.mark.xfail(strict=True, reason="one owner can fill the queue")
 async def test_an_owner_leaves_places_in_the_queue_for_others(store: JobStore) -> None:
     """An owner may queue 9 times as many jobs, and as many bytes, as there is room for then."""
     for _ in range(90):
