@@ -131,6 +131,12 @@ class ProcessLauncher:
                     end(process)
             if self._reaping:
                 await asyncio.wait(self._reaping, timeout=BASE_EXIT_S)
+        # A launch may just have spawned a base, which it then kills itself.
+        for lock in list(self._starting.values()):
+            async with lock:
+                pass
+        if self._reaping:
+            await asyncio.wait(self._reaping, timeout=BASE_EXIT_S)
         for _, made in list(self._confined.values()):
             await self._remove(made)
         await asyncio.to_thread(self._confinements.close)
@@ -139,8 +145,7 @@ class ProcessLauncher:
         key = _key(spec)
         self._specs.setdefault(key, set()).add(id(spec))
         async with self._starting.setdefault(key, asyncio.Lock()):
-            if self._closed:
-                raise LauncherError("The gateway is shutting down.")
+            self._check_open()
             base = self._bases.get(key)
             if base is None or not base.alive:
                 base = self._bases[key] = await self._start_base(*key)
@@ -163,11 +168,13 @@ class ProcessLauncher:
             self._reaping.add(ended)
             ended.add_done_callback(self._reaping.discard)
             try:
+                self._check_open()
                 async with asyncio.timeout(BASE_TIMEOUT_S):
                     base = ZygoteProcess(await dialled, self._listener)
                 await base.wait_built(BASE_TIMEOUT_S)
             except BaseException as error:
                 # Kill the process here: nothing else refers to it, for example if the caller was cancelled.
+                dialled.cancel()
                 with contextlib.suppress(ProcessLookupError):
                     process.kill()
                 if not isinstance(error, TimeoutError):
@@ -177,6 +184,10 @@ class ProcessLauncher:
         finally:
             self._listener.forget(token)
         return base
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise LauncherError("The gateway is shutting down.")
 
     async def _reap(
         self, process: asyncio.subprocess.Process, dialled: asyncio.Future[ChildProcess], name: str
