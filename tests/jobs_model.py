@@ -6,37 +6,18 @@ import math
 import sqlite3
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any
 
 from pilotflame.errors import IdempotencyConflict, JobConflict, JobExpired, PilotflameError, UnknownJob
-from pilotflame.runtime.jobs.job import ALL, JobCounts, JobOutcome, JobState, NewJob, Webhook
+from pilotflame.runtime.jobs.job import ALL, JobCounts, JobOutcome, JobState, NewJob
+from pilotflame.runtime.testing.job_store import KEEP_S
 
-KEEP_S = 100.0
 QUEUED, RUNNING = JobState.IN_QUEUE, JobState.IN_PROGRESS
-HOOK = Webhook("http://127.0.0.1/hook", ("start", "output", "completed"))
-DONE = JobOutcome(JobState.COMPLETED, output=b'"done"')
-FAILED = JobOutcome(JobState.FAILED)
-
-
-def new_job(function: str = "tone", body: bytes = b"{}", **more: Any) -> NewJob:
-    """A job to submit."""
-    return NewJob(function, body, execution_timeout_s=60.0, **{"ttl_s": 1000.0, **more})
 
 
 def deliveries(connection: sqlite3.Connection) -> list[tuple[str, str]]:
     """The job and the event of each delivery in a store's file."""
     rows = connection.execute("SELECT substr(subject, 5) AS job_id, event FROM deliveries ORDER BY rowid")
     return [(job_id, event) for job_id, event in rows]
-
-
-class Clock:
-    """The clock of a store; tests set it."""
-
-    def __init__(self) -> None:
-        self.now_s = 1_000_000.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 @dataclass

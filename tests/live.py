@@ -125,6 +125,19 @@ class Arrival:
             await self._reader.read()
 
 
+WAITS_ASYNC = """
+import asyncio, gate
+async def handler(event):
+    try:
+        await gate.wait_async("begun")
+    except asyncio.CancelledError:
+        gate.say("cancelled")
+        raise
+    return event
+"""
+"""The source of a handler that waits at a Gate, and says so if it is cancelled."""
+
+
 class Gate:
     """A unix socket at which handlers report to the test and wait for it."""
 

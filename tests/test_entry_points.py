@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -126,3 +128,21 @@ async def test_a_plugin_of_another_package(state: Path, python: str) -> None:
         described = (await gateway.client.get("/openapi.json")).json()
         assert described["paths"]["/instances/{function}/predict"]["post"]["summary"]
         assert all((await answers(gateway)).values())
+
+
+def test_the_dialect_of_another_package_passes_its_tests(tmp_path: Path) -> None:
+    *_, dialect, tests = (block.text for block in blocks(PAGE.read_text()) if block.language == "python")
+    (tmp_path / "tones.py").write_text(dialect)
+    (tmp_path / "test_tones.py").write_text(tests)
+    command = [sys.executable, "-m", "pytest", "-q", "--rootdir", tmp_path, "-c", os.devnull]
+
+    def run(*options: str) -> str:
+        done = subprocess.run(
+            [*command, *options], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=100
+        )
+        return done.stdout.splitlines()[-1] if done.stdout else done.stderr
+
+    assert re.match(r"1\d passed in ", run())
+    # One fault, which only the tests of `DialectTests` find.
+    (tmp_path / "tones.py").write_text(dialect.replace('"tone" in source.arity', "file"))
+    assert re.match(r"1 failed, \d+ deselected in ", run("-k", "left_alone"))

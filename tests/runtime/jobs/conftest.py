@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import pytest_asyncio
-from jobs_model import KEEP_S, Clock
 from pilotflame.runtime.jobs.database import Database
 from pilotflame.runtime.jobs.schema import SCRIPTS
 from pilotflame.runtime.jobs.store import JobStore
+from pilotflame.runtime.testing.job_store import KEEP_S, Clock
 
 
 @pytest.fixture

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs_model import QUEUED, new_job
+from jobs_model import QUEUED
 from pilotflame.runtime.jobs import schema
 from pilotflame.runtime.jobs.database import Database
 from pilotflame.runtime.jobs.job import JobCounts, JobState, NewJob
 from pilotflame.runtime.jobs.schema import SCRIPTS
 from pilotflame.runtime.jobs.store import JobStore
+from pilotflame.runtime.testing.job_store import new_job
 
 
 def insert_older(connection: sqlite3.Connection, asked: NewJob, job_id: str) -> None:

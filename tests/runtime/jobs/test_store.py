@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import signal
 import sqlite3
 import subprocess
@@ -13,67 +12,31 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from jobs_model import DONE, FAILED, HOOK, KEEP_S, Clock, deliveries, new_job
+from jobs_model import deliveries
 from pilotflame.errors import (
-    IdempotencyConflict,
     JobConflict,
     JobExpired,
     JobStoreFailed,
     QueueFull,
-    UnknownJob,
 )
 from pilotflame.runtime.jobs import outbox, transitions
 from pilotflame.runtime.jobs.database import Database
-from pilotflame.runtime.jobs.job import Job, JobCounts, JobOutcome, JobState, Webhook
+from pilotflame.runtime.jobs.job import JobCounts, JobState, Webhook
 from pilotflame.runtime.jobs.schema import SCRIPTS
 from pilotflame.runtime.jobs.store import JobStore
+from pilotflame.runtime.testing.job_store import (
+    DONE,
+    HOOK,
+    KEEP_S,
+    Clock,
+    JobStoreTests,
+    new_job,
+    run_once,
+)
 
 
-async def run_once(store: JobStore, job: Job) -> Job:
-    fence = await store.take(job.id)
-    assert fence is not None
-    assert await store.finish(job.id, fence, DONE)
-    return await store.get(job.function, job.id)
-
-
-async def test_concurrent_duplicates_give_one_job(store: JobStore) -> None:
-    results = await asyncio.gather(*(store.submit(new_job(idempotency="k")) for _ in range(200)))
-    assert len({job.id for job, _ in results}) == 1
-    assert sorted(replayed for _, replayed in results) == [False] + [True] * 199
-    assert (await store.counts("tone")).in_queue == 1
-
-
-async def test_an_idempotency_key_belongs_to_owner_and_function(store: JobStore) -> None:
-    asked = [new_job(idempotency="k"), new_job(idempotency="k", owner="o"), new_job("echo", idempotency="k")]
-    assert len({(await store.submit(each))[0].id for each in asked}) == 3
-    with pytest.raises(IdempotencyConflict):
-        await store.submit(new_job(idempotency="k", content_type="text/plain"))
-
-
-async def test_a_full_queue_refuses_new_jobs_and_returns_repeated_ones(store: JobStore) -> None:
-    jobs = [(await store.submit(new_job(idempotency=key, max_queued=2)))[0] for key in ("a", "b")]
-    with pytest.raises(QueueFull, match="max_jobs "):
-        await store.submit(new_job(max_queued=2))
-    assert await store.submit(new_job(idempotency="a", max_queued=2)) == (jobs[0], True)
-    await store.submit(new_job("echo", max_queued=2))
-    await store.take(jobs[0].id)
-    await store.submit(new_job(max_queued=2))
-    assert (await store.counts("tone")) == JobCounts(in_queue=2, in_progress=1, queued_bytes=4)
-
-
-async def test_a_queue_is_limited_in_bytes_too(store: JobStore) -> None:
-    first, _ = await store.submit(new_job(body=b"x" * 200, max_queued_bytes=100))
-    with pytest.raises(QueueFull, match="max_jobs_bytes "):
-        await store.submit(new_job(body=b"x", max_queued_bytes=200))
-    await store.take(first.id)
-    second, _ = await store.submit(new_job(body=b"x" * 100, max_queued_bytes=200))
-    await store.requeue(first.id, 1, FAILED, 0.0, counted=True)
-    with pytest.raises(QueueFull):
-        await store.submit(new_job(body=b"x", max_queued_bytes=300))
-    await store.cancel("tone", second.id)
-    await store.submit(new_job(body=b"x" * 100, max_queued_bytes=300))
-    with pytest.raises(QueueFull):
-        await store.submit(new_job(body=b"x", max_queued_bytes=300))
+class TestJobStore(JobStoreTests):
+    """The store on SQLite. conftest.py has its fixtures."""
 
 
 async def test_an_owner_leaves_places_in_the_queue_for_others(store: JobStore) -> None:
@@ -89,34 +52,6 @@ async def test_an_owner_leaves_places_in_the_queue_for_others(store: JobStore) -
     with pytest.raises(QueueFull, match="your 900 bytes"):
         await store.submit(new_job("echo", body=b"x", owner="greedy", max_queued_bytes=1000))
     await store.submit(new_job("echo", body=b"x" * 100, owner="modest", max_queued_bytes=1000))
-
-
-async def test_all_fields_of_a_job_and_its_outcome_are_stored(store: JobStore, clock: Clock) -> None:
-    clock.now_s = 5.0
-    asked = new_job(
-        body=b"\x00\xff", content_type="application/octet-stream", owner="key-1", priority=1, max_attempts=2,
-        webhook=HOOK, traceparent="00-1", idempotency="\udcff",
-    )  # fmt: skip
-    job, _ = await store.submit(asked)
-    assert {field.name: getattr(asked, field.name) for field in dataclasses.fields(asked)} == {
-        **{field.name: getattr(job, field.name, None) for field in dataclasses.fields(asked)},
-        "idempotency": "\udcff",
-        "wanted_id": "",
-    }
-    clock.now_s = 6.0
-    assert await store.take(job.id, "w1") == 1
-    taken = dataclasses.replace(job, state=JobState.IN_PROGRESS, attempts=1, worker="w1", started_s=6.0)
-    assert await store.get("tone", job.id) == taken
-    outcome = JobOutcome(JobState.FAILED, b"\x01", "image/png", {"type": "handler_failed"}, "a line\n")
-    clock.now_s = 7.0
-    assert await store.finish(job.id, 1, outcome)
-    done = dataclasses.replace(
-        taken, state=JobState.FAILED, error={"type": "handler_failed"}, ended_s=7.0, expires_s=7.0 + KEEP_S
-    )
-    assert await store.get("tone", job.id) == dataclasses.replace(
-        done, output=b"\x01", output_type="image/png", logs="a line\n"
-    )
-    assert await store.newest("tone") == [dataclasses.replace(done, input=b"")]
 
 
 @pytest.mark.parametrize("webhook", [None, HOOK, Webhook(HOOK.url, ("logs",))])
@@ -146,53 +81,6 @@ async def test_the_writer_reads_no_needless_bodies(
     assert [output for _, output in notified if output] == [b'"done"'] * (webhook is HOOK)
     assert len([query for query in asked if "results.body" in query]) == len(events)
     assert (await store.get("tone", other.id)).state is JobState.CANCELLED
-
-
-async def test_lists_have_pages_and_states(store: JobStore) -> None:
-    jobs = [(await store.submit(new_job()))[0] for _ in range(6)]
-    for job in jobs[:3]:
-        await run_once(store, job)
-    ids = [job.id for job in reversed(jobs)]
-    assert [job.id for job in await store.newest("tone", limit=4)] == ids[:4]
-    assert [job.id for job in await store.newest("tone", before_id=ids[3])] == ids[4:]
-    assert [job.id for job in await store.newest("tone", [JobState.COMPLETED], 2)] == ids[3:5]
-    with pytest.raises(UnknownJob):
-        await store.newest("echo", before_id=ids[0])
-
-
-async def test_only_a_final_state_ends_a_job(store: JobStore) -> None:
-    job, _ = await store.submit(new_job())
-    await store.take(job.id)
-    with pytest.raises(JobConflict):
-        await store.finish(job.id, 1, JobOutcome(JobState.IN_QUEUE))
-
-
-async def test_an_id_with_surrogates_is_unknown(store: JobStore) -> None:
-    with pytest.raises(UnknownJob):
-        await store.get("tone", "job-\udcff")
-    with pytest.raises(UnknownJob):
-        await store.cancel("tone", "job-\udcff")
-
-
-async def test_only_one_of_many_takers_gets_a_job(store: JobStore) -> None:
-    job, _ = await store.submit(new_job())
-    fences = await asyncio.gather(*(store.take(job.id, str(number)) for number in range(20)))
-    assert sorted(fences, key=bool) == [None] * 19 + [1]
-
-
-async def test_a_report_with_an_old_fence_changes_nothing(store: JobStore) -> None:
-    job, _ = await store.submit(new_job())
-    await store.take(job.id)
-    await store.requeue(job.id, 1, FAILED, 0.0, counted=True)
-    await store.take(job.id)
-    assert not await store.finish(job.id, 1, DONE)
-    assert not await store.set_progress(job.id, 1, b"1")
-    assert not await store.add_pieces(job.id, 1, 1, [b"1"])
-    assert not await store.requeue(job.id, 1, FAILED, 0.0, counted=True)
-    assert (await store.get("tone", job.id)).state is JobState.IN_PROGRESS
-    assert await store.finish(job.id, 2, DONE)
-    assert not await store.finish(job.id, 2, JobOutcome(JobState.FAILED))
-    assert (await store.get("tone", job.id)).output == b'"done"'
 
 
 async def test_a_cancelled_submit_still_wakes_the_dispatcher(

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
-from jobs_model import HOOK, KEEP_S, QUEUED, Model, ModelJob, deliveries, new_job
+from jobs_model import QUEUED, Model, ModelJob, deliveries
 from pilotflame.errors import (
     JobConflict,
     PilotflameError,
@@ -25,6 +25,7 @@ from pilotflame.runtime.jobs.job import ALL, JobOutcome, JobState
 from pilotflame.runtime.jobs.schema import SCRIPTS
 from pilotflame.runtime.jobs.store import JobStore
 from pilotflame.runtime.jobs.transaction import Transaction
+from pilotflame.runtime.testing.job_store import HOOK, KEEP_S, new_job
 
 FUNCTIONS = ("tone", "echo")
 OWNERS = ("", "key-1", "key-2")

@@ -8,7 +8,7 @@ import os
 import re
 import resource
 import signal
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +17,11 @@ import pytest
 import pytest_asyncio
 from containers import Engine, made_image, podman, require_podman, running_engine
 from live import Function, Gateway, failure, gateway_here, gateway_process, gone, short_folder, until
-from pilotflame.errors import LauncherError
 from pilotflame.runtime.launching.container_launcher import ContainerLauncher
 from pilotflame.runtime.launching.listener import Listener
 from pilotflame.runtime.link.worker_spec import WorkerSpec
 from pilotflame.runtime.telemetry.background import BackgroundTasks
-from pilotflame.runtime.telemetry.logs import LogChannel
+from pilotflame.runtime.testing.launcher import LauncherTests
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
@@ -95,6 +94,31 @@ async def exception(function: Function, event: dict[str, Any]) -> str:
 async def deployed(gateway: Gateway, image: str, handler: str = HANDLER, **settings: Any) -> Function:
     fixed = {"image.name": image, "scale.idle_timeout_s": 30} | settings
     return await gateway.deploy(handler, fixed)
+
+
+class TestContainerLauncher(LauncherTests):
+    @pytest.fixture
+    def make_spec(self, image: str, tmp_path: Path) -> Callable[[str], WorkerSpec]:
+        def make(source: str) -> WorkerSpec:
+            code = tmp_path / f"code-{len([*tmp_path.iterdir()])}"
+            code.mkdir()
+            (code / "handler.py").write_text(source)
+            return WorkerSpec(function="tone", revision=f"1-{code.name}", code=code, image=image)
+
+        return make
+
+    @pytest_asyncio.fixture(loop_scope="module")
+    async def launcher(self, engine: Engine, state: Path) -> AsyncIterator[ContainerLauncher]:
+        state.mkdir()
+        listener = Listener(state / "run" / "link.sock")
+        listener.open()
+        async with BackgroundTasks() as tasks:
+            launcher = ContainerLauncher(engine.url, listener, tasks, str(state), print)
+            yield launcher
+            await launcher.close()
+            listener.close()
+        assert tasks.failures == {}
+        assert containers(state) == []
 
 
 async def test_from_zero_in_a_container_and_back(gateway: Gateway, image: str) -> None:
@@ -258,30 +282,6 @@ async def test_what_cannot_start_says_why(
         async with gateway_here(state) as other:
             response = await other.send(HANDLER, {"image.name": image})
             assert "DOCKER_HOST" in failure(response)["message"]
-
-
-@pytest.mark.parametrize("connected", [False, True])
-async def test_a_launcher_that_closes_during_a_launch_leaves_no_container(
-    engine: Engine, image: str, state: Path, connected: bool
-) -> None:
-    listener = Listener(state / "run" / "link.sock")
-    state.mkdir()
-    listener.open()
-    spec = WorkerSpec(function="f", revision="1-x", code=state, image=image)
-    logs = LogChannel()
-    async with BackgroundTasks() as tasks:
-        launcher = ContainerLauncher(engine.url, listener, tasks, str(state), print)
-        if connected:
-            await launcher.prepare(spec)
-        launching = asyncio.create_task(launcher.launch(spec, logs, lambda: None))
-        # Now it waits for the engine's answer.
-        await asyncio.sleep(0.01)
-        await launcher.close()
-        with pytest.raises(LauncherError, match="shutting down"):
-            await launching
-        assert tasks.failures == {}
-    listener.close()
-    assert containers(state) == []
 
 
 async def test_a_killed_gateways_containers_are_removed_by_the_next(

@@ -23,13 +23,13 @@ import pytest
 import torch
 from obstore.store import AzureStore
 from pilotflame.errors import PilotflameError, SourceDenied, SourceError, SourceMissing
+from pilotflame.runtime.testing.source import OBJECTS, SourceTests, read
 from pilotflame.snapshot.caching.download import download
 from pilotflame.snapshot.format.discover import find_manifest
 from pilotflame.snapshot.format.verify import verify
 from pilotflame.snapshot.sources import cloud
 from pilotflame.snapshot.sources.azure import AzureSource
 from pilotflame.snapshot.sources.locate import open_source
-from reading import read
 from safetensors.torch import save
 
 pytestmark = pytest.mark.usefixtures("bare_environment")
@@ -108,6 +108,14 @@ def create_container(endpoint: str) -> None:
     connection.close()
 
 
+class TestAzureSource(SourceTests):
+    @pytest.fixture
+    def source(self, filled: AzureStore, secrets: dict[str, str], tmp_path: Path) -> AzureSource:
+        for name, data in OBJECTS.items():
+            obstore.put(filled, f"{tmp_path.name}/{name}", data)
+        return AzureSource(f"az://weights/{tmp_path.name}", secrets)
+
+
 def test_a_prefix_of_a_container_is_a_snapshot(
     filled: AzureStore, secrets: dict[str, str], tmp_path: Path
 ) -> None:
@@ -177,15 +185,6 @@ def test_what_is_not_there_and_what_is_refused_is_named(filled: AzureStore, secr
     assert other["AZURE_STORAGE_ACCOUNT_KEY"] not in denied.value.message
     with pytest.raises(SourceError, match="AZURE_STORAGE_ACCOUNT_NAME"):
         AzureSource("az://weights/x", {"AZURE_STORAGE_ACCOUNT_KEY": KEY})
-
-
-def test_files_are_written(filled: AzureStore, secrets: dict[str, str], tmp_path: Path) -> None:
-    (tmp_path / "f").write_bytes(DATA)
-    source = AzureSource("az://weights/new", secrets)
-    source.put("f", tmp_path / "f")
-    source.put("d/g", b"bytes")
-    assert bytes(obstore.get(filled, "new/f").bytes()) == DATA
-    assert source.names() == ["d/g", "f"]
 
 
 def test_an_account_that_nobody_answers_for_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

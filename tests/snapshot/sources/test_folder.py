@@ -7,25 +7,17 @@ from pathlib import Path
 
 import pytest
 from pilotflame.errors import CacheError, SnapshotError
+from pilotflame.runtime.testing.source import OBJECTS, SourceTests
 from pilotflame.snapshot.sources.folder import FolderSource
 
 
-def test_ranges_land_in_the_callers_memory(tmp_path: Path) -> None:
-    (tmp_path / "f").write_bytes(b"0123456789")
-    source, buffer = FolderSource(tmp_path), bytearray(4)
-    assert source.stat("f").size_bytes == 10
-    assert source.read_into("f", 3, memoryview(buffer)) == 4
-    assert buffer == b"3456"
-    assert source.read_into("f", 8, memoryview(buffer)) == 2
-    assert source.read_into("f", 80, memoryview(buffer)) == 0
-
-
-@pytest.mark.parametrize(
-    "name", ["../f", "/etc/passwd", "", ".", "a/../f", "a\x00", "a\\b", "x" * 2000, "a/"]
-)
-def test_names_that_lead_out_are_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(SnapshotError, match="not a file name inside"):
-        FolderSource(tmp_path).stat(name)
+class TestFolderSource(SourceTests):
+    @pytest.fixture
+    def source(self, tmp_path: Path) -> FolderSource:
+        for name, data in OBJECTS.items():
+            (tmp_path / "weights" / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / "weights" / name).write_bytes(data)
+        return FolderSource(tmp_path / "weights")
 
 
 def test_a_linked_file_is_followed_as_the_hugging_face_cache_needs(tmp_path: Path) -> None:

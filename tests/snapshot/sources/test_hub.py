@@ -17,6 +17,7 @@ from hub_server import HubServer
 from hypothesis import given
 from hypothesis import strategies as st
 from pilotflame.errors import PilotflameError, SourceDenied, SourceError, SourceMissing
+from pilotflame.runtime.testing.source import OBJECTS, SourceTests, read
 from pilotflame.snapshot.caching.cache import Cache
 from pilotflame.snapshot.caching.download import download
 from pilotflame.snapshot.caching.tier import Tier
@@ -25,7 +26,6 @@ from pilotflame.snapshot.format.verify import verify
 from pilotflame.snapshot.sources.hub import HubPlace, HubSource
 from pilotflame.snapshot.sources.locate import open_source, split_file
 from pilotflame.snapshot.sources.realm import realm_of
-from reading import read
 from safetensors.torch import save
 
 TOKEN = "hf_hush"
@@ -59,6 +59,13 @@ def refused(url: str, secrets: dict[str, str] | None = None) -> PilotflameError:
     assert caught.value.remedy
     assert TOKEN not in f"{caught.value.message}{caught.value.remedy}{caught.value.details}"
     return caught.value
+
+
+class TestHubSource(SourceTests):
+    @pytest.fixture
+    def source(self, hub: HubServer) -> HubSource:
+        hub.add("org/tested", OBJECTS)
+        return HubSource("hf://org/tested")
 
 
 def test_the_hubs_own_client_takes_the_server_for_the_hub(hub: HubServer, tmp_path: Path) -> None:

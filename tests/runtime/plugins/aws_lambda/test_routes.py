@@ -16,7 +16,7 @@ from botocore.awsrequest import AWSRequest
 from botocore.config import Config
 from botocore.credentials import Credentials
 from botocore.exceptions import ClientError
-from live import Function, Gate, Gateway, gateway_here, short_folder, until
+from live import WAITS_ASYNC, Function, Gate, Gateway, gateway_here, short_folder, until
 from pilotflame.errors import (
     ActivationTimeout,
     BadInput,
@@ -41,15 +41,6 @@ FAILS = "def handler(event):\n    raise ValueError('no good')\n"
 DIES = "import os\ndef handler(event):\n    os._exit(3)\n"
 SLOW = "import gate\ndef handler(event):\n    gate.wait()\n"
 STREAMS = "def handler(event):\n    for n in range(event):\n        yield n\n"
-WAITS_ASYNC = """
-import asyncio, gate
-async def handler(event):
-    try:
-        await gate.wait_async("begun")
-    except asyncio.CancelledError:
-        gate.say("cancelled")
-        raise
-"""
 
 
 async def test_deadlines_and_priorities_are_those_of_invoke(deploy, gateway: Gateway):

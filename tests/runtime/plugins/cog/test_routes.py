@@ -9,23 +9,13 @@ from typing import Any
 
 import httpx
 import pytest
-from live import LIMIT_S, Function, Gate, Gateway, failure, gateway_here, until
+from live import LIMIT_S, WAITS_ASYNC, Function, Gate, Gateway, failure, gateway_here, until
 from pilotflame.runtime.plugins.cog import routes
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 DOUBLES = "def handler(event):\n    return {'twice': event['n'] * 2}\n"
 WAITS = "import gate\ndef handler(event):\n    gate.wait(str(event))\n    return event\n"
-WAITS_ASYNC = """
-import asyncio, gate
-async def handler(event):
-    try:
-        await gate.wait_async("begun")
-    except asyncio.CancelledError:
-        gate.say("cancelled")
-        raise
-    return event
-"""
 STREAMS = "def handler(event):\n    for n in range(event):\n        yield {'n': n}\n"
 COG = """
 from cog import BasePredictor, Input

@@ -14,10 +14,17 @@ import pytest
 import torch
 from device_memory import DeviceMemory
 from pilotflame.errors import SnapshotError
+from pilotflame.runtime.testing.device import DeviceTests
 from pilotflame.snapshot.restoring.device.simulated import SimulatedDevice
 
 MIB = 1 << 20
 WAIT_S = 20.0
+
+
+class TestSimulatedDevice(DeviceTests):
+    @pytest.fixture
+    def device(self) -> SimulatedDevice:
+        return SimulatedDevice(delay_s=0.0005)
 
 
 def test_memory_is_limited_with_the_context_and_free_again_when_no_tensor_has_it() -> None:
