@@ -5,7 +5,7 @@ INSTALL := $(BIN)/python infra/install.py
 SOURCES := $(shell find runtime snapshot handlers templates -type f -not -name '*.pyc') $(wildcard *.py) pyproject.toml
 EXTRAS := test
 
-.PHONY: help demo check test test-slow versions coverage lint bench bench-snapshot bench-gpu bench-cgroup bench-jobs bench-batch bench-clairvoyant bench-path bench-compare bench-decisions bench-policy bench-policy-live bench-warm bench-containers check-api check-infra soak soak-gateway soak-jobs soak-containers soak-rolling soak-histories bench-examples bench-burst bench-starts bench-fleet bench-prewarm picture clean
+.PHONY: help demo check test test-slow versions coverage lint bench bench-snapshot bench-gpu bench-jobs bench-batch bench-compare bench-decisions bench-policy bench-policy-live bench-warm bench-containers check-api check-infra soak soak-gateway soak-jobs soak-containers soak-rolling soak-histories bench-examples bench-burst bench-starts bench-fleet bench-prewarm picture clean
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
 
@@ -54,33 +54,29 @@ lint: .venv/wheel ## ruff, import-linter and mypy
 	$(BIN)/mypy -p pilotflame
 	MYPYPATH=infra:infra/bench:tests $(BIN)/mypy --explicit-package-bases infra/bench infra/*.py
 
-bench: .venv/installed-bench ## Cold start, warm path and memory, beside the floors and LitServe
+bench: .venv/installed-bench ## Cold start, a fourth worker's memory, and a warm call, beside a fresh process, an echo and LitServe
 	@$(MAKE) --no-print-directory EXTRAS=bench .venv/wheel
 	$(BIN)/python infra/bench/bench.py
 
 NGINX := PATH="$$PATH:/usr/sbin" command -v nginx >/dev/null
 APT := $(if $(filter 0,$(shell id -u)),,sudo )env DEBIAN_FRONTEND=noninteractive apt-get
 
-bench-snapshot: .venv/installed-bench ## Loading weights, beside raw sockets, client libraries and loaders
+bench-snapshot: .venv/installed-bench ## Loading weights, in plain and TLS, beside raw sockets and client libraries
 	@$(NGINX) || echo "nginx, the range server of this benchmark, is missing: installing nginx-light with apt"
 	@$(NGINX) || { $(APT) update -qq && $(APT) install -qq --yes --no-install-recommends nginx-light; }
 	@$(MAKE) --no-print-directory EXTRAS=bench .venv/wheel
 	$(BIN)/python infra/bench/snapshot_bench.py $(BENCH_ARGS)
 
 bench-gpu: export UV_TORCH_BACKEND := $(or $(UV_TORCH_BACKEND),auto)
-bench-gpu: .venv/installed-bench ## Weights to a GPU, beside its ceilings and other loaders; simulated where there is none
+bench-gpu: .venv/installed-bench ## Weights to a GPU, beside raw copies and a loader; simulated where there is none
 	@$(MAKE) --no-print-directory EXTRAS=bench .venv/wheel
 	$(BIN)/python infra/bench/gpu.py $(BENCH_ARGS)
-
-bench-cgroup: .venv/installed-bench ## A model of 6 GB in a cgroup with 2 GiB of memory; as root
-	@$(MAKE) --no-print-directory EXTRAS=bench .venv/wheel
-	$(BIN)/python infra/bench/small_cgroup.py $(BENCH_ARGS)
 
 bench-jobs: .venv/installed-bench ## Durable jobs: submits, status among a million, the store's size
 	@$(MAKE) --no-print-directory EXTRAS=bench .venv/wheel
 	$(BIN)/python infra/bench/jobs_bench.py $(BENCH_ARGS)
 
-bench-policy: .venv/wheel ## The keep-alive policy, beside fixed timeouts, the hybrid histogram and the optimum
+bench-policy: .venv/wheel ## The keep-alive policy, beside fixed timeouts and the optimum, on traces
 	$(BIN)/python infra/bench/policy_bench.py $(BENCH_ARGS)
 
 bench-examples: .venv/wheel ## The examples: cold start and memory of each
@@ -98,7 +94,7 @@ bench-fleet: .venv/wheel ## A function's cost among 10, 100 and 1,000: starts, c
 bench-prewarm: .venv/wheel ## Warm-up, schedule and learned upstream calls: how many calls are cold
 	$(BIN)/python infra/bench/prewarm.py $(BENCH_ARGS)
 
-bench-warm: .venv/installed-bench ## The warm path beside LitServe, BentoML and Ray Serve; overload, tenants, streams
+bench-warm: .venv/installed-bench ## The warm path beside LitServe; overload, tenants, streams
 	@$(MAKE) --no-print-directory EXTRAS=bench .venv/wheel
 	$(BIN)/python infra/bench/warm_bench.py $(BENCH_ARGS)
 
@@ -114,15 +110,8 @@ bench-batch: .venv/wheel ## A batch of 10,000 lines, whole and killed and resume
 bench-containers: .venv/wheel ## Containers: cold starts, memory that they share, and neighbours; needs podman and runc
 	$(BIN)/python infra/bench/containers_bench.py $(BENCH_ARGS)
 
-bench-policy-live: .venv/wheel ## Ten minutes of arrivals against the gateway, and the same ones simulated
+bench-policy-live: .venv/wheel ## Ten minutes of arrivals to a gateway, and the same arrivals simulated
 	$(BIN)/python infra/bench/policy_live.py $(BENCH_ARGS)
-
-bench-clairvoyant: .venv/wheel ## The queue's policy beside a scheduler that knows the future, simulated
-	$(BIN)/python infra/bench/clairvoyant.py
-
-bench-path: .venv/installed-bench ## CPU time of a warm hello, process by process, beside a bare echo; and its profile
-	@$(MAKE) --no-print-directory EXTRAS=bench .venv/wheel
-	$(BIN)/python infra/bench/path_cost.py --profile $(BENCH_ARGS)
 
 bench-compare: .venv/wheel ## CPU time of a hello beside another commit: make bench-compare BENCH_ARGS='--against HEAD~1 --cold'
 	$(BIN)/python infra/bench/path_cost.py $(BENCH_ARGS)
@@ -133,7 +122,7 @@ bench-decisions: .venv/wheel ## CPU time of one decision about a function's work
 soak: .venv/wheel ## 1,000 activations in a row, and what they leave behind
 	$(BIN)/python infra/bench/soak.py --activations 1000
 
-soak-gateway: .venv/wheel ## 24 hours of jobs, disconnecting callers, deploys and deletes, and what has grown
+soak-gateway: .venv/wheel ## 24 rounds of jobs, disconnecting callers, deploys and deletes, and what has grown
 	$(BIN)/python infra/bench/soak_gateway.py $(BENCH_ARGS)
 
 soak-containers: .venv/wheel ## 500 activations in containers, with kills and a restart of the engine, and what is left
@@ -143,7 +132,7 @@ soak-jobs: .venv/wheel ## Jobs under 500 kills of gateways, zygotes and workers;
 	$(BIN)/python infra/bench/soak_jobs.py --kills 500
 
 soak-rolling: .venv/wheel ## 20 rolling restarts under load, alone and as a gateway; no request may be dropped
-	$(BIN)/python infra/bench/rolling.py $(BENCH_ARGS)
+	$(BIN)/python infra/bench/soak_rolling.py $(BENCH_ARGS)
 
 soak-histories: .venv/wheel ## 10,000 random histories of a simulated node, in which all properties of the reconciler must hold
 	$(BIN)/python infra/bench/soak_histories.py $(BENCH_ARGS)

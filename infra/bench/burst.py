@@ -8,23 +8,15 @@ warm worker (the work), and a burst on the function at zero. A burst comes at on
 
 from __future__ import annotations
 
-import argparse
-import asyncio
+import json
 import math
 import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import median
 
-from control import Control
-from http1 import Request
-from opened import OpenLoop
-from report import Report
-from servers import start_pilotflame
-from tally import Tally
+from control import Control, gateway
+from load import Request, burst
+from report import Report, parser
 
 # As runtime/scaling/seen.py.
 TARGET_S = 0.1
@@ -41,108 +33,84 @@ HANDLERS = {
     "plain": SPIN + "def handler(event):\n    spin(0.002)\n    return event",
     "waiting": "import time\ndef handler(event):\n    time.sleep(0.02)\n    return event",
     "batched": SPIN
-    + "import pilotflame\n@pilotflame.batch(max_size=32)\ndef handler(events):\n    spin(0.004 + 0.0005 * len(events))\n    return events",
+    + "import pilotflame\n@pilotflame.batch(max_size=32)\ndef handler(events):\n"
+    + "    spin(0.004 + 0.0005 * len(events))\n    return events",
 }
 
 
+EVENT = {"text": "pilot"}
+
+
 @dataclass
-class Burst:
-    """One function's figures, a value for each round."""
+class Figures:
+    """The figures of one function, a value for each round."""
 
     name: str
     cold_ms: list[float] = field(default_factory=list)
     work_ms: list[float] = field(default_factory=list)
-    p50_ms: list[float] = field(default_factory=list)
     p99_ms: list[float] = field(default_factory=list)
-    started: list[int] = field(default_factory=list)
-    needed: list[int] = field(default_factory=list)
+    over: list[int] = field(default_factory=list)
+    """Workers that started beyond the needed ones."""
 
 
-@contextmanager
-def deployed(names: list[str]) -> Iterator[Control]:
-    """A gateway with each function twice: one that scales from zero, and one with a single worker that stays."""
-    # Otherwise a function that is called after another one gets a worker ahead.
-    quiet = {"PILOTFLAME_LEARN_UPSTREAMS": "false"}
-    with start_pilotflame(quiet) as server, tempfile.TemporaryDirectory(prefix="pilotflame-burst-") as folder:
-        control = Control(server.url)
-        try:
-            for name in names:
-                home = Path(folder) / name
-                home.mkdir()
-                (home / "handler.py").write_text(HANDLERS[name])
-                common = {"threads": 1, "max_queue": 10_000}
-                scale = {"scale.max": WORKERS, "scale.idle_timeout_s": 0.5}
-                control.deploy(str(home), name=name, **scale, **common)
-                control.deploy(str(home), name=f"{name}-one", **{"scale.min": 1, "scale.max": 1}, **common)
-            yield control
-        finally:
-            control.close()
+def deploy(control: Control) -> None:
+    """Deploy each function twice: one that scales from zero, and one with a single worker that stays."""
+    common = {"threads": 1, "max_queue": 10_000}
+    scale = {"scale.max": WORKERS, "scale.idle_timeout_s": 0.5}
+    for name, handler in HANDLERS.items():
+        control.deploy_code(name, handler, **scale, **common)
+        control.deploy_code(f"{name}-one", handler, **{"scale.min": 1, "scale.max": 1}, **common)
 
 
-def burst(control: Control, name: str, calls: int) -> Tally:
-    """Send all calls at one instant. All must be answered."""
-    event = b'{"text": "pilot"}'
-    request = Request(
-        f"{control.url}/invoke/{name}", body=event, headers={"Content-Type": "application/json"}
-    )
-    tally = asyncio.run(OpenLoop(request, calls).run([0] * calls, calls, 120.0))
-    if not tally.clean or tally.right != calls:
-        raise RuntimeError(f"{name}: {tally.right} of {calls} answered; {tally.statuses} {tally.errors}")
-    return tally
+def burst_p99_ms(control: Control, name: str, calls: int) -> float:
+    """Send all calls at one instant, and return the 99th percentile of their latencies."""
+    request = Request(f"{control.url}/invoke/{name}", body=json.dumps(EVENT).encode())
+    return burst([request] * calls).p_ms(0.99)
 
 
-def play(control: Control, one: Burst, calls: int) -> None:
-    """One round."""
+def play(control: Control, one: Figures, calls: int) -> None:
+    """Run one round."""
     control.wait_for(one.name, workers=0, standby=True)
-    reply = control.invoke(one.name, {"text": "pilot"})
+    reply = control.invoke(one.name, EVENT)
     if not reply.cold:
         raise RuntimeError(f"{one.name} was not at zero")
-    work = burst(control, f"{one.name}-one", calls)
+    work_ms = burst_p99_ms(control, f"{one.name}-one", calls)
     before = control.wait_for(one.name, workers=0, standby=True)["activations"]
-    tally = burst(control, one.name, calls)
-    after = control.status(one.name)["activations"]
+    one.p99_ms.append(burst_p99_ms(control, one.name, calls))
+    started = control.status(one.name)["activations"] - before
     one.cold_ms.append(reply.ms)
-    one.work_ms.append(work.p_ms(0.99))
-    one.p50_ms.append(tally.p_ms(0.5))
-    one.p99_ms.append(tally.p_ms(0.99))
-    one.started.append(after - before)
-    one.needed.append(needed(reply.ms, work.p_ms(0.99)))
+    one.work_ms.append(work_ms)
+    one.over.append(started - needed(reply.ms, work_ms))
 
 
 def needed(cold_ms: float, work_ms: float) -> int:
-    """How many workers end one worker's work within the time of a start, and at least TARGET_S."""
+    """Return how many workers end the work of one worker within the time of a start, and at least TARGET_S."""
     return max(1, min(WORKERS, math.ceil(work_ms / max(cold_ms, TARGET_S * 1e3))))
 
 
-def enter(report: Report, one: Burst) -> None:
-    cold_ms, work_ms, p99_ms = median(one.cold_ms), median(one.work_ms), median(one.p99_ms)
-    over = [started - enough for started, enough in zip(one.started, one.needed, strict=True)]
-    report.row(
-        function=one.name, cold_ms=cold_ms, work_ms=work_ms, p50_ms=median(one.p50_ms), p99_ms=p99_ms,
-        started=median(one.started), needed=median(one.needed), most_over=max(over),
-    )  # fmt: skip
-    report.add(f"burst_{one.name}_p99_vs_cold_and_work", p99_ms / (cold_ms + work_ms), "x", "<= 1.5")
-    report.add(f"burst_{one.name}_workers_over", median(over), "", "<= 1")
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--calls", type=int, default=200)
-    arguments = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--rounds", type=int, default=7)
+    options.add_argument("--calls", type=int, default=200)
+    arguments = options.parse_args()
     report = Report("bench-burst")
-    bursts = [Burst(name) for name in HANDLERS]
-    with deployed(list(HANDLERS)) as control:
-        for one in bursts:
-            # How long a call and a start take is learned here.
+    functions = [Figures(name) for name in HANDLERS]
+    # Otherwise a function that is called after another one gets a worker ahead.
+    with gateway({"PILOTFLAME_LEARN_UPSTREAMS": "false"}) as (_, control):
+        deploy(control)
+        for one in functions:
+            # The gateway learns here how long a call and a start take.
             control.wait_for(one.name, workers=0, standby=True)
-            burst(control, one.name, arguments.calls)
+            burst_p99_ms(control, one.name, arguments.calls)
         for _ in range(arguments.rounds):
-            for one in bursts:
+            for one in functions:
                 play(control, one, arguments.calls)
-    for one in bursts:
-        enter(report, one)
-    return 0 if report.finish() else 1
+    for one in functions:
+        report.row(**vars(one))
+        ratio = median(one.p99_ms) / (median(one.cold_ms) + median(one.work_ms))
+        report.add(f"burst_{one.name}_p99_vs_cold_and_work", ratio, "x", "<= 1.5")
+        report.add(f"burst_{one.name}_workers_over", median(one.over), "", "<= 1")
+    return report.finish(arguments)
 
 
 if __name__ == "__main__":

@@ -8,13 +8,11 @@ shares workers and GPUs among 1,000 functions. 300 of them want more together th
 
 from __future__ import annotations
 
-import argparse
 import gc
 import itertools
 import random
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any
@@ -38,7 +36,7 @@ from pilotflame.runtime.scaling.recent_need import RecentNeed
 from pilotflame.runtime.scaling.revision_state import RevisionState
 from pilotflame.runtime.scaling.scale_spec import ScaleSpec
 from pilotflame.runtime.scaling.seen import Load, Seen
-from report import Report
+from report import Report, parser
 
 REPEATS = 7
 DECISION_US, ALLOCATION_MS = "<= 40", "<= 7"
@@ -148,28 +146,15 @@ def _process(key: Hashable, gpu: str | None, draw: random.Random) -> NodeProcess
     return NodeProcess(key, state, calls, NOW_S - draw.uniform(0, 5), holding, holding, parked)
 
 
-def _outcome(found: Allocation) -> str:
-    """Return the decisions of an allocation in a sentence. They show that places were short."""
-    grants = found.grants.values()
-    limits = Counter(grant.limit.name for grant in grants if grant.limit is not None)
-    start, end = sum(len(grant.start) for grant in grants), sum(len(grant.stop) for grant in grants)
-    reached = ", ".join(f"{name} {count} times" for name, count in sorted(limits.items()))
-    return f"one allocation: {start} workers start, {end} end; limits are reached: {reached}"
-
-
 def main() -> int:
-    argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    ).parse_args()
+    arguments = parser(__doc__).parse_args()
     report = Report("bench-decisions")
     gc.freeze()
     for name, seen in CASES.items():
         figure_us = cpu_s(Decisions(seen).decide, DECISIONS) * 1e6
         report.add(f"decision_{name}_us", figure_us, "us CPU", DECISION_US)
-    share = contended()
-    report.add("allocation_ms", cpu_s(share, ALLOCATIONS) * 1e3, "ms CPU", ALLOCATION_MS)
-    report.note(_outcome(share()))
-    return 0 if report.finish() else 1
+    report.add("allocation_ms", cpu_s(contended(), ALLOCATIONS) * 1e3, "ms CPU", ALLOCATION_MS)
+    return report.finish(arguments)
 
 
 if __name__ == "__main__":

@@ -15,16 +15,14 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from control import Control
+from control import Control, gateway
 from pilotflame.runtime.commands import minilm
-from servers import start_pilotflame
 
 TEMPLATES = Path(__file__).resolve().parents[2] / "templates"
 EXAMPLES = TEMPLATES / "examples"
 EMBEDDING = "text-embedding"
 # Bodies that are not JSON: their file in the example's folder.
 FILES = {"image": ("circle.png", "image/png"), "speech": ("hello.wav", "audio/wav")}
-IDLE_S = 0.5
 
 
 def names() -> list[str]:
@@ -42,29 +40,24 @@ def prepared(name: str, target: Path) -> Path:
     return folder
 
 
-def body_of(name: str, folder: Path) -> tuple[bytes, str]:
-    """Return the body of the example's request, and its media type."""
-    file, media = FILES.get(name, ("test_input.json", "application/json"))
-    return (folder / file).read_bytes(), media
-
-
 def measure(control: Control, name: str, folder: Path, rounds: int) -> str:
-    """Return the example's row: its cold start in ms, the same call when warm, the memory of worker and at rest."""
-    settings: dict[str, Any] = {"name": name, "scale.idle_timeout_s": IDLE_S, "scale.max": 1}
+    """Return the row of an example: cold start, the same call when warm, the memory of a worker, and of the rest at zero."""
+    settings: dict[str, Any] = {"name": name, "scale.idle_timeout_s": 0.5, "scale.max": 1}
     if name == EMBEDDING:
         settings["snapshot"] = str(minilm.model_folder())
     if name == "queue":
         # Without a queue to read from.
         settings["source"] = []
     control.deploy(str(folder), **settings)
-    body, media = body_of(name, folder)
+    file, media = FILES.get(name, ("test_input.json", "application/json"))
+    body = (folder / file).read_bytes()
     cold: list[float] = []
     warm: list[float] = []
     for _ in range(rounds):
         # A function that starts fast has no standby until it was called.
         control.wait_for(name, workers=0, standby=True if cold else None)
-        cold.append(control.post_ms(name, body, media))
-        warm.append(control.post_ms(name, body, media))
+        cold.append(control.post(name, body, media).ms)
+        warm.append(control.post(name, body, media).ms)
     processes = control.status(name, memory=True)["processes"]
     worker_mb = sum(one["pss_mb"] for one in processes if one["role"] == "worker")
     rest_mb = sum(one["pss_mb"] for one in processes) - worker_mb
@@ -73,20 +66,18 @@ def measure(control: Control, name: str, folder: Path, rounds: int) -> str:
     )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("names", nargs="*", default=names())
-    options = parser.parse_args()
+def main() -> int:
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--rounds", type=int, default=9)
+    options.add_argument("names", nargs="*", default=names())
+    arguments = options.parse_args()
     os.environ.update(minilm.OFFLINE)
-    with tempfile.TemporaryDirectory() as target, start_pilotflame() as server:
-        control = Control(server.url)
+    with tempfile.TemporaryDirectory() as target, gateway() as (_, control):
         print("| example | from zero | warm | a worker | at rest |\n|---|---|---|---|---|")
-        for name in options.names:
-            folder = prepared(name, Path(target))
-            print(measure(control, name, folder, options.rounds), flush=True)
-        control.close()
+        for name in arguments.names:
+            print(measure(control, name, prepared(name, Path(target)), arguments.rounds), flush=True)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,66 +1,45 @@
 """The cost of a function among few and among many: starts, calls, deploys, and the gateway's memory.
 
-    python infra/bench/fleet.py [--functions 10 100 1000] [--rounds 20] [--model]
+    python infra/bench/fleet.py [--functions 10 100 1000] [--rounds 20]
 
-Each size has a gateway of its own, with functions that do nothing, or with sentence embeddings by one model. The sizes take turns in every round, so that other
-work on the machine meets all of them. Ratios compare the largest size with the smallest.
+Each size has a gateway of its own, with functions that do nothing. The sizes take turns in every round, so that other
+work on the machine affects all of them. Ratios compare the largest size with the smallest.
 """
 
 from __future__ import annotations
 
-import argparse
-import asyncio
 import contextlib
 import itertools
-import json
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
-import memory
-from control import WAIT_S, Control
-from http1 import Request
-from opened import OpenLoop
+import psutil
+from control import WAIT_S, Control, gateway
+from load import Request, burst
 from percentiles import median, percentile
-from pilotflame.runtime.commands import minilm
-from report import Report
-from servers import Server, start_pilotflame
+from report import Report, parser
+from servers import Server
 
-SIZES = [10, 100, 1000]
-JSON = {"Content-Type": "application/json"}
 HANDLER = "def handler(event):\n    return event\n"
-TEMPLATE = Path(__file__).resolve().parents[2] / "templates" / "text-embedding"
 CALLS = 10
 """Cold starts, and deploys, of each fleet in a round."""
 WARM_CALLS = 50
 BURSTS, DEPLOY_ROUNDS = 3, 3
-# The functions of the largest fleet hold more than the default of rest_mb, and none may lose its zygote. The calls come
-# in the same order in each round, so the gateway would learn which function is next, and start its worker.
+# No function of the largest fleet may lose its zygote, which the default of rest_mb would do. The calls come in the same
+# order in each round, so the gateway would learn which function is next, and start its worker.
 ENVIRONMENT = {"PILOTFLAME_REST_MB": "100000", "PILOTFLAME_LEARN_UPSTREAMS": "false"}
 SETTINGS: dict[str, Any] = {"threads": 1, "scale.max": 1, "scale.idle_timeout_s": 0.3}
 RATIOS = {"cold_p50_ms": 1.2, "cold_p99_ms": 2, "warm_p50_ms": 1.1, "deploy_cpu_ms": 1.2}
 # The accounts are written once a minute.
 IDLE_S = 60.0
-# After the last start, the memory of all processes is measured (runtime/functions/node_memory.py): once more, and that
-# takes at most 2 % of a core. Only then is a gateway idle.
+# After the last start, the memory of all processes is measured once more (runtime/functions/node_memory.py).
 SETTLE_S = 60.0
 # Standbys are forked, and workers end, after the cold starts.
 QUIET_S = 1.0
-
-
-@dataclass(frozen=True)
-class Code:
-    """The code of the functions of a fleet, and the event of each call."""
-
-    folder: Path
-    event: dict[str, Any] = field(default_factory=dict)
-    settings: dict[str, Any] = field(default_factory=dict)
-    environment: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -73,10 +52,8 @@ class Fleet:
     size: int
     server: Server
     control: Control
-    code: Code
     cold_ms: list[float] = field(default_factory=list)
     warm_ms: list[float] = field(default_factory=list)
-    start_cpu_ms: list[float] = field(default_factory=list)
     deploy_cpu_ms: list[float] = field(default_factory=list)
     starts_per_s: list[float] = field(default_factory=list)
     gateway_mb: float = 0.0
@@ -90,12 +67,11 @@ class Fleet:
         return [self.names[(turn * CALLS + number) % self.size] for number in range(min(CALLS, self.size))]
 
     def deploy(self, names: Sequence[str]) -> None:
-        """Deploy functions, and call each of them once."""
+        """Deploy functions, and call each of them once, because only called functions keep their zygotes."""
         self.control.close()
         for name in names:
-            self.control.deploy(str(self.code.folder), name=name, **SETTINGS, **self.code.settings)
-            # Otherwise it loses its zygote after a while (runtime/functions/rest.py).
-            self.control.invoke(name, self.code.event)
+            self.control.deploy_code(name, HANDLER, **SETTINGS)
+            self.control.invoke(name, {})
 
     def wait_at_zero(self) -> None:
         """Wait until each function has a standby and no worker."""
@@ -106,54 +82,43 @@ class Fleet:
                 raise RuntimeError(f"the fleet of {self.size} did not come to zero within {WAIT_S:.0f} s")
             time.sleep(0.5)
 
+    def deploy_again(self, turn: int) -> None:
+        """Deploy some functions again, and append the CPU time of all processes for each of them."""
+        before_s, names = self.server.cpu_s(), self.some(turn)
+        self.deploy(names)
+        for name in names:
+            # Not `wait_at_zero`: listing the largest fleet takes more CPU time than a deploy.
+            self.control.wait_for(name, workers=0, standby=True)
+        self.deploy_cpu_ms.append((self.server.cpu_s() - before_s) * 1e3 / len(names))
+
     def call(self, name: str) -> None:
         """Call a function at zero."""
         self.control.wait_for(name, workers=0, standby=True)
-        reply = self.control.invoke(name, self.code.event)
+        reply = self.control.invoke(name, {})
         if not reply.cold:
             raise RuntimeError(f"{name} was not at zero")
         self.cold_ms.append(reply.ms)
 
-    @contextmanager
-    def cpu_ms(self, figures: list[float], names: Sequence[str]) -> Iterator[None]:
-        """Append the CPU time of all its processes inside the block, for each function, until these are at zero."""
-        before_s = self.server.cpu_s()
-        yield
-        for name in names:
-            # Not all of them: a list of the largest fleet takes more than a deploy.
-            self.control.wait_for(name, workers=0, standby=True)
-        figures.append((self.server.cpu_s() - before_s) * 1e3 / len(names))
+    def call_warm(self, name: str) -> None:
+        self.control.invoke(name, {})
+        self.warm_ms += [self.control.invoke(name, {}).ms for _ in range(WARM_CALLS)]
 
     def burst(self) -> None:
         """Call all functions at one instant, all of which are at zero."""
+        self.wait_at_zero()
         urls = [f"{self.server.url}/invoke/{name}" for name in self.names]
-        body = json.dumps(self.code.event).encode()
-        requests = [Request(url, body=body, headers=JSON) for url in urls]
-        tally = asyncio.run(_Each(requests).run([0] * self.size, self.size, 120.0))
-        if not tally.clean or tally.right != self.size:
-            raise RuntimeError(f"{tally.right} of {self.size} answered; {tally.statuses} {tally.errors}")
+        tally = burst([Request(url, body=b"{}") for url in urls])
         self.starts_per_s.append(self.size / tally.wall_s)
 
     def figures(self) -> dict[str, float]:
-        """Return what was measured: medians, and percentiles of the cold starts."""
+        """Return medians, and percentiles of the cold starts."""
         return {
             "functions": self.size,
             "cold_p50_ms": percentile(self.cold_ms, 0.5), "cold_p99_ms": percentile(self.cold_ms, 0.99),
             "warm_p50_ms": median(self.warm_ms), "starts_per_s": median(self.starts_per_s),
-            "start_cpu_ms": median(self.start_cpu_ms), "deploy_cpu_ms": median(self.deploy_cpu_ms),
-            "gateway_mb": self.gateway_mb, "idle_cpu_share": self.idle_share,
+            "deploy_cpu_ms": median(self.deploy_cpu_ms), "gateway_mb": self.gateway_mb,
+            "idle_cpu_share": self.idle_share,
         }  # fmt: skip
-
-
-class _Each(OpenLoop):
-    """An open loop that sends each request once."""
-
-    def __init__(self, requests: Sequence[Request]) -> None:
-        super().__init__(requests[0], len(requests))
-        self._wires = iter([request.encode() for request in requests])
-
-    def _wire_of(self, _intended_ns: int) -> bytes:
-        return next(self._wires)
 
 
 def _at_zero(status: dict[str, Any]) -> bool:
@@ -161,40 +126,22 @@ def _at_zero(status: dict[str, Any]) -> bool:
 
 
 @contextmanager
-def nothing() -> Iterator[Code]:
-    """A handler that returns its event."""
-    with tempfile.TemporaryDirectory(prefix="pilotflame-fleet-") as folder:
-        (Path(folder) / "handler.py").write_text(HANDLER)
-        yield Code(Path(folder))
-
-
-@contextmanager
-def embeddings() -> Iterator[Code]:
-    """The template of sentence embeddings with all-MiniLM-L6-v2, whose 90 MB of weights all functions map."""
-    event, settings = {"text": minilm.TEXT}, {"snapshot": str(minilm.model_folder())}
-    yield Code(TEMPLATE, event, settings, minilm.OFFLINE)
-
-
-@contextmanager
-def fleets(sizes: Sequence[int], code: Code) -> Iterator[list[Fleet]]:
+def fleets(sizes: Sequence[int]) -> Iterator[list[Fleet]]:
     """A gateway of each size, all of its functions deployed and at zero."""
     with contextlib.ExitStack() as stack:
-        found = []
+        found: list[Fleet] = []
         for size in sizes:
-            server = stack.enter_context(start_pilotflame({**ENVIRONMENT, **code.environment}))
-            control = stack.enter_context(contextlib.closing(Control(server.url)))
-            found.append(Fleet(size, server, control, code))
-            print(f"{size} functions …", flush=True)
+            found.append(Fleet(size, *stack.enter_context(gateway(ENVIRONMENT))))
+            print(f"{size} functions …", file=sys.stderr, flush=True)
             found[-1].deploy(found[-1].names)
             found[-1].wait_at_zero()
         yield found
 
 
 def play(entered: Sequence[Fleet], rounds: int) -> None:
-    """Measure the deploys, the calls and the bursts, and then the gateways at rest."""
+    """Measure the deploys, the calls and the bursts, and then the idle gateways."""
     for turn, fleet in itertools.product(range(DEPLOY_ROUNDS), entered):
-        with fleet.cpu_ms(fleet.deploy_cpu_ms, fleet.some(turn)):
-            fleet.deploy(fleet.some(turn))
+        fleet.deploy_again(turn)
     for turn in range(rounds):
         for fleet in entered:
             fleet.control.close()
@@ -202,22 +149,19 @@ def play(entered: Sequence[Fleet], rounds: int) -> None:
             fleet.call(fleet.some(turn)[number % fleet.size])
         time.sleep(QUIET_S)
         for fleet in entered:
-            name = fleet.some(turn)[-1]
-            fleet.control.invoke(name, fleet.code.event)
-            fleet.warm_ms += [fleet.control.invoke(name, fleet.code.event).ms for _ in range(WARM_CALLS)]
+            fleet.call_warm(fleet.some(turn)[-1])
     for _, fleet in itertools.product(range(BURSTS), entered):
-        with fleet.cpu_ms(fleet.start_cpu_ms, fleet.names):
-            fleet.burst()
+        fleet.burst()
     time.sleep(SETTLE_S)
     before_s = [fleet.server.cpu_s() for fleet in entered]
     time.sleep(IDLE_S)
     for fleet, used_s in zip(entered, before_s, strict=True):
         fleet.idle_share = (fleet.server.cpu_s() - used_s) / IDLE_S
-        fleet.gateway_mb = memory.held(fleet.server.pid).rss_mb
+        fleet.gateway_mb = psutil.Process(fleet.server.pid).memory_info().rss / 1e6
 
 
 def enter(report: Report, few: dict[str, float], many: dict[str, float]) -> None:
-    """Enter the targets: ratios of many functions to few, and figures with a bound of their own."""
+    """Enter the ratios of many functions to few, and the figures of many."""
     for name, most in RATIOS.items():
         report.add(f"{name}_ratio", many[name] / few[name], "x", f"<= {most}")
     report.add("starts_per_s", many["starts_per_s"], "/s", ">= 200")
@@ -227,25 +171,18 @@ def enter(report: Report, few: dict[str, float], many: dict[str, float]) -> None
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--functions", type=int, nargs="+", default=SIZES)
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument(
-        "--model", action="store_true", help="functions with a real model, which needs the extra demo"
-    )
-    arguments = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--functions", type=int, nargs="+", default=[10, 100, 1000])
+    options.add_argument("--rounds", type=int, default=20)
+    arguments = options.parse_args()
     report = Report("bench-fleet")
-    with (
-        (embeddings if arguments.model else nothing)() as code,
-        fleets(sorted(arguments.functions), code) as entered,
-    ):
+    with fleets(sorted(arguments.functions)) as entered:
         play(entered, arguments.rounds)
         rows = [fleet.figures() for fleet in entered]
     for row in rows:
         report.row(**row)
-        print("  " + ", ".join(f"{name} {value:.4g}" for name, value in row.items()), flush=True)
     enter(report, rows[0], rows[-1])
-    return 0 if report.finish() else 1
+    return report.finish(arguments)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import process_tree
@@ -15,43 +14,6 @@ WAIT_S = 60.0
 LOOK_S = 0.02
 # A gateway has nothing left to do if it uses at most this share of a core in a second.
 IDLE_SHARE = 0.01
-
-
-@dataclass(frozen=True, slots=True)
-class Used:
-    """CPU time (user and system) in seconds."""
-
-    gateway_s: float = 0.0
-    loop_s: float = 0.0
-    """The part of it that the gateway's main thread uses, which runs the event loop."""
-    function_s: float = 0.0
-    """The time of the function's zygote, its standby, and its workers, the ended ones included."""
-
-    @property
-    def threads_s(self) -> float:
-        """Return the time of the gateway's other threads. They measure memory and write files in the background."""
-        return max(0.0, self.gateway_s - self.loop_s)
-
-    @property
-    def path_s(self) -> float:
-        """Return the time without that of the background."""
-        return self.loop_s + self.function_s
-
-    @property
-    def total_s(self) -> float:
-        return self.gateway_s + self.function_s
-
-    def each(self, calls: int) -> Used:
-        """Return the share of one call."""
-        return Used(self.gateway_s / calls, self.loop_s / calls, self.function_s / calls)
-
-    def __add__(self, other: Used) -> Used:
-        return Used(
-            self.gateway_s + other.gateway_s, self.loop_s + other.loop_s, self.function_s + other.function_s
-        )
-
-    def __sub__(self, other: Used) -> Used:
-        return self + other.each(-1)
 
 
 class FunctionCpu:
@@ -66,15 +28,12 @@ class FunctionCpu:
             raise RuntimeError(f"{function} has {len(zygotes)} zygotes")
         self._zygote = zygotes[0]
 
-    def used(self) -> Used:
-        """Return the CPU time so far."""
-        times = self._zygote.cpu_times()
-        # The kernel adds up the ended children in nanoseconds, and rounds the sum to 10 ms.
-        function_s = clock_s(self._zygote.pid) + times.children_user + times.children_system
-        for child in self._children():
-            with contextlib.suppress(ProcessLookupError):
-                function_s += clock_s(child)
-        return Used(clock_s(self._gateway), main_thread_s(self._gateway), function_s)
+    def used_s(self) -> float:
+        """Return the time of the gateway's main thread and of the function's zygote, standby and workers so far.
+
+        The main thread runs the event loop. Other threads measure memory and write files in the background.
+        """
+        return main_thread_s(self._gateway) + self._function_s()
 
     def wait_at_zero(self) -> None:
         """Wait until the function has a standby and no worker, and its processes use no CPU time.
@@ -84,7 +43,7 @@ class FunctionCpu:
         deadline, last_s = time.monotonic() + WAIT_S, -1.0
         while time.monotonic() < deadline:
             titles = [title(child) for child in self._children()]
-            used_s = self.used().function_s
+            used_s = self._function_s()
             if len(titles) == 1 and titles[0].startswith(self._title("standby")) and used_s == last_s:
                 return
             last_s = used_s
@@ -100,6 +59,15 @@ class FunctionCpu:
             if clock_s(self._gateway) - before_s <= IDLE_SHARE:
                 return
         raise RuntimeError(f"the gateway was not idle within {WAIT_S:.0f} s")
+
+    def _function_s(self) -> float:
+        times = self._zygote.cpu_times()
+        # The kernel adds up the ended children in nanoseconds, and rounds the sum to 10 ms.
+        function_s = clock_s(self._zygote.pid) + times.children_user + times.children_system
+        for child in self._children():
+            with contextlib.suppress(ProcessLookupError):
+                function_s += clock_s(child)
+        return function_s
 
     def _children(self) -> Iterator[int]:
         # psutil would read the parent of each process of the machine.

@@ -1,128 +1,222 @@
-"""`make bench-gpu`: weights to a device, beside the device's own ceilings and other loaders.
+"""`make bench-gpu`: weights to a device, beside raw copies and the safetensors loader; parking; functions in a gateway.
 
-    python infra/bench/gpu.py [--device cuda|simulated] [--seconds N]
+    python infra/bench/gpu.py [--device cuda|simulated] [--gb N]
 
-On a machine without a CUDA device it runs on the simulated device with small models. Then the figures say that the
-script and the code work, and nothing about speed.
-
-Each part is a process, and writes its figures to build/bench/bench-gpu-<device>-<part>.json. The next run continues a run that
-was killed or out of time: it skips the parts that have figures.
+Without a CUDA device it runs on the simulated device with 0.1 GB. Then the figures show that the code works, and nothing
+about speed, so they have no targets. On a CUDA device the tests of tests/snapshot/restoring/device run too.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import math
+import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
-import gpu_copy
-import gpu_functions
-import gpu_process
 import torch
-from gpu_case import GpuBench
-from memory_folder import mounted, unmount_left
-from pilotflame.runtime.launching.gpus import find_driver
-from process_tree import end_with_parent
-from report import Report, path_of
+from control import Control, gateway
+from gpu_chain import Chain
+from memory_folder import memory_folder, mounted
+from percentiles import median
+from pilotflame.snapshot.format.create import create
+from pilotflame.snapshot.format.manifest import MANIFEST_NAME, Manifest
+from pilotflame.snapshot.handle import Snapshot
+from pilotflame.snapshot.named import Snapshots
+from pilotflame.snapshot.restoring.device.device import find_device
+from report import Report, parser
+from safetensors.torch import load_file, save_file
+from servers import HERE
 
-_MEMORY_BYTES = 24 << 30
-PACKAGES = ("torch", "safetensors", "fastsafetensors", "runai-model-streamer", "nvidia-ml-py")
-PARTS: dict[str, tuple[int, tuple[Callable[[GpuBench], None], ...]]] = {
-    "tests": (240, (gpu_process.tests,)),
-    "process": (180, (gpu_process.fork, gpu_process.context)),
-    "pinning": (120, (gpu_process.pinning,)),
-    "copy": (420, (gpu_copy.dense, gpu_copy.many, gpu_copy.overlap)),
-    "parking": (240, (gpu_copy.parking,)),
-    "functions": (480, (gpu_functions.from_memory,)),
-    "disk": (420, (gpu_functions.from_disk,)),
-}
-"""The time limit of each part in seconds, and its functions. With the final report, these are eight files."""
-
-
-def target(device: str, part: str) -> str:
-    """Return the name of a part's report."""
-    return f"bench-gpu-{device}-{part}"
+TESTS = Path(__file__).resolve().parents[2] / "tests/snapshot/restoring/device/test_cuda.py"
+GB = 10**9
+MATRICES, ROUNDS, TURNS = 64, 5, 20
+TIMEOUT_S = 600.0
+SIMULATED_MB = 16_384
+CONTEXT_MB = 2048
+"""The memory of a context on the device, and of a forward pass."""
 
 
-def measure(device: str, part: str) -> None:
-    """Measure one part in this process, and write its figures."""
-    report = Report(target(device, part), packages=PACKAGES)
-    if device == "cuda":
-        report.note(f"Measured on {', '.join(one.name for one in find_driver().uses())}.")
-    else:
-        report.note("SIMULATED device: these are copies in the host's memory, and no speed of any GPU.")
-    with mounted(_MEMORY_BYTES):
-        bench = GpuBench(report, cuda=device == "cuda")
-        # A part that was killed has left files there.
-        shutil.rmtree(bench.folder, ignore_errors=True)
-        bench.folder.mkdir()
-        for one in PARTS[part][1]:
-            with report.part(one.__name__):
-                one(bench)
-    report.write()
+class Case:
+    """Weights in files, and a module that gets them on the device as the module of a worker does."""
 
+    def __init__(self, folder: Path, width: int, device: str) -> None:
+        self.path, self.module, self.width = folder / "model.safetensors", Chain(width, MATRICES), width
+        self.where = "cuda:0" if device == "cuda" else "cpu"
+        # Numbers this small keep the activations away from the limits of tanh.
+        weights = {
+            name: torch.randn(width, width).mul_(0.02).to(torch.bfloat16)
+            for name, _ in self.module.named_buffers()
+        }
+        save_file(weights, self.path)
+        create(folder).write(folder / MANIFEST_NAME)
+        manifest = Manifest.read(folder)
+        self.bytes = manifest.total_bytes
+        # A standby has made the context before.
+        find_device(device)
+        self._snapshot = Snapshot(folder, manifest)
+        self._snapshot.restore(self.module, device=device)
+        self.snapshots = Snapshots([self._snapshot])
 
-def is_done(device: str, part: str) -> bool:
-    """Return True if a run has written the part's figures, and nothing in it has failed."""
-    path = path_of(target(device, part))
-    return path.exists() and not json.loads(path.read_text())["failures"]
-
-
-def run(device: str, seconds: float) -> None:
-    """Measure the parts whose figures are not there, each in a process, as long as the time is enough."""
-    ends_s = time.monotonic() + seconds
-    for part, (most_s, _) in PARTS.items():
-        if is_done(device, part):
-            print(f"{part}: its figures are there", flush=True)
-            continue
-        if time.monotonic() + most_s > ends_s:
-            print(f"{part}: it may take {most_s} s, and less is left", flush=True)
-            return
-        print(f"{part}: measured", flush=True)
-        unmount_left()
-        command = [sys.executable, __file__, "--device", device, "--part", part]
-        with subprocess.Popen(command, preexec_fn=end_with_parent) as process:  # noqa: PLW1509  one thread here
-            try:
-                process.wait(most_s)
-            except subprocess.TimeoutExpired:
-                print(f"{part}: killed after {most_s} s", flush=True)
-                process.kill()
-
-
-def finish(device: str) -> bool:
-    """Write build/bench/bench-gpu.json from all parts. If every part has figures, remove their files, so that the next run is new."""
-    report = Report("bench-gpu", packages=PACKAGES)
-    for part in PARTS:
-        if (path := path_of(target(device, part))).exists():
-            report.include(path)
+    def begin(self) -> float:
+        """Begin to copy the weights to the device, again if they are there. Return the time in seconds of the clock."""
+        again = bool(self._snapshot.slabs)
+        if again:
+            self.snapshots.park()
+        started_s = time.perf_counter()
+        if again:
+            self.snapshots.unpark()
         else:
-            report.fail(f"{part} has no figures yet: run this again")
-    met = report.finish()
-    if all(is_done(device, part) for part in PARTS):
-        for part in PARTS:
-            path_of(target(device, part)).unlink()
-    return met
+            self.snapshots.open()
+        return started_s
+
+    def copy_s(self) -> float:
+        """Copy all weights to the device. Return the duration."""
+        started_s = self.begin()
+        self.snapshots.wait(TIMEOUT_S)
+        return time.perf_counter() - started_s
+
+    def answer(self) -> float:
+        with self.snapshots.gate():
+            return self.module.answer(self.where)
+
+    def finish(self) -> None:
+        """Block until the device has executed all that was submitted."""
+        if self.where != "cpu":
+            torch.cuda.synchronize()
+
+    def raw_s(self) -> float:
+        """Return how long raw copies of the same number of bytes take from pinned memory: the ceiling."""
+        size, cuda = 16 << 20, self.where != "cpu"
+        source = torch.ones(size, dtype=torch.uint8, pin_memory=cuda)
+        target = torch.empty(size, dtype=torch.uint8, device=self.where)
+        started_s = time.perf_counter()
+        for _ in range(max(1, self.bytes // size)):
+            target.copy_(source, non_blocking=True)
+        self.finish()
+        return time.perf_counter() - started_s
+
+    def peer_s(self) -> float:
+        """Return how long `safetensors.torch.load_file` takes."""
+        started_s = time.perf_counter()
+        tensors = load_file(self.path, device=self.where)
+        self.finish()
+        took_s = time.perf_counter() - started_s
+        del tensors
+        return took_s
+
+
+class GpuBench:
+    """The parts of the benchmark on one device."""
+
+    def __init__(self, report: Report, device: str, folder: Path, gb: float) -> None:
+        self._report, self._device, self._folder = report, device, folder
+        width = int((gb * GB / MATRICES / 2) ** 0.5) // 64 * 64
+        self._case = Case(folder, width, device)
+
+    def copies(self) -> None:
+        """Enter the share of the ceiling and the ratio to the loader, a pass that begins with the copy, and parking."""
+        case = self._case
+        case.copy_s()
+        right = case.answer()
+        ours, passes, parks = list[float](), list[float](), list[float]()
+        for _ in range(ROUNDS):
+            ours.append(case.copy_s())
+            started_s = case.begin()
+            self._check(case.answer(), right)
+            passes.append(time.perf_counter() - started_s)
+            case.snapshots.wait(TIMEOUT_S)
+            started_s = time.perf_counter()
+            case.snapshots.park()
+            parks.append(time.perf_counter() - started_s)
+            case.snapshots.unpark()
+            self._check(case.answer(), right)
+        case.snapshots.park()
+        raw_s = median([case.raw_s() for _ in range(ROUNDS)])
+        peer_s = median([case.peer_s() for _ in range(ROUNDS)])
+        copy_s = median(ours)
+        self._enter("h2d_share", raw_s / copy_s, "of raw copies", ">= 0.9")
+        self._enter("h2d_vs_safetensors", peer_s / copy_s, "x", ">= 2")
+        self._enter("overlap_ratio", median(passes) / copy_s, "of the copy alone", "<= 1.1")
+        self._enter("park_ms", median(parks) * 1e3, "ms", "<= 100")
+        self._right, self._raw_ms = right, raw_s * 1e3
+
+    def functions(self) -> None:
+        """Enter the first call of a function at zero, and calls of two functions in turn that do not fit together."""
+        total_mb = (
+            torch.cuda.get_device_properties(0).total_memory >> 20 if self._device == "cuda" else SIMULATED_MB
+        )
+        needed_mb = int(1.1 * self._case.bytes / (1 << 20)) + CONTEXT_MB
+        with self._deployed({"cold": needed_mb}, {"scale.idle_timeout_s": 0.4}, total_mb) as control:
+            cold_ms = []
+            for _ in range(ROUNDS):
+                control.wait_for("cold", workers=0, standby=True)
+                reply = control.invoke("cold", {})
+                self._check(reply.body, self._right)
+                cold_ms.append(reply.ms)
+        self._enter("cold_extra_ms", median(cold_ms) - self._raw_ms, "ms beyond raw copies", "<= 150")
+        needs = dict.fromkeys(("one", "two"), int(0.6 * total_mb))
+        with self._deployed(needs, {"scale.idle_timeout_s": 1000, "scale.max": 1}, total_mb) as control:
+            for turn in range(TURNS):
+                self._check(control.invoke(("one", "two")[turn % 2], {}).body, self._right)
+        self._report.add("turns_answered", TURNS, "", f"== {TURNS}")
+
+    def tests(self) -> None:
+        """Enter the exit code of the tests that need a CUDA device."""
+        if self._device == "cuda":
+            command = [sys.executable, "-m", "pytest", "-q", "-c", os.devnull, "--noconftest", str(TESTS)]
+            self._report.add(
+                "cuda_tests_exit_code", subprocess.run(command, check=False).returncode, "", "== 0"
+            )
+
+    @contextmanager
+    def _deployed(
+        self, memory_mb: dict[str, int], settings: dict[str, float], total_mb: int
+    ) -> Iterator[Control]:
+        """A gateway with a function for each name, which may use `memory_mb[name]` MB of the device."""
+        gpus = {} if self._device == "cuda" else {"PILOTFLAME_GPUS": f"0:{total_mb}"}
+        given = {"width": self._case.width, "matrices": MATRICES, "device": self._device}
+        with tempfile.TemporaryDirectory(prefix="pilotflame-gpu-") as name, gateway(gpus) as (_, control):
+            shutil.copyfile(HERE / "gpu_chain.py", Path(name) / "handler.py")
+            (Path(name) / "given.json").write_text(json.dumps(given))
+            for function, most_mb in memory_mb.items():
+                needs = {"resources.gpus": 1, "resources.gpu_memory_mb": most_mb}
+                control.deploy(name, name=function, snapshot=str(self._folder), **needs, **settings)
+            yield control
+
+    def _check(self, answer: float, right: float) -> None:
+        if abs(answer - right) > 0.01 * abs(right):
+            raise RuntimeError(f"the answer is {answer}, not {right}")
+
+    def _enter(self, name: str, value: float, unit: str, target: str) -> None:
+        self._report.add(name, value, unit, target if self._device == "cuda" else "")
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Measure how weights get to a device.")
+    options = parser(__doc__)
     found = "cuda" if torch.cuda.is_available() else "simulated"
-    parser.add_argument("--device", choices=["cuda", "simulated"], default=found)
-    parser.add_argument(
-        "--seconds", type=float, default=math.inf, help="begin no part that may take longer than what is left"
-    )
-    parser.add_argument("--part", choices=PARTS, help="measure this one part, in this process")
-    arguments = parser.parse_args()
-    if arguments.part:
-        measure(arguments.device, arguments.part)
-        return 0
-    run(arguments.device, arguments.seconds)
-    return 0 if finish(arguments.device) else 1
+    options.add_argument("--device", choices=["cuda", "simulated"], default=found)
+    options.add_argument("--gb", type=float, default=16.0 if found == "cuda" else 0.1)
+    arguments = options.parse_args()
+    report = Report("bench-gpu", packages=("torch", "safetensors"))
+    report.note(f"{arguments.device} device, {arguments.gb} GB of weights")
+    with mounted(int(2 * arguments.gb * GB) + (1 << 30)):
+        folder = memory_folder() / "bench-gpu"
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        try:
+            bench = GpuBench(report, arguments.device, folder, arguments.gb)
+            for part in (bench.copies, bench.functions, bench.tests):
+                with report.part(part.__name__):
+                    part()
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+    return report.finish(arguments)
 
 
 if __name__ == "__main__":

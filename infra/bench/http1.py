@@ -1,6 +1,6 @@
-"""HTTP/1.1 as a load generator needs it: one request's bytes, and a keep-alive connection that costs little.
+"""HTTP/1.1 as a load generator needs it: a request as bytes, and a keep-alive connection that uses little CPU time.
 
-Only the status, the length of the body and (where asked) some headers are looked at. No pipelining, no HEAD.
+A response must have a Content-Length or be chunked. There is no pipelining.
 """
 
 from __future__ import annotations
@@ -11,17 +11,20 @@ from dataclasses import dataclass, field
 from typing import cast
 from urllib.parse import urlsplit
 
+_CHUNKED = -1
+
 
 @dataclass(frozen=True)
 class Request:
-    """A request that a generator sends repeatedly, and the properties of a right answer."""
+    """A POST that a generator sends repeatedly, and the properties of a right answer."""
 
     url: str
-    method: str = "POST"
     body: bytes = b""
-    headers: dict[str, str] = field(default_factory=dict)
-    expect: bytes | None = None  # the body of a right answer; JSON may be spaced otherwise
-    capture: tuple[str, ...] = ()  # response headers to bring back
+    headers: dict[str, str] = field(default_factory=lambda: {"Content-Type": "application/json"})
+    expect: bytes | None = None
+    """The body of a right answer. The spaces of JSON may differ."""
+    capture: str = ""
+    """A response header to keep."""
 
     @property
     def address(self) -> tuple[str, int]:
@@ -29,26 +32,23 @@ class Request:
         return parts.hostname or "127.0.0.1", parts.port or 80
 
     def encode(self) -> bytes:
-        """The request's bytes on the wire."""
+        """Return the request as bytes."""
         parts = urlsplit(self.url)
-        path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-        lines = [f"{self.method} {path} HTTP/1.1", f"Host: {parts.netloc}"]
-        lines += [f"{name}: {value}" for name, value in self.headers.items()]
-        if self.body or self.method in {"POST", "PUT", "PATCH"}:
-            lines.append(f"Content-Length: {len(self.body)}")
+        headers = {"Host": parts.netloc, **self.headers, "Content-Length": len(self.body)}
+        lines = [f"POST {parts.path} HTTP/1.1", *(f"{name}: {value}" for name, value in headers.items())]
         return "\r\n".join([*lines, "", ""]).encode() + self.body
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One response, whole."""
+    """One whole response."""
 
     status: int
     head: bytes
     body: bytes
 
     def header(self, name: str) -> str:
-        """The value of one header, empty where it is absent."""
+        """Return the value of a header, empty if it is absent."""
         for line in self.head.split(b"\r\n")[1:]:
             key, _, value = line.partition(b":")
             if key.strip().lower() == name.lower().encode():
@@ -56,111 +56,89 @@ class Answer:
         return ""
 
 
-def unchunk(data: bytes) -> bytes | None:
-    """The body of a chunked message, or None while some of it is missing."""
-    parts: list[bytes] = []
-    at = 0
-    while True:
-        end = data.find(b"\r\n", at)
-        if end < 0:
-            return None
-        size = int(data[at:end].split(b";")[0], 16)
-        start = end + 2
-        if len(data) < start + size + 2:
-            return None
-        if size == 0:
-            return b"".join(parts)
-        parts.append(data[start : start + size])
-        at = start + size + 2
-
-
-_UNTIL_CLOSE = -1
-_CHUNKED = -2
-
-
-def _body_length(lowered: bytes, status: int) -> int:
-    """How long the body is: a number of bytes, or one of the two marks above."""
-    at = lowered.find(b"\r\ncontent-length:")
-    if at >= 0:
-        end = lowered.find(b"\r\n", at + 17)
-        return int(lowered[at + 17 : end if end >= 0 else None])
-    if b"\r\ntransfer-encoding: chunked" in lowered:
-        return _CHUNKED
-    return 0 if status in {204, 304} else _UNTIL_CLOSE
-
-
 class Connection(asyncio.Protocol):
-    """One keep-alive connection: tells its owner of each whole answer, and of its own end."""
+    """One keep-alive connection."""
 
-    def __init__(
-        self, on_answer: Callable[[Connection, Answer], None], on_lost: Callable[[Connection], None]
-    ) -> None:
-        self._on_answer = on_answer
-        self._on_lost = on_lost
+    def __init__(self) -> None:
         self._transport: asyncio.Transport | None = None
+        self._on_answer: Callable[[Answer | None], None] | None = None
         self._buffer = bytearray()
         self._head = b""
-        self._status = 0
         self._length = 0
-        self._last = False  # the server said that it closes after this answer
 
-    @property
-    def alive(self) -> bool:
-        return self._transport is not None
+    def send(self, wire: bytes, on_answer: Callable[[Answer | None], None]) -> None:
+        """Send a request, and call `on_answer` with its answer, or with None if the connection is lost."""
+        self._on_answer = on_answer
+        if self._transport is None:
+            self._finish(None)
+        else:
+            self._transport.write(wire)
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast("asyncio.Transport", transport)  # uvloop's is one in all but inheritance
-
-    def send(self, wire: bytes) -> None:
-        assert self._transport is not None
-        self._transport.write(wire)
+    async def ask(self, wire: bytes) -> Answer | None:
+        """Send a request. Return its answer, or None if the connection is lost."""
+        answered: asyncio.Future[Answer | None] = asyncio.get_running_loop().create_future()
+        self.send(wire, answered.set_result)
+        return await answered
 
     def close(self) -> None:
-        """End the connection without a report to the owner, who has asked for it."""
-        self._last = True
+        self._on_answer = None
         if self._transport is not None:
             self._transport.abort()
-            self._transport = None
 
-    def data_received(self, data: bytes) -> None:
-        self._buffer += data
-        if not self._head and not self._read_head():
-            return
-        body = self._whole_body()
-        if body is not None:
-            self._finish(body)
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # The transport of uvloop does not inherit from asyncio.Transport.
+        self._transport = cast("asyncio.Transport", transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
-        if self._head and self._length == _UNTIL_CLOSE and exc is None:
-            self._last = True
-            self._finish(bytes(self._buffer))
-        elif self._head or not self._last:
-            self._on_lost(self)
+        self._finish(None)
 
-    def _read_head(self) -> bool:
-        end = self._buffer.find(b"\r\n\r\n")
-        if end < 0:
-            return False
-        self._head = bytes(self._buffer[:end])
-        self._status = int(self._head[9:12])
-        lowered = self._head.lower()
-        self._length = _body_length(lowered, self._status)
-        self._last = b"\r\nconnection: close" in lowered
-        del self._buffer[: end + 4]
-        return True
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        if not self._head:
+            end = self._buffer.find(b"\r\n\r\n")
+            if end < 0:
+                return
+            self._head = bytes(self._buffer[:end])
+            self._length = _body_length(self._head.lower())
+            del self._buffer[: end + 4]
+        body = bytes(self._buffer) if len(self._buffer) >= self._length else None
+        if self._length == _CHUNKED:
+            body = _unchunk(self._buffer) if self._buffer.endswith(b"0\r\n\r\n") else None
+        if body is not None:
+            answer = Answer(int(self._head[9:12]), self._head, body)
+            self._head = b""
+            self._buffer.clear()
+            self._finish(answer)
 
-    def _whole_body(self) -> bytes | None:
-        if self._length >= 0:
-            return bytes(self._buffer) if len(self._buffer) >= self._length else None
-        if self._length == _CHUNKED and self._buffer.endswith(b"0\r\n\r\n"):
-            return unchunk(bytes(self._buffer))
-        return None
+    def _finish(self, answer: Answer | None) -> None:
+        on_answer, self._on_answer = self._on_answer, None
+        if on_answer is not None:
+            on_answer(answer)
 
-    def _finish(self, body: bytes) -> None:
-        answer = Answer(self._status, self._head, body)
-        self._head = b""
-        self._buffer.clear()
-        if self._last:
-            self.close()
-        self._on_answer(self, answer)
+
+async def connect(request: Request) -> Connection:
+    """Return a new connection to the server of a request."""
+    _, connection = await asyncio.get_running_loop().create_connection(Connection, *request.address)
+    return connection
+
+
+def _body_length(head: bytes) -> int:
+    at = head.find(b"\r\ncontent-length:")
+    if at < 0:
+        return _CHUNKED
+    end = head.find(b"\r\n", at + 17)
+    return int(head[at + 17 : end if end >= 0 else None])
+
+
+def _unchunk(data: bytearray) -> bytes | None:
+    """Return the body of a chunked message, or None if a part of it is missing."""
+    parts: list[bytes] = []
+    at = 0
+    while (end := data.find(b"\r\n", at)) >= 0:
+        size, start = int(data[at:end].split(b";")[0], 16), end + 2
+        if size == 0:
+            return b"".join(parts)
+        parts.append(bytes(data[start : start + size]))
+        at = start + size + 2
+    return None

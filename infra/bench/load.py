@@ -1,138 +1,223 @@
-"""The load generator: `closed_loop`, `open_loop`, and `load_apart`, which runs either in its own process.
+"""The load generator: a closed loop of callers, an open loop of Poisson arrivals, and bursts.
 
-    python infra/bench/load.py --url http://127.0.0.1:8000/ --body '{"name": "x"}' --callers 32 --duration-s 2
-    python infra/bench/load.py --url http://127.0.0.1:8000/ --rate 500 --summary
-
-Prints one JSON object: the `Tally`, or with --summary its percentiles only.
+`load_apart` runs the loops in a process of its own.
 """
 
 from __future__ import annotations
 
-import argparse
+import asyncio
 import gc
 import json
+import random
 import subprocess
 import sys
 import tempfile
-from pathlib import Path
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from typing import Any
 
 import uvloop
-from closed import closed_loop
-from http1 import Request
-from opened import open_loop, poisson
+from http1 import Answer, Connection, Request, connect
 from tally import Tally
 
-__all__ = ["Request", "Tally", "closed_loop", "load_apart", "open_loop", "poisson"]
+__all__ = ["REFUSED", "ClosedLoop", "Request", "Tally", "burst", "load_apart"]
+
+BLANKS = 40
+"""The number of blanks after the body of a request of an open loop. Tabs among them encode its number."""
+DRAIN_S = 30.0
+REFUSED = {429, 503}
+
+
+class ClosedLoop:
+    """Callers that each send a request, wait for the whole answer, and send the next request."""
+
+    def __init__(self, request: Request, callers: int) -> None:
+        self._request, self._wire, self._callers = request, request.encode(), callers
+        self._connections: list[Connection] = []
+        self._tally = Tally()
+        self._until_ns = self._waiting = 0
+        self._ended = asyncio.Event()
+
+    async def connect(self) -> None:
+        self._connections = [await connect(self._request) for _ in range(self._callers)]
+
+    async def run(self, duration_s: float) -> Tally:
+        """Send for `duration_s`, and then wait for the answers. A caller whose connection is lost sends nothing more."""
+        self._tally, self._waiting = Tally(), self._callers
+        self._ended.clear()
+        with _measured(self._tally):
+            self._until_ns = time.perf_counter_ns() + int(duration_s * 1e9)
+            for connection in self._connections:
+                self._send(connection)
+            try:
+                await asyncio.wait_for(self._ended.wait(), duration_s + DRAIN_S)
+            except TimeoutError:
+                self._tally.errors["no answer"] += 1
+        return self._tally
+
+    def close(self) -> None:
+        for connection in self._connections:
+            connection.close()
+
+    def _send(self, connection: Connection) -> None:
+        sent_ns = time.perf_counter_ns()
+
+        def answered(answer: Answer | None) -> None:
+            self._tally.enter(self._request, answer, time.perf_counter_ns() - sent_ns)
+            if answer is None or time.perf_counter_ns() >= self._until_ns:
+                self._waiting -= 1
+                if not self._waiting:
+                    self._ended.set()
+            else:
+                self._send(connection)
+
+        connection.send(self._wire, answered)
+
+
+class OpenLoop:
+    """Requests that arrive at given instants, whether or not earlier requests were answered.
+
+    A latency counts from the intended instant, so that a stalled server cannot hide the callers that it kept waiting
+    (coordinated omission). The instants are met to a millisecond. Each request has a body of its own, like requests of
+    different callers: the same JSON, followed by blanks that encode a number. With `retry`, a refused request is repeated
+    once, after the delay that the refusal states, and `second_statuses` has its second answer.
+    """
+
+    def __init__(self, request: Request, *, retry: bool) -> None:
+        self._request, self._retry = request, retry
+        self._wire = replace(request, body=request.body + b" " * BLANKS).encode()[:-BLANKS]
+        self._idle: list[Connection] = []
+        self._tally = Tally()
+
+    async def run(self, instants_s: Sequence[float]) -> Tally:
+        with _measured(self._tally):
+            begin_s = time.monotonic()
+            tasks = [
+                asyncio.create_task(self._call(number, begin_s + at_s))
+                for number, at_s in enumerate(instants_s)
+            ]
+            _, late = await asyncio.wait(tasks, timeout=instants_s[-1] + DRAIN_S)
+        for task in late:
+            task.cancel()
+            self._tally.errors["no answer"] += 1
+        for connection in self._idle:
+            connection.close()
+        return self._tally
+
+    async def _call(self, number: int, at_s: float) -> None:
+        await asyncio.sleep(at_s - time.monotonic())
+        answer = await self._ask(2 * number)
+        self._tally.enter(self._request, answer, int((time.monotonic() - at_s) * 1e9))
+        if self._retry and answer is not None and answer.status in REFUSED:
+            await asyncio.sleep(retry_after_s(answer))
+            if second := await self._ask(2 * number + 1):
+                self._tally.second_statuses[second.status] += 1
+
+    async def _ask(self, number: int) -> Answer | None:
+        try:
+            connection = self._idle.pop() if self._idle else await connect(self._request)
+        except OSError:
+            return None
+        blanks = format(number, f"0{BLANKS}b").replace("0", " ").replace("1", "\t")
+        answer = await connection.ask(self._wire + blanks.encode())
+        if answer is not None:
+            self._idle.append(connection)
+        return answer
+
+
+def retry_after_s(answer: Answer) -> float:
+    """Return the delay that a refusal states; one second if it states none."""
+    exact, whole = answer.header("retry-after-ms"), answer.header("retry-after")
+    return float(exact) / 1e3 if exact else float(whole or 1)
+
+
+def poisson(rate: float, duration_s: float, seed: int) -> list[float]:
+    """Return the instants of a Poisson process, in seconds after the start."""
+    draw = random.Random(seed)
+    instants = [draw.expovariate(rate)]
+    while instants[-1] < duration_s:
+        instants.append(instants[-1] + draw.expovariate(rate))
+    return instants
+
+
+def burst(requests: Sequence[Request]) -> Tally:
+    """Send all requests at one instant, on connections that are open. Raise RuntimeError unless all are answered."""
+    tally = uvloop.run(_burst(requests))
+    if not tally.clean:
+        raise RuntimeError(f"{tally.right} of {len(requests)} answered: {tally.summary()}")
+    return tally
+
+
+async def _burst(requests: Sequence[Request]) -> Tally:
+    tally, connections = Tally(), [await connect(request) for request in requests]
+
+    async def ask(connection: Connection, request: Request) -> None:
+        answer = await connection.ask(request.encode())
+        tally.enter(request, answer, time.perf_counter_ns() - began_ns)
+
+    with _measured(tally):
+        began_ns = time.perf_counter_ns()
+        async with asyncio.timeout(4 * DRAIN_S):
+            await asyncio.gather(*map(ask, connections, requests))
+    for connection in connections:
+        connection.close()
+    return tally
+
+
+@contextmanager
+def _measured(tally: Tally) -> Iterator[None]:
+    """Enter the duration of the block, and the CPU time of this process."""
+    started_s, cpu_s = time.perf_counter(), time.process_time()
+    yield
+    tally.wall_s, tally.cpu_s = time.perf_counter() - started_s, time.process_time() - cpu_s
 
 
 def load_apart(
-    request: Request,
-    *,
-    callers: int = 1,
-    duration_s: float = 2.0,
-    count: int | None = None,
-    warmup_s: float = 0.3,
-    rate: float | None = None,
-    instants: Path | None = None,
-    retry: bool = False,
-    seed: int = 1,
-    timeout_s: float = 120.0,
-) -> Tally:
-    """Run the load in a process of its own; an open loop where `rate` or `instants` is given, a closed one otherwise.
+    request: Request, *, callers: int = 1, duration_s: float = 2.0, warmup_s: float = 0.3, rate: float | None = None,
+    retry: bool = False, seed: int = 1,
+) -> Tally:  # fmt: skip
+    """Run a closed loop of `callers`, or with `rate` an open loop, in a new process.
 
-    `instants`: a file with a JSON list of the times to send, in ns after the start. `retry`: in an open loop, a refused request
-    is sent once more after the stated delay.
+    The requests of the first `warmup_s` are not counted.
     """
-    command = [sys.executable, str(Path(__file__)), "--url", request.url, "--method", request.method]
-    command += ["--body", request.body.decode(), "--duration-s", str(duration_s), "--seed", str(seed)]
-    command += ["--callers", str(callers), "--warmup-s", str(warmup_s)]
-    for name, value in request.headers.items():
-        command += ["--header", f"{name}: {value}"]
-    for name in request.capture:
-        command += ["--capture", name]
-    if request.expect is not None:
-        command += ["--expect", request.expect.decode()]
-    if count is not None:
-        command += ["--count", str(count)]
-    if rate is not None:
-        command += ["--rate", str(rate)]
-    if instants is not None:
-        command += ["--instants", str(instants)]
-    command += ["--retry"] * retry
+    given = {**asdict(request), "body": request.body.decode(), "expect": (request.expect or b"").decode()}
+    order = {
+        "request": given, "callers": callers, "duration_s": duration_s, "warmup_s": warmup_s, "rate": rate,
+        "retry": retry, "seed": seed,
+    }  # fmt: skip
     # A file, not a pipe: more than 64 KiB did not always arrive whole through a pipe.
     with tempfile.TemporaryFile() as told:
-        subprocess.run(command, check=True, stdout=told, timeout=timeout_s)
+        command = [sys.executable, __file__, json.dumps(order)]
+        subprocess.run(command, check=True, stdout=told, timeout=duration_s + 120)
         told.seek(0)
         return Tally.from_json(told.read().decode())
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="HTTP/1.1 load on one URL; prints one JSON object.")
-    parser.add_argument("--url", required=True)
-    parser.add_argument("--method", default="POST")
-    parser.add_argument("--body", default="", help="text, or @file")
-    parser.add_argument("--header", action="append", default=[], help="'Name: value', repeatable")
-    parser.add_argument("--expect", help="the body of a right answer")
-    parser.add_argument("--capture", action="append", default=[], help="a response header to bring back")
-    parser.add_argument("--callers", type=int, default=1)
-    parser.add_argument("--duration-s", type=float, default=2.0)
-    parser.add_argument("--count", type=int, default=2**62)
-    parser.add_argument("--warmup-s", type=float, default=0.0)
-    parser.add_argument(
-        "--rate", type=float, help="requests per second: an open loop instead of a closed one"
-    )
-    parser.add_argument(
-        "--instants", type=Path, help="a JSON list of ns after the start: an open loop of these"
-    )
-    parser.add_argument(
-        "--retry", action="store_true", help="open loop: the refused wait as told and come once more"
-    )
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--summary", action="store_true", help="percentiles instead of every latency")
-    return parser.parse_args()
-
-
-def _request(arguments: argparse.Namespace) -> Request:
-    text: str = arguments.body
-    body = Path(text[1:]).read_bytes() if text.startswith("@") else text.encode()
-    headers = dict(header.split(": ", 1) for header in arguments.header)
-    return Request(
-        url=arguments.url,
-        method=arguments.method,
-        body=body,
-        headers=headers or {"Content-Type": "application/json"},
-        expect=None if arguments.expect is None else arguments.expect.encode(),
-        capture=tuple(arguments.capture),
-    )
-
-
-async def _load(arguments: argparse.Namespace) -> Tally:
-    request = _request(arguments)
-    if arguments.rate is None and arguments.instants is None:
-        return await closed_loop(
-            request,
-            callers=arguments.callers,
-            duration_s=arguments.duration_s,
-            count=arguments.count,
-            warmup_s=arguments.warmup_s,
-        )
-    if arguments.warmup_s:
-        await closed_loop(request, callers=arguments.callers, duration_s=arguments.warmup_s)
-    given = arguments.instants
-    instants = (
-        poisson(arguments.rate, arguments.duration_s, arguments.seed)
-        if given is None
-        else json.loads(given.read_text())
-    )
-    return await open_loop(request, instants, retry=arguments.retry)
+async def _load(order: dict[str, Any]) -> Tally:
+    given = order["request"]
+    request = Request(**{**given, "body": given["body"].encode(), "expect": given["expect"].encode() or None})
+    loop = ClosedLoop(request, order["callers"])
+    await loop.connect()
+    warmup = await loop.run(order["warmup_s"])
+    if order["rate"] is None:
+        tally = await loop.run(order["duration_s"])
+    else:
+        instants_s = poisson(order["rate"], order["duration_s"], order["seed"])
+        tally = await OpenLoop(request, retry=order["retry"]).run(instants_s)
+    loop.close()
+    tally.warmup_answers = warmup.answers
+    for what, times in warmup.errors.items():
+        tally.errors[f"warm-up: {what}"] = times
+    return tally
 
 
 def main() -> None:
-    arguments = _arguments()
+    # A garbage collection in the generator must not count as latency of the server.
     gc.freeze()
-    gc.disable()  # a garbage collection in the generator must not count as latency of the server
-    tally = uvloop.run(_load(arguments))
-    print(json.dumps(tally.summary()) if arguments.summary else tally.to_json())
+    gc.disable()
+    print(uvloop.run(_load(json.loads(sys.argv[1]))).to_json())
 
 
 if __name__ == "__main__":

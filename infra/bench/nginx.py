@@ -1,16 +1,11 @@
-"""nginx on loopback: the fast range server of the snapshot benchmark, in plain and in TLS.
-
-python infra/bench/nginx.py FOLDER      serve a folder until interrupted
-"""
+"""nginx on loopback: the range server of the snapshot benchmark, in plain and in TLS."""
 
 from __future__ import annotations
 
 import os
 import shutil
-import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -23,9 +18,8 @@ import trustme
 _HOST = "127.0.0.1"
 _START_S = 10.0
 _STOP_S = 10.0
-_PLACES = ("/usr/sbin/nginx", "/usr/local/sbin/nginx")
 
-# Nothing logged, bodies by sendfile, connections kept: the server is to be no part of the measurement.
+# No log, bodies by sendfile, and kept connections, so that the server uses little CPU time.
 _CONFIG = """
 daemon off;
 worker_processes 2;
@@ -59,19 +53,14 @@ http {{
 """
 
 
-class NginxError(Exception):
-    """nginx is missing, or did not start or end."""
-
-
 @dataclass(frozen=True)
 class Nginx:
-    """A running one. Signatures and credentials are ignored: S3 clients take it for a public, path-style endpoint."""
+    """A running nginx. It ignores signatures, so S3 clients can use it as a path-style endpoint."""
 
     port: int
     tls_port: int
     authority: Path
-    """The certificate that clients are to trust."""
-    pid: int
+    """The certificate that clients must trust."""
 
     @property
     def url(self) -> str:
@@ -84,78 +73,45 @@ class Nginx:
 
 @contextmanager
 def start_nginx(root: Path) -> Iterator[Nginx]:
-    """Serve folder `root` on two free ports, in plain and in TLS; ended by its pid."""
+    """Serve folder `root` on two free ports, in plain and in TLS, during the block."""
     with tempfile.TemporaryDirectory(prefix="nginx-bench-") as name:
         folder = Path(name)
-        port, tls_port = _free_ports()
+        with socket.create_server((_HOST, 0)) as one, socket.create_server((_HOST, 0)) as two:
+            port, tls_port = (int(each.getsockname()[1]) for each in (one, two))
         authority = trustme.CA()
         authority.issue_cert(_HOST).private_key_and_cert_chain_pem.write_to_path(str(folder / "server.pem"))
         authority.cert_pem.write_to_path(str(folder / "authority.pem"))
+        # As another user, its workers could not read what root made.
+        user = "user root;" if os.geteuid() == 0 else ""
         config = _CONFIG.format(
-            folder=folder,
-            host=_HOST,
-            port=port,
-            tls_port=tls_port,
-            root=root.resolve(),
-            user="user root;" if os.geteuid() == 0 else "",  # else workers may not read what root made
+            folder=folder, host=_HOST, port=port, tls_port=tls_port, root=root.resolve(), user=user
         )
         (folder / "nginx.conf").write_text(config)
-        process = subprocess.Popen(
-            [_binary(), "-p", name, "-c", str(folder / "nginx.conf"), "-e", str(folder / "error.log")],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-        )
+        binary = shutil.which("nginx", path=f"{os.environ['PATH']}:/usr/sbin")
+        if binary is None:
+            raise RuntimeError(
+                "nginx is missing: `make bench-snapshot` installs it, or apt-get install nginx-light"
+            )
+        command = [binary, "-p", name, "-c", str(folder / "nginx.conf"), "-e", str(folder / "error.log")]
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
         try:
-            _wait(process, folder / "error.log", (port, tls_port))
-            yield Nginx(port, tls_port, folder / "authority.pem", process.pid)
+            _wait(process, folder / "error.log", port)
+            yield Nginx(port, tls_port, folder / "authority.pem")
         finally:
-            _stop(process)
+            process.terminate()
+            process.wait(_STOP_S)
 
 
-def _binary() -> str:
-    found = shutil.which("nginx") or next((place for place in _PLACES if Path(place).exists()), None)
-    if found is None:
-        raise NginxError(
-            "nginx is not installed: `make bench-snapshot` installs it, or apt-get install nginx-light"
-        )
-    return found
-
-
-def _free_ports() -> tuple[int, int]:
-    with socket.create_server((_HOST, 0)) as one, socket.create_server((_HOST, 0)) as two:
-        return int(one.getsockname()[1]), int(two.getsockname()[1])
-
-
-def _wait(process: subprocess.Popen[bytes], log: Path, ports: tuple[int, ...]) -> None:
-    """nginx does not say when it listens: connect until it does."""
+def _wait(process: subprocess.Popen[bytes], log: Path, port: int) -> None:
+    """Connect until nginx listens, because it does not report that."""
     deadline = time.monotonic() + _START_S
-    for port in ports:
-        while True:
-            try:
-                socket.create_connection((_HOST, port), timeout=1).close()
-                break
-            except OSError as error:
-                if process.poll() is not None or time.monotonic() > deadline:
-                    text = log.read_text() if log.exists() else ""
-                    raise NginxError(f"nginx does not listen: {text[-1000:]}") from error
-                time.sleep(0.01)
-
-
-def _stop(process: subprocess.Popen[bytes]) -> None:
-    process.send_signal(signal.SIGTERM)
-    try:
-        process.wait(_STOP_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
-
-
-def main() -> None:
-    with start_nginx(Path(sys.argv[1])) as server:
-        print(server.url, server.tls_url, server.authority, flush=True)
-        signal.sigwait({signal.SIGINT, signal.SIGTERM})
-
-
-if __name__ == "__main__":
-    main()
+    while True:
+        try:
+            socket.create_connection((_HOST, port), timeout=1).close()
+        except OSError as error:
+            if process.poll() is not None or time.monotonic() > deadline:
+                text = log.read_text() if log.exists() else ""
+                raise RuntimeError(f"nginx does not listen: {text[-1000:]}") from error
+            time.sleep(0.01)
+        else:
+            return

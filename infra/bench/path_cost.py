@@ -1,294 +1,210 @@
-"""The CPU time of a warm hello, process by process, beside a bare echo; or of a hello at two commits.
+"""The CPU time of a warm call or of a cold start of an empty handler, at another commit and now.
 
-    python infra/bench/path_cost.py                               # beside the echo
-    python infra/bench/path_cost.py --profile                     # and the functions of gateway and worker (py-spy)
-    python infra/bench/path_cost.py --against HEAD~3              # a warm hello at that commit, and now
-    python infra/bench/path_cost.py --against HEAD~3 --cold       # a cold start at that commit, and now
-    python infra/bench/path_cost.py --functions 1000 [--cold]     # with one function, and with 1,000 others
+    python infra/bench/path_cost.py --against HEAD~3              # a warm call
+    python infra/bench/path_cost.py --against HEAD~3 --cold       # a cold start
 
-The two sides take turns in each round, so that other work on the machine affects both.
+Both commits run at the same time and take turns within each round, so that other work on the machine affects both. The
+ratio is taken round by round: its median and its quartiles are reported. It has no target: commits differ.
 """
 
 from __future__ import annotations
 
 import argparse
-import shutil
+import contextlib
+import gc
+import io
+import itertools
 import subprocess
 import sys
+import tarfile
 import tempfile
-import threading
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-import path_pairs
-import process_tree
-import psutil
-from commit_environment import environment_of, hash_of
-from contestant import HELLO
+import hello
+import uvloop
 from control import Control
-from hello import CALLERS, FUNCTION
-from load import Request, load_apart
-from percentiles import median
-from report import Report
-from servers import Server, ServerError, start_echo, start_pilotflame
+from function_cpu import FunctionCpu
+from load import ClosedLoop, Request
+from percentiles import median, percentile
+from report import Report, parser
+from servers import Server, ServerError, start_pilotflame
 
-HEADERS = {"Content-Type": "application/json"}
-PARTS = ("gateway", "worker", "others")
-SHARE = 0.55
-# A call among 1,000 functions costs at most this much of a call with one function.
-MANY = "<= 1.1"
-ROUNDS, PAIRS = 5, 10
-SAMPLES_PER_S = 400
-TOP = 28
-
-
-@dataclass(frozen=True, slots=True)
-class Spent:
-    """The CPU time of processes in user mode and in the kernel, in seconds, and the number of their context switches."""
-
-    user_s: float = 0.0
-    system_s: float = 0.0
-    switches: int = 0
-
-    @property
-    def total_s(self) -> float:
-        return self.user_s + self.system_s
-
-    def __add__(self, other: Spent) -> Spent:
-        return Spent(
-            self.user_s + other.user_s, self.system_s + other.system_s, self.switches + other.switches
-        )
-
-    def __sub__(self, other: Spent) -> Spent:
-        return Spent(
-            self.user_s - other.user_s, self.system_s - other.system_s, self.switches - other.switches
-        )
+NAME = "hello"
+ROOT = Path(__file__).resolve().parents[2]
+# Hard links need the file system of the environment, and /tmp may be another one.
+BUILD = ROOT / "build" / "bench"
+INSTALL = ["install", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-build-isolation"]
+# A cold call needs a function without workers.
+IDLE_TIMEOUT_S = 0.05
+WARM_UP_S, WARM_UP_COLD_CALLS = 2.0, 3
+# Other work on the machine comes and goes within seconds. Short turns distribute it over both sides.
+TURN_S = 0.2
+UNITS = {False: ("us", 1e6), True: ("ms", 1e3)}
+"""The unit of the CPU time of one call and its number in a second, for warm and for cold calls."""
 
 
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """The CPU time of a number of requests, by part, and the rate of the requests."""
-
-    parts: dict[str, Spent]
-    requests: int
-    per_second: float
-
-    def us(self, part: str) -> float:
-        return self.parts[part].total_s / self.requests * 1e6
-
-    @property
-    def whole_us(self) -> float:
-        return sum(self.us(part) for part in self.parts)
-
-
-def spent(process: psutil.Process) -> Spent:
-    """Return what a process has spent so far, its ended and reaped children included."""
-    times = process.cpu_times()
-    switches = sum(
-        int(line.split()[1])
-        for status in Path(f"/proc/{process.pid}/task").glob("*/status")
-        for line in status.read_text().splitlines()
-        if "ctxt_switches" in line
-    )
-    return Spent(times.user + times.children_user, times.system + times.children_system, switches)
-
-
-def part_of(process: psutil.Process, server: Server, worker: str) -> str:
-    if process.pid == server.pid:
-        return "gateway"
-    return "worker" if worker in " ".join(process.cmdline()) else "others"
-
-
-def look(server: Server, worker: str) -> dict[str, Spent]:
-    """Return what each part of a server has spent so far."""
-    found = dict.fromkeys(PARTS, Spent())
-    for process in process_tree.tree(server.pid):
-        part = part_of(process, server, worker)
-        found[part] += spent(process)
-    return found
-
-
+@dataclass
 class Side:
-    """A server under measurement, and its rounds."""
+    """A gateway with the called function, and the CPU time of a call in seconds, round by round."""
 
-    def __init__(self, server: Server, path: str, worker: str) -> None:
-        self.server, self._worker = server, worker
-        self._request = Request(server.url + path, body=HELLO, headers=HEADERS)
-        self.rounds: list[Cost] = []
+    name: str
+    server: Server
+    control: Control
+    cpu: FunctionCpu
+    rounds_s: list[float] = field(default_factory=list)
 
-    def load(self, callers: int, duration_s: float) -> Cost:
-        before = look(self.server, self._worker)
-        tally = load_apart(self._request, callers=callers, duration_s=duration_s, warmup_s=0.0)
-        after = look(self.server, self._worker)
+    def cold_call(self) -> None:
+        """Call the function at zero, and wait until it is at zero again."""
+        if not self.control.invoke(NAME, {"name": "x"}).cold:
+            raise RuntimeError(f"{NAME} was not at zero")
+        self.cpu.wait_at_zero()
+
+
+class WarmCallers:
+    """The callers of one side. Each keeps its connection and sends one call after another."""
+
+    def __init__(self, side: Side, callers: int) -> None:
+        self._side = side
+        url = f"{side.server.url}/invoke/{NAME}"
+        request = Request(url, body=hello.BODY, expect=hello.ANSWER)
+        self._loop = ClosedLoop(request, callers)
+        self._used_s, self._answers = 0.0, 0
+
+    async def connect(self) -> None:
+        """Open the connections, and send calls until all processes are as they will be measured."""
+        await self._loop.connect()
+        await self.send(WARM_UP_S)
+        self._used_s, self._answers = 0.0, 0
+
+    async def send(self, seconds: float) -> None:
+        """Send calls, and add the CPU time that they use."""
+        before_s = self._side.cpu.used_s()
+        tally = await self._loop.run(seconds)
         if not tally.clean:
-            raise ServerError(f"{self.server.name} answered wrongly: {tally.summary()}")
-        parts = {part: after[part] - before[part] for part in PARTS}
-        return Cost(parts, tally.right, tally.per_second)
+            raise ServerError(f"{self._side.name} answered wrongly: {tally.summary()}")
+        self._used_s += self._side.cpu.used_s() - before_s
+        self._answers += tally.right
 
-    def median(self, part: str) -> float:
-        return median([cost.us(part) for cost in self.rounds])
+    def end_round(self) -> None:
+        """Enter the CPU time of each call since the last round."""
+        self._side.rounds_s.append(self._used_s / self._answers)
+        self._used_s, self._answers = 0.0, 0
 
-    def pid_of(self, part: str) -> int:
-        """Return the id of the process that has spent most of its part."""
-        tree = process_tree.tree(self.server.pid)
-        of_part = [found for found in tree if part_of(found, self.server, self._worker) == part]
-        return int(max(of_part, key=lambda found: spent(found).total_s).pid)
-
-
-@contextmanager
-def sides(workers: int) -> Iterator[tuple[Side, Side]]:
-    """Start the echo and a gateway, so that their rounds can take turns."""
-    with ExitStack() as stack:
-        echo = Side(stack.enter_context(start_echo()), "/", "-")
-        server = stack.enter_context(start_pilotflame())
-        control = Control(server.url)
-        overrides = {"scale.max": workers} if workers else {}
-        control.deploy(str(FUNCTION), name="hello", **overrides)
-        control.close()
-        yield echo, Side(server, "/invoke/hello", "pilotflame: worker hello")
+    def close(self) -> None:
+        self._loop.close()
 
 
-def measure(echo: Side, ours: Side, arguments: argparse.Namespace) -> None:
-    for side in (echo, ours):
-        side.load(arguments.callers, 1.0)
-    for number in range(arguments.rounds or ROUNDS):
-        for side in (echo, ours) if number % 2 else (ours, echo):
-            side.rounds.append(side.load(arguments.callers, arguments.seconds))
+@contextlib.contextmanager
+def environment_of(commit: str) -> Iterator[Path]:
+    """Copy the environment by hard links, install the wheel of a commit there, and yield its Python interpreter.
 
-
-def enter(report: Report, echo: Side, ours: Side) -> None:
-    whole = [cost.whole_us for cost in ours.rounds]
-    bare = [cost.whole_us for cost in echo.rounds]
-    report.add("echo_us", median(bare), "us CPU")
-    for part in PARTS:
-        report.add(f"{part}_us", ours.median(part), "us CPU")
-        report.add(f"{part}_system_share", _over(ours, part, "system_s", "total_s"))
-        report.add(f"{part}_switches_per_request", median(
-            [cost.parts[part].switches / cost.requests for cost in ours.rounds]
-        ))  # fmt: skip
-    report.add("ours_us", median(whole), "us CPU")
-    report.add("echo_rps", median([cost.per_second for cost in echo.rounds]), "/s")
-    report.add("ours_rps", median([cost.per_second for cost in ours.rounds]), "/s")
-    report.add("echo_cpu_share", median(bare) / median(whole), "of echo's req/cpu-s", f">= {SHARE}")
-    for of_echo, of_ours in zip(echo.rounds, ours.rounds, strict=True):
-        report.row(echo_us=of_echo.whole_us, ours_us=of_ours.whole_us, rps=of_ours.per_second)
-
-
-def _over(side: Side, part: str, above: str, below: str) -> float:
-    shares = [
-        getattr(cost.parts[part], above) / max(getattr(cost.parts[part], below), 1e-9) for cost in side.rounds
-    ]
-    return median(shares)
-
-
-def profile(ours: Side, part: str, callers: int, seconds: float) -> None:
-    """Print the functions in which a process of the gateway was while it held Python's lock, by the number of samples.
-
-    A system call that keeps the lock counts for its whole duration, even while the process does not run.
+    The other packages keep their present versions, even if the commit requires different ones. pip replaces the links of
+    the wheel and writes into no shared file.
     """
-    beside = Path(sys.executable).with_name("py-spy")
-    sampler = str(beside) if beside.exists() else shutil.which("py-spy")
-    if sampler is None:
-        raise ServerError("py-spy is missing, which takes the profile: pip install py-spy")
-    load = threading.Thread(target=ours.load, args=(callers, seconds + 1.0))
-    load.start()
-    with tempfile.NamedTemporaryFile(suffix=".raw") as raw:
-        command = [sampler, "record", "--gil", "-f", "raw", "-o", raw.name, "-r", str(SAMPLES_PER_S)]
-        command += ["-d", str(int(seconds)), "-p", str(ours.pid_of(part))]
-        subprocess.run(command, check=True, capture_output=True)
-        stacks = Path(raw.name).read_text().splitlines()
-    load.join()
-    tell(part, stacks)
+    BUILD.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="commit-", dir=BUILD) as folder:
+        source, environment = Path(folder) / "source", Path(folder) / "environment"
+        command = ["git", "-C", str(ROOT), "archive", "--format=tar", commit]
+        archive = subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout
+        with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+            files.extractall(source, filter="data")
+        subprocess.run(["cp", "-al", "--", sys.prefix, str(environment)], check=True)
+        python = environment / "bin" / "python"
+        # The copied `pip` script would start the interpreter of the present environment.
+        subprocess.run([python, "-m", "pip", *INSTALL, "--force-reinstall", str(source)], check=True)
+        yield python
 
 
-def tell(part: str, stacks: list[str]) -> None:
-    alone, within, total = Counter[str](), Counter[str](), 0
-    for line in stacks:
-        stack, _, count = line.rpartition(" ")
-        names = [name.rpartition(":")[0] or name for name in stack.split(";")]
-        alone[names[-1]] += int(count)
-        for name in set(names):
-            within[name] += int(count)
-        total += int(count)
-    for title, counted in (("itself", alone), ("with what it calls", within)):
-        print(f"\n{part}, {title}: share of {total} samples")
-        for name, samples in counted.most_common(TOP):
-            print(f"  {samples / total:6.1%}  {name}")
+@contextlib.contextmanager
+def started(name: str, python: str | Path, cold: bool) -> Iterator[Side]:
+    """Start the gateway of this interpreter, and deploy the function."""
+    settings = {"scale.idle_timeout_s": IDLE_TIMEOUT_S} if cold else {}
+    with start_pilotflame(python=python) as server, contextlib.closing(Control(server.url)) as control:
+        control.deploy(str(hello.FUNCTION), name=NAME, **settings)
+        yield Side(name, server, control, FunctionCpu(server.pid, NAME))
 
 
-def compare(arguments: argparse.Namespace) -> bool:
-    """Measure another commit beside this one, or a gateway with many functions beside a gateway with one.
-
-    Return True if the targets are met.
-    """
-    plan = path_pairs.Plan(arguments.cold, arguments.callers, arguments.seconds, arguments.calls)
-    overrides = {"scale.max": arguments.workers} if arguments.workers else {}
-    report = Report("path-cost-cold" if arguments.cold else "path-cost-warm")
-    with ExitStack() as stack:
-        if arguments.against is None:
-            few = path_pairs.Case("one", sys.executable, 0)
-            cases = [few, path_pairs.Case("many", sys.executable, arguments.functions)]
-            report.note(
-                f"one: {path_pairs.NAME} is the only function; many: beside {arguments.functions} others"
-            )
-        else:
-            python = stack.enter_context(environment_of(arguments.against))
-            before = path_pairs.Case("before", python, arguments.functions)
-            cases = [before, path_pairs.Case("after", sys.executable, arguments.functions)]
-            report.note(f"before: commit {arguments.against}; after: the installed wheel")
-        first, second = (stack.enter_context(path_pairs.side(case, plan, overrides)) for case in cases)
-        path_pairs.play((first, second), arguments.rounds or PAIRS, plan)
-    path_pairs.enter(report, first, second, plan=plan, target=MANY if arguments.against is None else "")
-    if arguments.json:
-        print(report.write().read_text())
-        return report.met
-    return report.finish()
+async def play_warm(sides: Sequence[Side], options: argparse.Namespace) -> None:
+    callers = [WarmCallers(one, hello.CALLERS) for one in sides]
+    try:
+        for one in callers:
+            await one.connect()
+        for number in range(options.rounds):
+            for turn in range(max(1, round(options.seconds / TURN_S))):
+                for one in callers[::-1] if turn % 2 else callers:
+                    await one.send(TURN_S)
+            for one in callers:
+                one.end_round()
+            tell(sides, number, options)
+    finally:
+        for one in callers:
+            one.close()
 
 
-def _arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rounds", type=int, help=f"default: {ROUNDS}, and {PAIRS} of a comparison")
-    parser.add_argument("--seconds", type=float, default=2.0, help="of warm calls in one round")
-    parser.add_argument("--callers", type=int, default=CALLERS)
-    parser.add_argument("--workers", type=int, default=0, help="the most workers; 0: the function's default")
-    parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--against", metavar="COMMIT", help="compare with this commit")
-    parser.add_argument("--functions", type=int, default=0, help="deploy this number of other functions too")
-    parser.add_argument("--cold", action="store_true", help="compare cold starts, not warm calls")
-    parser.add_argument("--calls", type=int, default=20, help="cold starts in one round")
-    parser.add_argument("--json", action="store_true", help="print the figures of a comparison as JSON")
-    arguments = parser.parse_args()
-    if arguments.against is not None:
-        try:
-            arguments.against = hash_of(arguments.against)
-        except ValueError as error:
-            parser.error(str(error))
-    arguments.compares = arguments.against is not None or arguments.functions > 0
-    if (arguments.cold or arguments.json) and not arguments.compares:
-        parser.error("--cold and --json need --against or --functions")
-    if arguments.profile and arguments.compares:
-        parser.error("--profile is for the path beside the echo, not for a comparison")
-    return arguments
+def play_cold(sides: Sequence[Side], options: argparse.Namespace) -> None:
+    for one in sides:
+        one.control.close()
+        one.cpu.wait_at_zero()
+    for _, one in itertools.product(range(WARM_UP_COLD_CALLS), sides):
+        one.cold_call()
+    for number in range(options.rounds):
+        for one in sides:
+            # A gateway closes connections that are idle for long.
+            one.control.close()
+        before = [one.cpu.used_s() for one in sides]
+        for call in range(options.calls):
+            for one in sides[::-1] if call % 2 else sides:
+                one.cold_call()
+        for one, before_s in zip(sides, before, strict=True):
+            one.rounds_s.append((one.cpu.used_s() - before_s) / options.calls)
+        tell(sides, number, options)
+
+
+def tell(sides: Sequence[Side], number: int, options: argparse.Namespace) -> None:
+    unit, factor = UNITS[options.cold]
+    told = ", ".join(f"{one.name} {one.rounds_s[-1] * factor:.4g} {unit}" for one in sides)
+    print(f"  round {number + 1} of {options.rounds}: {told}", file=sys.stderr, flush=True)
+
+
+def enter(report: Report, before: Side, after: Side, cold: bool) -> None:
+    """Enter the median of each side, and the median and the quartiles of the ratio in one round."""
+    unit, factor = UNITS[cold]
+    for one in (before, after):
+        report.add(f"{one.name}_{unit}", median(one.rounds_s) * factor, f"{unit} CPU")
+        report.row(side=one.name, seconds=one.rounds_s)
+    ratios = [later / earlier for earlier, later in zip(before.rounds_s, after.rounds_s, strict=True)]
+    report.add("ratio", median(ratios), "x")
+    report.add("ratio_p25", percentile(ratios, 0.25), "x")
+    report.add("ratio_p75", percentile(ratios, 0.75), "x")
 
 
 def main() -> int:
-    arguments = _arguments()
-    if arguments.compares:
-        return 0 if compare(arguments) else 1
-    report = Report("path-cost")
-    with sides(arguments.workers) as (echo, ours):
-        measure(echo, ours, arguments)
-        enter(report, echo, ours)
-        met = report.finish()
-        if arguments.profile:
-            for part in ("gateway", "worker"):
-                profile(ours, part, arguments.callers, 4.0)
-    return 0 if met else 1
+    made = parser(__doc__)
+    made.add_argument("--against", metavar="COMMIT", required=True)
+    made.add_argument("--cold", action="store_true", help="compare cold starts, not warm calls")
+    made.add_argument("--rounds", type=int, default=10)
+    made.add_argument("--seconds", type=float, default=2.0, help="of warm calls of each side in one round")
+    made.add_argument("--calls", type=int, default=20, help="cold starts of each side in one round")
+    options = made.parse_args()
+    report = Report("path-cost-cold" if options.cold else "path-cost-warm")
+    report.note(f"before: commit {options.against}; after: the installed wheel")
+    with contextlib.ExitStack() as stack:
+        python = stack.enter_context(environment_of(options.against))
+        before = stack.enter_context(started("before", python, options.cold))
+        after = stack.enter_context(started("after", sys.executable, options.cold))
+        for one in (before, after):
+            one.cpu.wait_idle()
+        if options.cold:
+            play_cold((before, after), options)
+        else:
+            # A garbage collection of the generator would change how many calls arrive together.
+            gc.freeze()
+            gc.disable()
+            uvloop.run(play_warm((before, after), options))
+    enter(report, before, after, options.cold)
+    return report.finish(options)
 
 
 if __name__ == "__main__":

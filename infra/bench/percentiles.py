@@ -1,4 +1,4 @@
-"""Percentiles: order statistics of a list of figures, without interpolation surprises."""
+"""Percentiles of a list of figures, without interpolation, and the median."""
 
 from __future__ import annotations
 
@@ -23,9 +23,3 @@ def median(figures: Sequence[float]) -> float:
     if len(ordered) % 2:
         return float(ordered[middle])
     return (ordered[middle - 1] + ordered[middle]) / 2
-
-
-def summary_ms(latencies_ns: Sequence[int]) -> dict[str, float]:
-    """The figures one prints of a latency distribution, in milliseconds."""
-    shares = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999, "max": 1.0}
-    return {name: percentile(latencies_ns, share) / 1e6 for name, share in shares.items()}

@@ -9,7 +9,6 @@ policy and the ladder that the gateway has measured. The benchmark compares the 
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import json
@@ -17,9 +16,9 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
@@ -35,17 +34,21 @@ from pilotflame.runtime.scaling.rung_figures import HoldingPrices, RungFigures
 from pilotflame.runtime.telemetry.rung_name import RungName
 from policy_replays import SERVICE_S
 from policy_traces import short_fleet
-from report import Report, copy_figure
-from servers import Server, running
+from report import Report, parser
+from servers import start_pilotflame
 
 SEED, SECONDS = 20261122, 600.0
 # At these prices the ski-rental schedule steps down after some ten seconds, and again after about a minute.
 PRICE_GB_HOUR, PRICE_WAITING_S = 10.0, 0.001
 CALIBRATIONS = 3
 RUNGS = (RungName.READY, RungName.ZYGOTE, RungName.LOCAL)
-FIGURE, TARGET = "live_vs_simulated_share", "<= 0.1"
 _GB = 1e9
-RECORD = Path(__file__).parents[2] / "build" / "bench" / "policy-live-run.json"
+PRICES = {
+    "PILOTFLAME_PRICE_MEMORY_GB_HOUR": str(PRICE_GB_HOUR),
+    "PILOTFLAME_PRICE_WAITING_S": str(PRICE_WAITING_S),
+    # The simulator has the keep-alive policy alone.
+    "PILOTFLAME_LEARN_UPSTREAMS": "false",
+}
 HANDLER = """
 import asyncio, time
 time.sleep({import_s})
@@ -70,7 +73,7 @@ class Call:
 
 @dataclass
 class Caller:
-    """A function, when it is called, and what its callers met."""
+    """A function, the times at which it is called, and its answered calls."""
 
     name: str
     at_s: list[float]
@@ -79,16 +82,13 @@ class Caller:
     calls: list[Call] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
 
-    def folder(self, parent: Path) -> Path:
-        made = parent / self.name
-        made.mkdir()
+    def deploy(self, control: Control, **overrides: Any) -> None:
         text = HANDLER.format(import_s=self.import_s, setup_s=self.setup_s, service_s=SERVICE_S)
-        (made / "handler.py").write_text(text)
-        return made
+        control.deploy_code(self.name, text, concurrency=100, **{"scale.max": 1, **overrides})
 
     @cached_property
     def usual_s(self) -> float:
-        """How long a request takes that finds a worker."""
+        """Return how long a request takes if a worker is ready."""
         return statistics.median([call.took_s for call in self.calls if not call.cold] or [SERVICE_S])
 
     def cold(self) -> list[Call]:
@@ -106,21 +106,18 @@ def callers(seed: int, seconds: float) -> list[Caller]:
     return [
         Caller(name, at_s, 1.0 + number % 3, 0.3 + 0.2 * (number % 4))
         for number, (name, at_s) in enumerate(fleet.items())
+        if at_s
     ]
 
 
-def calibrate(caller: Caller, url: str, folder: Path) -> None:
+def calibrate(caller: Caller, url: str) -> None:
     """Wake a function from ZYGOTE and from LOCAL, so that the gateway measures what each rung holds and takes."""
     with contextlib.closing(Control(url)) as control:
         for rest in ("zygote", "local"):
-            deploy(control, folder, {"scale.rest": rest, "scale.idle_timeout_s": 0.6})
+            caller.deploy(control, **{"scale.rest": rest, "scale.idle_timeout_s": 0.6})
             for _ in range(CALIBRATIONS):
                 _wait_for_rung(control, caller.name, rest)
                 control.invoke(caller.name, {})
-
-
-def deploy(control: Control, folder: Path, overrides: dict[str, Any]) -> None:
-    control.deploy(str(folder), **{"name": folder.name, "concurrency": 100, "scale.max": 1, **overrides})
 
 
 def _wait_for_rung(control: Control, name: str, rung: str) -> None:
@@ -129,20 +126,6 @@ def _wait_for_rung(control: Control, name: str, rung: str) -> None:
         if time.monotonic() > deadline_s:
             raise TimeoutError(f"{name} has not come down to {rung}")
         time.sleep(0.05)
-
-
-@contextlib.contextmanager
-def gateway(state: Path) -> Iterator[Server]:
-    command = [sys.executable, "-m", "pilotflame.runtime.cli", "serve", "--port", "0", "--json"]
-    prices = {
-        "PILOTFLAME_PRICE_MEMORY_GB_HOUR": str(PRICE_GB_HOUR),
-        "PILOTFLAME_PRICE_WAITING_S": str(PRICE_WAITING_S),
-        # The simulator has the keep-alive policy alone.
-        "PILOTFLAME_LEARN_UPSTREAMS": "false",
-    }
-    with running("pilotflame", [*command, "--state-dir", str(state)], prices) as server:
-        server.wait_line()
-        yield server
 
 
 def forget_habits(state: Path) -> None:
@@ -156,13 +139,9 @@ def forget_habits(state: Path) -> None:
         file.write_text(json.dumps({key: known[key] for key in kept}))
 
 
-def habits_of(state: Path, name: str) -> dict[str, Any]:
-    """Return what the gateway remembers of a function."""
-    found: dict[str, Any] = json.loads((state / "habits" / "functions" / f"{name}.json").read_text())
-    return found
-
-
-def figures_of(habits: dict[str, Any]) -> RungFigures:
+def figures_of(state: Path, name: str) -> RungFigures:
+    """Return what the gateway has measured of a function's rungs."""
+    habits = json.loads((state / "habits" / "functions" / f"{name}.json").read_text())
     held = {RungName(rung): value for rung, value in habits["held_bytes"].items()}
     wakes = {RungName(rung): tuple(values) for rung, values in habits["wakes_s"].items()}
     return RungFigures(held, wakes, habits["build_s"], habits["devices"])
@@ -170,8 +149,7 @@ def figures_of(habits: dict[str, Any]) -> RungFigures:
 
 async def replay_live(fleet: Sequence[Caller], url: str) -> None:
     """Send each request at its time, whether or not earlier requests have succeeded."""
-    timeout = aiohttp.ClientTimeout(total=120)
-    connector = aiohttp.TCPConnector(limit=0)
+    timeout, connector = aiohttp.ClientTimeout(total=120), aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(url, timeout=timeout, connector=connector) as session:
         begin_s = time.monotonic() + 1.0
         async with asyncio.TaskGroup() as group:
@@ -208,9 +186,8 @@ def replay_simulated(fleet: Sequence[Caller], figures: dict[str, RungFigures]) -
         found = figures[caller.name]
         planned = found.ladder(RUNGS, prices)
         arrivals = sorted(call.sent_s for call in caller.calls)
-        service_s = caller.usual_s
         policy = Learned(planned, habits)
-        replays.append(Replay(arrivals, service_s, _paid(planned, found), policy, QUIET_S))
+        replays.append(Replay(arrivals, caller.usual_s, _paid(planned, found), policy, QUIET_S))
     return run_together(replays)
 
 
@@ -222,75 +199,45 @@ def _paid(planned: Ladder, found: RungFigures) -> Ladder:
 
 
 def compare(report: Report, fleet: Sequence[Caller], simulated: Sequence[LadderRun]) -> None:
-    print(
-        f"{'function':16}{'requests':>9}{'cold live':>11}{'simulated':>11}{'waited live':>13}{'simulated':>11}"
-    )
     for caller, run in zip(fleet, simulated, strict=True):
-        cold = len(caller.cold())
-        cells = {
-            "function": caller.name, "requests": len(caller.calls), "cold_live": cold, "cold_simulated": run.felt,
-            "waited_live_s": caller.waited_s(), "waited_simulated_s": run.waited_s,
-        }  # fmt: skip
-        report.row(**cells)
-        print(
-            f"{caller.name:16}{len(caller.calls):9}{cold:11}{run.felt:11}{caller.waited_s():13.1f}{run.waited_s:11.1f}"
-        )
+        report.row(
+            function=caller.name, requests=len(caller.calls), cold_live=len(caller.cold()), cold_simulated=run.felt,
+            waited_live_s=caller.waited_s(), waited_simulated_s=run.waited_s,
+        )  # fmt: skip
         for text in caller.errors:
             report.fail(f"{caller.name}: {text}")
     live_s, simulated_s = sum(one.waited_s() for one in fleet), sum(one.waited_s for one in simulated)
+    share = abs(live_s - simulated_s) / simulated_s
     report.add("live_waited_s", live_s, "s")
-    report.add("simulated_waited_s", simulated_s, "s")
-    report.add(FIGURE, abs(live_s - simulated_s) / simulated_s, "of the simulated waiting", TARGET)
+    report.add("live_vs_simulated_share", share, f"of {simulated_s:.1f} s simulated", "<= 0.1")
 
 
 def run_live(fleet: Sequence[Caller]) -> dict[str, RungFigures]:
     """Measure the rungs on one gateway, replay on another with the same state, and return the figures of the rungs."""
     with tempfile.TemporaryDirectory(prefix="pilotflame-bench-") as parent:
-        state, folders = Path(parent) / "state", Path(parent) / "functions"
-        folders.mkdir()
-        made = {caller.name: caller.folder(folders) for caller in fleet}
-        with gateway(state) as server, ThreadPoolExecutor(len(fleet)) as pool:
-            list(pool.map(lambda caller: calibrate(caller, server.url, made[caller.name]), fleet))
+        state = Path(parent) / "state"
+        with start_pilotflame(PRICES, state=state) as server, ThreadPoolExecutor(len(fleet)) as pool:
+            list(pool.map(lambda caller: calibrate(caller, server.url), fleet))
         forget_habits(state)
-        with gateway(state) as server:
+        with start_pilotflame(PRICES, state=state) as server:
             with contextlib.closing(Control(server.url)) as control:
                 for caller in fleet:
-                    deploy(control, made[caller.name], {})
+                    caller.deploy(control)
             asyncio.run(replay_live(fleet, server.url))
-        known = {caller.name: habits_of(state, caller.name) for caller in fleet}
-    calls = {caller.name: [asdict(call) for call in caller.calls] for caller in fleet}
-    RECORD.parent.mkdir(parents=True, exist_ok=True)
-    RECORD.write_text(json.dumps({"habits": known, "calls": calls}))
-    return {name: figures_of(habits) for name, habits in known.items()}
-
-
-def remembered(fleet: Sequence[Caller]) -> dict[str, RungFigures]:
-    """Return the figures of the last run, and give the callers their calls of that run."""
-    found = json.loads(RECORD.read_text())
-    for caller in fleet:
-        caller.calls = [Call(**call) for call in found["calls"][caller.name]]
-    return {name: figures_of(habits) for name, habits in found["habits"].items()}
+        return {caller.name: figures_of(state, caller.name) for caller in fleet}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--seconds", type=float, default=SECONDS)
-    parser.add_argument("--seed", type=int, default=SEED)
-    parser.add_argument("--again", action="store_true", help="simulate the last live run once more")
-    arguments = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--seconds", type=float, default=SECONDS)
+    options.add_argument("--seed", type=int, default=SEED)
+    arguments = options.parse_args()
     report = Report("bench-policy-live")
     fleet = callers(arguments.seed, arguments.seconds)
-    figures = remembered(fleet) if arguments.again else run_live(fleet)
+    figures = run_live(fleet)
     compare(report, fleet, replay_simulated(fleet, figures))
-    for name, found in figures.items():
-        wakes = {rung: [round(one, 3) for one in kept] for rung, kept in found.wakes_s.items()}
-        report.row(function=name, held_bytes=dict(found.held_bytes), wakes_s=wakes)
     report.note(f"seed {arguments.seed}, {arguments.seconds:.0f} s")
-    met = report.finish()
-    copy_figure(FIGURE, "bench-policy-live", "bench-policy")
-    return 0 if met else 1
+    return report.finish(arguments)
 
 
 if __name__ == "__main__":

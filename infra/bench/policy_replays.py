@@ -1,4 +1,7 @@
-"""Replays one function under many fixed plans at once, as `runtime/scaling/ladder_simulator.py` does under one."""
+"""Replays of one function under many fixed plans at once, and the offline optimum, which knows all arrivals.
+
+`runtime/scaling/ladder_simulator.py` replays one plan.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +12,17 @@ from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
-from pilotflame.runtime.scaling.ladder import Ladder, Plan
+from pilotflame.runtime.scaling.ladder import Ladder
 from pilotflame.runtime.scaling.ladder_simulator import FELT_S
 
 FloatArray: TypeAlias = NDArray[np.float64]
 SERVICE_S = 0.2
-# Serverless in the Wild (Shahrad et al., USENIX ATC 2020): a histogram of 240 bins, its 5th and 99th percentiles, and a
-# margin of 10 %. If the counts of the bins have a coefficient of variation below 2, the function stays READY.
-HISTOGRAM_BINS, HEAD, TAIL, MARGIN, LEAST_VARIATION = 240, 0.05, 0.99, 0.1, 2.0
 TIMEOUTS_S = (0.0, *(10 ** (power / 8) for power in range(-8, 42)), math.inf)
-BIN_WIDTHS_S = (1.0, 10.0, 60.0, 600.0)
 
 
 @dataclass(frozen=True)
 class Totals:
-    """The costs of many plans, one element a plan. The fields have the meaning of `LadderRun`'s figures."""
+    """The costs of many plans, an element for each plan. The fields have the meaning of the figures of `LadderRun`."""
 
     held: FloatArray
     waited_s: FloatArray
@@ -45,20 +44,9 @@ class Totals:
             self.woken + other.woken,
         )
 
-    def part(self, rows: slice) -> Totals:
-        return Totals(self.held[rows], self.waited_s[rows], self.felt[rows], self.woken[rows])
-
-
-def begins_of(plan: Plan, rungs: int) -> list[float]:
-    """Return for each rung below READY when a plan without steps up first stands on it or on a lower one."""
-    begins = [math.inf] * (rungs - 1)
-    for offset_s, rung in reversed(plan):
-        begins[:rung] = [offset_s] * rung
-    return begins
-
 
 def timeouts(ladder: Ladder) -> FloatArray:
-    """Return READY until a timeout and then the floor rung, for each of both."""
+    """Return the plans that stay READY until a timeout and then go to the lowest rung of the plan, for all pairs."""
     rungs = len(ladder.rungs)
     return np.array([
         [math.inf if rung > floor else at_s for rung in range(1, rungs)]
@@ -67,112 +55,94 @@ def timeouts(ladder: Ladder) -> FloatArray:
     ])  # fmt: skip
 
 
-class _Workers:
-    """One worker under each plan, fed with the same arrivals."""
-
-    def __init__(self, first_s: float, plans: int) -> None:
-        self.totals = Totals.nothing(plans)
-        self._ready_s = np.full(plans, first_s)
-        self._busy_until_s = np.full(plans, first_s + SERVICE_S)
-
-    def idle(self, arrival_s: float) -> FloatArray:
-        """Return each worker's idle time at an arrival: 0 if it still worked."""
-        return np.maximum(arrival_s - self._busy_until_s, 0.0)
-
-    def arrive(self, arrival_s: float, wakes_s: FloatArray) -> None:
-        """Serve an arrival. `wakes_s` is 0 for those that were not idle."""
-        totals = self.totals
-        np.maximum(self._ready_s, arrival_s + wakes_s, out=self._ready_s)
-        waited_s = self._ready_s - arrival_s
-        np.add(totals.waited_s, waited_s, out=totals.waited_s)
-        np.add(totals.felt, waited_s > FELT_S, out=totals.felt)
-        np.add(totals.woken, wakes_s > 0, out=totals.woken)
-        np.maximum(self._busy_until_s, self._ready_s + SERVICE_S, out=self._busy_until_s)
-
-
 def descend(arrivals: Sequence[float], ladder: Ladder, begins: FloatArray) -> Totals:
-    """Replay one function under fixed plans without steps up, one a row of `begins`. See `begins_of`."""
+    """Replay one function under fixed plans without steps up.
+
+    Each row of `begins` is a plan: for each rung below READY, the time at which it first is on that rung or on a lower one.
+    """
     holds = np.array([rung.hold_per_s for rung in ladder.rungs])
     wakes = np.array([rung.wake_s for rung in ladder.rungs])
     saved, lost = holds[:-1] - holds[1:], wakes[1:] - wakes[:-1]
-    workers = _Workers(arrivals[0], len(begins))
-    held = workers.totals.held
+    totals = Totals.nothing(len(begins))
+    held = totals.held
+    # One worker for each plan.
+    ready_s = np.full(len(begins), arrivals[0])
+    busy_until_s = ready_s + SERVICE_S
     for arrival_s in arrivals[1:]:
-        idle_s = workers.idle(arrival_s)
+        # 0 if the worker is still busy.
+        idle_s = np.maximum(arrival_s - busy_until_s, 0.0)
         across = idle_s[:, None]
         wakes_s = (across > begins) @ lost
+        np.maximum(ready_s, arrival_s + wakes_s, out=ready_s)
+        waited_s = ready_s - arrival_s
         held += holds[-1] * idle_s + np.minimum(across, begins) @ saved + holds[0] * wakes_s
-        workers.arrive(arrival_s, wakes_s)
-    return workers.totals
+        np.add(totals.waited_s, waited_s, out=totals.waited_s)
+        np.add(totals.felt, waited_s > FELT_S, out=totals.felt)
+        np.add(totals.woken, wakes_s > 0, out=totals.woken)
+        np.maximum(busy_until_s, ready_s + SERVICE_S, out=busy_until_s)
+    return totals
 
 
-@dataclass(frozen=True)
-class Hybrids:
-    """The hybrid histogram policy, without its time series of very long gaps: one a row, with a floor rung each."""
+class Arrivals:
+    """The arrivals of one function, and what a wake that begins at each of them leads to."""
 
-    ready_per_s: FloatArray
-    floor_per_s: FloatArray
-    wake_s: FloatArray
-    width_s: FloatArray
+    def __init__(self, arrivals: Sequence[float]) -> None:
+        self.at_s = np.array(arrivals)
+        self._sums = np.concatenate(([0.0], self.at_s.cumsum()))
+        breaks = np.flatnonzero(self.at_s[1:] > self.at_s[:-1] + SERVICE_S) + 1
+        ends = np.append(breaks, len(self.at_s))
+        self._next_break = ends[np.searchsorted(ends, np.arange(len(self.at_s)), "right")]
 
-    @classmethod
-    def on(cls, ladders: Sequence[Ladder]) -> Hybrids:
-        """Return one policy for each combination of ladder, floor rung and bin width."""
-        rows = [
-            (ladder.rungs[0].hold_per_s, floor.hold_per_s, floor.wake_s, width_s)
-            for ladder in ladders
-            for floor in ladder.rungs[1:]
-            for width_s in BIN_WIDTHS_S
-        ]
-        return cls(*np.array(rows).T)
-
-    def replay(self, arrivals: Sequence[float]) -> Totals:
-        """Replay one function under each."""
-        workers, counts = _Workers(arrivals[0], len(self.wake_s)), _Histograms(self)
-        climb_s, leave_s = counts.plans()
-        held = workers.totals.held
-        for arrival_s in arrivals[1:]:
-            idle_s = workers.idle(arrival_s)
-            before, until = np.minimum(idle_s, np.maximum(climb_s, 0.0)), np.minimum(idle_s, leave_s)
-            wakes_s = np.clip(climb_s + self.wake_s - idle_s, 0.0, self.wake_s)
-            wakes_s = np.where(idle_s > leave_s, self.wake_s, wakes_s) * (idle_s > 0)
-            ready = self.ready_per_s * (until - before + wakes_s)
-            held += ready + self.floor_per_s * (idle_s - until + before)
-            workers.arrive(arrival_s, wakes_s)
-            if counts.learn(idle_s):
-                climb_s, leave_s = counts.plans()
-        return workers.totals
+    def served(self, wake_s: float) -> tuple[FloatArray, NDArray[np.int64], FloatArray]:
+        """For each arrival, if it begins a wake: the wait, the arrival that ends the next idle period, and the begin of that period."""
+        count, ready_s = len(self.at_s), self.at_s + wake_s
+        later = np.searchsorted(self.at_s, ready_s, "right")
+        waited_s = (later - np.arange(count)) * ready_s - (self._sums[later] - self._sums[:count])
+        padded = np.append(self.at_s, math.inf)
+        joins = padded[later] <= ready_s + SERVICE_S
+        following = np.where(joins, self._next_break[np.minimum(later, count - 1)], later)
+        idle_from_s = np.where(joins, self.at_s[following - 1] + SERVICE_S, ready_s + SERVICE_S)
+        return np.maximum(waited_s, 0.0), following, idle_from_s
 
 
-class _Histograms:
-    """The idle times that each of the hybrids has seen."""
+def optimum(arrivals: Sequence[float], ladder: Ladder, prices: Sequence[float]) -> FloatArray:
+    """Return the least cost at each price, without steps up (first row) and with steps up that end before an arrival.
 
-    def __init__(self, policies: Hybrids) -> None:
-        self._policies = policies
-        count = len(policies.width_s)
-        self._counts = np.zeros((count, HISTOGRAM_BINS))
-        self._known, self._outside, self._squares = np.zeros(count), np.zeros(count), np.zeros(count)
+    It is computed backwards over all arrivals, because waiting delays the next idle period.
+    """
+    known, rungs = Arrivals(arrivals), ladder.rungs
+    served = [known.served(rung.wake_s) for rung in rungs]
+    following = np.column_stack([one[1] for one in served])
+    idle_from_s = np.column_stack([one[2] for one in served])
+    idles = np.append(known.at_s, 0.0)[following] - idle_from_s
+    idles[following == len(arrivals)] = 0.0
+    resting = _resting(idles, ladder)
+    waking = np.stack([
+        price * np.column_stack([one[0] for one in served])
+        + rungs[0].hold_per_s * np.array([rung.wake_s for rung in rungs])
+        for price in prices
+    ], axis=1)  # fmt: skip
+    due = np.zeros((len(arrivals) + 1, 2, len(prices), len(rungs)))
+    for number in reversed(range(len(arrivals))):
+        # The axes: the rung of the last wake, with steps up or without, the price, the rung of the next wake.
+        best = (resting[number][:, :, None, :] + due[following[number]]).min(axis=3)
+        first = best[0]
+        due[number] = waking[number] + best.transpose(1, 2, 0)
+    return np.asarray(first)
 
-    def learn(self, idle_s: FloatArray) -> bool:
-        """Count the idle times above 0, and return whether there was one."""
-        ended = idle_s > 0
-        bins = (idle_s / self._policies.width_s).astype(np.int64)
-        inside = np.flatnonzero(ended & (bins < HISTOGRAM_BINS))
-        self._outside += ended & (bins >= HISTOGRAM_BINS)
-        self._known[inside] += 1
-        self._squares[inside] += 2 * self._counts[inside, bins[inside]] + 1
-        self._counts[inside, bins[inside]] += 1
-        return bool(ended.any())
 
-    def plans(self) -> tuple[FloatArray, FloatArray]:
-        """Return when each climbs to READY, below 0 if it begins there, and when it leaves for its floor rung."""
-        known, policies = np.maximum(self._known, 1.0), self._policies
-        mean = known / HISTOGRAM_BINS
-        variation = np.sqrt(np.maximum(0.0, self._squares / HISTOGRAM_BINS - mean * mean)) / mean
-        stays = (self._known == 0) | (self._outside > self._known) | (variation < LEAST_VARIATION)
-        sums = self._counts.cumsum(axis=1)
-        head, tail = ((sums >= (share * known)[:, None]).argmax(axis=1) for share in (HEAD, TAIL))
-        climb_s = head * policies.width_s * (1 - MARGIN) - policies.wake_s
-        leave_s = (tail + 1) * policies.width_s * (1 + MARGIN)
-        climb_s = np.where(stays | (climb_s <= 0), -policies.wake_s, climb_s)
-        return climb_s, np.where(stays, HISTOGRAM_BINS * policies.width_s, leave_s)
+def _resting(idles: FloatArray, ladder: Ladder) -> FloatArray:
+    """Return what an idle period costs that ends on a rung, by arrival, last wake, with steps up or without, and rung."""
+    holds, wakes = ([getattr(rung, name) for rung in ladder.rungs] for name in ("hold_per_s", "wake_s"))
+    costs = np.empty((*idles.shape, 2, len(holds)))
+    for rung in range(len(holds)):
+        staying = holds[rung] * idles
+        costs[:, :, 0, rung] = staying
+        for lower in range(rung + 1, len(holds)):
+            climb_s = wakes[lower] - wakes[rung]
+            # The steps up follow each other, and each rung is paid once the rung below it is reached.
+            paid = sum(holds[each] * (wakes[each + 1] - wakes[each]) for each in range(rung, lower))
+            climbing = holds[lower] * (idles - climb_s) + paid
+            staying = np.where(idles >= climb_s, np.minimum(staying, climbing), staying)
+        costs[:, :, 1, rung] = staying
+    return costs

@@ -12,35 +12,28 @@ from functools import cache
 from itertools import accumulate, islice, takewhile
 from pathlib import Path
 
+# The Azure LLM trace 2023, conversations: see data/README.md.
 AZURE = Path(__file__).with_name("data") / "azure-llm-2023-conv.csv.gz"
 REQUESTS, DAY_S = 1200, 86400.0
 MEANS_S = (2.0, 10.0, 60.0, 300.0, 1800.0, 10800.0)
 Gaps = Iterator[float]
 
 
-def classes(seed: int, trace: Path = AZURE) -> dict[str, list[list[float]]]:
-    """Return the arrivals of each class of functions, in seconds. `trace` is the file of the Azure LLM trace."""
+def classes(seed: int) -> dict[str, list[list[float]]]:
+    """Return the arrivals of each class of functions, in seconds."""
     made: dict[str, Callable[[random.Random, int], Gaps]] = {
         "poisson": lambda rnd, number: _poisson(rnd, MEANS_S[number]),
         "pareto": lambda rnd, number: _pareto(rnd, 0.8 + 0.12 * number),
         "lognormal": lambda rnd, number: _lognormal(rnd, 1.5 + 0.2 * number),
         "bursty": lambda rnd, number: _bursts(rnd, MEANS_S[number] * 10),
-        "drifting": lambda rnd, _: _drifting(rnd),
     }
     found = {}
     for name, gaps in made.items():
         found[name] = [_whole(gaps(_random(seed, name, one), one)) for one in range(6)]
-    # Most gaps in a burst are shorter than an invocation, so that 1,000 idle periods need more requests.
-    many = [made["bursty"](_random(seed, "many bursts", one), one) for one in range(6)]
-    found["bursty, 3000"] = [_whole(gaps, 3000) for gaps in many]
     found["timer"] = [_timer(_random(seed, "timer", one), period) for one, period in enumerate(MEANS_S[1:])]
-    found["timer and callers"] = [
-        _timer_and_callers(_random(seed, "both", one), period) for one, period in enumerate(MEANS_S[1:])
-    ]
     found["diurnal"] = [_diurnal(_random(seed, "diurnal", one), mean) for one, mean in enumerate(MEANS_S[2:])]
     found["mixed"] = mixed_fleet(seed)
-    found["azure"] = azure(_random(seed, "azure", 0), trace)
-    found["azure by prompt"] = azure_by_prompt(trace)
+    found["azure"] = azure(_random(seed, "azure", 0))
     return found
 
 
@@ -80,31 +73,21 @@ def short_fleet(seed: int, seconds: float) -> dict[str, list[float]]:
     return {name: list(takewhile(lambda at_s: at_s < seconds, times)) for name, times in made.items()}
 
 
-def azure(rnd: random.Random, trace: Path = AZURE, functions: int = 48) -> list[list[float]]:
+def azure(rnd: random.Random, functions: int = 48) -> list[list[float]]:
     """Return one hour of the Azure LLM chat trace, dealt to functions whose shares follow Zipf's law."""
     shares = [1 / (number + 1) for number in range(functions)]
     dealt: list[list[float]] = [[] for _ in range(functions)]
-    for at_s, _ in _read(trace):
+    for at_s in _read():
         dealt[rnd.choices(range(functions), shares)[0]].append(at_s)
     return [arrivals for arrivals in dealt if len(arrivals) > 1]
 
 
-def azure_by_prompt(trace: Path = AZURE, functions: int = 64, tokens: int = 64) -> list[list[float]]:
-    """Return the same hour, with a function for each length of the prompt, in steps of 64 tokens."""
-    dealt: list[list[float]] = [[] for _ in range(functions)]
-    for at_s, length in _read(trace):
-        dealt[min(functions - 1, length // tokens)].append(at_s)
-    return [arrivals for arrivals in dealt if len(arrivals) > 1]
-
-
 @cache
-def _read(trace: Path) -> list[tuple[float, int]]:
-    """Return the requests of the trace in their order: seconds since the first, and tokens of the prompt."""
-    with gzip.open(trace, "rt") as file:
-        rows = list(csv.DictReader(file))
-    pairs = [(datetime.fromisoformat(row["TIMESTAMP"][:26]), int(row["ContextTokens"])) for row in rows]
-    pairs.sort()
-    return [((moment - pairs[0][0]).total_seconds(), length) for moment, length in pairs]
+def _read() -> list[float]:
+    """Return the instants of the requests of the trace, in seconds after the first."""
+    with gzip.open(AZURE, "rt") as file:
+        times = sorted(datetime.fromisoformat(row["TIMESTAMP"][:26]) for row in csv.DictReader(file))
+    return [(moment - times[0]).total_seconds() for moment in times]
 
 
 def _random(seed: int, name: str, number: int) -> random.Random:
@@ -139,28 +122,10 @@ def _bursts(rnd: random.Random, mean_s: float) -> Gaps:
             yield rnd.expovariate(4)
 
 
-def _drifting(rnd: random.Random) -> Gaps:
-    """A law that changes every 50 to 300 calls."""
-    while True:
-        mean_s = 10 ** rnd.uniform(0.3, 3.5)
-        laws = (
-            _poisson(rnd, mean_s),
-            _lognormal(rnd, 1.5, mean_s),
-            (mean_s * rnd.gauss(1, 0.01) for _ in iter(int, 1)),
-        )
-        yield from islice(rnd.choice(laws), rnd.randint(50, 300))
-
-
 def _timer(rnd: random.Random, period_s: float) -> list[float]:
     """A timer with 1 % of jitter that misses 5 % of its times."""
     times = [period_s * (number + 1) + rnd.gauss(0, 0.01 * period_s) for number in range(REQUESTS)]
     return sorted(max(0.0, at_s) for at_s in times if rnd.random() > 0.05)
-
-
-def _timer_and_callers(rnd: random.Random, period_s: float) -> list[float]:
-    timed = _timer(rnd, period_s)[: REQUESTS // 2]
-    called = list(accumulate(islice(_poisson(rnd, period_s), REQUESTS // 2)))
-    return sorted(timed + called)
 
 
 def _diurnal(rnd: random.Random, mean_s: float) -> list[float]:

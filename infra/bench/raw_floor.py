@@ -1,31 +1,17 @@
-"""The ceiling: raw sockets, `recv_into` straight into memory, nothing verified and nothing parsed but a status line.
-
-    python infra/bench/raw_floor.py [--quick]
-
-The issue names 8 connections and parts of 16 MiB. The report also has the best of 2, 4 and 8 connections.
-"""
+"""The ceiling of a transfer: raw sockets, `recv_into` straight into memory, nothing verified, only a status line parsed."""
 
 from __future__ import annotations
 
-import argparse
 import mmap
 import socket
 import ssl
-import tempfile
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import checkpoint
 import numpy as np
 import xxhash
-from lane import Lane
-from memory_folder import memory_folder
-from nginx import start_nginx
-from percentiles import median
 
 PART_BYTES = 16 << 20
 CONNECTIONS = 8
@@ -34,7 +20,7 @@ _HEAD_BYTES = 16 << 10
 
 @dataclass(frozen=True)
 class Job:
-    """One object to bring, and how."""
+    """One object to fetch, and how."""
 
     host: str
     port: int
@@ -43,7 +29,7 @@ class Job:
     connections: int = CONNECTIONS
     part_bytes: int = PART_BYTES
     authority: str = ""
-    """Certificate to trust: then it is TLS."""
+    """The certificate to trust, for TLS."""
 
     @property
     def url(self) -> str:
@@ -58,44 +44,28 @@ class Job:
 
 
 class Memory:
-    """Where a contestant puts the bytes: fresh memory every time, or kept memory whose pages are there.
+    """The destination of the bytes: anonymous memory, fresh in each turn or kept with all its pages."""
 
-    It is anonymous, or with `file` a file where our own contestants have theirs.
-    """
-
-    def __init__(self, size_bytes: int, kept: bool, huge: bool = False, file: bool = False) -> None:
-        self._size = size_bytes
-        self.kept = kept
-        self._huge, self._file = huge, file
+    def __init__(self, size_bytes: int, kept: bool) -> None:
+        self._size_bytes, self.kept = size_bytes, kept
         self._mapped: mmap.mmap | None = None
         if kept:
-            self._mapped = self._map()
-            np.frombuffer(self._mapped, dtype=np.uint8)[:: mmap.PAGESIZE] = 1
+            with self.view() as view:
+                np.frombuffer(view, dtype=np.uint8)[:: mmap.PAGESIZE] = 1
 
     def view(self) -> memoryview:
         if self._mapped is None:
-            self._mapped = self._map()
+            self._mapped = mmap.mmap(-1, self._size_bytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         return memoryview(self._mapped)
 
     def clear(self) -> None:
+        """Release fresh memory. It is unmapped with the last view, which a thread of a library may hold for a while."""
         if not self.kept:
-            self._mapped = (
-                None  # unmapped with the last view of it, which a library's thread may hold a while yet
-            )
-
-    def _map(self) -> mmap.mmap:
-        if self._file:
-            with tempfile.TemporaryFile(dir=memory_folder()) as file:
-                file.truncate(self._size)
-                return mmap.mmap(file.fileno(), self._size)
-        mapped = mmap.mmap(-1, self._size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if self._huge:
-            mapped.madvise(mmap.MADV_HUGEPAGE)
-        return mapped
+            self._mapped = None
 
 
 class Stream:
-    """One kept-alive connection that brings ranges."""
+    """One kept-alive connection that fetches ranges."""
 
     def __init__(self, job: Job, context: ssl.SSLContext | None) -> None:
         self._job = job
@@ -104,134 +74,64 @@ class Stream:
         self._socket = context.wrap_socket(plain, server_hostname=job.host) if context else plain
         self._head = bytearray(_HEAD_BYTES)
 
-    def bring(self, begin: int, end: int, view: memoryview) -> None:
-        """Bytes [begin, end) of the object into `view`, which is as long."""
-        got = self.ask(begin, end, view)
-        while got < len(view):
-            got += self.more(view[got:])
-
-    def ask(self, begin: int, end: int, view: memoryview) -> int:
-        """Send the request and read the head. Bytes of the body that arrive with the head go into `view`. Return their number."""
+    def receive(self, begin: int, end: int, view: memoryview) -> None:
+        """Receive bytes [begin, end) of the object into `view`, which has this length."""
         request = f"GET {self._job.path} HTTP/1.1\r\nHost: {self._job.host}\r\nRange: bytes={begin}-{end - 1}\r\n\r\n"
         self._socket.sendall(request.encode())
         got, stop = 0, -1
         while stop < 0:
-            got += self.more(memoryview(self._head)[got:])
+            got += self._more(memoryview(self._head)[got:])
             stop = self._head.find(b"\r\n\r\n", 0, got)
         if not self._head.startswith(b"HTTP/1.1 206"):
             raise RuntimeError(bytes(self._head[:40]))
-        rest = self._head[stop + 4 : got]
-        view[: len(rest)] = rest
-        return len(rest)
+        # The first bytes of the body arrive with the head.
+        at = got - stop - 4
+        view[:at] = self._head[stop + 4 : got]
+        while at < len(view):
+            at += self._more(view[at:])
 
-    def more(self, view: memoryview) -> int:
+    def close(self) -> None:
+        self._socket.close()
+
+    def _more(self, view: memoryview) -> int:
         count = self._socket.recv_into(view)
         if not count:
             raise RuntimeError("the server ended the connection")
         return count
 
-    def close(self) -> None:
-        self._socket.close()
 
-
-def in_threads(
-    count: int, parts: list[tuple[int, int]], work: Callable[[Iterator[tuple[int, int]]], None]
-) -> None:
-    """Run `work` in `count` threads. Each thread takes its next part from one shared iterator. Raise the first error."""
-    row, errors = iter(parts), []  # next() of a list's iterator is atomic
-
-    def body() -> None:
-        try:
-            work(row)
-        except Exception as error:  # noqa: BLE001  raised below, in the caller's thread
-            errors.append(error)
-
-    threads = [threading.Thread(target=body) for _ in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+def in_threads(job: Job, work: Callable[[Iterator[tuple[int, int]]], None]) -> None:
+    """Run `work` in a thread for each connection. Each thread takes its next part from one shared iterator."""
+    # `next` of a list's iterator is atomic.
+    parts = iter(job.parts())
+    with ThreadPoolExecutor(job.connections) as pool:
+        for done in [pool.submit(work, parts) for _ in range(job.connections)]:
+            done.result()
 
 
 class Raw:
-    """The contestant: new connections each turn, like all contestants."""
+    """The subject. Like all subjects, it connects in each turn."""
 
-    def __init__(
-        self, kept: bool, digest: str = "", huge: bool = False, file: bool = False, **job: Any
-    ) -> None:
-        self._job = Job(**job)
+    def __init__(self, kept: bool, digest: str, **job: Any) -> None:
+        self._job, self._digest = Job(**job), digest
         self._context = self._job.tls()
-        self._memory = Memory(self._job.size_bytes, kept, huge, file)
-        self._digest = digest
+        self._memory = Memory(self._job.size_bytes, kept)
 
-    def run(self, connections: int | None = None) -> None:
+    def run(self) -> None:
         view = self._memory.view()
 
         def work(row: Iterator[tuple[int, int]]) -> None:
             stream = Stream(self._job, self._context)
             for begin, end in row:
-                stream.bring(begin, end, view[begin:end])
+                stream.receive(begin, end, view[begin:end])
             stream.close()
 
-        in_threads(connections or self._job.connections, self._job.parts(), work)
+        in_threads(self._job, work)
 
     def check(self) -> None:
         with self._memory.view() as view:
             if xxhash.xxh3_128_hexdigest(view) != self._digest:
-                raise RuntimeError("the bytes are not the file's")
+                raise RuntimeError("the bytes differ from the file")
 
     def clear(self) -> None:
         self._memory.clear()
-
-
-def file_digest(path: Path) -> str:
-    """xxh3-128 of a whole file."""
-    digest = xxhash.xxh3_128()
-    with path.open("rb") as file:
-        while piece := file.read(8 << 20):
-            digest.update(piece)
-    return digest.hexdigest()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--rounds", type=int, default=5)
-    arguments = parser.parse_args()
-    data = checkpoint.checkpoint(checkpoint.QUICK if arguments.quick else checkpoint.FULL)
-    digest = file_digest(data.path)
-    with ExitStack() as stack:
-        server = stack.enter_context(start_nginx(checkpoint.DATA))
-        job: dict[str, Any] = {
-            "host": "127.0.0.1",
-            "port": server.port,
-            "path": f"/{checkpoint.BUCKET}/{data.key}",
-            "size_bytes": data.size_bytes,
-            "digest": digest,
-        }
-        kinds: dict[str, dict[str, Any]] = {
-            "fresh": {"kept": False},
-            "fresh, huge": {"kept": False, "huge": True},
-            "kept": {"kept": True},
-        }
-        lanes = [
-            stack.enter_context(Lane(name, "raw_floor:Raw", **job, **kind)) for name, kind in kinds.items()
-        ]
-        for lane in lanes:
-            lane.wait_ready()
-        rates: dict[tuple[str, int], list[float]] = {}
-        for number in range(arguments.rounds):
-            for lane in lanes:
-                for connections in (2, 4, 8):
-                    seconds = lane.turn(check=number == 0, connections=connections)["seconds"]
-                    rates.setdefault((lane.name, connections), []).append(data.size_bytes / 1e9 / seconds)
-        for (name, connections), figures in rates.items():
-            print(
-                f"{name:12} {connections} x 16 MiB: {median(figures):.2f} GB/s   {[round(rate, 2) for rate in figures]}"
-            )
-
-
-if __name__ == "__main__":
-    main()

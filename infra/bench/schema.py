@@ -9,22 +9,17 @@ there were fewer than `--least` requests.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
-import re
 import signal
 import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
-import schema_config
 from control import Control
+from servers import gateway_command, running
 
 HANDLERS = {
     "plain": "def handler(event):\n    return event\n",
@@ -43,9 +38,88 @@ HANDLERS = {
     "spare": "def handler(event):\n    return 1\n",
 }
 SETTINGS: dict[str, Any] = {"scale.max": 2, "scale.idle_timeout_s": 60}
-START_S, STOP_S = 60.0, 20.0
+STOP_S = 20.0
 CONFIG, REPORT = "schemathesis.toml", "report.har"
 CHECKS = "not_a_server_error,status_code_conformance,content_type_conformance,response_headers_conformance,response_schema_conformance,unsupported_method,missing_required_header"
+
+
+CONFIG_TEXT = """
+headers = {{ Authorization = "Bearer {key}" }}
+request-timeout = 30.0
+generation.database = "none"
+
+[dictionaries.functions]
+values = {functions}
+[dictionaries.jobs]
+values = {jobs}
+[dictionaries.folders]
+values = {folders}
+[dictionaries.failed]
+values = {failed}
+[dictionaries.new]
+values = ["mine", "yours-2", "~.~"]
+[dictionaries.secrets]
+values = ["TOKEN", "lower"]
+
+[parameters]
+"path.function" = {{ dictionary = "functions", probability = 0.7 }}
+"path.name" = {{ dictionary = "functions", probability = 0.7 }}
+"path.id" = {{ dictionary = "jobs", probability = 0.7 }}
+"path.job" = {{ dictionary = "jobs", probability = 0.7 }}
+"path.key" = {{ dictionary = "secrets", probability = 0.7 }}
+"query.function" = {{ dictionary = "functions", probability = 0.7 }}
+"header.X-Pilotflame-Function" = {{ dictionary = "functions", probability = 0.7 }}
+
+# A requested deadline or hold time may pass at once, which is a described error.
+[[operations]]
+include-path-regex = "^/invoke/"
+checks.not_a_server_error.expected-statuses = ["2xx", "3xx", "4xx", 503, 504]
+
+# A followed log does not end.
+[[operations]]
+include-path = "/v1/functions/{{function}}/logs"
+parameters = {{ "query.follow" = "0" }}
+
+[[operations]]
+include-path = "/v1/logs/{{log}}"
+parameters = {{ "query.follow" = "0" }}
+
+[[operations]]
+include-path = "/v1/console"
+parameters = {{ "query.follow" = "0" }}
+
+# Only a function that nothing else uses may be deleted.
+[[operations]]
+include-path = "/v1/functions/{{function}}"
+include-method = "DELETE"
+parameters = {{ "path.function" = "spare" }}
+
+# Only failed jobs can be retried.
+[[operations]]
+include-path = "/v2/{{function}}/retry/{{job}}"
+[operations.parameters]
+"path.function" = "typed"
+"path.job" = {{ dictionary = "failed", probability = 0.8 }}
+
+# New predictions need ids that are not in use.
+[[operations]]
+include-path = "/cog/predictions/{{id}}"
+include-method = "PUT"
+[operations.parameters]
+"path.id" = {{ dictionary = "new", probability = 0.7 }}
+"query.function" = "plain"
+
+# The key that sends these requests must not be revoked.
+[[operations]]
+include-path = "/v1/keys/{{id}}"
+parameters = {{ "path.id" = "{spare_key}" }}
+
+# Folders to deploy: mostly invalid ones, and one that is valid.
+[[operations]]
+include-path = "/v1/functions"
+include-method = "POST"
+generation.dictionaries.string = {{ dictionary = "folders", probability = 0.5 }}
+"""
 
 
 def main() -> int:
@@ -55,39 +129,21 @@ def main() -> int:
     parser.add_argument("--least", type=int, default=2000, help="the smallest number of requests")
     parser.add_argument("--phases", default="coverage,fuzzing,stateful", help="the phases of schemathesis")
     arguments = parser.parse_args()
-    with (
-        tempfile.TemporaryDirectory(prefix="pf-", dir="/tmp", ignore_cleanup_errors=True) as folder,
-        gateway(Path(folder)) as url,
-    ):
-        described = prepare(url, Path(folder))
-        passed = check(url, Path(folder), arguments)
-        return 0 if show(Path(folder) / REPORT, described, arguments.least) and passed else 1
+    with tempfile.TemporaryDirectory(prefix="pf-", dir="/tmp", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        with running("pilotflame", gateway_command(state_dir=str(folder / "state"), drain_s=5)) as server:
+            server.wait_line()
+            prepare(server.url, folder)
+            passed = check(server.url, folder, arguments)
+            # The gateway must drain and exit with 0.
+            passed &= server.end_alone(signal.SIGTERM, STOP_S) == 0
+        return 0 if show(folder / REPORT, arguments.least) and passed else 1
 
 
-@contextlib.contextmanager
-def gateway(folder: Path) -> Iterator[str]:
-    """Yield the address of a new gateway, which is drained at the end and must exit with 0."""
-    serve = ["-m", "pilotflame.runtime.cli", "serve", "--json", "--port", "0", "--drain", "5", "--state-dir"]
-    process = subprocess.Popen(
-        [sys.executable, *serve, str(folder / "state")], stdout=subprocess.PIPE, text=True, cwd=folder,
-        env={key: value for key, value in os.environ.items() if not key.startswith("PILOTFLAME_")},
-    )  # fmt: skip
-    try:
-        assert process.stdout is not None
-        yield json.loads(process.stdout.readline())["url"]
-        process.send_signal(signal.SIGTERM)
-        if process.wait(STOP_S) != 0:
-            raise RuntimeError(f"the gateway ended with {process.returncode}")
-    finally:
-        if process.poll() is None:
-            process.kill()
-        process.communicate()
-
-
-def prepare(url: str, folder: Path) -> dict[str, Any]:
+def prepare(url: str, folder: Path) -> None:
     """Create functions, jobs in several states, a secret and keys, so that some requests name what exists.
 
-    Write the configuration with these names; return the paths of the document.
+    Write the configuration with these names.
     """
     control = Control(url)
     for name, source in HANDLERS.items():
@@ -105,16 +161,16 @@ def prepare(url: str, folder: Path) -> dict[str, Any]:
     for name in inputs:
         control.request("PUT", f"/v1/functions/{name}/secrets/TOKEN", {"value": "x"})
     spare = [control.request("POST", "/cog/predictions?function=plain", {"input": n})["id"] for n in range(3)]
-    described: dict[str, Any] = control.request("GET", "/openapi.json")["paths"]
     # The first key closes the gateway, so all further requests send it. The other key may be revoked.
     key = control.request("POST", "/v1/keys", {"name": "check", "scopes": ["admin"]})["key"]
     other = control.request("POST", "/v1/keys", {"name": "spare"}, key=key)["id"]
     control.close()
     names = [name for name in HANDLERS if name != "spare"]
-    (folder / CONFIG).write_text(
-        schema_config.text(key, other, names, jobs + spare, failed, folder / "plain")
-    )
-    return described
+    lists = {
+        "functions": names, "jobs": jobs + spare, "failed": failed, "folders": [str(folder / "plain")],
+    }  # fmt: skip
+    values = {name: json.dumps(found) for name, found in lists.items()}
+    (folder / CONFIG).write_text(CONFIG_TEXT.format(key=key, spare_key=other, **values))
 
 
 def check(url: str, folder: Path, arguments: argparse.Namespace) -> bool:
@@ -128,32 +184,13 @@ def check(url: str, folder: Path, arguments: argparse.Namespace) -> bool:
     return subprocess.run(command, cwd=folder, check=False).returncode == 0
 
 
-def show(report: Path, described: dict[str, Any], least: int) -> bool:
-    """Print the number of responses by status and the operations that never succeeded; return True if there were enough."""
-    found: Counter[int] = Counter()
-    succeeded: set[tuple[str, str]] = set()
-    patterns = sorted(described, key=lambda path: (path.count("{"), path))
-    for entry in json.loads(report.read_text())["log"]["entries"]:
-        status, method = entry["response"]["status"], entry["request"]["method"]
-        found[status] += 1
-        path = urlsplit(entry["request"]["url"]).path
-        if status < 300:
-            succeeded.add((method, next((one for one in patterns if _matches(one, path)), path)))
-    operations = {(method.upper(), path) for path, methods in described.items() for method in methods}
-    # It was read at the start.
-    operations.discard(("GET", "/openapi.json"))
-    never = sorted(operations - succeeded)
+def show(report: Path, least: int) -> bool:
+    """Print the number of responses by status. Return True if there were enough."""
+    entries = json.loads(report.read_text())["log"]["entries"]
+    found = Counter(entry["response"]["status"] for entry in entries)
     codes = ", ".join(f"{status}: {count}" for status, count in sorted(found.items()))
-    sys.stdout.write(
-        f"{found.total()} requests to {len(operations)} operations answered as described ({codes})\n"
-    )
-    for method, path in never:
-        sys.stdout.write(f"never succeeded: {method} {path}\n")
+    sys.stdout.write(f"{found.total()} requests ({codes})\n")
     return found.total() >= least
-
-
-def _matches(template: str, path: str) -> bool:
-    return re.fullmatch(re.sub(r"\\\{[^}]*\\\}", "[^/]*", re.escape(template)), path) is not None
 
 
 if __name__ == "__main__":

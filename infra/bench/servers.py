@@ -1,9 +1,8 @@
-"""The contestants: context managers that start a server, wait until it answers, and leave nothing behind."""
+"""Servers under measurement: context managers that start a server, wait until it answers, and end all its processes."""
 
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
 import os
 import select
@@ -13,36 +12,51 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
+from typing import Any
 
 import process_tree
 import psutil
 
-_HERE = Path(__file__).parent
+HERE = Path(__file__).parent
 _START_S = 60.0
 _STOP_S = 10.0
+# A gateway with settings that the command line does not have.
+_GATEWAY = """
+import json, sys
+from pilotflame.runtime.main import run
+from pilotflame.runtime.settings.gateway_settings import GatewaySettings
+
+run(
+    GatewaySettings(**json.loads(sys.argv[1])),
+    on_listening=lambda url: print(json.dumps({"url": url}), flush=True),
+)
+"""
 
 
 class ServerError(Exception):
-    """A contestant did not start, or did not end."""
+    """A server did not start, answered wrongly, or did not end."""
 
 
 class Server:
     """One server process and its children: start, wait until it listens, stop."""
 
-    def __init__(self, name: str, command: list[str], log: Path, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, name: str, command: list[str], log: Path, env: Mapping[str, str] | None = None, mark: str = ""
+    ) -> None:
         self.name = name
         self.url = ""
-        self.state = ""  # our gateway's state folder
-        self.left_over: list[str] = []  # descendants that outlived the server's own end and had to be killed
+        self.state = ""
+        """The state folder, if the server is a gateway."""
+        self.left_over: list[str] = []
+        """The processes that were still alive after the server's own end."""
         self._log = log
-        self._mark = uuid.uuid4().hex
-        with log.open("wb") as errors:
+        self._mark = mark or uuid.uuid4().hex
+        with log.open("ab") as errors:
             self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -58,94 +72,86 @@ class Server:
         return self._process.pid
 
     def cpu_s(self) -> float:
-        """CPU time of the server and all its children so far."""
+        """Return the CPU time of the server and all its children so far."""
         return process_tree.cpu_s(self.pid)
 
+    def pss_mb(self) -> float:
+        """Return the memory of the server and all its children. Shared pages count once."""
+        return process_tree.pss_mb(process_tree.tree(self.pid))
+
     def pause(self) -> None:
-        """Suspend all processes of the server, so that they use no CPU time while another contestant is measured."""
-        for process in {*process_tree.tree(self.pid), *process_tree.session(self.pid)}:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.suspend()
+        """Suspend all processes of the server, so that they use no CPU time while another subject is measured."""
+        self._each(psutil.Process.suspend)
 
     def resume(self) -> None:
         """Resume the processes of a paused server."""
+        self._each(psutil.Process.resume)
+
+    def _each(self, act: Callable[[psutil.Process], None]) -> None:
         for process in {*process_tree.tree(self.pid), *process_tree.session(self.pid)}:
             with contextlib.suppress(psutil.NoSuchProcess):
-                process.resume()
+                act(process)
 
-    def wait_line(self, timeout_s: float = _START_S) -> None:
+    def wait_line(self) -> None:
         """Wait for the JSON line with the `url` that the server prints when it listens."""
         assert self._process.stdout is not None
-        deadline, data = time.monotonic() + timeout_s, b""
-        descriptor = self._process.stdout.fileno()
-        while b"\n" not in data:
-            ready, _, _ = select.select([descriptor], [], [], max(0.0, deadline - time.monotonic()))
-            chunk = os.read(descriptor, 4096) if ready else b""
-            if not chunk:
-                raise ServerError(f"{self.name} printed no address: {data!r} {self.errors()}")
-            data += chunk
-            data = data if data.lstrip().startswith(b"{") else data.partition(b"\n")[2]
-        self.url = str(json.loads(data.partition(b"\n")[0])["url"])
+        ready, _, _ = select.select([self._process.stdout], [], [], _START_S)
+        line = self._process.stdout.readline() if ready else b""
+        if not line:
+            raise ServerError(f"{self.name} printed no address: {self.errors()}")
+        self.url = str(json.loads(line)["url"])
 
-    def wait_answer(self, url: str, path: str, body: bytes, timeout_s: float = _START_S) -> None:
-        """Wait for the first 200, for a server that does not say when it listens."""
-        deadline = time.monotonic() + timeout_s
-        while not _answers(url, path, body):
+    def wait_answer(self, url: str, path: str, body: bytes) -> None:
+        """Wait for the first 200, if the server does not report when it listens."""
+        deadline = time.monotonic() + _START_S
+        while not _answers(url + path, body):
             if self._process.poll() is not None or time.monotonic() > deadline:
                 raise ServerError(f"{self.name} does not answer: {self.errors()}")
             time.sleep(0.02)
         self.url = url
 
     def errors(self) -> str:
-        """The end of what it wrote to stderr."""
+        """Return the end of what the server wrote to stderr."""
         return self._log.read_text(errors="replace")[-2000:]
 
+    def end_alone(self, number: signal.Signals, timeout_s: float) -> int:
+        """Send a signal to the server alone. Return its exit code, or -9 if it had to be killed after `timeout_s`."""
+        self._process.send_signal(number)
+        try:
+            code = self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            code = self._process.wait()
+        # Not `communicate`, because children may keep the pipe open.
+        self._process.stdout.close()  # type: ignore[union-attr]
+        return code
+
     def stop(self) -> None:
-        """Send TERM to the server, and then KILL to each process of its tree, its session and its mark that is left."""
+        """Send SIGTERM to the server, and then SIGKILL to each process of its tree, session and mark that is left."""
         self.resume()
         known = process_tree.tree(self.pid)
-        self._process.send_signal(signal.SIGTERM)
-        try:
-            self._process.wait(_STOP_S)
-        except subprocess.TimeoutExpired:
+        if self.end_alone(signal.SIGTERM, _STOP_S) == -signal.SIGKILL:
             self.left_over.append(f"{self.pid} {self.name} itself")
-            self._process.kill()
-            self._process.wait()
-        self._process.stdout.close()  # type: ignore[union-attr]
-        self._end_the_rest(known)
-
-    def _end_the_rest(self, known: list[psutil.Process]) -> None:
         rest = {*known, *process_tree.session(self.pid), *process_tree.marked(self._mark)}
-        # A child told by its parent's death (PDEATHSIG, a closed pipe) is given a moment to follow it.
+        # The death of the parent ends its children (PDEATHSIG, a closed pipe), but not in the same instant.
         psutil.wait_procs(rest, timeout=1.0)
         alive = [process for process in rest if process_tree.alive(process)]
         self.left_over += [str(process.pid) for process in alive]
-        stuck = process_tree.end(alive, _STOP_S)
-        if stuck:
+        if stuck := process_tree.end(alive, _STOP_S):
             raise ServerError(f"{self.name} left processes that cannot be ended: {stuck}")
 
 
-def _answers(url: str, path: str, body: bytes) -> bool:
-    parts = urlsplit(url)
-    connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=5)
-    try:
-        connection.request("POST", path, body, {"Content-Type": "application/json"})
-        return connection.getresponse().status == 200
-    except (OSError, http.client.HTTPException):
-        return False
-    finally:
-        connection.close()
-
-
-def free_port() -> int:
-    """Return a free port of the loopback interface."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
+def _answers(url: str, body: bytes) -> bool:
+    request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+    # An HTTP error is an OSError too.
+    with contextlib.suppress(OSError), urllib.request.urlopen(request, timeout=5) as answer:
+        return bool(answer.status == 200)
+    return False
 
 
 @contextmanager
-def running(name: str, command: list[str], env: dict[str, str] | None = None) -> Iterator[Server]:
-    """A server from its command to its end; it is still to be waited for."""
+def running(name: str, command: list[str], env: Mapping[str, str] | None = None) -> Iterator[Server]:
+    """Run a server during the block, which must wait until it listens."""
     with tempfile.NamedTemporaryFile(prefix=f"{name}-", suffix=".log") as log:
         server = Server(name, command, Path(log.name), env)
         try:
@@ -156,53 +162,40 @@ def running(name: str, command: list[str], env: dict[str, str] | None = None) ->
 
 @contextmanager
 def start_echo() -> Iterator[Server]:
-    """The floor: aiohttp on uvloop, body in, body out. `POST /`."""
-    with running("echo", [sys.executable, str(_HERE / "echo_server.py")]) as server:
+    """The floor of an HTTP answer: aiohttp on uvloop, which returns the body. `POST /`."""
+    with running("echo", [sys.executable, str(HERE / "echo_server.py")]) as server:
         server.wait_line()
         yield server
 
 
-@dataclass(frozen=True)
-class LitServeSettings:
-    """The options of LitServe that matter to a handler with next to no work."""
-
-    workers_per_device: int = 1
-    num_api_servers: int = 1
-    fast_queue: bool = False
-    max_batch_size: int = 1
-    batch_timeout_s: float = 0.0
-    enable_async: bool = False
-
-    def __str__(self) -> str:
-        batch = (
-            f", batch {self.max_batch_size}/{self.batch_timeout_s * 1e3:g} ms"
-            if self.max_batch_size > 1
-            else ""
-        )
-        queue = "fast_queue" if self.fast_queue else "queue"
-        loop = ", async" if self.enable_async else ""
-        return f"{self.workers_per_device} workers, {self.num_api_servers} api servers, {queue}{batch}{loop}"
-
-
 @contextmanager
-def start_litserve(settings: LitServeSettings | None = None) -> Iterator[Server]:
-    """LitServe with our hello handler's work. `POST /predict`."""
-    port = free_port()
-    wire = json.dumps({**asdict(settings or LitServeSettings()), "port": port})
-    with running("litserve", [sys.executable, str(_HERE / "litserve_server.py"), wire]) as server:
-        server.wait_answer(f"http://127.0.0.1:{port}", "/predict", b'{"name": "x"}')
+def start_litserve(
+    options: Mapping[str, Any], body: bytes, env: Mapping[str, str] | None = None
+) -> Iterator[Server]:
+    """LitServe with the options of litserve_app.py. `POST /predict`."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = int(listener.getsockname()[1])
+    command = [sys.executable, str(HERE / "litserve_app.py"), json.dumps({**options, "port": port})]
+    with running("litserve", command, env) as server:
+        server.wait_answer(f"http://127.0.0.1:{port}", "/predict", body)
         yield server
 
 
 @contextmanager
 def start_pilotflame(
-    env: dict[str, str] | None = None, python: str | Path = sys.executable
+    env: Mapping[str, str] | None = None, python: str | Path = sys.executable, state: Path | None = None
 ) -> Iterator[Server]:
-    """Start a gateway of ours with the pilotflame that this interpreter imports. `POST /invoke/hello`."""
-    with tempfile.TemporaryDirectory(prefix="pilotflame-bench-") as state:
+    """A gateway of the pilotflame that this interpreter imports. `POST /invoke/{function}`."""
+    with tempfile.TemporaryDirectory(prefix="pilotflame-bench-") as made:
+        folder = str(state or made)
         command = [str(python), "-m", "pilotflame.runtime.cli", "serve"]
-        command += ["--port", "0", "--state-dir", state, "--json"]
+        command += ["--port", "0", "--state-dir", folder, "--json"]
         with running("pilotflame", command, env) as server:
             server.wait_line()
-            server.state = state
+            server.state = folder
             yield server
+
+
+def gateway_command(**settings: Any) -> list[str]:
+    """Return the command of a gateway with these fields of `GatewaySettings`. It prints its address as JSON."""
+    return [sys.executable, "-c", _GATEWAY, json.dumps({"port": 0, **settings})]

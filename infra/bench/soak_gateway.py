@@ -1,16 +1,15 @@
-"""The soak of the gateway: 24 hours of traffic, by counts instead of by the clock, and what they leave behind.
+"""The soak of the gateway: counts before and after 24 rounds of traffic. A round is called an hour, but takes less.
 
-Each hour has jobs with long and different times to live (some are cancelled), callers who disconnect while their call
-runs, and functions that are deployed, called, given jobs and deleted. At the end of each hour, at zero workers, the
-processes, descriptors, threads, timers, tasks and the memory are counted. The first hours are not compared, because
-objects that are made only once appear in them. Ends with 1 if anything has grown.
+Each hour has jobs with long and different times to live, some of which are cancelled, callers who disconnect while their
+call runs, and functions that are deployed, called, given jobs and deleted. At the end of each hour, at zero workers, the
+processes, descriptors, threads, timers, tasks and the memory are counted. The last hour is compared with the third,
+because objects that are made only once appear in the first hours.
 
     python infra/bench/soak_gateway.py --hours 24 --deploys 200
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import json
@@ -26,13 +25,14 @@ from typing import Any
 
 import aiohttp
 from control import Control
-from report import Report
-from servers import Server
+from report import Report, parser
+from servers import Server, running
 from soak import POOL_THREADS, ZOMBIE, Held, held
 
 WARM_UP_HOURS = 2
 SETTLE_S = 60.0
 COUNTS = 5
+COUNTS_FILE = "counts.json"
 # Growth of the gateway's memory that the allocator explains, and of its objects that are caches with a limit.
 MEMORY_MB = 12.0
 OBJECTS = 0.15
@@ -54,7 +54,7 @@ def tell():
     kinds = collections.Counter(type(one).__name__ for one in gc.get_objects())
     tasks = len(asyncio.all_tasks())
     found = {"timers": kinds["TimerHandle"], "tasks": tasks, "objects": sum(kinds.values())}
-    Path(sys.argv[2]).write_text(json.dumps(found | {"kinds": kinds}))
+    Path(sys.argv[2]).write_text(json.dumps(found))
 
 def listening(url):
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, tell)
@@ -66,7 +66,7 @@ run(GatewaySettings(port=0, state_dir=Path(sys.argv[1]), keep_result_s=1.0), on_
 
 @dataclass(frozen=True)
 class Amounts:
-    """What happens in one hour."""
+    """The amounts of one hour."""
 
     jobs: int
     leavers: int
@@ -75,17 +75,16 @@ class Amounts:
 
 @dataclass(frozen=True)
 class Hour:
-    """What there is at the end of an hour."""
+    """The counts at the end of an hour."""
 
     held: Held
     timers: int
     tasks: int
     objects: int
-    kinds: dict[str, int]
 
 
 class Traffic:
-    """All users of the gateway."""
+    """The callers of the gateway."""
 
     def __init__(self, session: aiohttp.ClientSession, root: Path, seed: int) -> None:
         self._session, self._root = session, root
@@ -141,24 +140,13 @@ class Traffic:
 
 
 class GatewaySoak:
-    """One run of it, within `root`."""
+    """One run of the soak, within `root`."""
 
-    def __init__(self, root: Path, seed: int) -> None:
-        self._root, self._seed = root, seed
-        self._state, self._told = root / "state", root / "told.json"
-        command = [sys.executable, "-c", GATEWAY, str(self._state), str(self._told)]
-        self._server = Server("pilotflame", command, root / "gateway.log")
+    def __init__(self, server: Server, root: Path, seed: int) -> None:
+        self._server, self._root, self._seed = server, root, seed
+        self._told = root / COUNTS_FILE
 
-    def run(self, hours: int, amounts: Amounts, report: Report) -> None:
-        try:
-            self._server.wait_line()
-            found = asyncio.run(self._hours(hours, amounts))
-        finally:
-            self._server.stop()
-        _tell(report, found)
-        report.add("left_after_stop", len(self._server.left_over), "processes", "<= 0")
-
-    async def _hours(self, hours: int, amounts: Amounts) -> list[Hour]:
+    async def run(self, hours: int, amounts: Amounts) -> list[Hour]:
         found: list[Hour] = []
         connector = aiohttp.TCPConnector(force_close=True)
         async with aiohttp.ClientSession(self._server.url, connector=connector) as session:
@@ -166,14 +154,13 @@ class GatewaySoak:
             for name, source in HANDLERS.items():
                 await traffic.deploy(name, source)
             for number in range(hours):
-                began = time.monotonic()
                 await traffic.hour(amounts)
                 found.append(await asyncio.to_thread(self._settle))
-                print(_line(number, time.monotonic() - began, found[-1]), flush=True)
+                print(f"hour {number + 1} of {hours}", file=sys.stderr, flush=True)
         return found
 
     def _settle(self) -> Hour:
-        """Wait until nothing runs, and count what there is."""
+        """Wait until nothing runs, and count."""
         deadline = time.monotonic() + SETTLE_S
         # The expiry of results, and of the gateway's closed connections.
         time.sleep(1.5)
@@ -184,13 +171,10 @@ class GatewaySoak:
             with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
                 return Hour(kept, **json.loads(self._told.read_text()))
             time.sleep(0.01)
-        raise RuntimeError(f"the gateway did not tell what it holds: {self._server.errors()}")
+        raise RuntimeError(f"the gateway did not report its counts: {self._server.errors()}")
 
     def _least(self, deadline: float) -> Held:
-        """The least of some counts at zero workers. Ending objects are in some of the counts; a leak is in all.
-
-        A worker may have been started ahead of calls, as the functions are called in turns that can be learned.
-        """
+        """Return the least of some counts at zero workers. Objects that are ending are in some of the counts, a leak in all."""
         counts: list[Held] = []
         control = Control(self._server.url)
         while len(counts) < COUNTS:
@@ -206,13 +190,6 @@ class GatewaySoak:
         return min(counts, key=lambda one: (one.processes.total(), one.descriptors.total()))
 
 
-def _line(number: int, seconds: float, hour: Hour) -> str:
-    kept = hour.held
-    counts = f"{kept.processes.total()} processes, {kept.descriptors.total()} descriptors, {kept.threads.total()} threads"
-    memory = f"{hour.timers} timers, {hour.tasks} tasks, {hour.objects:,} objects, {kept.rss_mb:.1f} MB"
-    return f"hour {number + 1:2} ({seconds:4.1f} s): {counts}, {memory}"
-
-
 def _tell(report: Report, hours: list[Hour]) -> None:
     """Compare the last hour with the first after the warm-up."""
     before, after = hours[min(WARM_UP_HOURS, len(hours) - 1)], hours[-1]
@@ -223,32 +200,33 @@ def _tell(report: Report, hours: list[Hour]) -> None:
         report.add(f"grown_{what}", sum((now - was).values()), "", f"<= {most}")
         for role in sorted(was | now):
             report.row(what=what, role=role, before=was[role], after=now[role])
-    # A few come and go: the timer of the next deadline, of the keep-alive, of the rest.
+    # A few timers come and go, such as that of the next deadline.
     report.add("timers", after.timers, "", f"<= {before.timers + 4}")
     report.add("tasks", after.tasks, "", f"<= {before.tasks + 1}")
     report.add("grown_objects", after.objects / before.objects - 1, "", f"<= {OBJECTS}")
     report.add("grown_memory_mb", after.held.rss_mb - before.held.rss_mb, "MB", f"<= {MEMORY_MB}")
-    grown = {kind: after.kinds[kind] - before.kinds.get(kind, 0) for kind in after.kinds}
-    for kind in sorted(grown, key=lambda kind: -grown[kind])[:12]:
-        report.row(what="objects", role=kind, before=before.kinds.get(kind, 0), after=after.kinds[kind])
-    kinds = sorted(grown, key=lambda kind: -grown[kind])[:5]
-    report.note("most grown: " + ", ".join(f"{kind} {grown[kind]:+}" for kind in kinds))
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
-    parser.add_argument("--hours", type=int, default=24)
-    parser.add_argument("--jobs", type=int, default=200, help="jobs of one hour")
-    parser.add_argument("--leavers", type=int, default=60, help="disconnecting callers of one hour")
-    parser.add_argument("--deploys", type=int, default=200, help="deploys and deletes of all hours")
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--report", default="soak-gateway", help="name of the file in build/bench")
-    options = parser.parse_args()
+    made = parser(__doc__)
+    made.add_argument("--hours", type=int, default=24)
+    made.add_argument("--jobs", type=int, default=200, help="jobs of one hour")
+    made.add_argument("--leavers", type=int, default=60, help="disconnecting callers of one hour")
+    made.add_argument("--deploys", type=int, default=200, help="deploys and deletes of all hours")
+    made.add_argument("--seed", type=int, default=1)
+    made.add_argument("--report", default="soak-gateway", help="name of the file in build/bench")
+    options = made.parse_args()
     report = Report(options.report)
     amounts = Amounts(options.jobs, options.leavers, -(-options.deploys // options.hours))
     with tempfile.TemporaryDirectory(prefix="pf-soak-", dir="/tmp") as folder:
-        GatewaySoak(Path(folder), options.seed).run(options.hours, amounts, report)
-    return 0 if report.finish() else 1
+        root = Path(folder)
+        command = [sys.executable, "-c", GATEWAY, str(root / "state"), str(root / COUNTS_FILE)]
+        with running("pilotflame", command) as server:
+            server.wait_line()
+            hours = asyncio.run(GatewaySoak(server, root, options.seed).run(options.hours, amounts))
+    _tell(report, hours)
+    report.add("left_after_stop", len(server.left_over), "processes", "<= 0")
+    return report.finish(options)
 
 
 if __name__ == "__main__":

@@ -1,137 +1,276 @@
-"""`make bench-warm`: the warm path beside LitServe, BentoML and Ray Serve, each at its own best settings.
+"""`make bench-warm`: the warm path beside LitServe at its best options: throughput, overload, two tenants, streams.
 
-    python infra/bench/warm_bench.py [--only PART ...] [--rounds N] [--quick] [--sweep] [--peers NAME ...]
+    python infra/bench/warm_bench.py [--only PART ...] [--rounds N] [--quick]
 
-Parts: minilm and sleep (closed and open loops), overload (the sleep curve at 1.2 of capacity, and retries), tenants,
-streams, echo, replay. The settings are swept first where build/bench/bench-warm-grid.json does not have them for this
-machine (about 8 minutes), or with --sweep. Writes build/bench/bench-warm.json.
+minilm: sentence embeddings in a closed loop, also beside the bare work without a server. sleep: a handler whose batch of b
+takes (20 + 0.5 b) ms. overload: an open loop at 1.2 times the highest rate of one worker of that handler. A request is on
+time if its answer is right and arrives within five times the duration of a batch of one. tenants, streams: our gateway alone.
 """
 
 from __future__ import annotations
 
-import argparse
-import resource
-import signal
+import json
+import os
 import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
 
-import replay
-import warm_alone
-import warm_closed
-import warm_echo
-import warm_envs
-import warm_open
 import warm_streams
 import warm_tenants
+import work
+from control import Control, gateway
+from load import REFUSED, Request, load_apart
 from percentiles import median
-from report import Report
-from warm_bare import bare
-from warm_closed import OURS, Plan
-from warm_field import field
-from warm_peers import HERE, LIMIT, Choice
-from warm_sweep import CHOICES, Grid
+from pilotflame.runtime.commands import minilm
+from report import Report, parser
+from rounds import rotated
+from servers import Server, ServerError, start_litserve
+from subject_process import SubjectProcess
 
-PARTS = ("minilm", "sleep", "overload", "tenants", "streams", "echo", "replay")
+OURS, LITSERVE = "pilotflame", "litserve"
+BODIES: dict[str, Any] = {"minilm": {"text": minilm.TEXT}, "sleep": {"value": 7}}
+LIMIT = 32
+"""The largest batch of the handlers."""
+TRIAL_S, SETTLE_S = 1.5, 0.2
+OVERLOAD, DEADLINES = 1.2, 5.0
+BARE_BATCHES = 8
+# LitServe needs a wait above 0 to form batches.
+CANDIDATES: dict[str, list[dict[str, Any]]] = {
+    OURS: [{"workers": 1}, {"workers": 2}],
+    LITSERVE: [
+        {"workers": 1, "fast_queue": True, "wait_ms": 1},
+        {"workers": 2, "fast_queue": True, "wait_ms": 1},
+        {"workers": 2, "fast_queue": True, "wait_ms": 10},
+        {"workers": 2, "fast_queue": True, "wait_ms": 10, "api_servers": 2},
+        {"workers": 2, "wait_ms": 1},
+    ],
+}
 
 
-class Bench:
-    """One run: the measurements to make, the contestants, and the report."""
+@dataclass(frozen=True)
+class Plan:
+    """The number of rounds, the seconds of the closed and of the open loop, and the most candidates that are tried."""
 
-    def __init__(self, arguments: argparse.Namespace) -> None:
-        self.report = Report("bench-warm", packages=("torch", "transformers", "litserve"))
-        self._only: list[str] = arguments.only
-        plan = Plan.quick() if arguments.quick else Plan()
-        self._plan = Plan(arguments.rounds or plan.rounds, plan.each_s, plan.warm_s, plan.open_s)
-        self._quick = bool(arguments.quick)
-        self._names = [OURS, *(name for name in arguments.peers if name != OURS)]
-        self._grid = Grid()
-        if arguments.sweep:
-            for handler in ("minilm", "sleep"):
-                for name in self._names:
-                    self._grid.sweep(name, handler)
+    rounds: int = 3
+    closed_s: float = 1.5
+    open_s: float = 5.0
+    candidates: int = 10
 
-    def run(self) -> bool:
-        """Run every requested part. Return whether all targets were met."""
+
+@dataclass(frozen=True)
+class Subject:
+    """A running server with one handler, and the request that it is sent."""
+
+    name: str
+    server: Server
+    request: Request
+
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Let the server run during the block. It is paused otherwise, because some servers use CPU time without requests."""
+        self.server.resume()
+        # Timers that came due during the pause fire before anything is measured.
+        time.sleep(SETTLE_S)
         try:
-            for part in PARTS:
-                if part in self._only:
-                    with self.report.part(part):
-                        getattr(self, f"_{part}")()
-        finally:  # an interrupted run keeps the figures that it has measured
-            self._grid.print()
-            met = self.report.finish()
-        return met
+            yield
+        finally:
+            self.server.pause()
 
-    def _choices(self, handler: str, workers: int | None = None) -> dict[str, Choice]:
-        chosen = {name: self._grid.best(name, handler, workers) for name in self._names}
-        for name, choice in chosen.items():
-            self.report.note(f"{handler}{f', {workers} worker' if workers else ''}: {name} with {choice}")
-        return chosen
 
-    def _minilm(self) -> None:
-        """Both loops with the same servers. Capacity is the rate of the bare model in the same number of processes."""
-        choices = self._choices("minilm")
-        closed = warm_closed.Closed("minilm", self.report)
-        with bare("minilm", choices[OURS]) as floor, field("minilm", choices, self.report) as entered:
-            closed.run(entered, floor, self._plan)
-            closed.enter(entered)
-            opened = warm_open.Open("minilm", self.report, median(closed.bare_rates), median(closed.alone_s))
-            opened.run(entered, self._plan)
-            opened.enter(entered)
+@contextmanager
+def started(name: str, handler: str, options: dict[str, Any]) -> Iterator[Subject]:
+    """Start a server, check its answer, and warm it up."""
+    body = json.dumps(BODIES[handler]).encode()
+    with ExitStack() as stack:
+        if name == OURS:
+            server, control = stack.enter_context(gateway())
+            deploy(control, handler, options["workers"])
+            url = f"{server.url}/invoke/{handler}"
+        else:
+            env = {**minilm.OFFLINE, "TOKENIZERS_PARALLELISM": "false"}
+            given = {"handler": handler, "model": str(minilm.model_folder()), "batch": LIMIT, **options}
+            server = stack.enter_context(start_litserve(given, body, env))
+            url = f"{server.url}/predict"
+        asked = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(asked, timeout=60) as answer:
+            check(handler, json.loads(answer.read()))
+        subject = Subject(name, server, Request(url, body=body))
+        for callers in (1, 8, LIMIT):
+            tally = load_apart(subject.request, callers=callers, duration_s=0.7)
+            if not tally.clean:
+                raise ServerError(f"{name}, {handler}: {tally.summary()}")
+        yield subject
 
-    def _sleep(self) -> None:
-        """The closed loop, each at its best."""
-        choices = self._choices("sleep")
-        closed = warm_closed.Closed("sleep", self.report)
-        with bare("sleep", choices[OURS]) as floor, field("sleep", choices, self.report) as entered:
-            closed.run(entered, floor, self._plan)
-            closed.enter(entered)
 
-    def _overload(self) -> None:
-        """The open loop on the sleep curve, with one worker each: as one device would be."""
-        choices = self._choices("sleep", workers=1)
-        capacity, alone_s = self._sleep_curve()
-        with field("sleep", choices, self.report) as entered:
-            opened = warm_open.Open("sleep", self.report, capacity, alone_s)
-            opened.run(entered, self._plan)
-            opened.enter(entered)
-            opened.enter_overload()
-            opened.retry(entered[OURS], self._plan)
+def deploy(control: Control, handler: str, workers: int) -> None:
+    """Deploy our function with exactly `workers` workers."""
+    settings: dict[str, Any] = {"scale.min": workers, "scale.max": workers, "threads": 1}
+    if handler == "minilm":
+        settings["snapshot"] = str(minilm.model_folder())
+    control.deploy(str(work.FOLDERS[handler]), name=handler, **settings)
+    control.wait_for(handler, workers=workers)
 
-    def _tenants(self) -> None:
-        warm_tenants.measure(self.report, self._sleep_curve()[0], 5.0 if self._quick else warm_tenants.FOR_S)
 
-    def _streams(self) -> None:
-        warm_streams.measure(self.report, 1.0 if self._quick else 2.0)
+def check(handler: str, answer: Any) -> None:
+    """Raise if the answer is wrong."""
+    right = answer == BODIES["sleep"]["value"] if handler == "sleep" else (
+        minilm.difference(answer["embedding"], minilm.reference([minilm.TEXT])[0]) <= minilm.TOLERANCE
+    )  # fmt: skip
+    if not right:
+        raise ServerError(f"{handler} was answered with {str(answer)[:200]}")
 
-    def _echo(self) -> None:
-        warm_echo.measure(self.report, 3 if self._quick else 5)
 
-    def _replay(self) -> None:
-        replay.enter(self.report, 5.0 if self._quick else 20.0)
+def best(report: Report, plan: Plan, name: str, handler: str) -> dict[str, Any]:
+    """Measure each candidate alone on the machine, and return the options with the highest rate for 32 callers."""
+    rates: list[float] = []
+    for options in CANDIDATES[name][: plan.candidates]:
+        with started(name, handler, options) as subject:
+            rates.append(load_apart(subject.request, callers=LIMIT, duration_s=TRIAL_S).per_second)
+    found = CANDIDATES[name][rates.index(max(rates))]
+    report.note(f"{handler}: {name} with {found}; tried: {', '.join(f'{rate:.0f}/s' for rate in rates)}")
+    return found
 
-    def _sleep_curve(self) -> tuple[float, float]:
-        """Return the highest rate of one worker, and the time of a batch of one. Both follow from the known curve."""
-        sys.path.insert(0, str(HERE / "functions" / "sleep"))
-        import curve  # noqa: PLC0415
 
-        return LIMIT / curve.seconds(LIMIT), curve.seconds(1)
+@contextmanager
+def both(report: Report, plan: Plan, handler: str) -> Iterator[list[Subject]]:
+    """Run both servers at their best options, each paused until its turn."""
+    options = {name: best(report, plan, name, handler) for name in CANDIDATES}
+    with ExitStack() as stack:
+        subjects = [stack.enter_context(started(name, handler, given)) for name, given in options.items()]
+        for subject in subjects:
+            subject.server.pause()
+        yield subjects
+
+
+def closed(
+    report: Report,
+    plan: Plan,
+    handler: str,
+    callers: int,
+    target: str,
+    bare: Callable[[], float] | None = None,
+) -> None:
+    """Enter the rates of both servers in a closed loop, and their ratio.
+
+    `bare` returns the rate of the work without a server. It is measured after each of our turns.
+    """
+    rates: dict[str, list[float]] = {name: [] for name in CANDIDATES}
+    shares: list[float] = []
+    with both(report, plan, handler) as subjects:
+        for number in range(plan.rounds):
+            for subject in rotated(subjects, number):
+                with subject.turn():
+                    tally = load_apart(subject.request, callers=callers, duration_s=plan.closed_s)
+                rates[subject.name].append(tally.per_second)
+                report.row(part=handler, round=number, subject=subject.name, **tally.summary())
+                if bare is not None and subject.name == OURS:
+                    shares.append(tally.per_second / bare())
+    for name, found in rates.items():
+        report.add(f"{handler}_{name}_rps_{callers}", median(found), "/s")
+    ratio = median(rates[OURS]) / median(rates[LITSERVE])
+    report.add(f"{handler}_rps_vs_litserve_{callers}", ratio, "x", target)
+    if shares:
+        report.add(f"{handler}_share_of_bare_model", median(shares), "of the bare work", ">= 0.9")
+
+
+def minilm_part(report: Report, plan: Plan) -> None:
+    """The closed loop of 32 callers, also beside the bare work: batches of 16 in a process for each core."""
+    given = {"model": str(minilm.model_folder()), "threads": 1, "event": BODIES["minilm"]}
+    batch = LIMIT // 2
+    with ExitStack() as stack:
+        processes = [
+            stack.enter_context(SubjectProcess("work:BareWork", handler="minilm", **given))
+            for _ in os.sched_getaffinity(0)
+        ]
+        threads = stack.enter_context(ThreadPoolExecutor(len(processes)))
+
+        def rate(count: int = BARE_BATCHES) -> float:
+            seconds = threads.map(lambda one: one.turn(batch=batch, count=count), processes)
+            return float(sum(count * batch / each for each in seconds))
+
+        # The first batch warms up.
+        rate(1)
+        closed(report, plan, "minilm", LIMIT, ">= 1.1", rate)
+
+
+def overload(report: Report, plan: Plan) -> None:
+    """The open loop with one worker each. Our gateway gets the deadline in X-Request-Timeout; LitServe has no such header."""
+    deadline_s, rate = DEADLINES * batch_s(1), OVERLOAD * LIMIT / batch_s(LIMIT)
+    with ExitStack() as stack:
+        for name in (OURS, LITSERVE):
+            options = next(one for one in CANDIDATES[name] if one["workers"] == 1)
+            subject = stack.enter_context(started(name, "sleep", options))
+            request = with_deadline(subject.request, deadline_s) if name == OURS else subject.request
+            tally = load_apart(request, rate=rate, duration_s=plan.open_s, seed=12, warmup_s=0.4)
+            report.row(part="overload", subject=name, **tally.summary())
+            target = ">= 0.75" if name == OURS else ""
+            report.add(f"overload_{name}_on_time_share", tally.on_time(deadline_s), "", target)
+            if name == OURS:
+                refused = sum(tally.statuses.get(status, 0) for status in REFUSED)
+                stated = sum(bool(value) for value in tally.captured)
+                report.add("refusals_with_retry_after", stated / max(1, refused), f"of {refused}", "== 1")
+                again = load_apart(request, rate=rate, duration_s=plan.open_s, seed=7, retry=True)
+                repeated = sum(again.second_statuses.values())
+                success = again.second_statuses.get(200, 0) / max(1, repeated)
+                report.add("retry_success", success, f"of {repeated}", ">= 0.9")
+            subject.server.pause()
+
+
+def batch_s(size: int) -> float:
+    """Return how long a batch of the handler `sleep` takes: see functions/sleep/handler.py."""
+    return 0.020 + 0.0005 * size
+
+
+def with_deadline(request: Request, deadline_s: float) -> Request:
+    headers = {**request.headers, "X-Request-Timeout": f"{deadline_s:.4f}"}
+    return replace(request, headers=headers, capture="Retry-After")
+
+
+def tenants(report: Report, plan: Plan) -> None:
+    with gateway() as (server, control):
+        deploy(control, "sleep", 1)
+        request = Request(f"{server.url}/invoke/sleep", body=json.dumps(BODIES["sleep"]).encode())
+        warm_tenants.measure(report, server, request, 2.5 * plan.open_s)
+
+
+def streams(report: Report, plan: Plan) -> None:
+    with gateway() as (server, control):
+        control.deploy_code(
+            "streams", warm_streams.HANDLER, concurrency=16, **{"scale.min": 1, "scale.max": 1}
+        )
+        control.wait_for("streams", workers=1)
+        warm_streams.measure(report, server, plan.closed_s)
+
+
+PARTS: dict[str, Callable[[Report, Plan], None]] = {
+    "minilm": minilm_part,
+    "sleep": lambda report, plan: closed(report, plan, "sleep", 8, ">= 1.15"),
+    "overload": overload,
+    "tenants": tenants,
+    "streams": streams,
+}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="The warm path beside LitServe, BentoML and Ray Serve.")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
-    parser.add_argument("--peers", nargs="*", choices=sorted(CHOICES), default=list(CHOICES))
-    parser.add_argument("--rounds", type=int, help="of the closed loops")
-    parser.add_argument("--quick", action="store_true", help="one short round of everything")
-    parser.add_argument("--sweep", action="store_true", help="try every choice of settings again")
-    arguments = parser.parse_args()
-    for name in set(arguments.peers) & set(warm_envs.NAMES):
-        warm_envs.ready(name)
-    warm_alone.enter()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that servers are ended
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    return 0 if Bench(arguments).run() else 1
+    options = parser(__doc__)
+    options.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS))
+    options.add_argument("--rounds", type=int, default=Plan.rounds, help="of the closed loops")
+    options.add_argument(
+        "--quick", action="store_true", help="one short round of each part, at the first options"
+    )
+    arguments = options.parse_args()
+    os.environ.update(minilm.OFFLINE)
+    report = Report("bench-warm", packages=("torch", "transformers", "litserve"))
+    plan = Plan(1, 1.0, 2.0, 1) if arguments.quick else Plan(arguments.rounds)
+    for name in arguments.only:
+        with report.part(name):
+            PARTS[name](report, plan)
+    return report.finish(arguments)
 
 
 if __name__ == "__main__":

@@ -21,4 +21,4 @@ def test_every_response_is_as_described() -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Traceback" not in done.stderr, done.stderr
-    assert re.search(r"^\d+ requests to \d+ operations", done.stdout, re.MULTILINE)
+    assert re.search(r"^\d+ requests \(200: \d+", done.stdout, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Next to no work: only the cost of the path remains. The same as in litserve_server.py."""
+"""An empty handler: only the cost of the path remains."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""A receiver of webhooks that checks each signature for itself, after Standard Webhooks, and remembers who sent what."""
+"""A receiver of webhooks that checks each signature by the rules of Standard Webhooks, and keeps what it received."""
 
 from __future__ import annotations
 
@@ -14,27 +14,25 @@ from pathlib import Path
 from aiohttp import web
 
 
-class Hooked:
-    """`completed[job]` has the webhook id of each `job.completed` event received, repeated events included."""
+class WebhookReceiver:
+    """`completed[job]` has the webhook ids of the `job.completed` events that were received, and `said[job]` their contents."""
 
     def __init__(self, secret_file: Path) -> None:
         self.url = ""
-        self.completed: defaultdict[str, list[str]] = defaultdict(list)
+        self.completed: defaultdict[str, set[str]] = defaultdict(set)
         self.said: defaultdict[str, set[str]] = defaultdict(set)
-        self.came = 0
         self.forged: list[str] = []
         self._secret_file = secret_file
 
     async def take(self, request: web.Request) -> web.Response:
         body = await request.read()
-        self.came += 1
         if not self._genuine(request, body):
             self.forged.append(f"{dict(request.headers)} {body[:200]!r}")
             return web.Response(status=400)
         event = json.loads(body)
         if event["type"] == "job.completed":
             job = event["data"]["id"]
-            self.completed[job].append(request.headers["webhook-id"])
+            self.completed[job].add(request.headers["webhook-id"])
             self.said[job].add(json.dumps([event["data"].get("status"), event["data"].get("output")]))
         return web.Response(status=204)
 
@@ -50,16 +48,16 @@ class Hooked:
 
 
 @asynccontextmanager
-async def receiving(secret_file: Path) -> AsyncIterator[Hooked]:
-    """A receiver on loopback, in this process."""
-    hooked = Hooked(secret_file)
+async def receiving(secret_file: Path) -> AsyncIterator[WebhookReceiver]:
+    """Run a receiver on loopback in this process."""
+    receiver = WebhookReceiver(secret_file)
     app = web.Application()
-    app.router.add_post("/hook", hooked.take)
+    app.router.add_post("/hook", receiver.take)
     runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.1)
     await runner.setup()
     await web.TCPSite(runner, "127.0.0.1", 0).start()
-    hooked.url = f"http://127.0.0.1:{runner.addresses[0][1]}/hook"
+    receiver.url = f"http://127.0.0.1:{runner.addresses[0][1]}/hook"
     try:
-        yield hooked
+        yield receiver
     finally:
         await runner.cleanup()

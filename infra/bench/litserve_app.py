@@ -1,4 +1,4 @@
-"""LitServe with a handler of `make bench-warm`: settings as JSON in the first argument. `POST /predict`."""
+"""LitServe with the work of one of our handlers. Its options are JSON in the first argument. `POST /predict`."""
 
 from __future__ import annotations
 
@@ -10,9 +10,19 @@ from typing import Any
 import litserve
 import work
 
+OPTIONS = {
+    "model": "",
+    "workers": 1,
+    "threads": 1,
+    "batch": 1,
+    "wait_ms": 0.0,
+    "fast_queue": False,
+    "api_servers": 1,
+}
+
 
 class OneByOne(litserve.LitAPI):  # type: ignore[misc]
-    """An event in, an answer out, one at a time."""
+    """Takes one event, and returns one answer."""
 
     def __init__(self, given: dict[str, Any], **settings: Any) -> None:
         super().__init__(**settings)
@@ -25,7 +35,7 @@ class OneByOne(litserve.LitAPI):  # type: ignore[misc]
         self._work = work.load(given["handler"], given["model"], given["threads"])
 
     def decode_request(self, request):  # type: ignore[no-untyped-def] # noqa: ANN001, ANN201
-        # LitServe gives an annotation here a meaning (FastAPI's); without one it hands over the decoded JSON.
+        # LitServe gives an annotation here a meaning (FastAPI's). Without one it passes the decoded JSON.
         return request
 
     def predict(self, event: Any) -> Any:
@@ -36,7 +46,7 @@ class OneByOne(litserve.LitAPI):  # type: ignore[misc]
 
 
 class Batched(OneByOne):
-    """The same, a batch at a time."""
+    """Takes a batch of events."""
 
     def batch(self, inputs: list[Any]) -> list[Any]:
         return inputs
@@ -71,4 +81,4 @@ def main(given: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    main({**OPTIONS, **json.loads(sys.argv[1])})

@@ -1,6 +1,6 @@
-"""A crowd of callers who submit jobs, some twice, and look at them again and again, whatever happens to the gateway.
+"""Callers who submit jobs, some twice, and ask for their status again and again while the gateway is killed.
 
-It records each promise: the id that each caller got, and the first final state seen of each job.
+They record the id that each caller got, and the first final state seen of each job.
 """
 
 from __future__ import annotations
@@ -9,13 +9,12 @@ import asyncio
 import itertools
 import json
 import random
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
-from mortal import Mortal
+from killable_gateway import KillableGateway
 
 FINAL = frozenset({"COMPLETED", "FAILED", "CANCELLED", "TIMED_OUT"})
 ANSWER_S = 30.0
@@ -26,7 +25,7 @@ KEYED, TWICE, AGAIN, HOOKED = 0.7, 0.3, 0.15, 0.5
 
 
 @dataclass(slots=True)
-class Promise:
+class AcceptedJob:
     """A job that was accepted."""
 
     id: str
@@ -37,43 +36,43 @@ class Promise:
     order: Mapping[str, Any]
     status: str = ""
     result: str = ""
-    """As it was first seen once it was final."""
+    """The final state as it was first seen."""
     error: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Crowd:
-    """`wrong` are the promises that were broken, in words."""
+class JobCallers:
+    """`wrong` describes each answer that contradicts an earlier one."""
 
     def __init__(
-        self, gateway: Mortal, functions: Mapping[str, str], hook: str, chance: random.Random
+        self, gateway: KillableGateway, functions: Mapping[str, str], hook: str, chance: random.Random
     ) -> None:
-        self.promises: dict[str, Promise] = {}
+        self.jobs: dict[str, AcceptedJob] = {}
         self.wrong: list[str] = []
-        self.counts = Counter[str]()
+        self.unanswered = 0
+        """Submissions without a key that got no answer. Their jobs may exist or not."""
         self._gateway = gateway
         self._functions = functions
         self._hook = hook
         self._chance = chance
         self._numbers = itertools.count(1)
-        self._open: dict[str, Promise] = {}
-        self._keyed: list[Promise] = []
-        self._final: list[Promise] = []
-        self._moved = asyncio.Condition()
+        self._open: dict[str, AcceptedJob] = {}
+        self._keyed: list[AcceptedJob] = []
+        self._final: list[AcceptedJob] = []
 
     async def submit(self, stop: asyncio.Event, pause_s: float) -> None:
         """One caller, until `stop`."""
         async with self._session() as session:
             while not stop.is_set():
-                async with self._moved:
-                    await self._moved.wait_for(lambda: len(self._open) < MAX_OPEN or stop.is_set())
-                if self._keyed and self._chance.random() < AGAIN:
+                if len(self._open) >= MAX_OPEN:
+                    await asyncio.sleep(pause_s)
+                elif self._keyed and self._chance.random() < AGAIN:
                     await self._repeat(session, self._chance.choice(self._keyed))
                 else:
                     await self._new(session)
                 await asyncio.sleep(self._chance.uniform(0, pause_s))
 
     async def watch(self, stop: asyncio.Event) -> None:
-        """One observer: check whether open jobs end, and whether some of the ended jobs stay as they were."""
+        """Check until `stop` whether open jobs end, and whether ended jobs stay as they were."""
         async with self._session() as session:
             while not stop.is_set():
                 of = list(self._open.values())
@@ -87,8 +86,8 @@ class Crowd:
         """Wait until all jobs of these functions have ended, including jobs whose submission got no answer."""
         async with self._session() as session:
             while self._open:
-                for promise in list(self._open.values()):
-                    await self.look(session, promise)
+                for job in list(self._open.values()):
+                    await self.look(session, job)
                 await asyncio.sleep(0.05)
             left = set(functions)
             while left:
@@ -96,35 +95,28 @@ class Crowd:
                 await asyncio.sleep(0.05)
 
     async def _busy(self, session: aiohttp.ClientSession, function: str) -> bool:
-        _, _, health = await self._ask(session, "GET", f"/v2/{function}/health")
+        _, health = await self._ask(session, "GET", f"/v2/{function}/health")
         return bool(health["jobs"]["inQueue"] or health["jobs"]["inProgress"])
 
-    async def look(self, session: aiohttp.ClientSession, promise: Promise) -> None:
-        """A job as it is now; final, it must stay as it was first seen."""
-        status, _, seen = await self._ask(session, "GET", f"/v2/{promise.function}/status/{promise.id}")
+    async def look(self, session: aiohttp.ClientSession, job: AcceptedJob) -> None:
+        """Ask for the status of a job. A final state must stay as it was first seen."""
+        status, seen = await self._ask(session, "GET", f"/v2/{job.function}/status/{job.id}")
         if status != 200:
-            self._tell(f"{promise.id} was accepted, and now: {status} {seen}")
+            self._tell(f"{job.id} was accepted, and now: {status} {seen}")
         elif seen["status"] in FINAL:
-            await self._end(promise, seen)
-        elif promise.result:
-            self._tell(f"{promise.id} had ended as {promise.result}, and is {seen['status']}")
+            await self._end(job, seen)
+        elif job.result:
+            self._tell(f"{job.id} had ended as {job.result}, and is {seen['status']}")
 
     async def look_at_all(self) -> None:
-        """At each job once more."""
+        """Ask for the status of each job once more."""
         async with self._session() as session:
-            for promise in self.promises.values():
-                await self.look(session, promise)
+            for job in self.jobs.values():
+                await self.look(session, job)
 
-    def right(self, promise: Promise) -> bool:
+    def right(self, job: AcceptedJob) -> bool:
         """Whether a completed job has the right output."""
-        return promise.result == _result(_wanted(self._functions[promise.function], promise.number))
-
-    async def wake(self) -> None:
-        """Wake the callers that wait for room, so that they check whether to stop."""
-        async with self._moved:
-            self._moved.notify_all()
-
-    # -- how it is done
+        return job.result == _result(_wanted(self._functions[job.function], job.number))
 
     async def _new(self, session: aiohttp.ClientSession) -> None:
         number, names = next(self._numbers), list(self._functions)
@@ -138,31 +130,27 @@ class Crowd:
             order["webhook_events"] = self._chance.choice([["completed"], ["start", "completed"]])
         times = 2 if key and self._chance.random() < TWICE else 1
         ids = await asyncio.gather(*(self._run(session, function, order, key) for _ in range(times)))
-        self.counts["twice"] += times - 1
         if len(set(ids)) > 1:
             self._tell(f"{key} sent twice at once gave {ids}")
         if ids[0]:
-            promise = Promise(ids[0], function, number, key, hooked, order)
-            self.promises[promise.id] = self._open[promise.id] = promise
+            job = AcceptedJob(ids[0], function, number, key, hooked, order)
+            self.jobs[job.id] = self._open[job.id] = job
             if key:
-                self._keyed.append(promise)
+                self._keyed.append(job)
 
-    async def _repeat(self, session: aiohttp.ClientSession, old: Promise) -> None:
-        self.counts["again"] += 1
+    async def _repeat(self, session: aiohttp.ClientSession, old: AcceptedJob) -> None:
         found = await self._run(session, old.function, old.order, old.key)
         if found != old.id:
             self._tell(f"{old.key} gave {old.id} at first, then {found}")
 
     async def _run(self, session: aiohttp.ClientSession, function: str, order: Any, key: str) -> str:
-        """The id; "" if no answer came, and it had no key with which it could be sent again."""
+        """Return the id; empty if no answer came, and without a key the submission cannot be repeated."""
         headers = {"Idempotency-Key": key} if key else {}
-        self.counts["sent"] += 1
-        status, sent, answer = await self._ask(
+        status, answer = await self._ask(
             session, "POST", f"/v2/{function}/run", order, headers, again=bool(key)
         )
-        self.counts["resent"] += sent - 1
         if not status:
-            self.counts["unanswered"] += 1
+            self.unanswered += 1
             return ""
         if status != 200:
             self._tell(f"submitting to {function}: {status} {answer}")
@@ -178,32 +166,30 @@ class Crowd:
         headers: Mapping[str, str] | None = None,
         *,
         again: bool = True,
-    ) -> tuple[int, int, Any]:
-        """Return (status, number of attempts, answer). With `again`, repeat until there is an answer. Without one, status is 0."""
-        sent = 0
+    ) -> tuple[int, Any]:
+        """Return status and answer. With `again`, repeat until there is an answer. Without one, the status is 0."""
         while True:
             await self._gateway.up.wait()
-            sent += 1
             try:
                 async with session.request(
                     method, self._gateway.url + path, json=body, headers=headers
                 ) as found:
-                    return found.status, sent, json.loads(await found.read())
+                    return found.status, json.loads(await found.read())
             except (aiohttp.ClientError, TimeoutError, ConnectionError):
                 if not again:
-                    return 0, sent, None
-            await asyncio.sleep(0.01)  # its end may be known here before `up` says so
+                    return 0, None
+            # `up` may still be set for a moment after the gateway has ended.
+            await asyncio.sleep(0.01)
 
-    async def _end(self, promise: Promise, seen: Mapping[str, Any]) -> None:
+    async def _end(self, job: AcceptedJob, seen: Mapping[str, Any]) -> None:
         result = _result([seen["status"], seen.get("output")])
-        if not promise.result:
-            promise.status, promise.result = seen["status"], result
-            promise.error = seen.get("errorDetails", {})
-            self._final.append(promise)
-            del self._open[promise.id]
-            await self.wake()
-        elif result != promise.result:
-            self._tell(f"{promise.id} came to {promise.result}, then to {result}")
+        if not job.result:
+            job.status, job.result = seen["status"], result
+            job.error = seen.get("errorDetails", {})
+            self._final.append(job)
+            del self._open[job.id]
+        elif result != job.result:
+            self._tell(f"{job.id} came to {job.result}, then to {result}")
 
     def _session(self) -> aiohttp.ClientSession:
         return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ANSWER_S))
