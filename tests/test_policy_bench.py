@@ -80,7 +80,7 @@ def test_no_plan_beats_hindsight(at_s: list[float]) -> None:
     others = (
         run(Replay(at_s, SERVICE_S, LADDER, policy)).bill(LADDER.wait_per_s)
         for policy in (
-            Fixed(LADDER.costs().envelope),
+            Fixed(LADDER.costs().ski_rental),
             Learned(LADDER),
             Fixed(timeout(20, 2)),
             Fixed(timeout(math.inf, 1)),

@@ -374,7 +374,7 @@ def restore(plan: Plan, mapping: Mapping) -> None:
             if step.shard != shard:
                 storage, shard = mapping.flats[step.shard].untyped_storage(), step.shard
             if step.offset_elements >= 0:
-                # This is one operation. Making a view and a parameter of it takes three (infra/bench/local.py).
+                # This is one operation. Making a view and a parameter of it takes three.
                 step.tensor.set_(storage, step.offset_elements, where.shape, where.stride)
             else:
                 copy = copied(where, mapping, shard).to(step.tensor.dtype)

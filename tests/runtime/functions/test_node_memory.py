@@ -20,7 +20,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 TEMPLATE = Path(__file__).parents[3] / "templates" / "text-embedding"
 TEXT = {"text": "A pilot flame lets a burner start at once."}
-# infra/bench/held_memory.py shows a minute, sampled each second. Here the worker lives for about two of six seconds.
+# The worker lives for about two of six seconds.
 SAMPLES, EVERY_S = 12, 0.5
 COLD, LISTED_WITH_WORKER = 1, 4
 IDLE_S = 2.5
@@ -84,7 +84,7 @@ async def test_list_and_usage_agree_with_the_process_tree(gateway, embedder) -> 
             assert held["bases_bytes"] > 30e6
     await asyncio.sleep(max(0.0, started_s + SAMPLES * EVERY_S - time.monotonic()))
     used = await used_gb_s(gateway) - before
-    # The period is a few seconds with one cold start. infra/bench/held_memory.py holds a whole minute to a tenth.
+    # The period is a few seconds with one cold start.
     assert used == pytest.approx(sums / 1e9 * (time.monotonic() - started_s) / SAMPLES, rel=0.2)
 
 
