@@ -68,7 +68,7 @@ def burst_p99_ms(control: Control, name: str, calls: int) -> float:
     return burst([request] * calls).p_ms(0.99)
 
 
-def play(control: Control, one: Figures, calls: int) -> None:
+def measure_round(control: Control, one: Figures, calls: int) -> None:
     """Run one round."""
     control.wait_for(one.name, workers=0, standby=True)
     reply = control.invoke(one.name, EVENT)
@@ -104,7 +104,7 @@ def main() -> int:
             burst_p99_ms(control, one.name, arguments.calls)
         for _ in range(arguments.rounds):
             for one in functions:
-                play(control, one, arguments.calls)
+                measure_round(control, one, arguments.calls)
     for one in functions:
         report.row(**vars(one))
         ratio = median(one.p99_ms) / (median(one.cold_ms) + median(one.work_ms))

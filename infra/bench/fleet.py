@@ -138,7 +138,7 @@ def fleets(sizes: Sequence[int]) -> Iterator[list[Fleet]]:
         yield found
 
 
-def play(entered: Sequence[Fleet], rounds: int) -> None:
+def measure(entered: Sequence[Fleet], rounds: int) -> None:
     """Measure the deploys, the calls and the bursts, and then the idle gateways."""
     for turn, fleet in itertools.product(range(DEPLOY_ROUNDS), entered):
         fleet.deploy_again(turn)
@@ -177,7 +177,7 @@ def main() -> int:
     arguments = options.parse_args()
     report = Report("bench-fleet")
     with fleets(sorted(arguments.functions)) as entered:
-        play(entered, arguments.rounds)
+        measure(entered, arguments.rounds)
         rows = [fleet.figures() for fleet in entered]
     for row in rows:
         report.row(**row)

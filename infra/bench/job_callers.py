@@ -102,11 +102,11 @@ class JobCallers:
         """Ask for the status of a job. A final state must stay as it was first seen."""
         status, seen = await self._ask(session, "GET", f"/v2/{job.function}/status/{job.id}")
         if status != 200:
-            self._tell(f"{job.id} was accepted, and now: {status} {seen}")
+            self._report(f"{job.id} was accepted, and now: {status} {seen}")
         elif seen["status"] in FINAL:
             await self._end(job, seen)
         elif job.result:
-            self._tell(f"{job.id} had ended as {job.result}, and is {seen['status']}")
+            self._report(f"{job.id} had ended as {job.result}, and is {seen['status']}")
 
     async def look_at_all(self) -> None:
         """Ask for the status of each job once more."""
@@ -131,7 +131,7 @@ class JobCallers:
         times = 2 if key and self._chance.random() < TWICE else 1
         ids = await asyncio.gather(*(self._run(session, function, order, key) for _ in range(times)))
         if len(set(ids)) > 1:
-            self._tell(f"{key} sent twice at once gave {ids}")
+            self._report(f"{key} sent twice at once gave {ids}")
         if ids[0]:
             job = AcceptedJob(ids[0], function, number, key, hooked, order)
             self.jobs[job.id] = self._open[job.id] = job
@@ -141,7 +141,7 @@ class JobCallers:
     async def _repeat(self, session: aiohttp.ClientSession, old: AcceptedJob) -> None:
         found = await self._run(session, old.function, old.order, old.key)
         if found != old.id:
-            self._tell(f"{old.key} gave {old.id} at first, then {found}")
+            self._report(f"{old.key} gave {old.id} at first, then {found}")
 
     async def _run(self, session: aiohttp.ClientSession, function: str, order: Any, key: str) -> str:
         """Return the id; empty if no answer came, and without a key the submission cannot be repeated."""
@@ -153,7 +153,7 @@ class JobCallers:
             self.unanswered += 1
             return ""
         if status != 200:
-            self._tell(f"submitting to {function}: {status} {answer}")
+            self._report(f"submitting to {function}: {status} {answer}")
             return ""
         return str(answer["id"])
 
@@ -189,12 +189,12 @@ class JobCallers:
             self._final.append(job)
             del self._open[job.id]
         elif result != job.result:
-            self._tell(f"{job.id} came to {job.result}, then to {result}")
+            self._report(f"{job.id} came to {job.result}, then to {result}")
 
     def _session(self) -> aiohttp.ClientSession:
         return aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=ANSWER_S))
 
-    def _tell(self, text: str) -> None:
+    def _report(self, text: str) -> None:
         self.wrong.append(text)
 
 

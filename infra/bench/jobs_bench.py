@@ -54,7 +54,7 @@ class Plan:
 
 
 FULL = Plan(seconds=4.0, finished=1_000_000, rounds=11, looks=3000, churn=5000)
-QUICK = Plan(seconds=1.0, finished=50_000, rounds=2, looks=500, churn=1000)
+QUICK = Plan(seconds=1.0, finished=50_000, rounds=2, looks=500, churn=2000)
 
 
 def over_http(report: Report, plan: Plan) -> None:

@@ -188,11 +188,11 @@ def load_apart(
         "retry": retry, "seed": seed,
     }  # fmt: skip
     # A file, not a pipe: more than 64 KiB did not always arrive whole through a pipe.
-    with tempfile.TemporaryFile() as told:
+    with tempfile.TemporaryFile() as output:
         command = [sys.executable, __file__, json.dumps(order)]
-        subprocess.run(command, check=True, stdout=told, timeout=duration_s + 120)
-        told.seek(0)
-        return Tally.from_json(told.read().decode())
+        subprocess.run(command, check=True, stdout=output, timeout=duration_s + 120)
+        output.seek(0)
+        return Tally.from_json(output.read().decode())
 
 
 async def _load(order: dict[str, Any]) -> Tally:

@@ -126,7 +126,7 @@ def started(name: str, python: str | Path, cold: bool) -> Iterator[Side]:
         yield Side(name, server, control, FunctionCpu(server.pid, NAME))
 
 
-async def play_warm(sides: Sequence[Side], options: argparse.Namespace) -> None:
+async def run_warm(sides: Sequence[Side], options: argparse.Namespace) -> None:
     callers = [WarmCallers(one, hello.CALLERS) for one in sides]
     try:
         for one in callers:
@@ -137,13 +137,13 @@ async def play_warm(sides: Sequence[Side], options: argparse.Namespace) -> None:
                     await one.send(TURN_S)
             for one in callers:
                 one.end_round()
-            tell(sides, number, options)
+            print_progress(sides, number, options)
     finally:
         for one in callers:
             one.close()
 
 
-def play_cold(sides: Sequence[Side], options: argparse.Namespace) -> None:
+def run_cold(sides: Sequence[Side], options: argparse.Namespace) -> None:
     for one in sides:
         one.control.close()
         one.cpu.wait_at_zero()
@@ -159,13 +159,13 @@ def play_cold(sides: Sequence[Side], options: argparse.Namespace) -> None:
                 one.cold_call()
         for one, before_s in zip(sides, before, strict=True):
             one.rounds_s.append((one.cpu.used_s() - before_s) / options.calls)
-        tell(sides, number, options)
+        print_progress(sides, number, options)
 
 
-def tell(sides: Sequence[Side], number: int, options: argparse.Namespace) -> None:
+def print_progress(sides: Sequence[Side], number: int, options: argparse.Namespace) -> None:
     unit, factor = UNITS[options.cold]
-    told = ", ".join(f"{one.name} {one.rounds_s[-1] * factor:.4g} {unit}" for one in sides)
-    print(f"  round {number + 1} of {options.rounds}: {told}", file=sys.stderr, flush=True)
+    rates = ", ".join(f"{one.name} {one.rounds_s[-1] * factor:.4g} {unit}" for one in sides)
+    print(f"  round {number + 1} of {options.rounds}: {rates}", file=sys.stderr, flush=True)
 
 
 def enter(report: Report, before: Side, after: Side, cold: bool) -> None:
@@ -197,12 +197,12 @@ def main() -> int:
         for one in (before, after):
             one.cpu.wait_idle()
         if options.cold:
-            play_cold((before, after), options)
+            run_cold((before, after), options)
         else:
             # A garbage collection of the generator would change how many calls arrive together.
             gc.freeze()
             gc.disable()
-            uvloop.run(play_warm((before, after), options))
+            uvloop.run(run_warm((before, after), options))
     enter(report, before, after, options.cold)
     return report.finish(options)
 

@@ -110,8 +110,8 @@ class Report:
     def shortfalls(self) -> list[str]:
         """A line for each figure that misses its target, and for each part that failed."""
         missed = [figure for figure in self._figures.values() if figure.met is False]
-        told = [f"{one.name} is {_short(one.value)} {one.unit}, target {one.target}" for one in missed]
-        return [*told, *self._failures]
+        lines = [f"{one.name} is {_short(one.value)} {one.unit}, target {one.target}" for one in missed]
+        return [*lines, *self._failures]
 
     def write(self) -> Path:
         """Write build/bench/<name>.json."""

@@ -40,7 +40,7 @@ class Rounds:
         self.seconds: dict[str, list[float]] = {}
         self.failed: dict[str, str] = {}
 
-    def play(self, entries: Sequence[Entry], rounds: int) -> None:
+    def run(self, entries: Sequence[Entry], rounds: int) -> None:
         """Run a round that warms up and checks each result, and then `rounds` measured rounds.
 
         A subject that fails takes part in no further round.
@@ -51,8 +51,8 @@ class Rounds:
             for entry in rotated(entries, number):
                 if entry.name not in self.failed and (seconds := self._turn(entry)):
                     self.seconds.setdefault(entry.name, []).append(seconds)
-            told = ", ".join(f"{name} {self.rates(name)[-1]:.2f}" for name in self.seconds)
-            print(f"  round {number + 1} of {rounds}, GB/s: {told}", file=sys.stderr, flush=True)
+            latest = ", ".join(f"{name} {self.rates(name)[-1]:.2f}" for name in self.seconds)
+            print(f"  round {number + 1} of {rounds}, GB/s: {latest}", file=sys.stderr, flush=True)
 
     def rates(self, name: str) -> list[float]:
         """Return GB/s (10^9 bytes), a value for each round."""

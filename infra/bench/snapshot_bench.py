@@ -48,7 +48,7 @@ class Transfers:
                 for memory, kept in MEMORY.items()
                 for name, subject in self._subjects(kept, group == "tls").items()
             ]
-            table = self._play(report, group, entries)
+            table = self._run(report, group, entries)
         for memory in MEMORY:
             ceiling, ours = f"{CEILING}, {memory}", f"{OURS}, {memory}"
             share, ratio = TARGETS[group][memory]
@@ -63,7 +63,7 @@ class Transfers:
         """Enter verify_cost: the time that verifying adds to 1 GB, in seconds, so of a source that sends 1 GB/s."""
         with self._ours(kept=True, tls=False) as mine:
             entries = [Entry(mine, "verified"), Entry(mine, "not verified", {"verify": False})]
-            table = self._play(report, "verify", entries, 3)
+            table = self._run(report, "verify", entries, 3)
         pairs = zip(table.seconds["verified"], table.seconds["not verified"], strict=True)
         added_s = median([verified - unverified for verified, unverified in pairs])
         report.add("verify_cost", added_s / (self._data.size_bytes / 1e9), "", "<= 0.05")
@@ -88,9 +88,9 @@ class Transfers:
             authority=str(self._server.authority) if tls else "",
         )  # fmt: skip
 
-    def _play(self, report: Report, group: str, entries: list[Entry], times: int = 1) -> Rounds:
+    def _run(self, report: Report, group: str, entries: list[Entry], times: int = 1) -> Rounds:
         table = Rounds(self._data.size_bytes)
-        table.play(entries, times * self._rounds)
+        table.run(entries, times * self._rounds)
         table.enter(report, group)
         return table
 

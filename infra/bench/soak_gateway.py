@@ -49,7 +49,7 @@ from pathlib import Path
 from pilotflame.runtime.main import run
 from pilotflame.runtime.settings.gateway_settings import GatewaySettings
 
-def tell():
+def write_counts():
     gc.collect()
     kinds = collections.Counter(type(one).__name__ for one in gc.get_objects())
     tasks = len(asyncio.all_tasks())
@@ -57,7 +57,7 @@ def tell():
     Path(sys.argv[2]).write_text(json.dumps(found))
 
 def listening(url):
-    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, tell)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, write_counts)
     print(json.dumps({"url": url}), flush=True)
 
 run(GatewaySettings(port=0, state_dir=Path(sys.argv[1]), keep_result_s=1.0), on_listening=listening)
@@ -144,7 +144,7 @@ class GatewaySoak:
 
     def __init__(self, server: Server, root: Path, seed: int) -> None:
         self._server, self._root, self._seed = server, root, seed
-        self._told = root / COUNTS_FILE
+        self._counts = root / COUNTS_FILE
 
     async def run(self, hours: int, amounts: Amounts) -> list[Hour]:
         found: list[Hour] = []
@@ -165,11 +165,11 @@ class GatewaySoak:
         # The expiry of results, and of the gateway's closed connections.
         time.sleep(1.5)
         kept = self._least(deadline)
-        self._told.unlink(missing_ok=True)
+        self._counts.unlink(missing_ok=True)
         os.kill(self._server.pid, signal.SIGUSR1)
         while time.monotonic() < deadline:
             with contextlib.suppress(FileNotFoundError, json.JSONDecodeError):
-                return Hour(kept, **json.loads(self._told.read_text()))
+                return Hour(kept, **json.loads(self._counts.read_text()))
             time.sleep(0.01)
         raise RuntimeError(f"the gateway did not report its counts: {self._server.errors()}")
 
@@ -190,7 +190,7 @@ class GatewaySoak:
         return min(counts, key=lambda one: (one.processes.total(), one.descriptors.total()))
 
 
-def _tell(report: Report, hours: list[Hour]) -> None:
+def _enter(report: Report, hours: list[Hour]) -> None:
     """Compare the last hour with the first after the warm-up."""
     before, after = hours[min(WARM_UP_HOURS, len(hours) - 1)], hours[-1]
     report.add("hours", len(hours))
@@ -224,7 +224,7 @@ def main() -> int:
         with running("pilotflame", command) as server:
             server.wait_line()
             hours = asyncio.run(GatewaySoak(server, root, options.seed).run(options.hours, amounts))
-    _tell(report, hours)
+    _enter(report, hours)
     report.add("left_after_stop", len(server.left_over), "processes", "<= 0")
     return report.finish(options)
 

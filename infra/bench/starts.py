@@ -25,7 +25,7 @@ HANDLER = f"import time\ndef handler(event):\n    time.sleep({SLEEP_S})\n    ret
 SETTINGS = {"threads": 1, "concurrency": 1, "max_queue": 10_000, "scale.idle_timeout_s": 0.5}
 
 
-def play(report: Report, server: Server, control: Control, workers: int) -> tuple[float, float]:
+def measure_round(report: Report, server: Server, control: Control, workers: int) -> tuple[float, float]:
     """Run one round. Return the seconds until all workers are ready, and the memory in KB that each adds."""
     control.deploy_code(NAME, HANDLER, **SETTINGS, **{"scale.max": workers})
     control.invoke(NAME, {})
@@ -49,7 +49,7 @@ def main() -> int:
     found = list[tuple[float, float]]()
     for _ in range(arguments.rounds):
         with gateway() as (server, control):
-            found.append(play(report, server, control, arguments.workers))
+            found.append(measure_round(report, server, control, arguments.workers))
     ready_s, added_kb = (median(values) for values in zip(*found, strict=True))
     report.note(f"{arguments.workers} workers")
     report.add("ready_s", ready_s, "s")
