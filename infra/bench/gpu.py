@@ -22,7 +22,6 @@ from pathlib import Path
 import torch
 from control import Control, gateway
 from gpu_chain import Chain
-from memory_folder import memory_folder, mounted
 from percentiles import median
 from pilotflame.snapshot.format.create import create
 from pilotflame.snapshot.format.manifest import MANIFEST_NAME, Manifest
@@ -205,17 +204,11 @@ def main() -> int:
     arguments = options.parse_args()
     report = Report("bench-gpu", packages=("torch", "safetensors"))
     report.note(f"{arguments.device} device, {arguments.gb} GB of weights")
-    with mounted(int(2 * arguments.gb * GB) + (1 << 30)):
-        folder = memory_folder() / "bench-gpu"
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir()
-        try:
-            bench = GpuBench(report, arguments.device, folder, arguments.gb)
-            for part in (bench.copies, bench.functions, bench.tests):
-                with report.part(part.__name__):
-                    part()
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix="pilotflame-gpu-", dir="/dev/shm") as folder:
+        bench = GpuBench(report, arguments.device, Path(folder), arguments.gb)
+        for part in (bench.copies, bench.functions, bench.tests):
+            with report.part(part.__name__):
+                part()
     return report.finish(arguments)
 
 
