@@ -29,6 +29,7 @@ from .access.keyring import Keyring
 from .access.keys import ANYBODY
 from .access.secrets import Secrets
 from .access.webhook_signing import load_key
+from .alerting.alerts import FunctionAlerts
 from .api.access import AccessControl
 from .api.admin import Admin
 from .api.backend import Backend
@@ -69,7 +70,6 @@ from .http.origins import Origins
 from .http.responses import ErrorResponses, compressed
 from .http.routes import Route, error_formats, joined
 from .http.tls import Certificate
-from .jobs.alerts import FunctionAlerts
 from .jobs.jobs import Jobs
 from .launching.container_engine import find_engine
 from .launching.container_launcher import ContainerLauncher

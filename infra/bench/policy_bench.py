@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from functools import reduce
 
 import numpy as np
+from pilotflame.runtime.scaling.idle_distribution import SharedPrior
 from pilotflame.runtime.scaling.ladder import Ladder, Rung
-from pilotflame.runtime.scaling.ladder_simulator import LadderRun, Learned, Replay, SharedPrior, run_together
+from pilotflame.runtime.scaling.ladder_simulator import LadderRun, Learned, Replay, run_together
 from policy_replays import SERVICE_S, FloatArray, Totals, descend, optimum, timeouts
 from policy_traces import classes
 from report import Report, parser
@@ -106,8 +107,8 @@ class Task:
 
 def replay(functions: Sequence[Sequence[float]], ladder: Ladder) -> LadderRun:
     """Replay the functions of one node under our policy, and return their sum."""
-    habits = SharedPrior()
-    replays = [Replay(arrivals, SERVICE_S, ladder, Learned(ladder, habits)) for arrivals in functions]
+    shared = SharedPrior()
+    replays = [Replay(arrivals, SERVICE_S, ladder, Learned(ladder, shared)) for arrivals in functions]
     return reduce(operator.iadd, run_together(replays), LadderRun())
 
 

@@ -128,7 +128,7 @@ def _wait_for_rung(control: Control, name: str, rung: str) -> None:
         time.sleep(0.05)
 
 
-def forget_habits(state: Path) -> None:
+def forget_histories(state: Path) -> None:
     """Keep what was measured of the rungs, and forget when calls came."""
     folder = state / "habits"
     for file in folder.glob("*.json"):
@@ -141,10 +141,10 @@ def forget_habits(state: Path) -> None:
 
 def figures_of(state: Path, name: str) -> RungFigures:
     """Return what the gateway has measured of a function's rungs."""
-    habits = json.loads((state / "habits" / "functions" / f"{name}.json").read_text())
-    held = {RungName(rung): value for rung, value in habits["held_bytes"].items()}
-    wakes = {RungName(rung): tuple(values) for rung, values in habits["wakes_s"].items()}
-    return RungFigures(held, wakes, habits["build_s"], habits["devices"])
+    history = json.loads((state / "habits" / "functions" / f"{name}.json").read_text())
+    held = {RungName(rung): value for rung, value in history["held_bytes"].items()}
+    wakes = {RungName(rung): tuple(values) for rung, values in history["wakes_s"].items()}
+    return RungFigures(held, wakes, history["build_s"], history["devices"])
 
 
 async def replay_live(fleet: Sequence[Caller], url: str) -> None:
@@ -181,12 +181,12 @@ def replay_simulated(fleet: Sequence[Caller], figures: dict[str, RungFigures]) -
     the same measurements.
     """
     prices = HoldingPrices(PRICE_GB_HOUR / 3600 / _GB, 0.0, PRICE_WAITING_S)
-    habits, replays = SharedPrior(), []
+    shared, replays = SharedPrior(), []
     for caller in fleet:
         found = figures[caller.name]
         planned = found.ladder(RUNGS, prices)
         arrivals = sorted(call.sent_s for call in caller.calls)
-        policy = Learned(planned, habits)
+        policy = Learned(planned, shared)
         replays.append(Replay(arrivals, caller.usual_s, _paid(planned, found), policy, QUIET_S))
     return run_together(replays)
 
@@ -218,7 +218,7 @@ def run_live(fleet: Sequence[Caller]) -> dict[str, RungFigures]:
         state = Path(parent) / "state"
         with start_pilotflame(PRICES, state=state) as server, ThreadPoolExecutor(len(fleet)) as pool:
             list(pool.map(lambda caller: calibrate(caller, server.url), fleet))
-        forget_habits(state)
+        forget_histories(state)
         with start_pilotflame(PRICES, state=state) as server:
             with contextlib.closing(Control(server.url)) as control:
                 for caller in fleet:

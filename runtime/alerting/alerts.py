@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 
 from ...errors import JobStoreFailed, PilotflameError, WebhookRefused
 from ..functions.live import Live
+from ..jobs.alert import Alert
+from ..jobs.store import JobStore
 from ..settings.alerts import Alerts
 from ..telemetry.invocation_end import InvocationEnd
 from ..telemetry.logs import LogChannel
-from .alert import Alert
-from .alert_conditions import Condition, ErrorShare, SlowColdStart
-from .store import JobStore
+from .conditions import Condition, ErrorShare, SlowColdStart
 
 FAILED = 500
 """From this HTTP status on, the function is at fault for a failed call. Below this status, the caller is at fault."""

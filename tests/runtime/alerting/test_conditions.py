@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from hypothesis import given
 from hypothesis import strategies as st
-from pilotflame.runtime.jobs.alert_conditions import SLICES, Condition, ErrorShare, SlowColdStart
+from pilotflame.runtime.alerting.conditions import SLICES, Condition, ErrorShare, SlowColdStart
 
 CALLS = st.lists(st.tuples(st.floats(0, 40), st.booleans()), max_size=60)
 
