@@ -1,5 +1,5 @@
 """Stores API keys, with their scopes and quotas, and the secrets of functions.
 
-Start reading at `keyring.py` (keys) or `secrets.py`. This package must not use HTTP: the code that checks the
-keys of requests, and the routes, are in `api`.
+Start reading at `keyring.py` (keys) or `secrets.py`. This package must not use HTTP: the routes, and the code that
+checks the keys of requests, are in `api`.
 """

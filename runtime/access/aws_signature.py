@@ -1,9 +1,9 @@
 """Verifies AWS signatures, version 4, of requests that were signed with the secret part of an API key.
 
-The clients of AWS send no secret. They derive a key from it and from the date, the region and the service,
-and send an HMAC of the request. Its first step is an HMAC with the key "AWS4" + secret. This is longer than a
-block of SHA-256, so HMAC itself replaces it by its digest (RFC 2104, section 2). So the gateway needs only
-this digest to verify signatures, and does not have to know the secret.
+The clients of AWS send no secret. They derive a key from the secret, the date, the region and the service, and send an
+HMAC of the request with the derived key. The first step of the derivation is an HMAC with the key "AWS4" + secret. This
+key is longer than a block of SHA-256, so HMAC itself replaces the key by its digest (RFC 2104, section 2). So the
+gateway needs only this digest to verify signatures, and does not have to know the secret.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SCHEME = "AWS4-"
 SERVICE = "lambda"
 DATE_HEADER = "X-Amz-Date"
 MAX_SKEW_S = 300.0
-"""How far the time of a signature may be from the gateway's clock, as AWS allows it."""
+"""How many seconds the time of a signature may differ from the gateway's clock. AWS allows the same difference."""
 _REMEDY = (
     "AWS_ACCESS_KEY_ID is the API key's id, and AWS_SECRET_ACCESS_KEY is the part of the key after its second"
     " underscore. Or send the whole key as AWS_SESSION_TOKEN. The gateway's log says why a signature was refused."
@@ -58,7 +58,7 @@ class Signature(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SignedRequest:
-    """What a signature covers. `target` is the path and query as they were sent."""
+    """The parts of a request that a signature covers. `target` is the path and query as they were sent."""
 
     method: str
     target: str
@@ -67,7 +67,7 @@ class SignedRequest:
 
 
 def signing_digest(secret: str) -> str:
-    """Return what is stored of a key to verify signatures with its secret part."""
+    """Return the digest that is stored with an API key, to verify signatures made with the key's secret part."""
     return hashlib.sha256(b"AWS4" + secret.encode()).hexdigest()
 
 
@@ -97,8 +97,8 @@ def parse_signature(headers: Mapping[str, str], now_s: float) -> Signature:
 def verify(digest: str | None, signature: Signature, request: SignedRequest) -> None:
     """Raise Unauthorized unless the request was signed with the secret from which `digest` was computed.
 
-    The time it takes does not depend on how much of the signature is right. `digest` is None for a key that
-    was made by an older version of pilotflame.
+    The duration of the comparison does not depend on how many characters of the signature are right. `digest` is None
+    for a key that was made by an older version of pilotflame.
     """
     if digest is None:
         raise refused(signature, "an older version made the key, so it cannot sign")
@@ -113,7 +113,9 @@ def verify(digest: str | None, signature: Signature, request: SignedRequest) -> 
 
 
 def refused(signature: Signature, reason: str) -> Unauthorized:
-    """Return the error for a signature. The reason is only logged: it would tell strangers which keys exist."""
+    """Return the error for a refused signature. The reason is only in the log, because it would tell strangers which
+    keys exist.
+    """
     LOG.info("an AWS signature by the API key %s is refused: %s", signature.key_id, reason)
     return Unauthorized("The AWS signature does not fit the request and a valid API key.", remedy=_REMEDY)
 
@@ -134,5 +136,5 @@ def _canonical(names: tuple[str, ...], request: SignedRequest) -> bytes:
 
 
 def _encode(text: str) -> str:
-    """Return a part of the query in AWS's percent-encoding, whatever encoding was sent."""
+    """Return a part of the query in AWS's percent-encoding, whatever encoding the client has used."""
     return quote(unquote(text, errors="surrogateescape"), safe="-_.~", errors="surrogateescape")

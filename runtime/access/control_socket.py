@@ -1,7 +1,7 @@
 """Opens and finds the control socket, a unix socket in the state folder on which a gateway serves HTTP.
 
-Requests on it that hold the control key need no API key and may do everything. The key is a file beside the
-socket that only the user who runs the gateway can read. The permissions of the socket are not enough: Landlock,
+Requests on the control socket that hold the control key need no API key and may do everything. The key is a file beside
+the socket that only the user who runs the gateway can read. The permissions of the socket are not enough: Landlock,
 which hides the state folder from functions with private files, does not stop them from connecting to it.
 """
 
@@ -16,7 +16,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-# Must not be longer than `run/link.sock`, whose length the listener checks: unix sockets limit their paths.
+# The path of a unix socket has a limited length. The listener checks this only for `run/link.sock`, so this path must
+# not be longer.
 _PATH, _KEY_PATH = "run/own.sock", "run/own.key"
 CONTROL_KEY = "X-Pilotflame-Control-Key"
 
@@ -37,7 +38,7 @@ class ControlSocket(NamedTuple):
 
 
 class ControlAddress(NamedTuple):
-    """What a client needs to use the control socket of a gateway that runs."""
+    """The path of a running gateway's control socket, and the control key that requests on it must hold."""
 
     path: Path
     headers: dict[str, str]
@@ -56,7 +57,7 @@ def control_socket(state: Path) -> Iterator[ControlSocket]:
     control = ControlSocket(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), secrets.token_urlsafe(32))
     with control.sock:
         try:
-            # The key comes first: a client that can connect can read it.
+            # Write the key before the socket exists. So a client that can connect can also read the key.
             key_path.touch(0o600, exist_ok=False)
             key_path.write_text(control.key)
             control.sock.bind(str(path))

@@ -1,8 +1,8 @@
 """Defines what may be deployed: the policy of the gateway, and the policy of the API key that deploys.
 
 There are two kinds of code. Trusted code runs as a process of the gateway's user and can read and change all that the
-gateway can. Code in a container cannot: the container is the only wall. So a policy with the kind `container` refuses
-every function without an image.
+gateway can. Code in a container cannot do this. Only the container prevents it. So a policy with the kind `container`
+refuses every function without an image.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ _STEP_UP = re.compile(r"(^|[/\\])\.\.([/\\]|$)")
 
 
 class DeployPolicy(BaseModel, frozen=True, extra="forbid", strict=True):
-    """The limits of deploys. The defaults are for code that is not trusted. For trusted code, the default is everything."""
+    """The limits of deploys. The defaults of the fields are for code that is not trusted. For trusted code, everything
+    is allowed by default.
+    """
 
     kind: Kind = Field(
         "container",
@@ -58,10 +60,10 @@ class DeployPolicy(BaseModel, frozen=True, extra="forbid", strict=True):
     def faults(
         self, settings: FunctionSettings, outside: Mapping[str, str], *, by_path: bool = False
     ) -> Iterator[str]:
-        """Yield what the policy does not allow of a function.
+        """Yield a text for each setting of a function that the policy does not allow.
 
-        `outside` has the URLs and absolute paths of its snapshots outside its code, by name. `by_path`: the code is
-        copied from a folder on the gateway's machine.
+        `outside` has the URLs and absolute paths of the function's snapshots outside its code, by name. `by_path` is
+        True if the code is copied from a folder on the gateway's machine.
         """
         if self.kind == "container" and settings.image.name is None:
             yield "code must run in a container, but image.name is not set"
@@ -94,12 +96,14 @@ class DeployPolicies:
 
     gateway: DeployPolicy = field(default_factory=lambda: DeployPolicy(kind="trusted"))
     of_key: Callable[[str], DeployPolicy | None] = lambda _key_id: None
-    """Returns the policy of the key with an id; None if the key is unknown, or if there was no key."""
+    """Returns the policy of the API key with this id; None if the key has no policy or is unknown."""
 
     def fault(
         self, settings: FunctionSettings, outside: Mapping[str, str], key_id: str, *, by_path: bool = False
     ) -> str:
-        """Return which policy does not allow a function that was deployed with this key, and why; "" if they allow it."""
+        """Return a text that names the policy which does not allow to deploy a function with this key, and the reason;
+        "" if both policies allow it.
+        """
         of_key = self.of_key(key_id) if key_id else None
         for whose, policy in (("the gateway", self.gateway), (f"the API key {key_id}", of_key)):
             if policy and (found := list(policy.faults(settings, outside, by_path=by_path))):
@@ -117,7 +121,7 @@ class DeployPolicies:
 
 
 def _matches(text: str, patterns: tuple[str, ...]) -> bool:
-    # A path that steps up could begin as an allowed one, and leave it.
+    # A path with ".." could begin with an allowed folder, and lead out of it.
     if _STEP_UP.search(unquote(text)) and "*" not in patterns:
         return False
     return any(fnmatchcase(text, pattern) for pattern in patterns)

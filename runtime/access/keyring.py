@@ -1,10 +1,9 @@
 """Holds all API keys of a gateway in memory, and stores them in `access/keys.json` of its state folder.
 
-The file holds digests of the tokens, never a token. It must stay private all the same: a signing digest is
-enough to call functions as a client of AWS Lambda does (see `aws_signature.py`). A gateway that has this file
-requires an API key from every caller, even after the last key is revoked. To admit callers without a key
-again, stop the gateway and remove the file. The use of quotas is in memory only: it begins again with each
-start.
+The file holds digests of the tokens, never a token. The file must still stay private, because with a signing digest,
+requests to the routes of AWS Lambda can be signed (see `aws_signature.py`). A gateway that has this file requires an
+API key from every caller, even after the last key is revoked. To admit callers without a key again, stop the gateway
+and remove the file. The used part of a quota is only in memory. After a start of the gateway, each quota is unused.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from . import private_files
 from .deploy_policy import DeployPolicy
 from .keys import NOBODY, TOKEN, ApiKey, Caller, NewKey, mint
 
-# The time of a key's last use is rounded down to a multiple of this: each saved change costs an fsync.
+# The time of a key's last use is rounded down to a multiple of USE_GRAIN_S, because each saved change costs an fsync.
 USE_GRAIN_S = 3600.0
-# The bucket counts as holding a token if it lacks less than this. Otherwise a caller who waits exactly as
-# long as `enter` told them could be refused, because sums of fractions are rounded.
+# If less than this is missing for a whole token, the bucket counts as holding the token. Otherwise, `enter` could
+# refuse a caller who has waited exactly the time that `enter` returned, because sums of fractions are rounded.
 _TOLERANCE = 1e-9
 # The retry time for callers with too many running requests. The end of these requests cannot be predicted.
 CONCURRENCY_WAIT_S = 1.0
 
 
-# Only the limits of the keys that were revoked last are kept.
+# The file keeps the limits of at most this number of revoked keys: of the keys that were revoked last.
 MOST_REVOKED = 10_000
 
 
@@ -58,7 +57,7 @@ def keys_path(state: Path) -> Path:
 
 
 class Meter:
-    """Limits the requests of one API key to its quota: at most `concurrency` of them run at the same time.
+    """Limits the requests of one API key to its quota. At most `concurrency` requests run at the same time.
 
     Each request takes one token out of a bucket, which holds at most `burst` tokens and gains `rate_per_s`
     tokens per second. A limit that is None does not apply.
@@ -77,7 +76,7 @@ class Meter:
     def enter(self, now_s: float) -> float:
         """Admit a request and return 0.0, or return the seconds after which to retry.
 
-        `leave` must be called when an admitted request has ended.
+        The caller must call `leave` when an admitted request has ended.
         """
         if wait_s := self.wait_s(now_s):
             return wait_s
@@ -87,7 +86,7 @@ class Meter:
         return 0.0
 
     def wait_s(self, now_s: float) -> float:
-        """Return the seconds after which to try `enter`; 0.0 if it admits a request now."""
+        """Return the seconds after which to call `enter`; 0.0 if `enter` admits a request now."""
         if self.running >= self._concurrency:
             return CONCURRENCY_WAIT_S
         if self._rate_per_s is None:
@@ -129,7 +128,9 @@ class Keyring:
     def __init__(self, state: Path) -> None:
         self.path = keys_path(state)
         self.exists = False
-        """True once a key was created, even if all were revoked. Then callers without a key are refused."""
+        """True once a key was created, even if all keys were revoked. If it is True, the gateway refuses callers
+        without a key.
+        """
         self._held: dict[str, Held] = {}
         self._revoked: dict[str, RevokedKey] = {}
         self._lock = threading.Lock()
@@ -152,26 +153,28 @@ class Keyring:
         return [key.name for key in self.all() if key.container_only]
 
     def find(self, token: str, now_s: float) -> Held | None:
-        """Return the key that `token` belongs to, or None if there is none or it has expired."""
+        """Return the key that `token` belongs to. Return None if there is no such key or if it has expired."""
         match = TOKEN.fullmatch(token)
         held = self._held.get(match[1]) if match else None
         return held if (held.key if held else NOBODY).opens(token, now_s) else None
 
     def signer(self, key_id: str, now_s: float) -> Held | None:
-        """Return the key with this id, or None if there is none or it has expired."""
+        """Return the key with this id. Return None if there is no such key or if it has expired."""
         held = self._held.get(key_id)
         return held if held is not None and not held.key.expired(now_s) else None
 
     def max_workers(self, key_id: str) -> int | None:
-        """Return how many workers the functions may have that were deployed with a key; None for no limit.
+        """Return how many workers all functions that were deployed with a key may have; None for no limit.
 
-        A key that has expired or was revoked still limits them.
+        A key that has expired or was revoked still limits these functions.
         """
         limits = self._limits_of(key_id)
         return limits.max_workers if limits is not None else None
 
     def policy(self, key_id: str) -> DeployPolicy | None:
-        """Return what may be deployed with a key; None for everything. It holds after the key's end as well."""
+        """Return the policy of what may be deployed with a key; None if everything may be. The policy still applies to
+        functions after the key has expired or was revoked.
+        """
         limits = self._limits_of(key_id)
         return limits.policy if limits is not None else None
 

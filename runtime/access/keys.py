@@ -24,7 +24,9 @@ TOKEN = re.compile(r"pf_([0-9a-f]{12})_[0-9a-f]{64}")
 
 
 class Scope(enum.StrEnum):
-    """What a key allows. DEPLOY includes READ, which changes nothing; ADMIN allows everything."""
+    """A right that a key gives. DEPLOY includes READ. READ allows requests that change nothing, and ADMIN allows
+    everything.
+    """
 
     INVOKE = "invoke"
     READ = "read"
@@ -32,7 +34,7 @@ class Scope(enum.StrEnum):
     ADMIN = "admin"
 
 
-# For each required scope, the scopes that grant it. A caller must have one of them.
+# For each required scope, the scopes that grant it. A caller must have at least one of these scopes.
 _ALLOWING = {scope: frozenset({scope, Scope.ADMIN}) for scope in Scope}
 _ALLOWING[Scope.READ] |= {Scope.DEPLOY}
 
@@ -90,7 +92,7 @@ class Caller:
             raise UnknownFunction.named(function)
 
     def check_scope(self, scope: Scope) -> None:
-        """Raise Forbidden if the caller has neither `scope` nor one that includes it."""
+        """Raise Forbidden if the caller has neither `scope` nor a scope that includes it."""
         if not self.has(scope):
             if not self.owner:
                 raise Forbidden(NO_CHANGES, remedy=NO_CHANGES_REMEDY)
@@ -106,7 +108,7 @@ class Caller:
 
 
 ANYBODY = Caller()
-"""The caller of every request to a gateway that requires no key."""
+"""The caller of a request that needs no API key. This caller has all rights."""
 
 
 class KeyFields(BaseModel, frozen=True, extra="forbid"):
@@ -153,21 +155,24 @@ class NewKey(KeyFields, strict=True):
 
     @property
     def granted(self) -> DeployPolicy | None:
-        """The policy of the new key, by default the policy for code that is not trusted. None if the key allows everything."""
+        """The policy of the new key. A key that may deploy has by default the policy for code that is not trusted. None
+        if the key has no policy.
+        """
         if self.policy is None and Scope.DEPLOY in self.scopes and Scope.ADMIN not in self.scopes:
             return DeployPolicy()
         return self.policy
 
 
 class ApiKey(KeyFields):
-    """A key as it is stored. Times are Unix timestamps in seconds."""
+    """The stored form of a key. Times are Unix timestamps in seconds."""
 
     id: str = Field(pattern=r"^[0-9a-f]{12}$")
     # SHA-256 of the token, computed for every request. A slow hash would protect passwords, which can be
     # guessed. A token has 256 random bits and cannot be guessed.
     digest: str = Field(pattern=r"^[0-9a-f]{64}$")
-    # Verifies AWS signatures that were made with the token's secret part. It does not reveal the secret, but with
-    # this digest, requests to the routes of AWS Lambda can be signed. None for keys made before this field existed.
+    # A digest with which the gateway verifies AWS signatures that were made with the token's secret part. The digest
+    # does not reveal the secret, but with it, requests to the routes of AWS Lambda can be signed. None for keys that
+    # were made before this field existed.
     signing_digest: str | None = Field(None, pattern=r"^[0-9a-f]{64}$")
     created_s: float
     expires_s: float | None = None
@@ -182,7 +187,7 @@ class ApiKey(KeyFields):
 
     @property
     def container_only(self) -> bool:
-        """True if only code in containers may be deployed with it."""
+        """True if only code in containers may be deployed with this key."""
         return self.policy is not None and self.policy.kind == "container"
 
     def shown(self) -> dict[str, Any]:
@@ -194,9 +199,10 @@ class ApiKey(KeyFields):
 
 
 NOBODY = ApiKey(name="nobody", id="0" * 12, digest=hashlib.sha256(b"").hexdigest(), created_s=0.0)
-"""A key that no token opens. Tokens with unknown ids are compared with it.
+"""A key that no token opens. The keyring compares tokens with unknown ids with this key.
 
-Otherwise refusing them would take less time than refusing known ids, and the time would show which ids exist.
+Without this comparison, a token with an unknown id would be refused sooner than a wrong token with a known id, and the
+time would show which ids exist.
 """
 
 
@@ -212,7 +218,7 @@ def mint(new: NewKey, now_s: float) -> tuple[ApiKey, str]:
 
 
 def check_engine(new: NewKey, engine: str | None) -> None:
-    """Raise BadInput if the key allows to deploy only containers, and there is no `engine` for them."""
+    """Raise BadInput if only code in containers may be deployed with the key, and there is no container engine."""
     if new.granted is not None and new.granted.kind == "container" and engine is None:
         raise BadInput(NO_ENGINE, remedy=NO_ENGINE_REMEDY)
 

@@ -18,7 +18,9 @@ _ModelT = TypeVar("_ModelT", bound=BaseModel)
 
 
 def write(path: Path, data: bytes) -> None:
-    """Create or replace the file, which is durably on disk on return. Raise GatewayError if that fails."""
+    """Create or replace the file. When this returns, the file is durably on disk. Raise GatewayError if it cannot be
+    written.
+    """
     with _reported("written", path):
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with publish(path, 0o600) as stream:
@@ -34,20 +36,22 @@ def read(path: Path) -> bytes | None:
 def load(path: Path, model: type[_ModelT]) -> _ModelT | None:
     """Return the file's JSON as an instance of `model`, or None if the file does not exist.
 
-    Raise GatewayError, whose message quotes no values, if it cannot be read or is not valid.
+    Raise GatewayError if the file cannot be read or is not valid. The message quotes no values.
     """
     data = read(path)
     try:
         return None if data is None else model.model_validate_json(data)
     except ValidationError as error:
         problem = error.errors(include_url=False, include_input=False)[0]
-        # A damaged file of keys must not count as missing: then callers without a key could be admitted.
+        # A damaged file of keys must not count as missing. Otherwise, the gateway could admit callers without a key.
         message = f"{path} is damaged: {problem['type']} at {problem['loc']}."
         raise GatewayError(message, remedy="Restore it, or remove it.") from None
 
 
 def remove(path: Path) -> None:
-    """Remove the file if it exists. The removal is durable on return. Raise GatewayError if that fails."""
+    """Remove the file if it exists. When this returns, the removal is durable. Raise GatewayError if it cannot be
+    removed.
+    """
     with _reported("removed", path):
         if path.exists():
             path.unlink()

@@ -4,8 +4,9 @@ The files have mode 0600 and are not encrypted: the encryption key would be on t
 all functions run as the same system user, who can read these files. So mutually distrusting functions must run
 in separate containers, with a gateway in each container.
 
-The zygote of a function gets its secrets over its link to the gateway, before it imports the handler, and its
-workers inherit them. A changed secret replaces these processes (`Functions.renew`). Bases hold no secrets.
+The zygote of a function gets its secrets over its link to the gateway, before it imports the handler, and its workers
+inherit them. After a change of a secret, new processes replace these processes (`Functions.renew`). Bases hold no
+secrets.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Secrets:
         self._lock = threading.Lock()
 
     def load(self) -> None:
-        """Read the files of all functions. Raise GatewayError if one is damaged."""
+        """Read the files of all functions. Raise GatewayError if a file is damaged."""
         private_files.remove_leftovers(self._folder)
         for path in self._folder.glob("*.json"):
             if name_problem(path.stem) is None and (file := private_files.load(path, SecretsFile)):
@@ -70,7 +71,7 @@ class Secrets:
         return key in known
 
     def unset(self, function: str, key: str) -> None:
-        """Remove a secret. Raise UnknownSecret if the function has none of this name."""
+        """Remove a secret. Raise UnknownSecret if the function has no secret of this name."""
         with self._lock:
             known = self.of(function)
             if known.pop(key, None) is None:

@@ -1,7 +1,7 @@
 """Signs webhooks as https://www.standardwebhooks.com defines it, with one secret per function.
 
-Each function's secret is derived from the gateway's secret. So a receiver, which knows the secret of one
-function, cannot sign messages of another function. Signatures of the gateway itself have keys of their own.
+Each function's secret is derived from the gateway's secret. So a receiver, which knows the secret of one function,
+cannot sign messages of another function. Signatures that the gateway makes for itself have separate keys.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PREFIX = "whsec_"
 SECRET_FILE = "webhook-secret"  # noqa: S105
 SECRET_BYTES = 32
 MIN_BYTES, MAX_BYTES = 24, 64
-"""The sizes of secrets that Standard Webhooks allows."""
+"""The smallest and the largest size of a secret that Standard Webhooks allows."""
 
 
 class SigningKey:
@@ -45,13 +45,16 @@ class SigningKey:
         return SigningKey(hmac.digest(self._key, function.encode(), hashlib.sha256))
 
     def of_owner(self, owner: str) -> SigningKey:
-        """Return the key of all jobs of an API key, as Replicate has one for an account."""
+        """Return the signing key of all jobs of an API key, which is the `owner`. Replicate, too, has one signing key
+        for each account.
+        """
         return self.of(f"owner:{owner}")
 
     def seal(self, purpose: str, text: str) -> str:
-        """Return a signature of `text` that only this gateway can make. Each purpose has a key that is never shared.
+        """Return a signature of `text` that only this gateway can make. Each purpose has its own key, which no receiver
+        knows.
 
-        The keys of functions and owners differ from it: no function's name contains a colon.
+        This key differs from the keys of functions and owners, because no function's name contains a colon.
         """
         key = hmac.digest(self._key, f"seal:{purpose}".encode(), hashlib.sha256)
         return hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
@@ -59,7 +62,8 @@ class SigningKey:
     def sign(self, message_id: str, body: bytes, now_s: float) -> str:
         """Return the signature of a message that is sent at this time."""
         sent_at = datetime.fromtimestamp(int(now_s), UTC)
-        # The signer needs text. A body that is not UTF-8 is not valid JSON: no receiver would accept it.
+        # The signer needs text. A body that is not UTF-8 is not valid JSON, and no receiver would accept it, signed or
+        # not.
         text = body.decode("utf-8", "replace")
         return self._signer.sign(message_id, sent_at, text)
 
