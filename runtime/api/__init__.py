@@ -1,6 +1,6 @@
 """Serves HTTP: pilotflame's own routes, and the steps around every request, for example the guard.
 
 Start reading at `invoke.py`, which serves `POST /invoke/{function}`, or at `http/routes.py`, which defines the rows of
-the route table. This package turns HTTP requests into invocations and jobs. The functions, jobs
-and keys themselves belong to other packages. This package must not import a dialect or a command.
+the route table. This package turns HTTP requests into invocations and jobs. Other packages hold the functions, jobs and
+keys. This package must not import a dialect or a command.
 """

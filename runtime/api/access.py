@@ -1,4 +1,4 @@
-"""Serves the routes that create, list and revoke API keys, and those that set, list and unset secrets."""
+"""Serves the routes that create, list and revoke API keys, and the routes that set, list and unset secrets."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class CreatedKey(ShownKey, title="CreatedKey"):
 
 @dataclass(frozen=True, slots=True)
 class AccessControl:
-    """The routes below /v1/keys, and those of each function's secrets."""
+    """The routes below /v1/keys, and the routes of each function's secrets."""
 
     keyring: Keyring
     secrets: Secrets
@@ -88,7 +88,7 @@ class AccessControl:
         open_before = not self.keyring.exists
         key, token = await asyncio.to_thread(self.keyring.create, new, time.time())
         if open_before:
-            # From now on, these callers need a key.
+            # From now on, callers need a key. End the answers to callers without a key.
             self.endless.end_of_key("")
         note(request, id=key.id, name=key.name, scopes=" ".join(key.scopes))
         return json_response({**key.shown(), "key": token}, status=201, no_store=True)

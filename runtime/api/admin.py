@@ -30,7 +30,7 @@ class HeldMemory(BaseModel, frozen=True):
     """The memory (PSS) of all processes of this gateway: a page that several of them map counts once in the total."""
 
     functions_bytes: int
-    """Memory of all functions, those included that are being deployed or deleted."""
+    """Memory of all functions, including functions that are being deployed or deleted."""
     bases_bytes: int
     """Memory of the processes from which zygotes are forked. Functions share them."""
     gateway_bytes: int
@@ -48,7 +48,9 @@ class HeldMemory(BaseModel, frozen=True):
 
 
 class FunctionList(TypedDict):
-    """All functions that the caller may see, and if they asked for it and may see all, the memory of all processes."""
+    """All functions that the caller may see. If the caller asked for the memory and may see all functions, also the
+    memory of all processes.
+    """
 
     functions: list[FunctionStatus]
     memory: NotRequired[HeldMemory]
@@ -68,8 +70,9 @@ class Admin:
         disk_full: Callable[[], bool] = lambda: False,
         starting: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`sources` returns the state and the counts of a function's event sources. `disk_full` is called in a thread, and
-        returns whether the state folder's disk is full. While `starting` returns True, /readyz responds with 503 too.
+        """`sources` returns the state and the counts of a function's event sources. `disk_full` returns True if the
+        state folder's disk is full; /readyz calls it in a thread. While `starting` returns True, /readyz responds with
+        503 too.
         """
         self._sources = sources
         self._disk_full, self._starting = disk_full, starting
@@ -105,7 +108,7 @@ class Admin:
         memory = await self._memory.latest() if ALL_MEMORY.read(request) else None
         if memory is not None:
             found = [_with_memory(status, memory) for status in found]
-        # A key that covers some functions must not learn the memory of the others.
+        # The caller of a key that covers only some functions must not learn the memory of the other functions.
         answer: dict[str, Any] = {"functions": [one.model_dump(mode="json") for one in found]}
         if memory is not None and caller_of(request).functions is None:
             answer["memory"] = HeldMemory.of(memory).model_dump(mode="json")
@@ -165,7 +168,9 @@ class Admin:
 
 
 def _with_memory(status: FunctionStatus, memory: NodeMemory) -> FunctionStatus:
-    """Return the status with the memory of the function; without it if its processes are newer than the measurement."""
+    """Return the status with the memory of the function. If the function's processes are newer than the measurement,
+    the memory is None.
+    """
     if (held := memory.functions.get(status.name)) is not None:
         return status.model_copy(update={"memory_bytes": held.total_bytes})
     running = status.zygote or any(status.workers.model_dump().values())

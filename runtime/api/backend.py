@@ -28,14 +28,14 @@ from ..jobs.jobs import Jobs
 from ..serving.revision import Revision
 
 ASYNC_BODY_BYTES = 10 << 20
-"""Limit for the body of a request that becomes a job: the body is stored and run later."""
+"""Limit for the body of a request that becomes a job, because the gateway stores such a body."""
 _SAME = "The same key with the same body is the same job."
 _KEY = header("Idempotency-Key", _SAME, type="string", maxLength=MAX_KEY_CHARS)
 SUBMIT_PARAMETERS: tuple[Parameter, ...] = (_KEY, header("traceparent"))
 REPLAYED_HEADER = {"Idempotent-Replayed": {"schema": {"type": "string", "const": "true"}}}
 """Describes the header of a response whose job was stored by an earlier request with the same key."""
 Submitted: TypeAlias = tuple[Job, dict[str, str]]
-"""A stored job, and headers for the response, which are empty unless the job existed before."""
+"""A stored job, and headers for the response. The headers are empty unless an earlier request has stored the job."""
 
 
 class Accepted(TypedDict):
@@ -74,10 +74,10 @@ class Backend:
         return TOO_LARGE_REMEDY if own else STORED_REMEDY
 
     async def read_body(self, request: web.Request, name: str, most: int | None = None) -> tuple[Live, bytes]:
-        """Return the function, as it is after the body has arrived, and the body.
+        """Return the function and the body.
 
-        It may have been deployed again meanwhile. `most` lowers the function's own limit for bodies.
-        Raises UnknownFunction, and the errors of `requests.read_body`.
+        A new revision may become live while the body arrives. The returned function has this revision. `most` lowers
+        the function's own limit for bodies. Raises UnknownFunction, and the errors of `requests.read_body`.
         """
         revision = self.functions.get(name).revision
         limit = self.body_limit(revision)
@@ -91,8 +91,8 @@ class Backend:
     ) -> Submitted:
         """Store a job, and wait up to `wait_s` for its end. Return the job, and headers for the response.
 
-        With `wait_s`, a job that ends soon is stored only at its end, so do not give its id to anyone before this returns.
-        The job has values from the function's settings and the request. `fields` override both.
+        With `wait_s`, a job that ends soon is stored only at its end, so do not give the job's id to anyone before this
+        returns. The job's fields come from the function's settings and the request, and `fields` override them.
         """
         fields = {"traceparent": traceparent_of(request.headers)} | fields
         if "idempotency" not in fields:

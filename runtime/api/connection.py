@@ -56,7 +56,8 @@ class ClientConnection(web.RequestHandler):
     ) -> web.StreamResponse:  # fmt: skip
         """Return the typed error for a malformed request or a bug of the gateway.
 
-        After it, the connection is closed. Malformed requests are not logged: any client could fill the disk.
+        aiohttp closes the connection after this response. A malformed request is not logged, because any client could
+        fill the disk so.
         """
         if status == HTTPStatus.BAD_REQUEST:
             reason = (message or "").partition("\n")[0][:MAX_REASON_CHARS].rstrip(":. ")
@@ -100,7 +101,8 @@ class FastConnection(ClientConnection):
 
     def data_received(self, data: bytes) -> None:
         count = self._request_count
-        # Otherwise aiohttp would set the result of `_waiter` and so wake its task up, before the fast path.
+        # Hide `_waiter` from aiohttp. Otherwise aiohttp would set its result, and so wake its task up before the fast
+        # path sees the request.
         waiter, self._waiter = self._waiter, None
         super().data_received(data)
         idle = waiter is not None and not waiter.done()
@@ -116,7 +118,7 @@ class FastConnection(ClientConnection):
             self._expect_header()
 
     def resume_reading(self, resume_parser: bool = True) -> None:
-        """Do nothing unless reading is paused, which is rare. aiohttp calls this after every body."""
+        """Resume reading if it is paused, which is rare. aiohttp calls this after every body."""
         if self._reading_paused:
             super().resume_reading(resume_parser)
 
@@ -129,7 +131,7 @@ class FastConnection(ClientConnection):
         super().connection_lost(exc)
 
     def finish(self) -> asyncio.Future[None] | None:
-        """Close the connection after the present response. Return a future that is done once it is closed.
+        """Close the connection after the present response. Return a future that is done once the connection is closed.
 
         Return None and leave the connection open if no invocation runs and the write buffer is empty. A request that
         waits for something else, such as the next line of a log, is not an invocation.
@@ -172,7 +174,7 @@ class FastConnection(ClientConnection):
         return True
 
     def _send(self, response: Response) -> None:
-        """Send the response to the pending request. Then aiohttp's task waits for the next one again."""
+        """Send the response to the pending request. Then aiohttp's task waits for the next request again."""
         self._pending, self._waiter, self._parked_waiter = None, self._parked_waiter, None
         self._request_in_progress = False
         if self._handler_waiter is not None:
@@ -199,7 +201,9 @@ def missing_internals() -> list[str]:
 
 @web.middleware
 async def header_timer(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Tell the connection that a header has arrived, which `FastConnection` learns from private names."""
+    """Tell the connection that a header has arrived. `FastConnection` does not need this: aiohttp's private names show
+    it when a header has arrived.
+    """
     if isinstance(request.protocol, ClientConnection):
         request.protocol.header_arrived()
     return await handler(request)

@@ -5,8 +5,8 @@ its security policy forbids everything else: other origins, scripts and styles i
 strings. The page holds no data. It sends the API key that a user enters in the header Authorization. There are no
 cookies, so a page of another origin cannot act for the user, and no token against forged requests is needed.
 
-`GET /v1/console?follow=1` sends a line of JSON each second, with the functions that have changed. The console does no
-work while it has no readers.
+`GET /v1/console?follow=1` sends a line of JSON each second, with the functions that have changed. While no reader
+follows, the gateway does no work for the console.
 """
 
 from __future__ import annotations
@@ -59,32 +59,37 @@ class ConsoleWorkers(TypedDict):
 
 
 class ConsoleFunction(TypedDict):
-    """A function at a glance. Counts only grow while the gateway runs; `rung` is how warm it is now."""
+    """A row of the console: the state of a function. Counts only grow while the gateway runs. `rung` tells how warm the
+    function is now.
+    """
 
     name: str
     revision: str
     rung: RungName
     next_rung: RungName | None
     next_rung_at: int | None
-    """When the keep-alive policy moves it to `next_rung`, in Unix seconds, if no invocation comes before. Rounded to
-    whole seconds: a changing fraction would be a change of the row, which would then be sent each time."""
+    """When the keep-alive policy moves the function to `next_rung`, in Unix seconds, if no invocation comes before. The
+    time is rounded to whole seconds. Otherwise its fraction could change each second, and the row would be sent each
+    time.
+    """
     standby: bool
     workers: ConsoleWorkers
     queued: int
     in_flight: int
     stopped: str
-    """The reason why it refuses calls now, such as "budget"; "" if it accepts them."""
+    """The reason why the function refuses calls now, such as "budget"; "" if it accepts calls."""
     failed_starts: int
-    """How many starts of a worker have failed since the last that succeeded."""
+    """How many starts of a worker have failed since the last successful start."""
     rest_mb: float | None
     codes: dict[str, int]
     durations: list[int]
-    """Invocations by duration: one number for each of `bounds_s`, and one for those that took longer."""
+    """The numbers of invocations by duration: one number for each of `bounds_s`, and one number for longer invocations.
+    """
     cold_starts: int
     cold_phases_s: dict[str, float]
     last_cold_phases_ms: dict[str, float]
     last_cold_start: ColdStart | None
-    """The latest one with all its phases. The function's status has the ones before it."""
+    """The latest cold start with all its phases. The function's status also has earlier cold starts."""
 
 
 class ConsoleGateway(TypedDict):
@@ -98,7 +103,7 @@ class ConsoleGateway(TypedDict):
 
 
 class ConsoleView(TypedDict):
-    """The content of the console. `removed` lists the functions that are gone since the previous line."""
+    """The content of the console. `removed` lists the functions that were deleted since the previous line."""
 
     at: float
     gateway: ConsoleGateway

@@ -1,7 +1,8 @@
 """Serves the route that deploys: a folder on the gateway's machine, or an uploaded archive.
 
-A client that accepts server-sent events gets the progress: `function` once the function is known, `step` when a
-step begins and when it ends, `note` when it takes long, then `completed` with the function's status, or `error`. Other clients get one answer.
+A client that accepts server-sent events gets the progress: `function` once the function is known, `step` when a step
+begins and when it ends, `note` when a step takes long, and at the end `completed` with the function's status, or
+`error`. Other clients get one answer, at the end of the deploy.
 """
 
 from __future__ import annotations
@@ -70,7 +71,9 @@ class Deploys:
     """The route that deploys functions."""
 
     def __init__(self, functions: Functions, *, local: bool) -> None:
-        """`local`: only this machine can reach the gateway. Only then may callers deploy folders by path."""
+        """`local` is True if only this machine can reach the gateway. Callers may deploy folders by path only if
+        `local` is True.
+        """
         self._functions = functions
         self._local = local
 
@@ -105,11 +108,12 @@ class Deploys:
         loop, events = asyncio.get_running_loop(), asyncio.Queue[bytes]()
 
         def tell(name: str, told: BaseModel) -> None:
-            # Some events come from threads of the deploy. Sending all events this way keeps their order.
+            # Some events come from threads of the deploy. If all events take this way, they keep their order.
             loop.call_soon_threadsafe(events.put_nowait, event(name, told.model_dump_json().encode()))
 
         progress = Progress(lambda change: tell(_NAMES[type(change)], change))
-        # An error in the request itself is raised here, and has a status of its own.
+        # An error in the request itself is raised here, before the stream begins. So its response has the error's own
+        # status.
         deployment = await self._deployment(request, progress)
         response = web.StreamResponse(headers=STREAM_HEADERS)
         await response.prepare(request)
@@ -186,7 +190,7 @@ async def _upload(request: web.Request, progress: Progress) -> Deployment:
 
 
 async def _next(events: asyncio.Queue[bytes]) -> bytes:
-    """Return the next event, or a comment if there is none for a while. After the last one, return b""."""
+    """Return the next event, or a comment if no event comes within HEARTBEAT_S. After the last event, return b""."""
     try:
         async with asyncio.timeout(HEARTBEAT_S):
             return await events.get()

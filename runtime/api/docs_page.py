@@ -1,8 +1,8 @@
 """Serves `/`, which names the gateway, and `/docs`, a page that shows /openapi.json and sends requests.
 
-The page consists of three files beside this one. It loads nothing from elsewhere, so it works offline, and its
-security policy forbids everything else. It holds no data: it reads /openapi.json with the key that a user
-enters, and keeps the key only while it is open.
+The page consists of three files beside this one. It loads nothing from elsewhere, so it works offline, and its security
+policy forbids everything else. The page holds no data: it reads /openapi.json with the key that a user enters, and
+keeps the key only while the page is open.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class DocsPage:
         ]  # fmt: skip
 
     async def index(self, request: web.Request) -> web.StreamResponse:
-        """Respond with 200, as health checkers expect. A browser is sent to the console."""
+        """Respond with 200, which health checkers expect. Redirect a browser to the console."""
         if "text/html" in request.headers.get("Accept", ""):
             return web.Response(status=303, headers={"Location": LINKS["console_url"], "Vary": "Accept"})
         return json_response(self._fields, headers={"Vary": "Accept"})
@@ -73,7 +73,7 @@ class DocsPage:
 
 
 def _file(suffix: str, media_type: str) -> Any:
-    """Return the handler of one of the page's files, which is read now, not at each request."""
+    """Return the handler that serves one of the page's files. This reads the file now; the handler does not read it."""
     body = Path(__file__).with_suffix(f".{suffix}").read_bytes()
 
     async def send(_request: web.Request) -> web.StreamResponse:

@@ -1,7 +1,7 @@
 """Serves plain requests to `POST /invoke/{function}` without aiohttp's tasks, routes and response objects.
 
-A request is plain if it asks only to run the function and to return its output in one response. aiohttp
-handles all others. Both use the same guard and the same `Gateway`, so the caller sees no difference.
+A request is plain if it asks only to run the function and to return its output in one response. aiohttp handles all
+other requests. Both use the same guard and the same `Gateway`, so the caller sees no difference.
 """
 
 from __future__ import annotations
@@ -43,7 +43,9 @@ class FastPath:
         self, gateway: Gateway, functions: Functions, guard: Guard, routes: Sequence[Route],
         access: AccessLog | None = None, root: str = "",
     ) -> None:  # fmt: skip
-        """Each request is written to `access`, if there is one. `POST /` calls the function `root`, if given."""
+        """If `access` is given, each request is written to this access log. If `root` is given, `POST /` calls the
+        function of this name.
+        """
         self.gateway = gateway
         self.access = access
         # Requests that another row of the route table serves, such as CloudEvents.
@@ -57,9 +59,10 @@ class FastPath:
     def take(
         self, message: RawRequestMessage, payload: StreamReader, transport: asyncio.Transport, send: Send
     ) -> FastRequest | None:
-        """Start the invocation of a plain request; `send` is called with the response later.
+        """Start the invocation of a plain request. When the invocation has ended, FastRequest passes the response to
+        `send`.
 
-        Return None if aiohttp must handle the request: it is not plain, or will be refused.
+        Return None if aiohttp must handle the request, because it is not plain or the guard refuses it.
         """
         received_s = time.monotonic()
         revision = self._revision(message)
@@ -69,20 +72,21 @@ class FastPath:
         try:
             admitted = self._guard.admit(headers, INVOKE_ROUTE, revision.spec.function, transport)
         except PilotflameError:
-            # The guard refuses it again in aiohttp's handler, and the caller gets the error.
+            # In aiohttp's handler, the guard refuses the request again, and the caller gets the error.
             return None
         request = FastRequest(self, revision, admitted, send, received_s)
         request.begin(headers, payload.read_nowait())
         return request
 
     def close(self) -> None:
-        """Leave all further requests to aiohttp, so that `on_response_prepare` applies to their responses."""
+        """Leave all further requests to aiohttp, because only aiohttp applies `on_response_prepare` to responses."""
         self._closed = True
 
     def send(self, send: Send, response: Response) -> None:
-        """Send a response after the callbacks that the event loop runs now, with all their responses.
+        """Send a response after the callbacks that the event loop runs in this turn, together with all other responses
+        of this turn.
 
-        Often one process is the caller of many requests. Waking it up once for several responses saves time.
+        Often one process is the caller of many requests. To wake this process up once for several responses saves time.
         """
         if not self._outgoing:
             asyncio.get_running_loop().call_soon(self._flush)
@@ -136,7 +140,7 @@ class FastRequest:
         self._accept_encoding = ""
 
     def begin(self, headers: Headers, body: bytes) -> None:
-        """Submit the invocation. If that raises, respond with the error."""
+        """Submit the invocation. If this raises an error, respond with the error."""
         request_id = request_id_of(headers)
         self._accept_encoding = headers.get(hdrs.ACCEPT_ENCODING, "")
         gateway, caller = self._fast_path.gateway, self._admitted.caller
@@ -167,8 +171,8 @@ class FastRequest:
         try:
             response = self._fast_path.gateway.answered(self._name, invocation, self._admitted.caller)
         except Exception:
-            # An answer that cannot be made, for example because of a header, must not end its worker's link,
-            # on which other answers arrive in the same turn.
+            # It may be impossible to make the response, for example because of a header. This must not end the worker's
+            # link, on which answers to other invocations arrive in the same turn.
             known = {"request_id": invocation.id}
             LOG.exception("the answer to an invocation of %s cannot be sent", self._name, extra=known)
             failed = InvocationError("The answer could not be sent.", remedy="See `pilotflame logs`.")

@@ -1,10 +1,10 @@
 """Identifies the caller before every route, and checks the caller's rights.
 
-A gateway is open if only this machine can reach it, its setting `auth` is not "always", and it never had an
-API key. An open gateway admits every request, except requests that a web page of another origin has caused. Any
+A gateway is open if only this machine can reach the gateway, its setting `auth` is not "always", and no API key was
+ever created. An open gateway admits every request, except requests that a web page of another origin has caused. Any
 other gateway requires an API key on all routes that are not public, except in requests with the key of the control
-socket. A gateway that serves one function alone requires an API key only if a key exists. Without a key, its callers may
-use only a few routes.
+socket. A gateway that serves one function alone requires an API key only if a key exists. If no key exists, its callers
+may use only a few routes.
 """
 
 from __future__ import annotations
@@ -47,14 +47,15 @@ LOG = logging.getLogger(__name__)
 SESSION_TOKEN = "X-Amz-Security-Token"  # noqa: S105
 UNVERIFIED_BODIES = 16
 UNVERIFIED_BODIES_OF_KEY = 4
-"""The maximum number of large bodies that are read at the same time before their signatures are verified: of all requests,
-and of the requests that name the same key."""
+"""The maximum numbers of large bodies that the gateway reads at the same time before it verifies their signatures:
+bodies of all requests, and bodies of requests that name the same key.
+"""
 RETRY_S = 1.0
 _FETCH_SITE = istr("Sec-Fetch-Site")
 
 
 class Admitted(NamedTuple):
-    """The caller of an admitted request, which counts as running in the key's quota until `leave`."""
+    """The caller of an admitted request. The request counts as running in the key's quota until `leave`."""
 
     caller: Caller
     meter: Meter | None = None
@@ -74,8 +75,8 @@ def check_origin(
 
     With `own_pages`, also raise it for pages of this machine that the gateway does not serve itself.
 
-    Any page can send requests to 127.0.0.1, also under a host name of its own that resolves to it. But the
-    browser sets Host, Origin and Sec-Fetch-Site itself, and no page can forge them.
+    Any page can send requests to 127.0.0.1, also under the page's own host name, if this name resolves to 127.0.0.1.
+    But the browser itself sets the headers Host, Origin and Sec-Fetch-Site, and no page can forge them.
     """
     host, origin = headers.get(hdrs.HOST), headers.get(hdrs.ORIGIN)
     if host is not None and not _names_loopback(f"//{host}"):
@@ -101,11 +102,12 @@ class Guard:
         cors: CrossOrigin, *, local: bool, required: bool, on_quota: Callable[[str, PilotflameError], None], max_body_bytes: int, body_timeout_s: float,
         names: Callable[[], Iterable[str]] = tuple, anybody: Caller = ANYBODY, open_to_anybody: Set[tuple[str, str]] = frozenset(),
     ) -> None:  # fmt: skip
-        """`local`: only this machine can reach the gateway. `required`: requests need a key even if no key exists.
+        """`local` is True if only this machine can reach the gateway. `required` is True if requests need a key even if
+        no key exists.
 
-        While requests need no key, their caller is `anybody`, who may use the routes (method and path) in
-        `open_to_anybody` whatever their scope. `on_quota` is called with the function and the error of a
-        request that exceeds its key's quota. `max_body_bytes` and `body_timeout_s` limit the bodies of signed
+        While requests need no key, their caller is `anybody`. This caller may use the routes (method and path) in
+        `open_to_anybody`, whatever scope these routes require. If a request exceeds its key's quota, the guard calls
+        `on_quota` with the function and the error. `max_body_bytes` and `body_timeout_s` limit the bodies of signed
         requests, which the guard reads. `names` returns the names of all functions.
         """
         self._keyring, self._control, self._tasks, self._cors = keyring, control, tasks, cors
@@ -117,7 +119,7 @@ class Guard:
         self._invoking = {route for route, scope in self._scopes.items() if scope is Scope.INVOKE}
         self._max_body_bytes, self._body_timeout_s = max_body_bytes, body_timeout_s
         self._unverified = asyncio.Semaphore(UNVERIFIED_BODIES)
-        # By the id of the key. An entry lasts as long as a request uses it.
+        # The semaphores by the key's id. An entry lasts as long as a request uses it.
         self._unverified_of = WeakValueDictionary[str, asyncio.Semaphore]()
         self._local, self._required = local, required
         self._anybody = Admitted(anybody) if anybody is not ANYBODY else UNKNOWN_CALLER
@@ -159,9 +161,9 @@ class Guard:
     ) -> Admitted:  # fmt: skip
         """Admit a request to the route of this method and registered path. Call `leave` of the result.
 
-        `signer` is the key that has signed the request, if the request does not hold the key itself. Its meter
-        counts the request already.
-        Raises Unauthorized, Forbidden, QuotaExceeded, or UnknownFunction if the key does not cover it.
+        `signer` is the key that has signed the request, if the request does not hold the key itself. The meter of
+        `signer` already counts the request. Raises Unauthorized, Forbidden, QuotaExceeded, or UnknownFunction if the
+        key does not cover the function.
         """
         if not self.closed:
             try:
@@ -190,7 +192,7 @@ class Guard:
 
     def _suggesting(self, error: UnknownFunction, headers: Headers, caller: Caller) -> UnknownFunction:
         """Return the error with the closest names among the functions visible to the caller."""
-        # A web page may call a function without the right to list them.
+        # A web page may call a function, but has no right to list functions.
         if not error.name or hdrs.ORIGIN in headers:
             return error
         return UnknownFunction.named(error.name, filter(caller.allows, self._names()))
@@ -210,7 +212,9 @@ class Guard:
             caller.check_scope(scope)
 
     def _find_key(self, headers: Headers, transport: asyncio.BaseTransport | None) -> Held | None:
-        """Return the sent key, or None if none is needed. Raises Unauthorized if it is missing or invalid."""
+        """Return the key that the request holds, or None if the request needs no key. Raises Unauthorized if the key is
+        missing or invalid.
+        """
         sent = headers.get("Authorization")
         if sent is None:
             if self._control.admits(headers, transport):
@@ -218,7 +222,7 @@ class Guard:
             remedy = "Send `Authorization: Bearer KEY`, or set PILOTFLAME_API_KEY; `pilotflame keys create` makes one."
             raise Unauthorized("This gateway requires an API key.", remedy=remedy)
         now_s = time.time()
-        # Where signatures are not accepted, the session token of a signed request must be the key.
+        # On routes that accept no signatures, the session token of a signed request must be the key.
         if sent.startswith(SCHEME):
             sent = headers.get(SESSION_TOKEN, "")
         held = self._keyring.find(token_in(sent), now_s)
@@ -231,8 +235,9 @@ class Guard:
     async def _find_signer(self, request: web.Request) -> Held | None:
         """Return the key that has signed the request, or None if it is not signed or holds the key itself.
 
-        The key's meter counts the request then. Raises Unauthorized if the signature is not valid, QuotaExceeded,
-        Overloaded, and the errors of `read_body`: a signature covers the body.
+        If this returns a key, the key's meter counts the request. Raises Unauthorized if the signature is not valid,
+        QuotaExceeded and Overloaded. Also raises the errors of `read_body`, which this calls because a signature covers
+        the body.
         """
         headers, now_s = request.headers, time.time()
         signed = headers.get("Authorization", "").startswith(SCHEME) and SESSION_TOKEN not in headers
@@ -245,7 +250,7 @@ class Guard:
             raise refused(signature, "there is no such key, or it has expired")
         _check(held.meter.wait_s(time.monotonic()))
         await self._verify(request, held, signature)
-        # Only now: anyone can send a request that names the key.
+        # Count the request only now, because anyone can send a request that names the key.
         _enter(held.meter)
         self._note_use(held, now_s)
         return held
@@ -298,7 +303,7 @@ def _methods(route: Route) -> tuple[str, ...]:
 
 
 def _enter(meter: Meter) -> None:
-    """Count a request. Raises QuotaExceeded if the key may not send one now."""
+    """Count a request. Raises QuotaExceeded if the key may send no request now."""
     _check(meter.enter(time.monotonic()))
 
 
@@ -313,7 +318,7 @@ def _check(wait_s: float) -> None:
 def token_in(header: str) -> str:
     """Return the token of an Authorization header.
 
-    Some of RunPod's clients send it without "Bearer", and older ones of Replicate with "Token".
+    Some of RunPod's clients send the token without "Bearer", and older clients of Replicate send it with "Token".
     """
     scheme, space, rest = header.strip().partition(" ")
     return rest.strip() if space and scheme.lower() in ("bearer", "token") else header.strip()

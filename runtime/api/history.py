@@ -43,10 +43,11 @@ class DecisionFacts(TypedDict):
 
 
 class LoadFacts(TypedDict):
-    """A sample of a function's load. It holds from `at` until the next sample.
+    """A sample of a function's load. Its values apply from `at` until the next sample.
 
-    Counts of invocations and workers are the maxima within the second. `rung` is the rung at its end. `cold` is the
-    number of answered invocations that had waited for an activation, and `slowest_cold_s` the longest of these waits.
+    Counts of invocations and workers are the maxima within the second of the sample. `rung` is the rung at the end of
+    that second. `cold` is the number of answered invocations that had waited for an activation, and `slowest_cold_s`
+    the longest of these waits.
     """
 
     at: Timestamp
@@ -60,7 +61,9 @@ class LoadFacts(TypedDict):
 
 
 class RungFacts(TypedDict):
-    """A rung on which a function can be held, what it holds, and how long it takes from there until a worker is ready."""
+    """A rung on which a function can be held, the memory and devices that it holds there, and the time from there until
+    a worker is ready.
+    """
 
     rung: RungName
     held_bytes: float
@@ -168,5 +171,5 @@ def _prices(live: Live) -> PriceFacts:
 
 
 async def _json(told: Callable[[], bytes]) -> web.Response:
-    """Return a response with the JSON from `told`, which is called in a thread because there can be many rows."""
+    """Return a response with the JSON that `told` returns. Call `told` in a thread, because there can be many rows."""
     return web.Response(body=await asyncio.to_thread(told), content_type=JSON_TYPE)

@@ -83,7 +83,8 @@ class Gateway:
         received_s = time.monotonic()
         name = request.match_info["function"]
         request_id = request_id_of(request.headers)
-        # Raise here, so that `refused` does not count the error: invented names would add metrics without limit.
+        # An unknown name raises here, outside of `try`, so that `refused` does not count the error. Otherwise, invented
+        # names would add metrics without limit.
         revision = self._functions.live(name)
         try:
             most = self.most(revision)
@@ -135,11 +136,12 @@ class Gateway:
         on_end: Callable[[], None] | None = None, *, content_type: str | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> tuple[Revision, Invocation]:  # fmt: skip
-        """Submit an invocation. Return (revision, invocation). Pass an error that is raised to `refused`.
+        """Submit an invocation. Return (revision, invocation). If this raises an error, the caller must pass the error
+        to `refused`.
 
-        `content_type` replaces that of the headers, and `extra` is what the handler reads in `context.extra`.
+        `content_type` replaces the Content-Type of the headers. The handler reads `extra` as `context.extra`.
         """
-        # Look the revision up again: another one may have become live while the body arrived.
+        # Look the revision up again, because another revision may have become live while the body arrived.
         revision = self._functions.live(name)
         settings = revision.policy.settings
         invocation = Invocation(
@@ -170,7 +172,9 @@ class Gateway:
         return Response(200, headers, answer.payload)
 
     async def _submit(self, request: web.Request) -> web.StreamResponse:
-        """Submit the body as a job, as `Prefer: respond-async` asks. Respond with 202 and the job's URL."""
+        """Submit the body as a job, because the request has `Prefer: respond-async`. Respond with 202 and the job's
+        URL.
+        """
         live, body = await self._backend.read_body(request, request.match_info["function"], ASYNC_BODY_BYTES)
         # A body without a Content-Type is not checked: only the handler knows its format.
         kind, content_type = media_type_of(request.headers), content_type_of(request.headers)

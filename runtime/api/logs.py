@@ -1,4 +1,4 @@
-"""Serves the logs: of each function, also after it was deleted, and of the gateway itself."""
+"""Serves the log of each function, also after the function was deleted, and the log of the gateway itself."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class LogsApi:
 
 
 def _query(request: web.Request) -> LogQuery:
-    """Return what the request asks for. Raises BadInput."""
+    """Return the query of the request. Raises BadInput."""
     sent = request.query
     level = sent.get(LEVEL.name, LogLevel.DEBUG).lower()
     if level not in list(LogLevel):

@@ -56,9 +56,10 @@ class OpenApi:
         self.routes = [*routes, own]
 
     def document(self, functions: Iterable[FunctionStatus], *, named: bool = False) -> dict[str, Any]:
-        """Return the document, in the format OpenAPI 3.1, with the paths to invoke these functions, as plugins have changed it.
+        """Return the document in the format OpenAPI 3.1, with the paths to invoke these functions and the changes of
+        plugins.
 
-        `named` is true if the caller asks for one function only.
+        `named` is True if the caller asks for one function only.
         """
         paths, schemas = (dict(part) for part in self._static)
         found = list(functions)
@@ -86,7 +87,7 @@ class OpenApi:
         for route in self.routes:
             operations, method = paths.setdefault(route.path, {}), route.method.lower()
             operations[method] = _merge(operations.get(method, {}), _operation(route, types))
-        # pydantic names components by their classes. Here each gets its title as name, also in references.
+        # pydantic names components by their classes. Replace each name by the component's title, also in references.
         titles = {name: schema.get("title", name) for name, schema in types.components.items()}
         components = {titles[name]: schema for name, schema in types.components.items()}
         text = orjson.dumps([paths, components]).decode()
@@ -192,7 +193,7 @@ def _invoke(operation: dict[str, Any], function: FunctionStatus, schemas: dict[s
 def _hoist(name: str, schema: dict[str, Any], schemas: dict[str, Any]) -> dict[str, Any]:
     """Return `schema` without its definitions, which few tools support.
 
-    They are moved to `schemas` as components of the document, whose names begin with `name`.
+    Move the definitions to `schemas`, as components of the document whose names begin with `name`.
     """
     text = orjson.dumps(schema).replace(b'"#/$defs/', f'"{REFERENCE}{name}.'.encode())
     moved: dict[str, Any] = orjson.loads(text)

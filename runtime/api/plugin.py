@@ -28,13 +28,13 @@ class ApiPlugin:
     webhook_bodies: ClassVar[WebhookBodies] = {}
     """The forms of webhooks that jobs of this plugin have."""
     root: ClassVar[Mapping[str, str]] = {}
-    """The fields that it adds to the response to `GET /`."""
+    """The fields that the plugin adds to the response to `GET /`."""
 
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
 
     def routes(self) -> Sequence[Route]:
-        """Return its routes, with paths without `base`."""
+        """Return the routes of the plugin. Their paths do not have the prefix `base`."""
         return ()
 
     def origin_of(self, request: web.Request) -> str:
@@ -60,12 +60,14 @@ class ApiPlugin:
         return load_json(output.payload)
 
     async def sweep(self) -> None:
-        """Run the plugin's periodic work until cancelled. The gateway starts it again after an error."""
+        """Run the plugin's periodic work until cancelled. If this raises an error, the gateway calls it again."""
 
     def describe(
         self, document: dict[str, Any], functions: Sequence[FunctionStatus], *, named: bool
     ) -> dict[str, Any]:
-        """Return /openapi.json for a caller who may see `functions`. `named` is true if the caller asked for that one function."""
+        """Return /openapi.json for a caller who may see `functions`. `named` is True if the caller asked for one
+        function, the only one in `functions`.
+        """
         return document
 
 

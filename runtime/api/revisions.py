@@ -1,4 +1,4 @@
-"""Serves the routes of a function's revisions: list them, restart the live one, roll back to an older one."""
+"""Serves the routes of a function's revisions: list them, restart the live revision, roll back to an older revision."""
 
 from __future__ import annotations
 

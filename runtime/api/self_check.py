@@ -14,7 +14,7 @@ from .connection import FastConnection, missing_internals
 from .fast_path import FastPath
 
 LIMIT_S = 2.0
-# The second request is left to aiohttp. All four come on one connection.
+# The probe leaves the second request to aiohttp. All four requests come on one connection.
 PATHS = ("/fast", "/slow", "/fast", "/fast")
 
 

@@ -34,9 +34,10 @@ NO_FAST_PATH = (
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket bound to this address; port 0 is any free port. Raise GatewayError if that fails.
+    """Return a socket bound to this address; port 0 is any free port. Raise GatewayError if the address cannot be
+    bound.
 
-    If systemd has passed a socket to this process, return that.
+    If systemd has passed a socket to this process, return that socket instead.
     """
     if os.environ.pop("LISTEN_PID", "") == str(os.getpid()):
         return _passed(os.environ.pop("LISTEN_FDS", ""))
@@ -79,7 +80,7 @@ def url_of(sock: socket.socket, *, tls: bool = False) -> str:
 
 
 class HttpServer:
-    """The gateway's HTTP server. Before the gateway ends, it makes its clients connect elsewhere."""
+    """The gateway's HTTP server. Before the gateway ends, the server makes its clients connect elsewhere."""
 
     def __init__(self, runner: web.AppRunner, fast_path: FastPath, tls: ssl.SSLContext | None) -> None:
         self._runner, self._fast_path, self._tls = runner, fast_path, tls
@@ -110,7 +111,9 @@ class HttpServer:
                 server.close()
 
     async def finish(self, timeout_s: float) -> None:
-        """Wait until the answers of all invocations have been sent, also to slow readers. Close their connections."""
+        """Close the connections of running invocations after their answers. Wait until these answers have been sent,
+        also to slow readers.
+        """
         server = self._runner.server
         connections = server.connections if server is not None else []
         sending = [one.finish() for one in connections if isinstance(one, FastConnection)]
@@ -125,7 +128,9 @@ class HttpServer:
 
 @web.middleware
 async def callers_leave(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """End the request of a caller that has closed the connection. Without this, aiohttp logs an error for each of them."""
+    """End the request of a caller that has closed the connection. Without this, aiohttp logs an error for each such
+    caller.
+    """
     try:
         return await handler(request)
     except ConnectionError:
@@ -143,8 +148,8 @@ async def http_server(
 ) -> AsyncIterator[HttpServer]:  # fmt: skip
     """Serve `routes` on `socks` inside the block. At its end, requests have one more second.
 
-    Each of `on_prepare` is called with the request and the response before the response's header is sent.
-    If the installed aiohttp does not support `fast_path`, log a message and serve without it.
+    Before the header of a response is sent, aiohttp calls each function in `on_prepare` with the request and the
+    response. If the installed aiohttp does not support `fast_path`, log a message and serve without it.
     """
     if reason := await why_not_fast():
         LOG.warning(NO_FAST_PATH.format(version=aiohttp.__version__, reason=reason))

@@ -23,12 +23,14 @@ from .invoke import HOLD, MAX_HOLD_S
 
 ROOT = "/"
 PLATFORM = "platform"
-"""Owns the jobs and files of all callers without an API key. No key has this id."""
+"""The owner of the jobs and files of all callers without an API key. No key has this id."""
 METRICS_ROUTE = ("GET", "/metrics")
 
 
 class Standalone:
-    """The only function of a gateway. Until it is live, its callers wait, as they do for a worker."""
+    """The only function of a gateway. Until the function is live, its callers wait, at most as long as they may wait
+    for a worker.
+    """
 
     def __init__(self, settings: FunctionSettings, functions: Functions, routes: Sequence[Route]) -> None:
         self.name = settings.name
@@ -41,7 +43,9 @@ class Standalone:
         self.caller = Caller(owner=PLATFORM, scopes=frozenset({Scope.INVOKE}))
         """The caller of every request without an API key."""
         self.open_routes = frozenset({METRICS_ROUTE})
-        """Routes that these callers may use beside the routes that call the function. Platforms scale by the metrics."""
+        """Routes that callers without an API key may use, beside the routes that call the function. Platforms read the
+        metrics to scale the function.
+        """
         self._functions, self._hold_s, self._most = functions, settings.hold_s, settings.max_queue
         self._calls = {
             (route.method, route.path)
@@ -63,7 +67,7 @@ class Standalone:
         self._deploying = deploying
 
     def open(self) -> None:
-        """Let the requests continue that have waited for the first deploy."""
+        """Let the requests that have waited for the first deploy continue."""
         self._live.set()
 
     async def close(self) -> None:
@@ -83,7 +87,7 @@ class Standalone:
 
     @web.middleware
     async def hold(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Let a call wait for the first deploy, no longer than it may wait for a worker."""
+        """Let a call wait for the first deploy, at most as long as it may wait for a worker."""
         resource = request.match_info.route.resource
         path = resource.canonical if resource is not None else ""
         if not self._live.is_set() and (request.method, path) in self._calls:

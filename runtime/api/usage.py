@@ -29,7 +29,9 @@ UNTIL = UnixTime("until", "Unix time in seconds; by default now.")
 
 
 class UsageRow(TypedDict):
-    """One sum. `key` is a function, the id of the API key that deployed it, or the start of an hour or day."""
+    """One sum of usage. Depending on the query, `key` is a function, the id of the API key that deployed functions, or
+    the start of an hour or day.
+    """
 
     key: str
     usage: Usage

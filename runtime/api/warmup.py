@@ -1,4 +1,4 @@
-"""Serves the route that starts workers ahead of need, for callers that expect load and for hooks of platforms."""
+"""Serves the route that starts workers before they are needed, for callers that expect load and for hooks."""
 
 from __future__ import annotations
 
@@ -79,7 +79,9 @@ class WarmupApi:
 
 
 def _number(request: web.Request, parameter: Number, sent: int | None, most: int | None = None) -> int:
-    """Return the parameter in the query, else in the body, else its default. Raise BadInput above `most`."""
+    """Return the parameter's value in the query, else in the body (`sent`), else its default. Raise BadInput if it is
+    above `most`.
+    """
     if sent is None or parameter.name in request.query:
         return parameter.read(request, most=most)
     if most is not None and sent > most:
@@ -89,7 +91,9 @@ def _number(request: web.Request, parameter: Number, sent: int | None, most: int
 
 
 async def _body_of(request: web.Request) -> dict[str, Any]:
-    """Return the body if it is a JSON object, else {}: a hook may send anything. Raise BadInput, InputTooLarge."""
+    """Return the body if it is a JSON object. Otherwise return {}, because a hook may send any body. Raise BadInput,
+    InputTooLarge.
+    """
     kind = media_type_of(request.headers)
     if kind != JSON_TYPE and not kind.endswith("+json"):
         return {}

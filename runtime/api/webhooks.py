@@ -37,7 +37,7 @@ class ShownAttempt(TypedDict):
 
 @with_config(title="Delivery")
 class ShownDelivery(TypedDict):
-    """A delivery as it is listed: of its URL only what is not secret."""
+    """A delivery in the list. Its URL is shown without the parts that may be secret."""
 
     id: str
     subject: str
@@ -80,7 +80,8 @@ class WebhooksApi:
         found = await self.jobs.store.deliveries(
             function, states, JOB_SUBJECT + job_id if job_id else "", limit, owner
         )
-        # Not checked before: the deliveries of a deleted function can still be listed.
+        # Raise UnknownFunction only if nothing is found, because the deliveries of a deleted function can still be
+        # listed.
         if not found:
             self.functions.get(function)
         return json_response({"deliveries": [shown(delivery) for delivery in found]})
