@@ -31,7 +31,7 @@ class ArrivalPattern:
         self._offsets: list[float] = []
         self._size = 0
         self.ended_s: float | None = None
-        """When the last batch ended; None before the first."""
+        """When the last batch ended; None if no batch has ended yet."""
 
     def observe_end(self, now_s: float, size: int, saved_s: float) -> None:
         """Learn that a batch of `size` items ended. `saved_s` is the present s of the grid."""

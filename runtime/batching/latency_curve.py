@@ -42,7 +42,7 @@ class LatencyCurve:
         """The mean cost of an item, for example in tokens. A batch of n items has the size n x mean_cost."""
         self._buckets: defaultdict[int, _Bucket] = defaultdict(_Bucket)
         self.points: tuple[Point, ...] = ()
-        """The points by ascending size. From one point to the next, the times never fall."""
+        """The points by ascending size. A point of a larger size never has a shorter time."""
         self._fresh = 0
         self.load(points)
 

@@ -12,7 +12,7 @@ MAX_PREFETCH = 32
 def window(slots: int, exec_s: float | None) -> int:
     """Return how many invocations a worker asks for: `slots`, and a number to prefetch if invocations are short.
 
-    `exec_s` is the mean duration of recent invocations, None before the first.
+    `exec_s` is the mean duration of recent invocations, or None if no invocation has ended yet.
     """
     # Longer invocations would wait at this worker while another worker may be free.
     if exec_s is None or exec_s >= PREFETCH_S:
