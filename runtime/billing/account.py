@@ -1,4 +1,4 @@
-"""Adds up the usage of a function over all its revisions, and notifies them of the state of its daily budget."""
+"""Adds up the usage of a function over all its revisions, and tells the revisions the state of the daily budget."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ LONGEST_TIMER_S = 3600.0
 
 
 class StoredUsage(NamedTuple):
-    """The stored usage of a function: of today, the part of it that the budget forgives, and what the function holds."""
+    """The stored figures of a function: its usage of today, the part of this usage that the budget forgives, and its
+    holding.
+    """
 
     today: Usage = Usage()
     forgiven: Spending = Spending()
@@ -32,44 +34,49 @@ class Spender(Protocol):
 
     @property
     def held_workers(self) -> int:
-        """The number of its workers, including starting workers."""
+        """The number of the revision's workers, including starting workers."""
 
     def usage(self, now_s: float) -> Usage:
-        """Return the usage of its workers and its zygote so far."""
+        """Return the usage of the revision's workers and zygote so far."""
 
     def on_budget(self, *, changed: bool) -> None:
-        """Called after each check of the budget. If the budget is used up, stop. `changed`: its state has changed."""
+        """The account calls this after each check of the budget. If the budget is used up, the revision stops its work.
+        `changed` is True if the check changed the state of the budget.
+        """
 
 
 class Account:
     """The usage of one function: since the gateway started, today, and not yet stored.
 
-    An invocation updates no counter here. The revisions keep their sums anyway, and these are read when needed.
+    An invocation updates no counter here. Each revision keeps sums for other purposes too, and the account reads these
+    sums when it needs them.
     """
 
     def __init__(
         self, function: str, prices: Prices, stored: StoredUsage = NOTHING, counted: Callable[[], Usage] = Usage
     ) -> None:  # fmt: skip
-        """`stored` is the usage that an earlier run of the gateway has stored. `counted` returns the usage since its last
-        call that other objects count, such as cold starts."""
+        """`stored` is the usage that an earlier run of the gateway has stored. Other objects count some figures, such
+        as cold starts. `counted` returns these figures since its last call.
+        """
         self.total = Usage()
         self.today, self.forgiven, self.holding = stored
         self.day = day_of(time.time())
         self.owner: str | None = None
-        """The owner of the live revision; None before the first is live, and after the function was deleted."""
-        # By owner: a deploy may change the owner before all is stored.
+        """The owner of the live revision; None before the first revision is live, and after the function was deleted.
+        """
+        # By owner, because a deploy may change the owner before all usage is stored.
         self._unwritten: dict[str | None, Usage] = {}
         self._counted = counted
         self.state = BudgetState.WITHIN
         self.share = 0.0
-        """The used share of the limit that is reached first."""
+        """The largest used share of a limit of the budget."""
         self._function, self._prices = function, prices
         self._budget = BudgetSpec()
         self._spenders: list[Spender] = []
         self._past = self._settled = self._unmeasured = Usage()
         self.due_s = math.inf
-        """When to decide again (monotonic). The reconciler looks at the revisions then."""
-        # The day on which its last revision has ended.
+        """When to check the budget again, in monotonic seconds. At this time, the reconciler looks at the revisions."""
+        # The day on which the function's last revision has ended.
         self._ended_on = self.day
 
     # -- who uses
@@ -78,32 +85,33 @@ class Account:
         self._spenders.append(spender)
 
     def detach(self, spender: Spender) -> None:
-        """Keep the usage of a revision that has ended."""
+        """Add the usage of a revision that has ended to the account."""
         if spender in self._spenders:
             self._past += spender.usage(time.monotonic())
             self._spenders.remove(spender)
             self._ended_on = day_of(time.time())
         if not self._spenders and self.owner is None:
-            # The first deploy of the function has failed: there is no function that has used this.
+            # The first deploy of the function has failed. So there is no function to which this usage belongs.
             self.settle()
             self._unwritten.pop(None, None)
 
     def note_removed(self) -> None:
-        """Note that the function was deleted. The next function of this name may have another owner."""
+        """Record that the function was deleted. The next function of this name may have another owner."""
         self.settle()
         self.owner = None
 
     def is_over(self, day: int) -> bool:
-        """Return True if the function was deleted before that day, and all that it used is stored.
+        """Return True if the function was deleted before `day`, and all its usage is stored.
 
-        Until then, a function of this name goes on with what is used of the budget.
+        As long as this returns False, a new function of the same name continues this account, with the used part of the
+        budget.
         """
         return not self._spenders and self._ended_on < day and not self._unwritten
 
     # -- what is used
 
     def settle(self) -> None:
-        """Add the usage since the last call to the sums. It counts for the day of the last call."""
+        """Add the usage since the last call to the sums. This usage counts for the day of the last call."""
         now_s, used = time.monotonic(), self._past
         for spender in self._spenders:
             used += spender.usage(now_s)
@@ -112,9 +120,10 @@ class Account:
             self._unmeasured += news
         self._add(priced(news, self.holding, self._prices) + self._counted())
         if (day := day_of(time.time())) < self.day - 1:
-            # The clock was wrong by days before. The next midnight renews the budget.
+            # Before, the clock was days ahead. The next midnight renews the budget.
             self.day = day
-        # A clock that is set back over midnight renews nothing, neither then nor when it reaches midnight again.
+        # If the clock is set back over midnight, this does not renew the budget, neither now nor when the clock reaches
+        # midnight again.
         elif day > self.day:
             self.day, self.today, self.forgiven, self._unmeasured = day, Usage(), Spending(), Usage()
             # Yesterday's exhausted budget refuses calls until `check`. The timer for the end of the day may be late, because
@@ -126,9 +135,10 @@ class Account:
         self._owe(self.owner, used)
 
     def measured(self, holding: Holding) -> None:
-        """Note how much the function holds, as measured now.
+        """Use `holding`, which was measured now, as what the function holds.
 
-        Worker time of today from before the first measurement of a worker is priced again with the measured figures.
+        The worker time of today that came before the first measurement of a worker gets a new price, from the measured
+        figures.
         """
         self.settle()
         before, self.holding = self.holding, holding
@@ -140,21 +150,21 @@ class Account:
     def unwritten(self) -> Mapping[str, Usage]:
         """Return the usage that is not yet stored, by owner.
 
-        While there are revisions, the present owner has an entry even without usage. The usage of a first deploy has no
-        owner, and is left out, until its revision is live.
+        While there are revisions, the present owner has an entry even without usage. Until a function's first revision
+        is live, its usage has no owner and is left out.
         """
         present = {self.owner: Usage()} if self._spenders else {}
         return {owner: used for owner, used in (present | self._unwritten).items() if owner is not None}
 
     def written(self, owner: str, used: Usage) -> None:
-        """Note that the part `used` of `unwritten` is being stored."""
+        """Record that the part `used` of `unwritten` is being stored."""
         if self._unwritten.get(owner) is used:
             del self._unwritten[owner]
         else:
             self._owe(owner, Usage() - used)
 
     def not_written(self, owner: str, used: Usage) -> None:
-        """Note that `used` could not be stored."""
+        """Record that `used` could not be stored."""
         self._owe(owner, used)
 
     def _owe(self, owner: str | None, used: Usage) -> None:
@@ -170,7 +180,7 @@ class Account:
 
     @property
     def scarce(self) -> bool:
-        """True if the owner is to be warned about the used budget."""
+        """True if at least the share `warn_at` of the budget is used."""
         return self.state is not BudgetState.WITHIN
 
     @property
@@ -207,7 +217,7 @@ class Account:
         self.check()
 
     def check(self) -> None:
-        """Decide whether the function may use more, and when to decide again. Tell its revisions."""
+        """Decide whether the function may use more, and when to decide again. Tell the function's revisions."""
         before, self.due_s = self.state, math.inf
         if not self.limited:
             self.state, self.share = BudgetState.WITHIN, 0.0
@@ -234,8 +244,8 @@ class Account:
         return f"{used}; no worker starts before 0:00 UTC, unless it is raised, or: pilotflame reset {self._function}"
 
     def refusal(self) -> BudgetExhausted:
-        """Return the error of an invocation for which no worker may be started today. It tells no amounts."""
-        # In the first moment of a new day, the budget was not looked at yet.
+        """Return the error of an invocation for which no worker may be started today. The error shows no amounts."""
+        # In the first moment of a new day, the budget may not be checked yet.
         retry_s = max(LEAST_WAIT_S, day_left_s(self.day, time.time()))
         return BudgetExhausted(
             f"{self._function} has used its budget for today. The next day begins at 0:00 UTC.",
@@ -244,7 +254,7 @@ class Account:
         )
 
     def _rate(self) -> Spending:
-        """Return the usage in a second, if no more workers are started."""
+        """Return the money and the worker-seconds that the function uses in a second, if no more workers start."""
         workers, held, prices = sum(one.held_workers for one in self._spenders), self.holding, self._prices
         rest_gb = held.beside_gb if workers else held.rest_gb
         per_h = (workers * held.worker_gb + rest_gb) * prices.memory_gb_hour

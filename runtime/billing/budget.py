@@ -1,7 +1,7 @@
 """Decides whether a function may use more today. It does no I/O and reads no clock.
 
-A day is one of UTC. Nothing is looked up again and again: from what is used at present follows when the next limit
-can be reached at the earliest, and that is when to decide again.
+A day is a day of UTC. The budget is not checked at fixed intervals. Each decision computes from the present use when
+the function can reach the next limit at the earliest. The next decision is due at that time.
 """
 
 from __future__ import annotations
@@ -13,25 +13,25 @@ from typing import NamedTuple
 
 from .usage import DAY_S
 
-# A limit counts as reached if less than this share of it is left: sums of fractions are rounded.
+# A limit counts as reached if less than this share of the limit is left, because sums of fractions are rounded.
 TOLERANCE = 1e-9
-# A timer may fire a little early. It is set again for no less than this.
+# A timer may fire a little early. Then it is set again, for at least this time.
 LEAST_WAIT_S = 0.005
 
 
 class BudgetState(enum.StrEnum):
-    """How much of the day's budget is used."""
+    """The state of the day's budget."""
 
     WITHIN = "within"
     WARNED = "warned"
-    """At least the share `warn_at`."""
+    """At least the share `warn_at` is used."""
     EXHAUSTED = "exhausted"
-    """All of it: no worker is started until the end of the day."""
+    """All of the budget is used: no worker is started until the end of the day."""
 
 
 @dataclass(frozen=True, slots=True)
 class BudgetSpec:
-    """What the owner allows for a day. A limit that is None does not apply."""
+    """The most that a function may use in a day. A limit that is None does not apply."""
 
     money_per_day: float | None = None
     seconds_per_day: float | None = None
@@ -39,14 +39,16 @@ class BudgetSpec:
 
 
 class Spending(NamedTuple):
-    """Money and worker-seconds, used today or used in each second at present."""
+    """Money and worker-seconds: amounts used today, or rates per second."""
 
     money: float = 0.0
     seconds: float = 0.0
 
 
 class BudgetDecision(NamedTuple):
-    """The state, the largest used share of a limit, and when to decide again, in seconds; None: only if asked."""
+    """The state, the largest used share of a limit, and the seconds until the next decision; None if no decision is due
+    by itself.
+    """
 
     state: BudgetState
     share: float
@@ -54,9 +56,9 @@ class BudgetDecision(NamedTuple):
 
 
 def decide_budget(spec: BudgetSpec, spent: Spending, rate: Spending, day_left_s: float) -> BudgetDecision:
-    """Return how much of the budget is used, if `rate` is the fastest at which more can be used at present.
+    """Return the state of the budget. `rate` is the fastest rate at which the function can use more at present.
 
-    `day_left_s` is the time until the end of the day, when all of it is there again.
+    `day_left_s` is the time until the end of the day. Then the whole budget is available again.
     """
     limits = [
         (limit, used, per_s)

@@ -1,4 +1,4 @@
-"""Keeps the accounts of all functions, and writes to disk what they use: once a minute, and at the end."""
+"""Keeps the accounts of all functions, and writes their usage to disk, once a minute and when the gateway ends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .usage_store import Standing, UsageQuery, UsageRecord, UsageStore
 
 LOG = logging.getLogger(__name__)
 WRITE_EVERY_S = 60.0
-# The owner of what belongs to no function. No API key has such an id.
+# The owner of usage that belongs to no function. No API key has such an id.
 NODE = "(node)"
 
 
@@ -27,7 +27,7 @@ class Ledger:
     def __init__(
         self, store: UsageStore, prices: Prices, totals: Callable[[str], Totals], currency: str = "USD"
     ) -> None:
-        """`totals` returns the counts of a function from the metrics. Its cold starts are used."""
+        """`totals` returns the counts of a function from the metrics. The ledger uses the counts of cold starts."""
         self.prices, self.currency = prices, currency
         self._store, self._totals = store, totals
         self._accounts: dict[str, Account] = {}
@@ -39,7 +39,7 @@ class Ledger:
         self._writing = asyncio.Lock()
 
     def open(self) -> None:
-        """Read what was stored of today. Blocks. Raise GatewayError."""
+        """Read the stored usage of today. Blocks. Raise GatewayError."""
         self._store.open()
         now = time.time()
         self._stored, self._stored_day = self._store.today(now), day_of(now)
@@ -58,25 +58,25 @@ class Ledger:
         return self._accounts[function]
 
     def open_node(self, name: str, processes: Spender) -> None:
-        """Open the account of processes of the node that belong to no function. It has no budget."""
+        """Open the account `name` of processes of the node that belong to no function. This account has no budget."""
         account = self.account(name)
         self._node.add(name)
         account.attach(processes)
         account.open(BudgetSpec(), NODE)
 
     async def knows(self, function: str) -> bool:
-        """Return True if the function is deployed, or if what it has used is known. Raise GatewayError."""
+        """Return True if the function is deployed, or if usage of it is known. Raise GatewayError."""
         if (account := self._accounts.get(function)) is not None and account.unwritten():
             return True
         return await asyncio.to_thread(self._store.knows, function)
 
     def note_removed(self, function: str) -> None:
-        """A function was deleted. Its metrics are dropped next."""
+        """Record that a function was deleted. The caller drops the function's metrics next."""
         self.account(function).note_removed()
         self._known_colds.pop(function, None)
 
     async def run(self) -> None:
-        """Write once a minute, and at the end of each hour. Remove what is too old once a day."""
+        """Write once a minute, and at the end of each hour. Once a day, remove usage that is too old."""
         pruned_day = 0
         while True:
             await asyncio.sleep(min(WRITE_EVERY_S, HOUR_S - time.time() % HOUR_S))
@@ -90,7 +90,7 @@ class Ledger:
                 LOG.warning("%s", error)
 
     async def close(self) -> None:
-        """Write what is left. Close the functions first."""
+        """Write the usage that is not written yet. Close the functions first."""
         try:
             await self.write()
         except GatewayError as error:
@@ -103,7 +103,8 @@ class Ledger:
             await self._settle()
             records, at = self._records(), self._begun_at
             self._begun_at = time.time()
-            # Before it is stored: the thread goes on if this is cancelled, and nothing is to be stored twice.
+            # Take the usage out of the accounts before it is stored. If this method is cancelled, the thread still
+            # stores it, and no usage may be stored twice.
             for record in records:
                 self._accounts[record.function].written(record.owner, record.usage)
             try:
@@ -117,7 +118,7 @@ class Ledger:
             self._forget_ended()
 
     def _forget_ended(self) -> None:
-        """Forget the accounts of functions that were deleted before today: names come and go."""
+        """Forget the accounts of functions that were deleted before today, so that accounts do not accumulate."""
         today = day_of(time.time())
         for function in [name for name, account in self._accounts.items() if account.is_over(today)]:
             del self._accounts[function]

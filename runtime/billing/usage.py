@@ -15,11 +15,11 @@ HOUR_S, DAY_S = 3600, 86400
 GB = 1e9
 
 
-# Not frozen, because a frozen dataclass is slow to make, and the ledger makes several for each function and minute. No code
-# changes one.
+# Not frozen, because a frozen dataclass is slow to make, and the ledger makes several Usages for each function and
+# minute. No code changes a Usage.
 @dataclass(slots=True)
 class Usage:
-    """Figures of one function over some time. All of them can be added up."""
+    """The figures of one function over some time. Figures of several functions or times can be added up."""
 
     busy_s: float = 0.0
     """Seconds in which ready workers had work, summed over the workers."""
@@ -30,33 +30,35 @@ class Usage:
     occupied_s: float = 0.0
     """Seconds in which there was at least one worker."""
     parked_s: float = 0.0
-    """Seconds in which workers were parked, summed over the workers. They are in `idle_s`, too."""
+    """Seconds in which workers were parked, summed over the workers. `idle_s` contains these seconds, too."""
     zygote_s: float = 0.0
-    """Seconds in which there was no worker, but a zygote."""
+    """Seconds in which there was a zygote, but no worker."""
     local_s: float = 0.0
-    """Seconds in which there were only files. They may have been in memory."""
+    """Seconds in which there was no process, only files. The files may have been in memory."""
     device_s: float = 0.0
-    """Seconds in which workers held a GPU, summed over the workers, by their shares of it."""
+    """Seconds in which workers held a GPU, summed over the workers. A worker that holds a share of a GPU counts by this
+    share.
+    """
     activations: float = 0.0
-    """Starts of workers, without those of deploys."""
+    """Starts of workers, without the starts by deploys."""
     memory_gb_s: float = 0.0
-    """Memory (PSS) times the seconds for which it was held: of workers, zygote and standby, or of bases or gateway."""
+    """Memory (PSS) of workers, zygote and standby, or of bases or gateway, times the seconds for which it was held."""
     disk_gb_s: float = 0.0
-    """Size of the stored revisions, times the seconds for which they were there."""
+    """Size of the stored revisions, times the seconds for which they were stored."""
     cost: float = 0.0
-    """The cost of memory, disk and devices, used or held, at the prices of that time."""
+    """The cost of memory, disk and devices, at the prices of that time, whether calls used them or not."""
     always_on_cost: float = 0.0
     """The cost if one worker had always been ready, with the other workers unchanged."""
     invocations: float = 0.0
-    """Invocations that workers have answered, those of jobs included."""
+    """Invocations that workers have answered, including invocations of jobs."""
     cold_starts: float = 0.0
     """Callers who waited for the start of a worker. Jobs are not counted here."""
     waiting_s: float = 0.0
     """Seconds for which these callers waited."""
     holding_gb_s: float = 0.0
-    """The part of `memory_gb_s` that no call used: of idle workers, zygote and standby, bases and gateway."""
+    """The part of `memory_gb_s` that no call used: the memory of idle workers, zygote, standby, bases and gateway."""
     holding_cost: float = 0.0
-    """The part of `cost` for what was held while no call used it, the files included."""
+    """The part of `cost` for memory, devices and files that were held while no call used them."""
 
     def __add__(self, other: Self) -> Self:
         return type(self)(*map(operator.add, figures(self), figures(other)))
@@ -66,7 +68,7 @@ class Usage:
 
     @property
     def worker_s(self) -> float:
-        """Seconds of workers, from asking for each until it has ended."""
+        """Seconds of workers: for each worker, from the request to start it until its end."""
         return self.busy_s + self.idle_s + self.starting_s
 
     @property
@@ -76,12 +78,12 @@ class Usage:
 
 FIGURES = tuple(field.name for field in fields(Usage))
 figures = operator.attrgetter(*FIGURES)
-"""Return the figures of a Usage in the order of FIGURES."""
+"""Returns the figures of a Usage, in the order of FIGURES."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prices:
-    """What holding something for an hour costs, in money of any currency."""
+    """The prices of holding a gigabyte of memory, a gigabyte of disk, or a device for an hour, in any currency."""
 
     memory_gb_hour: float = 0.0
     disk_gb_hour: float = 0.0
@@ -90,7 +92,7 @@ class Prices:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """How much a function holds on this node, as it was measured last."""
+    """How much a function holds on this node, at the last measurement."""
 
     worker_gb: float = 0.0
     """Memory (PSS) of one worker. A page that several processes share counts in part."""
@@ -106,13 +108,13 @@ class Holding:
 
 def priced(used: Usage, holding: Holding, prices: Prices) -> Usage:
     """Return the usage `used` with its memory, disk, devices and cost, computed from `holding`."""
-    # If only one of the two cases was measured, its figure is used for both.
+    # If only one of the two figures was measured, it is used for both.
     beside_gb, alone_gb = holding.beside_gb or holding.rest_gb, holding.rest_gb or holding.beside_gb
     holding_gb_s = used.idle_s * holding.worker_gb + used.occupied_s * beside_gb + used.zygote_s * alone_gb
     memory_gb_s = (used.busy_s + used.starting_s) * holding.worker_gb + holding_gb_s
     disk_gb_s = used.deployed_s * holding.disk_gb
     device_s = used.worker_s * holding.devices
-    # The seconds without a worker are counted as if there had been one, with a zygote beside it.
+    # The cost is computed as if there had been a worker, with a zygote beside it, in the seconds without a worker.
     on_s = used.worker_s + used.zygote_s + used.local_s
     on_gb_s = on_s * holding.worker_gb + used.deployed_s * max(beside_gb, alone_gb)
 
@@ -136,12 +138,12 @@ class RungClock:
         self._past: dict[RungName, float] = {}
 
     def move(self, rung: RungName, now_s: float) -> None:
-        """The revision stands on `rung` from now on."""
+        """Record that the revision stands on `rung` from now on."""
         if rung is not self.rung:
             self._past[self.rung] = self.seconds(self.rung, now_s)
             self.rung, self._since_s = rung, now_s
 
     def seconds(self, rung: RungName, now_s: float) -> float:
-        """Return the seconds that it has spent on a rung."""
+        """Return the seconds that the revision has spent on a rung so far."""
         present_s = now_s - self._since_s if rung is self.rung else 0.0
         return self._past.get(rung, 0.0) + present_s

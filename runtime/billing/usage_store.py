@@ -1,7 +1,7 @@
-"""Stores what functions use, in an SQLite file: sums of each hour and of each day, and how much each holds.
+"""Stores the usage of functions in an SQLite file: sums for each hour and each day, and how much each function holds.
 
-Hours are kept for 14 days and days for 400, also those of functions that were deleted. All methods block, and may be
-called in several threads.
+The sums of an hour are kept for 14 days, and the sums of a day for 400 days, also after the function was deleted. All
+methods block, and may be called in several threads.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _SUMS = ", ".join(f"SUM({name})" for name in FIGURES)
 
 
 class UsageKey(enum.StrEnum):
-    """By what usage is summed up."""
+    """The key by which a query sums up usage."""
 
     FUNCTION = "function"
     OWNER = "owner"
@@ -34,7 +34,7 @@ class UsageKey(enum.StrEnum):
     HOUR = "hour"
 
     def of(self, function: str, owner: str, at: float) -> str | int:
-        """Return the key of what this function used at this Unix time."""
+        """Return the key of the usage of this function at this Unix time."""
         spans = {UsageKey.DAY: DAY_S, UsageKey.HOUR: HOUR_S}
         if (span_s := spans.get(self)) is not None:
             return math.floor(at / span_s) * span_s
@@ -83,7 +83,9 @@ class UsageRecord(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class UsageQuery:
-    """Which usage is wanted. `since` and `until` are Unix times; `functions` None: of all."""
+    """Names the usage that a caller wants. `since` and `until` are Unix times. If `functions` is None, the usage of all
+    functions is wanted.
+    """
 
     by: UsageKey
     since: float
@@ -92,7 +94,7 @@ class UsageQuery:
 
 
 class UsageStore:
-    """The file. `open` it first."""
+    """The SQLite file of the usage. Call `open` first."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -124,7 +126,9 @@ class UsageStore:
                 self._connection = None
 
     def add(self, at: float, records: Iterable[UsageRecord]) -> None:
-        """Add what was used at this time, durably but for a loss of power. Raise GatewayError."""
+        """Add the usage of this time. A crash of the gateway cannot lose it, but a loss of power can. Raise
+        GatewayError.
+        """
         with self._transaction() as connection:
             for table, span_s in (("hours", HOUR_S), ("days", DAY_S)):
                 start = math.floor(at / span_s) * span_s
@@ -149,13 +153,13 @@ class UsageStore:
             connection.execute("PRAGMA incremental_vacuum").fetchall()
 
     def knows(self, function: str) -> bool:
-        """Return True if something is stored of a function. Raise GatewayError."""
+        """Return True if any figures of a function are stored. Raise GatewayError."""
         with self._using() as connection:
             found = connection.execute("SELECT 1 FROM standings WHERE function = ?", (function,)).fetchone()
         return found is not None
 
     def today(self, at: float) -> dict[str, tuple[Usage, Standing]]:
-        """Return the usage of each known function on this day, and its standing."""
+        """Return for each function with stored figures its usage on this day, and its standing."""
         day = math.floor(at / DAY_S) * DAY_S
         query = UsageQuery(UsageKey.FUNCTION, day, day + 1)
         used = {str(name): usage for name, usage in self._sums("days", query)}
@@ -211,7 +215,7 @@ class UsageStore:
 
 
 def _add_columns(connection: sqlite3.Connection, table: str, names: Iterable[str]) -> None:
-    """Add the columns that are missing: a later release may know more figures."""
+    """Add the columns that are missing, because an earlier release with fewer figures may have made the table."""
     there = {row[1] for row in connection.execute(f"PRAGMA table_info({table})")}
     for name in names:
         if name not in there:
