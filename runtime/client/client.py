@@ -78,7 +78,7 @@ class Client:
     ) -> None:  # fmt: skip
         """With `on_wait`, requests wait for a gateway on this machine that is starting.
 
-        `on_wait` is called with a line for the user when such a wait begins.
+        When such a wait begins, the client calls `on_wait` with a line for the user.
         """
         if not (api_key.isascii() and api_key.isprintable()) or " " in api_key:
             remedy = "Check --api-key and PILOTFLAME_API_KEY; a key looks like pf_…."
@@ -155,7 +155,8 @@ class Client:
         self, archive: bytes, overrides: Mapping[str, Any], *, folder: str, base: str = "",
         on_progress: OnProgress = _ignore, **flags: bool,
     ) -> dict[str, Any]:  # fmt: skip
-        """Deploy an archive of the folder with the name `folder`, as `deploy` does.
+        """Deploy a folder from `archive`, a tar.gz of its files. `folder` is the folder's name. The progress events,
+        the flags and the result are the same as with `deploy`.
 
         The archive may list files that it does not hold. The gateway takes these files from the live revision `base`,
         which is written FUNCTION/REVISION. Raise BaseChanged if another revision is live.
