@@ -58,7 +58,7 @@ class Consumer:
         log: Callable[[str], None],
         on_backlog: Callable[[int], None] = lambda _messages: None,
     ) -> None:
-        """`on_backlog` is called with the number of messages that run or are about to be received."""
+        """The consumer calls `on_backlog` with the number of messages that run or that it is about to receive."""
         self.source = source
         self._settings = settings
         self._jobs = jobs

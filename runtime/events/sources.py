@@ -34,8 +34,9 @@ class Sources:
         self, jobs: Jobs, tasks: BackgroundTasks, log: Callable[[str, str], None], *, drain_s: float,
         on_backlog: Callable[[str, int], None] = lambda _function, _messages: None, plugins: Collection[str] | None = None,
     ) -> None:  # fmt: skip
-        """`on_backlog` is called with a function and the number of messages that wait for it in a queue. `plugins` are the
-        kinds of sources that are on; None for all."""
+        """The consumers call `on_backlog` with a function and the number of its messages that run or that are about to
+        be received. `plugins` are the kinds of sources that are on; None for all.
+        """
         self._plugins = plugins
         self._jobs = jobs
         self._tasks = tasks
