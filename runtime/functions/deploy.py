@@ -58,9 +58,9 @@ HEAVY = ("numpy", "torch", "transformers.modeling_utils")
 class Deployment:
     """A request to deploy a function.
 
-    Its code is the folder `path` on this node, or an uploaded `archive`, which is a tar.gz. `overrides` are
-    settings that take precedence over pilotflame.toml. With `install`, requirements that are not met are
-    installed. With `check`, a worker is started to see that it gets ready. For `standalone` see `read_settings`.
+    The function's code is the folder `path` on this node, or an uploaded `archive`, which is a tar.gz. `overrides` are
+    settings that take precedence over pilotflame.toml. With `install`, the deploy installs requirements that are not
+    met. With `check`, it starts a worker and waits until the worker is ready. `read_settings` describes `standalone`.
     """
 
     path: Path | None = None
@@ -74,11 +74,11 @@ class Deployment:
     check: bool = True
     standalone: bool = False
     owner: str = ""
-    """The id of the API key that deploys it; "" without a key."""
+    """The id of the API key that deploys the function; "" without a key."""
     deployer: str = ""
     """The name of that key."""
     authorize: Callable[[str], None] | None = None
-    """Called with the function's name. It raises Forbidden if the caller may not deploy that function."""
+    """`prepare` calls this with the function's name. It raises Forbidden if the caller may not deploy that function."""
 
 
 def prepare(
@@ -92,11 +92,11 @@ def prepare(
     on_name: Callable[[str], None] = lambda _name: None,
     policies: DeployPolicies | None = None,
 ) -> tuple[Path, RevisionFields]:
-    """Copy and check what is needed for a revision. Return its staged folder and the fields of its record.
+    """Copy and check the files of a new revision. Return its staged folder and the fields of its record.
 
-    `environments` holds the Python environments. `secrets_of` returns the secrets of a function. `on_name` is
-    called with the function's name once the caller is known to have the right to deploy it. `policies` say what may be
-    deployed; None: everything. If an error is raised, the staged folder has been removed.
+    `environments` holds the Python environments. `secrets_of` returns the secrets of a function. `prepare` calls
+    `on_name` with the function's name, once it is known that the caller may deploy the function. `policies` say what
+    may be deployed; None allows everything. If an error is raised, the staged folder has been removed.
     """
     progress, staged = progress or Progress(), store.stage()
     staged_code = staged / CODE_FOLDER
@@ -127,7 +127,8 @@ def prepare(
 def _settings(folder: Path, request: Deployment, dialects: Dialects) -> tuple[FunctionSettings, Requirements]:
     """Return the settings of the function in `folder`, and the requirements in a file of its handler's platform.
 
-    Raise Forbidden if the caller may not deploy it, and SettingsError if it cannot be deployed with them.
+    Raise Forbidden if the caller may not deploy the function, and SettingsError if the function cannot be deployed with
+    these settings.
     """
     uploaded = request.archive is not None
     settings = read_settings(
@@ -137,7 +138,8 @@ def _settings(folder: Path, request: Deployment, dialects: Dialects) -> tuple[Fu
     needs = dialects.requirements(folder, settings.handler)
     settings = settings.model_copy(update={"env": dict(needs.env) | dict(settings.env)})
     if request.authorize is not None:
-        # `after` tells the caller when an upstream function is called.
+        # A function with `after` starts when an upstream function is called, which reveals this call to the caller. So
+        # the caller must also have the right to deploy the upstream functions.
         for name in (settings.name, *settings.after):
             request.authorize(name)
     if request.base is not None and request.base.function != settings.name:
@@ -166,7 +168,7 @@ def stored_outside(record: RevisionRecord) -> dict[str, str]:
 
 
 def _local_snapshots(settings: FunctionSettings, folder: Path) -> dict[str, Path]:
-    """Return the paths of the snapshots on this node, by name. Raise SnapshotError if one does not exist."""
+    """Return the paths of the snapshots on this node, by name. Raise SnapshotError if a snapshot does not exist."""
     found = settings.snapshot_paths(folder)
     for name, path in found.items():
         if not path.exists():
@@ -228,7 +230,8 @@ def _folder_of(revision: Path, name: str) -> Path:
 def worker_spec(store: Store, record: RevisionRecord, cache: Path, dialects: Dialects) -> WorkerSpec:
     """Return the facts of a revision for its zygotes and workers. `cache` holds fetched snapshots.
 
-    If the dialect of its handler is no longer installed, the workers' start fails and says so.
+    If the dialect of the revision's handler is no longer installed, the start of a worker fails with an error that says
+    this.
     """
     settings, folder = record.settings, store.code(record)
     entry = _entry(folder, record, dialects)
@@ -298,7 +301,9 @@ def _unbuilt(settings: FunctionSettings) -> SettingsError:
 
 
 def _source_folder(store: Store, request: Deployment, staged_code: Path) -> Path:
-    """Return the request's folder. Or unpack its archive into `staged_code`, and return that folder."""
+    """Return the folder that the request names. If the request has an archive, unpack the archive into `staged_code`,
+    and return `staged_code`.
+    """
     if request.archive is not None:
         unpack(request.archive, staged_code)
         if request.base is not None:
@@ -314,7 +319,9 @@ def _source_folder(store: Store, request: Deployment, staged_code: Path) -> Path
 
 
 def _reuse(store: Store, request: Deployment, base: ReusedRevision, staged_code: Path) -> None:
-    """Take the files that the upload keeps from the live revision. Raise BaseChanged if that is not `base`."""
+    """Take the files that the upload keeps from the live revision. Raise BaseChanged if the live revision is not
+    `base`.
+    """
     if request.authorize is not None:
         request.authorize(base.function)
     live = store.current(base.function)
@@ -325,7 +332,7 @@ def _reuse(store: Store, request: Deployment, base: ReusedRevision, staged_code:
 
 
 def requirements_of(spec: WorkerSpec, dialects: Dialects) -> str:
-    """Return the requirements of a stored revision, as its environment was made from them."""
+    """Return the requirements of a stored revision, from which its environment was made."""
     return function_requirements(spec.code, dialects.requirements(spec.code, spec.handler))[0]
 
 
@@ -354,8 +361,9 @@ def _environment(
 ) -> tuple[Path, str]:
     """Return the path of the Python that runs the function, and the digest of its requirements.
 
-    If the function has an image, that must hold them. Raise RequirementsError if they are not met and are not
-    to be installed, or if their installation fails.
+    If the function has an image, the image must hold the requirements, and this does not check them. Otherwise, raise
+    RequirementsError if the requirements are not met and the request does not ask to install them, or if their
+    installation fails.
     """
     text, name = function_requirements(code_folder, needs)
     digest = requirements.requirements_digest(text)
@@ -367,13 +375,15 @@ def _environment(
         if not request.install:
             raise
         return ensure_environment(environments, text, log), digest
-    # With the gateway's interpreter, the function's zygote can be forked from other functions' base zygote.
+    # With the gateway's interpreter, the function's zygote can be forked from the base zygote that other functions use.
     return Path(sys.executable), digest
 
 
 def _write_manifest(snapshot: Path, target: Path, part: SnapshotPart, log: Log) -> None:
-    """Write a manifest of the weights to `target`: a copy of the one beside them, or else a new one."""
-    # Imported here, as in `_fetch_manifest`, so that deploys without weights do not wait for these imports.
+    """Write a manifest of the weights to `target`: the manifest beside the weights, if there is one, or else a new
+    manifest.
+    """
+    # These imports are here, and in `_fetch_manifest`, so that deploys without weights do not wait for them.
     from ...snapshot.format.create import create  # noqa: PLC0415
     from ...snapshot.format.manifest import MANIFEST_NAME, Manifest  # noqa: PLC0415
 
@@ -389,13 +399,14 @@ def _enlarge_pages(root: Path, manifest: Manifest) -> None:
     """Read the weights into large pages of the page cache, so that workers map them in a fraction of the time."""
     from ...snapshot.caching.memory import enlarge_cached_pages  # noqa: PLC0415  as above
 
-    # Workers can map small pages too. If a file cannot be read, the first worker says so.
+    # A failure is ignored: workers can map small pages too, and if a file cannot be read, the first worker reports
+    # this.
     with contextlib.suppress(OSError, SnapshotError):
         enlarge_cached_pages(root, manifest)
 
 
 def _needed(manifest: Manifest, part: SnapshotPart, log: Log) -> Manifest:
-    """Return the manifest for what the function needs of the snapshot."""
+    """Return the manifest of the part of the snapshot that the function needs."""
     if not part.tensors and not part.slices:
         return manifest
     from ...snapshot.format.slices import part_of  # noqa: PLC0415  as above
@@ -408,7 +419,8 @@ def _needed(manifest: Manifest, part: SnapshotPart, log: Log) -> Manifest:
 def _fetch_manifest(url: str, folder: Path, part: SnapshotPart, log: Log, secrets: Mapping[str, str]) -> str:
     """Fetch a remote snapshot's manifest and assets. The zygote needs them before the weights.
 
-    Return the URL from which the revision's weights are fetched. If `url` names a branch, it names its commit.
+    Return the URL from which the revision's weights are fetched. If `url` names a branch, the returned URL names the
+    branch's present commit.
     """
     from ...snapshot.fetching.assets import fetch_assets  # noqa: PLC0415
     from ...snapshot.format.discover import find_manifest  # noqa: PLC0415

@@ -32,7 +32,7 @@ from ..telemetry.rung_name import RungName
 from .progress import DeployStep, Progress, Replaced
 from .store import RevisionRecord
 
-# How many of the latest errors the status shows, and how much of each.
+# How many of the latest errors the status shows, and how many characters of each.
 LAST_ERRORS = 5
 MAX_ERROR_CHARS = 500
 
@@ -42,7 +42,8 @@ class Workers(BaseModel, frozen=True):
 
     ready: int
     parked: int
-    """Their weights have given the memory of their devices back. They wake faster than a worker starts."""
+    """Workers whose weights have given back their device memory. A parked worker wakes faster than a new worker starts.
+    """
     starting: int
     draining: int
 
@@ -52,12 +53,12 @@ class DesiredWorkers(BaseModel, frozen=True):
 
     awake: int
     held: int
-    """The awake and the parked ones."""
+    """The number of awake and parked workers together."""
     because: list[str]
 
 
 class Process(BaseModel, frozen=True):
-    """One process of a function and the memory it holds."""
+    """One process of a function, and the memory that the process holds."""
 
     pid: int
     role: str
@@ -77,7 +78,7 @@ class LastError(BaseModel, frozen=True):
 
 
 class BudgetUse(BaseModel, frozen=True):
-    """How much of its day's budget a function has used. A limit that is None does not apply."""
+    """How much a function has used of its budget for the day. A limit that is None does not apply."""
 
     state: BudgetState
     money: float
@@ -94,19 +95,21 @@ class SourceStatus(BaseModel, frozen=True):
     in_flight: int
     completed: int
     left: int
-    """Messages that were left to the queue, because their job failed or their output could not be sent."""
+    """The number of messages that stay in the queue, because their job failed or their output could not be sent."""
     lag_s: float | None
-    """How long the latest message had waited when it was received first; 0 if the queue was empty after it."""
+    """How long the latest message had waited when the gateway first received it; 0 if the queue was empty after that.
+    """
     backlog: int | None = None
-    """About how many messages waited at the last query. It follows a request that returned as many messages as requested;
-    0 after an empty response."""
+    """About how many messages waited at the last query. The gateway queries this number after a request that returned
+    as many messages as requested. 0 after an empty response.
+    """
     last_error: str
-    """Why the latest request to the queue failed; "" after one that succeeded."""
+    """Why the latest request to the queue failed; "" if the latest request succeeded."""
     last_error_at: datetime | None
 
 
 class ScheduleStatus(BaseModel, frozen=True):
-    """A schedule of a function, and when it fires next."""
+    """A schedule of a function, and the time at which it fires next."""
 
     cron: str
     timezone: str
@@ -129,37 +132,41 @@ class FunctionStatus(BaseModel, frozen=True):
     snapshot: str | None
     snapshots: dict[str, str] = {}
     stopped: str = ""
-    """Why it refuses calls now, as "budget"; "" if it accepts them."""
+    """Why the function refuses calls now, as "budget"; "" if it accepts calls."""
     workers: Workers
     desired: DesiredWorkers
     standby: bool
     zygote: bool
     rung: RungName
-    """How warm it is on this node."""
+    """How warm the function is on this node."""
     next_rung: RungName | None = None
     """The next rung that the keep-alive policy plans, if there is no request before `next_rung_at`."""
     next_rung_at: datetime | None = None
     queued: int
     in_flight: int
     activations: int
-    """How many workers of this revision were started, without those of its deploy."""
+    """How many workers of this revision were started, without the workers that its deploy started."""
     rest_mb: float | None = None
-    """The memory (PSS) of its zygote and standby in MiB, when it was last measured."""
+    """The memory (PSS) of the function's zygote and standby in MiB, at the last measurement."""
     memory_bytes: int | None = None
-    """The memory (PSS) of all its processes. None if the caller did not ask for it, or if it is not measured yet."""
+    """The memory (PSS) of all processes of the function. None if the caller did not ask for it, or if it is not
+    measured yet.
+    """
     last_cold_start_ms: float | None
     """How long the latest cold start took, of this revision or an earlier one: from the arrival of the invocation
     until it was sent to the new worker, without the handler's own time."""
     last_cold_start_phases_ms: dict[str, float]
     """The phases that sum to `last_cold_start_ms`."""
     latest_cold_starts: list[ColdStart] = []
-    """The newest last. Only the status of one function has them."""
+    """The latest cold starts, the newest last. Only the status of a single function has them, not the list of all
+    functions.
+    """
     invocations: dict[Source, dict[str, int]] = {}
-    """How many invocations have ended since the gateway started, by what submitted them and by HTTP status."""
+    """How many invocations have ended since the gateway started, by source and by HTTP status."""
     latency_curve: list[tuple[float, float]] = []
-    """Batch sizes, and the median seconds that such a batch takes."""
+    """Pairs of a batch size and the median seconds that a batch of this size takes."""
     budget: BudgetUse | None = None
-    """None if it has no budget."""
+    """None if the function has no budget."""
     warnings: list[str]
     last_errors: list[LastError] = []
     sources: list[SourceStatus] = []
@@ -172,7 +179,7 @@ class FunctionStatus(BaseModel, frozen=True):
 
     @computed_field
     def input_example(self) -> Any:
-        """An input that fits `input_schema`."""
+        """An example of an input that fits `input_schema`."""
         return example_of(self.input_schema)
 
 
@@ -180,7 +187,7 @@ class Deployed(FunctionStatus, frozen=True):
     """The status of a function after a deploy, and what the deploy did."""
 
     replaces: Replaced | None
-    """The revision that was live before. None if the deploy has created the function."""
+    """The revision that was live before the deploy. None if the deploy has created the function."""
     steps: list[DeployStep]
 
 
@@ -198,7 +205,9 @@ class Prefetched(BaseModel, frozen=True):
 
 
 class RevisionFacts(BaseModel, frozen=True):
-    """A stored revision of a function. `size_bytes` is the size of its files without files that a newer revision shares."""
+    """A stored revision of a function. `size_bytes` is the size of the revision's files, without files that a newer
+    revision shares.
+    """
 
     revision: str
     number: int
@@ -227,7 +236,7 @@ _FACTS = {"dialect": "pilotflame", "entry": "", "kind": "plain", "streaming": Fa
 class Live:
     """A deployed function: the record of a revision, the revision with its workers, and the function's log.
 
-    During a deploy there is such an object for the new revision before it is live.
+    During a deploy, there is a Live for the new revision before that revision is live.
     """
 
     def __init__(self, record: RevisionRecord, workers: RevisionWorkers, logs: LogChannel) -> None:
@@ -241,7 +250,7 @@ class Live:
 
     @property
     def function(self) -> Function:
-        """The function that its revisions share."""
+        """The Function object that all revisions of the function share."""
         return self.workers.function
 
     def builds_within(self, seconds: float) -> bool:
@@ -250,18 +259,18 @@ class Live:
 
     @property
     def devices(self) -> float:
-        """How many GPUs one of its workers holds, in the mean; shares of them by their memory."""
+        """How many GPUs a worker of the function holds, in the mean. A share of a GPU counts by its memory."""
         held = [self.workers.devices(replica) for replica in self.workers.replicas]
         return fmean(held) if held else 0.0
 
     def open_account(self) -> None:
-        """Let the function's budget be that of this revision, which is live now."""
+        """Give the function's account the budget of this revision, which is live now."""
         budget = self.record.settings.budget
         spec = BudgetSpec(budget.money_per_day, budget.seconds_per_day, budget.warn_at)
         self.function.account.open(spec, self.record.deployed_by)
 
     def budget(self) -> BudgetUse | None:
-        """Return how much of the budget is used today; None if there is none."""
+        """Return how much of the budget is used today; None if there is no budget."""
         account = self.function.account
         limits = account.budget
         if not account.limited:
@@ -273,14 +282,15 @@ class Live:
         )  # fmt: skip
 
     def note_rest(self, held_mb: float) -> None:
-        """Note how much memory the zygote and the standby hold. `status` shows it."""
+        """Record how much memory the zygote and the standby hold. `status` shows it."""
         self._rest_mb = held_mb
 
     async def prove(self, *, check: bool, progress: Progress, ready: int = 0) -> None:
         """Start the zygote and, with `check`, a worker. Raise the error if one of them fails to start.
 
-        With `check`, also start up to `ready` workers (at most `scale.max`) if the limits have room. They stay once the
-        revision is live. The zygote also reports the facts of the handler, which the record and the policy get.
+        With `check`, also start up to `ready` workers (at most `scale.max`) if the limits have room. These workers stay
+        when the revision goes live. The zygote also reports the facts of the handler, which this stores in the record
+        and passes to the policy.
         """
         began_s = time.monotonic()
         progress.begin("import")
@@ -323,7 +333,9 @@ class Live:
         ]  # fmt: skip
 
     def status(self, processes: Sequence[Process] = ()) -> FunctionStatus:
-        """Return the status of the function. It shows `processes` if these were measured."""
+        """Return the status of the function. `processes` are its processes with their memory, if the caller has
+        measured them.
+        """
         record, worker_counts, cold = (
             self.record,
             self.workers.worker_counts(),
@@ -356,7 +368,7 @@ class Live:
         )  # fmt: skip
 
     def desired(self) -> DesiredWorkers:
-        """Return how many workers there should be now, and why."""
+        """Return how many workers the revision should have now, and why."""
         row, limit = self.workers.desired(), self.workers.reached
         replicas = self.workers.replicas
         missing = row.awake - len(replicas.ready) - replicas.starting
@@ -374,20 +386,21 @@ class Live:
         ]
 
     async def processes(self) -> list[Process]:
-        """Measure the memory of the function's processes, in a thread, since that takes long system calls."""
+        """Measure the memory of the function's processes, in a thread, because the system calls take long."""
         rows = self.process_rows
         return await asyncio.to_thread(lambda: [process for row in rows for process in memory_of(*row)])
 
     @property
     def process_rows(self) -> list[tuple[int, str, str]]:
-        """The pid, the role and the name of each of its processes."""
+        """The pid, the role and the name of each process of the revision."""
         return self.workers.processes()
 
 
 def snapshots_of(record: RevisionRecord) -> dict[str, str]:
-    """Return the paths or URLs of a revision's weights, by name; the only one has the name "".
+    """Return the paths or URLs of a revision's weights, by the name of the snapshot. A single unnamed snapshot has the
+    name "".
 
-    A URL is returned without the credentials it may hold.
+    Credentials in a URL are left out.
     """
     return {
         name: shown(stored.url) if stored.url is not None else str(stored.root)
@@ -415,13 +428,13 @@ def policy_of(record: RevisionRecord) -> Policy:
 
 
 def _tell_warning(progress: Progress, line: LogLine) -> None:
-    """Pass on what the gateway warns of while it waits for an import or a build."""
+    """Pass on the gateway's warnings while the deploy waits for an import or a build."""
     if (line.source, line.level) == ("gateway", "warning"):
         progress.note(line.text)
 
 
 def ladder_spec_of(record: RevisionRecord, prices: HoldingPrices) -> LadderSpec:
-    """Return the rungs that the owner of a revision allows, and what holding and waiting cost there."""
+    """Return the rungs that the owner of a revision allows, and the prices of holding and of waiting."""
     scale = record.settings.scale
     if scale.price_waiting_s is not None:
         prices = prices._replace(waiting_s=scale.price_waiting_s)
@@ -432,7 +445,7 @@ def ladder_spec_of(record: RevisionRecord, prices: HoldingPrices) -> LadderSpec:
 
 
 def memory_of(pid: int, role: str, name: str) -> Iterator[Process]:
-    """Yield the process with its memory. Yield nothing if it has ended or may not be measured."""
+    """Yield the process with its memory. Yield nothing if the process has ended or may not be measured."""
     with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
         memory = psutil.Process(pid).memory_full_info()
         sizes = {f"{kind}_mb": round(getattr(memory, kind) / (1 << 20), 1) for kind in ("rss", "uss", "pss")}

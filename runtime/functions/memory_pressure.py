@@ -1,8 +1,8 @@
 """Subscribes to the kernel's reports of memory pressure, and computes how much memory to free.
 
-The kernel reports pressure (PSI) of the gateway's cgroup, or else of the machine. Version 1 of cgroups has no PSI, but
-reports when a group's usage passes a share of its limit, and when the kernel looks for pages to reclaim. If the kernel
-reports nothing, memory is only checked after a change, such as the start of a worker.
+The kernel reports pressure (PSI) of the gateway's cgroup, or else of the machine. Version 1 of cgroups has no PSI.
+Instead, the kernel reports when a group's usage passes a share of its limit, and when it looks for pages to reclaim. If
+the kernel reports nothing, memory is only checked after a change, such as the start of a worker.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ class MemoryLimit:
     """True for version 2 of cgroups."""
 
     def used_bytes(self) -> int:
-        """Return what the kernel cannot reclaim: the memory of processes and of files in memory. Raise OSError."""
+        """Return the bytes that the kernel cannot reclaim: the memory of processes and of files in memory. Raise
+        OSError.
+        """
         wanted = {"anon", "shmem"} if self.unified else {"total_rss", "total_shmem"}
         pairs = (line.split() for line in (self.folder / "memory.stat").read_text().splitlines())
         return sum(int(value) for key, value in pairs if key in wanted)
@@ -57,7 +59,7 @@ def find_limit(cgroups: Path = CGROUPS, proc: Path = PROC) -> MemoryLimit | None
 
 
 class MemoryPressure:
-    """Calls back when memory may be short. `short_bytes` says whether it is."""
+    """Calls `on_pressure` when memory may be short. `short_bytes` tells whether it is short."""
 
     def __init__(self, on_pressure: Callable[[], None], cgroups: Path = CGROUPS, proc: Path = PROC) -> None:
         self._on_pressure, self._proc = on_pressure, proc
@@ -66,14 +68,14 @@ class MemoryPressure:
         self._resources = contextlib.ExitStack()
         self._heard: int | None = None
         self._timer: asyncio.TimerHandle | None = None
-        # OSError: this kernel, or its owner, does not allow it.
+        # OSError: this kernel, or the machine's owner, does not allow the subscription.
         with contextlib.suppress(OSError):
             self._heard = self._subscribe(cgroups)
             self._listen()
 
     @property
     def heard(self) -> bool:
-        """True if the kernel reports."""
+        """True if the kernel reports memory pressure to this process."""
         return self._heard is not None
 
     def close(self) -> None:

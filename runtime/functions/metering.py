@@ -1,4 +1,4 @@
-"""Tells the accounts how much memory and disk is held, a moment after processes changed and while workers run."""
+"""Tells the accounts how much memory and disk functions hold, after processes changed and while workers run."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from .live import Live
 from .node_memory import BASES, GATEWAY, NO_MEMORY, FunctionMemory, MemoryMeter
 from .registry import Functions
 
-# The node is measured this long after a process came or went, and every EVERY_S while there are workers.
+# A measurement of the node begins SETTLE_S after a process came or went, and every EVERY_S while there are workers.
 SETTLE_S = 1.0
 EVERY_S = 60.0
 
 
 class _Told(NamedTuple):
-    """What the account of a function knows."""
+    """The last figures that the account of a function has got."""
 
     memory: FunctionMemory
     revision: str
-    """The live revision when the files were measured."""
+    """The revision that was live when the files were measured."""
     disk_gb: float
 
 
 class NodeProcesses:
-    """The bases or the gateway, as their account sees them: a spender that exists from now on."""
+    """The bases or the gateway, as their account sees them. Their time counts from the creation of this object."""
 
     held_workers = 0
 
@@ -41,7 +41,7 @@ class NodeProcesses:
         return Usage(occupied_s=now_s - self._since_s)
 
     def on_budget(self, *, changed: bool) -> None:
-        """Do nothing: they have no budget."""
+        """Do nothing: the bases and the gateway have no budget."""
 
 
 class Metering:
@@ -53,23 +53,23 @@ class Metering:
         self._functions, self._ledger, self._memory, self._tasks = functions, ledger, memory, tasks
         self._timer: asyncio.TimerHandle | None = None
         self._due_s, self._closed = math.inf, False
-        # By function: the last figures that its account has.
+        # By function: the last figures that its account has got.
         self._told: dict[str, _Told] = {}
         self._processes = NodeProcesses()
         for name in (GATEWAY, BASES):
             ledger.open_node(name, self._processes)
 
     def note_change(self, *_: str) -> None:
-        """Measure soon: a process came or went, or a function was deployed. Arguments are ignored."""
+        """Measure soon, because a process came or went, or a function was deployed. Ignore the arguments."""
         self._measure_in(max(SETTLE_S, self._memory.pause_s))
 
     def forget(self, function: str) -> None:
-        """A function was deleted."""
+        """Forget the figures of a deleted function, and measure soon."""
         self._told.pop(function, None)
         self.note_change()
 
     def close(self) -> None:
-        """Measure no more, although the ends of processes may still be reported."""
+        """Measure no more. Later reports about processes have no effect."""
         self._closed = True
         for name in (GATEWAY, BASES):
             self._ledger.account(name).detach(self._processes)
@@ -93,9 +93,9 @@ class Metering:
         if not self._memory.is_current and not any(
             live.workers.replicas.starting for live in self._functions.running
         ):
-            # Processes changed after the measurement began, which callers share.
+            # Callers share a measurement. So this one may have begun before the processes changed.
             self.note_change()
-        # None: a worker starts. Its start, or the failure of it, lets this be called again.
+        # `found` is None if a starting worker has stopped the measurement. The end of the start calls `note_change`.
         if found is not None:
             for name, held_bytes in ((GATEWAY, found.gateway_bytes), (BASES, found.bases_bytes)):
                 self._ledger.account(name).measured(Holding(rest_gb=held_bytes / GB))
@@ -123,7 +123,9 @@ class Metering:
 
 
 def _holding(before: Holding, memory: FunctionMemory, disk_gb: float, devices: float) -> Holding:
-    """Return what a function holds. Figures that cannot be measured at present keep their last values."""
+    """Return the memory, disk and devices that a function holds. Figures that cannot be measured at present keep their
+    last values.
+    """
     workers, rest_gb = memory.workers, memory.rest_bytes / GB
     return Holding(
         worker_gb=memory.workers_bytes / workers / GB if workers else before.worker_gb,

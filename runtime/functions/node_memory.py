@@ -92,13 +92,14 @@ class MemoryMeter:
     def __init__(self, functions: Functions, tasks: BackgroundTasks) -> None:
         self._functions, self._tasks = functions, tasks
         self._last: NodeMemory | None = None
-        # The end of the last complete measurement. The end and the processor time of the last measurement, which may
-        # have stopped early.
+        # `_measured_s` is the end of the last complete measurement. `_ended_s` and `_took_s` are the end and the
+        # processor time of the last measurement, which may have stopped early.
         self._measured_s, self._ended_s, self._took_s = -math.inf, -math.inf, 0.0
-        # The number of starts and ends of processes so far. Its value when the last complete measurement began.
+        # `_changes` counts the starts and ends of processes so far. `_measured_changes` is the value that `_changes`
+        # had when the last complete measurement began.
         self._changes = self._measured_changes = 0
         self._running: asyncio.Task[NodeMemory | None] | None = None
-        # The (pid, role) of the processes of each revision, and the number of all these processes.
+        # `_processes` has the (pid, role) of each revision's processes. `_count` is the number of all these processes.
         self._processes: dict[Live, list[tuple[int, str]]] = {}
         self._count = 0
         # The memory of each function at its last measurement.

@@ -1,4 +1,4 @@
-"""Starts workers ahead of need, when signals outside of a function's own load ask for them."""
+"""Starts workers before they are needed, when a schedule or a call of an upstream function asks for them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from ..telemetry.metrics import Reading
 from .live import Live
 from .registry import Functions
 
-# The event loop's timers ignore changes of the wall clock and the time during which the machine sleeps. So a timer for a
-# schedule waits at most this long before the clock is read again. A schedule fires at most this much too late.
+# The event loop's timers ignore changes of the wall clock and the time during which the machine sleeps. So a timer for
+# a schedule waits at most this long before the clock is read again. A schedule fires at most REARM_S too late.
 REARM_S = 30.0
 # The event loop's timers are exact to a millisecond.
 SOONEST_S = 0.001
@@ -28,7 +28,7 @@ SOONEST_S = 0.001
 
 @dataclass(slots=True)
 class _Alarm:
-    """A schedule of a live function, and when it fires next, in Unix seconds; None if never."""
+    """A schedule of a live function, and when it fires next, in Unix seconds; None if it never fires again."""
 
     function: str
     schedule: Schedule
@@ -36,7 +36,7 @@ class _Alarm:
 
 
 class Alarms:
-    """The schedules of all functions. It reads no clock: times are passed in Unix seconds."""
+    """The schedules of all functions. This class reads no clock: callers pass the times, in Unix seconds."""
 
     def __init__(self) -> None:
         self._alarms: list[_Alarm] = []
@@ -91,14 +91,18 @@ def _left_s(schedule: Schedule, at: float) -> float:
 
 @dataclass(slots=True)
 class _Expected:
-    """An expected call of a function after a call of its upstream function. `until_s` is monotonic."""
+    """An expected call of a function after a call of its upstream function. `until_s` is the end of the expectation, in
+    monotonic seconds.
+    """
 
     until_s: float
     timer: asyncio.TimerHandle | None = None
 
 
 class Prewarming:
-    """Watches the schedules of the live functions, and which functions are called after which other functions."""
+    """Starts workers for the schedules of the live functions, and for functions that are often called after another
+    function.
+    """
 
     def __init__(
         self, functions: Functions, clock: Callable[[], float] = time.time, *, learned: bool = True
@@ -108,13 +112,14 @@ class Prewarming:
         self._loop = asyncio.get_running_loop()
         self._alarms = Alarms()
         self._timer: asyncio.TimerHandle | None = None
-        # By function.
+        # The owner of each function.
         self._owners: dict[str, str] = {}
         # By owner: the calls of one owner reveal nothing to other owners, and start no workers of other owners.
         self._upstreams: dict[str, Upstreams] = {}
-        # By upstream function: the functions whose settings name it. Its calls start a worker of each of them.
+        # By upstream function: the functions whose settings name it. Each call of the upstream function starts a worker
+        # of each of them.
         self._declared: dict[str, set[str]] = {}
-        # By function and upstream function.
+        # The expected calls, by function and upstream function.
         self._expected: dict[tuple[str, str], _Expected] = {}
 
     def follow(self, name: str) -> None:
@@ -190,13 +195,15 @@ class Prewarming:
     # -- upstream functions
 
     def note_call(self, name: str, called_s: float) -> None:
-        """Note a call of a function. Calls of other functions may follow it. `called_s` is in monotonic seconds."""
-        # The call itself goes first.
+        """Record a call of the function `name`, which calls of other functions may follow. `called_s` is in monotonic
+        seconds.
+        """
+        # The call itself is handled first.
         self._loop.call_soon(self._expect_followers, name, called_s)
 
     def _expect_followers(self, name: str, called_s: float) -> None:
         if (owner := self._owners.get(name)) is None:
-            # It was deleted.
+            # The function was deleted.
             return
         upstreams = self._upstreams[owner]
         upstreams.note(name, called_s)
@@ -245,7 +252,7 @@ class Prewarming:
         workers.warm(1, cause, for_s)
 
     def _find(self, name: str) -> Live | None:
-        """Return a function; None if it is gone, or if the gateway is shutting down."""
+        """Return a function; None if the function is deleted or the gateway is shutting down."""
         with contextlib.suppress(GatewayError, UnknownFunction):
             return self._functions.get(name)
         return None

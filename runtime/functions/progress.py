@@ -34,7 +34,7 @@ class Replaced(BaseModel, frozen=True):
 
 
 class DeployTarget(BaseModel, frozen=True):
-    """The function that a deploy changes. It creates the function if `replaces` is None."""
+    """The function that a deploy changes. If `replaces` is None, the deploy creates the function."""
 
     name: str
     replaces: Replaced | None
@@ -56,7 +56,7 @@ class DeployNote(BaseModel, frozen=True):
 class Progress:
     """The target and the steps of one deploy. Methods may be called from any thread, one at a time.
 
-    `tell` is called with each change, in the thread of the change.
+    Each change calls `tell`, in the thread that makes the change.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Progress:
         self._tell = tell
 
     def note_target(self, name: str, replaced: RevisionRecord | None) -> None:
-        """Tell which function the deploy changes, unless the last call told the same."""
+        """Tell which function the deploy changes. Do nothing if the last call has told the same."""
         target = DeployTarget(name=name, replaces=Replaced.of(replaced) if replaced is not None else None)
         if target != self.target:
             self.target = target
@@ -76,7 +76,7 @@ class Progress:
 
     @contextlib.contextmanager
     def step(self, name: str) -> Iterator[None]:
-        """Measure the block as a step. A step that raises does not end."""
+        """Measure the block as a step. If the block raises, the end of the step is not reported."""
         began_s = time.monotonic()
         self.begin(name)
         yield
@@ -87,7 +87,7 @@ class Progress:
         self._tell(DeployNote(text=text))
 
     def begin(self, name: str) -> None:
-        """Tell that a step has begun. `add` ends it."""
+        """Tell that a step has begun. Report its end with `add`."""
         self._tell(DeployStep(name=name))
 
     def add(self, name: str, seconds: float) -> None:

@@ -107,7 +107,7 @@ class Recorder:
         self._writing = asyncio.Lock()
 
     def note_change(self, function: str) -> None:
-        """Note that a process of a function has started or ended."""
+        """Record that a process of a function has started or ended."""
         self._changed.add(function)
 
     async def run(self) -> None:

@@ -34,8 +34,8 @@ from .memory_pressure import MemoryPressure
 
 LIGHT_S = 0.25
 UNUSED_S = 300.0
-# The memory is measured SETTLE_S after a worker started or a function was deployed, because then the next standby has
-# been forked. While the memory exceeds the limit, it is measured again after RECHECK_S.
+# A check measures the memory SETTLE_S after a worker started or a function was deployed. By that time, the zygote has
+# forked the next standby. While the memory exceeds the limit, a check measures it again after RECHECK_S.
 SETTLE_S = 5.0
 RECHECK_S = 30.0
 # While memory is short, ending workers have this time to end before more functions must give memory back.
@@ -127,7 +127,7 @@ class Rest:
         self._check_in(SETTLE_S)
 
     def note_processes(self, function: str) -> None:
-        """Note that a process of a function started or ended. The next check measures the function."""
+        """Record that a process of a function has started or ended. The next check measures the function."""
         self._changed.add(function)
 
     def close(self) -> None:

@@ -1,11 +1,12 @@
-"""Keeps one copy of weights that several revisions contain, however many deploys have uploaded them.
+"""Keeps one copy of weights that several revisions contain, even if several deploys have uploaded them.
 
-    <state dir>/weights/<SHA-256>    a file that is hard-linked into the code of each revision that has it
+    <state dir>/weights/<SHA-256> a file that is hard-linked into the code of each revision that has it; an executable
+    file has the ending -x
 
-Weights are the files of a snapshot inside the function's folder, and files with the usual endings. Their names
-and times do not matter. The digest is computed from the bytes, never taken from a manifest, so no deploy can
-obtain a file that it did not contain. A shared file is read-only, since a change in place would reach all
-revisions. The number of its hard links tells whether any revision still has it.
+Weights are the files of a snapshot inside the function's folder, and files with the usual endings. Their names and
+times do not matter. The digest is computed from the bytes, never taken from a manifest, so no deploy can obtain a file
+that it did not contain. A shared file is read-only, because a change in place would change all revisions that have it.
+If it has only one hard link, no revision has it any more.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 
 FOLDER = "weights"
 """The name of the folder in the state folder."""
-# Smaller files are not worth a look.
+# Smaller files are not shared.
 MIN_BYTES = 1 << 20
 ENDINGS = frozenset(
     (
@@ -53,7 +54,7 @@ class SharedWeights:
         """
         saved = 0
         for path in _weights(code, snapshots):
-            # OSError: the file system has no hard links, or allows no more of this file. Then the copy stays.
+            # OSError: the file system has no hard links, or allows no further hard link to this file. The copy stays.
             with contextlib.suppress(OSError):
                 saved += self._share(path)
         return saved
@@ -69,7 +70,7 @@ class SharedWeights:
         try:
             os.link(path, shared)
         except FileExistsError:
-            # Link under another name and rename: then the revision's file is there at every moment.
+            # Make the link under another name, and rename it. So the revision's file exists at every moment.
             link = path.with_name(f".{secrets.token_hex(8)}")
             os.link(shared, link)
             link.replace(path)
@@ -77,7 +78,7 @@ class SharedWeights:
         return 0
 
     def protect(self) -> None:
-        """Make all files read-only, which those of a restored backup are not."""
+        """Make all files read-only. The files of a restored backup are not read-only."""
         with contextlib.suppress(FileNotFoundError):
             for path in self._folder.iterdir():
                 _protect(path)

@@ -47,7 +47,9 @@ _PAUSED = "paused"
 
 
 class StoredSnapshot(BaseModel, frozen=True, extra="forbid"):
-    """Where a revision's weights are: on this node, if inside its code relative to that, or at a URL."""
+    """Where a revision's weights are: at a path on this node, or at a URL. A path inside the revision's code is
+    relative to the code.
+    """
 
     root: Path | None = None
     url: str | None = None
@@ -72,7 +74,7 @@ class RevisionFields(BaseModel, frozen=True, extra="forbid"):
     @model_validator(mode="before")
     @classmethod
     def _named_snapshots(cls, stored: Any) -> Any:
-        """Give the snapshot that an earlier release stored its present place."""
+        """Convert the fields in which an earlier release stored the only snapshot."""
         if not isinstance(stored, dict) or not ({"snapshot_root", "snapshot_url"} & set(stored)):
             return stored
         found = {key: value for key, value in stored.items() if key not in {"snapshot_root", "snapshot_url"}}
@@ -101,9 +103,9 @@ class RevisionRecord(RevisionFields):
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """How much of each function is kept.
+    """How much the store keeps of each function.
 
-    At most `count` old revisions, of at most `size_bytes` in all, and about `compiled_bytes` of compiled code.
+    It keeps at most `count` revisions, with at most `size_bytes` in all, and about `compiled_bytes` of compiled code.
     """
 
     count: int = 5
@@ -117,8 +119,8 @@ DEFAULT_RETENTION = Retention()
 class Store:
     """All functions and revisions in the state folder `root`, which the caller must have locked.
 
-    Functions that cannot be read are skipped, and `report` is called with a line about each. All methods but
-    `start` are safe to call from several threads.
+    The store skips functions that cannot be read, and calls `report` with a line about each. All methods but `start`
+    are safe to call from several threads.
     """
 
     def __init__(
@@ -188,14 +190,16 @@ class Store:
         return record
 
     def promote(self, record: RevisionRecord) -> None:
-        """Make a placed revision live. Its record is stored again, since it may have gained `handler`."""
+        """Make a placed revision live. Store its record again, because the record may have gained `handler`."""
         folder = self._folder(record.function)
         with self._lock:
             _write_record(folder / record.revision, record)
             private_files.write(folder / _CURRENT, f"{record.revision}\n".encode())
 
     def pause(self, name: str, *, paused: bool) -> None:
-        """Remember over restarts whether a function is paused. Raise GatewayError, or UnknownFunction if it is gone meanwhile."""
+        """Store whether a function is paused. Raise GatewayError, or UnknownFunction if the function was deleted
+        meanwhile.
+        """
         folder = self._folder(name)
         with self._lock:
             if not folder.is_dir():
@@ -264,7 +268,8 @@ class Store:
     def delete(self, name: str) -> None:
         """Remove a function and all its revisions. Raise UnknownFunction if it does not exist."""
         aside = self._aside(check_name(name))
-        # First, so that a crash in between does not leave code to a new function of this name.
+        # Remove the compiled code first. Then a crash in between leaves no compiled code to a new function of this
+        # name.
         self._discard_compiled(name)
         with self._lock:
             try:
@@ -291,8 +296,9 @@ class Store:
     def find(self, live: RevisionRecord, wanted: str | None) -> RevisionRecord:
         """Return the revision of a function to roll back to. `live` is its live revision.
 
-        `wanted` is an id, or its number, as `r3` or `3`. Without it, return the newest one before the live
-        one. Raise UnknownRevision if there is none, and BadInput if it is the live one.
+        `wanted` is the id of a revision, or its number, as `r3` or `3`. If `wanted` is None, return the newest revision
+        before the live one. Raise UnknownRevision if there is no such revision, and BadInput if it is the live
+        revision.
         """
         name, found = live.function, self.revisions(live.function)
         number = _NUMBER.fullmatch(wanted or "")
@@ -309,7 +315,7 @@ class Store:
         raise UnknownRevision(f"{name!r} has {missing} (there: {there}).", remedy="Deploy it again.")
 
     def sizes(self, name: str) -> dict[str, int]:
-        """Return by revision, the newest first, the bytes on disk that no newer revision has as well."""
+        """Return the bytes on disk of each revision, the newest first, without bytes that a newer revision shares."""
         seen: set[int] = set()
         return {
             revision: sum(_new_bytes(self._folder(name) / revision, seen))
@@ -349,7 +355,7 @@ class Store:
         return self._functions / check_name(name)
 
     def _discard_compiled(self, name: str) -> None:
-        """Remove what compilers made for a function, if there is any."""
+        """Remove the output that compilers have made for a function, if there is any."""
         aside = self._aside(name)
         with contextlib.suppress(FileNotFoundError):
             (self._compiled / name).rename(aside)
@@ -362,7 +368,7 @@ class Store:
     def _revision_ids(self, name: str) -> list[str]:
         """Return the ids of all revisions of a function, sorted by their numbers. No record is read."""
         found = [path.name for path in self._folder(name).glob("r*") if _REVISION.fullmatch(path.name)]
-        # Only the numbers in the ids differ in length, and of two numbers the shorter is the smaller.
+        # The ids differ in length only by their numbers, and a shorter number is smaller.
         return sorted(found, key=lambda revision: (len(revision), revision))
 
     def _new_record(self, fields: RevisionFields) -> RevisionRecord:
@@ -392,7 +398,7 @@ def _write_record(folder: Path, record: RevisionRecord) -> None:
 def _new_bytes(folder: Path, seen: set[int]) -> Iterator[int]:
     """Yield the sizes of the files in `folder` whose inodes are not in `seen`, and add these to `seen`."""
     for path in folder.rglob("*"):
-        # A revision may be removed meanwhile.
+        # Another thread may remove the revision meanwhile.
         with contextlib.suppress(FileNotFoundError):
             facts = path.lstat()
             if stat.S_ISREG(facts.st_mode) and facts.st_ino not in seen:
