@@ -1,4 +1,4 @@
-"""The parts of HTTP that routes share: the route table, requests, responses, server-sent events, TLS, cross-origin rules, logs of requests.
+"""Holds the parts of HTTP that routes share: the route table, requests, responses, streams, TLS, CORS and logs.
 
-Start reading at `routes.py`. This room defines no route itself.
+Start reading at `routes.py`. This room itself defines no route.
 """

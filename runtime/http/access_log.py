@@ -1,4 +1,4 @@
-"""Writes the access log: a line for each request that was answered."""
+"""Writes the access log, which has a line for each answered request."""
 
 from __future__ import annotations
 
@@ -32,7 +32,9 @@ class AccessLog:
         function: str,
         request_id: str,
     ) -> None:
-        """Add a request. `path` is the path that the route was registered with, and `owner` the key's id."""
+        """Write a line about a request. `path` is the registered path of the route, and `owner` the id of the caller's
+        API key.
+        """
         took_ms = (time.monotonic() - begun_s) * 1000
         text = (
             f"{method} {path} {status} {took_ms:.1f} ms key={owner or UNKNOWN} function={function or UNKNOWN}"

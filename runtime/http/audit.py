@@ -65,13 +65,15 @@ class Audit:
 
 
 def note(request: web.Request, **facts: str) -> None:
-    """Add facts to the request's line in the audit log, such as what was made.
+    """Set the facts that the request's line in the audit log has besides the usual ones, such as the id of a new key.
 
-    A streamed response adds its `outcome`, because its status is sent before the outcome is known.
+    A streamed response sets `outcome`, because it sends the status before the outcome is known.
     """
     request[FACTS] = facts
 
 
 def _plain(value: str) -> str:
-    """Return a value without double quotes and line breaks, which would end it or the line: callers choose some values."""
+    """Return a value without double quotes and line breaks. Callers choose some values, and these characters would end
+    the value or the line.
+    """
     return ascii(value[:200])[1:-1].replace('"', "'")

@@ -1,10 +1,10 @@
 """Lets web pages of other origins call functions (CORS), if the function or the gateway allows their origin.
 
-It applies to routes that need the scope `invoke` or none, never to those that deploy or manage. API keys are
-sent in a header that the page sets, not in cookies, so no response allows credentials.
+This applies to routes that need the scope `invoke` or no scope, never to routes that deploy or manage. A page sends its
+API key in a header that it sets, not in a cookie, so no response allows credentials.
 
 While a gateway on loopback has no API key, pages of this machine may use the routes with the scope `invoke`, too. Any
-program of the machine may do that.
+program of the machine may use these routes anyway.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _PRIVATE_NETWORK = "Access-Control-{}-Private-Network"
 
 
 class CrossOrigin:
-    """Decides which origins may call which routes. `origins` may call all functions."""
+    """Decides which origins may call which routes. Pages of `origins` may call all functions."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class CrossOrigin:
 
     @web.middleware
     async def middleware(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Answer preflights: a browser asks, without an API key, whether a page may send a request."""
+        """Answer preflights, with which a browser asks, without an API key, whether a page may send a request."""
         origin = request.headers.get(hdrs.ORIGIN)
         method = request.headers.get(hdrs.ACCESS_CONTROL_REQUEST_METHOD, "")[:MAX_METHOD_CHARS]
         if request.method != hdrs.METH_OPTIONS or origin is None or not method:
@@ -86,7 +86,9 @@ class CrossOrigin:
             response.headers[hdrs.ACCESS_CONTROL_EXPOSE_HEADERS] = EVERY
 
     def _settings(self, origin: str, path: str, function: str | None) -> Cors | None:
-        """Return the settings that allow the origin: the function's, or else the gateway's. None: it is not allowed."""
+        """Return the settings that allow the origin: the settings of the function, or else of the gateway. None if
+        neither allow it.
+        """
         if path not in self._paths:
             return None
         if path in self._invoking and _LOCAL.fullmatch(origin) and self._is_open():

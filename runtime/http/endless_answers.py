@@ -1,4 +1,4 @@
-"""Ends the answers that have no end of their own, the console and followed logs: when the gateway drains, and with their key."""
+"""Ends endless answers, such as the console and followed logs, when the gateway drains or the caller's API key ends."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class EndlessAnswers:
     """The endless answers that the gateway sends now."""
 
     def __init__(self) -> None:
-        # With the id of the API key of each answer's caller.
+        # The timeout of each answer, with the id of the caller's API key.
         self._limits: dict[asyncio.Timeout, str] = {}
         self._closed = False
 
@@ -31,12 +31,14 @@ class EndlessAnswers:
                     del self._limits[limit]
 
     def close(self) -> None:
-        """End all answers in the next turn of the event loop. Tasks that are already scheduled send their data first."""
+        """End all answers in the next turn of the event loop. Tasks that are scheduled already send data first."""
         self._closed = True
         self._end(self._limits)
 
     def end_of_key(self, key_id: str) -> None:
-        """End the answers to callers with this API key, which was revoked; with "", to callers without a key."""
+        """End the answers to callers with this API key, which was revoked. With "", end the answers to callers without
+        a key.
+        """
         self._end(limit for limit, owner in self._limits.items() if owner == key_id)
 
     def _end(self, limits: Iterable[asyncio.Timeout]) -> None:

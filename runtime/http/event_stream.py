@@ -19,7 +19,7 @@ from ..serving.invocation import Invocation, Stream
 from .responses import invocation_headers
 
 EVENT_STREAM_TYPE = "text/event-stream"
-# If there was no event for this time, a comment is sent: proxies close connections on which nothing is sent.
+# If there was no event for this time, a comment is sent, because proxies close connections on which nothing is sent.
 HEARTBEAT_S = 5.0
 HEARTBEAT = b": waiting\n\n"
 # The time after the deadline in which the last event can still be sent.
@@ -27,7 +27,7 @@ LAST_EVENT_S = 2.0
 # The value of SO_LINGER for zero seconds: on closing, the kernel discards all bytes not yet delivered.
 NO_LINGER = struct.pack("ii", 1, 0)
 STREAM_HEADERS = {"Content-Type": EVENT_STREAM_TYPE, "Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-"""The last one makes nginx pass each event on at once. Otherwise it collects them in a buffer."""
+"""X-Accel-Buffering makes nginx pass each event on at once. Without this header, nginx collects events in a buffer."""
 JobEncoder: TypeAlias = Callable[[Job, Sequence[tuple[int, bytes]]], Iterable[bytes]]
 """Returns the events for a job's present state and for the new pieces (number, JSON) of its output."""
 
@@ -41,11 +41,13 @@ class ServerSentEvent(TypedDict):
 
 
 EVENTS = {EVENT_STREAM_TYPE: ServerSentEvent}
-"""In the route table, declares a response to be a stream of these events."""
+"""The type of a response in the route table that is a stream of these events."""
 
 
 def event(name: str, data: bytes, number: int = 0) -> bytes:
-    """Return a server-sent event. `number`, if not 0, is its id: a reader may resume after this event."""
+    """Return a server-sent event. If `number` is not 0, it is the event's id, after which a reader may resume the
+    stream.
+    """
     place = b"id: %d\n" % number if number else b""
     return place + b"event: %s\ndata: %s\n\n" % (name.encode(), data)
 
@@ -89,7 +91,7 @@ class EventStream:
     async def send_pieces(self, stream: Stream) -> None:
         """Send all pieces until the stream ends, as many in one write as have arrived.
 
-        After each write, the worker may send as many further pieces as were written.
+        After each write, let the worker send as many further pieces as were written.
         """
         while pieces := await self._next(stream):
             first = self._number + 1
@@ -98,7 +100,8 @@ class EventStream:
             stream.consumed(len(pieces))
 
     async def end(self, error: PilotflameError | None, *, private: bool = False) -> web.StreamResponse:
-        """Send the last event, which tells whether the stream failed: the status was sent long before.
+        """Send the last event, which tells whether the stream failed. The status cannot tell this, because it was sent
+        at the beginning.
 
         With `private`, an error includes the traceback.
         """
@@ -108,7 +111,7 @@ class EventStream:
         return response
 
     def abort(self) -> None:
-        """Close the connection and discard unsent bytes: the reader may never read them."""
+        """Close the connection and discard unsent bytes, because the reader may never read them."""
         transport = self._request.transport
         if transport is not None:
             if (sock := transport.get_extra_info("socket")) is not None and sock.family != socket.AF_UNIX:
@@ -116,7 +119,7 @@ class EventStream:
             transport.abort()
 
     def _encode(self, pieces: list[bytes], first: int) -> bytes:
-        """Return the events for pieces of the output. `first` is the number of the first one."""
+        """Return the events for pieces of the output. `first` is the number of the first piece."""
         return b"".join(event("output", piece, number) for number, piece in enumerate(pieces, first))
 
     async def _next(self, stream: Stream) -> list[bytes]:
@@ -130,7 +133,7 @@ class EventStream:
         return await stream.take()
 
     async def _write(self, data: bytes) -> web.StreamResponse:
-        """Send the header if it was not sent yet, then the data. Return the response."""
+        """Send the response's header if it was not sent yet, then send the data. Return the response."""
         if self.response is None:
             headers = self._headers or invocation_headers(self._invocation) | STREAM_HEADERS
             self.response = web.StreamResponse(headers=headers)

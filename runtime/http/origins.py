@@ -1,4 +1,4 @@
-"""Finds the address with which a caller reaches the gateway, which may be that of a proxy in front of it."""
+"""Finds the address at which a caller reaches the gateway. This may be the address of a proxy in front of it."""
 
 from __future__ import annotations
 

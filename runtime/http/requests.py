@@ -26,7 +26,7 @@ CALLER = web.RequestKey("caller", Caller)
 BODY = web.RequestKey("body", bytes)
 """The body of a request that the guard had to read. `read_body` returns it."""
 CONTINUED = web.RequestKey("continued", bool)
-"""True once the interim response 100 was sent to a client that expects it before it sends the body."""
+"""True once the gateway has sent the interim response 100, for which a client may wait before it sends the body."""
 Headers: TypeAlias = Mapping[str, str]
 M = TypeVar("M", bound=BaseModel)
 
@@ -60,7 +60,7 @@ _PRIORITIES = {str(number): number for number in range(1, 6)}
 
 
 def caller_of(request: web.Request) -> Caller:
-    """Return the caller that the guard has set, or ANYBODY on public routes, where it sets none."""
+    """Return the caller that the guard has set. On public routes, the guard sets none, and this returns ANYBODY."""
     found: Caller = request.get(CALLER, ANYBODY)
     return found
 
@@ -76,7 +76,7 @@ async def read_body(
 ) -> bytes:
     """Return the body. Raises InputTooLarge, with `remedy`, as soon as the body exceeds `limit` bytes.
 
-    Raises InputTimeout if it takes longer than `timeout_s`, and BadInput if it ends early or is malformed.
+    Raises InputTimeout if the body takes longer than `timeout_s`, and BadInput if the body ends early or is malformed.
     """
     read: bytes | None = request.get(BODY)
     if (request.content_length or 0) > limit or len(read or b"") > limit:
@@ -109,7 +109,8 @@ async def check_expectation(request: web.Request) -> None:
 
 
 async def continue_body(request: web.Request) -> None:
-    """Tell a client that waits for it (`Expect: 100-continue`) to send the body. Call it before the body is read.
+    """If a client waits before it sends the body (`Expect: 100-continue`), tell the client to send the body. Call this
+    before the body is read.
 
     A request that is refused before this call gets its error at once, and the client does not send the body.
     """
@@ -173,7 +174,7 @@ def problems(error: ValidationError) -> list[tuple[str, str]]:
 
 
 def _generate_ids() -> Iterator[str]:
-    """Yield random ids. The bytes of many ids are read from the kernel at once, to save time."""
+    """Yield random ids. To save time, read the bytes of many ids from the kernel at once."""
     while True:
         many = secrets.token_hex(_ID_BYTES * _IDS_AT_ONCE)
         for start in range(0, len(many), 2 * _ID_BYTES):
@@ -198,7 +199,7 @@ def traceparent_of(headers: Headers) -> str:
 def idempotency_of(headers: Headers) -> str:
     """Return the job's idempotency key, or "" without the header. Raises BadInput if it is too long.
 
-    The prefix "key:" separates it from the keys that dialects make of the ids of predictions and events.
+    The prefix "key:" separates this key from the keys that dialects make from the ids of predictions and events.
     """
     key = headers.get(IDEMPOTENCY, "")
     if len(key) > MAX_KEY_CHARS:
@@ -212,7 +213,9 @@ def preferences_of(request: web.Request) -> dict[str, str]:
 
 
 def parse_preferences(lines: Iterable[str]) -> dict[str, str]:
-    """Return the preferences in these lines, as `preferences_of` does. The first of a name counts."""
+    """Return the preferences in these values of Prefer, by name in lower case; "" without a value. The first preference
+    of a name counts.
+    """
     found: dict[str, str] = {}
     for line in lines:
         for preference in line.split(","):
@@ -274,7 +277,7 @@ def timeout_of(headers: Headers, most: float) -> float:
 def priority_of(headers: Headers, *, urgent: bool = True) -> int:
     """Return the priority, 1 (served first) to 5, or at best NORMAL if the caller is not `urgent`.
 
-    Raises BadInput if the header is anything else.
+    Raises BadInput if the header is not a whole number from 1 to 5.
     """
     text = headers.get(PRIORITY)
     if text is None:
@@ -285,5 +288,5 @@ def priority_of(headers: Headers, *, urgent: bool = True) -> int:
 
 
 def _decimal(text: str) -> float:
-    """Return the number, or 0 if the text is not a plain decimal number. 0 means that there is no limit."""
+    """Return the number in `text`, or 0 if `text` is not a plain decimal number. In these headers, 0 means no limit."""
     return float(text) if _DECIMAL.fullmatch(text) is not None else 0.0

@@ -33,7 +33,7 @@ VERSIONS = (HttpVersion10, HttpVersion11)
 RETRY_AFTER_S = {429: 1.0, 503: 2.0}
 """The seconds for Retry-After, by status, if the error's details have no `retry_after_s`."""
 MIN_COMPRESSED_BYTES = 1024
-"""A smaller body is not compressed: it fits into one or two packets anyway."""
+"""A smaller body is not compressed, because it fits into one or two packets anyway."""
 MAX_ON_LOOP_BYTES = 16 << 10
 """A larger body is compressed or hashed in a thread, so that it does not block the event loop."""
 COMPRESSION_LEVEL = 1
@@ -79,7 +79,7 @@ ErrorFormat = Callable[[PilotflameError, str], Response]
 def json_response(
     body: Any, *, status: int = 200, headers: Headers | None = None, no_store: bool = False
 ) -> web.Response:
-    """Return a response with `body` as JSON. `no_store` keeps it out of caches."""
+    """Return a response with `body` as JSON. `no_store` keeps the response out of caches."""
     response = web.Response(body=orjson.dumps(body), status=status, headers=headers, content_type=JSON_TYPE)
     if no_store:
         response.headers["Cache-Control"] = "no-store"
@@ -96,8 +96,8 @@ def error_reply(
 ) -> Response:
     """Return the response for an error: `{"error": {"type", "message", "remedy", "details", "request_id"}}`.
 
-    `headers` replace the header X-Request-Id, which is sent otherwise. With `private`, the details include the
-    traceback of user code.
+    Without `headers`, the response has the header X-Request-Id. With `private`, the details include the traceback of
+    user code.
     """
     sent = dict(headers) if headers is not None else {"X-Request-Id": request_id} if request_id else {}
     sent |= retry_headers(error) | {"Content-Type": JSON_TYPE}
@@ -151,7 +151,7 @@ class ErrorResponses:
 
     def _response(self, request: web.Request, error: PilotflameError) -> web.Response:
         formats = [form for prefix, form in self._formats.items() if request.path.startswith(prefix)]
-        # Only a deploy raises errors with tracebacks here. Its caller has sent the code, so may see them.
+        # Only a deploy raises errors with tracebacks here. Its caller has sent the code, and so may see the traceback.
         if not formats and error.private and caller_of(request).has(Scope.DEPLOY):
             error_format: ErrorFormat = functools.partial(error_reply, private=True)
         else:
@@ -182,7 +182,7 @@ async def complete_headers(request: web.Request, response: web.StreamResponse) -
 
 @web.middleware
 async def compressed(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Compress bodies: aiohttp itself supports neither zstd nor the quality values of Accept-Encoding."""
+    """Compress bodies. aiohttp's own compression supports neither zstd nor the quality values of Accept-Encoding."""
     response = await handler(request)
     if not isinstance(response, web.Response) or not isinstance(response.body, bytes):
         return response
@@ -221,7 +221,7 @@ def compress_now(body: bytes, coding: str) -> bytes:
 
 
 def pays(body: bytes, kind: str) -> bool:
-    """Return True if a body of media type `kind` should be compressed: if it is not short and is text."""
+    """Return True if a body of media type `kind` should be compressed, because the body is text and not short."""
     return len(body) >= MIN_COMPRESSED_BYTES and (
         kind.startswith("text/") or kind in _COMPRESSIBLE or kind.endswith(("+json", "+xml"))
     )

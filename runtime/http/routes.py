@@ -1,6 +1,6 @@
 """Defines `Route`, a row of the route table, and its parameters.
 
-aiohttp's routes, the scopes that the guard requires and /openapi.json are all derived from the table.
+aiohttp's routes, the scopes that the guard requires and /openapi.json are all made from the table.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Flag(Parameter):
 
 
 class Number(Parameter):
-    """A query parameter that is a whole number. If it has no default, it reads as 0 when it is not sent."""
+    """A query parameter that is a whole number. If the parameter has no default and is not sent, `read` returns 0."""
 
     def __init__(self, name: str, description: str, default: int | None = None, **limits: int) -> None:
         """`limits` are `minimum` (default: 0) and `maximum` (default: none), as in JSON Schema."""
@@ -75,7 +75,7 @@ class Number(Parameter):
         super().__init__(name, description, type="integer", **schema)
 
     def read(self, request: web.Request, *, most: int | None = None) -> int:
-        """Return the number that was sent, or the default. Raises BadInput if it is invalid.
+        """Return the number that was sent, or the default. Raises BadInput if the number is invalid.
 
         `most` is the maximum if `limits` has none.
         """
@@ -150,9 +150,11 @@ class Route:
     status: int = 200
     other_responses: Mapping[int, Any] = field(default_factory=dict)
     errors: tuple[int, ...] = (400, 404, 503)
-    """The statuses of the typed errors that the route responds with. The guard's statuses are added."""
+    """The statuses of the typed errors with which the route responds. The statuses of the guard's errors are added."""
     parameters: tuple[Parameter, ...] = ()
-    """Parameters of the path may be left out: then `path` gives their names, and they are strings."""
+    """The parameters of the route. Parameters of the path may be left out if they are strings: their names are in
+    `path`.
+    """
     body: Any = None
     """The type of the request's body. None: there is no body."""
     body_required: bool = True
@@ -161,25 +163,27 @@ class Route:
     public: bool = False
     """True if no API key is needed."""
     reads: bool = False
-    """True if it changes nothing although its method is not GET: the audit log leaves it out."""
+    """True if the route changes nothing although its method is not GET. The audit log leaves such a route out."""
     aws_signed: bool = False
     """True if, instead of sending an API key, a caller may sign the request with it, as AWS's clients do."""
     accepts: Callable[[Mapping[str, str]], bool] | None = None
-    """If several rows have the same method and path, the first whose `accepts` returns True for the request's
-    headers serves the request, or, if there is none, the row without `accepts`."""
+    """Chooses between rows with the same method and path. The first row whose `accepts` returns True for the request's
+    headers serves the request. If there is no such row, the row without `accepts` serves it.
+    """
     error_format: ErrorFormat | None = None
-    """Makes the responses for errors on all paths that begin with the part of `path` before its first
-    variable, also where no route matches. None: this row adds no format."""
+    """Makes the responses for errors on all paths that begin with the same text as `path` up to its first variable,
+    even if no route matches. None if this row adds no format.
+    """
     error_type: Any = ErrorBody
 
 
 def based(base: str, routes: Sequence[Route], *, bare: bool) -> list[Route]:
-    """Return the rows below `base` and, with `bare`, those without it."""
+    """Return the rows with the prefix `base` and, with `bare`, also the rows without this prefix."""
     return [*(replace(row, path=base + row.path) for row in routes), *(routes if bare and base else ())]
 
 
 def joined(owned: Mapping[str, Iterable[Route]]) -> list[Route]:
-    """Return all rows, which are given by the name of their owner.
+    """Return the rows of all owners. `owned` maps the name of each owner to its rows.
 
     Raise PluginError if two owners have rows of the same method and path, and neither chooses by headers.
     """
@@ -198,9 +202,9 @@ def joined(owned: Mapping[str, Iterable[Route]]) -> list[Route]:
 
 
 def aiohttp_routes(routes: Sequence[Route]) -> list[web.RouteDef]:
-    """Return aiohttp's routes, sorted so that a fixed path is before one with a variable in the same place.
+    """Return aiohttp's routes, sorted so that a fixed path comes before a path with a variable in the same place.
 
-    aiohttp uses the first that matches. Letters sort before "{".
+    aiohttp uses the first route that matches. Letters sort before "{".
     """
     key = attrgetter("path", "method")
     grouped = groupby(sorted(routes, key=key), key)
@@ -216,7 +220,9 @@ def aiohttp_routes(routes: Sequence[Route]) -> list[web.RouteDef]:
 
 
 def scopes_by_route(routes: Sequence[Route]) -> dict[tuple[str, str], Scope | None]:
-    """Return the scope that each (method, path) requires. Raises ValueError if rows of one differ in it."""
+    """Return the scope that each (method, path) requires. Raises ValueError if rows with the same method and path
+    differ in their scopes.
+    """
     scopes: dict[tuple[str, str], Scope | None] = {}
     for route in routes:
         if scopes.setdefault((route.method, route.path), route.scope) is not route.scope:
@@ -225,7 +231,7 @@ def scopes_by_route(routes: Sequence[Route]) -> dict[tuple[str, str], Scope | No
 
 
 def error_formats(routes: Sequence[Route]) -> dict[str, ErrorFormat]:
-    """Return the error formats by beginning of the path: the part before its first variable."""
+    """Return the error formats by the beginning of the path, which is the part before the path's first variable."""
     return {route.path.partition("{")[0]: route.error_format for route in routes if route.error_format}
 
 

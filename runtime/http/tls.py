@@ -16,11 +16,14 @@ LOG = logging.getLogger(__name__)
 CHECK_S = 1.0
 PROTOCOLS = ("http/1.1",)
 Seen: TypeAlias = tuple[tuple[int, int, int], ...]
-"""What tells whether files have changed: of each the inode, the size and the time of the last change."""
+"""The inode, the size and the time of the last change of each file. These numbers tell whether the files have changed.
+"""
 
 
 class Certificate:
-    """The gateway's certificate chain and private key, in PEM files. Raise GatewayError if they cannot be used."""
+    """The gateway's certificate chain and private key, in PEM files. The constructor raises GatewayError if the files
+    cannot be used.
+    """
 
     def __init__(self, chain: Path, key: Path) -> None:
         self._chain, self._key = chain, key
@@ -29,11 +32,13 @@ class Certificate:
         self._current = self._load()
         self._warn_of_readers()
         self.context = self._load()
-        """For all listening sockets. It stays the same, and gives each connection the current certificate."""
+        """The TLS context of all listening sockets. This object stays the same, and gives each connection the current
+        certificate.
+        """
         self.context.sni_callback = self._choose
 
     def reload(self) -> None:
-        """Read the files again. If they cannot be used, log why, and go on with what was read before."""
+        """Read the files again. If they cannot be used, log why, and go on with the old certificate."""
         try:
             self._seen = self._look()
             self._current = self._load()
@@ -44,9 +49,9 @@ class Certificate:
         LOG.info("the TLS certificate was read again from %s", self._chain)
 
     def _choose(self, connection: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
-        """Give a connection that begins the current certificate. Once a second, look whether the files changed.
+        """Give a new connection the current certificate. Once a second, look whether the files have changed.
 
-        Two calls of stat are all that is done here, unless there is a new certificate.
+        This takes only two calls of stat, unless there is a new certificate.
         """
         now_s = time.monotonic()
         if now_s - self._checked_s >= CHECK_S:
@@ -59,7 +64,7 @@ class Certificate:
         try:
             return self._look() != self._seen
         except GatewayError:
-            # Between the removal of the old file and the arrival of the new one.
+            # The old file was removed, and the new file is not there yet.
             return False
 
     def _look(self) -> Seen:
@@ -73,7 +78,7 @@ class Certificate:
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_alpn_protocols(PROTOCOLS)
         try:
-            # An empty password: otherwise OpenSSL would ask for one on the terminal.
+            # The password is empty. Otherwise, OpenSSL would ask for a password on the terminal.
             context.load_cert_chain(self._chain, self._key, password="")
         except (OSError, ValueError) as error:
             raise self._refused(error) from None
