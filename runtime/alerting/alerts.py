@@ -99,7 +99,7 @@ class FunctionAlerts:
     # -- what happens to calls
 
     def note_end(self, end: InvocationEnd) -> None:
-        """Note that an invocation has ended."""
+        """Record that an invocation has ended."""
         if (watch := self._watches.get(end.function)) is None:
             return
         now_s, timeline = time.monotonic(), end.timeline
@@ -109,7 +109,7 @@ class FunctionAlerts:
         self._look(end.function, watch, now_s)
 
     def note_refused(self, function: str, error: PilotflameError) -> None:
-        """Note that a call was refused. The refusal counts as a failed call unless the caller is at fault."""
+        """Record that a call was refused. The refusal counts as a failed call unless the caller is at fault."""
         if error.status >= FAILED and (watch := self._watches.get(function)) is not None:
             now_s = time.monotonic()
             watch.errors.note(now_s, failed=True)
@@ -166,7 +166,9 @@ class FunctionAlerts:
         watch.log.write("gateway", alert.text, level, revision=alert.revision)
 
     def _drop(self, function: str, conditions: set[str]) -> None:
-        """Delete from the store that conditions have begun, so that their ends are not sent."""
+        """Delete the store's records of the beginnings of `conditions`, so that the gateway sends no alerts for their
+        ends.
+        """
         if conditions:
             self._tasks.create_task(self._store_end(function, frozenset(conditions)), name="alert")
 

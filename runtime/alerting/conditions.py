@@ -122,7 +122,7 @@ class SlowColdStart(Condition):
     name = "cold_start"
     limit_ms: float = math.inf
     latest_ms: float | None = None
-    """None before the first cold start."""
+    """The duration of the latest cold start; None before the first cold start."""
     request_id: str = ""
 
     def note(self, took_ms: float, request_id: str) -> None:

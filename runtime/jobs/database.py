@@ -113,10 +113,10 @@ class Database:
     async def write(self, change: Change[T], committed: Callable[[T], object] | None = None) -> T:
         """Run `change` in a transaction and return its result once the transaction is durably on disk.
 
-        `change` runs in the writer thread. It runs a second time if the commit of its group failed. If it
-        raises, only its own changes are undone: the changes of other callers in the group stay. `committed` is
-        called with the result on the event loop after the commit, even if the caller was cancelled.
-        Raises JobStoreFailed if the database cannot be written.
+        `change` runs in the writer thread. It runs a second time if the commit of its group failed. If it raises, only
+        its own changes are undone: the changes of other callers in the group stay. After the commit, the event loop
+        calls `committed` with the result, even if the caller was cancelled. Raises JobStoreFailed if the database
+        cannot be written.
         """
         return await self._call(self._writes, change, committed)
 

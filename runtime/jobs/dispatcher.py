@@ -138,10 +138,11 @@ class JobDispatcher:
             if jobs.waiting or jobs.due_s <= time.time():
                 await self._submit_due(function, jobs, room)
         except (UnknownFunction, GatewayError):
-            # The function was deleted or the gateway shuts down. If it is live again, `wake` is called.
+            # The function was deleted or the gateway shuts down. If a function of this name becomes live again, its
+            # events call `wake`.
             return None
         except (FunctionStopped, CrashLoop) as error:
-            # If the error has no time, `wake` is called when the function may run again.
+            # If the error names no time, an event calls `wake` when the function may run again.
             after_s = error.details.get("retry_after_s")
             return None if after_s is None else max(FULL_RETRY_S, float(after_s))
         except (QueueFull, RevisionRetired):

@@ -94,7 +94,9 @@ class Jobs:
     # -- for callers, who use `store` directly to read, cancel and retry jobs and to redeliver webhooks
 
     async def submit(self, new: NewJob) -> tuple[Job, bool]:
-        """Queue a job as `transitions.submit` does. Raise WebhookRefused if its webhook is not allowed."""
+        """Queue a job. Return what `transitions.submit` returns, and raise its errors. Also raise WebhookRefused if its
+        webhook is not allowed.
+        """
         if new.webhook is not None:
             self.check_webhook(new.webhook.url)
         job, replayed = await self.store.submit(new)
@@ -102,7 +104,7 @@ class Jobs:
         return job, replayed
 
     async def run(self, new: NewJob, wait_s: float) -> tuple[Job, bool]:
-        """Submit a job as `submit` does, wait for its end, but not longer than `wait_s`, and return the job.
+        """Submit a job, and wait at most `wait_s` for its end. Return what `submit` returns, and raise its errors.
 
         The caller gets the job's id only when this returns. So a job that ends soon is stored only at its end, in one commit.
         """

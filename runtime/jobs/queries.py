@@ -87,7 +87,7 @@ def latest(
     before_id: str = "",
     owner: str = ALL,
 ) -> list[Job]:
-    """Return up to `limit` of the owner's jobs of these functions, as `newest` does."""
+    """Return up to `limit` of the owner's jobs of these functions, the newest first, without input, output and logs."""
     before = _MAX_NUMBER
     if before_id:
         row = find_row(connection, before_id)

@@ -62,7 +62,7 @@ class JobStore:
         """Jobs are kept for `keep_s` after their end. `bodies` makes the bodies of webhooks whose form is not
         pilotflame's own.
 
-        `on_commit` is called on the event loop after each transition, even if its caller was cancelled.
+        After each transition, the event loop calls `on_commit`, even if the caller of the transition was cancelled.
         """
         self._database = database
         self._keep_s = keep_s

@@ -45,7 +45,7 @@ class WebhookSender:
     ) -> None:
         """`key` is the gateway's key, from which the key of each function is derived.
 
-        `on_attempt` is called after each attempt with the function and the outcome.
+        After each attempt, the sender calls `on_attempt` with the function and the outcome.
         """
         self._database = database
         self._key = key
