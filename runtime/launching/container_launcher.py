@@ -179,7 +179,7 @@ class ContainerLauncher:
             raise
 
     def _keep_all(self, spec: WorkerSpec) -> dict[str, KeptFolders]:
-        """Return the folders as `_keep_weights` does, but block. Raise LauncherError."""
+        """Return the folders that `_keep_weights` returns. This blocks. Raise LauncherError."""
         with contextlib.ExitStack() as undo:
             found = {}
             for weights in spec.remote:

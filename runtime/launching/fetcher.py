@@ -56,7 +56,8 @@ if TYPE_CHECKING:
 
 MOST_MANIFESTS = 64
 CLOSE_TIMEOUT_S = 5.0
-"""How long the fetcher waits at its end for fetches to stop. Then it ends, which closes the connections of the fetches.
+"""How long the ending fetcher waits for its fetches to stop. Then the process ends, which closes the fetches'
+connections.
 """
 
 

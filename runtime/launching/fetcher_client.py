@@ -231,7 +231,9 @@ class FetcherClient:
         self._send(op="drop", digests=sorted(dropped))
 
     def forget(self, user: object) -> None:
-        """Note that `user` has ended. Its weights stay in memory until the memory is needed."""
+        """Forget which snapshots `user` wants in memory, because `user` has ended. The weights stay in memory until the
+        memory is needed.
+        """
         self._used.pop(user, None)
 
     def give_back(self) -> int:

@@ -138,7 +138,7 @@ class Child(ABC):
             self._exit_code.set_result(code)
 
     def ended(self) -> None:
-        """Note that the process has ended: set `gone`, stop the timers, and let the link end."""
+        """Record that the process has ended: set `gone`, stop the timers, and let the link end."""
         # A running timer would keep this object in memory until the timer fires.
         if self._kill_timer is not None:
             self._kill_timer.cancel()

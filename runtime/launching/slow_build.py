@@ -27,7 +27,7 @@ class SlowBuild:
         self._position: asyncio.Future[dict[str, Any]] | None = None
 
     def answer(self, position: dict[str, Any]) -> None:
-        """Note the answer of the zygote: the head of a POSITION frame."""
+        """Take the zygote's answer, which is the head of a POSITION frame."""
         if self._position is not None and not self._position.done():
             self._position.set_result(position)
 
