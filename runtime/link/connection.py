@@ -111,7 +111,8 @@ class Link:
     def bind(self, on_frame: Callable[[Frame], None], on_close: Callable[[], None]) -> None:
         """Set or replace the owner's callbacks. Reading begins with the first `bind`, so no frame is lost.
 
-        `on_close` is called when the other end closes the link or a frame is invalid.
+        The link calls `on_frame` with each frame, and `on_close` when the other end closes the link or a frame is
+        invalid.
         """
         self._on_frame, self._on_close = on_frame, on_close
         self._bound = True
@@ -171,7 +172,7 @@ class Link:
         self.close()
 
     def note_peer_ended(self) -> None:
-        """Note that the process at the other end has ended. Receive all that is left, and then the end of the link.
+        """Record that the process at the other end has ended. Then receive all that is left, up to the end of the link.
 
         If that process has not read everything, its end resets the socket. uvloop reports a reset socket only once. If
         frames are received then, no report follows for the end of the link.
