@@ -103,7 +103,9 @@ def present_python(root: Path, recorded: Path, requirements: str) -> Path | None
 
 
 class EnvironmentLauncher(Launcher):
-    """Launches one revision as `launcher` does, after its Python environment was built if necessary."""
+    """Launches one revision with `launcher`. Before the launch, it builds the revision's Python environment, if there
+    is none yet.
+    """
 
     def __init__(
         self, launcher: Launcher, root: Path, requirements_of: Callable[[WorkerSpec], str],
