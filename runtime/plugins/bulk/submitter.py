@@ -168,8 +168,9 @@ async def run_in_order(
 ) -> None:
     """Call `answer` with each line, up to `max_in_flight` at a time, and append the answers to the journal.
 
-    The answers are appended in the order of the lines. After each answer, `written` is called with its line. An error
-    that `answer` raises concerns all lines, so it ends the run and is raised here. Answers already appended stay.
+    The answers are appended in the order of the lines. After each appended answer, this calls `written` with the
+    answer's line. An error that `answer` raises concerns all lines, so it ends the run and is raised here. Answers
+    already appended stay.
     """
     in_flight = asyncio.Semaphore(max_in_flight)
     # Limits the lines that are started and whose answers are not yet written.

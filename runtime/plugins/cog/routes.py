@@ -211,7 +211,7 @@ class PredictionsApi(ApiPlugin):
             raise
 
     async def _started(self, job: Job) -> Job:
-        """Wait until a worker has the job, as Cog does, but not longer than START_S. Return the job."""
+        """Wait until a worker has the job, at most START_S, and return the job. Cog waits for this too."""
         with self._jobs.watch(job.id) as news, contextlib.suppress(TimeoutError):
             async with asyncio.timeout(START_S):
                 while (job := await self._jobs.store.get(job.function, job.id)).state is JobState.IN_QUEUE:

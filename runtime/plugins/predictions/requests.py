@@ -32,7 +32,7 @@ _STEP = re.compile(r"[^.\[\]]+")
 
 
 class PredictionRequest(BaseModel, frozen=True, extra="ignore", strict=True):
-    """A new prediction. Unknown keys are ignored, as Cog does."""
+    """A new prediction. Unknown keys are ignored, as in Cog."""
 
     input: Any = Field(default_factory=dict)
     id: str | None = Field(None, max_length=1024)

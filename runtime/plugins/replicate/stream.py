@@ -1,4 +1,4 @@
-"""Streams the output of a prediction, as Replicate does, to any client that has the signed URL of the stream.
+"""Streams the output of a prediction to any client that has the signed URL of the stream, as Replicate does.
 
 Replicate's clients for browsers and Node open the URL of a stream without an API key. So the URL must prove the
 permission: it holds a signature of the prediction's id, which only the gateway can make. A receiver of webhooks knows
