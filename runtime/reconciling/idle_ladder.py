@@ -181,7 +181,9 @@ class IdleLadder:
     # -- reports of the revision
 
     def follow(self, now_s: float, load: int, last_end_s: float | None) -> float:
-        """Note the number of unfinished invocations. Return when to report again; infinity if an event causes that."""
+        """Take `load`, the number of unfinished invocations, which may begin or end an idle period. Return when to
+        report it again; infinity if an event causes the next report.
+        """
         if load:
             self._evicted_to = None
             if (ended := self._watch.busy(now_s)) is not None:
@@ -241,7 +243,7 @@ class IdleLadder:
             self._woken_from = target.rung, time.monotonic()
 
     def note_ready(self, target: LadderTarget, *, usual: bool, devices: float) -> None:
-        """Note that a worker is ready. If its start was not `usual`, its start time does not predict later starts.
+        """Record that a worker is ready. If its start was not `usual`, its start time does not predict later starts.
 
         `devices` is the number of GPUs that the worker holds.
         """
@@ -255,7 +257,7 @@ class IdleLadder:
         self._woken_from = None
 
     def note_held(self, rung: RungName, held_bytes: float) -> None:
-        """Note how much memory all processes hold on a rung."""
+        """Record how much memory all processes hold on a rung."""
         self.figures = self.figures.with_held(rung, held_bytes)
         self._measure_and_replan()
 

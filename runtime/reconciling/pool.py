@@ -119,7 +119,7 @@ class Pool:
         )  # fmt: skip
 
     def _note_rung(self) -> None:
-        """Note that a worker, the zygote or the standby has started or ended."""
+        """Record that a worker, the zygote or the standby has started or ended."""
         rest = RungName.LOCAL if self.zygote.source is None else RungName.ZYGOTE
         self._rung.move(RungName.READY if len(self.replicas) else rest, time.monotonic())
         self._events.on_processes_changed()
@@ -358,7 +358,7 @@ class Pool:
         for child in children:
             await child.wait_killed(gone_by_s - time.monotonic())
             if child.gone.is_set():
-                # Its last answers may not have been read yet.
+                # The gateway may not have read the worker's last answers yet.
                 child.link.drain()
             else:
                 child.link.close()

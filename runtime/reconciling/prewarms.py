@@ -64,13 +64,13 @@ class Prewarms:
             self._unused.append(replica)
 
     def settle(self) -> None:
-        """Note the workers that have been used since the last call."""
+        """Record the workers that have been used since the last call."""
         if self._unused and (used := [one for one in self._unused if one.completed or one.outstanding.calls]):
             for replica in used:
                 self.end(replica, used=True)
 
     def end(self, replica: Replica, *, used: bool) -> None:
-        """Note whether a worker was used. Ignore a worker that was noted before, or that was started by no signal."""
+        """Record whether a worker was used. Ignore a worker that was recorded before, or that no signal has started."""
         if replica in self._unused:
             self._unused.remove(replica)
             cause = replica.activation.signal

@@ -92,7 +92,7 @@ class ProcessEvents(PoolEvents):
             self._one, usual=not replica.measured, devices=self._one.devices(replica)
         )
         self._on_activation("ready")
-        # A ready worker can park to make room for others. While it started, it could not.
+        # Now that the worker is ready, it can park to make room for other workers. While it was starting, it could not.
         self._one.node.reconciler.note_change()
         self._one.look()
 

@@ -36,7 +36,7 @@ class Member(GpuClaimant, Protocol):
 
     @property
     def key(self) -> str:
-        """Its id among the members."""
+        """The id of this revision among the members."""
 
     @property
     def owner(self) -> str:
@@ -44,7 +44,7 @@ class Member(GpuClaimant, Protocol):
 
     @property
     def held_workers(self) -> int:
-        """The number of its workers, including workers that are being forked."""
+        """The number of the revision's workers, including workers that are being forked."""
 
     row: Row
     """The row of the last look."""
@@ -90,7 +90,9 @@ class Member(GpuClaimant, Protocol):
         """Start, wake, park and stop workers as the allocation says."""
 
     def note_limit(self, reached: ReachedLimit | None, missing: int, seen: Seen) -> None:
-        """Note that the limit `reached` keeps `missing` workers from starting; None if no limit does any more."""
+        """Record that the limit `reached` keeps `missing` workers from starting. None means that no limit keeps workers
+        from starting any more.
+        """
 
 
 class _Short(NamedTuple):
@@ -326,7 +328,7 @@ class Reconciler:
 
     def _carry_out(self, allocation: Allocation, members: list[Member], now_s: float) -> None:
         changed = list[Member]()
-        # First the workers that make room for others.
+        # First stop and park the workers that make room for other workers.
         for one in members:
             if (grant := allocation.grants.get(one.key)) is not None and (grant.stop or grant.park):
                 one.carry_out(grant._replace(start=(), wake=()), one.decide(now_s)[1])
@@ -345,7 +347,7 @@ class Reconciler:
             self._loop.call_soon(one.look)
 
     def _learn(self, one: Member, grant: Grant, now_s: float) -> None:
-        """Note which limit keeps workers from a revision, or that no limit does any more."""
+        """Record which limit keeps workers from a revision, or that no limit keeps workers from it any more."""
         short = self._short[one]
         if grant.limit is None:
             self._note_short(one, None)

@@ -55,7 +55,7 @@ MIN_TEARDOWN_S = 2.0
 EXPECTED_S = 10.0
 # The plan's prewarm holds a worker for this time.
 PREDICTED_S = 1.0
-# The signals for which other functions make room, as they do for callers.
+# The signals for which other functions make room. They also make room for callers.
 URGENT = ("refused", "warmup")
 # A deploy fails if its first worker is not ready after this time.
 FIRST_START_TIMEOUT_S = 900.0
@@ -101,7 +101,9 @@ class RevisionWorkers:
         self.gpu_need: GpuNeed | None = need_of(spec.resources)
         """The GPUs that each worker needs."""
         self.row, self._seen = Row(0, 0), Seen(0, 0, 0, 0)
-        """Its row of the table (how many workers it should have, and why), and the observations that the row follows from."""
+        """The row of this revision (how many workers it should have, and why), and the observations from which the row
+        follows.
+        """
         self._demand = Demand(self.pool, self.revision)
         self.breaker = self.events.starts.breaker
         # The stand of the keep-alive plan at the last look.
@@ -408,7 +410,7 @@ class RevisionWorkers:
         return self.breaker.refusal(self.spec.function, now_s)
 
     def note_load(self, now_s: float) -> None:
-        """Note the present load in the history of the function. The load of a retiring revision is left out."""
+        """Record the present load in the history of the function. The load of a retiring revision is left out."""
         if self.phase is not Phase.RETIRING:
             replicas, waiting = self.replicas, len(self.revision.dispatcher.queue)
             state = LoadState(
@@ -485,7 +487,7 @@ class RevisionWorkers:
     def warm(self, workers: int, cause: str = "warmup", for_s: float = HOLD_S) -> None:
         """Have this number of workers before they are needed, and keep them for `for_s` seconds.
 
-        `cause` is the signal that asks for them. Its first word is the kind of signal.
+        `cause` is the signal that asks for the workers. The first word of `cause` is the kind of signal.
         """
         self.function.prewarms.holds.add(WarmHold(workers, time.monotonic() + for_s, cause))
         self.look()

@@ -128,7 +128,7 @@ class StartOutcomes:
     def give_up(self) -> bool:
         """Return True if the waiting invocations should fail: too many workers died in a row, or the breaker is open.
 
-        In that case, count deaths from 0 again.
+        If the result is True, count deaths from 0 again.
         """
         # While the breaker is open, no worker starts for waiting invocations.
         hopeless = self._deaths >= MAX_UNEXPLAINED_DEATHS or self.breaker.open(time.monotonic())
