@@ -39,10 +39,10 @@ class ProcessState(StrEnum):
     """The state of a process. If places are short, the workers of a revision keep their places in this order."""
 
     STARTING = "starting"
-    """It starts or wakes, and cannot be displaced."""
+    """The worker starts or wakes, and cannot be displaced."""
     READY = "ready"
     PARKED = "parked"
-    """It is parked, or about to be parked. In the second case, `holding` is still more than `parked`."""
+    """The worker is parked, or about to be parked. Until it is parked, `holding` is still more than `parked`."""
     STANDBY = "standby"
     DRAINING = "draining"
     LEAVING = "leaving"
@@ -74,7 +74,7 @@ class RevisionClaim(NamedTuple):
     """The workers and the GPU memory that a revision has and wants."""
 
     key: str
-    """Its id on the node."""
+    """The revision's id on the node."""
     function: str
     """The name of the function. During a deploy, two revisions have the same name."""
     owner: str

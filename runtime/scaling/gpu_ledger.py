@@ -24,9 +24,9 @@ class Booking:
     """The memory of the node's GPUs that one process may use."""
 
     full: Holding
-    """Its limit as a worker that is not parked."""
+    """The limit of the process while it is not parked."""
     holding: Holding
-    """Its limit now."""
+    """The present limit of the process."""
 
 
 AnyBooking = TypeVar("AnyBooking", bound=Booking)

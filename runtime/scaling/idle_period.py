@@ -58,7 +58,7 @@ class IdleWatch:
         self._quiet_from_s: float | None = None
 
     def quiet(self, now_s: float, last_end_s: float | None) -> float | None:
-        """Note that no request runs or waits. Return when to look again; None if an idle period has begun.
+        """Record that no request runs or waits. Return when to look again; None if an idle period has begun.
 
         `last_end_s` is the end of the last request; None if the workers that could report it have ended.
         """
@@ -72,7 +72,9 @@ class IdleWatch:
         return None
 
     def busy(self, now_s: float) -> IdlePeriod | None:
-        """Note that a request runs or waits. Return the idle period that it ends; None if no period was open."""
+        """Record that a request runs or waits. Return the idle period that this request ends; None if no period was
+        open.
+        """
         self._quiet_from_s = None
         period, self.period = self.period, None
         if period is not None:
@@ -119,7 +121,7 @@ class Followers:
         return self._left_s[-1] if self._left_s else None
 
     def count(self, now_s: float, arrived: int) -> None:
-        """Note the number of arrivals until `now_s`, including the arrival that ended the idle period."""
+        """Record the number of arrivals until `now_s`, including the arrival that ended the idle period."""
         while self._left_s and self._left_s[-1] <= now_s:
             self._left_s.pop()
         after_s, before = now_s - self._woken_s, self._counts[-1]

@@ -6,7 +6,7 @@ invocations) divided by the concurrency of one worker, as in Knative's pod autos
 the same rule, so that they start before its invocations have to wait.
 
 A worker stops when the load has not needed it for a whole window. The last worker stops after a time without load,
-which has its own setting. It does no I/O and reads no clock.
+which has its own setting. This module does no I/O and reads no clock.
 """
 
 from __future__ import annotations

@@ -23,14 +23,16 @@ class Phase(StrEnum):
     """The phases of a revision from its deploy to its end."""
 
     NEW = "new"
-    """It exists, but starts no worker yet."""
+    """The revision exists, but starts no worker yet."""
     PROVING = "proving"
-    """It has to show that its workers start, before it replaces the live revision."""
+    """The revision has to show that its workers start, before it replaces the live revision."""
     PROVEN = "proven"
-    """It has been proven, and is about to replace the live revision. It keeps only workers that it will need then."""
+    """The revision has shown that its workers start, and is about to replace the live revision. It keeps only the
+    workers that it will need after that.
+    """
     LIVE = "live"
     RETIRING = "retiring"
-    """It runs the accepted invocations, and accepts no more."""
+    """The revision runs the accepted invocations, and accepts no more."""
 
 
 class RevisionState(NamedTuple):

@@ -53,7 +53,7 @@ class Seen:
     idle_since_s: tuple[float, ...] = ()
     """For each ready worker without work, when its last work ended; the earliest first."""
     load: Load | None = None
-    """None while the duration of an invocation is unknown."""
+    """The predicted times of the load; None while the duration of an invocation is unknown."""
     recent: Peak = NO_NEED
     """The largest need of the last `scale_down_s` seconds."""
     parked_since_s: tuple[float, ...] = ()

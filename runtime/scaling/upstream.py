@@ -66,14 +66,14 @@ class Delays:
     """By the bound of the delay, the number of upstream calls that a call of this function followed."""
 
     def note_call(self) -> None:
-        """Note a call of the upstream function: a call may follow it from now on."""
+        """Count a call of the upstream function. From now on, a call of the other function may follow it."""
         self.calls = self.calls * DECAY + 1
         # Most bounds have no hits, and each of many functions may have sixteen pairs. To save memory, all zeros are one
         # object.
         self.hits = [hit * DECAY if hit else 0.0 for hit in self.hits]
 
     def note_hit(self, delay_s: float) -> None:
-        """Note that a call followed the latest upstream call after `delay_s`. Ignore a delay beyond HORIZON_S."""
+        """Record that a call followed the latest upstream call after `delay_s`. Ignore a delay beyond HORIZON_S."""
         if delay_s <= HORIZON_S:
             self.hits[bisect.bisect_left(BOUNDS_S, delay_s)] += 1
 
@@ -137,7 +137,7 @@ class Upstreams:
     def __init__(self) -> None:
         # The time of each function's last call. The latest call is the last entry.
         self._last_s: dict[str, float] = {}
-        # By function, then by upstream function.
+        # The delays between calls, by function and then by upstream function.
         self._pairs: dict[str, dict[str, Delays]] = {}
         self._followers: dict[str, set[str]] = {}
 
@@ -148,7 +148,7 @@ class Upstreams:
             self._followers.setdefault(upstream, set()).add(name)
 
     def note(self, name: str, now_s: float) -> None:
-        """Note a call of a function."""
+        """Record a call of the function `name`."""
         before_s = self._last_s.pop(name, None)
         if before_s is None or now_s - before_s >= SELDOM_S:
             for upstream, called_s in list(self._recent(name, now_s)):
