@@ -31,7 +31,7 @@ _Slot = dict[Invocation, float]
 
 
 class Deadlines:
-    """The timers of invocations, at most one for each. `on_due` is called with an invocation that is due.
+    """The timers of invocations, at most one for each. A timer calls `on_due` with each invocation that is due.
 
     There are few slots, so empty slots stay until they open. But after `close`, empty slots and their timer are
     removed at once, so that no timer keeps a retired revision in memory.

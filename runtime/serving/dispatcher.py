@@ -69,9 +69,9 @@ class Dispatcher:
         self, spec: WorkerSpec, policy: Policy, replicas: Replicas, curves: LatencyCurveStore,
         on_left: Callable[[], None], on_ended: Callable[[InvocationEnd], None] = lambda _end: None,
     ) -> None:  # fmt: skip
-        """`on_left` is called when fewer workers may be needed: after a cancellation or a time limit.
+        """The dispatcher calls `on_left` when fewer workers may be needed: after a cancellation or a time limit.
 
-        `on_ended` is called once for each invocation that has ended with an output or an error.
+        It calls `on_ended` once for each invocation that has ended with an output or an error.
         """
         settings = policy.settings
         self.queue: Queue[Invocation] = Queue(
@@ -84,7 +84,7 @@ class Dispatcher:
         self._loop = asyncio.get_running_loop()
         self._deadlines = Deadlines(self._loop, self._on_due)
         self._batch_timer: asyncio.TimerHandle | None = None
-        # The latest observed times in the handler, and their median; 0 before the first.
+        # The latest observed times in the handler, and their median, which is 0 until a time was observed.
         self._exec_s: deque[float] = deque(maxlen=KEPT)
         self._each_s = 0.0
         # The curve of earlier workers, which serves until a worker of this revision is ready.
@@ -111,8 +111,8 @@ class Dispatcher:
     def bar(self, refusal: Refusal | None, *, queued: bool = True) -> None:
         """Refuse invocations for which no worker is free with the error that `refusal` returns, if it returns an error.
 
-        If `refusal` is None, stop refusing. Unless `queued` is False, invocations that already wait fail with the
-        error.
+        If `refusal` is None, refuse no more invocations. Unless `queued` is False, invocations that already wait fail
+        with the error.
         """
         self._refusal, self._fails_queued = refusal, queued
         if queued and (error := self._refused()) is not None:

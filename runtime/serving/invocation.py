@@ -95,7 +95,7 @@ class Invocation:
     """The tenant of the caller. The queue shares the workers fairly between tenants."""
     priority: int = NORMAL
     source: Source = "http"
-    """Its submitter."""
+    """The kind of the invocation's submitter."""
     on_sent: Callable[[], None] | None = None
     """Called each time the invocation is sent to a worker."""
     on_progress: Callable[[bytes], None] | None = None

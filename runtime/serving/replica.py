@@ -91,9 +91,9 @@ class Replica:
         """The largest batch that fits into the worker's memory; None until the worker has reported a limit."""
         self.reported_failure = False
         self.device = ""
-        """Its device and dtype."""
+        """The device and the dtype that the worker has reported."""
         self.measured: list[Point] = []
-        """The latency curve that it measured before it was ready."""
+        """The latency curve that the worker measured before it was ready."""
         self.left = False
         """True if the worker drained before its end, so that the end was expected."""
         self.parks = 0
@@ -207,7 +207,8 @@ class Replica:
     def replace(self, invocation: Invocation) -> None:
         """Drain the worker, because a handler call does not end. Kill the worker once it runs only such calls.
 
-        Its other calls may go on. Each of them ends, or exceeds its own limit and is then reported here too.
+        The worker's other calls may go on. Each of them ends, or exceeds its own limit and is then passed to this
+        method too.
         """
         if (channel := self.outstanding.channel_of(invocation)) is None:
             return

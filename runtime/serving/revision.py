@@ -51,8 +51,8 @@ class Revision(CallEvents):
         log: RevisionLog, load: LoadSeries, arrivals: Arrivals, on_called: Callable[[float], None],
         on_ended: Callable[[InvocationEnd], None],
     ) -> None:  # fmt: skip
-        """`on_called` is called with the arrival time of an invocation, at most once every CALL_NOTICE_S. `on_ended` is
-        called when an invocation has ended with an output or an error.
+        """The revision calls `on_called` with the arrival time of an invocation, at most once every CALL_NOTICE_S. It
+        calls `on_ended` when an invocation has ended with an output or an error.
         """
         self.spec, self.policy, self.streaming, self.replicas = spec, policy, policy.streaming, replicas
         self.dispatcher = Dispatcher(spec, policy, replicas, curves, watcher.look, on_ended)
