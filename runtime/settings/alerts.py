@@ -10,7 +10,7 @@ from .validation import PositiveSeconds, Seconds
 
 
 class Alerts(BaseModel, frozen=True, extra="forbid", strict=True):
-    """Conditions whose beginning and end a webhook reports. Without a URL there are none."""
+    """The conditions whose beginning and end the gateway reports to a webhook. Without a URL, it reports none."""
 
     url: str | None = Field(
         None,

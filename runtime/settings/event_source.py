@@ -1,4 +1,4 @@
-"""Defines what all event sources have: the `[[source]]` tables of pilotflame.toml. Plugins define their kinds."""
+"""Defines the settings of all event sources, which are the `[[source]]` tables of pilotflame.toml."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ LOG = logging.getLogger(__name__)
 
 
 class EventSource(BaseModel, frozen=True, extra="forbid", strict=True):
-    """A queue whose messages are run as jobs.
+    """A queue whose messages run as jobs. Plugins define the kinds of queues.
 
     A plugin offers a subclass under the entry point group `pilotflame.sources`. The entry's name is the value of `type`.
     """
 
     opener: ClassVar[str]
-    """The function that makes the `MessageQueue` and the `Sink` (or None) of a source, as "package.module:name". It does not
-    connect yet."""
+    """The function that makes the `MessageQueue` and the `Sink` (or None) of a source, as "package.module:name". The
+    function does not connect to the queue yet.
+    """
     package: ClassVar[str] = ""
-    """The optional package that it needs; "" for none."""
+    """The optional package that this kind of source needs; "" for none."""
     extra: ClassVar[str] = ""
     """The extra of pilotflame that installs that package."""
     longest_s: ClassVar[float] = 43_200
@@ -46,24 +47,31 @@ class EventSource(BaseModel, frozen=True, extra="forbid", strict=True):
 
     @property
     def address(self) -> str:
-        """What identifies the queue. Messages of two sources with the same address and id are the same message."""
+        """The text that identifies the queue. Messages of two sources with the same address and the same id are the
+        same message.
+        """
         raise NotImplementedError
 
     @property
     def addresses(self) -> dict[str, str]:
-        """The addresses that the gateway calls for this source, and the profile of its own that it uses, by the key of their
-        setting. A policy may forbid them."""
+        """The addresses that the gateway calls for this source, and the gateway's own profile that it uses, by the key
+        of the setting. A policy may forbid them.
+        """
         return {"queue": self.address}
 
     @property
     def lease_s(self) -> float:
-        """After this many seconds, the queue delivers a message again that was neither deleted nor extended."""
+        """The seconds after which the queue delivers a message again, unless the message was deleted or its lease
+        extended.
+        """
         raise NotImplementedError
 
 
 @functools.cache
 def source_kinds() -> dict[str, type[EventSource]]:
-    """Return the kinds of all installed plugins by their `type`. A plugin that cannot be loaded is left out, and warned of."""
+    """Return the kinds of all installed plugins by their `type`. A plugin that cannot be loaded is left out, with a
+    warning in the log.
+    """
     found = dict[str, type[EventSource]]()
     for name, offer in offers(SOURCES).items():
         try:

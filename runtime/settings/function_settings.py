@@ -41,7 +41,7 @@ from .validation import (
 )
 
 SETTINGS_FILE = "pilotflame.toml"
-# Where a setting comes from if it is neither in SETTINGS_FILE nor a default.
+# The origin of a setting that comes from an override.
 FROM_OVERRIDE = "--set"
 FROM_FOLDER = "the folder's name"
 # First segments of the gateway's own HTTP paths. Requests to a function with such a name would not reach it.
@@ -59,7 +59,7 @@ _APT_PACKAGE = re.compile(r"[a-z0-9][a-z0-9.+-]*(:[a-z0-9-]+)?(=[A-Za-z0-9.+:~-]
 
 
 def name_problem(name: str) -> str | None:
-    """Return why `name` cannot be a function's name, in URLs and in paths on disk. None if it can."""
+    """Return why `name` cannot be a function's name, which is a part of URLs and paths on disk. None if it can."""
     if not _NAME.fullmatch(name):
         return f"name is {name!r}; allowed: 1 to 63 of a-z, 0-9 and -, neither first nor last a -"
     if name in RESERVED_NAMES:
@@ -87,7 +87,7 @@ Alias = Annotated[str, checked(_alias_problem)]
 
 
 class Scale(BaseModel, frozen=True, extra="forbid", strict=True):
-    """How many workers there are, and what is kept when there are none."""
+    """How many workers a function has, and what the node keeps while it has none."""
 
     min: int = Field(0, ge=0, le=1024, description="Workers kept even without requests.")
     max: int = Field(4, ge=1, le=1024, description="Workers at most.")
@@ -176,7 +176,7 @@ def _handler_problem(handler: str) -> str | None:
 
 
 def setting_of(snapshot: str) -> str:
-    """Return the key of the setting that names a snapshot; that of the only one, "", is `snapshot`."""
+    """Return the key of the setting that names a snapshot. The key of the unnamed snapshot, "", is `snapshot`."""
     return subject_of(snapshot) or "snapshot"
 
 
@@ -232,7 +232,9 @@ class Cors(BaseModel, frozen=True, extra="forbid", strict=True):
 
 
 class Budget(BaseModel, frozen=True, extra="forbid", strict=True):
-    """What a function may use in a day, which begins at 0:00 UTC. Without limits it may use what it needs."""
+    """The most that a function may use in a day, which begins at 0:00 UTC. Without limits, the function may use as much
+    as it needs.
+    """
 
     money_per_day: float | None = Field(
         None,
@@ -247,7 +249,9 @@ class Budget(BaseModel, frozen=True, extra="forbid", strict=True):
 
 
 class SnapshotPart(BaseModel, frozen=True, extra="forbid", strict=True):
-    """What the function needs of its snapshot. The rest is not fetched. Without it, it needs all."""
+    """The part of its snapshot that the function needs. The rest is not fetched. Without this table, the function needs
+    the whole snapshot.
+    """
 
     tensors: Annotated[tuple[TensorPattern, ...], Strict(False)] = Field(
         (),
@@ -394,7 +398,7 @@ class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
 
     @property
     def all_snapshots(self) -> dict[str, str]:
-        """The settings `snapshot`, under the name "", and `snapshots`."""
+        """All snapshots in the settings, by name. The snapshot in the setting `snapshot` has the name ""."""
         return self.snapshots if self.snapshot is None else {"": self.snapshot}
 
     @property
@@ -417,9 +421,9 @@ def read_settings(
 ) -> FunctionSettings:  # fmt: skip
     """Return the settings of the function in `folder`. Raise SettingsError, which names all problems.
 
-    Errors call the folder `place`, if that is given. Without the setting `name` the function is named after the
-    folder; `folder_name` is the folder's name if `folder` is an unpacked copy. A `standalone` function is in a container that a platform has
-    started and scales: [image] and [resources] do not count, and at least one worker is always there.
+    If `place` is given, errors name the folder so. Without the setting `name`, the function is named after the folder.
+    `folder_name` is the folder's name if `folder` is an unpacked copy. A `standalone` function is in a container that a
+    platform has started and scales: [image] and [resources] do not count, and at least one worker always runs.
 
     `overrides` have dotted keys, as in `{"scale.max": "8", "env.MODE": "x"}`, and take precedence over the
     file. A text is converted to the type of its key. An empty text sets an optional key to None. A key whose
@@ -455,7 +459,8 @@ def _unnamed(place: str) -> SettingsError:
 
 
 def setting_origins(folder: Path, *, overrides: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """Return where each setting of the function in `folder` comes from, by its key; defaults are left out.
+    """Return the origin of each setting of the function in `folder`, by the setting's key. Settings with their defaults
+    are left out.
 
     `read_settings` must have accepted the same arguments.
     """

@@ -42,7 +42,7 @@ def _xdg(environ: Mapping[str, str], variable: str, below_home: str) -> Path:
 class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
     """The settings of one gateway process. Each can be set by the environment variable PILOTFLAME_<KEY>.
 
-    `shown_default` is the default as documents write it, where it depends on the machine.
+    If the default of a setting depends on the machine, `shown_default` is the default that documents show.
     """
 
     host: str = Field("127.0.0.1", min_length=1, description="Address to listen on.")
@@ -212,7 +212,7 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
         True,
         description="Whether workers start ahead of calls that were learned to follow another function's.",
     )
-    # A worker is sent no more at once (MAX_PAYLOAD_BYTES in link/frames.py).
+    # The gateway can send a worker at most MAX_PAYLOAD_BYTES at once (link/frames.py).
     max_body_bytes: int = Field(
         20 * _MIB, ge=1, le=255 * _MIB, description="Largest request body of any function."
     )
@@ -300,10 +300,10 @@ def read_gateway_settings(
 ) -> GatewaySettings:  # fmt: skip
     """Return the gateway's settings. Raise SettingsError, which names all problems.
 
-    A setting has the value of its override, else of its variable PILOTFLAME_<KEY> in `environ`, else of its
-    key in the TOML file `config`, else that of `defaults`, else its default. An override of None does not
-    count. Unknown keys and unknown variables PILOTFLAME_* are problems, except for the names in
-    `other_variables`, which have another purpose.
+    The value of a setting comes from the first of these places that has it: the overrides, the variable
+    PILOTFLAME_<KEY> in `environ`, the TOML file `config`, `defaults`, the setting's default. An override of None does
+    not count. Unknown keys and unknown variables PILOTFLAME_* are problems, except for the names in `other_variables`,
+    which have another purpose.
     """
     known = {ENV_PREFIX + key.upper(): key for key in GatewaySettings.model_fields}
     found = {name for name in environ if name.startswith(ENV_PREFIX)}.difference(other_variables)
@@ -319,7 +319,7 @@ def read_gateway_settings(
 
 
 def _read_config(file: Path) -> dict[str, Any]:
-    """Return the settings in a file. A relative path in it is relative to the file's folder."""
+    """Return the settings in a file. A relative path in the file is relative to the file's folder."""
     raw = read_toml(file)
     for key, field in GatewaySettings.model_fields.items():
         if field.annotation in (Path, Path | None) and isinstance(raw.get(key), str):

@@ -1,6 +1,6 @@
 """Describes every setting of functions and of the gateway, for `pilotflame settings` and docs/settings.md.
 
-The descriptions are made from the models, so they cannot differ from what is validated.
+The descriptions are made from the models that validate the settings, so both always agree.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ def all_settings() -> list[SettingFacts]:
 
 
 def find_settings(name: str) -> list[SettingFacts]:
-    """Return the settings with this key or variable, or those of the table with this name.
+    """Return the settings with this key or variable, or the settings of the table with this name.
 
-    Raise SettingsError, with the most similar key, if there are none.
+    Raise SettingsError, which names the most similar key, if there are no such settings.
     """
     found = all_settings()
     named = [one for one in found if name in (one.name, one.variable)]

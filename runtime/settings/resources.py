@@ -1,4 +1,4 @@
-"""Defines the limits of what a function's workers use. Zygotes import this module at their start, and no other settings."""
+"""Defines the limits for the resources of a function's workers. Zygotes import no other module of settings."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ CONTEXT_MB = 512
 
 
 class Resources(BaseModel, frozen=True, extra="forbid", strict=True):
-    """What all workers of a function on one node may use together."""
+    """The most that all workers of a function on one node may use together."""
 
     memory_mb: int | None = Field(None, ge=16, le=16 << 20, description="Memory in MiB.")
     cpus: float | None = Field(None, gt=0, le=1024, description="Processors, as 0.5 or 2.")

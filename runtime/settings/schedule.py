@@ -1,8 +1,9 @@
 """Defines and validates a schedule of a function, which is a `[[schedule]]` table of pilotflame.toml.
 
-A schedule is a cron expression with a time zone. Expressions mean what Debian's cron makes of them. Where clocks
-change, a fixed time that is skipped fires at the end of the gap, and one that comes twice fires the first time;
-`*` in the field of minutes or hours fires at each such time that passes.
+A schedule is a cron expression with a time zone. Expressions mean what Debian's cron makes of them. When clocks are set
+forward, a fixed time in the skipped hour fires at the end of the gap. When clocks are set back, a fixed time in the
+repeated hour fires the first time. With `*` in the field of minutes or hours, the schedule fires at each matching time
+that passes.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def _cron_problem(cron: str) -> str | None:
 def _timezone_problem(name: str) -> str | None:
     try:
         zoneinfo.ZoneInfo(name)
-    # OSError: the name is that of a folder of zones.
+    # OSError: the name is the name of a folder of zones.
     except (zoneinfo.ZoneInfoNotFoundError, ValueError, OSError):
         near = difflib.get_close_matches(name[:MAX_CHARS], zoneinfo.available_timezones(), n=1)
         hint = f"did you mean {near[0]}?" if near else 'allowed: "UTC", or a place, as "Europe/Berlin"'
@@ -46,7 +47,7 @@ def _timezone_problem(name: str) -> str | None:
 
 
 class Schedule(BaseModel, frozen=True, extra="forbid", strict=True):
-    """Times at which workers are started ahead of need, how many, and for how long they are kept."""
+    """The times at which workers start before they are needed, the number of workers, and how long they are kept."""
 
     cron: Annotated[str, checked(_cron_problem)] = Field(
         description="When: minute, hour, day, month, weekday, as 0 8 * * mon-fri."
@@ -60,14 +61,14 @@ class Schedule(BaseModel, frozen=True, extra="forbid", strict=True):
     )
 
     def next_fire(self, after: datetime) -> datetime | None:
-        """Return when it fires first after `after`, in UTC; None if that is more than 50 years ahead."""
+        """Return when the schedule fires first after `after`, in UTC; None if that is more than 50 years ahead."""
         times = CronSim(self.cron, after.astimezone(zoneinfo.ZoneInfo(self.timezone)))
         # In the hour that comes twice, cronsim may return a time that has passed.
         return next((time for found in times if (time := found.astimezone(UTC)) > after), None)
 
     def last_fire(self, until: datetime) -> datetime | None:
-        """Return when it fired last, at `until` or before, in UTC; None if that was more than 50 years ago."""
-        # cronsim leaves out its start, unless that has a fraction of a second.
+        """Return when the schedule fired last, at or before `until`, in UTC; None if that was over 50 years ago."""
+        # cronsim leaves out the time at which it starts, unless that time has a fraction of a second.
         local = until.replace(microsecond=1).astimezone(zoneinfo.ZoneInfo(self.timezone))
         times = CronSim(self.cron, local, reverse=True)
         return next((time for found in times if (time := found.astimezone(UTC)) <= until), None)

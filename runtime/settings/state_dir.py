@@ -60,13 +60,15 @@ def running_marker(state: Path) -> Iterator[str]:
 
 
 def free_bytes(folder: Path) -> int:
-    """Return how much may still be written to the disk of `folder`."""
+    """Return how many bytes this process may still write to the disk of `folder`."""
     found = os.statvfs(folder)
     return found.f_bavail * found.f_frsize
 
 
 def is_disk_full(folder: Path, min_free_bytes: int) -> bool:
-    """Return whether the disk of `folder` has less free space, or no free inodes. 0 bytes: it is never full."""
+    """Return True if the disk of `folder` has less than `min_free_bytes` free, or no free inodes. If `min_free_bytes`
+    is 0, the disk never counts as full.
+    """
     found = os.statvfs(folder)
     # Some file systems, such as btrfs, count no inodes.
     no_inodes = found.f_files > 0 and found.f_favail == 0

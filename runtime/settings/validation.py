@@ -32,8 +32,8 @@ ORIGIN = re.compile(r"https?://([a-z0-9.-]+|\[[0-9a-f:.]+\])(:[0-9]{1,5})?")
 PEER_URL = re.compile(r"https?://([A-Za-z0-9._-]+|\[[0-9a-f:.]+\]):[0-9]{1,5}")
 
 _M = TypeVar("_M", bound=BaseModel)
-# By the type of pydantic's error: what the value should be. In these errors, pydantic's own message names a
-# type of Python, where a reader of pilotflame.toml needs a type of TOML.
+# What the value should be, by the type of pydantic's error. pydantic's own message for these errors names a type of
+# Python, but a reader of pilotflame.toml needs a type of TOML.
 _EXPECTED = {"dict_type": "a table", "model_type": "a table", "tuple_type": "a list of tables"}
 
 
@@ -65,7 +65,7 @@ def _peer_problem(url: str) -> str | None:
 
 
 PeerUrl = Annotated[str, checked(_peer_problem)]
-"""Where gateways serve chunks of snapshots to each other."""
+"""The URL at which a gateway serves chunks of snapshots to other gateways."""
 
 
 GPU = re.compile(r"([A-Za-z0-9][A-Za-z0-9-]{0,63}):([1-9][0-9]{0,7})", re.ASCII)
@@ -136,8 +136,7 @@ def validate(model: type[_M], raw: dict[str, Any], problems: list[str], subject:
 def keys(model: type[BaseModel], prefix: str = "", *, lists: bool = True) -> dict[str, FieldInfo]:
     """Return the fields of `model` that hold values, by their dotted keys. Each key begins with `prefix`.
 
-    A list of tables is one such field. With `lists`, the keys of its tables are also returned, as
-    `source.queue`.
+    A list of tables is one such field. With `lists`, also return the keys of the tables in the list, as `source.queue`.
     """
     found: dict[str, FieldInfo] = {}
     for name, field in model.model_fields.items():
@@ -151,7 +150,7 @@ def keys(model: type[BaseModel], prefix: str = "", *, lists: bool = True) -> dic
 
 
 def unknown_key(key: str, known: Iterable[str]) -> str:
-    """Return a sentence that `key` is not a setting. It suggests the most similar of the `known` keys."""
+    """Return a sentence which says that `key` is not a setting, and suggests the most similar of the `known` keys."""
     names = list(known)
     by_last = {name.rpartition(".")[2]: name for name in reversed(names)}
     last = key.rpartition(".")[2]
@@ -189,7 +188,9 @@ def _problem(details: ErrorDetails, known: dict[str, FieldInfo]) -> str:
 
 
 def _tables(field: FieldInfo) -> list[type[BaseModel]]:
-    """Return the models of a nested table, or of the tables in a list: several if a table has kinds."""
+    """Return the model of a nested table, or of the tables in a list. If the tables have several kinds, return the
+    model of each kind.
+    """
     kinds = [field.annotation, *get_args(field.annotation)]
     kinds += [part for kind in kinds for part in get_args(kind)]
     found = next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
