@@ -58,7 +58,7 @@ class ColdStarts:
 
     @property
     def latest(self) -> Timeline | None:
-        """The timeline of the latest cold start; None before the first."""
+        """The timeline of the latest cold start; None if there was no cold start yet."""
         return self._noted[-1].timeline if self._noted else None
 
     def told(self, most: int = KEPT) -> list[ColdStart]:

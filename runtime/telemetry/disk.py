@@ -48,6 +48,8 @@ class Disk:
         return full
 
     def wrote(self, failed: bool) -> None:
-        """Note that a write to the disk has succeeded or failed. Blocks if the outcome may mean a change."""
+        """Record that a write to the disk has succeeded or failed. If the outcome may mean that the disk has become
+        full or has room again, look at the disk, which blocks.
+        """
         if failed != self.full:
             self.look()

@@ -61,7 +61,7 @@ class LoadSeries:
         self._cold, self._slowest_s, self._dirty = 0, 0.0, True
 
     def note(self, now_s: float, state: LoadState) -> None:
-        """Note the state at `now_s`, in monotonic seconds. Equal states cost one comparison."""
+        """Record the state at `now_s`, in monotonic seconds. Equal states cost one comparison."""
         if state == self._last and now_s < self._ends_s:
             return
         self._turn(now_s)
@@ -74,14 +74,14 @@ class LoadSeries:
             self._last, self._dirty = state, True
 
     def note_queued(self, now_s: float, queued: int) -> None:
-        """Note how many invocations wait, if no other number has changed."""
+        """Record how many invocations wait. Call this only if no other number has changed."""
         if queued > self._most.queued or now_s >= self._ends_s:
             self._turn(now_s)
             self._most = self._most._replace(queued=max(self._most.queued, queued))
             self._dirty = True
 
     def note_cold(self, now_s: float, waited_s: float) -> None:
-        """Note the answer to an invocation that waited for an activation."""
+        """Record the answer to an invocation that waited for an activation."""
         self._turn(now_s)
         self._cold += 1
         self._slowest_s, self._dirty = max(self._slowest_s, waited_s), True

@@ -313,7 +313,7 @@ class _LogFile(RotatingFileHandler):
     terminator = ""
 
     def __init__(self, path: Path, max_bytes: int, keep_s: float, on_failure: Callable[[int], None]) -> None:
-        """`on_failure` is called with the number of lines that could not be written."""
+        """After a failed write, the file calls `on_failure` with the number of lines that could not be written."""
         super().__init__(path, maxBytes=max_bytes, backupCount=BACKUPS, encoding="utf-8", delay=True)
         self._path, self._keep_s, self._on_failure = path, keep_s, on_failure
         self._begun_s = _first_s(path)

@@ -144,7 +144,7 @@ class Capture:
     """The last lines that one invocation has printed, up to `max_chars`."""
 
     def __init__(self, max_chars: int, on_line: Callable[[], None] = lambda: None) -> None:
-        """`on_line` is called after each line."""
+        """The capture calls `on_line` after each line."""
         self._max_chars, self._on_line = max_chars, on_line
         self._lines: deque[str] = deque()
         self._chars = 0

@@ -40,7 +40,9 @@ class SnapshotMetrics(Collector):
         self._shared: Mapping[str, int] | None = None
 
     def began(self) -> None:
-        """Count a fetch that begins. A hold of a snapshot that is already on the node counts too, for a moment."""
+        """Count a fetch that begins. The fetcher client calls this for every hold. If the snapshot is already on the
+        node, the fetch ends at once, so it is under way only for a moment.
+        """
         self._under_way += 1
 
     def ended(self, outcome: str) -> None:

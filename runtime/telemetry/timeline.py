@@ -78,7 +78,9 @@ class Activation:
         self.fetches = tuple(fetches)
 
     def mark_copied(self, copy: Transfer) -> None:
-        """Note the start or the end of a copy. An ended copy is not replaced: a later copy is not part of the start."""
+        """Record the start or the end of a copy. A copy that has ended is not replaced: a later copy of the same name
+        is not part of the worker's start.
+        """
         known = next((one for one in self.copies if one.name == copy.name), None)
         if known is None or not known.ended_s:
             self.copies = (*(one for one in self.copies if one is not known), copy)
