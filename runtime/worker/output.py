@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 current: ContextVar[tuple[int, str] | None] = ContextVar("current", default=None)
 """The channel and id of the invocation that this thread or task works for.
 
-None in hooks, and in a batch of several invocations.
+It is None in hooks, and in a batch of several invocations.
 """
 # The beginnings of unfinished lines, by descriptor and channel. This dict is nearly always empty, so the check at the
 # end of an invocation costs nothing.
@@ -129,8 +129,8 @@ def redirect(descriptor: int, word: str) -> None:
 
 
 def begin(calls: list[Call]) -> None:
-    """Note that the handler is called for `calls`. Its output belongs to an invocation only if it is called for exactly
-    one.
+    """Record that the handler is called for `calls`. What the handler prints belongs to an invocation only if there is
+    exactly one call.
     """
     current.set((calls[0].channel, calls[0].context.id) if len(calls) == 1 else None)
 

@@ -27,9 +27,10 @@ class WorkerParking:
         self, snapshots: Snapshots | None, link: Link, tasks: asyncio.TaskGroup, deliver: Callable[[Frame], None],
         follow: Callable[[Snapshots], None], drain: Callable[[], None],
     ) -> None:  # fmt: skip
-        """`deliver` gets the frames that were held. `follow` is called in a thread, once the weights are coming back.
+        """`deliver` gets the frames that were held. Once the weights are coming back, a thread calls `follow`.
 
-        `drain` is called if the weights cannot come back. Callers then get another worker, or the error of its start.
+        If the weights cannot come back, this object calls `drain`. Then the callers get another worker, or the error of
+        that worker's start.
         """
         self.awake = True
         """False from PARK until the worker can run invocations again: until then, pass frames to `hold`."""

@@ -127,7 +127,7 @@ class Runner(ABC):
                 call.credit.close()
 
     def grant(self, channel: int, count: int) -> None:
-        """Note that the reader of a stream has received `count` chunks."""
+        """Record that the reader of a stream has received `count` chunks."""
         if (call := self._calls.get(channel)) is not None and call.credit is not None:
             call.credit.grant(count)
 
