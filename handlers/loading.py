@@ -18,9 +18,9 @@ def import_file(
 ) -> ModuleType:
     """Import `path`, a file below `root`, and return the module.
 
-    `root` becomes the working directory, and the file's folder the first entry of `sys.path`. Then `prepare`
-    is called, and the file runs, with `as_main` as `__main__`. Raise HandlerImportError if the file does not
-    exist, is not Python, or raises.
+    `root` becomes the working directory, and the file's folder the first entry of `sys.path`. Then this calls
+    `prepare`, and runs the file, with `as_main` as `__main__`. Raise HandlerImportError if the file does not exist, is
+    not Python, or raises.
     """
     if not path.is_file():
         there = ", ".join(sorted(entry.name for entry in root.iterdir())[:8]) if root.is_dir() else ""
