@@ -46,7 +46,7 @@ class Lease:
     _hold: Hold | None
     _pull: Pull | None = None
     _copy: Future[Lease | None] = field(default_factory=Future, init=False)
-    """Its result is the lease of the copy on the disk, as soon as the copy has begun. None if there is no copy."""
+    """The result is the lease of the copy on the disk, as soon as the copy has begun; None if there is no copy."""
 
     @property
     def root(self) -> Path:

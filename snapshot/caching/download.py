@@ -109,9 +109,9 @@ class _Download:
     ) -> None:
         """Open the shards' files at full size, and record as landed the chunks that they hold.
 
-        `learned` are the digests that earlier downloads have computed, if the manifest has no digests.
-        Raises CacheError if files in the folder may not be replaced, or if the disk has too little room. In that case,
-        no file is replaced or removed, and new files are removed again.
+        `learned` are the digests that earlier downloads have computed, if the manifest has no digests. Raises
+        CacheError if files in the folder may not be replaced, or if the disk has too little room. After a CacheError,
+        no older file has been replaced or removed, and no new file is left.
         """
         foreign = self._foreign_files()
         self._check_room(foreign)

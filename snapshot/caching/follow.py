@@ -69,7 +69,8 @@ class Feed:
         self._thread.start()
 
     def close(self, error: PilotflameError | None = None, *, dropped: bool = False) -> None:
-        """Send the followers `error`, or that the snapshot is published if `error` is None. Then stop.
+        """Send the followers `error`, or that the snapshot is published if `error` is None. Then end the thread and
+        close the connections.
 
         With `dropped`, close the connections without such a message, so that a follower takes over the fetch.
         """

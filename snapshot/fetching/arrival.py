@@ -21,7 +21,7 @@ ARRIVAL_TIMEOUT_S = 3600.0
 
 
 class View(Protocol):
-    """Shows the bytes of landed chunks to readers, as a mapping does. Only one thread at a time calls its methods."""
+    """Shows the bytes of landed chunks to readers. A mapping is a view. Only one thread at a time calls its methods."""
 
     def move(self, root: Path) -> None:
         """Show later chunks from the files in folder `root`."""

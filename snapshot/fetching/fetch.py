@@ -98,7 +98,7 @@ def fetch(
     `cancelled` is set, Cancelled. For any other exception, the waiting threads get a SourceError. Only StorageFull is
     not raised in the waiting threads: the caller may continue on another file system, or fail `arrival`.
 
-    At the end, also if the fetch fails, `count_received` is called with the number of received bytes.
+    At the end, also if the fetch fails, this calls `count_received` with the number of received bytes.
     """
     control = ConcurrencyControl(connections=connections, part_bytes=part_bytes)
     if progress is not None:

@@ -79,7 +79,8 @@ def observe(source: Source, names: Sequence[str], file: str | None = None) -> Ma
     }
     assets = _assets(source, found.layout, HEADER_READERS)
     versions = tuple(info.version for info in found.infos.values())
-    # Not only the source's URL: with another endpoint, the same URL may have other bytes with the same versions.
+    # Prefer the address of a shard to the source's URL, because with another endpoint, the same URL may have other
+    # bytes with the same versions.
     first = found.layout.shards[0]
     url = source.served_at(first) if isinstance(source, Served) else source.url
     observed = Observed(url=url[:4096], versions=tuple(version[:1024] for version in versions))

@@ -32,7 +32,7 @@ _IGNORED = frozenset(
 class Layout:
     """The names of a snapshot's files. `assets` are chosen by name, so some may be too large to be assets.
 
-    `index` is the name of the index file, or "". `places` maps tensors to files, as the index does.
+    `index` is the name of the index file, or "". `places` maps each tensor to its file, as written in the index.
     """
 
     shards: tuple[str, ...]

@@ -42,7 +42,7 @@ _MAX_DIGITS = 10
 class ChunkServer:
     """Serves on `sock`, with a thread for each connection. `certificate` is the chain and the key, in PEM files.
 
-    `on_end` is called when a connection ends, if chunks have been served.
+    The thread of a connection calls `on_end` when the connection ends, if chunks have been served.
     """
 
     def __init__(

@@ -44,9 +44,10 @@ WHOLE = Position(0, "whole")
 
 @dataclass(frozen=True, slots=True)
 class LineAnswer:
-    """A node's answer about one snapshot. If `position` is None, the node neither has the snapshot nor fetches it.
+    """A node's answer about one snapshot. `position` is None in two cases.
 
-    But if it is `choosing`, it fetches the snapshot and has no position yet.
+    If `choosing` is True, the node fetches the snapshot but has not chosen a position yet. If `choosing` is False, the
+    node neither has nor fetches the snapshot.
     """
 
     node: str

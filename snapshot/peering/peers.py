@@ -45,7 +45,7 @@ _MOST_THREADS = 32
 
 
 class Peers:
-    """The other nodes. `on_refused` is called with a message if a node refuses the token. Thread-safe."""
+    """The other nodes. If a node refuses the token, this object calls `on_refused` with a message. Thread-safe."""
 
     def __init__(
         self,

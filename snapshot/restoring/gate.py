@@ -192,7 +192,7 @@ class Gate(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _keep_compiler_out() -> None:
     """Keep torch.compile, which is loaded, from compiling frames of the gate.
 
-    torch does so itself, unless a mode overrides `_should_skip_dynamo`, as the gate does.
+    torch itself compiles no frames of a mode, unless the mode overrides `_should_skip_dynamo`. The gate overrides it.
     """
     disable = torch._disable_dynamo  # type: ignore[attr-defined]  # noqa: SLF001
     disabled = disable(Gate.__torch_dispatch__, recursive=True)

@@ -227,7 +227,9 @@ class _Planner:
         return all(any(pattern.search(name) for pattern in self._ignore) for name in names)
 
     def skip(self, held: _Held) -> str:
-        """Note that the module has the tensor, although this snapshot does not supply it. Return its name here."""
+        """Record that the module has the tensor, although this snapshot does not supply it. Return the tensor's name in
+        this snapshot.
+        """
         names = [self._stored[name].name for name in self._names_of(held)]
         self._used.update(names)
         return names[0]
@@ -313,7 +315,7 @@ class _Planner:
 
 
 def _lacks(found: Mismatches, held: _Held, name: str, prefix: str = "") -> None:
-    """Note that no snapshot has `name`: a tensor of the module, or an inner tensor."""
+    """Record that no snapshot has `name`, which names a tensor of the module or an inner tensor."""
     if held.needed:
         found.missing.append(prefix + name)
     elif held.tensor.is_meta:

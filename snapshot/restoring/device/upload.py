@@ -261,8 +261,8 @@ class DeviceUpload:
         buffer, event = self.device.buffers.take(self.layout.largest_bytes), None
         try:
             self._files.read(piece.segments, buffer.numpy().data)
-            # Store the event before another piece of the same group is submitted: the last piece of a group, which
-            # converts it, is found by the events of the others.
+            # Store the event before another piece of the same group is submitted: the piece of a group that is
+            # submitted last converts the group, and the events of the other pieces show which piece is last.
             with self._submitting:
                 event = self._submit(number, piece, buffer[: piece.size_bytes])
                 with self._changed:
