@@ -170,7 +170,7 @@ def dev(*, source: options.FunctionSource, as_json: bool, state_dir: Path | None
 
 
 def _run(gateway: GatewaySettings, listening: Callable[[str], None], **how: Any) -> None:
-    """Run the gateway, as `main.run` does, and announce its start to commands until it listens."""
+    """Run the gateway with `main.run`, and announce its start to commands until it listens."""
     with announced_start(gateway.port) as started:
         # Imported here because it takes a second. --help does not need it, and commands already see the announcement.
         from .main import run  # noqa: PLC0415

@@ -164,9 +164,10 @@ def run(
 ) -> None:
     """Serve until SIGINT or SIGTERM, then drain. A second signal ends the process at once.
 
-    `on_listening` is called with the gateway's URL once it accepts requests. If `folder` is given, it is deployed at
-    the start and after each change. With `standalone`, `folder` is the only function and is deployed only once. Raise
-    GatewayError if the gateway cannot start, and the error of the deploy if a standalone function cannot be deployed.
+    Once the gateway accepts requests, this calls `on_listening` with the gateway's URL. If `folder` is given, it is
+    deployed at the start and after each change. With `standalone`, `folder` is the only function and is deployed only
+    once. Raise GatewayError if the gateway cannot start, and the error of the deploy if a standalone function cannot be
+    deployed.
     """
     if folder is not None and not folder.is_dir():
         raise GatewayError(f"{folder} is not a folder.", remedy="Give the folder that holds handler.py.")
@@ -516,7 +517,9 @@ async def _open(standalone: Standalone, functions: Functions, deployment: Deploy
 async def _open_ledger(
     settings: GatewaySettings, state: Path, metrics: Callable[[], Metrics], stack: contextlib.AsyncExitStack
 ) -> Ledger:
-    """Open the accounts of the functions, and close them with `stack`. `metrics` is called only later."""
+    """Open the accounts of the functions, and close them with `stack`. `metrics` returns the gateway's metrics, which
+    do not exist yet: it is called only when usage is written or read.
+    """
     prices = Prices(settings.price_memory_gb_hour, settings.price_disk_gb_hour, settings.price_device_hour)
     store = UsageStore(state / "usage.sqlite3")
     ledger = Ledger(store, prices, lambda function: metrics().totals(function), settings.currency)
