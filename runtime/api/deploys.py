@@ -143,7 +143,13 @@ class Deploys:
         deployment = replace(
             deployment, authorize=caller.check_deploy, owner=caller.owner, deployer=caller.name
         )
-        live = await self._functions.deploy(deployment, progress)
+        try:
+            live = await self._functions.deploy(deployment, progress)
+        except PilotflameError:
+            # The name is known once the caller may deploy a function of this name.
+            if progress.target is not None:
+                note(request, function=progress.target.name)
+            raise
         note(request, function=live.record.function, revision=live.record.revision)
         return live
 

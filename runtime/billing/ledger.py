@@ -107,15 +107,19 @@ class Ledger:
             # stores it, and no usage may be stored twice.
             for record in records:
                 self._accounts[record.function].written(record.owner, record.usage)
-            try:
-                loop = asyncio.get_running_loop()
-                await asyncio.shield(loop.run_in_executor(None, self._store.add, at, records))
-            except GatewayError:
-                self._begun_at = at
-                for record in records:
-                    self._accounts[record.function].not_written(record.owner, record.usage)
-                raise
+            loop = asyncio.get_running_loop()
+            adding = loop.run_in_executor(None, self._store.add, at, records)
+            # A callback, because a caller that is cancelled does not learn how the thread ends.
+            adding.add_done_callback(functools.partial(self._note_added, at, records))
+            await asyncio.shield(adding)
             self._forget_ended()
+
+    def _note_added(self, at: float, records: Sequence[UsageRecord], added: asyncio.Future[None]) -> None:
+        """If the usage could not be stored, put it back into the accounts, for the next `write`."""
+        if not added.cancelled() and added.exception() is not None:
+            self._begun_at = at
+            for record in records:
+                self._accounts[record.function].not_written(record.owner, record.usage)
 
     def _forget_ended(self) -> None:
         """Forget the accounts of functions that were deleted before today, so that accounts do not accumulate."""

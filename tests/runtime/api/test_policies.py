@@ -60,6 +60,10 @@ async def test_a_key_that_is_not_trusted_deploys_no_process(state: Path, tmp_pat
         assert (error["status"], error["type"]) == (403, "policy_violation")
         assert f"The policy of the API key {made['id']} does not allow mine" in error["message"]
         assert "image.name is not set" in error["message"]
+        async with gateway.at_home() as home:
+            refused = (await home.get("/v1/logs/audit")).text.splitlines()[-1]
+        assert 'function=\\"mine\\"' in refused
+        assert "policy_violation" in refused
         image = "image.name=registry/mine:1"
         assert (
             "resources.network is 'host'"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sqlite3
+import threading
 import time
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -241,6 +242,36 @@ def ledger_in(folder: Path) -> Ledger:
     ledger = Ledger(UsageStore(folder / "usage.sqlite3"), Prices(), lambda _function: Totals({}))
     ledger.open()
     return ledger
+
+
+async def test_usage_that_a_cancelled_write_could_not_store_is_stored_by_the_next(
+    tmp_path, monkeypatch
+) -> None:
+    ledger, begun, goes_on = ledger_in(tmp_path), threading.Event(), threading.Event()
+    account, spent = ledger.account("f"), Spent()
+    account.attach(spent)
+    account.open(BudgetSpec(), "")
+    add = UsageStore.add
+
+    def fails(*_: Any) -> None:
+        begun.set()
+        goes_on.wait(10)
+        raise GatewayError("The disk is full.")
+
+    monkeypatch.setattr(UsageStore, "add", fails)
+    writing = asyncio.create_task(ledger.write())
+    await asyncio.to_thread(begun.wait, 10)
+    writing.cancel()
+    await asyncio.wait([writing])
+    goes_on.set()
+    monkeypatch.setattr(UsageStore, "add", add)
+    async with asyncio.timeout(10):
+        while not account.unwritten().get("", Usage()).busy_s:
+            await asyncio.sleep(0.01)
+    await ledger.write()
+    assert [used.busy_s for _, used in await ledger.read(UsageQuery(UsageKey.FUNCTION, 0.0, 1e11))] == [5.0]
+    account.detach(spent)
+    await ledger.close()
 
 
 async def test_requests_go_on_while_many_accounts_are_settled(tmp_path: Path) -> None:
