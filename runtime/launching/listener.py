@@ -27,6 +27,9 @@ HELLO_TIMEOUT_S = 10.0
 # The pause after a connection could not be accepted, as in asyncio. No event says when a descriptor becomes free.
 ACCEPT_RETRY_S = 1.0
 MAX_HELLO_BYTES = 4096
+# If more connections than this wait for their HELLO, the oldest one is closed. A worker sends its HELLO at once, so the oldest
+# ones are silent. Each connection needs a descriptor, and callers need descriptors, too.
+MAX_GREETINGS = 256
 BACKLOG = 512
 PEERCRED = struct.Struct("3i")
 # Called with the link, the pid of its process, and the process's log connection, if it has one.
@@ -57,7 +60,8 @@ class Listener:
             raise GatewayError(message, remedy="Use a shorter --state-dir.")
         self.path = path
         self._expected: dict[str, Expected] = {}
-        self._greetings: set[_Greeting] = set()
+        # In the order of their arrival.
+        self._greetings: dict[_Greeting, None] = {}
         # The log connections, by the first half of their tokens. The event loop keeps each connection in memory until
         # it ends.
         self._streams: WeakValueDictionary[str, LogStream] = WeakValueDictionary()
@@ -129,7 +133,7 @@ class Listener:
         return True
 
     def discard(self, greeting: _Greeting) -> None:
-        self._greetings.discard(greeting)
+        self._greetings.pop(greeting, None)
 
     def _accept(self) -> bool:
         try:
@@ -140,7 +144,9 @@ class Listener:
             self._pause(error)
             return False
         self._failing = False
-        self._greetings.add(_Greeting(sock, self._loop, self))
+        self._greetings[_Greeting(sock, self._loop, self)] = None
+        if len(self._greetings) > MAX_GREETINGS:
+            next(iter(self._greetings)).close()
         return True
 
     def _pause(self, error: OSError) -> None:

@@ -101,7 +101,6 @@ async def test_a_hello_may_come_in_pieces_and_with_more_behind_it(place: Place, 
         assert [(await frames.get()).channel for _ in range(2)] == [5, 6]
 
 
-@pytest.mark.xfail(strict=True, reason="connections that say nothing are kept for HELLO_TIMEOUT_S, however many there are")
 async def test_connections_that_say_nothing_are_few_and_keep_no_worker_out(place: Place) -> None:
     silent = [await place.dial() for _ in range(400)]
     await place.accepts_others()
