@@ -26,11 +26,17 @@ pytest_plugins = ["fast_first"]
 
 # Half of hypothesis' default number of examples keeps CI short. PILOTFLAME_TEST_EXAMPLES draws more.
 # No example has a deadline of its own: on a machine with other load, any example may take long.
+# `make mutants` only counts failures. It uses the profile without shrinking, which takes longer than the test.
 hypothesis.settings.register_profile(
     "house",
     max_examples=int(os.environ.get("PILOTFLAME_TEST_EXAMPLES", "50")),
     deadline=None,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.register_profile(
+    "no-shrinking",
+    hypothesis.settings.get_profile("house"),
+    phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
 )
 hypothesis.settings.load_profile("house")
 
