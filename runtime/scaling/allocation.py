@@ -381,7 +381,6 @@ class _Sharing:
             if state is ProcessState.STARTING:
                 self._places.take(owner, proves=proves)
                 self._memory.take(process.holding)
-                proves = False
             if state is not ProcessState.STANDBY and state is not ProcessState.LEAVING:
                 self._places_now.take(owner, proves=first and state is not ProcessState.DRAINING)
                 first = False
