@@ -137,6 +137,16 @@ def test_an_idle_tenant_gains_no_credit() -> None:
     assert order.count("back") == 5
 
 
+def test_a_tenant_that_returns_is_still_behind_those_who_were_served_less() -> None:
+    queue: FairQueue[Item] = FairQueue()
+    for tenant in "abbbb":
+        queue.add(Item(tenant, 3, 1.0))
+    assert queue.pop(3.0).tenant == "a"  # type: ignore[union-attr]
+    queue.add(Item("b", 3, 1.0))
+    queue.add(Item("a", 3, 1.0))
+    assert [queue.pop().tenant for _ in range(4)] == ["b", "b", "b", "a"]  # type: ignore[union-attr]
+
+
 @given(st.lists(items, max_size=30), st.sampled_from("abcd"), st.integers(1, 3))
 def test_no_more_are_ahead_than_are_served_before_it(there: list[Item], tenant: str, priority: int) -> None:
     queue: FairQueue[Item] = FairQueue()
@@ -149,3 +159,30 @@ def test_no_more_are_ahead_than_are_served_before_it(there: list[Item], tenant: 
     while queue.pop() is not last:
         before += 1
     assert ahead - len({item.tenant for item in there}) <= before <= ahead
+
+
+def test_those_that_stay_keep_their_order_when_hundreds_before_and_after_them_leave() -> None:
+    queue: FairQueue[Item] = FairQueue()
+    there = [Item("a", 3, float(number * 37 % 500)) for number in range(500)]
+    for item in there:
+        queue.add(item)
+    staying = there[::50]
+    for item in there:
+        if item not in staying:
+            assert queue.remove(item)
+    order = [queue.pop() for _ in staying]
+    assert order == sorted(staying, key=lambda item: item.deadline_s)
+    assert queue.pop() is None
+
+
+def test_of_a_rival_with_more_items_as_many_are_ahead_as_will_be_served_first() -> None:
+    queue: FairQueue[Item] = FairQueue()
+    for _ in range(9):
+        queue.add(Item("rival", 3, 1.0))
+    for _ in range(3):
+        queue.add(Item("own", 3, 1.0))
+    # Three of its own, and the rival's first four: they were there before, and the tenants alternate.
+    assert queue.ahead("own", 3) == 3 + 4
+    assert queue.ahead("another", 3) == 1 + 1
+    assert queue.ahead("own", 2) == 0
+    assert queue.ahead("own", 4) == 12

@@ -142,6 +142,13 @@ def test_it_refuses_on_arrival_what_would_end_too_late_and_says_when_to_retry() 
     assert len(queue) == 11
 
 
+def test_what_a_busy_worker_would_end_too_late_is_refused_and_a_free_one_tries_it() -> None:
+    late = Item(deadline_s=0.02)
+    with pytest.raises(Overloaded):
+        queue_of().admit(late, 0.0, busy())
+    queue_of().admit(late, 0.0, Slots(1, 0.0))
+
+
 def test_a_time_limit_that_no_call_meets_is_named() -> None:
     """A retry would not help, and neither would more workers."""
     queue = queue_of()
@@ -189,9 +196,11 @@ def test_waiting_bodies_are_limited_in_bytes() -> None:
     waiting = [Item("a", body=bytes(1 << 20)) for _ in range(3)]
     for item in waiting:
         queue.admit(item, 0.0, busy())
-    with pytest.raises(QueueFull, match="3 MiB of bodies waiting; its limit") as caught:
-        queue.admit(Item("a", body=b"x"), 0.0, busy())
+    with pytest.raises(QueueFull, match="3 MiB of bodies waiting; its limit is 3 MiB") as caught:
+        queue.admit(Item("a", body=b"x"), 0.0, Slots(1, 0.0123456))
     assert "max_queue_bytes" in caught.value.remedy
+    # Whole milliseconds, until the worker is free and the three have run one after the other.
+    assert caught.value.details == {"retry_after_s": 0.075}
     # Another tenant has its share.
     queue.admit(Item("b", body=b"x"), 0.0, busy())
     assert queue.next_batch(1.0).batch
@@ -284,6 +293,39 @@ def test_refused_items_are_not_charged() -> None:
     assert len(found.refused) == 2
     assert found.batch[0] is fine
     assert found.batch[1].tenant == "b"
+
+
+def test_it_counts_what_it_admits_and_how_often_the_last_one_leaves() -> None:
+    queue = queue_of()
+    first, second, late = Item(), Item(), Item(deadline_s=0.001)
+    queue.admit(first, 0.0, busy())
+    queue.admit(second, 0.0, busy())
+    with pytest.raises(Overloaded):
+        queue.admit(late, 0.0, busy())
+    queue.remove(first)
+    assert (queue.admitted, queue.emptied) == (2, 0)
+    queue.remove(second)
+    assert (queue.admitted, queue.emptied) == (2, 1)
+    queue.requeue(first)
+    assert queue.next_batch(0.0).batch == [first]
+    assert (queue.admitted, queue.emptied) == (2, 2)
+
+
+def test_an_item_whose_deadline_is_near_does_not_wait_for_a_larger_batch() -> None:
+    """Callers return 5 ms after each batch. The next batch waits for them, unless an item would then be late."""
+    starts_s = []
+    for rest_s in (9.0, 0.024):
+        queue = queue_of(max_batch=2)
+        for end_s in (100.0, 101.0, 102.0):
+            queue.observe_batch(end_s, 2, 2.0, 0.022)
+            for _ in range(2):
+                queue.admit(Item(), end_s + 0.005, Slots(1, end_s))
+            queue.next_batch(end_s + 0.5)
+        queue.observe_batch(103.0, 2, 2.0, 0.022)
+        queue.admit(Item(deadline_s=103.001 + rest_s), 103.001, Slots(1, 103.0))
+        starts_s.append(queue.next_batch(103.001).wait_until_s)
+    assert starts_s[0] == pytest.approx(103.005, abs=0.002)
+    assert starts_s[1] is None
 
 
 # -- admission

@@ -7,6 +7,7 @@ import dataclasses
 import shutil
 import tempfile
 from collections.abc import Coroutine
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +21,13 @@ from pilotflame.errors import (
     PilotflameError,
     UnknownJob,
 )
+from pilotflame.runtime.jobs import transitions
 from pilotflame.runtime.jobs.database import Database
 from pilotflame.runtime.jobs.job import ALL, JobOutcome, JobState
 from pilotflame.runtime.jobs.schema import SCRIPTS
 from pilotflame.runtime.jobs.store import JobStore
 from pilotflame.runtime.jobs.transaction import Transaction
-from pilotflame.runtime.testing.job_store import HOOK, KEEP_S, new_job
+from pilotflame.runtime.testing.job_store import HOOK, KEEP_S, Clock, new_job
 
 FUNCTIONS = ("tone", "echo")
 OWNERS = ("", "key-1", "key-2")
@@ -300,3 +302,16 @@ StoreMachine.TestCase.settings = settings(
     max_examples=15, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestStore = StoreMachine.TestCase
+
+
+@pytest.mark.parametrize(("step_s", "handled"), [(0.0, [5]), (1.0, [1, 1, 1, 1, 1])])
+async def test_a_transaction_expires_more_jobs_until_its_time_is_up(
+    store: JobStore, clock: Clock, monkeypatch: pytest.MonkeyPatch, step_s: float, handled: list[int]
+) -> None:
+    for _ in range(5):
+        await store.submit(new_job(ttl_s=1.0))
+    clock.now_s += 2.0
+    # Each look at the clock takes `step_s`.
+    monkeypatch.setattr(transitions.time, "monotonic", count(0.0, step_s).__next__)
+    assert [await store.expire(100) for _ in handled] == handled
+    assert await store.expire(100) == 0

@@ -147,8 +147,18 @@ def test_the_distribution_of_all_idle_times_is_followed_unless_another_is_clearl
     history = taught(SLICE, [(60.0, 1.0)] * 5)
     for bills, expert in (
         ((1, 1, 1, 1, 1), 1), ((0.85, 1, 0.9, 1, 1), 1), ((0.7, 1, 0.75, 1, 1), 0), ((1, 1, 0.7, 1, 1), 2),
+        ((0.7, 1, 0.7, 1, 1), 0),
     ):  # fmt: skip
         assert choose(replace(history, bills=bills), SLICE, 1.0).expert == expert
+
+
+def test_policies_that_do_not_prewarm_only_go_down() -> None:
+    rnd = random.Random(1)
+    history = taught(SLICE, [(600 + rnd.gauss(0, 2), 0.5) for _ in range(64)])
+    for expert, bills in enumerate(((0.5, 1, 1, 1, 1), (1, 1, 1, 1, 1), (1, 1, 0.5, 1, 1))):
+        choice = choose(replace(history, bills=bills), SLICE, 0.5)
+        assert choice.expert == expert
+        assert [step.rung for step in choice.plan] == sorted({step.rung for step in choice.plan})
 
 
 def test_bursts_are_kept_warm_for_longer_than_single_calls() -> None:

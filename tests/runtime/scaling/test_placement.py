@@ -6,7 +6,8 @@ from collections import Counter
 
 from hypothesis import given
 from hypothesis import strategies as st
-from pilotflame.runtime.scaling.placement import Gpu, GpuNeed, Holding, fits, place
+from pilotflame.runtime.scaling.placement import Gpu, GpuNeed, Holding, fits, need_of, place
+from pilotflame.runtime.settings.resources import Resources
 
 TWO = [Gpu("0", 80), Gpu("1", 40)]
 
@@ -29,6 +30,12 @@ def test_several_gpus_of_a_worker_are_no_slices():
     assert place(sliced, [], GpuNeed(2, 40)) == {"GPU-b": 40, "GPU-d": 40}
     assert place(sliced, [{"GPU-d": 80}], GpuNeed(2, 40)) is None
     assert place(sliced, [{"GPU-b": 1}], GpuNeed(1, None)) == {"MIG-a": 40}
+
+
+def test_what_a_function_needs_of_its_gpus_is_in_its_resources():
+    assert need_of(Resources()) is None
+    assert need_of(Resources(gpus=2, gpu_memory_mb=2048)) == GpuNeed(2, 2048)
+    assert need_of(Resources(gpus=1)) == GpuNeed(1, None)
 
 
 SIZES = st.integers(1, 100)

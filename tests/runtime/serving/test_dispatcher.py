@@ -1,16 +1,206 @@
-"""The dispatcher with real workers: batches, isolation, time limits, overload, order."""
+"""The dispatcher with real workers: batches, isolation, time limits, overload, order; and its rules with scripted workers."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import time
+from pathlib import Path
+from typing import Any
 
 import pytest
 from live import Gate, failure, gone, until
+from pilotflame.errors import FunctionStopped, OutOfMemory, PilotflameError, WorkerDied
+from pilotflame.runtime.batching.latency_curve import Point
+from pilotflame.runtime.batching.outstanding import BatchEnd, Outstanding
+from pilotflame.runtime.launching.launcher import EndCause
+from pilotflame.runtime.link.worker_spec import WorkerSpec
+from pilotflame.runtime.scaling.scale_spec import ScaleSpec
 from pilotflame.runtime.serving import replica
-from pilotflame.runtime.serving.invocation import Invocation
+from pilotflame.runtime.serving.dispatcher import MAX_ATTEMPTS, Dispatcher, Policy
+from pilotflame.runtime.serving.invocation import Invocation, Output
+from pilotflame.runtime.serving.latency_curve_store import LatencyCurveStore
+from pilotflame.runtime.serving.replica import ReplicaState
+from pilotflame.runtime.serving.replicas import ReplicaList
+from pilotflame.runtime.settings.function_settings import FunctionSettings
+from pilotflame.runtime.telemetry.invocation_end import InvocationEnd
+from pilotflame.runtime.telemetry.timeline import Activation
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+# -- rules, with scripted workers
+
+POINTS = [Point(1, 0.02, 0.03), Point(2, 0.03, 0.04)]
+
+
+class Scripted:
+    """A ready worker that does nothing with what it is sent."""
+
+    can_prefetch = prefetches = False
+    state = ReplicaState.READY
+    batch_limit = None
+    completed = 0
+
+    def __init__(
+        self, *, free: bool = True, device: str = "", measured: tuple[Point, ...] = (), took_s: float = 1.0
+    ) -> None:
+        self.name, self.credit, self.load = "w0", int(free), 0
+        self.device, self.measured = device, list(measured)
+        self.activation = Activation(10.0, 10.0, 10.0 + took_s)
+        self.outstanding: Outstanding[Invocation] = Outstanding(batching=True)
+        self.sent: list[Invocation] = []
+
+    def send(self, batch: list[Invocation], now_s: float) -> None:
+        self.credit -= 1
+        self.outstanding.add_batch(batch, now_s)
+        self.sent += batch
+
+
+class Scene:
+    """A dispatcher with scripted workers, and what it reports."""
+
+    def __init__(self, *workers: Scripted, max_batch: int = 1, concurrency: int = 1, **settings: Any) -> None:
+        self.ended: list[InvocationEnd] = []
+        self.replicas = ReplicaList()
+        for worker in workers:
+            self.replicas.add(worker)  # type: ignore[arg-type]
+        self.curves = LatencyCurveStore(Path(os.devnull, "curves.json"))
+        self.policy = Policy(
+            FunctionSettings(name="f", **settings), ScaleSpec(concurrency=concurrency), max_batch
+        )
+        self.start()
+
+    def start(self) -> None:
+        spec = WorkerSpec(function="f", revision="r1-1", code=Path("/"))
+        self.dispatcher = Dispatcher(
+            spec, self.policy, self.replicas, self.curves, lambda: None, self.ended.append
+        )
+
+    def submit(self, name: str, **fields: Any) -> Invocation:
+        now_s = time.monotonic()
+        given = Invocation(
+            name, b"1", now_s=now_s, deadline_s=now_s + 60, hold_until_s=now_s + 60, **fields
+        )  # fmt: skip
+        self.dispatcher.submit(given)
+        return given
+
+    def error(self, invocation: Invocation) -> BaseException | None:
+        return invocation.output.exception() if invocation.output.done() else None
+
+
+def stopped() -> PilotflameError:
+    return FunctionStopped("It was stopped.")
+
+
+async def test_a_refusal_is_for_those_who_wait_too_unless_they_may_wait_on():
+    scene = Scene(Scripted(free=False))
+    waits = scene.submit("waits")
+    scene.dispatcher.bar(stopped, queued=False)
+    assert not waits.ended
+    with pytest.raises(FunctionStopped):
+        scene.submit("refused")
+    scene.dispatcher.bar(stopped)
+    assert isinstance(scene.error(waits), FunctionStopped)
+    scene.dispatcher.bar(None)
+    assert not scene.submit("waits again").ended
+    assert len(scene.dispatcher.queue) == 1
+
+
+async def test_a_newcomer_does_not_overtake_those_who_wait():
+    worker = Scripted(free=False)
+    scene = Scene(worker)
+    first = scene.submit("first")
+    worker.credit = 2
+    second = scene.submit("second")
+    assert worker.sent == [first, second]
+
+
+async def test_what_fails_in_the_queue_is_reported_with_its_time():
+    scene = Scene(Scripted(free=False))
+    waits = scene.submit("waits")
+    scene.dispatcher.cancel(waits, stopped())
+    scene.dispatcher.cancel(waits, stopped())
+    (end,) = scene.ended
+    assert isinstance(end.error, FunctionStopped)
+    assert end.timeline.responded_s >= end.timeline.received_s
+
+
+@pytest.mark.parametrize(
+    ("idempotent", "streaming", "attempts"), [(False, False, 1), (True, False, MAX_ATTEMPTS), (True, True, 1)]
+)
+async def test_only_an_idempotent_invocation_without_a_stream_is_repeated(
+    idempotent: bool, streaming: bool, attempts: int
+):
+    scene = Scene(worker := Scripted(), idempotent=idempotent)
+    invocation = scene.submit("kills", streaming=streaming)
+    for _ in range(attempts):
+        assert not invocation.ended
+        assert worker.sent.pop() is invocation
+        worker.credit = 1
+        scene.dispatcher.recover([], [invocation], EndCause("signal 9"))
+    assert isinstance(scene.error(invocation), WorkerDied)
+    assert ("idempotent = true" in scene.error(invocation).remedy) == (attempts == 1)
+    assert worker.sent == []
+
+
+async def test_a_worker_that_ran_out_of_memory_says_how_much_it_had():
+    scene = Scene(Scripted(), resources={"memory_mb": 64})
+    invocation = scene.submit("large")
+    scene.dispatcher.recover([], [invocation], EndCause("signal 9", out_of_memory=True))
+    error = scene.error(invocation)
+    assert isinstance(error, OutOfMemory)
+    assert "resources.memory_mb of the function is 64" in error.message
+
+
+async def test_the_mean_time_of_a_start_leaves_out_starts_that_measured():
+    scene = Scene()
+    assert scene.dispatcher.activation_s == 0
+    scene.dispatcher.adopt(Scripted(measured=(Point(1, 9.0, 9.0),), took_s=100.0))
+    assert scene.dispatcher.activation_s == 0
+    assert [point.p50_s for point in scene.dispatcher.learned] == [9.0]
+    scene.dispatcher.adopt(Scripted(took_s=2.0))
+    assert scene.dispatcher.activation_s == pytest.approx(2.0)
+    scene.dispatcher.adopt(Scripted(took_s=4.0))
+    assert scene.dispatcher.activation_s == pytest.approx(2.6)
+
+
+async def test_a_worker_on_another_device_brings_the_curve_of_that_device():
+    scene = Scene()
+    scene.curves.write("cuda", POINTS)
+    scene.curves.write("cpu", [Point(4, 0.5, 0.5)])
+    # Until a worker is there, the curve that was stored last counts.
+    scene.start()
+    assert [point.size for point in scene.dispatcher.learned] == [4]
+    scene.dispatcher.adopt(Scripted(device="cuda"))
+    assert [point.size for point in scene.dispatcher.learned] == [1, 2]
+    scene.dispatcher.adopt(Scripted(device="cpu"))
+    assert [point.size for point in scene.dispatcher.learned] == [1, 2, 4]
+
+
+async def test_a_worker_that_has_not_started_is_expected_to_run_as_many_batches_as_fit_its_concurrency():
+    scene = Scene(max_batch=2, concurrency=6)
+    scene.curves.write("", POINTS)
+    scene.start()
+    # Three batches of two at a time, and one of one.
+    assert scene.dispatcher.work_s(7) == pytest.approx((3 * 0.03 + 0.02) / 3)
+
+
+async def test_the_time_to_respond_to_a_batch_is_learned(monkeypatch: pytest.MonkeyPatch):
+    scene = Scene(worker := Scripted(), max_batch=2)
+    seen: list[float] = []
+    monkeypatch.setattr(scene.dispatcher.queue, "observe_response", seen.append)
+    invocation = scene.submit("one")
+    now_s = time.monotonic()
+    timing = (0.0, 0.01, 1, 1.0)
+    scene.dispatcher.complete(worker, invocation, Output(b"1", ""), timing, now_s, BatchEnd(1, 1.0, 0.01))
+    assert seen == []
+    # The loop comes to it after what it has to do now, such as sending the responses.
+    await asyncio.sleep(0)
+    assert len(seen) == 1
+    assert 0 <= seen[0] < 60
+
+
+# -- with real workers
 
 ONE = {"scale.max": 1}
 POISONED = """

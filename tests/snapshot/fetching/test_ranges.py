@@ -145,6 +145,49 @@ def test_a_chunk_asked_for_again_comes_next() -> None:
     assert (again.at, again.end) == (0, CHUNK)
 
 
+def test_what_a_connection_left_unread_comes_next() -> None:
+    ranges = Ranges(manifest_of(9 * CHUNK), [0, 2, 4, 6, 8])
+    part = ranges.take(CHUNK, 0.0)
+    assert part is not None
+    ranges.finish(part, attempts=1)
+    again = ranges.take(CHUNK, 0.0)
+    assert again is not None
+    assert (again.at, again.attempts) == (0, 1)
+    following = ranges.take(CHUNK, 0.0)
+    assert following is not None
+    assert (following.at, following.attempts) == (2 * CHUNK, 0)
+
+
+def test_a_part_is_split_in_the_middle_of_what_is_unread() -> None:
+    ranges = everything(manifest_of(8 * CHUNK))
+    part = ranges.take(8 * CHUNK, 0.0)
+    assert part is not None
+    part.at, part.attempts = 2 * CHUNK, 3
+    assert ranges.split(3 * CHUNK, CHUNK) is None
+    half = ranges.split(CHUNK, 0)
+    assert half is not None
+    # The second half has not failed yet.
+    assert (part.end, half.at, half.end, half.attempts) == (5 * CHUNK, 5 * CHUNK, 8 * CHUNK, 0)
+
+
+class Racing(Part):
+    """A part that its connection reads on just when it is cut."""
+
+    def __setattr__(self, name: str, value: int) -> None:
+        if name == "end" and value == 4 * CHUNK:
+            self.at = 4 * CHUNK - 10
+        super().__setattr__(name, value)
+
+
+def test_a_part_is_not_split_if_its_connection_has_come_too_close_to_the_cut() -> None:
+    ranges = everything(manifest_of(8 * CHUNK))
+    ranges.take(8 * CHUNK, 0.0)
+    racing = ranges.active[0] = Racing(0, 0, 8 * CHUNK)
+    assert ranges.split(CHUNK, 11) is None
+    assert (racing.at, racing.end) == (4 * CHUNK - 10, 8 * CHUNK)
+    assert ranges.active == [racing]
+
+
 def test_chunks_are_found_across_shards_and_empty_ones() -> None:
     chunks = Chunks(manifest_of(0, CHUNK + 1, 0, 10))
     assert [chunks.extent(chunk) for chunk in range(chunks.count)] == [

@@ -135,6 +135,23 @@ def test_each_defect_is_named(entries: Any, data_bytes: int, fault: str) -> None
         assert "tensor 't'" in caught.value.message
 
 
+@pytest.mark.parametrize(
+    ("text", "fault"),
+    [(b'{"t": [' + b"0," * 5_000_000 + b"0]}", "5000000 commas"), (b'{"t": ' + b"[" * 1_500_000, "opening brackets")],
+    ids=["commas", "brackets"],
+)  # fmt: skip
+def test_bulk_is_refused_unparsed(text: bytes, fault: str) -> None:
+    with pytest.raises(HeaderError, match=fault):
+        parse_header(text, file="x", file_bytes=8 + len(text))
+
+
+def test_a_long_name_is_shortened_in_messages() -> None:
+    for name, shown in (("n" * 80, "n" * 80), ("n" * 81, "n" * 77 + "...")):
+        with pytest.raises(HeaderError) as caught:
+            parse({name: 3}, 0)
+        assert f"tensor '{shown}'" in caught.value.message
+
+
 def test_other_encodings_are_refused() -> None:
     with pytest.raises(HeaderError):
         parse_header("{}".encode("utf-16"), file="x", file_bytes=100)

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pilotflame.errors import ManifestError
+from pilotflame.errors import ManifestError, SourceMissing
 from pilotflame.snapshot.format.dtypes import DTYPES
-from pilotflame.snapshot.format.manifest import MANIFEST_NAME, Manifest, Provenance
+from pilotflame.snapshot.format.manifest import MANIFEST_NAME, Manifest, Provenance, read_manifest
+from pilotflame.snapshot.sources.folder import FolderSource
 
 CHUNK = 4096
 
@@ -212,6 +213,59 @@ def test_the_digest_is_of_the_weights_not_of_their_history() -> None:
     assert parse(plain(aliases={})).digest != manifest.digest
     assert parse(plain(first_touch=["a", "b"])).digest == manifest.digest
     assert parse(edited("digest", "c" * 32, of="assets")).digest != manifest.digest
+
+
+def parts(*chunks: tuple[int, int]) -> Manifest:
+    """A manifest of two shards, one with three chunks and one with two. Without `chunks`, all are needed."""
+    shards = [
+        {"name": name, "size_bytes": size, "data_offset_bytes": 8, "chunks": ["a" * 32] * -(-size // CHUNK)}
+        for name, size in (("one", 2 * CHUNK + 5), ("two", CHUNK + 7))
+    ]
+    document = plain(shards=shards, tensors=[], aliases={}, first_touch=[])
+    return parse(document | {"part": {"chunks": chunks}} if chunks else document)
+
+
+def test_the_bytes_of_a_part_are_those_of_its_chunks() -> None:
+    whole = parts()
+    assert whole.needed_extents(0) == [(0, 2 * CHUNK + 5)]
+    assert whole.needed_bytes == whole.total_bytes == 3 * CHUNK + 12
+    across = parts((0, 0), (2, 3))
+    assert across.needed_extents(0) == [(0, CHUNK), (2 * CHUNK, 2 * CHUNK + 5)]
+    assert across.needed_extents(1) == [(0, CHUNK)]
+    assert across.needed_bytes == 2 * CHUNK + 5
+    assert parts((4, 4)).needed_extents(0) == []
+
+
+@pytest.mark.parametrize("chunks", [[(1, 0)], [(2, 3), (3, 4)], [(2, 3), (0, 1)], [(4, 5)]])
+def test_a_part_of_disorderly_chunks_is_refused(chunks: list[tuple[int, int]]) -> None:
+    with pytest.raises(ManifestError, match="part"):
+        parts(*chunks)
+
+
+def test_digests_are_known_once_each_chunk_that_is_needed_has_one() -> None:
+    observed = {"url": "http://weights/m", "versions": ["v1"]}
+    manifest = parse(plain(observed=observed))
+    # One chunk of the plain manifest has the digest that stands for an unknown one.
+    assert parse(plain()).has_digests
+    assert not manifest.has_digests
+    assert manifest.with_chunks(["b" * 32, "a" * 32]).has_digests
+    assert parse(plain(observed=observed, part={"chunks": [(1, 1)]})).has_digests
+    assert not parse(plain(observed=observed, part={"chunks": [(0, 0)]})).has_digests
+
+
+def test_where_there_is_no_manifest_the_remedy_makes_one(tmp_path: Path) -> None:
+    folder = FolderSource(tmp_path)
+    with pytest.raises(SourceMissing, match="There is no manifest at") as caught:
+        read_manifest(folder)
+    assert caught.value.remedy.endswith(f"pilotflame snapshot create {folder.url}")
+
+
+def test_a_manifest_of_a_cache_is_not_read_from_a_source(tmp_path: Path) -> None:
+    parts((0, 0)).write(tmp_path / MANIFEST_NAME)
+    with pytest.raises(ManifestError, match="one of a cache: it has `part`"):
+        read_manifest(FolderSource(tmp_path))
+    parts().write(tmp_path / MANIFEST_NAME)
+    assert read_manifest(FolderSource(tmp_path)) == parts()
 
 
 def test_an_older_manifest_has_no_assets() -> None:

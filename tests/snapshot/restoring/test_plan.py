@@ -17,12 +17,16 @@ from pilotflame.errors import SnapshotMismatch
 from pilotflame.snapshot.format.create import create
 from pilotflame.snapshot.format.dtypes import DTYPES
 from pilotflame.snapshot.format.manifest import Manifest
+from pilotflame.snapshot.format.slices import part_of
+from pilotflame.snapshot.restoring.device.simulated import SimulatedDevice
+from pilotflame.snapshot.restoring.device.slab import ALIGN_BYTES
 from pilotflame.snapshot.restoring.mapping import Mapping
-from pilotflame.snapshot.restoring.plan import Supply, make_plan, make_plans, restore
+from pilotflame.snapshot.restoring.plan import Supply, blank, make_plan, make_plans, restore
 from pilotflame.snapshot.restoring.skeleton import skeleton
 from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoConfig, AutoModel
+from wrapper_weights import Wrapped, wrap
 
 Save = Callable[..., tuple[Path, Manifest]]
 SaveIn = Callable[[str, dict[str, torch.Tensor]], tuple[Path, Manifest]]
@@ -438,6 +442,45 @@ def test_subclasses_of_parameters_and_of_buffers_survive(save: Save) -> None:
     assert module.weight.requires_grad
     assert type(module.mark) is Marked
     assert module.mark.tolist() == [1.0, 1.0]
+
+
+def test_a_weight_made_of_another_tensor_is_restored_or_its_missing_part_is_named(save: Save) -> None:
+    module = wrap(nn.Linear(3, 2))
+    weight = torch.randn(2, 3)
+    root, manifest = save({"weight.held": weight, "bias.held": torch.ones(2)})
+    restore(make_plan(module, manifest), Mapping(root, manifest))
+    assert isinstance(module.weight.data, Wrapped)
+    given = torch.rand(4, 3)
+    assert torch.equal(module(given), nn.functional.linear(given, weight, torch.ones(2)))
+    _, less = save({"weight.held": weight})
+    assert "1 tensor is missing from it (bias.held)" in mismatch(module, less).message
+
+
+@pytest.mark.parametrize("noted", [True, False])
+def test_the_slices_of_a_part_are_restored_unless_others_are_given(save: Save, noted: bool) -> None:
+    weight = torch.arange(24.0).reshape(6, 4)
+    root, manifest = save({"weight": weight, "bias": torch.ones(4)})
+    module = bag({"weight": torch.empty(3, 4), "bias": torch.empty(4)})
+    # The second half of the rows.
+    slices = {"weight": (0, 1, 2)}
+    if noted:
+        manifest = part_of(manifest, [], slices)
+    restore(make_plan(module, manifest, slices=None if noted else slices), Mapping(root, manifest))
+    assert torch.equal(module.weight, weight[3:])
+    assert torch.equal(module.bias, torch.ones(4))
+
+
+@pytest.mark.parametrize("device", ["cpu", "simulated"])
+def test_a_rehearsal_has_zeros_in_one_region_for_all_weights(save: Save, device: str) -> None:
+    tensors = {"large": torch.ones(300), "small": torch.ones(2, 3).half()}
+    _, manifest = save(tensors)
+    module = bag(tensors)
+    blank(make_plan(module, manifest, device=device), None if device == "cpu" else SimulatedDevice())
+    for name, tensor in tensors.items():
+        found = module.get_buffer(name)
+        assert torch.equal(found, torch.zeros_like(tensor))
+        assert 1200 <= found.untyped_storage().nbytes() < 1200 + ALIGN_BYTES
+    assert module.large.data_ptr() == module.small.data_ptr()
 
 
 # -- several snapshots
