@@ -11,6 +11,7 @@ import pytest
 import pytest_asyncio
 from containers import made_image, require_podman, running_engine
 from live import Function, Gateway, failure, gateway_here, short_folder
+from pilotflame.runtime.launching import container
 
 pytestmark = [pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(300)]
 
@@ -148,3 +149,33 @@ async def test_a_handler_that_connects_without_a_grant(
         HANDLER, {"image.name": image, "resources.network": "host"}, name="granted"
     )
     assert await granted.answer({"do": "connect", "with": list(gateway.address)}) == "connected"
+
+
+# The zygote's process runs the import of the handler.
+DEAF = """
+import sys, time
+from pilotflame.runtime.worker.zygote import Zygote
+Zygote._signal = lambda *_: None
+def handler(event):
+    while event == "stuck":
+        time.sleep(0.1)
+    return event
+"""
+
+
+@pytest.mark.xfail(strict=True, reason="only the function's own zygote can kill a worker in its container")
+async def test_a_stuck_worker_whose_zygote_kills_nothing(
+    gateway: Gateway, image: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(container, "KILLED_BY_ZYGOTE_S", 0.5, raising=False)
+    fixed = {
+        "image.name": image,
+        "execution_timeout_s": 0.3,
+        "cancel_grace_s": 0.2,
+        "scale.max": 1,
+        "timeout_s": 15,
+    }
+    function = await gateway.deploy(DEAF, fixed, name="deaf")
+    assert (await function.error("stuck"))["status"] == 504
+    assert await function.answer("next") == "next"
+    await function.logged("its container is removed")
