@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
@@ -21,10 +22,17 @@ if TYPE_CHECKING:
     from aiodocker.containers import DockerContainer
 
 
+# The function's own code runs in its zygote, so a zygote may fail to kill a worker. After this time, the gateway removes the
+# container, which ends all its processes.
+KILLED_BY_ZYGOTE_S = 2.0
+LOG = logging.getLogger(__name__)
+
+
 class ContainerChild(Child):
     """A process in a container. Its parent process sends it signals for the gateway, and reports its end.
 
-    If the parent has ended, no report comes. The process then counts as ended when its container has been removed.
+    If the parent has ended, no report comes. The process then counts as ended when its container has been removed. If the
+    parent does not kill it, the container is removed.
     """
 
     def __init__(
@@ -33,10 +41,27 @@ class ContainerChild(Child):
     ) -> None:  # fmt: skip
         super().__init__(link, pid, name, output)
         self._send_signal, self._container = send_signal, container
+        self._removal: asyncio.TimerHandle | None = None
         container.hold(self)
 
     def send_signal(self, number: int) -> None:
         self._send_signal(number)
+
+    def kill(self) -> None:
+        super().kill()
+        if self._removal is None and not self.gone.is_set():
+            self._removal = self._loop.call_later(KILLED_BY_ZYGOTE_S, self._remove_container)
+
+    def _remove_container(self) -> None:
+        text = f"{self.name} was not killed by its zygote, so its container is removed"
+        LOG.warning("%s", text)
+        self._container.logs.write("gateway", text, "error")
+        self._container.remove()
+
+    def ended(self) -> None:
+        if self._removal is not None:
+            self._removal.cancel()
+        super().ended()
 
     def report_exit(self, code: int | None, *, out_of_memory: bool = False, certain: bool = True) -> None:
         super().report_exit(code, out_of_memory=out_of_memory, certain=certain)
@@ -50,15 +75,17 @@ class Container:
 
     def __init__(
         self, name: str, spec: WorkerSpec, engine_side: DockerContainer,
-        starting: asyncio.Task[LauncherError | None], weights: Mapping[str, KeptFolders],
+        starting: asyncio.Task[LauncherError | None], weights: Mapping[str, KeptFolders], logs: Log,
     ) -> None:  # fmt: skip
-        self.name, self.spec, self.engine_side = name, spec, engine_side
+        self.name, self.spec, self.engine_side, self.logs = name, spec, engine_side, logs
         self.starting = starting
         """This task ends when the engine has created and started the container, or has failed to do so."""
         self.weights = weights
         """The folders of the node's cache that are mounted into the container, by the name of the snapshot."""
         self.first: ContainerChild | None = None
         """The container's first process; None until that process has connected."""
+        self.remove: Callable[[], None] = lambda: None
+        """Ends all processes in it. Set once its first process has connected."""
         self._children: set[ContainerChild] = set()
 
     def hold(self, child: ContainerChild) -> None:
@@ -98,6 +125,7 @@ class ContainerBase(ContainerZygote):
     ) -> None:
         super().__init__(child, listener, remove, container)
         self._remove = remove
+        container.remove = self.close
         self._orphaned = False
 
     def close(self) -> None:

@@ -137,7 +137,7 @@ class ContainerLauncher:
         folders = dict.fromkeys(path for kept in weights.values() for path in kept.paths)
         configuration = self._configuration(spec, token, folders, devices)
         starting = self._tasks.create_task(self._engine.start(name, configuration))
-        container = Container(name, spec, self._engine.container(name), starting, weights)
+        container = Container(name, spec, self._engine.container(name), starting, weights, logs)
         self._containers.add(container)
         try:
             # Shield the start: if the caller is cancelled, the engine goes on, and `_remove` waits until the engine is

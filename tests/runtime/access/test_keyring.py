@@ -97,14 +97,12 @@ def test_a_signers_key_is_found_by_its_id_until_it_expires(tmp_path: Path):
     assert keyring.signer("0" * 12, 100.0) is None
 
 
-def test_an_expired_key_still_limits_workers_and_a_revoked_key_does_not(tmp_path: Path):
+def test_an_expired_key_still_limits_workers(tmp_path: Path):
     keyring = loaded(tmp_path)
     new = NewKey(name="a", scopes=(Scope.DEPLOY,), max_workers=3, expires_in_s=60.0)
     limited, _ = keyring.create(new, -1000.0)
     other, _ = keyring.create(NewKey(name="b"), 0.0)
     assert (keyring.max_workers(limited.id), keyring.max_workers(other.id)) == (3, None)
-    keyring.revoke(limited.id)
-    assert keyring.max_workers(limited.id) is None
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"keys": [{}]}', '{"version": 1, "keys": [], "more": 1}'])
@@ -237,17 +235,3 @@ def test_without_a_burst_one_second_of_the_rate_is_admitted_at_once(rate: float,
     meter = Meter(rate, None, None, 0.0)
     assert [meter.enter(0.0) for _ in range(burst)] == [0.0] * burst
     assert meter.enter(0.0) > 0
-
-
-def test_a_withdrawn_request_gives_its_token_and_its_place_back():
-    meter = Meter(1.0, 2, 2, 0.0)
-    assert [meter.enter(0.0), meter.enter(0.0)] == [0.0, 0.0]
-    meter.withdraw()
-    assert meter.running == 1
-    assert meter.enter(0.0) == 0.0
-    # A token beyond the burst is lost.
-    meter.withdraw()
-    meter.withdraw()
-    assert [meter.enter(100.0), meter.enter(100.0)] == [0.0, 0.0]
-    meter.leave()
-    assert meter.enter(100.0) > 0
