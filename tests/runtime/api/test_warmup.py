@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-from live import failure
+from live import TRUSTED, Function, failure, gateway_here
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -57,6 +58,31 @@ async def test_workers_are_kept_as_long_as_was_asked(deploy: Any):
     await function.settled(ready=2)
     assert (await warm(function, params={"workers": "3", "for_s": "1", "wait_s": "60"})).status_code == 200
     await function.settled(ready=2)
+
+
+@pytest.mark.xfail(strict=True, reason="any caller may keep workers for a day, and nobody can end that")
+async def test_a_long_warm_up_needs_the_scope_deploy_and_can_be_ended(state: Path):
+    async with gateway_here(state) as gateway:
+        await gateway.deploy(ECHO, IDLE | {"scale.max": 3}, name="kept")
+        clients = dict[str, Function]()
+        async with gateway.at_home() as home:
+            for scope in ("invoke", "deploy"):
+                policy = {"policy": TRUSTED} if scope == "deploy" else {}
+                wanted = {"name": scope, "scopes": ["invoke", scope], **policy}
+                made = (await home.post("/v1/keys", json=wanted)).json()
+                headers = {"Authorization": f"Bearer {made['key']}"}
+                client = httpx.AsyncClient(base_url=gateway.url, headers=headers, timeout=60)
+                clients[scope] = Function("kept", client, {})
+        caller, owner = clients["invoke"], clients["deploy"]
+        async with caller.client, owner.client:
+            for request in ({"for_s": "61"}, {"workers": "0"}):
+                assert failure(await warm(caller, params=request))["type"] == "forbidden"
+            assert (await warm(caller, params={"for_s": "60", "wait_s": "60"})).status_code == 200
+            assert (
+                await warm(owner, params={"workers": "2", "for_s": "86400", "wait_s": "60"})
+            ).status_code == 200
+            assert (await warm(owner, params={"workers": "0"})).status_code == 200
+            await owner.settled(ready=0)
 
 
 async def test_the_body_of_a_hook(gateway: Any, deploy: Any):
