@@ -13,7 +13,7 @@ from ...handlers.codec import JSON_TYPE
 from ..access.keys import Scope
 from ..functions.live import Workers
 from ..functions.registry import Functions
-from ..http.requests import load_json, media_type_of, read_body, validate
+from ..http.requests import caller_of, load_json, media_type_of, read_body, validate
 from ..http.responses import json_response
 from ..http.routes import Number, Parameter, Route
 from ..reconciling.prewarms import HOLD_S
@@ -28,9 +28,15 @@ CAUSE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,63}")
 CAUSE_REMEDY = "It must be 1 to 64 letters, digits and . _ : / -, as keda or deploy-42."
 BODY_REMEDY = 'Send {"workers": 2, "for_s": 600, "wait_s": 30, "cause": "rollout"}; each key may be left out.'
 
-WORKERS = Number("workers", "The number of workers, scale.max at most.", 1)
+WORKERS = Number(
+    "workers", "The number of workers, scale.max at most. 0 ends all warm-ups, with the scope deploy.", 1
+)
 FOR_S = Number(
-    "for_s", "Seconds for which they are kept even without calls.", int(HOLD_S), minimum=1, maximum=MAX_HOLD_S
+    "for_s",
+    "Seconds for which they are kept even without calls. More than the default needs the scope deploy.",
+    int(HOLD_S),
+    minimum=1,
+    maximum=MAX_HOLD_S,
 )
 WAIT_S = Number(
     "wait_s", "Seconds to wait until they are ready; 503 if they are not then.", 0, maximum=MAX_WAIT_S
@@ -72,7 +78,13 @@ class WarmupApi:
         cause = _cause_of(request, sent, body)
         if (error := live.function.refusal()) is not None:
             raise error
-        live.workers.warm(workers, cause, for_s)
+        if not workers or for_s > HOLD_S:
+            # A caller could keep workers, which the function's owner pays for, or end what the owner wants.
+            caller_of(request).check_scope(Scope.DEPLOY)
+        if workers:
+            live.workers.warm(workers, cause, for_s)
+        else:
+            live.workers.end_warm_ups()
         if wait_s:
             await live.workers.wait_ready(workers, wait_s)
         return json_response({"workers": live.status().workers.model_dump()})

@@ -38,6 +38,10 @@ class WarmHolds:
         kept = [step for step in self._steps if step.workers > hold.workers or step.until_s > hold.until_s]
         self._steps = sorted([*kept, hold], key=lambda step: step.until_s)
 
+    def clear(self) -> None:
+        """Drop all holds."""
+        self._steps.clear()
+
     def at(self, now_s: float) -> WarmHold | None:
         """Drop the holds that have ended. Return the hold that wants the most workers; None if no hold is left."""
         while self._steps and self._steps[0].until_s <= now_s:

@@ -492,6 +492,11 @@ class RevisionWorkers:
         self.function.prewarms.holds.add(WarmHold(workers, time.monotonic() + for_s, cause))
         self.look()
 
+    def end_warm_ups(self) -> None:
+        """Keep no workers for a signal any more. Workers without calls may end now."""
+        self.function.prewarms.holds.clear()
+        self.look()
+
     def on_refused(self) -> None:
         # The caller was refused. Start a worker nevertheless, for the caller's retry.
         self.warm(1, "refused")

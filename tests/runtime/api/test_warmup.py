@@ -60,7 +60,6 @@ async def test_workers_are_kept_as_long_as_was_asked(deploy: Any):
     await function.settled(ready=2)
 
 
-@pytest.mark.xfail(strict=True, reason="any caller may keep workers for a day, and nobody can end that")
 async def test_a_long_warm_up_needs_the_scope_deploy_and_can_be_ended(state: Path):
     async with gateway_here(state) as gateway:
         await gateway.deploy(ECHO, IDLE | {"scale.max": 3}, name="kept")
