@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from pilotflame.errors import HandlerFailed, WorkerDied
+from pilotflame.errors import HandlerFailed, LinkError, WorkerDied
+from pilotflame.runtime.link.stream_credit import STREAM_BYTES, STREAM_CHUNKS
 from pilotflame.runtime.serving.invocation import Invocation, Output, Stream
 from pilotflame.runtime.telemetry.timeline import Activation
 
@@ -135,6 +136,23 @@ def test_pieces_arrive_in_order_and_are_granted_when_consumed(pieces: list[bytes
         assert await stream.take() == []
 
     asyncio.run(run())
+
+
+@pytest.mark.xfail(strict=True, reason="the gateway holds as much of a stream as the worker sends")
+@pytest.mark.parametrize(
+    ("size", "count"), [(1, STREAM_CHUNKS), (STREAM_BYTES // 4, 4), (10 * STREAM_BYTES, 1)]
+)
+async def test_a_worker_that_sends_more_than_the_reader_has_room_for_breaks_the_protocol(
+    size: int, count: int
+) -> None:
+    stream = Stream()
+    for _ in range(count):
+        stream.put(b"x" * size)
+    with pytest.raises(LinkError, match="than it may"):
+        stream.put(b"x")
+    assert len(await stream.take()) == count
+    stream.consumed(count)
+    stream.put(b"x")
 
 
 async def test_a_cancelled_take_loses_nothing() -> None:
