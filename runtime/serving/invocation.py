@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 from typing import Any, NamedTuple
 
-from ...errors import PilotflameError
+from ...errors import LinkError, PilotflameError
+from ..link.stream_credit import Credit
 from ..telemetry.invocation_end import Source
 from ..telemetry.logs import Capture
 from ..telemetry.timeline import Activation, Timeline
@@ -32,6 +33,8 @@ class Stream:
         self._arrived = asyncio.Event()
         self._closed = False
         self._grant: Callable[[int], None] | None = None
+        # The worker counts as well, but its process runs the function's code.
+        self._credit = Credit()
 
     @property
     def ready(self) -> bool:
@@ -43,6 +46,9 @@ class Stream:
         self._grant = grant
 
     def put(self, piece: bytes) -> None:
+        """Add a piece. Raise LinkError if the reader has not granted room for it."""
+        if not self._credit.spend(len(piece), 0.0):
+            raise LinkError("A worker sent more of a streamed output than it may.")
         self._pieces.append(piece)
         self._arrived.set()
 
@@ -62,6 +68,7 @@ class Stream:
 
     def consumed(self, count: int) -> None:
         """Let the worker send `count` more pieces, because the reader has received `count` pieces."""
+        self._credit.grant(count)
         if self._grant is not None:
             self._grant(count)
 

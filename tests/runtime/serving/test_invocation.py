@@ -138,7 +138,6 @@ def test_pieces_arrive_in_order_and_are_granted_when_consumed(pieces: list[bytes
     asyncio.run(run())
 
 
-@pytest.mark.xfail(strict=True, reason="the gateway holds as much of a stream as the worker sends")
 @pytest.mark.parametrize(
     ("size", "count"), [(1, STREAM_CHUNKS), (STREAM_BYTES // 4, 4), (10 * STREAM_BYTES, 1)]
 )
