@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
+import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -142,3 +145,86 @@ async def test_the_policy_of_a_revoked_key_holds_for_what_was_deployed_with_it(
         # The policy of a deploy is the policy of its own key.
         assert (await upload(gateway, tmp_path / "code", f"snapshot={weights}")).status_code == 201
         assert await gateway.function("mine").answer(2) == 2
+
+
+@pytest.mark.xfail(strict=True, reason="a deploy key changes every function that it covers")
+async def test_a_key_that_is_not_trusted_changes_only_its_own_functions(state: Path, tmp_path: Path) -> None:
+    """Otherwise it could set an environment variable, such as LD_PRELOAD, of a process of somebody else."""
+    async with gateway_here(state, engine=ENGINE) as gateway:
+        await key(gateway, name="owner", policy=TRUSTED)
+        assert (await upload(gateway, tmp_path)).status_code == 201
+        await key(gateway)
+        client, mine = gateway.client, "/v1/functions/mine"
+        changes: list[tuple[str, str, Any]] = [
+            ("PUT", f"{mine}/secrets/LD_PRELOAD", {"value": "/evil.so"}),
+            ("DELETE", f"{mine}/secrets/A", None),
+            ("GET", f"{mine}/secrets", None),
+            ("GET", f"{mine}/logs", None),
+            ("GET", f"{mine}/webhooks/secret", None),
+            ("POST", f"{mine}/restart", None),
+            ("POST", f"{mine}/rollback", None),
+            ("POST", f"{mine}/reset", None),
+            ("POST", f"{mine}/pause", None),
+            ("POST", f"{mine}/prefetch", None),
+            ("DELETE", mine, None),
+        ]
+        for method, path, body in changes:
+            error = failure(await client.request(method, path, json=body))
+            assert (error["status"], error["type"]) == (403, "forbidden"), path
+        assert (
+            "deployed with another key"
+            in failure(await upload(gateway, tmp_path, "image.name=a/b:1"))["message"]
+        )
+        # A secret would wait for the first function of this name, whoever deploys it.
+        response = await client.put("/v1/functions/nobody/secrets/LD_PRELOAD", json={"value": "/evil.so"})
+        assert failure(response)["type"] == "unknown_function"
+        assert (await client.get(mine)).status_code == 200
+        assert await gateway.function("mine").answer(1) == 1
+
+
+@pytest.mark.xfail(
+    strict=True, reason="folders of the gateway's machine are read before the policy is checked"
+)
+async def test_a_key_that_is_not_trusted_learns_nothing_of_folders(state: Path, tmp_path: Path) -> None:
+    (tmp_path / "payroll.py").write_text("def handler(event): ...")
+    async with gateway_here(state, engine=ENGINE) as gateway:
+        await key(gateway)
+        messages = {
+            failure(await gateway.client.post("/v1/functions", json={"path": path}))["message"]
+            for path in (str(tmp_path), "/no/such/folder", "/etc")
+        }
+        assert len(messages) == 1
+
+
+@pytest.mark.xfail(strict=True, reason="a function that a policy does not allow is only not called")
+async def test_a_barred_function_reads_no_queue_and_fetches_nothing(state: Path, tmp_path: Path) -> None:
+    queue = 'source=[{type="sqs", queue="http://127.0.0.1:1/000000000000/orders", region="us-east-1"}]'
+    async with gateway_here(state) as gateway:
+        assert (await upload(gateway, tmp_path, queue)).status_code == 201
+        assert (await gateway.function("mine").status())["sources"]
+    async with gateway_here(state, policy_kind="container") as gateway:
+        assert (await gateway.function("mine").status())["sources"] == []
+        error = failure(await gateway.client.post("/v1/functions/mine/prefetch"))
+        assert error["type"] == "function_barred"
+
+
+@pytest.mark.xfail(strict=True, reason="what a zygote says of its handler is stored and believed")
+@pytest.mark.parametrize("facts", [{"dialect": "nosuch", "entry": "FIFO"}, {"dialect": ["x"]}, {"entry": 7}])
+async def test_a_zygote_that_lies_about_its_handler_does_not_stop_the_gateway(
+    state: Path, tmp_path: Path, facts: dict[str, Any]
+) -> None:
+    # Opening a FIFO for reading waits for a writer.
+    os.mkfifo(fifo := tmp_path / "handler.py")
+    async with gateway_here(state) as gateway:
+        await gateway.deploy(ECHO, name="liar")
+        assert gateway.server is not None
+        record = gateway.server.functions.get("liar").record
+    file = state / "functions" / "liar" / record.revision / "revision.json"
+    stored = json.loads(file.read_text())
+    stored["handler"] |= {name: str(fifo) if value == "FIFO" else value for name, value in facts.items()}
+    file.write_text(json.dumps(stored))
+    async with asyncio.timeout(30), gateway_here(state) as gateway:
+        response = await gateway.client.get("/v1/functions")
+        assert [one["name"] for one in response.json()["functions"]] == ["liar"]
+        await gateway.deploy(ECHO, name="liar")
+        assert await gateway.function("liar").answer(1) == 1
