@@ -299,7 +299,7 @@ async def startup(
     guard = Guard(
         keyring, control, tasks, routes, cors, local=local,
         required=settings.auth == "always" or not (local or standalone is not None),
-        names=lambda: [live.record.function for live in functions.all()], anybody=ANYBODY if standalone is None else standalone.caller,
+        names=lambda: [live.record.function for live in functions.all()], owns=functions.owns, anybody=ANYBODY if standalone is None else standalone.caller,
         open_to_anybody=frozenset() if standalone is None else standalone.open_routes, on_quota=functools.partial(_count_refusal, functions, metrics),
         max_body_bytes=settings.max_body_bytes, body_timeout_s=settings.body_timeout_s,
     )  # fmt: skip
@@ -600,7 +600,7 @@ async def _connect(
         # `get` raises GatewayError if the gateway is shutting down. Then no event source is started.
         with contextlib.suppress(GatewayError):
             deployed = functions.get(name)
-            if deployed.function.paused:
+            if deployed.function.paused or deployed.function.barred:
                 sources.stop(name)
             else:
                 sources.start(name, deployed.record.settings)

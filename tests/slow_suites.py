@@ -1,4 +1,4 @@
-"""Leaves out the slow suites whose paths have not changed lately, if PILOTFLAME_CHANGED_SINCE is set, as "2 days ago".
+"""Leaves out the slow suites whose paths have not changed lately, if TESTS_CHANGED_SINCE is set, as "2 days ago".
 
 `.ci/run` sets it. The suites are in slow_suites.toml. If packages have changed (constraints.txt, pyproject.toml), all suites run.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 ALWAYS = ("pyproject.toml", "constraints.txt")
-VARIABLE = "PILOTFLAME_CHANGED_SINCE"
+VARIABLE = "TESTS_CHANGED_SINCE"
 
 
 def changed_files(since: str) -> list[str]:

@@ -10,8 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, NamedTuple, get_args
 from urllib.parse import unquote
 
 from pydantic import BaseModel, BeforeValidator, Field, Strict, model_validator
@@ -25,7 +24,8 @@ Network = Literal["none", "bridge", "host"]
 Pattern = Annotated[str, Field(min_length=1, max_length=1024)]
 Patterns = Annotated[tuple[Pattern, ...], Strict(False), BeforeValidator(split_text), Field(max_length=100)]
 Networks = Annotated[tuple[Network, ...], Strict(False), BeforeValidator(split_text)]
-_STEP_UP = re.compile(r"(^|[/\\])\.\.([/\\]|$)")
+_STEP_UP = re.compile(r"(^|[/\\])\.\.([/\\?#;]|$)")
+_CONTROL = re.compile(r"[\x00-\x20\x7f]")
 
 
 class DeployPolicy(BaseModel, frozen=True, extra="forbid", strict=True):
@@ -67,8 +67,6 @@ class DeployPolicy(BaseModel, frozen=True, extra="forbid", strict=True):
         """
         if self.kind == "container" and settings.image.name is None:
             yield "code must run in a container, but image.name is not set"
-        if self.kind == "container" and by_path:
-            yield "code must be uploaded (pilotflame deploy --upload), not read from a folder of the gateway's machine"
         yield from self._container_faults(settings)
         for name, where in outside.items():
             if not _matches(where, self.snapshots):
@@ -90,6 +88,13 @@ class DeployPolicy(BaseModel, frozen=True, extra="forbid", strict=True):
             yield f"resources.gpus is {used}; allowed: at most {self.gpus}"
 
 
+class Deployer(NamedTuple):
+    """An API key that has deployed something, or wants to; "" without a key."""
+
+    key_id: str
+    name: str
+
+
 @dataclass(frozen=True, slots=True)
 class DeployPolicies:
     """The gateway's policy, and the policies of the API keys. A function must satisfy both."""
@@ -98,33 +103,74 @@ class DeployPolicies:
     of_key: Callable[[str], DeployPolicy | None] = lambda _key_id: None
     """Returns the policy of the API key with this id; None if the key has no policy or is unknown."""
 
-    def fault(
-        self, settings: FunctionSettings, outside: Mapping[str, str], key_id: str, *, by_path: bool = False
-    ) -> str:
-        """Return a text that names the policy which does not allow to deploy a function with this key, and the reason;
-        "" if both policies allow it.
+    def confined(self, key_id: str) -> bool:
+        """Return True if only code in containers may be deployed with this key."""
+        policy = self.of_key(key_id) if key_id else None
+        return policy is not None and policy.kind == "container"
+
+    def same_owner(self, one: Deployer, other: Deployer) -> bool:
+        """Return True if the second key may change what was deployed with the first.
+
+        Keys with which only containers may be deployed have the same owner if they have the same name. Trusted keys change
+        everything of each other: their code runs as the same user.
         """
-        of_key = self.of_key(key_id) if key_id else None
-        for whose, policy in (("the gateway", self.gateway), (f"the API key {key_id}", of_key)):
-            if policy and (found := list(policy.faults(settings, outside, by_path=by_path))):
+        confined = self.confined(one.key_id), self.confined(other.key_id)
+        return confined == (False, False) or (confined == (True, True) and one.name == other.name)
+
+    def fault(self, settings: FunctionSettings, outside: Mapping[str, str], key_id: str) -> str:
+        """Return which policy does not allow a function that was deployed with this key, and why; "" if they allow it."""
+        for whose, policy in self._both(key_id):
+            if found := list(policy.faults(settings, outside)):
                 return f"The policy of {whose} does not allow {settings.name}: {'; '.join(found)}."
         return ""
 
-    def check(
-        self, settings: FunctionSettings, outside: Mapping[str, str], key_id: str, *, by_path: bool = False
-    ) -> None:
+    def check(self, settings: FunctionSettings, outside: Mapping[str, str], key_id: str) -> None:
         """Raise PolicyViolation if a function may not be deployed with this key."""
-        if fault := self.fault(settings, outside, key_id, by_path=by_path):
-            raise PolicyViolation(
-                fault, remedy="Change the function's settings, or ask the gateway's owner for more."
-            )
+        if fault := self.fault(settings, outside, key_id):
+            remedy = "Change the function's settings, or ask the gateway's owner for more."
+            raise PolicyViolation(fault, remedy=remedy)
+
+    def check_by_path(self, key_id: str, *, by_path: bool) -> None:
+        """Raise PolicyViolation if `by_path`, and this key may not deploy a folder of the gateway's machine.
+
+        Call this before the folder is read: the errors of a deploy tell what is in it.
+        """
+        for whose, policy in self._both(key_id):
+            if by_path and policy.kind == "container":
+                message = f"The policy of {whose} allows no folders of the gateway's machine."
+                raise PolicyViolation(message, remedy="Upload the folder: pilotflame deploy --upload.")
+
+    def _both(self, key_id: str) -> Iterator[tuple[str, DeployPolicy]]:
+        yield "the gateway", self.gateway
+        if key_id and (policy := self.of_key(key_id)) is not None:
+            yield f"the API key {key_id}", policy
 
 
 def _matches(text: str, patterns: tuple[str, ...]) -> bool:
-    # A path with ".." could begin with an allowed folder, and lead out of it.
-    if _STEP_UP.search(unquote(text)) and "*" not in patterns:
+    if "*" in patterns:
+        return True
+    # A path that steps up could begin as an allowed one, and leave it. Programs disagree about control characters, and about
+    # what they decode, so none of them may be there.
+    plain = unquote(unquote(text))
+    if _STEP_UP.search(plain) or _CONTROL.search(plain):
         return False
-    return any(fnmatchcase(text, pattern) for pattern in patterns)
+    return any(_matcher(pattern).fullmatch(text) for pattern in patterns)
+
+
+def _matcher(pattern: str) -> re.Pattern[str]:
+    """Return the expression of a pattern. In the host of a URL, * stands for no / and no @, so that it ends in the host."""
+    scheme, mark, rest = pattern.partition("://")
+    if not mark:
+        scheme, rest = "", pattern
+    host, slash, path = rest.partition("/")
+    within = "[^/@?#]*" if mark else ".*"
+    return re.compile(
+        f"{re.escape(scheme + mark)}{_starred(host, within)}{slash}{_starred(path, '.*')}", re.DOTALL
+    )
+
+
+def _starred(text: str, star: str) -> str:
+    return star.join(map(re.escape, text.split("*")))
 
 
 def _listed(allowed: tuple[str, ...]) -> str:

@@ -106,7 +106,9 @@ class Held:
     def __init__(self, key: ApiKey) -> None:
         self.key = key
         functions = None if key.functions is None else frozenset(key.functions)
-        self.caller = Caller(key.id, frozenset(key.scopes), functions, key.name, key.expires_s)
+        self.caller = Caller(
+            key.id, frozenset(key.scopes), functions, key.name, key.expires_s, key.container_only
+        )
         self.meter = Meter(key.rate_per_s, key.burst, key.concurrency, time.monotonic())
         self.last_used_s = key.last_used_s or 0.0
 

@@ -65,6 +65,8 @@ class Caller:
     """The name of the caller's API key; "" for a caller who needed no key."""
     expires_s: float | None = None
     """When the API key expires, in Unix seconds."""
+    confined: bool = False
+    """True if only code in containers may be deployed with the API key. Then it changes only its owner's functions."""
 
     @property
     def administers(self) -> bool:

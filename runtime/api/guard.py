@@ -100,7 +100,7 @@ class Guard:
     def __init__(
         self, keyring: Keyring, control: ControlSocket, tasks: asyncio.TaskGroup, routes: Sequence[Route],
         cors: CrossOrigin, *, local: bool, required: bool, on_quota: Callable[[str, PilotflameError], None], max_body_bytes: int, body_timeout_s: float,
-        names: Callable[[], Iterable[str]] = tuple, anybody: Caller = ANYBODY, open_to_anybody: Set[tuple[str, str]] = frozenset(),
+        names: Callable[[], Iterable[str]] = tuple, owns: Callable[[str, str, str], bool] = lambda *_: True, anybody: Caller = ANYBODY, open_to_anybody: Set[tuple[str, str]] = frozenset(),
     ) -> None:  # fmt: skip
         """`local` is True if only this machine can reach the gateway. `required` is True if requests need a key even if
         no key exists.
@@ -108,7 +108,8 @@ class Guard:
         While requests need no key, their caller is `anybody`. This caller may use the routes (method and path) in
         `open_to_anybody`, whatever scope these routes require. If a request exceeds its key's quota, the guard calls
         `on_quota` with the function and the error. `max_body_bytes` and `body_timeout_s` limit the bodies of signed
-        requests, which the guard reads. `names` returns the names of all functions.
+        requests, which the guard reads. `names` returns the names of all functions. `owns(key_id, key_name, function)`
+        returns True if a key that is not trusted may change the function.
         """
         self._keyring, self._control, self._tasks, self._cors = keyring, control, tasks, cors
         self._public = {
@@ -124,7 +125,7 @@ class Guard:
         self._local, self._required = local, required
         self._anybody = Admitted(anybody) if anybody is not ANYBODY else UNKNOWN_CALLER
         self._open_to_anybody, self._on_quota = open_to_anybody, on_quota
-        self._names = names
+        self._names, self._owns = names, owns
 
     @property
     def closed(self) -> bool:
@@ -183,6 +184,7 @@ class Guard:
             self._check_scope(held.caller, route)
             if function is not None:
                 held.caller.check(function)
+                self._check_owner(held.caller, route, function)
         except PilotflameError as error:
             held.meter.leave()
             if isinstance(error, UnknownFunction):
@@ -210,6 +212,16 @@ class Guard:
     def _check_scope(self, caller: Caller, route: tuple[str, str]) -> None:
         if route[1] and (scope := self._scopes.get(route, Scope.ADMIN)) is not None:
             caller.check_scope(scope)
+
+    def _check_owner(self, caller: Caller, route: tuple[str, str], function: str) -> None:
+        """Raise Forbidden if the route needs the scope `deploy` and the function belongs to another key than a confined one."""
+        if not caller.confined or self._scopes.get(route) is not Scope.DEPLOY:
+            return
+        if function not in self._names():
+            raise UnknownFunction.named(function)
+        if not self._owns(caller.owner, caller.name, function):
+            remedy = "Use the key with which it was deployed, a key of the same name, or a trusted one."
+            raise Forbidden(f"{function} was deployed with another key.", remedy=remedy)
 
     def _find_key(self, headers: Headers, transport: asyncio.BaseTransport | None) -> Held | None:
         """Return the key that the request holds, or None if the request needs no key. Raises Unauthorized if the key is

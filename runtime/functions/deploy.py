@@ -31,6 +31,7 @@ from ..packaging.reuse import ReusedRevision, take
 from ..settings.function_settings import (
     FunctionSettings,
     SnapshotPart,
+    handler_problem,
     read_settings,
     setting_of,
     setting_origins,
@@ -102,13 +103,15 @@ def prepare(
     staged_code = staged / CODE_FOLDER
     with contextlib.ExitStack() as undo:
         undo.callback(shutil.rmtree, staged, ignore_errors=True)
+        if policies is not None:
+            policies.check_by_path(request.owner, by_path=request.path is not None)
         with progress.step("code"):
             folder = _source_folder(store, request, staged_code)
             settings, needs = _settings(folder, request, dialects)
             on_name(settings.name)
             if policies is not None:
                 outside = _outside(settings, folder)
-                policies.check(settings, outside, request.owner, by_path=request.path is not None)
+                policies.check(settings, outside, request.owner)
             local = _local_snapshots(settings, folder)
             if request.path is not None:
                 code.copy_folder(folder, staged_code, exclude=local.values())
@@ -252,9 +255,12 @@ def worker_spec(store: Store, record: RevisionRecord, cache: Path, dialects: Dia
 
 def _entry(folder: Path, record: RevisionRecord, dialects: Dialects) -> Entry:
     """Return where the handler of a stored revision is."""
-    dialect = record.handler.get("dialect", OWN)
-    if dialect != OWN and dialects.find(dialect) is None:
-        return parse_reference(f"{dialect}:{record.handler['entry']}")
+    # The zygote has reported these, and it runs the function's own code.
+    dialect, entry = record.handler.get("dialect", OWN), record.handler.get("entry")
+    if dialect != OWN and isinstance(dialect, str) and dialects.find(dialect) is None:
+        reference = f"{dialect}:{entry}"
+        if dialect.isidentifier() and handler_problem(reference) is None:
+            return parse_reference(reference)
     return dialects.recognise(folder, record.settings.handler)
 
 

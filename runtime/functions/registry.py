@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
-from ...errors import GatewayError, PilotflameError, UnknownFunction
+from ...errors import Forbidden, GatewayError, PilotflameError, UnknownFunction
 from ...handlers.recognise import Dialects
-from ..access.deploy_policy import DeployPolicies
+from ..access.deploy_policy import Deployer, DeployPolicies
 from ..access.secrets import Secrets
 from ..launching.fetcher_client import FetcherClient
 from ..launching.launcher import Launcher
@@ -211,6 +211,7 @@ class Functions:
 
         def named(function: str) -> None:
             live = self._live.get(function)
+            self._check_owner(live, request.owner, request.deployer)
             progress.note_target(function, live.record if live is not None else None)
 
         prepared = functools.partial(
@@ -312,8 +313,10 @@ class Functions:
 
         Raise the errors of `get`, LauncherError, SourceError, CacheError or SnapshotError.
         """
-        spec = self.get(name).revision.spec
-        image = None
+        live = self.get(name)
+        if live.function.barred and (error := live.function.refusal()) is not None:
+            raise error
+        spec, image = live.revision.spec, None
         if spec.image:
             image = "pulled" if await self.launcher.provide(spec) else "present"
         fetched_bytes = await self.weights.prefetch(spec, self.secrets.of(name)) if spec.remote else 0
@@ -359,6 +362,7 @@ class Functions:
         live: Live | None = None
         self._proving.append((record.function, record.revision))
         try:
+            self._check_owner(old, record.deployed_by, record.deployer)
             self.policies.check(record.settings, stored_outside(record), record.deployed_by)
             live = await self._create(record, old.logs if old is not None else logs)
             ready = len(old.workers.replicas.ready) if old is not None else 0
@@ -443,6 +447,25 @@ class Functions:
 
         if error := await asyncio.shield(self.tasks.create_task(outcome())):
             raise error
+
+    def owns(self, key_id: str, key_name: str, name: str) -> bool:
+        """Return True if a key that is not trusted may change this function. False if the function does not exist."""
+        live = self._live.get(name)
+        return live is not None and self._same_owner(live.record, key_id, key_name)
+
+    def _same_owner(self, record: RevisionRecord, key_id: str, key_name: str) -> bool:
+        return self.policies.same_owner(
+            Deployer(record.deployed_by, record.deployer), Deployer(key_id, key_name)
+        )
+
+    def _check_owner(self, old: Live | None, key_id: str, key_name: str) -> None:
+        """Raise Forbidden if the function belongs to another key and one of both keys is not trusted.
+
+        The new revision would get the function's secrets, and could get an environment variable that changes what it runs.
+        """
+        if old is not None and not self._same_owner(old.record, key_id, key_name):
+            message = f"{old.record.function} was deployed with another key."
+            raise Forbidden(message, remedy="Choose another name, or let an admin delete it first.")
 
     def _check_open(self) -> None:
         if self._closing:

@@ -26,13 +26,14 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import AwareDatetime, BaseModel, Field, model_validator
+from pydantic import AwareDatetime, BaseModel, BeforeValidator, Field, model_validator
 
-from ...errors import BadInput, GatewayError, UnknownFunction, UnknownRevision
+from ...errors import BadInput, GatewayError, LauncherError, UnknownFunction, UnknownRevision
 from ...snapshot.publish import sync
 from ..access import private_files
+from ..link.handler_facts import checked
 from ..link.worker_spec import CompiledCode
 from ..settings.function_settings import FunctionSettings, check_name, name_problem
 from . import shared_weights
@@ -55,6 +56,14 @@ class StoredSnapshot(BaseModel, frozen=True, extra="forbid"):
     url: str | None = None
 
 
+def _facts(stored: Any) -> dict[str, Any]:
+    """Return the stored facts of a handler. Facts that cannot be true count as not known."""
+    try:
+        return checked(stored)
+    except LauncherError:
+        return {}
+
+
 class RevisionFields(BaseModel, frozen=True, extra="forbid"):
     """The part of a revision's record that is known before the store gives the revision its id."""
 
@@ -66,7 +75,9 @@ class RevisionFields(BaseModel, frozen=True, extra="forbid"):
     )
     python: Path
     requirements_digest: str
-    handler: dict[str, Any] = Field(default_factory=dict)
+    handler: Annotated[dict[str, Any], BeforeValidator(_facts)] = Field(
+        default_factory=dict, description="What its zygote has reported of its handler."
+    )
     warnings: tuple[str, ...] = ()
     deployed_by: str = Field("", description="The id of the API key that deployed it.")
     deployer: str = Field("", description="The name of that key; the key may be revoked later.")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ...errors import LauncherError, PilotflameError
+from ..link import handler_facts
 from ..link.connection import Link
 from ..link.frames import Frame, FrameKind
 from ..link.worker_spec import Confinement, WorkerSpec
@@ -139,6 +140,7 @@ class ZygoteProcess:
         send_secrets(child, secrets)
         try:
             head = await zygote.building.wait(spec, logs)
+            facts = handler_facts.checked(head.get("facts"))
         except BaseException as error:
             # A zygote that still runs reports its failure itself. If the zygote has died, the base reports its exit
             # code.
@@ -155,7 +157,7 @@ class ZygoteProcess:
             zygote.close()
             text = f"workers are spawned, not forked, and each imports for itself: {reason}"
             logs.write("zygote", text, "warning")
-        return self._source(zygote, self, spec, head["facts"], reason, secrets, confinement)
+        return self._source(zygote, self, spec, facts, reason, secrets, confinement)
 
     @property
     def _source(self) -> type[ZygoteSource]:

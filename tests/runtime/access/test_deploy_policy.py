@@ -31,13 +31,16 @@ def test_a_policy_for_trusted_code_allows_everything() -> None:
     source = {"type": "sqs", "queue": QUEUE, "profile": "team"}
     assert faults(TRUSTING, function(source=[source]), weights="/models") == ""
     assert faults(TRUSTING, contained(resources={"network": "host"}), weights="s3://any") == ""
-    assert list(TRUSTING.faults(function(), {}, by_path=True)) == []
+    DeployPolicies(TRUSTING).check_by_path("", by_path=True)
 
 
 def test_a_policy_allows_untrusted_code_only_uploaded_and_in_a_container() -> None:
     assert "image.name is not set" in faults(DeployPolicy(), function())
     assert faults(DeployPolicy(), contained()) == ""
-    assert "must be uploaded" in "; ".join(DeployPolicy().faults(contained(), {}, by_path=True))
+    for policies in (DeployPolicies(DeployPolicy()), DeployPolicies(TRUSTING, lambda _key: DeployPolicy())):
+        policies.check_by_path("key", by_path=False)
+        with pytest.raises(PolicyViolation, match="allows no folders of the gateway's machine"):
+            policies.check_by_path("key", by_path=True)
 
 
 @pytest.mark.parametrize(
@@ -81,6 +84,21 @@ def test_the_result_endpoint_and_profile_of_a_queue_have_to_be_allowed_too() -> 
 def test_a_path_that_steps_up_fits_no_pattern(url: str) -> None:
     policy = DeployPolicy(snapshots=("s3://models/*", "https://h/models/*", "/models/*", "..*"))
     assert "outside the code" in faults(policy, contained(), weights=url)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "address"),
+    [
+        ("https://*.corp.example/*", "https://evil.example/x.corp.example/y"),
+        ("https://host*", "https://host:80@evil/x"),
+        ("/models/team?/*", "/models/teamX/a"),
+        ("/models/[ab]", "/models/a"),
+    ],
+)
+def test_a_star_does_not_leave_the_host_and_nothing_else_is_special(pattern: str, address: str) -> None:
+    policy = DeployPolicy(snapshots=(pattern,))
+    assert "outside the code" in faults(policy, contained(), weights=address)
+    assert faults(policy, contained(), weights=pattern.replace("*", "a")) == ""
 
 
 def test_a_message_does_not_show_the_url_of_a_snapshot() -> None:
