@@ -13,6 +13,7 @@ import hashlib
 import io
 import json
 import os
+import re
 import shutil
 import stat
 import tarfile
@@ -94,8 +95,11 @@ def withheld(folder: Path) -> list[str]:
 
 
 def remove_ignored(folder: Path) -> None:
-    """Remove from an unpacked archive the files that `select` leaves out, and the links to them."""
-    ignored = _ignored(folder)
+    """Remove from an unpacked archive the files that `select` leaves out, and the links to them.
+
+    The program that packed the archive should have done this. So hostile lines of the archive's ignore file are skipped.
+    """
+    ignored = _ignored(folder, simple=True)
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         is_folder = path.is_dir() and not path.is_symlink()
@@ -276,14 +280,30 @@ class _Walk:
         raise CodeError(f"{name} is a link {problem}.", remedy=remedy)
 
 
-def _ignored(root: Path) -> GitIgnoreSpec:
+# Of an ignore file that an upload brings.
+MAX_LINES, MAX_CHARS, MAX_STARS = 1000, 256, 2
+_STARS = re.compile(r"\*+")
+
+
+def _ignored(root: Path, *, simple: bool = False) -> GitIgnoreSpec:
+    """Return the patterns of the files that are left out: the built-in patterns, and the patterns of the ignore file in `root`.
+
+    If `simple`, skip long lines and lines with many stars. The time for a file name of n characters and k stars is up to n**k.
+    """
     # Imported here because the import takes at least 10 ms, and only deploys need it.
     from pathspec import GitIgnoreSpec  # noqa: PLC0415
 
     file = root / IGNORE_FILE
     try:
         text = file.read_text(encoding="utf-8") if file.exists() else ""
-        return GitIgnoreSpec.from_lines([*_CREDENTIALS, *_NOT_CODE, *text.splitlines()])
+        lines = text.splitlines()
+        if simple:
+            lines = [
+                line
+                for line in lines[:MAX_LINES]
+                if len(line) <= MAX_CHARS and len(_STARS.findall(line)) <= MAX_STARS
+            ]
+        return GitIgnoreSpec.from_lines([*_CREDENTIALS, *_NOT_CODE, *lines])
     except (OSError, ValueError) as error:
         raise CodeError(f"{file} cannot be read: {error}.", remedy="Write it like a .gitignore.") from error
 

@@ -23,8 +23,7 @@ from packaging.version import InvalidVersion, Version
 from ...errors import RequirementsError
 
 FILE = "requirements.txt"
-# As in pip, a # begins a comment only at the start of a line or after a blank.
-_COMMENT = re.compile(r"(^|\s+)#.*$")
+MAX_CHARS = 256 << 10
 _HASH = re.compile(r"\s--hash[= ]([A-Za-z0-9]+:[A-Fa-f0-9]+)")
 # Patterns of refused lines, and the reasons. They are matched after the hashes are removed. The first match counts.
 _REFUSED = (
@@ -61,6 +60,9 @@ def parse_requirements(text: str, file: str = FILE) -> list[RequirementLine]:
 
     `file` is the text's name in error messages.
     """
+    if len(text) > MAX_CHARS:
+        message = f"{file} has more than {MAX_CHARS} characters."
+        raise RequirementsError(message, remedy="Name only the packages that the function imports.")
     lines: list[RequirementLine] = []
     refused: list[str] = []
     for number, line in _logical_lines(text):
@@ -148,10 +150,19 @@ def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
         if raw.endswith("\\") and not raw.lstrip().startswith("#"):
             joined += raw[:-1] + " "
             continue
-        line = _COMMENT.sub("", joined + raw).strip()
+        line = _without_comment(joined + raw).strip()
         joined = ""
         if line:
             yield start, line
+
+
+def _without_comment(line: str) -> str:
+    """Return the line before its comment. As in pip, a # begins a comment only at the start of a line or after a blank."""
+    # Not a regular expression: with `\\s+#`, the time for a line of blanks would grow with the square of its length.
+    at = line.find("#")
+    while at > 0 and not line[at - 1].isspace():
+        at = line.find("#", at + 1)
+    return line if at < 0 else line[:at]
 
 
 def _parsed(number: int, line: str) -> RequirementLine:

@@ -6,7 +6,7 @@ The other settings of cog.yaml have no effect here. Only `pilotflame build` inst
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -18,14 +18,19 @@ REQUIREMENTS_FILE = "requirements.txt"
 CONCURRENCY = "COG_MAX_CONCURRENCY"
 
 
+# Aliases of YAML could make a small file as large as the memory.
+MAX_BYTES, MAX_PACKAGES = 64 << 10, 1000
+ShortText = Annotated[str, Field(max_length=1000)]
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="ignore")
 
 
 class CogBuild(_Section):
-    python_packages: list[str] | None = None
-    python_requirements: str | None = None
-    system_packages: list[str] | None = None
+    python_packages: list[ShortText] | None = Field(None, max_length=MAX_PACKAGES)
+    python_requirements: ShortText | None = None
+    system_packages: list[ShortText] | None = Field(None, max_length=MAX_PACKAGES)
 
 
 class CogConcurrency(_Section):
@@ -48,6 +53,8 @@ class CogYaml(_Section):
         if not file.is_file():
             return cls()
         try:
+            if file.stat().st_size > MAX_BYTES:
+                raise _malformed(f"it has more than {MAX_BYTES} bytes")
             found: Any = yaml.safe_load(file.read_text(encoding="utf-8"))
             return cls.model_validate(found or {})
         except ValidationError as error:

@@ -132,6 +132,16 @@ def test_an_unpacked_archive_loses_what_is_not_code(folder: Path) -> None:
     ]  # fmt: skip
 
 
+def test_hostile_lines_of_an_upload_s_ignore_file_are_skipped(folder: Path) -> None:
+    """With a backtracking matcher, the pattern would take hours."""
+    name = "a" * 200
+    make(folder, {name: b"", "skipped.txt": b""})
+    (folder / ".pilotflameignore").write_text("*a" * 12 + "*b\n" + "x" * 10_000 + "\n*.txt\n")
+    code.remove_ignored(folder)
+    assert (folder / name).exists()
+    assert not (folder / "skipped.txt").exists()
+
+
 @pytest.mark.parametrize(
     ("ignore", "kept"),
     [

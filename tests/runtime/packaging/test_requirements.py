@@ -10,6 +10,7 @@ from pilotflame.errors import RequirementsError
 from pilotflame.runtime.packaging.requirements import (
     check_requirements,
     installed_versions,
+    parse_requirements,
     requirements_digest,
 )
 
@@ -62,6 +63,14 @@ def test_unmet(text: str, expected: str) -> None:
     assert expected in caught.value.message
     assert "pip install '" in caught.value.remedy
     assert "pilotflame deploy --install" in caught.value.remedy
+
+
+def test_long_lines_take_no_longer_than_their_length_and_long_files_are_refused() -> None:
+    assert [
+        found.requirement.name for found in parse_requirements("a # b\n" + " " * 200_000 + "#\n# c\n")
+    ] == ["a"]
+    with pytest.raises(RequirementsError, match="more than 262144 characters"):
+        parse_requirements("a\n" * 200_000)
 
 
 def test_markers_are_of_this_interpreter() -> None:

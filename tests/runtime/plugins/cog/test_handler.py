@@ -204,6 +204,8 @@ class Predictor(BasePredictor):
         ("build:\n  python_requirements: ../more.txt", "settings_invalid", "not in the folder"),
         ("concurrency:\n  max: many", "settings_invalid", "concurrency.max"),
         ("build: [", "settings_invalid", "cog.yaml cannot be used"),
+        ("#" * 70_000, "settings_invalid", "more than 65536 bytes"),
+        ("a: &a " + "x" * 60_000 + "\nbuild:\n  python_packages: [" + "*a, " * 900 + "]", "settings_invalid", "python_packages"),
     ],
 )  # fmt: skip
 async def test_what_cog_yaml_needs_is_checked(gateway: Gateway, config: str, fault: str, word: str) -> None:
