@@ -338,6 +338,7 @@ def _gateway_policy(settings: GatewaySettings) -> DeployPolicy:
     return DeployPolicy(
         kind=settings.policy_kind, networks=settings.policy_networks, images=settings.policy_images,
         snapshots=settings.policy_snapshots, queues=settings.policy_queues, gpus=settings.policy_gpus,
+        memory_mb=settings.policy_memory_mb, cpus=settings.policy_cpus,
     )  # fmt: skip
 
 

@@ -24,6 +24,8 @@ Network = Literal["none", "bridge", "host"]
 Pattern = Annotated[str, Field(min_length=1, max_length=1024)]
 Patterns = Annotated[tuple[Pattern, ...], Strict(False), BeforeValidator(split_text), Field(max_length=100)]
 Networks = Annotated[tuple[Network, ...], Strict(False), BeforeValidator(split_text)]
+# The most that a function whose code is not trusted may set. The temporary files of a container are in its memory.
+MAX_PIDS, MAX_TMP_MB = 4096, 4096
 _STEP_UP = re.compile(r"(^|[/\\])\.\.([/\\?#;]|$)")
 _CONTROL = re.compile(r"[\x00-\x20\x7f]")
 
@@ -48,6 +50,17 @@ class DeployPolicy(BaseModel, frozen=True, extra="forbid", strict=True):
         description="Addresses of queues and of places for results, and profiles of the gateway; * stands for any characters.",
     )
     gpus: int | None = Field(None, ge=0, le=64, description="GPUs of each worker at most; null: all.")
+    memory_mb: int | None = Field(
+        None,
+        ge=16,
+        description="MiB of memory of a function's workers at most; null: all. If it is set, functions must set theirs.",
+    )
+    cpus: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="Processors of a function's workers at most, in the same way.",
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -57,13 +70,10 @@ class DeployPolicy(BaseModel, frozen=True, extra="forbid", strict=True):
             return {"networks": get_args(Network), "snapshots": ("*",), "queues": ("*",)} | given
         return given
 
-    def faults(
-        self, settings: FunctionSettings, outside: Mapping[str, str], *, by_path: bool = False
-    ) -> Iterator[str]:
+    def faults(self, settings: FunctionSettings, outside: Mapping[str, str]) -> Iterator[str]:
         """Yield a text for each setting of a function that the policy does not allow.
 
-        `outside` has the URLs and absolute paths of the function's snapshots outside its code, by name. `by_path` is
-        True if the code is copied from a folder on the gateway's machine.
+        `outside` has the URLs and absolute paths of the function's snapshots outside its code, by name.
         """
         if self.kind == "container" and settings.image.name is None:
             yield "code must run in a container, but image.name is not set"
@@ -83,9 +93,15 @@ class DeployPolicy(BaseModel, frozen=True, extra="forbid", strict=True):
             yield f"image.name is {image!r}; allowed: {_listed(self.images)}"
         if image is not None and (network := resources.network or "none") not in self.networks:
             yield f"resources.network is {network!r}; allowed: {_listed(self.networks)}"
-        if self.gpus is not None and (resources.gpus is None or resources.gpus > self.gpus):
-            used = "not set, which means all" if resources.gpus is None else resources.gpus
-            yield f"resources.gpus is {used}; allowed: at most {self.gpus}"
+        contained = {"pids": MAX_PIDS, "tmp_mb": MAX_TMP_MB} if self.kind == "container" else {}
+        limits = {"gpus": self.gpus, "memory_mb": self.memory_mb, "cpus": self.cpus, **contained}
+        for name, most in limits.items():
+            used = getattr(resources, name)
+            # A container has limits of `pids` and `tmp_mb` also if they are not set.
+            unset = used is None and name not in contained
+            if most is not None and (unset or (used or 0) > most):
+                shown = "not set, which means all" if unset else used
+                yield f"resources.{name} is {shown}; allowed: at most {most}"
 
 
 class Deployer(NamedTuple):

@@ -156,11 +156,20 @@ def keys() -> None:
     help="Queues, places for results and profiles of the gateway that may be used; repeatable.  [default: none]",
 )
 @click.option("--gpus", type=int, metavar="N", help="GPUs of each of its workers at most.  [default: all]")
+@click.option(
+    "--memory-mb",
+    type=int,
+    metavar="N",
+    help="MiB of memory of each of its functions at most.  [default: all]",
+)
+@click.option(
+    "--cpus", type=float, metavar="N", help="Processors of each of its functions at most.  [default: all]"
+)
 @click.option("--expires", "expires_in_s", callback=_seconds, metavar="TIME", help="Lifetime: 90d, 12h, 30m.")
 @_with_keys
 def create_key(
     *, functions: tuple[str, ...], trusted: bool, networks: tuple[str, ...], images: tuple[str, ...],
-    snapshots: tuple[str, ...], queues: tuple[str, ...], gpus: int | None, store: Client | Keyring, as_json: bool,
+    snapshots: tuple[str, ...], queues: tuple[str, ...], gpus: int | None, memory_mb: int | None, cpus: float | None, store: Client | Keyring, as_json: bool,
     **fields: Any,
 ) -> None:  # fmt: skip
     """Make an API key. NAME says who or what uses the key. The key is printed only once.
@@ -178,7 +187,15 @@ def create_key(
       pilotflame keys create shop --function greeter --rate 20 --concurrency 4 --expires 90d
     """
     wanted = {"functions": functions or None, **fields}
-    given = {"networks": networks, "images": images, "snapshots": snapshots, "queues": queues, "gpus": gpus}
+    given = {
+        "networks": networks,
+        "images": images,
+        "snapshots": snapshots,
+        "queues": queues,
+        "gpus": gpus,
+        "memory_mb": memory_mb,
+        "cpus": cpus,
+    }
     given = {name: value for name, value in given.items() if value not in ((), None)}
     if trusted or given:
         wanted["policy"] = ({"kind": "trusted"} if trusted else {}) | given

@@ -110,7 +110,7 @@ def prepare(
             settings, needs = _settings(folder, request, dialects)
             on_name(settings.name)
             if policies is not None:
-                outside = _outside(settings, folder)
+                outside = _outside(settings, folder, uploaded=request.path is None)
                 policies.check(settings, outside, request.owner)
             local = _local_snapshots(settings, folder)
             if request.path is not None:
@@ -156,11 +156,15 @@ def _settings(folder: Path, request: Deployment, dialects: Dialects) -> tuple[Fu
     return settings, needs
 
 
-def _outside(settings: FunctionSettings, folder: Path) -> dict[str, str]:
-    """Return the URLs and absolute paths of the snapshots that are not in the function's folder, by name."""
+def _outside(settings: FunctionSettings, folder: Path, *, uploaded: bool) -> dict[str, str]:
+    """Return the URLs and absolute paths of the snapshots that are not in the uploaded code, by name.
+
+    The snapshots of a folder of this machine are not copied, so they are outside the code.
+    """
     root = folder.resolve()
     paths = settings.snapshot_paths(folder).items()
-    return settings.snapshot_urls | {name: str(path) for name, path in paths if not path.is_relative_to(root)}
+    outside = {name: str(path) for name, path in paths if not (uploaded and path.is_relative_to(root))}
+    return settings.snapshot_urls | outside
 
 
 def stored_outside(record: RevisionRecord) -> dict[str, str]:

@@ -180,7 +180,7 @@ class ContainerEngine:
                 with contextlib.suppress(TimeoutError), _if_there():
                     await container.wait(timeout=EXIT_TIMEOUT_S)
             with _if_there():
-                await container.delete(force=True)
+                await container.delete(force=True, v=True)
 
     async def close(self) -> None:
         # Wait for the lock, so that a connection that is just being made is closed too.
@@ -212,7 +212,7 @@ class ContainerEngine:
                 for container in await client.containers.list(
                     all=True, filters={"label": [f"{GATEWAY_LABEL}={self._gateway}"]}
                 ):
-                    await container.delete(force=True)
+                    await container.delete(force=True, v=True)
         except BaseException:
             await client.close()
             raise

@@ -218,6 +218,9 @@ class ContainerLauncher:
         }  # fmt: skip
         if devices:
             host["DeviceRequests"] = devices
+        else:
+            # If NVIDIA's runtime is the engine's default, a variable of the image could ask for all GPUs.
+            environment["NVIDIA_VISIBLE_DEVICES"] = "void"
         if limits.memory_mb is not None:
             host |= {"Memory": limits.memory_mb * _MIB, "MemorySwap": limits.memory_mb * _MIB}
         if limits.cpus is not None:

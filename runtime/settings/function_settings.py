@@ -54,6 +54,7 @@ _NAME = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?")
 _ALIAS = re.compile(r"(?![0-9]+$)[A-Za-z0-9_-]{1,128}")
 _SNAPSHOT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,62}")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_IMAGE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@+-]{0,511}")
 # The name of a Debian package, optionally with an architecture and a version.
 _APT_PACKAGE = re.compile(r"[a-z0-9][a-z0-9.+-]*(:[a-z0-9-]+)?(=[A-Za-z0-9.+:~-]+)?")
 
@@ -140,12 +141,18 @@ def _package_problem(package: str) -> str | None:
 AptPackage = Annotated[str, checked(_package_problem)]
 
 
+def _image_problem(name: str | None) -> str | None:
+    # Neither a path of the engine's API, nor a transport, such as docker-archive:/path.
+    if name is None or (_IMAGE.fullmatch(name) and ".." not in name and ":/" not in name):
+        return None
+    return f"image.name is {name[:80]!r}; allowed: the name of an image, as registry.example/team/name:1, or its id"
+
+
 class Image(BaseModel, frozen=True, extra="forbid", strict=True):
     """The container image that a function runs in. Without a name, it runs in processes of the gateway's machine."""
 
-    name: str | None = Field(
+    name: Annotated[str | None, checked(_image_problem)] = Field(
         None,
-        pattern=r"^[^\s-]\S{0,511}$",
         description="Image with pilotflame and the function's requirements, as `pilotflame build` makes it.",
     )
     base: str | None = Field(
@@ -410,10 +417,18 @@ class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
     def snapshot_paths(self, folder: Path) -> dict[str, Path]:
         """Return the paths of the snapshots on this node, by name. `folder` is the function's folder."""
         return {
-            name: (folder / Path(where).expanduser()).resolve()
+            name: (folder / _expanded(where)).resolve()
             for name, where in self.all_snapshots.items()
             if not is_remote(where)
         }
+
+
+def _expanded(where: str) -> Path:
+    """Return a path with ~ replaced. A ~ before a name that is no user stays: it is part of the name."""
+    try:
+        return Path(where).expanduser()
+    except RuntimeError:
+        return Path(where)
 
 
 def read_settings(

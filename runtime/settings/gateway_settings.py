@@ -171,6 +171,18 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
     policy_gpus: int | None = Field(
         None, ge=0, le=64, description="GPUs of each worker at most; by default all."
     )
+    policy_memory_mb: int | None = Field(
+        None,
+        ge=16,
+        description="MiB of memory of a function's workers at most; by default all. If it is set, functions must set"
+        " resources.memory_mb.",
+    )
+    policy_cpus: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="Processors of a function's workers at most; by default all. If it is set, functions must set resources.cpus.",
+    )
     gpus: tuple[GpuText, ...] | None = Field(
         None,
         description="GPUs, or MIG slices of them, that functions with resources.gpus share, with their MiB, as 0:81920,1:81920."

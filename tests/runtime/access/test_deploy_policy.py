@@ -51,6 +51,9 @@ def test_a_policy_allows_untrusted_code_only_uploaded_and_in_a_container() -> No
         (contained(), {"base": "/etc"}, "base.* is outside the code", {"snapshots": ("/etc",)}),
         (contained(source=[{"type": "sqs", "queue": QUEUE}]), {}, "source.queue is 'https", {"queues": (QUEUE,)}),
         (contained(resources={"gpus": 2}), {}, "gpus is 2; allowed: at most 1", {"gpus": 2}),
+        (contained(resources={"memory_mb": 200}), {}, "memory_mb is 200; allowed: at most 100", {"memory_mb": 200}),
+        (contained(resources={"cpus": 2.0}), {}, "cpus is 2.0; allowed: at most 1.0", {"cpus": 2.0}),
+        (contained(), {}, "cpus is not set, which means all", {"cpus": None}),
         (contained(), {}, "gpus is not set, which means all", {"gpus": None}),
         (contained(), {}, "image.name is 'registry/team/f:1'; allowed: other/", {"images": ("registry/team/*",)}),
     ],
@@ -59,13 +62,21 @@ def test_what_the_owner_has_not_listed_is_refused(
     settings: FunctionSettings, outside: dict[str, str], fault: str, allowing: dict[str, Any]
 ) -> None:
     policy = DeployPolicy()
-    if "gpus" in allowing:
-        policy = DeployPolicy(gpus=1)
+    for name, most in (("gpus", 1), ("memory_mb", 100), ("cpus", 1.0)):
+        if name in allowing:
+            policy = DeployPolicy.model_validate({name: most})
     if "images" in allowing:
         policy = DeployPolicy(images=("other/*",))
     with pytest.raises(AssertionError, match=fault):
         assert faults(policy, settings, **outside) == ""
     assert faults(DeployPolicy(**allowing), settings, **outside) == ""
+
+
+def test_processes_and_temporary_files_of_untrusted_code_have_limits() -> None:
+    settings = contained(resources={"pids": 1 << 20, "tmp_mb": 1 << 20})
+    assert "resources.pids is 1048576; allowed: at most 4096" in faults(DeployPolicy(), settings)
+    assert "resources.tmp_mb is 1048576; allowed: at most 4096" in faults(DeployPolicy(), settings)
+    assert faults(TRUSTING, settings) == ""
 
 
 def test_the_result_endpoint_and_profile_of_a_queue_have_to_be_allowed_too() -> None:

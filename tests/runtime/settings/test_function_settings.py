@@ -411,3 +411,23 @@ def test_where_each_setting_comes_from(tmp_path: Path) -> None:
         "hold_s": "pilotflame.toml", "scale.max": "pilotflame.toml", "env.A": "pilotflame.toml",
         "name": "the folder's name", "timeout_s": "--set", "scale.min": "--set", "env.B": "--set",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "name", ["docker-archive:/path", "oci:/path", "../containers/json?all=1&x=", "a b", "-a", "a/../b"]
+)
+def test_what_is_no_image_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(SettingsError, match=r"image\.name is"):
+        read_settings(tmp_path, overrides={"name": "f", "image.name": name})
+
+
+@pytest.mark.parametrize(
+    "name", ["python:3.11", "registry.example:5000/team/f@sha256:" + "0" * 64, "sha256:" + "0" * 64, "f"]
+)
+def test_names_and_ids_of_images_are_accepted(tmp_path: Path, name: str) -> None:
+    assert read_settings(tmp_path, overrides={"name": "f", "image.name": name}).image.name == name
+
+
+def test_a_tilde_before_a_name_that_is_no_user_belongs_to_the_path(tmp_path: Path) -> None:
+    settings = read_settings(tmp_path, overrides={"name": "f", "snapshot": "~nosuchuser/x"})
+    assert settings.snapshot_paths(tmp_path) == {"": tmp_path.resolve() / "~nosuchuser/x"}
