@@ -16,6 +16,7 @@ from aiohttp import web
 from aiohttp.typedefs import Middleware
 
 from ...errors import GatewayError
+from ..http.incoming_bodies import INCOMING, IncomingBodies
 from ..http.responses import Handler, complete_headers
 from ..http.routes import Route, aiohttp_routes
 from .connection import ClientConnection, FastConnection, header_timer
@@ -155,6 +156,7 @@ async def http_server(
         LOG.warning(NO_FAST_PATH.format(version=aiohttp.__version__, reason=reason))
         middlewares = [header_timer, *middlewares]
     app = web.Application(client_max_size=MAX_ARCHIVE_BYTES, middlewares=[callers_leave, *middlewares])
+    app[INCOMING] = IncomingBodies()
     app.add_routes(aiohttp_routes(routes))
     runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=1.0)
     http = HttpServer(runner, fast_path, tls)

@@ -21,6 +21,7 @@ from ..access.keys import ANYBODY, Caller
 from ..jobs.job import ALL
 from ..serving.invocation import NORMAL
 from ..telemetry.timeline import TRACEPARENT
+from .incoming_bodies import INCOMING
 
 CALLER = web.RequestKey("caller", Caller)
 BODY = web.RequestKey("body", bytes)
@@ -76,7 +77,8 @@ async def read_body(
 ) -> bytes:
     """Return the body. Raises InputTooLarge, with `remedy`, as soon as the body exceeds `limit` bytes.
 
-    Raises InputTimeout if the body takes longer than `timeout_s`, and BadInput if the body ends early or is malformed.
+    Raises InputTimeout if the body takes longer than `timeout_s`, BadInput if the body ends early or is malformed, and
+    Overloaded if too many bytes of unfinished bodies have arrived (`IncomingBodies`).
     """
     read: bytes | None = request.get(BODY)
     if (request.content_length or 0) > limit or len(read or b"") > limit:
@@ -128,11 +130,16 @@ def awaits_continue(request: web.Request) -> bool:
 async def _collect(request: web.Request, limit: int) -> bytes:
     """Return the body, or only its beginning if it exceeds `limit`."""
     parts, size = [], 0
-    async for part in request.content.iter_any():
-        parts.append(part)
-        size += len(part)
-        if size > limit:
-            break
+    incoming, owner = request.app[INCOMING], caller_of(request).owner
+    try:
+        async for part in request.content.iter_any():
+            incoming.add(owner, len(part))
+            parts.append(part)
+            size += len(part)
+            if size > limit:
+                break
+    finally:
+        incoming.remove(owner, size)
     return b"".join(parts)
 
 
