@@ -138,6 +138,11 @@ class NewKey(KeyFields, strict=True):
     """A request for a key."""
 
     expires_in_s: float | None = Field(None, gt=0, le=100 * YEAR_S)
+    aws: bool = Field(
+        False,
+        description="Whether clients of AWS may sign requests to Lambda's routes with it. Then what the gateway stores of the"
+        " key is enough to sign such requests.",
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -196,6 +201,7 @@ class ApiKey(KeyFields):
         """Return the key as JSON, without its digests."""
         hidden = {"digest", "signing_digest", "created_s", "expires_s", "last_used_s"}
         fields = self.model_dump(mode="json", exclude=hidden)
+        fields["aws"] = self.signing_digest is not None
         times = {"created_at": self.created_s, "expires_at": self.expires_s, "last_used_at": self.last_used_s}
         return fields | {name: _date(at_s) for name, at_s in times.items()}
 
@@ -214,8 +220,8 @@ def mint(new: NewKey, now_s: float) -> tuple[ApiKey, str]:
     secret = secrets.token_hex(32)
     token = f"pf_{key_id}_{secret}"
     expires_s = None if new.expires_in_s is None else now_s + new.expires_in_s
-    digests = {"digest": _digest(token), "signing_digest": signing_digest(secret)}
-    fields = new.model_dump(exclude={"expires_in_s", "policy"}) | {"policy": new.granted} | digests
+    digests = {"digest": _digest(token), "signing_digest": signing_digest(secret) if new.aws else None}
+    fields = new.model_dump(exclude={"expires_in_s", "policy", "aws"}) | {"policy": new.granted} | digests
     return ApiKey(id=key_id, created_s=now_s, expires_s=expires_s, **fields), token
 
 

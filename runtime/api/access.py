@@ -38,6 +38,7 @@ class ShownKey(KeyFields, title="ApiKey", extra="ignore", json_schema_serializat
     created_at: Timestamp
     expires_at: Timestamp | None
     last_used_at: Timestamp | None
+    aws: bool
 
 
 class CreatedKey(ShownKey, title="CreatedKey"):

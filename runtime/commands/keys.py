@@ -165,6 +165,7 @@ def keys() -> None:
 @click.option(
     "--cpus", type=float, metavar="N", help="Processors of each of its functions at most.  [default: all]"
 )
+@click.option("--aws", is_flag=True, help="Clients of AWS may sign requests to Lambda's routes with it.")
 @click.option("--expires", "expires_in_s", callback=_seconds, metavar="TIME", help="Lifetime: 90d, 12h, 30m.")
 @_with_keys
 def create_key(

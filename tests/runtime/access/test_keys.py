@@ -32,6 +32,14 @@ def test_what_is_stored_and_shown_does_not_hold_the_token():
     assert key.digest not in json.dumps(key.shown())
 
 
+def test_only_a_key_for_aws_has_a_digest_that_could_sign() -> None:
+    assert mint(NewKey(name="a"), 0.0)[0].signing_digest is None
+    key, _ = mint(NewKey(name="a", aws=True), 0.0)
+    assert key.signing_digest is not None
+    assert key.shown()["aws"] is True
+    assert key.signing_digest not in json.dumps(key.shown())
+
+
 def test_an_expired_key_opens_nothing():
     key, token = mint(NewKey(name="a", expires_in_s=10), 100.0)
     assert key.opens(token, 109.9)

@@ -480,7 +480,7 @@ async def test_a_key_signs_the_requests_of_boto3(state):
     ):
 
         async def key(**wanted: Any) -> dict[str, Any]:
-            return dict((await home.post("/v1/keys", json={"name": "k", **wanted})).json())
+            return dict((await home.post("/v1/keys", json={"name": "k", "aws": True, **wanted})).json())
 
         admin, mine, quota = await key(scopes=["admin"]), await key(functions=["mine"]), await key(concurrency=1, rate_per_s=0.01)  # fmt: skip
         gateway.client.headers["Authorization"] = f"Bearer {admin['key']}"
@@ -519,7 +519,7 @@ async def test_a_key_signs_the_requests_of_boto3(state):
 
 async def test_a_signature_opens_no_other_route(state):
     async with gateway_here(state, auth="always", drain_s=1.0) as gateway, gateway.at_home() as home:
-        made = (await home.post("/v1/keys", json={"name": "k", "scopes": ["admin"]})).json()
+        made = (await home.post("/v1/keys", json={"name": "k", "aws": True, "scopes": ["admin"]})).json()
         credentials = Credentials(made["id"], made["key"].rpartition("_")[2])
         for path in ("/v1/functions", "/v1/keys", "/metrics", "/v2/f/health"):
             request = AWSRequest("GET", gateway.url + path)
@@ -565,7 +565,9 @@ async def keyed() -> AsyncIterator[Gateway]:
     with short_folder() as folder:
         async with gateway_here(folder / "state", auth="always", drain_s=1.0, body_timeout_s=0.3) as gateway:
             async with gateway.at_home() as home:
-                admin = (await home.post("/v1/keys", json={"name": "k", "scopes": ["admin"]})).json()["key"]
+                admin = (
+                    await home.post("/v1/keys", json={"name": "k", "aws": True, "scopes": ["admin"]})
+                ).json()["key"]
             gateway.client.headers["Authorization"] = f"Bearer {admin}"
             await gateway.deploy(ECHO, name="mine")
             yield gateway
@@ -573,7 +575,7 @@ async def keyed() -> AsyncIterator[Gateway]:
 
 async def signing_key(gateway: Gateway, **wanted: Any) -> tuple[str, str]:
     """Return the id and the secret of a new key."""
-    made = (await gateway.client.post("/v1/keys", json={"name": "k", **wanted})).json()
+    made = (await gateway.client.post("/v1/keys", json={"name": "k", "aws": True, **wanted})).json()
     return made["id"], made["key"].rpartition("_")[2]
 
 
@@ -612,7 +614,7 @@ async def test_few_large_bodies_are_read_before_they_are_verified(monkeypatch: p
     with short_folder() as folder:
         async with gateway_here(folder / "state", auth="always", drain_s=1.0, body_timeout_s=0.3) as gateway:
             async with gateway.at_home() as home:
-                made = (await home.post("/v1/keys", json={"name": "k"})).json()
+                made = (await home.post("/v1/keys", json={"name": "k", "aws": True})).json()
             stuck = signed_head(gateway, made["id"], "0" * 64, length=1_000_000)
             statuses = [
                 one[0] for one in await asyncio.gather(*(answer_to(gateway, stuck) for _ in range(3)))
