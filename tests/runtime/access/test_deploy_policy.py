@@ -7,12 +7,16 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pilotflame.addresses import Addresses
 from pilotflame.errors import PolicyViolation
 from pilotflame.runtime.access.deploy_policy import DeployPolicies, DeployPolicy
 from pilotflame.runtime.settings.function_settings import FunctionSettings
 
 QUEUE = "https://sqs.eu-west-1.amazonaws.com/000000000000/orders"
 TRUSTING = DeployPolicy(kind="trusted")
+OPEN = pytest.mark.xfail(
+    strict=True, reason="issue 30: policies do not limit what snapshots are fetched with"
+)
 
 
 def function(**settings: Any) -> FunctionSettings:
@@ -143,3 +147,19 @@ def test_a_narrower_policy_allows_nothing_that_a_wider_one_refuses(
     narrow = wide.model_copy(update={"networks": wide.networks[1:], "gpus": 0})
     if faults(wide, settings):
         assert faults(narrow, settings)
+
+
+@OPEN
+def test_snapshots_of_untrusted_functions_are_fetched_with_their_own_secrets_from_allowed_addresses() -> None:
+    from pilotflame.snapshot.sources.access import ANY, Access
+
+    here = Addresses.of(["10.0.0.0/8"])
+    policies = {"trusted": TRUSTING, "team": DeployPolicy()}
+    found = DeployPolicies(TRUSTING, policies.get, ("s3://shared/*",), here)
+    assert [found.access("s3://any/net", key) for key in ("", "trusted", "unknown")] == [ANY] * 3
+    assert found.access("s3://any/net", "team") == Access(own_only=True, addresses=here)
+    assert found.access("s3://shared/../any", "team") == Access(own_only=True, addresses=here)
+    assert found.access("s3://shared/net", "team") == Access(own_only=False, addresses=here)
+    strict = DeployPolicies(DeployPolicy(), policies.get)
+    for key in ("", "trusted", "team", "unknown"):
+        assert strict.access("s3://shared/net", key) == Access(own_only=True, addresses=Addresses())

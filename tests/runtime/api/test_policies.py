@@ -11,13 +11,18 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from fault_server import FaultServer
 from live import TRUSTED, Gateway, failure, gateway_here
+from pilotflame.errors import SourceDenied
 from pilotflame.runtime import main
 from pilotflame.runtime.packaging.code import pack
 from safetensors.torch import save_file
 
 ECHO = "def handler(event):\n    return event\n"
 ENGINE = "unix:///nonexistent/engine.sock"
+OPEN = pytest.mark.xfail(
+    strict=True, reason="issue 30: snapshots of untrusted keys are fetched from any address"
+)
 GZIP = {"Content-Type": "application/gzip"}
 
 
@@ -224,3 +229,34 @@ async def test_a_zygote_that_lies_about_its_handler_does_not_stop_the_gateway(
         assert [one["name"] for one in response.json()["functions"]] == ["liar"]
         await gateway.deploy(ECHO, name="liar")
         assert await gateway.function("liar").answer(1) == 1
+
+
+@OPEN
+async def test_snapshots_of_a_key_that_is_not_trusted_come_only_from_allowed_networks(
+    state: Path, tmp_path: Path
+) -> None:
+    net = tmp_path / "net"
+    net.mkdir()
+    save_file({"w": torch.zeros(1)}, net / "model.safetensors")
+    with FaultServer(net) as server:
+        settings = ("image.name=registry/mine:1", f"snapshot={server.url}/model.safetensors")
+        policy = {"kind": "container", "snapshots": [f"{server.url}/*"]}
+        async with gateway_here(state, engine=ENGINE) as gateway:
+            await key(gateway, policy=policy)
+            error = failure(await upload(gateway, tmp_path / "code", *settings))
+            assert error["type"] == "source_denied"
+            assert "its address may not be connected to: loopback" in error["message"]
+            assert "PILOTFLAME_SNAPSHOT_NETWORKS" in error["remedy"]
+            assert server.requests == []
+            authorization = gateway.client.headers["Authorization"]
+        async with gateway_here(state, engine=ENGINE, snapshot_networks=("127.0.0.0/8",)) as gateway:
+            gateway.client.headers["Authorization"] = authorization
+            assert (await upload(gateway, tmp_path / "code", *settings)).status_code == 201
+        # A stored revision follows the rule of the gateway's present settings.
+        counted = len(server.requests)
+        async with gateway_here(state, engine=ENGINE) as gateway:
+            assert gateway.server is not None
+            functions = gateway.server.functions
+            with pytest.raises(SourceDenied, match="its address may not be connected to: loopback"):
+                await functions.weights.prefetch(functions.get("mine").revision.spec, {})
+        assert len(server.requests) == counted
