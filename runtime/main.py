@@ -18,7 +18,7 @@ from typing import Any
 import uvloop
 
 from .._version import __version__
-from ..addresses import is_loopback
+from ..addresses import Addresses, is_loopback
 from ..entry_points import APIS, DIALECTS, check_names, load
 from ..errors import GatewayError, PilotflameError, UnknownFunction
 from ..handlers.recognise import Dialects
@@ -246,7 +246,10 @@ async def startup(
         await FunctionHistories.open(state / "habits", tasks, ledger.account),
         Reconciler(GpuPlaces(gpus, driver), settings.max_workers, keyring.max_workers),
         Dialects(load(DIALECTS, settings.plugins).values()),
-        DeployPolicies(_gateway_policy(settings), keyring.policy),
+        DeployPolicies(
+            _gateway_policy(settings), keyring.policy, settings.snapshot_identity,
+            Addresses.of(settings.snapshot_networks),
+        ),
     )  # fmt: skip
     stack.callback(functions.close_threads)
     metrics = Metrics(functions.worker_counts, tasks.failures, [fetcher.metrics], lambda: logs.files.dropped)

@@ -15,7 +15,9 @@ from urllib.parse import unquote
 
 from pydantic import BaseModel, BeforeValidator, Field, Strict, model_validator
 
+from ...addresses import Addresses
 from ...errors import PolicyViolation
+from ...snapshot.sources.access import ANY, Access
 from ..settings.function_settings import FunctionSettings, setting_of
 from ..settings.validation import split_text
 
@@ -118,6 +120,20 @@ class DeployPolicies:
     gateway: DeployPolicy = field(default_factory=lambda: DeployPolicy(kind="trusted"))
     of_key: Callable[[str], DeployPolicy | None] = lambda _key_id: None
     """Returns the policy of the API key with this id; None if the key has no policy or is unknown."""
+    snapshot_identity: tuple[str, ...] = ()
+    """Patterns of the URLs for which functions that are not trusted may use the gateway's credentials."""
+    snapshot_addresses: Addresses = field(default_factory=Addresses)
+    """The addresses from which snapshots of functions that are not trusted are fetched."""
+
+    def access(self, url: str, key_id: str) -> Access:
+        """Return the rule for fetching a snapshot of a function that was deployed with this key.
+
+        `url` is the URL in the function's settings.
+        """
+        policies = (self.gateway, self.of_key(key_id) if key_id else None)
+        if all(policy is None or policy.kind == "trusted" for policy in policies):
+            return ANY
+        return Access(own_only=not _matches(url, self.snapshot_identity), addresses=self.snapshot_addresses)
 
     def confined(self, key_id: str) -> bool:
         """Return True if only code in containers may be deployed with this key."""

@@ -22,6 +22,7 @@ from ...handlers.recognise import Dialects
 from ...machine import processors
 from ...snapshot.extras import is_installed, missing
 from ...snapshot.handle import subject_of
+from ...snapshot.sources.access import Access
 from ..access.deploy_policy import DeployPolicies
 from ..link.worker_spec import Weights, WorkerSpec
 from ..packaging import code, requirements
@@ -82,6 +83,15 @@ class Deployment:
     """`prepare` calls this with the function's name. It raises Forbidden if the caller may not deploy that function."""
 
 
+@dataclass(frozen=True, slots=True)
+class _SourceRules:
+    """What snapshots of a function are fetched with: its secrets, and the policies of the key that deploys it."""
+
+    secrets: Mapping[str, str]
+    policies: DeployPolicies
+    key_id: str
+
+
 def prepare(
     store: Store,
     environments: Path,
@@ -119,7 +129,8 @@ def prepare(
         with progress.step("packages"):
             environment = _environment(staged_code, environments, settings, request, needs, dialects, log)
         with progress.step("weights") if settings.all_snapshots else contextlib.nullcontext():
-            fields = _fields(staged, settings, local, environment, log, secrets_of(settings.name))
+            rules = _SourceRules(secrets_of(settings.name), policies or DeployPolicies(), request.owner)
+            fields = _fields(staged, settings, local, environment, log, rules)
         origins = {f"env.{variable}": needs.file for variable in needs.env}
         origins |= setting_origins(folder, overrides=request.overrides)
         undo.pop_all()
@@ -194,13 +205,13 @@ def _fields(
     local: dict[str, Path],
     environment: tuple[Path, str],
     log: Log,
-    secrets: Mapping[str, str],
+    rules: _SourceRules,
 ) -> RevisionFields:
     """Put the snapshots' manifests and assets into the staged folder. Return the fields of the record."""
     snapshots = {}
     for name in settings.all_snapshots:
         try:
-            snapshots[name] = _described(staged, name, settings, local, log, secrets)
+            snapshots[name] = _described(staged, name, settings, local, log, rules)
         except SnapshotError as error:
             raise error.about(subject_of(name)) from error
     return RevisionFields(
@@ -215,13 +226,13 @@ def _described(
     settings: FunctionSettings,
     local: dict[str, Path],
     log: Log,
-    secrets: Mapping[str, str],
+    rules: _SourceRules,
 ) -> StoredSnapshot:
     """Put the manifest and the assets of a snapshot into the staged folder. Return where its weights are."""
     folder, part = _folder_of(staged, name), settings.snapshot_part
     folder.mkdir(parents=True, exist_ok=True)
     if (root := local.get(name)) is None:
-        return StoredSnapshot(url=_fetch_manifest(settings.all_snapshots[name], folder, part, log, secrets))
+        return StoredSnapshot(url=_fetch_manifest(settings.all_snapshots[name], folder, part, log, rules))
     _write_manifest(root, folder / MANIFEST_FILE, part, log)
     # The path of uploaded weights is stored relative to the code: the staged folder is moved later.
     if root.is_relative_to(uploaded := (staged / CODE_FOLDER).resolve()):
@@ -234,15 +245,27 @@ def _folder_of(revision: Path, name: str) -> Path:
     return revision / SNAPSHOTS_FOLDER / name if name else revision
 
 
-def worker_spec(store: Store, record: RevisionRecord, cache: Path, dialects: Dialects) -> WorkerSpec:
-    """Return the facts of a revision for its zygotes and workers. `cache` holds fetched snapshots.
+def worker_spec(
+    store: Store,
+    record: RevisionRecord,
+    cache: Path,
+    dialects: Dialects,
+    policies: DeployPolicies | None = None,
+) -> WorkerSpec:
+    """Return the facts of a revision for its zygotes and workers. `cache` holds fetched snapshots. `policies` say what
+    may be used to fetch them; None allows everything.
 
     If the dialect of the revision's handler is no longer installed, the start of a worker fails with an error that says
     this.
     """
     settings, folder = record.settings, store.code(record)
     entry = _entry(folder, record, dialects)
-    weights = [_weights(folder, name, stored, cache) for name, stored in record.snapshots.items()]
+    rules, named = policies or DeployPolicies(), settings.all_snapshots
+    weights = [
+        # The stored URL may name a commit. The policies are about the URL in the settings, as at the deploy.
+        _weights(folder, name, stored, cache, rules.access(named.get(name, ""), record.deployed_by))
+        for name, stored in record.snapshots.items()
+    ]
     return WorkerSpec(
         function=record.function, revision=record.revision, code=folder, handler=entry.reference,
         resolver=dialects.resolver(entry), python=str(record.python),
@@ -268,11 +291,13 @@ def _entry(folder: Path, record: RevisionRecord, dialects: Dialects) -> Entry:
     return dialects.recognise(folder, record.settings.handler)
 
 
-def _weights(code_folder: Path, name: str, stored: StoredSnapshot, cache: Path) -> Weights:
+def _weights(code_folder: Path, name: str, stored: StoredSnapshot, cache: Path, access: Access) -> Weights:
     folder = _folder_of(code_folder.parent, name)
     if stored.url is not None:
         assets, manifest = folder / ASSETS_FOLDER, folder / MANIFEST_FILE
-        return Weights(name=name, root=assets, manifest=manifest, source=stored.url, cache=cache)
+        return Weights(
+            name=name, root=assets, manifest=manifest, source=stored.url, cache=cache, access=access
+        )
     return Weights(name=name, root=code_folder / (stored.root or ""), manifest=folder / MANIFEST_FILE)
 
 
@@ -426,7 +451,7 @@ def _needed(manifest: Manifest, part: SnapshotPart, log: Log) -> Manifest:
     return needed
 
 
-def _fetch_manifest(url: str, folder: Path, part: SnapshotPart, log: Log, secrets: Mapping[str, str]) -> str:
+def _fetch_manifest(url: str, folder: Path, part: SnapshotPart, log: Log, rules: _SourceRules) -> str:
     """Fetch a remote snapshot's manifest and assets. The zygote needs them before the weights.
 
     Return the URL from which the revision's weights are fetched. If `url` names a branch, the returned URL names the
@@ -440,15 +465,16 @@ def _fetch_manifest(url: str, folder: Path, part: SnapshotPart, log: Log, secret
     from ...snapshot.sources.source import Pinnable  # noqa: PLC0415
 
     log(f"reading the manifest of {shown(url)}")
-    source, file = open_source(url, secrets), weights_file(url)
+    secrets, access = rules.secrets, rules.policies.access(url, rules.key_id)
+    source, file = open_source(url, secrets, access), weights_file(url)
     if isinstance(source, Pinnable):
         url = source.pinned()
-        source = open_source(url, secrets)
+        source = open_source(url, secrets, access)
         log(f"the weights are those of {url}")
     manifest = find_manifest(source, file)
     if manifest.observed is not None:
         log(f"{shown(url)} has no manifest: the first fetch makes one")
-    needed = _needed(manifest, part, log).with_realm(realm_of(url, secrets))
+    needed = _needed(manifest, part, log).with_realm(realm_of(url, secrets, access))
     needed.write(folder / MANIFEST_FILE)
     (folder / ASSETS_FOLDER).mkdir()
     fetch_assets(manifest, source, folder / ASSETS_FOLDER)

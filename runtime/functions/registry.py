@@ -556,7 +556,9 @@ class Functions:
         """Make a revision without processes. `barred` says why a policy does not allow its function to run."""
         # `worker_spec` and `LatencyCurveStore.open` read files, so they run in threads.
         spec = await self._thread(
-            functools.partial(worker_spec, self.store, record, self.weights.cache, self.dialects)
+            functools.partial(
+                worker_spec, self.store, record, self.weights.cache, self.dialects, self.policies
+            )
         )
         if seen := self.gpus.environment(spec.resources, contained=bool(spec.image)):
             spec = spec.model_copy(update={"env": {**spec.env, **seen}})

@@ -7,6 +7,7 @@ of JSON on standard input. Events are lines of JSON on standard output:
                                                 "timeout_s": n seconds are the limit of the fetch;
                                                 with "copied": true, it is done when it is also on the disk;
                                                 "secrets": {...} are the secrets of the function for sources;
+                                                "access": {...} is Access.to_wire, the rule for the source;
                                                 "assets": path is a folder with copies of the assets
     {"op": "prepare", "manifest": path, "url": "s3://..."}     a hold will come: import what it needs
     {"op": "share", "host": ..., "port": n, "urls": [...], "token": ..., "certificate": [path, path]}     once, first:
@@ -46,6 +47,7 @@ from ...errors import LauncherError, PilotflameError, SnapshotError, SourceDenie
 from ...snapshot.caching.cache import Cache, Lease
 from ...snapshot.caching.node import Budgets, drop_from_memory, node_cache, release_memory
 from ...snapshot.format.manifest import Manifest
+from ...snapshot.sources.access import ANY, Access
 from ...snapshot.sources.locate import KeptSources
 from ...snapshot.sources.location import shown
 from ...snapshot.sources.source import Kept, Source
@@ -144,7 +146,7 @@ class Fetcher:
         with contextlib.suppress(PilotflameError, OSError):
             # This caches the manifest for the hold.
             read_manifest(Path(request["manifest"]))
-            source = self._sources.open(request["url"], request.get("secrets") or {})
+            source = self._open(request)
             if isinstance(source, Kept):
                 source.prepare()
 
@@ -175,7 +177,7 @@ class Fetcher:
     def _hold(self, request: dict[str, Any]) -> None:
         number, url = int(request["id"]), request["url"]
         try:
-            source = self._sources.open(url, request.get("secrets") or {})
+            source = self._open(request)
             described = read_manifest(Path(request["manifest"]))
             try:
                 fetched_bytes = self._fetch(number, source, described, request)
@@ -193,6 +195,10 @@ class Fetcher:
             self._emit(number, "done", bytes=fetched_bytes)
         self._report_shared()
         self.report_tiers()
+
+    def _open(self, request: dict[str, Any]) -> Source:
+        access = Access.from_wire(request["access"]) if "access" in request else ANY
+        return self._sources.open(request["url"], request.get("secrets") or {}, access)
 
     def _fetch(self, number: int, source: Source, described: Manifest, request: dict[str, Any]) -> int | None:
         """Keep a lease and wait for all bytes. Return how many bytes were fetched, or None if the hold was released

@@ -379,5 +379,5 @@ def _order(weights: Weights, secrets: Mapping[str, str]) -> dict[str, Any]:
     # The deploy has put the assets into `weights.root`, where workers read them.
     return {
         "manifest": str(weights.manifest), "url": weights.source, "assets": str(weights.root),
-        "secrets": of_sources(secrets),
+        "secrets": of_sources(secrets), "access": weights.access.to_wire(),
     }  # fmt: skip

@@ -5,9 +5,10 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 from ...snapshot.handle import subject_of
+from ...snapshot.sources.access import ANY, Access
 from ..settings.resources import Resources
 
 REQUEST_VARIABLE = "PILOTFLAME_ZYGOTE"
@@ -52,6 +53,8 @@ class Weights(BaseModel):
     manifest: Path
     source: str = ""
     """The URL from which the snapshot is fetched; "" if `root` holds the weights."""
+    access: Access = Field(ANY, exclude=True)
+    """The rule for fetching the snapshot. Workers do not get it."""
     cache: Path | None = None
     """The folder of the node's cache of fetched snapshots; None if this snapshot is not fetched."""
     mounted: tuple[Path, ...] = ()

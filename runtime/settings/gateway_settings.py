@@ -117,6 +117,15 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
     webhook_networks: tuple[str, ...] = Field(
         (), description="Private networks that webhooks may call, as 10.0.0.0/8,fd00::/8; by default none."
     )
+    snapshot_networks: tuple[NetworkText, ...] = Field(
+        (),
+        description="Private networks from which functions of keys that are not trusted may fetch snapshots; by default none.",
+    )
+    snapshot_identity: tuple[str, ...] = Field(
+        (),
+        description="URLs of snapshots that such functions may fetch with the gateway's credentials, as s3://models/*; by"
+        " default none.",
+    )
     cors_origins: tuple[Origin, ...] = Field(
         (),
         description="Origins of web pages that may call all functions, as https://shop.example; by default none.",
@@ -242,6 +251,8 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
 
     @field_validator(
         "webhook_networks",
+        "snapshot_networks",
+        "snapshot_identity",
         "cors_origins",
         "trusted_proxies",
         "peers",

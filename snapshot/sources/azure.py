@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import urlencode
 
 from ...errors import SourceDenied, SourceError
+from .access import ANY, Access
 from .cloud import RETRIES, SIGNED_FOR, CloudSource, is_set
 from .location import Location
 from .variables import AZURE, own_variables, variables_of
@@ -32,7 +33,7 @@ class AzureSource(CloudSource):
 
     scheme = "az"
 
-    def __init__(self, url: str, secrets: Mapping[str, str] | None = None) -> None:
+    def __init__(self, url: str, secrets: Mapping[str, str] | None = None, access: Access = ANY) -> None:
         variables = variables_of(secrets or {}, AZURE)
         self._account = variables.get("AZURE_STORAGE_ACCOUNT_NAME", "")
         if not self._account:
@@ -40,7 +41,7 @@ class AzureSource(CloudSource):
             raise SourceError("az:// needs AZURE_STORAGE_ACCOUNT_NAME.", remedy=remedy)
         named = variables.get("AZURE_STORAGE_ENDPOINT") or variables.get("AZURE_ENDPOINT")
         self._endpoint = named or f"https://{self._account}.blob.core.windows.net"
-        super().__init__(url, self._endpoint)
+        super().__init__(url, self._endpoint, access)
         own = bool(own_variables(secrets or {}, AZURE))
         self._kind, self._secret = _credential(variables, own=own)
         self.credentials = _CREDENTIALS[self._kind]

@@ -17,6 +17,7 @@ from urllib.parse import quote
 
 from ...errors import PilotflameError, SourceDenied, SourceError, SourceMissing, SourceUnavailable
 from ..extras import needs
+from .access import Access
 from .exchange import Head
 from .http import WebSource
 from .location import ServerAddress
@@ -40,7 +41,7 @@ class CloudSource(WebSource):
     credentials: str
     """Describes the credentials in messages, without secrets."""
 
-    def __init__(self, url: str, endpoint: str) -> None:
+    def __init__(self, url: str, endpoint: str, access: Access) -> None:
         scheme, _, rest = url.partition("://")
         self.bucket, _, prefix = rest.partition("/")
         self._prefix = prefix.strip("/")
@@ -51,7 +52,7 @@ class CloudSource(WebSource):
             or set(self.bucket) & set("@?#")
         ):
             raise SourceError(f"{scheme}://… is not valid.", remedy=f"Write {self.scheme}://bucket/prefix.")
-        super().__init__(f"{self.scheme}://{self.bucket}/{self._prefix}".rstrip("/"))
+        super().__init__(f"{self.scheme}://{self.bucket}/{self._prefix}".rstrip("/"), access=access)
         try:
             self._plain = ServerAddress.of(endpoint).scheme == "http"
         except ValueError as error:

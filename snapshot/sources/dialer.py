@@ -17,6 +17,8 @@ from collections.abc import Iterable
 from itertools import chain, zip_longest
 from typing import Any, NamedTuple, Protocol
 
+from ...addresses import Addresses
+
 ATTEMPT_DELAY_S = 0.25
 RESOLVED_FOR_S = 10.0
 AVOIDED_FOR_S = 60.0
@@ -28,6 +30,14 @@ class Address(NamedTuple):
 
     family: int
     name: tuple[Any, ...]
+
+
+class AddressRefused(PermissionError):
+    """No address of a host may be connected to. `reason` says why, without the address."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(errno.EACCES, f"its address may not be connected to: {reason}")
+        self.reason = reason
 
 
 class Sockets(Protocol):
@@ -43,7 +53,9 @@ class Sockets(Protocol):
 class Dialer:
     """Remembers the addresses of hosts, and which of them did not answer. Thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, allowed: Addresses | None = None) -> None:
+        """Only `allowed` addresses are connected to; with None, all addresses are."""
+        self._allowed = allowed
         self._lock = threading.Lock()
         # The look-ups by host and port. All threads that need the addresses of a host wait for the same look-up.
         self._lookups: dict[tuple[str, int], _Lookup] = {}
@@ -62,9 +74,10 @@ class Dialer:
     def addresses(self, host: str, port: int, deadline_s: float) -> list[Address]:
         """Return the addresses of `host` in the order in which to try them. Each call begins with another address.
 
-        Avoided addresses come last. Raises OSError if no address is known by the monotonic time `deadline_s`.
+        Avoided addresses come last. Raises OSError if no address is known by the monotonic time `deadline_s`, and its
+        subclass AddressRefused if no address may be connected to.
         """
-        known, now_s = self._lookup(host, port).addresses(deadline_s), time.monotonic()
+        known, now_s = self._checked(self._lookup(host, port).addresses(deadline_s)), time.monotonic()
         with self._lock:
             turn, self._turn = self._turn, self._turn + 1
             # `sorted` keeps the order of equal elements.
@@ -76,6 +89,16 @@ class Dialer:
             if len(self._avoided) >= _MAX_REMEMBERED:
                 self._avoided.clear()
             self._avoided[address] = time.monotonic() + AVOIDED_FOR_S
+
+    def _checked(self, known: list[Address]) -> list[Address]:
+        """Return the addresses that may be connected to. Raises AddressRefused if there are none."""
+        if self._allowed is None:
+            return known
+        faults = {address: self._allowed.fault(str(address.name[0])) for address in known}
+        found = [address for address, fault in faults.items() if fault is None]
+        if known and not found:
+            raise AddressRefused(str(faults[known[0]]))
+        return found
 
     def _lookup(self, host: str, port: int) -> _Lookup:
         with self._lock:

@@ -10,6 +10,7 @@ from typing import Any
 
 from ...errors import PilotflameError, SourceDenied
 from ..extras import needs
+from .access import ANY, Access
 from .cloud import RETRIES, CloudSource, is_set
 from .exchange import Head
 from .location import Location
@@ -31,10 +32,10 @@ class GoogleSource(CloudSource):
 
     scheme = "gs"
 
-    def __init__(self, url: str, secrets: Mapping[str, str] | None = None) -> None:
+    def __init__(self, url: str, secrets: Mapping[str, str] | None = None, access: Access = ANY) -> None:
         variables = variables_of(secrets or {}, GOOGLE)
         self._endpoint = variables.get("GOOGLE_BASE_URL") or ENDPOINT
-        super().__init__(url, self._endpoint)
+        super().__init__(url, self._endpoint, access)
         self._token = GoogleToken(variables, own=bool(own_variables(secrets or {}, GOOGLE)))
         project = variables.get("GOOGLE_CLOUD_QUOTA_PROJECT", "")
         # The project that pays for the requests, if it is not the bucket's project.

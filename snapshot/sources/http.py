@@ -24,7 +24,8 @@ from ...errors import (
     SourceMissing,
     SourceUnavailable,
 )
-from .dialer import Dialer
+from .access import ANY, Access, refused
+from .dialer import AddressRefused, Dialer
 from .exchange import Exchange, Head, StaleError
 from .idle import IdleConnections
 from .location import PATH, QUERY, Location, ServerAddress, redirected, shown
@@ -61,9 +62,10 @@ class WebSource(ABC):
     kept_for_s = math.inf
     """How long a location is used before `resolve` is called again."""
 
-    def __init__(self, url: str, ssl_context: ssl.SSLContext | None = None) -> None:
+    def __init__(self, url: str, ssl_context: ssl.SSLContext | None = None, access: Access = ANY) -> None:
         self.url = url
-        self._dialer = Dialer()
+        self.access = access
+        self._dialer = Dialer(access.addresses)
         self._own_trust = ssl_context
         # The threads of all connections use these dicts without a lock, because single operations are atomic.
         self.infos: dict[str, ObjectInfo] = {}
@@ -155,18 +157,22 @@ class WebSource(ABC):
                     retries.wait(error)
 
     def connect(self) -> HttpConnection:
-        return HttpConnection(self, Wire(self._trust, self._dialer))
+        return HttpConnection(self, self._wire())
 
     @contextmanager
     def _borrowed(self) -> Iterator[HttpConnection]:
         # Do not reuse a kept connection: it may deliver a second answer to an earlier request, and these reads are not
         # verified.
-        connection = HttpConnection(self, Wire(self._trust, self._dialer), reuse=False)
+        connection = HttpConnection(self, self._wire(), reuse=False)
         try:
             yield connection
             connection.release()
         finally:
             connection.close()
+
+    def _wire(self) -> Wire:
+        # The addresses to which a proxy connects cannot be checked.
+        return Wire(self._trust, self._dialer, direct=self.access.addresses is not None)
 
     def _trust(self) -> ssl.SSLContext:
         return self._own_trust or system_trust(self._ca_bundle())
@@ -188,6 +194,7 @@ class HttpSource(WebSource):
         headers: Mapping[str, str] | None = None,
         ssl_context: ssl.SSLContext | None = None,
         secrets: Mapping[str, str] | None = None,
+        access: Access = ANY,
     ) -> None:
         """`secrets` may have PILOTFLAME_SNAPSHOT_TOKEN, a bearer token, and PILOTFLAME_SNAPSHOT_HEADERS."""
         try:
@@ -196,7 +203,7 @@ class HttpSource(WebSource):
             fault = f"{shown(url)!r} is not a URL of a web server: {error}."
             raise SourceError(fault, remedy="Write http(s)://host/path.") from None
         base = f"{origin}{quote(parts.path.rstrip('/'), safe=PATH)}"
-        super().__init__(base, ssl_context)
+        super().__init__(base, ssl_context, access)
         self._query = f"?{quote(parts.query, safe=QUERY)}" if parts.query else ""
         self._headers = {**_own_headers(own_variables(secrets or {}, WEB)), **(headers or {})}
         if parts.username is not None:
@@ -402,6 +409,8 @@ class HttpConnection:
 
     def _failed(self, request: RangeRequest, error: Exception) -> PilotflameError:
         self._wire.drop()
+        if isinstance(error, AddressRefused):
+            return refused(request.url, error.reason)
         if isinstance(error, ssl.SSLCertVerificationError):
             fault = f"{request.url}: the server's certificate is not trusted: {error.verify_message}."
             return SourceError(fault, remedy="Name its authority in SSL_CERT_FILE.")

@@ -16,12 +16,13 @@ from typing import Any
 from urllib.parse import quote, unquote
 
 from ...errors import PilotflameError, SourceDenied, SourceError, SourceMissing
+from .access import ANY, Access
 from .exchange import Head
 from .http import WebSource
 from .location import Location, ServerAddress
 from .response import RangeRequest, refusal
 from .source import name_fault
-from .variables import HUB, variables_of
+from .variables import HUB, own_variables, variables_of
 
 ENDPOINT = "https://huggingface.co"
 COMMIT_CHARS = 40
@@ -75,16 +76,17 @@ class HubSource(WebSource):
     kept_for_s = 900.0
     versioned_by_content = True
 
-    def __init__(self, url: str, secrets: Mapping[str, str] | None = None) -> None:
+    def __init__(self, url: str, secrets: Mapping[str, str] | None = None, access: Access = ANY) -> None:
         self._place = HubPlace.of(url)
-        super().__init__(str(self._place))
-        variables = variables_of(secrets or {}, HUB)
+        super().__init__(str(self._place), access=access)
+        variables = variables_of(secrets or {}, HUB, own_only=access.own_only)
         self._endpoint = (variables.get("HF_ENDPOINT") or ENDPOINT).rstrip("/")
         try:
             ServerAddress.of(self._endpoint)
         except ValueError as error:
             raise SourceError(f"HF_ENDPOINT is not a URL: {error}.", remedy="Write https://host.") from None
-        self._variables, self._own = variables, any(name.startswith(HUB) for name in secrets or ())
+        self._variables = variables
+        self._own = access.own_only or bool(own_variables(secrets or {}, HUB))
         self._token = _token(variables, own=self._own)
         self._asking = threading.Lock()
         self._commit = self._place.revision if _COMMIT.fullmatch(self._place.revision) else ""

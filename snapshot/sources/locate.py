@@ -6,6 +6,7 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
+from .access import ANY, Access
 from .folder import FolderSource
 from .schemes import scheme_of
 from .source import Kept, Source
@@ -41,33 +42,34 @@ def weights_file(url: str) -> str | None:
     return file if file is not None and file.endswith(WEIGHTS_SUFFIX) else None
 
 
-def open_source(url: str, secrets: Mapping[str, str] | None = None) -> Source:
+def open_source(url: str, secrets: Mapping[str, str] | None = None, access: Access = ANY) -> Source:
     """Return the source for `url`, which is a URL of a cloud (s3, gs, az), the hub (hf) or a web server, or a path.
 
     If the URL names a file of weights or a manifest, the source is the folder of that file. `secrets` are the secrets
-    of a function. They take precedence over the environment of this process (see `variables`).
+    of a function. They take precedence over the environment of this process (see `variables`). `access` limits what else
+    the source uses and where it connects to.
     """
     folder, _ = split_file(url)
     scheme = scheme_of(folder)
-    return FolderSource(Path(folder)) if scheme is None else scheme.open(folder, secrets)
+    return FolderSource(Path(folder)) if scheme is None else scheme.open(folder, secrets, access)
 
 
 class KeptSources:
     """The most recently used remote sources, with their connections, clients and tokens. Thread-safe.
 
-    Each URL and set of secrets has its own source, so no connection is used with the credentials of another source.
+    Each URL, set of secrets and rule has its own source, so no connection is used with the credentials of another source.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._kept: dict[tuple[str, frozenset[tuple[str, str]]], Source] = {}
+        self._kept: dict[tuple[str, frozenset[tuple[str, str]], Access], Source] = {}
 
-    def open(self, url: str, secrets: Mapping[str, str]) -> Source:
+    def open(self, url: str, secrets: Mapping[str, str], access: Access = ANY) -> Source:
         """Return the source for `url` like `open_source`. A kept source first forgets the infos of its objects."""
-        key = url, frozenset(secrets.items())
+        key = url, frozenset(secrets.items()), access
         with self._lock:
             source = self._kept.pop(key, None)
-        source = source or open_source(url, secrets)
+        source = source or open_source(url, secrets, access)
         if isinstance(source, Kept):
             source.forget()
             with self._lock:

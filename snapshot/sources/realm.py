@@ -11,22 +11,25 @@ import hashlib
 import json
 from collections.abc import Mapping
 
+from .access import ANY, Access
 from .locate import split_file
 from .schemes import scheme_of
 from .variables import own_variables
 
 
-def realm_of(url: str, secrets: Mapping[str, str] | None = None) -> str:
+def realm_of(url: str, secrets: Mapping[str, str] | None = None, access: Access = ANY) -> str:
     """Return the realm of `url` for a function with these secrets. The realm of a folder of this machine is "".
 
     A realm is a place and credentials. The place is the bucket, the owner of the repository on the hub or, on a web
     server, the parent of the folder in `url`. Each folder at the root of a web server is a place of its own: such
     folders may belong to different people, as the buckets of a store do. A function's secrets, which are its
     credentials and endpoints, are part of its realm. The credentials and endpoints of this process are not, so that its
-    operator may change them and keep the cache. The realm is a hash, which shows no credentials.
+    operator may change them and keep the cache. But functions that may not use them have a realm of their own. The realm is
+    a hash, which shows no credentials.
     """
     folder, _ = split_file(url)
     if (scheme := scheme_of(folder)) is None:
         return ""
     given = own_variables(secrets or {}, scheme.secrets)
-    return hashlib.sha256(json.dumps([scheme.place(folder), sorted(given.items())]).encode()).hexdigest()
+    parts = [scheme.place(folder), sorted(given.items()), *(["own"] if access.own_only else [])]
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...errors import PilotflameError, SourceDenied, SourceError
 from ..extras import needs
+from .access import ANY, Access
 from .exchange import Head
 from .http import WebSource
 from .location import Location
@@ -48,21 +49,22 @@ class S3Source(WebSource):
     kept_for_s = 900.0
     versioned_by_content = True
 
-    def __init__(self, url: str, secrets: Mapping[str, str] | None = None) -> None:
+    def __init__(self, url: str, secrets: Mapping[str, str] | None = None, access: Access = ANY) -> None:
         scheme, _, rest = url.partition("://")
         found = _BUCKET.match(rest)
         self._bucket = found[0] if found else ""
         self._prefix = rest[len(self._bucket) :].strip("/")
         if scheme != "s3" or not self._bucket or "@" in self._bucket:
             raise SourceError(f"{scheme}://… is not a URL of S3.", remedy="Write s3://bucket/prefix.")
-        super().__init__(f"s3://{self._bucket}/{self._prefix}".rstrip("/"))
+        super().__init__(f"s3://{self._bucket}/{self._prefix}".rstrip("/"), access=access)
         # The bucket's region, if a response said that it is not the configured region.
         self._region: str | None = None
         self._opening = threading.Lock()
         self._opened: S3Client | None = None
         self._opened_s = 0.0
         self._own = own_variables(secrets or {}, AWS)
-        paid = variables_of(secrets or {}, AWS).get(REQUESTER_PAYS_VARIABLE) == "1"
+        variables = variables_of(secrets or {}, AWS, own_only=access.own_only)
+        paid = variables.get(REQUESTER_PAYS_VARIABLE) == "1"
         self._payment = {"RequestPayer": "requester"} if paid else {}
 
     def resolve(self, name: str) -> Location:
@@ -170,7 +172,8 @@ class S3Source(WebSource):
 
         with self._opening:
             if self._opened is None:
-                self._opened = S3Client.open(self._bucket, self._region, self._own)
+                own = self._own if self._own or self.access.own_only else None
+                self._opened = S3Client.open(self._bucket, self._region, own, self.access.addresses)
                 self._opened_s = time.monotonic()
             return self._opened
 

@@ -17,6 +17,7 @@ import botocore.session
 from botocore import UNSIGNED, exceptions
 from botocore.config import Config
 
+from ...addresses import Addresses
 from ...errors import (
     PilotflameError,
     SnapshotChanged,
@@ -91,22 +92,25 @@ class S3Client:
     amazon: bool
 
     @staticmethod
-    def open(bucket: str, region: str | None = None, own: Mapping[str, str] | None = None) -> S3Client:
+    def open(
+        bucket: str, region: str | None = None, own: Mapping[str, str] | None = None,
+        addresses: Addresses | None = None,
+    ) -> S3Client:  # fmt: skip
         """Create a client with the settings of environment and profile. `region` overrides their region.
 
-        `own` are the secrets of a function. If there are any, environment and profile are not read. Raises
-        SourceDenied if the credentials cannot be loaded, SourceError if the settings are not valid.
+        `own` are the secrets of a function. With them, also if they are empty, environment and profile are not read.
+        If `addresses` are given, the client connects only to them. Raises SourceDenied if the credentials cannot be
+        loaded, SourceError if the settings are not valid.
         """
         try:
-            core = _own_session(own) if own else botocore.session.Session()
-            anonymous = (own or os.environ).get(ANONYMOUS_VARIABLE) == "1"
-            found = (
-                None if anonymous or (own and not own.get("AWS_ACCESS_KEY_ID")) else core.get_credentials()
-            )
+            core = botocore.session.Session() if own is None else _own_session(own)
+            anonymous = (os.environ if own is None else own).get(ANONYMOUS_VARIABLE) == "1"
+            keyless = own is not None and not own.get("AWS_ACCESS_KEY_ID")
+            found = None if anonymous or keyless else core.get_credentials()
             session = boto3.Session(botocore_session=core, region_name=region or _own_region(own))
             config = _CONFIG if found is not None else _CONFIG.merge(Config(signature_version=UNSIGNED))
             endpoint: str | None = None
-            if own:
+            if own is not None:
                 endpoint = own.get("AWS_ENDPOINT_URL_S3") or own.get("AWS_ENDPOINT_URL") or None
                 config = config.merge(Config(ignore_configured_endpoint_urls=True))
             boto = session.client("s3", config=config, endpoint_url=endpoint)
@@ -123,6 +127,10 @@ class S3Client:
             fault = f"s3://{bucket}: boto3 is not set up: {type(error).__name__}."
             raise SourceError(fault, remedy="Check the AWS settings and the endpoint.") from error
         ca_bundle = core.get_config_variable("ca_bundle")
+        if addresses is not None:
+            from .checked_boto import check_addresses  # noqa: PLC0415  most clients need no check
+
+            check_addresses(boto, addresses, ca_bundle)
         origin = _OWN if own and found is not None else _credentials_origin(core, found, anonymous)
         return S3Client(boto, bucket, origin, str(ca_bundle) if ca_bundle else None, amazon)
 
@@ -185,7 +193,7 @@ def _own_session(own: Mapping[str, str]) -> Any:
 
 
 def _own_region(own: Mapping[str, str] | None) -> str | None:
-    return (own.get("AWS_REGION") or own.get("AWS_DEFAULT_REGION") or "us-east-1") if own else None
+    return None if own is None else own.get("AWS_REGION") or own.get("AWS_DEFAULT_REGION") or "us-east-1"
 
 
 def _credentials_origin(core: Any, found: Any, anonymous: bool) -> str:

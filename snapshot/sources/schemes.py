@@ -7,7 +7,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
 
-from .variables import AWS, AZURE, GOOGLE, HUB, WEB
+from .access import Access, unchecked
+from .variables import AWS, AZURE, GOOGLE, HUB, WEB, own_variables
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -35,7 +36,7 @@ class Scheme(NamedTuple):
     """The source, the variables and the places of the URLs of one scheme."""
 
     opener: str
-    """The class of the source, as "module:Class" of this package. `open` calls Class(url, secrets=...)."""
+    """The class of the source, as "module:Class" of this package. `open` calls Class(url, secrets=..., access=...)."""
     secrets: tuple[str, ...]
     """The prefixes of the variables that configure the source, in a function's secrets and in the environment
     (variables.py)."""
@@ -44,17 +45,29 @@ class Scheme(NamedTuple):
     extra: str = ""
     """The extra of pilotflame that installs the packages that the source needs. "" if it needs none."""
 
-    def open(self, url: str, secrets: Mapping[str, str] | None) -> Source:
-        """Return the source of a folder's URL. Imports its module only here, since ssl and HTTP take time to import."""
+    checks: bool = True
+    """True if all connections of the source are checked (access.py). False if a cloud's client makes some of them."""
+
+    def open(self, url: str, secrets: Mapping[str, str] | None, access: Access) -> Source:
+        """Return the source of a folder's URL. Imports its module only here, since ssl and HTTP take time to import.
+
+        Raises SourceDenied if connections must be checked and cannot be. That does not concern clients with the settings of
+        this process, because the function cannot choose where such a client connects to.
+        """
+        own = access.own_only or own_variables(secrets or {}, self.secrets)
+        if access.addresses is not None and not self.checks and own:
+            raise unchecked(url.partition("://")[0])
         module, _, name = self.opener.partition(":")
-        source: Source = getattr(import_module(f".{module}", __package__), name)(url, secrets=secrets)
+        source: Source = getattr(import_module(f".{module}", __package__), name)(
+            url, secrets=secrets, access=access
+        )
         return source
 
 
 SCHEMES = {
     "s3": Scheme("s3:S3Source", AWS, extra="s3"),
-    "gs": Scheme("google:GoogleSource", GOOGLE, extra="clouds"),
-    "az": Scheme("azure:AzureSource", AZURE, extra="clouds"),
+    "gs": Scheme("google:GoogleSource", GOOGLE, extra="clouds", checks=False),
+    "az": Scheme("azure:AzureSource", AZURE, extra="clouds", checks=False),
     "hf": Scheme("hub:HubSource", HUB),
     "http": Scheme("http:HttpSource", WEB, parent),
     "https": Scheme("http:HttpSource", WEB, parent),

@@ -39,6 +39,11 @@ def own_variables(secrets: Mapping[str, str], family: tuple[str, ...]) -> dict[s
     return {name: value for name, value in secrets.items() if name.startswith(family)}
 
 
-def variables_of(secrets: Mapping[str, str], family: tuple[str, ...]) -> dict[str, str]:
-    """Return the variables of one family that configure a source for a function with these secrets."""
-    return own_variables(secrets, family) or own_variables(os.environ, family)
+def variables_of(
+    secrets: Mapping[str, str], family: tuple[str, ...], *, own_only: bool = False
+) -> dict[str, str]:
+    """Return the variables of one family that configure a source for a function with these secrets.
+
+    With `own_only`, the environment of this process does not count.
+    """
+    return own_variables(secrets, family) or own_variables({} if own_only else os.environ, family)

@@ -11,12 +11,10 @@ from pilotflame.addresses import Addresses
 from pilotflame.errors import PolicyViolation
 from pilotflame.runtime.access.deploy_policy import DeployPolicies, DeployPolicy
 from pilotflame.runtime.settings.function_settings import FunctionSettings
+from pilotflame.snapshot.sources.access import ANY, Access
 
 QUEUE = "https://sqs.eu-west-1.amazonaws.com/000000000000/orders"
 TRUSTING = DeployPolicy(kind="trusted")
-OPEN = pytest.mark.xfail(
-    strict=True, reason="issue 30: policies do not limit what snapshots are fetched with"
-)
 
 
 def function(**settings: Any) -> FunctionSettings:
@@ -149,10 +147,7 @@ def test_a_narrower_policy_allows_nothing_that_a_wider_one_refuses(
         assert faults(narrow, settings)
 
 
-@OPEN
 def test_snapshots_of_untrusted_functions_are_fetched_with_their_own_secrets_from_allowed_addresses() -> None:
-    from pilotflame.snapshot.sources.access import ANY, Access
-
     here = Addresses.of(["10.0.0.0/8"])
     policies = {"trusted": TRUSTING, "team": DeployPolicy()}
     found = DeployPolicies(TRUSTING, policies.get, ("s3://shared/*",), here)

@@ -13,16 +13,12 @@ import pytest
 import torch
 from fault_server import FaultServer
 from live import TRUSTED, Gateway, failure, gateway_here
-from pilotflame.errors import SourceDenied
 from pilotflame.runtime import main
 from pilotflame.runtime.packaging.code import pack
 from safetensors.torch import save_file
 
 ECHO = "def handler(event):\n    return event\n"
 ENGINE = "unix:///nonexistent/engine.sock"
-OPEN = pytest.mark.xfail(
-    strict=True, reason="issue 30: snapshots of untrusted keys are fetched from any address"
-)
 GZIP = {"Content-Type": "application/gzip"}
 
 
@@ -231,7 +227,6 @@ async def test_a_zygote_that_lies_about_its_handler_does_not_stop_the_gateway(
         assert await gateway.function("liar").answer(1) == 1
 
 
-@OPEN
 async def test_snapshots_of_a_key_that_is_not_trusted_come_only_from_allowed_networks(
     state: Path, tmp_path: Path
 ) -> None:
@@ -251,12 +246,28 @@ async def test_snapshots_of_a_key_that_is_not_trusted_come_only_from_allowed_net
             authorization = gateway.client.headers["Authorization"]
         async with gateway_here(state, engine=ENGINE, snapshot_networks=("127.0.0.0/8",)) as gateway:
             gateway.client.headers["Authorization"] = authorization
-            assert (await upload(gateway, tmp_path / "code", *settings)).status_code == 201
-        # A stored revision follows the rule of the gateway's present settings.
+            # The weights are read, and then the engine is missing.
+            error = failure(await upload(gateway, tmp_path / "code", *settings))
+            assert "engine" in error["message"]
+            assert server.requests != []
+
+
+async def test_a_stored_revision_is_fetched_by_the_rule_of_the_present_policies(
+    state: Path, tmp_path: Path
+) -> None:
+    net = tmp_path / "net"
+    net.mkdir()
+    save_file({"w": torch.zeros(1)}, net / "model.safetensors")
+    with FaultServer(net) as server:
+        async with gateway_here(state) as gateway:
+            await key(gateway, policy=TRUSTED)
+            snapshot = f"snapshot={server.url}/model.safetensors"
+            assert (await upload(gateway, tmp_path / "code", snapshot)).status_code == 201
+            authorization = gateway.client.headers["Authorization"]
         counted = len(server.requests)
-        async with gateway_here(state, engine=ENGINE) as gateway:
-            assert gateway.server is not None
-            functions = gateway.server.functions
-            with pytest.raises(SourceDenied, match="its address may not be connected to: loopback"):
-                await functions.weights.prefetch(functions.get("mine").revision.spec, {})
+        async with gateway_here(state, policy_kind="container") as gateway:
+            gateway.client.headers["Authorization"] = authorization
+            error = failure(await gateway.client.post("/v1/functions/mine/prefetch"))
+            assert error["type"] == "source_denied"
+            assert "its address may not be connected to: loopback" in error["message"]
         assert len(server.requests) == counted

@@ -15,19 +15,18 @@ from moto_server import moto_server
 from pilotflame.addresses import Addresses
 from pilotflame.errors import SourceDenied
 from pilotflame.runtime.testing.source import read
+from pilotflame.snapshot.sources.access import ANY, Access
 from pilotflame.snapshot.sources.locate import KeptSources, open_source
+from pilotflame.snapshot.sources.realm import realm_of
 
 pytestmark = pytest.mark.usefixtures("bare_environment")
 
-OPEN = pytest.mark.xfail(strict=True, reason="issue 30: sources for untrusted functions are not limited yet")
 HERE = "127.0.0.1/32"
 OWN = {"AWS_ACCESS_KEY_ID": "AKIAEXAMPLEEXAMPLE00", "AWS_SECRET_ACCESS_KEY": "own"}
 THEIRS = {"AWS_ACCESS_KEY_ID": "AKIAGATEWAYGATEWAY00", "AWS_SECRET_ACCESS_KEY": "hush"}
 
 
-def access(*networks: str, own_only: bool = True) -> Any:
-    from pilotflame.snapshot.sources.access import Access
-
+def access(*networks: str, own_only: bool = True) -> Access:
     return Access(own_only=own_only, addresses=Addresses.of(networks))
 
 
@@ -84,7 +83,6 @@ def moto() -> Iterator[str]:
         yield endpoint
 
 
-@OPEN
 def test_our_own_network_is_not_connected_to() -> None:
     with recording() as server:
         for url in (
@@ -101,7 +99,6 @@ def test_our_own_network_is_not_connected_to() -> None:
             open_source(url, {}, access()).stat("f")
 
 
-@OPEN
 def test_a_redirect_leads_only_to_allowed_addresses() -> None:
     with recording() as public, recording("127.0.0.2") as private:
         source = open_source(f"{public.url}/?to={private.url}/secret", {}, access(HERE))
@@ -112,7 +109,6 @@ def test_a_redirect_leads_only_to_allowed_addresses() -> None:
         assert there.stat("f").size_bytes == 4
 
 
-@OPEN
 def test_an_allowed_network_is_connected_to_without_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     # A proxy's connections cannot be checked.
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
@@ -126,7 +122,6 @@ def test_an_allowed_network_is_connected_to_without_a_proxy(monkeypatch: pytest.
             kept.open(f"{server.url}/net", {}, access()).stat("f")
 
 
-@OPEN
 def test_s3_without_secrets_is_read_anonymously_and_at_no_endpoint_of_the_gateway(
     moto: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -134,18 +129,17 @@ def test_s3_without_secrets_is_read_anonymously_and_at_no_endpoint_of_the_gatewa
         monkeypatch.setenv(name, value)
     trusted: Any = open_source("s3://weights", {})
     assert "AKIAGATEWAYGATEWAY00" in trusted.resolve("f").url
-    for _ in range(2):
-        source: Any = open_source("s3://weights", {}, access(HERE))
-        assert source.resolve("f").url == "https://weights.s3.amazonaws.com/f"
-        # The same with a profile.
-        for name in THEIRS:
-            monkeypatch.delenv(name)
-        (tmp_path / "credentials").write_text("[lab]\naws_access_key_id = k\naws_secret_access_key = hush\n")
-        monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
-        monkeypatch.setenv("AWS_PROFILE", "lab")
+    source: Any = open_source("s3://weights", {}, access(HERE))
+    assert source.resolve("f").url == "https://weights.s3.amazonaws.com/f"
+    for name in THEIRS:
+        monkeypatch.delenv(name)
+    (tmp_path / "credentials").write_text("[lab]\naws_access_key_id = k\naws_secret_access_key = hush\n")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_PROFILE", "lab")
+    source = open_source("s3://weights", {}, access(HERE))
+    assert source.resolve("f").url == "https://weights.s3.amazonaws.com/f"
 
 
-@OPEN
 def test_s3_reads_and_lists_only_at_allowed_addresses(moto: str) -> None:
     own = {**OWN, "AWS_ENDPOINT_URL": moto}
     source: Any = open_source("s3://weights", own, access(HERE))
@@ -157,7 +151,6 @@ def test_s3_reads_and_lists_only_at_allowed_addresses(moto: str) -> None:
             call()
 
 
-@OPEN
 def test_the_hub_gets_no_token_of_the_gateway(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "token").write_text("hush")
     with recording() as server:
@@ -172,7 +165,6 @@ def test_the_hub_gets_no_token_of_the_gateway(monkeypatch: pytest.MonkeyPatch, t
         assert not [headers for _, headers in server.requests if "Authorization" in headers]
 
 
-@OPEN
 def test_the_gateways_identity_is_used_where_its_owner_says_so(
     moto: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -183,7 +175,6 @@ def test_the_gateways_identity_is_used_where_its_owner_says_so(
     assert source.names() == ["f"]
 
 
-@OPEN
 @pytest.mark.parametrize(
     ("url", "own"),
     [("gs://weights/net", {"GOOGLE_BASE_URL": "http://10.0.0.1"}), ("az://weights/net", {"AZURE_STORAGE_ACCOUNT_NAME": "a"})],
@@ -199,19 +190,13 @@ def test_clouds_whose_clients_cannot_be_checked_are_refused(
     assert open_source(url, {}, access(own_only=False)).url == url
 
 
-@OPEN
 def test_a_function_without_the_gateways_identity_shares_no_weights_with_those_that_have_it() -> None:
-    from pilotflame.snapshot.sources.realm import realm_of
-
     url = "s3://weights/net"
-    assert realm_of(url, {}, access()) == realm_of(url, {}, access("10.0.0.0/8"))  # type: ignore[call-arg]
-    assert realm_of(url, {}, access()) != realm_of(url, {})  # type: ignore[call-arg]
-    assert realm_of(url, {}, access(own_only=False)) == realm_of(url, {})  # type: ignore[call-arg]
+    assert realm_of(url, {}, access()) == realm_of(url, {}, access("10.0.0.0/8"))
+    assert realm_of(url, {}, access()) != realm_of(url, {})
+    assert realm_of(url, {}, access(own_only=False)) == realm_of(url, {})
 
 
-@OPEN
 def test_the_rule_reaches_another_process_unchanged() -> None:
-    from pilotflame.snapshot.sources.access import ANY, Access
-
     for rule in (ANY, access(), access("10.0.0.0/8", "fd00::/8"), access(own_only=False)):
         assert Access.from_wire(rule.to_wire()) == rule
