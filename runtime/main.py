@@ -53,6 +53,7 @@ from .billing.ledger import Ledger
 from .billing.usage import Prices
 from .billing.usage_store import UsageStore
 from .commands.watch import watch
+from .events.message_queue import Identity
 from .events.sources import Sources
 from .functions.deploy import Deployment
 from .functions.metering import Metering
@@ -248,7 +249,7 @@ async def startup(
         Dialects(load(DIALECTS, settings.plugins).values()),
         DeployPolicies(
             _gateway_policy(settings), keyring.policy, settings.snapshot_identity,
-            Addresses.of(settings.snapshot_networks),
+            Addresses.of(settings.snapshot_networks), Addresses.of(settings.queue_networks),
         ),
     )  # fmt: skip
     stack.callback(functions.close_threads)
@@ -261,7 +262,8 @@ async def startup(
 
     jobs = await _open_jobs(state, functions, settings, disk, previous, plugin_apis.values(), stack)
     sources = Sources(
-        jobs, tasks, functions.log, drain_s=settings.drain_s, on_backlog=functions.expect, plugins=settings.plugins
+        jobs, tasks, functions.log, drain_s=settings.drain_s, on_backlog=functions.expect, plugins=settings.plugins,
+        identity=functools.partial(_identity, functions),
     )  # fmt: skip
     prewarming = Prewarming(functions, learned=settings.learn_upstreams)
     await _connect(functions, jobs, sources, prewarming, stack)
@@ -343,6 +345,12 @@ def _gateway_policy(settings: GatewaySettings) -> DeployPolicy:
         snapshots=settings.policy_snapshots, queues=settings.policy_queues, gpus=settings.policy_gpus,
         memory_mb=settings.policy_memory_mb, cpus=settings.policy_cpus,
     )  # fmt: skip
+
+
+def _identity(functions: Functions, name: str) -> Identity:
+    """Return what the event sources of a function may use. Raise the errors of `Functions.get`."""
+    access = functions.policies.queue_access(functions.get(name).record.deployed_by)
+    return Identity(functools.partial(functions.secrets.of, name), access)
 
 
 async def _open_logs(

@@ -124,16 +124,25 @@ class DeployPolicies:
     """Patterns of the URLs for which functions that are not trusted may use the gateway's credentials."""
     snapshot_addresses: Addresses = field(default_factory=Addresses)
     """The addresses from which snapshots of functions that are not trusted are fetched."""
+    queue_addresses: Addresses = field(default_factory=Addresses)
+    """The addresses at which the event sources of functions that are not trusted may be."""
 
     def access(self, url: str, key_id: str) -> Access:
         """Return the rule for fetching a snapshot of a function that was deployed with this key.
 
         `url` is the URL in the function's settings.
         """
-        policies = (self.gateway, self.of_key(key_id) if key_id else None)
-        if all(policy is None or policy.kind == "trusted" for policy in policies):
+        if self._trusts(key_id):
             return ANY
         return Access(own_only=not _matches(url, self.snapshot_identity), addresses=self.snapshot_addresses)
+
+    def queue_access(self, key_id: str) -> Access:
+        """Return the rule for the event sources of a function that was deployed with this key."""
+        return ANY if self._trusts(key_id) else Access(own_only=True, addresses=self.queue_addresses)
+
+    def _trusts(self, key_id: str) -> bool:
+        policies = (self.gateway, self.of_key(key_id) if key_id else None)
+        return all(policy is None or policy.kind == "trusted" for policy in policies)
 
     def confined(self, key_id: str) -> bool:
         """Return True if only code in containers may be deployed with this key."""

@@ -23,6 +23,7 @@ from typing import Literal
 import orjson
 
 from ...errors import BusFailed, PilotflameError
+from ...snapshot.sources.access import ANY, Access
 from ..functions.live import SourceStatus
 from ..jobs.job import Job, JobState, NewJob
 from ..jobs.jobs import Jobs
@@ -57,9 +58,10 @@ class Consumer:
         sink: Sink | None,
         log: Callable[[str], None],
         on_backlog: Callable[[int], None] = lambda _messages: None,
+        access: Access = ANY,
     ) -> None:
-        """The consumer calls `on_backlog` with the number of messages that run or that it is about to receive."""
-        self.source = source
+        """`access` is the rule with which `queue` and `sink` were opened. The consumer calls `on_backlog` with the number of messages that run or that it is about to receive."""
+        self.source, self.access = source, access
         self._settings = settings
         self._jobs = jobs
         self._queue = queue

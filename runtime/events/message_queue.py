@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from ...snapshot.sources.access import ANY, Access
 from ..jobs.job import Job
 
 
@@ -23,6 +24,14 @@ class Message:
     """When the message was sent, as Unix time in seconds."""
     group: str = ""
     """The message group. The queue delivers the messages of a group in order. "" means that there is no order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """The function whose source is opened: its secrets now, and the rule for what else may be used."""
+
+    secrets: Callable[[], Mapping[str, str]] = dict[str, str]
+    access: Access = ANY
 
 
 class MessageQueue(Protocol):

@@ -15,15 +15,15 @@ from ..settings.function_settings import FunctionSettings
 from ..telemetry.background import BackgroundTasks
 from ..telemetry.metrics import Reading
 from .consumer import Consumer
-from .message_queue import MessageQueue, Sink
+from .message_queue import Identity, MessageQueue, Sink
 
 SETTLE_S = 2.0
 """How much longer than the drain a consumer may take, to store results and release messages."""
 
 
-def _opened(source: EventSource) -> tuple[MessageQueue, Sink | None]:
+def _opened(source: EventSource, identity: Identity) -> tuple[MessageQueue, Sink | None]:
     module, _, name = source.opener.partition(":")
-    opened: tuple[MessageQueue, Sink | None] = getattr(import_module(module), name)(source)
+    opened: tuple[MessageQueue, Sink | None] = getattr(import_module(module), name)(source, identity)
     return opened
 
 
@@ -33,6 +33,7 @@ class Sources:
     def __init__(
         self, jobs: Jobs, tasks: BackgroundTasks, log: Callable[[str, str], None], *, drain_s: float,
         on_backlog: Callable[[str, int], None] = lambda _function, _messages: None, plugins: Collection[str] | None = None,
+        identity: Callable[[str], Identity] = lambda _function: Identity(),
     ) -> None:  # fmt: skip
         """The consumers call `on_backlog` with a function and the number of its messages that run or that are about to
         be received. `plugins` are the kinds of sources that are on; None for all.
@@ -43,6 +44,7 @@ class Sources:
         self._log = log
         self._drain_s = drain_s
         self._on_backlog = on_backlog
+        self._identity = identity
         self._consumers: dict[str, list[Consumer]] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self._closed = False
@@ -51,21 +53,24 @@ class Sources:
         """Start consumers for the new sources of a live function. Stop consumers whose source was removed."""
         if self._closed:
             return
-        before = {consumer.source: consumer for consumer in self._consumers.pop(name, [])}
+        identity = self._identity(name)
+        # With another rule, the queue is opened anew.
+        before = {(one.source, one.access): one for one in self._consumers.pop(name, [])}
         consumers: list[Consumer] = []
         for source in dict.fromkeys(settings.source):
             if self._plugins is not None and source.type not in self._plugins:
                 text = f"the plugin {source.type!r} is not in `plugins`: its messages stay in the queue"
                 self._log_source(name, source.queue_name, text)
                 continue
-            consumer = before.pop(source, None)
+            consumer = before.pop((source, identity.access), None)
             if consumer is not None:
                 # The consumer of an unchanged source goes on, so a new revision does not affect its messages.
                 consumer.update(settings)
             else:
                 log = partial(self._log_source, name, source.queue_name)
                 told = partial(self._on_backlog, name)
-                consumer = Consumer(settings, source, self._jobs, *_opened(source), log, told)
+                opened = _opened(source, identity)
+                consumer = Consumer(settings, source, self._jobs, *opened, log, told, identity.access)
                 consumer.start(self._tasks)
             consumers.append(consumer)
         if consumers:

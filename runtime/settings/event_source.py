@@ -22,8 +22,8 @@ class EventSource(BaseModel, frozen=True, extra="forbid", strict=True):
     """
 
     opener: ClassVar[str]
-    """The function that makes the `MessageQueue` and the `Sink` (or None) of a source, as "package.module:name". The
-    function does not connect to the queue yet.
+    """The function that makes the `MessageQueue` and the `Sink` (or None) of a source and an `Identity`, as
+    "package.module:name". The function does not connect to the queue yet.
     """
     package: ClassVar[str] = ""
     """The optional package that this kind of source needs; "" for none."""

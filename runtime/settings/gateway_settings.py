@@ -126,6 +126,11 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
         description="URLs of snapshots that such functions may fetch with the gateway's credentials, as s3://models/*; by"
         " default none.",
     )
+    queue_networks: tuple[NetworkText, ...] = Field(
+        (),
+        description="Private networks in which the event sources of such functions, and places for their results, may be; by"
+        " default none.",
+    )
     cors_origins: tuple[Origin, ...] = Field(
         (),
         description="Origins of web pages that may call all functions, as https://shop.example; by default none.",
@@ -253,6 +258,7 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
         "webhook_networks",
         "snapshot_networks",
         "snapshot_identity",
+        "queue_networks",
         "cors_origins",
         "trusted_proxies",
         "peers",

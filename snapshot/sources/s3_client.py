@@ -103,11 +103,11 @@ class S3Client:
         loaded, SourceError if the settings are not valid.
         """
         try:
-            core = botocore.session.Session() if own is None else _own_session(own)
+            core = botocore.session.Session() if own is None else own_session(own)
             anonymous = (os.environ if own is None else own).get(ANONYMOUS_VARIABLE) == "1"
             keyless = own is not None and not own.get("AWS_ACCESS_KEY_ID")
             found = None if anonymous or keyless else core.get_credentials()
-            session = boto3.Session(botocore_session=core, region_name=region or _own_region(own))
+            session = boto3.Session(botocore_session=core, region_name=region or own_region(own))
             config = _CONFIG if found is not None else _CONFIG.merge(Config(signature_version=UNSIGNED))
             endpoint: str | None = None
             if own is not None:
@@ -178,7 +178,7 @@ def _no_credentials(bucket: str, key: str, error: Exception) -> SourceDenied:
     )
 
 
-def _own_session(own: Mapping[str, str]) -> Any:
+def own_session(own: Mapping[str, str]) -> Any:
     """Return a session with only the settings and credentials in `own`, and none of this process."""
     # Maps the name of a setting to its key in the profile, its environment variable, its default, and its conversion.
     nothing = {
@@ -192,7 +192,8 @@ def _own_session(own: Mapping[str, str]) -> Any:
     return core
 
 
-def _own_region(own: Mapping[str, str] | None) -> str | None:
+def own_region(own: Mapping[str, str] | None) -> str | None:
+    """Return the region in `own`, or Amazon's first region. None if `own` is None."""
     return None if own is None else own.get("AWS_REGION") or own.get("AWS_DEFAULT_REGION") or "us-east-1"
 
 

@@ -1,15 +1,20 @@
-"""Calls AWS in threads, with boto3 and the gateway's credentials. It raises BusFailed for errors of boto3."""
+"""Calls AWS in threads, with boto3. It raises BusFailed for errors of boto3.
+
+Trusted functions use the gateway's credentials. Other functions use the credentials in their own secrets.
+"""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any, TypeVar
 
-from ....errors import BusFailed, PackageMissing
+from ....errors import BusFailed, PackageMissing, SourceDenied
 from ....snapshot.extras import needs
+from ....snapshot.sources.variables import AWS, own_variables
 from ...events.blocking_calls import call_in_thread
+from ...events.message_queue import Identity
 from .settings import SqsSource
 
 T = TypeVar("T")
@@ -24,11 +29,17 @@ _REMEDIES = {
     "NonExistentQueue": _CHECK_QUEUE,
     "QueueDoesNotExist": _CHECK_QUEUE,
     "NoSuchBucket": "Check the bucket's name, and the region.",
-    "AccessDenied": "Grant the gateway's credentials what it needs: ReceiveMessage, DeleteMessage and"
+    "AccessDenied": "Grant the credentials what the source needs: ReceiveMessage, DeleteMessage and"
     " ChangeMessageVisibility of the queue, and GetQueueAttributes to see its length; SendMessage or PutObject where outputs go.",
-    "InvalidClientTokenId": "Check the gateway's AWS credentials.",
-    "ExpiredToken": "Log in again, or refresh the gateway's session token.",
+    "InvalidClientTokenId": "Check the AWS credentials.",
+    "ExpiredToken": "Log in again, or refresh the session token.",
 }
+_USE_PUBLIC = (
+    "Use a public address, or ask the gateway's owner to list its network in PILOTFLAME_QUEUE_NETWORKS."
+)
+_REFUSED_KEYS = frozenset(
+    {"ExpiredToken", "InvalidAccessKeyId", "InvalidClientTokenId", "SignatureDoesNotMatch"}
+)
 
 
 class AwsClient:
@@ -37,10 +48,11 @@ class AwsClient:
     The boto3 client inside is created by the first call.
     """
 
-    def __init__(self, service: str, purpose: str, source: SqsSource) -> None:
+    def __init__(self, service: str, purpose: str, source: SqsSource, identity: Identity) -> None:
         self._service = service
         self._purpose = purpose
         self._source = source
+        self._identity = identity
         self._opening = threading.Lock()
         self._client: Any = None
 
@@ -64,8 +76,11 @@ class AwsClient:
         # Report errors of boto3 itself without their text, because the text may quote signed requests.
         try:
             return request(self._opened())
+        except SourceDenied as error:
+            raise self._failed(error.message.rstrip("."), _USE_PUBLIC, "address") from None
         except boto.ClientError as error:
             code = str(error.response.get("Error", {}).get("Code", "")).rpartition(".")[2]
+            self._forget_secrets(code)
             remedy = next((text for part, text in _REMEDIES.items() if part in code), "")
             raise self._failed(f"{service} refuses the request ({code})", remedy, code) from error
         except (LookupError, TypeError, AttributeError) as error:
@@ -84,22 +99,58 @@ class AwsClient:
     def _opened(self) -> Any:
         with self._opening:
             if self._client is None:
-                # Imported only when it is needed, because the import of boto3 takes 250 ms.
-                import boto3  # noqa: PLC0415
-                from botocore.config import Config  # noqa: PLC0415
-
-                config = Config(
-                    connect_timeout=CONNECT_TIMEOUT_S, read_timeout=READ_TIMEOUT_S,
-                    max_pool_connections=CONNECTIONS,
-                    retries={"mode": "standard", "total_max_attempts": 4},
-                    request_checksum_calculation="when_required",
-                    response_checksum_validation="when_required",
-                )  # fmt: skip
-                source = self._source
-                session = boto3.Session(profile_name=source.profile, region_name=source.region_name)
-                endpoint = source.sqs_endpoint if self._service == "sqs" else source.endpoint_url
-                self._client = session.client(self._service, endpoint_url=endpoint, config=config)
+                self._client = self._new_client()
             return self._client
+
+    def _new_client(self) -> Any:
+        # Imported only when they are needed, because the import of boto3 takes 250 ms.
+        from botocore.config import Config  # noqa: PLC0415
+
+        own = self._own_secrets()
+        config = Config(
+            connect_timeout=CONNECT_TIMEOUT_S, read_timeout=READ_TIMEOUT_S, max_pool_connections=CONNECTIONS,
+            retries={"mode": "standard", "total_max_attempts": 4},
+            request_checksum_calculation="when_required", response_checksum_validation="when_required",
+            ignore_configured_endpoint_urls=None if own is None else True,
+        )  # fmt: skip
+        endpoint = self._source.sqs_endpoint if self._service == "sqs" else self._source.endpoint_url
+        client = _session(self._source, own).client(self._service, endpoint_url=endpoint, config=config)
+        if (addresses := self._identity.access.addresses) is not None:
+            from ....snapshot.sources.checked_boto import check_addresses  # noqa: PLC0415
+
+            check_addresses(client, addresses)
+        return client
+
+    def _own_secrets(self) -> dict[str, str] | None:
+        """Return the function's secrets to use, or None to use the gateway's identity. Raises BusFailed if the function
+        must have secrets and has none.
+        """
+        # A policy has allowed the profile by its name.
+        if not self._identity.access.own_only or self._source.profile is not None:
+            return None
+        own = own_variables(self._identity.secrets(), AWS)
+        if not own.get("AWS_ACCESS_KEY_ID"):
+            fault = "the function has no secret AWS_ACCESS_KEY_ID, and may not use the gateway's credentials"
+            remedy = "Set the secrets AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY of the function."
+            raise self._failed(fault, remedy, "no_credentials")
+        return own
+
+    def _forget_secrets(self, code: str) -> None:
+        """Read the function's secrets again before the next request, if AWS has refused them."""
+        if self._identity.access.own_only and code in _REFUSED_KEYS:
+            with self._opening:
+                self._client = None
 
     def _failed(self, problem: str, remedy: str, code: str) -> BusFailed:
         return BusFailed(f"{self._purpose}: {problem}.", remedy=remedy, details={"code": code})
+
+
+def _session(source: SqsSource, own: Mapping[str, str] | None) -> Any:
+    """Return a session with the function's secrets `own`, or with the gateway's identity if `own` is None."""
+    import boto3  # noqa: PLC0415  as in `_new_client`
+
+    from ....snapshot.sources.s3_client import own_region, own_session  # noqa: PLC0415
+
+    if own is None:
+        return boto3.Session(profile_name=source.profile, region_name=source.region_name)
+    return boto3.Session(botocore_session=own_session(own), region_name=source.region_name or own_region(own))

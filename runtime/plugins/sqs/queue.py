@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ....errors import BusFailed
-from ...events.message_queue import Message, Sink
+from ...events.message_queue import Identity, Message, Sink
 from .aws import AwsClient
 from .settings import MAX_VISIBILITY_S, SqsSource
 from .sinks import open_sink
@@ -26,8 +26,8 @@ class SqsQueue(AwsClient):
 
     batch = BATCH
 
-    def __init__(self, source: SqsSource) -> None:
-        super().__init__("sqs", f"The queue {source.queue}", source)
+    def __init__(self, source: SqsSource, identity: Identity) -> None:
+        super().__init__("sqs", f"The queue {source.queue}", source, identity)
         self._url = source.queue
         self._visibility_s = source.visibility_s
 
@@ -87,9 +87,9 @@ class SqsQueue(AwsClient):
             self.call_blocking(lambda client: self._hide(client, messages, 0))
 
 
-def open_queue(source: SqsSource) -> tuple[SqsQueue, Sink | None]:
+def open_queue(source: SqsSource, identity: Identity) -> tuple[SqsQueue, Sink | None]:
     """Return the queue, and the sink if the setting `result` names one."""
-    return SqsQueue(source), open_sink(source)
+    return SqsQueue(source, identity), open_sink(source, identity)
 
 
 def _message(raw: dict[str, Any], *, fifo: bool) -> Message:

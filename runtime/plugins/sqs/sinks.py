@@ -6,7 +6,7 @@ import base64
 from typing import Any
 from urllib.parse import quote
 
-from ...events.message_queue import Message
+from ...events.message_queue import Identity, Message
 from ...jobs.job import Job
 from .aws import AwsClient
 from .settings import SqsSource
@@ -15,8 +15,8 @@ from .settings import SqsSource
 class QueueSink(AwsClient):
     """A sink that sends each output to a queue: JSON and text as text, any other output as base64."""
 
-    def __init__(self, source: SqsSource, result: str) -> None:
-        super().__init__("sqs", f"Outputs to {result}", source)
+    def __init__(self, source: SqsSource, result: str, identity: Identity) -> None:
+        super().__init__("sqs", f"Outputs to {result}", source, identity)
         self._result = result
         self._url = "" if result.startswith("sqs://") else result
 
@@ -50,8 +50,8 @@ class ObjectSink(AwsClient):
     The message's id is the object's name, so a second output of the same message replaces the first.
     """
 
-    def __init__(self, source: SqsSource, result: str) -> None:
-        super().__init__("s3", f"Outputs to {result}", source)
+    def __init__(self, source: SqsSource, result: str, identity: Identity) -> None:
+        super().__init__("s3", f"Outputs to {result}", source, identity)
         self._bucket, _, prefix = result.removeprefix("s3://").partition("/")
         self._prefix = prefix.strip("/")
 
@@ -74,8 +74,8 @@ def _attributes(message: Message, job: Job) -> dict[str, str]:
     return attributes
 
 
-def open_sink(source: SqsSource) -> QueueSink | ObjectSink | None:
+def open_sink(source: SqsSource, identity: Identity) -> QueueSink | ObjectSink | None:
     """Return the sink for the setting `result` of the source, or None if the setting is not set."""
     if source.result is None:
         return None
-    return (ObjectSink if source.result.startswith("s3://") else QueueSink)(source, source.result)
+    return (ObjectSink if source.result.startswith("s3://") else QueueSink)(source, source.result, identity)

@@ -150,11 +150,12 @@ def test_a_narrower_policy_allows_nothing_that_a_wider_one_refuses(
 def test_snapshots_of_untrusted_functions_are_fetched_with_their_own_secrets_from_allowed_addresses() -> None:
     here = Addresses.of(["10.0.0.0/8"])
     policies = {"trusted": TRUSTING, "team": DeployPolicy()}
-    found = DeployPolicies(TRUSTING, policies.get, ("s3://shared/*",), here)
+    found = DeployPolicies(TRUSTING, policies.get, ("s3://shared/*",), here, Addresses())
     assert [found.access("s3://any/net", key) for key in ("", "trusted", "unknown")] == [ANY] * 3
     assert found.access("s3://any/net", "team") == Access(own_only=True, addresses=here)
     assert found.access("s3://shared/../any", "team") == Access(own_only=True, addresses=here)
     assert found.access("s3://shared/net", "team") == Access(own_only=False, addresses=here)
+    assert (found.queue_access("trusted"), found.queue_access("team")) == (ANY, Access(True, Addresses()))
     strict = DeployPolicies(DeployPolicy(), policies.get)
     for key in ("", "trusted", "team", "unknown"):
         assert strict.access("s3://shared/net", key) == Access(own_only=True, addresses=Addresses())

@@ -264,10 +264,15 @@ async def test_a_stored_revision_is_fetched_by_the_rule_of_the_present_policies(
             snapshot = f"snapshot={server.url}/model.safetensors"
             assert (await upload(gateway, tmp_path / "code", snapshot)).status_code == 201
             authorization = gateway.client.headers["Authorization"]
+            assert gateway.server is not None
+            assert not main._identity(gateway.server.functions, "mine").access.own_only
         counted = len(server.requests)
         async with gateway_here(state, policy_kind="container") as gateway:
             gateway.client.headers["Authorization"] = authorization
             error = failure(await gateway.client.post("/v1/functions/mine/prefetch"))
             assert error["type"] == "source_denied"
             assert "its address may not be connected to: loopback" in error["message"]
+            # The same holds for its event sources.
+            assert gateway.server is not None
+            assert main._identity(gateway.server.functions, "mine").access.own_only
         assert len(server.requests) == counted

@@ -8,15 +8,15 @@ from typing import Any
 
 import boto3
 import pytest
+from botocore.exceptions import ClientError
 from moto_server import moto_server
 from pilotflame.addresses import Addresses
 from pilotflame.errors import BusFailed
+from pilotflame.runtime.events.message_queue import Identity
 from pilotflame.runtime.plugins.sqs.queue import open_queue
 from pilotflame.runtime.plugins.sqs.settings import SqsSource
+from pilotflame.snapshot.sources.access import Access
 
-OPEN = pytest.mark.xfail(
-    strict=True, reason="issue 30: queues of untrusted functions use the gateway's identity"
-)
 OWN = {"AWS_ACCESS_KEY_ID": "AKIAOWNOWNOWNOWN0000", "AWS_SECRET_ACCESS_KEY": "own", "OTHER": "x"}
 THEIRS = {"AWS_ACCESS_KEY_ID": "AKIAGATEWAYGATEWAY00", "AWS_SECRET_ACCESS_KEY": "hush"}
 
@@ -46,18 +46,16 @@ def _credentials_of_the_gateway(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
     for name, value in THEIRS.items():
         monkeypatch.setenv(name, value)
 
 
-def identity(secrets: dict[str, str], *networks: str, own_only: bool = True) -> Any:
-    from pilotflame.runtime.events.message_queue import Identity
-    from pilotflame.snapshot.sources.access import Access
-
+def identity(secrets: dict[str, str], *networks: str, own_only: bool = True) -> Identity:
     return Identity(lambda: secrets, Access(own_only=own_only, addresses=Addresses.of(networks)))
 
 
-def opened(endpoint: str, who: Any, **settings: Any) -> tuple[Any, Any]:
+def opened(endpoint: str, who: Identity, **settings: Any) -> tuple[Any, Any]:
     queue = f"{endpoint}/123456789012/orders"
     source = SqsSource(type="sqs", queue=queue, endpoint_url=endpoint, result="s3://outputs/x", **settings)
     return open_queue(source, who)
@@ -67,7 +65,6 @@ def key_of(client: Any) -> str:
     return str(client._request_signer._credentials.access_key)
 
 
-@OPEN
 async def test_a_queue_is_read_with_the_functions_own_secrets(moto: str) -> None:
     queue, sink = opened(moto, identity(OWN, "127.0.0.1"))
     assert await queue.receive(1, wait=False) == []
@@ -78,7 +75,6 @@ async def test_a_queue_is_read_with_the_functions_own_secrets(moto: str) -> None
     await sink.close()
 
 
-@OPEN
 async def test_without_secrets_nothing_is_sent_until_they_are_set(moto: str) -> None:
     secrets: dict[str, str] = {}
     queue, sink = opened(moto, identity(secrets, "127.0.0.1"))
@@ -90,7 +86,22 @@ async def test_without_secrets_nothing_is_sent_until_they_are_set(moto: str) -> 
     await queue.close()
 
 
-@OPEN
+async def test_secrets_that_aws_refuses_are_read_again(moto: str) -> None:
+    secrets = dict(OWN)
+    queue, _ = opened(moto, identity(secrets, "127.0.0.1"))
+    assert await queue.call(key_of) == OWN["AWS_ACCESS_KEY_ID"]
+
+    def refuse(_client: Any) -> None:
+        raise ClientError({"Error": {"Code": "ExpiredToken"}}, "ReceiveMessage")
+
+    secrets["AWS_ACCESS_KEY_ID"] = "AKIANEWNEWNEWNEW0000"
+    assert await queue.call(key_of) == OWN["AWS_ACCESS_KEY_ID"]
+    with pytest.raises(BusFailed, match="ExpiredToken"):
+        await queue.call(refuse)
+    assert await queue.call(key_of) == "AKIANEWNEWNEWNEW0000"
+    await queue.close()
+
+
 async def test_a_profile_that_the_policy_lists_is_used(moto: str) -> None:
     queue, _ = opened(moto, identity({}, "127.0.0.1"), profile="lab")
     assert await queue.receive(1, wait=False) == []
@@ -98,7 +109,6 @@ async def test_a_profile_that_the_policy_lists_is_used(moto: str) -> None:
     await queue.close()
 
 
-@OPEN
 async def test_a_queue_is_at_an_allowed_address(moto: str) -> None:
     queue, sink = opened(moto, identity(OWN))
     with pytest.raises(BusFailed, match="its address may not be connected to: loopback") as caught:
@@ -110,10 +120,7 @@ async def test_a_queue_is_at_an_allowed_address(moto: str) -> None:
     await sink.close()
 
 
-@OPEN
 async def test_a_trusted_function_uses_the_gateways_credentials(moto: str) -> None:
-    from pilotflame.runtime.events.message_queue import Identity
-
     queue, _ = opened(moto, Identity(lambda: OWN))
     assert await queue.call(key_of) == THEIRS["AWS_ACCESS_KEY_ID"]
     await queue.close()
