@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -110,11 +111,19 @@ def test_a_redirect_leads_only_to_allowed_addresses() -> None:
 
 
 def test_an_allowed_network_is_connected_to_without_a_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A proxy's connections cannot be checked.
+    resolve = socket.getaddrinfo
+
+    def resolve_ours(host: str, *rest: Any, **more: Any) -> Any:
+        return resolve("127.0.0.2" if host == "weights.example" else host, *rest, **more)
+
+    # The connections of a proxy cannot be checked.
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setattr(socket, "getaddrinfo", resolve_ours)
     with recording("127.0.0.2") as server:
-        source = open_source(f"{server.url}/net", {}, access("127.0.0.2"))
-        assert read(source, "f", 4) == b"body"
+        url = f"http://weights.example:{server.server_port}/net"
+        assert read(open_source(url, {}, access("127.0.0.2")), "f", 4) == b"body"
+        with pytest.raises(SourceDenied, match="loopback"):
+            open_source(url, {}, access(HERE)).stat("f")
         # A source of the same URL that was kept for another rule is not used.
         kept = KeptSources()
         assert kept.open(f"{server.url}/net", {}, access("127.0.0.2")).stat("f").size_bytes == 4
@@ -145,16 +154,21 @@ def test_s3_reads_and_lists_only_at_allowed_addresses(moto: str) -> None:
     source: Any = open_source("s3://weights", own, access(HERE))
     assert source.names() == ["f"]
     assert read(source, "f", 4) == b"body"
-    source = open_source("s3://weights", own, access())
-    for call in (source.names, lambda: source.stat("f")):
-        with pytest.raises(SourceDenied, match="loopback"):
-            call()
+    for endpoint in (moto, "https://127.0.0.1:1", "http://[::1]:1", "https://localhost:1"):
+        source = open_source("s3://weights", {**OWN, "AWS_ENDPOINT_URL": endpoint}, access())
+        for call in (source.names, lambda: source.stat("f")):  # noqa: B023  called in this iteration
+            with pytest.raises(SourceDenied, match="loopback"):
+                call()
 
 
 def test_the_hub_gets_no_token_of_the_gateway(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "token").write_text("hush")
+    login = tmp_path / ".cache" / "huggingface"
+    login.mkdir(parents=True)
+    (login / "token").write_text("hush")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("HF_HOME")
     with recording() as server:
-        for name, value in {"HF_TOKEN": "hush", "HF_ENDPOINT": server.url, "HF_HOME": str(tmp_path)}.items():
+        for name, value in {"HF_TOKEN": "hush", "HF_ENDPOINT": server.url}.items():
             monkeypatch.setenv(name, value)
         url = f"hf://org/net@{'a' * 40}"
         trusted: Any = open_source(url, {})

@@ -75,6 +75,15 @@ async def test_a_queue_is_read_with_the_functions_own_secrets(moto: str) -> None
     await sink.close()
 
 
+async def test_no_endpoint_of_the_gateway_is_used_with_the_functions_own_secrets() -> None:
+    url = "https://sqs.eu-west-1.amazonaws.com/123456789012/orders"
+    queue, sink = open_queue(SqsSource(type="sqs", queue=url, result="s3://outputs"), identity(OWN))
+    for one in (queue, sink):
+        endpoint = await one.call(lambda client: client.meta.endpoint_url)
+        assert endpoint.endswith(".eu-west-1.amazonaws.com")
+        await one.close()
+
+
 async def test_without_secrets_nothing_is_sent_until_they_are_set(moto: str) -> None:
     secrets: dict[str, str] = {}
     queue, sink = opened(moto, identity(secrets, "127.0.0.1"))
