@@ -55,7 +55,7 @@ class DeployPolicy(BaseModel, frozen=True, extra="forbid", strict=True):
     memory_mb: int | None = Field(
         None,
         ge=16,
-        description="MiB of memory of a function's workers at most; null: all. If it is set, functions must set theirs.",
+        description="MiB of memory of a function's workers at most; null: all. If it is set, functions must set resources.memory_mb.",
     )
     cpus: float | None = Field(
         None,

@@ -13,6 +13,7 @@ import pytest
 import torch
 from fault_server import FaultServer
 from live import TRUSTED, Gateway, failure, gateway_here
+from pilotflame.errors import SourceDenied
 from pilotflame.runtime import main
 from pilotflame.runtime.packaging.code import pack
 from safetensors.torch import save_file
@@ -270,9 +271,11 @@ async def test_a_stored_revision_is_fetched_by_the_rule_of_the_present_policies(
         async with gateway_here(state, policy_kind="container") as gateway:
             gateway.client.headers["Authorization"] = authorization
             error = failure(await gateway.client.post("/v1/functions/mine/prefetch"))
-            assert error["type"] == "source_denied"
-            assert "its address may not be connected to: loopback" in error["message"]
-            # The same holds for its event sources.
+            assert error["type"] == "function_barred"
             assert gateway.server is not None
+            functions = gateway.server.functions
+            with pytest.raises(SourceDenied, match="its address may not be connected to: loopback"):
+                await functions.weights.prefetch(functions.get("mine").revision.spec, {})
+            # The same holds for its event sources.
             assert main._identity(gateway.server.functions, "mine").access.own_only
         assert len(server.requests) == counted
