@@ -24,8 +24,8 @@ from .keys import NOBODY, TOKEN, ApiKey, Caller, NewKey, mint
 
 # The time of a key's last use is rounded down to a multiple of USE_GRAIN_S, because each saved change costs an fsync.
 USE_GRAIN_S = 3600.0
-# If less than this is missing for a whole token, the bucket counts as holding the token. Otherwise, `enter` could
-# refuse a caller who has waited exactly the time that `enter` returned, because sums of fractions are rounded.
+# A bucket admits a request if it holds at least 1 - _TOLERANCE tokens. With a limit of exactly 1, rounding could make
+# `enter` refuse a caller who has waited exactly the time that `enter` returned.
 _TOLERANCE = 1e-9
 # The retry time for callers with too many running requests. The end of these requests cannot be predicted.
 CONCURRENCY_WAIT_S = 1.0

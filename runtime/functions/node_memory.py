@@ -119,7 +119,11 @@ class MemoryMeter:
 
     @property
     def pause_s(self) -> float:
-        """The seconds until the accounts may measure again. They depend on the last measurement's processor time."""
+        """The seconds until `metering.py` may start its next measurement because of a change.
+
+        This pause begins at the end of the last measurement, and lasts PAUSE times the processor time of that
+        measurement.
+        """
         return max(0.0, self._ended_s + PAUSE * self._took_s - time.monotonic())
 
     async def latest(self) -> NodeMemory | None:

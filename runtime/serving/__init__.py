@@ -8,6 +8,6 @@ Start reading at `revision.py`. Each part owns its state, and commands the parts
       Replicas          lists the workers; only the pool (`reconciling`) changes the list
         Replica         has the link of one worker, and knows which invocations the worker has not ended
 
-`reconciling` decides how many workers there are, and starts and ends them. This room must not know about HTTP, jobs or
-deployments.
+`reconciling` decides how many workers there are, and starts and ends them. The package `serving` must not
+import anything of HTTP, jobs or deployments.
 """

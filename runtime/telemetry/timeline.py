@@ -146,11 +146,11 @@ class Timeline:
         return max(self.received_s, self.sent_s, self.completed_s, self.responded_s) - self.received_s
 
     def warm_phases(self) -> tuple[float, float, float, float, float]:
-        """Return the seconds of each phase in `WARM_PHASES`. The phase queue includes all of a cold start.
+        """Return the seconds of each phase in `WARM_PHASES`.
 
-        If no result arrived, because the worker died or the deadline passed, then the time from sending the
-        invocation to the response counts as phase link. If it was never sent, all its time counts as phase
-        queue.
+        Here, the phase `queue` also includes the cold phases (`fork`, `restore`, `dispatch`). If no result arrived,
+        because the worker died or the deadline passed, then the time from sending the invocation to the response counts
+        as phase `link`. If it was never sent, all its time counts as phase `queue`.
         """
         responded_s, wait_s, exec_s = self.responded_s, self.wait_s, self.exec_s
         completed_s = self.completed_s or responded_s

@@ -300,8 +300,9 @@ class Worker:
             self._weights_by_s = time.monotonic() + weights_s
         self._activated.set()
         if self._on_event_loop:
-            # Set up on the loop's thread, because torch has a thread count for each calling thread. `setup` may block
-            # the loop, which has nothing else to do before READY.
+            # Run `setup` on the loop's thread, because the handler's calls run there too. Torch keeps its thread count
+            # separately for each thread that calls it, so a count set on another thread would not apply to these calls.
+            # `setup` may block the loop, which has nothing else to do before READY.
             self._tasks.create_task(self._set_up_on_loop())
 
     def _invoke(self, frame: Frame) -> None:
@@ -372,8 +373,8 @@ class Worker:
 def _copies(snapshots: Snapshots) -> list[dict[str, Any]]:
     """Return, for each snapshot with weights on a device, how long ago its copy began and how long the copy took.
 
-    "took_s" is None while the copy runs. "context" says how long ago, and in how long, the context on the device was
-    made.
+    "took_s" is None while the copy runs. "context" has the same two numbers for the device's context: how long ago its
+    creation began ("ago_s"), and how long the creation took ("took_s").
     """
     found, now_s = [], time.monotonic()
     for name in snapshots:

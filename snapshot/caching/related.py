@@ -84,7 +84,8 @@ def _open(folder: Path, opened: ExitStack) -> _Lender | None:
         held = hold(folder)
         if held is None or not is_published(folder):
             return None
-        # `opened` keeps a reference to `held` until it is closed.
+        # The lock on the folder lasts as long as something references `held`. `opened` references `held` until `opened`
+        # is closed, so the folder is not evicted before then.
         opened.enter_context(nullcontext(held))
         with (folder / "files" / MANIFEST_NAME).open("rb") as stream:
             document = orjson.loads(stream.read(MAX_MANIFEST_BYTES))
