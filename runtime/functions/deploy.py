@@ -32,7 +32,6 @@ from ..packaging.reuse import ReusedRevision, take
 from ..settings.function_settings import (
     FunctionSettings,
     SnapshotPart,
-    handler_problem,
     read_settings,
     setting_of,
     setting_origins,
@@ -284,10 +283,15 @@ def _entry(folder: Path, record: RevisionRecord, dialects: Dialects) -> Entry:
     """Return where the handler of a stored revision is."""
     # The zygote has reported these, and it runs the function's own code.
     dialect, entry = record.handler.get("dialect", OWN), record.handler.get("entry")
-    if dialect != OWN and isinstance(dialect, str) and dialects.find(dialect) is None:
-        reference = f"{dialect}:{entry}"
-        if dialect.isidentifier() and handler_problem(reference) is None:
-            return parse_reference(reference)
+    if (
+        dialect != OWN
+        and isinstance(dialect, str)
+        and dialect.isidentifier()
+        and dialects.find(dialect) is None
+    ):
+        found = parse_reference(f"{dialect}:{entry}")
+        if (folder / found.file).resolve().is_relative_to(folder.resolve()):
+            return found
     return dialects.recognise(folder, record.settings.handler)
 
 

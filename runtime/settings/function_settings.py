@@ -171,8 +171,7 @@ class Image(BaseModel, frozen=True, extra="forbid", strict=True):
         return self.name is None and (self.base is not None or bool(self.packages))
 
 
-def handler_problem(handler: str) -> str | None:
-    """Return why a text is no reference to a handler in a file of the function's folder. None if it is."""
+def _handler_problem(handler: str) -> str | None:
     _, file, callable_name = parse_reference(handler)
     path = PurePosixPath(file)
     plain = str(path) == file and not path.is_absolute() and ".." not in path.parts and file.isprintable()
@@ -277,7 +276,7 @@ class FunctionSettings(BaseModel, frozen=True, extra="forbid", strict=True):
     """All settings of a function; part of its immutable revision."""
 
     name: FunctionName = Field(description="Its name in URLs; by default made from the folder's name.")
-    handler: Annotated[str, checked(handler_problem)] = Field(
+    handler: Annotated[str, checked(_handler_problem)] = Field(
         "handler.py",
         description='The handler\'s file inside the folder, optionally with ":callable" after it, and before it the dialect and'
         ' a colon if the platform is not recognised, as in "runpod:handler.py".',
