@@ -1,0 +1,243 @@
+"""A gateway with two tenants and a hostile third, and the list of attacks.
+
+`alpha` calls the function hello, and `beta` submits jobs to the function work. Both are trusted processes. The hostile
+tenant has a key that may deploy only containers ("deployer"), and a key that may only call ("caller").
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import io
+import json
+import secrets
+import socketserver
+import sqlite3
+import tarfile
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlencode, urlsplit
+
+import psutil
+from containers import podman
+from servers import Server, gateway_command, running
+
+HELLO = "def handler(event):\n    return event\n"
+KEYS: dict[str, dict[str, Any]] = {
+    "admin": {"scopes": ["admin"]},
+    "alpha": {"functions": ["hello"]},
+    "beta": {"functions": ["work", "shared"]},
+    "caller": {"functions": ["evil", "shared"]},
+    "deployer": {"scopes": ["deploy", "invoke"], "functions": ["evil"]},
+}
+# The workers of beta end at once, so that most of its jobs need a new worker.
+WORK = {"scale.idle_timeout_s": 0.1, "scale.max": 2}
+_COMPLETED = "SELECT id FROM jobs WHERE function = 'work' AND state = 'COMPLETED'"
+Act = Callable[["Stage"], str]
+
+
+class Breach(Exception):
+    """An attack has succeeded. The text says what it got or did."""
+
+
+@dataclass(frozen=True)
+class Attack:
+    """An attack. `act` returns how it was refused or contained, or raises Breach."""
+
+    tries: str
+    act: Act
+    handler: str = ""
+    """The code of the function evil, which the hostile tenant deploys in a container; "" if the attack needs none."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    gateway: Mapping[str, Any] = field(default_factory=dict)
+    shared: str = ""
+    """The code of the function shared, which the owner of the gateway deploys for beta and the hostile tenant."""
+    prepare: Callable[[Stage], None] = lambda _stage: None
+    """Runs before `act`, while the other tenants send nothing."""
+
+
+ATTACKS: dict[str, Attack] = {}
+
+
+def attack(tries: str, **fields: Any) -> Callable[[Act], Act]:
+    """Add the decorated function to ATTACKS under its name."""
+
+    def add(act: Act) -> Act:
+        ATTACKS[act.__name__] = Attack(tries, act, **fields)
+        return act
+
+    return add
+
+
+@dataclass
+class Stage:
+    """A gateway for one attack. `seconds` and `jobs` are the duration and the number of queued jobs of an attack."""
+
+    root: Path
+    engine: str
+    image: str
+    seconds: float
+    jobs: int
+    attack: Attack
+    keys: dict[str, str] = field(default_factory=dict)
+    until_s: float = 0.0
+    notes: str = ""
+    server: Server = field(init=False)
+    _stack: ExitStack = field(default_factory=ExitStack)
+
+    @property
+    def state(self) -> Path:
+        return self.root / "state"
+
+    @property
+    def on(self) -> bool:
+        """Return whether the attack goes on."""
+        return time.monotonic() < self.until_s
+
+    def start(self) -> None:
+        folders = {"state_dir": str(self.state), "cache_dir": str(self.root / "cache")}
+        command = gateway_command(**folders, engine=self.engine, drain_s=5, **self.attack.gateway)
+        self.server = self._stack.enter_context(running("pilotflame", command))
+        self.server.wait_line()
+
+    def stop(self) -> None:
+        """Stop the gateway, and remove the containers that it has left."""
+        self._stack.close()
+        if left := podman("ps", "-aq", f"--filter=label=pilotflame.gateway={self.state}").split():
+            podman("rm", "-f", "-t", "0", *left)
+
+    def set_up(self) -> None:
+        """Make the keys, and deploy the functions of all tenants."""
+        for name, fields in KEYS.items():
+            self.keys[name] = self.ask("POST", "/v1/keys", {"name": name, **fields}, key="admin")["key"]
+        for name, code, settings in (
+            ("hello", HELLO, {}), ("work", HELLO, WORK), ("shared", self.attack.shared, {"scale.max": 1})
+        ):  # fmt: skip
+            with tempfile.TemporaryDirectory(dir=self.root) as folder:
+                Path(folder, "handler.py").write_text(code)
+                body = {"path": folder, "overrides": {"name": name, **settings}}
+                if code:
+                    self.ask("POST", "/v1/functions", body, key="admin")
+        secret = {"value": f"canary-{secrets.token_hex(16)}"}
+        self.ask("PUT", "/v1/functions/hello/secrets/CANARY", secret, key="admin")
+        if self.attack.handler:
+            status, answer = self.deploy({"handler.py": self.attack.handler}, self.attack.settings)
+            if status != 201:
+                raise RuntimeError(f"evil was not deployed: {status} {answer}")
+
+    def deploy(self, members: Mapping[str, str], settings: Mapping[str, str]) -> tuple[int, Any]:
+        """Deploy evil with the key of the hostile tenant. A member whose text begins with "-> " is a symbolic link."""
+        packed, wanted = io.BytesIO(), {"name": "evil", "image.name": self.image, **settings}
+        with tarfile.open(fileobj=packed, mode="w:gz") as tar:
+            for name, text in members.items():
+                member, content = tarfile.TarInfo(name), text.encode()
+                if text.startswith("-> "):
+                    member.type, member.linkname, content = tarfile.SYMTYPE, text[3:], b""
+                member.size = len(content)
+                tar.addfile(member, io.BytesIO(content))
+        query = [("folder", "evil"), ("install", "1")]
+        query += [("set", f"{key}={value}") for key, value in wanted.items() if value]
+        kind = {"Content-Type": "application/gzip"}
+        path = f"/v1/functions?{urlencode(query)}"
+        return self.request("POST", path, packed.getvalue(), key="deployer", headers=kind)
+
+    def request(
+        self, method: str, path: str, body: Any = None, *, key: str = "caller", headers: Mapping[str, str] | None = None
+    ) -> tuple[int, Any]:  # fmt: skip
+        """Return the status and the answer. A body that is no bytes is sent as JSON."""
+        parts = urlsplit(self.server.url)
+        payload = body if body is None or isinstance(body, bytes) else json.dumps(body)
+        known = {"Authorization": f"Bearer {self.keys[key]}"} if key in self.keys else {}
+        with closing(http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=60)) as connection:
+            connection.request(
+                method, path, payload, {"Content-Type": "application/json", **known, **(headers or {})}
+            )
+            answer = connection.getresponse()
+            text = answer.read()
+        try:
+            return answer.status, json.loads(text)
+        except ValueError:
+            return answer.status, text.decode(errors="replace")
+
+    def ask(self, method: str, path: str, body: Any = None, *, key: str = "caller") -> Any:
+        """Return the answer of a request that must succeed."""
+        status, answer = self.request(method, path, body, key=key)
+        if status >= 300:
+            raise RuntimeError(f"{method} {path}: {status} {answer}")
+        return answer
+
+    def evil(self, **event: Any) -> Any:
+        """Call the hostile function."""
+        return self.ask("POST", "/invoke/evil", event)
+
+    def lost(self, jobs: set[str], within_s: float) -> set[str]:
+        """Return those of beta's accepted jobs that are not completed in time."""
+        until_s = time.monotonic() + within_s
+        while jobs and time.monotonic() < until_s:
+            with closing(sqlite3.connect(self.state / "jobs.sqlite3", timeout=30)) as connection:
+                jobs = jobs - {row[0] for row in connection.execute(_COMPLETED)}
+            time.sleep(0.1)
+        return jobs
+
+    def held(self) -> tuple[float, int]:
+        """Return the memory of the gateway in MB, and its number of descriptors."""
+        process = psutil.Process(self.server.pid)
+        return process.memory_info().rss / 1e6, process.num_fds()
+
+    @contextmanager
+    def peaks(self) -> Iterator[list[tuple[float, int]]]:
+        """Yield a list that gets what the gateway holds, every 50 ms of the block."""
+        found, over = [self.held()], threading.Event()
+
+        def look() -> None:
+            while not over.wait(0.05):
+                # Between two gateways there is no process.
+                with contextlib.suppress(psutil.Error):
+                    found.append(self.held())
+
+        thread = threading.Thread(target=look)
+        thread.start()
+        try:
+            yield found
+        finally:
+            over.set()
+            thread.join()
+
+    def size_mb(self, pattern: str) -> float:
+        """Return the size of the files in the state folder whose names match a pattern."""
+        return sum(path.stat().st_size for path in self.state.rglob(pattern)) / 1e6
+
+
+@contextmanager
+def trap(host: str = "127.0.0.1", location: str = "") -> Iterator[tuple[str, list[str]]]:
+    """Serve HTTP during the block: 404, or a redirect to `location`. Yield the URL, and a list of the requests."""
+    hits: list[str] = []
+
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            if not (text := self.request.recv(1 << 16).decode("latin-1")):
+                return
+            hits.append(text.partition(" HTTP")[0])
+            where = (
+                f"307 Redirect\r\nLocation: {location}{hits[-1].partition(' ')[2]}"
+                if location
+                else "404 None"
+            )
+            self.request.sendall(
+                f"HTTP/1.1 {where}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n".encode()
+            )
+            self.request.recv(1 << 16)
+
+    with socketserver.ThreadingTCPServer((host, 0), Handler) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"http://{host}:{server.server_address[1]}", hits
+        finally:
+            server.shutdown()
