@@ -256,17 +256,14 @@ def build_steps(stage: Stage) -> str:
         status, answer = stage.deploy(members, settings)
         if status < 400:
             raise Breach(f"{what} was deployed: {answer}")
-    packages = {
-        "handler.py": SPY,
-        "requirements.txt": "./evil\n",
-        "evil/setup.py": setup,
-        "cog.yaml": f"build:\n  run: [touch {marker}]\n",
-    }
-    status, answer = stage.deploy(packages, {"env.PATHS": ":".join(places(stage))})
+    cog = f"build:\n  run: [touch {marker}]\n"
+    stage.deploy({**code, "requirements.txt": "./evil\n", "evil/setup.py": setup, "cog.yaml": cog}, {})
     if marker.exists():
         raise Breach("setup.py ran on the machine of the gateway")
-    found = spied(stage, "build") if status == 201 else f"packages: {status} {answer}"
-    return f"{len(hostile)} deploys refused; at import and build: {found}"
+    status, answer = stage.deploy({"handler.py": SPY}, {"env.PATHS": ":".join(places(stage))})
+    if status != 201:
+        raise RuntimeError(f"the spy was not deployed: {answer}")
+    return f"{len(hostile)} deploys refused, setup.py did not run; at import and build: {spied(stage, 'build')}"
 
 
 @attack("webhooks, alerts and queues at loopback and metadata addresses", handler=HELLO)
