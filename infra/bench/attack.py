@@ -1,10 +1,10 @@
 """Hostile functions and callers, each against a gateway of its own with two other tenants under light load.
 
-    python infra/bench/attack.py [--only NAME ...] [--seconds 5] [--jobs 99000] [--json]
+    python infra/bench/attack.py [--only NAME ...] [--seconds 4] [--jobs 99000] [--json]
 
 An attack is contained if it gets nothing, if the others have no error, no lost job and a p99 of at most three times the
-quiet one or 50 ms more, and if the gateway's memory and descriptors stay within limits. Load that only exceeded its p99 is
-measured a second time, because other work on the machine may be the cause.
+quiet one or 50 ms more, and if the memory and the descriptors of the gateway stay within limits. If only a p99 was too
+high, the attack is repeated once, because other work on the machine may be the cause.
 """
 
 from __future__ import annotations
@@ -12,176 +12,146 @@ from __future__ import annotations
 import sys
 import tempfile
 import time
-from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 import attacks  # noqa: F401  it fills ATTACKS
-from attack_stage import ATTACKS, Attack, Breach, Stage
+from attack_stage import ATTACKS, Breach, Stage
 from containers import made_image, require_podman, running_engine
 from load import Request, Tally, load_apart
+from percentiles import percentile
 from report import Report, parser
 from rich.console import Console
 from rich.table import Table
 
-RATES = {"alpha": 40.0, "beta": 10.0}
-PATHS = {"alpha": "/invoke/hello", "beta": "/v2/work/runsync"}
-MOST_MB, MOST_DESCRIPTORS, LEFT_DESCRIPTORS = 512.0, 1000, 32
-"""The growth of the gateway that is allowed: of its memory and its descriptors meanwhile, and of descriptors afterwards."""
+PATHS = {"alpha": ("/invoke/hello", 40.0), "beta": ("/v2/work/runsync", 10.0)}
+"""The path and the requests per second of each tenant."""
+MOST = {"MB of memory": 512, "descriptors": 1000, "descriptors afterwards": 32}
+"""How much the gateway may grow."""
 LOST_S, SETTLE_S = 30.0, 12.0
+
+
+class Result(NamedTuple):
+    """An attack is contained if there are no faults. `cells` are columns of the table."""
+
+    text: str
+    faults: list[str]
+    cells: list[str]
 
 
 def load(stage: Stage, seconds: float) -> dict[str, Tally]:
     """Return the tallies of the two tenants, who send at the same time."""
 
     def send(tenant: str) -> Tally:
+        path, rate = PATHS[tenant]
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {stage.keys[tenant]}"}
-        url = stage.server.url + PATHS[tenant]
-        request = Request(url, b'{"input": {"n": 1}}', headers, capture="X-Request-Id")
-        return load_apart(request, rate=RATES[tenant], duration_s=seconds)
+        request = Request(stage.server.url + path, b'{"input": {"n": 1}}', headers, capture="X-Request-Id")
+        return load_apart(request, rate=rate, duration_s=seconds)
 
-    with ThreadPoolExecutor(len(RATES)) as pool:
-        return dict(zip(RATES, pool.map(send, RATES), strict=True))
-
-
-def joined(tallies: Iterable[Tally]) -> Tally:
-    whole = Tally()
-    for one in tallies:
-        whole.latencies_ns += one.latencies_ns
-        whole.captured += one.captured
-        whole.statuses += one.statuses
-        whole.errors += one.errors
-        whole.wrong_sample = whole.wrong_sample or one.wrong_sample
-    return whole
+    with ThreadPoolExecutor(len(PATHS)) as pool:
+        return dict(zip(PATHS, pool.map(send, PATHS), strict=True))
 
 
-@dataclass
-class Outcome:
-    """The result of one attack. It is contained if there is no fault."""
-
-    text: str
-    faults: list[str]
-    cells: dict[str, Any]
-    slow: int = 0
-    """The number of faults that are a p99 of another tenant."""
-
-
-def run(found: Attack, engine: str, image: str, seconds: float, jobs: int) -> Outcome:
-    """Run an attack on a gateway of its own."""
-    with tempfile.TemporaryDirectory(prefix="pf-attack-", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        stage = Stage(Path(folder), engine, image, seconds, jobs, found)
-        try:
-            stage.start()
-            stage.set_up()
-            load(stage, 0.5)
-            return measured(found, stage)
-        finally:
-            stage.stop()
-
-
-def measured(found: Attack, stage: Stage) -> Outcome:
-    quiet, before = load(stage, stage.seconds), stage.held()
-    parts: list[dict[str, Tally]] = []
-    with stage.peaks() as held, ThreadPoolExecutor(1) as pool:
-        found.prepare(stage)
-        stage.until_s = time.monotonic() + stage.seconds
-        acting = pool.submit(found.act, stage)
-        while not parts or not acting.done():
-            parts.append(load(stage, stage.seconds))
-    during = {tenant: joined(part[tenant] for part in parts) for tenant in RATES}
-    outcome = Outcome("", [], {})
+def run(stage: Stage) -> Result:
+    """Run an attack on a new gateway."""
     try:
-        outcome.text = acting.result()
+        stage.start()
+        stage.set_up()
+        load(stage, 0.5)
+        return measured(stage)
+    finally:
+        stage.stop()
+
+
+def measured(stage: Stage) -> Result:
+    quiet, before, found = load(stage, stage.seconds), stage.held(), Result("", [], [])
+    parts: list[dict[str, Tally]] = []
+    with ThreadPoolExecutor(2) as pool:
+        pool.submit(stage.watch)
+        try:
+            stage.attack.prepare(stage)
+            stage.until_s = time.monotonic() + stage.seconds
+            acting = pool.submit(stage.attack.act, stage)
+            while not parts or not acting.done():
+                parts.append(load(stage, stage.seconds))
+        finally:
+            stage.over = True
+    try:
+        found = found._replace(text=acting.result())
     except Breach as breach:
-        outcome.faults.append(str(breach))
-    check_load(outcome, quiet, during)
-    if lost := stage.lost({*quiet["beta"].captured, *during["beta"].captured}, LOST_S):
-        outcome.faults.append(f"{len(lost)} accepted jobs of beta are lost")
-    check_gateway(outcome, stage, before, held)
-    return outcome
+        found.faults.append(str(breach))
+    for tenant in PATHS:
+        check_load(found, tenant, quiet[tenant], [part[tenant] for part in parts])
+    accepted = {job for part in (quiet, *parts) for job in part["beta"].captured if job}
+    if lost := stage.lost(accepted, LOST_S):
+        found.faults.append(f"{len(lost)} of {len(accepted)} accepted jobs are lost")
+    check_gateway(found, stage, before)
+    return found
 
 
-def check_load(outcome: Outcome, quiet: dict[str, Tally], during: dict[str, Tally]) -> None:
-    for tenant, tally in during.items():
-        for name, one in (("quiet", quiet[tenant]), ("meanwhile", tally)):
-            if not one.clean:
-                outcome.faults.append(
-                    f"{tenant}, {name}: {dict(one.statuses)} {dict(one.errors)} {one.wrong_sample}"
-                )
-        alone, beside = quiet[tenant].p_ms(0.99), tally.p_ms(0.99)
-        most = max(3 * alone, alone + 50)
-        outcome.cells[tenant] = f"{tally.right} {alone:.0f} → {beside:.0f} ({most:.0f})"
-        if beside > most:
-            outcome.slow += 1
-            outcome.faults.append(f"{tenant}: p99 {beside:.0f} ms, allowed {most:.0f} ms")
+def check_load(found: Result, tenant: str, quiet: Tally, parts: list[Tally]) -> None:
+    for one in (quiet, *parts):
+        if not one.clean:
+            found.faults.append(f"{tenant}: {dict(one.statuses)} {dict(one.errors)} {one.wrong_sample}")
+    alone_ms = quiet.p_ms(0.99)
+    beside_ms = percentile([latency for part in parts for latency in part.latencies_ns], 0.99) / 1e6
+    most_ms = max(3 * alone_ms, alone_ms + 50)
+    found.cells.append(f"{alone_ms:.0f} → {beside_ms:.0f} ({most_ms:.0f})")
+    if beside_ms > most_ms:
+        found.faults.append(f"p99 of {tenant} is {beside_ms:.0f} ms, allowed {most_ms:.0f} ms")
 
 
-def check_gateway(
-    outcome: Outcome, stage: Stage, before: tuple[float, int], held: list[tuple[float, int]]
-) -> None:
-    peak_mb, peak = (max(values) for values in zip(*held, strict=True))
+def check_gateway(found: Result, stage: Stage, before: tuple[float, int]) -> None:
+    peak_mb, peak = (max(values) for values in zip(*stage.seen, strict=True))
     until_s = time.monotonic() + SETTLE_S
-    while stage.held()[1] > before[1] + LEFT_DESCRIPTORS and time.monotonic() < until_s:
+    while (after := stage.held())[1] > before[1] and time.monotonic() < until_s:
         time.sleep(0.1)
-    after = stage.held()
-    outcome.cells["MB"] = f"{before[0]:.0f} → {peak_mb:.0f} → {after[0]:.0f}"
-    outcome.cells["descriptors"] = f"{before[1]} → {peak} → {after[1]}"
-    for what, grown, most in (
-        ("MB of memory", peak_mb - before[0], MOST_MB),
-        ("descriptors", peak - before[1], MOST_DESCRIPTORS),
-        ("descriptors that are left", after[1] - before[1], LEFT_DESCRIPTORS),
-    ):
-        if grown > most:
-            outcome.faults.append(f"the gateway grew by {grown:.0f} {what}, allowed {most:.0f}")
+    found.cells.append(f"{before[0]:.0f} → {peak_mb:.0f} → {after[0]:.0f}")
+    found.cells.append(f"{before[1]} → {peak} → {after[1]}")
+    grown = (peak_mb - before[0], peak - before[1], after[1] - before[1])
+    for (what, most), growth in zip(MOST.items(), grown, strict=True):
+        if growth > most:
+            found.faults.append(f"the gateway grew by {growth:.0f} {what}, allowed {most}")
+
+
+def folder(stack: ExitStack) -> Path:
+    return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pf-attack-", dir="/tmp")))
 
 
 def main() -> int:
     options = parser(__doc__)
     options.add_argument("--only", nargs="+", choices=ATTACKS, default=list(ATTACKS))
-    options.add_argument("--seconds", type=float, default=5.0, help="of each measurement")
+    options.add_argument("--seconds", type=float, default=4.0, help="of each measurement")
     options.add_argument(
         "--jobs", type=int, default=99_000, help="that are queued before another tenant's one"
     )
     arguments = options.parse_args()
     require_podman()
-    report, table = Report("attack", packages=("aiodocker",)), Table(title="attacks")
-    columns = (
-        "attack",
-        "result",
-        "calls, p99 ms (most)",
-        "jobs, p99 ms (most)",
-        "gateway, MB",
-        "descriptors",
-        "",
-    )
-    for column in columns:
+    report, table = Report("attack", packages=("aiodocker",)), Table()
+    for column in ("attack", "result", "calls, p99 ms", "jobs, p99 ms", "gateway, MB", "descriptors", ""):
         table.add_column(column)
     contained = 0
-    with (
-        tempfile.TemporaryDirectory(prefix="pf-attack-", dir="/tmp") as folder,
-        running_engine(Path(folder)) as engine,
-    ):
-        image = made_image()
+    with ExitStack() as stack:
+        engine = stack.enter_context(running_engine(folder(stack)))
         for name in arguments.only:
-            with report.part(name):
-                given = (ATTACKS[name], engine.url, image, arguments.seconds, arguments.jobs)
-                outcome = run(*given)
-                if outcome.slow and len(outcome.faults) == outcome.slow:
-                    outcome = run(*given)
-                result = "NOT CONTAINED" if outcome.faults else "contained"
-                contained += not outcome.faults
-                text = "; ".join([*outcome.faults, outcome.text]).removesuffix("; ")
-                report.row(attack=name, tries=ATTACKS[name].tries, result=result, text=text, **outcome.cells)
-                table.add_row(name, result, *outcome.cells.values(), text)
-                for fault in outcome.faults:
-                    report.fail(f"{name} is not contained: {fault}")
-    report.add("attacks", len(arguments.only))
-    report.add("contained", contained, "", f">= {len(arguments.only)}")
-    Console(width=200, stderr=arguments.json).print(table)
+            attack, tries = ATTACKS[name], ATTACKS[name].tries
+            with report.part(f"{name}: {tries}"), ExitStack() as one:
+                given = (engine.url, made_image(), arguments.seconds, arguments.jobs, attack)
+                found = run(Stage(folder(one), *given))
+                if found.faults and all(fault.startswith("p99") for fault in found.faults):
+                    found = run(Stage(folder(one), *given))
+                contained += not found.faults
+                result = "NOT CONTAINED" if found.faults else "contained"
+                text = "; ".join(filter(None, [*found.faults, found.text]))
+                report.row(attack=name, tries=tries, result=result, text=text, cells=found.cells)
+                table.add_row(name, result, *found.cells, text)
+    report.add("attacks_contained", contained, f"of {len(arguments.only)}", f">= {len(arguments.only)}")
+    report.note("p99: quiet → meanwhile (allowed); memory and descriptors: before → most → afterwards")
+    Console(width=180, stderr=arguments.json).print(table)
     return report.finish(arguments)
 
 

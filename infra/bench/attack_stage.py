@@ -1,4 +1,4 @@
-"""A gateway with two tenants and a hostile third, and the list of attacks.
+"""A gateway for one attack, with two tenants and a hostile third, and the list of attacks.
 
 `alpha` calls the function hello, and `beta` submits jobs to the function work. Both are trusted processes. The hostile
 tenant has a key that may deploy only containers ("deployer"), and a key that may only call ("caller").
@@ -14,7 +14,6 @@ import secrets
 import socketserver
 import sqlite3
 import tarfile
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -36,9 +35,11 @@ KEYS: dict[str, dict[str, Any]] = {
     "caller": {"functions": ["evil", "shared"]},
     "deployer": {"scopes": ["deploy", "invoke"], "functions": ["evil"]},
 }
-# The workers of beta end at once, so that most of its jobs need a new worker.
-WORK = {"scale.idle_timeout_s": 0.1, "scale.max": 2}
-_COMPLETED = "SELECT id FROM jobs WHERE function = 'work' AND state = 'COMPLETED'"
+# The workers of work end at once, so that most of its jobs need a new worker.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "hello": {}, "work": {"scale.idle_timeout_s": 0.1, "scale.max": 2}, "shared": {"scale.max": 1}
+}  # fmt: skip
+COMPLETED = "SELECT id FROM jobs WHERE function = 'work' AND state = 'COMPLETED'"
 Act = Callable[["Stage"], str]
 
 
@@ -48,18 +49,19 @@ class Breach(Exception):
 
 @dataclass(frozen=True)
 class Attack:
-    """An attack. `act` returns how it was refused or contained, or raises Breach."""
+    """An attack. `act` returns how it was refused or contained, or raises Breach. Before it, `prepare` runs without load.
+
+    The hostile tenant deploys `handler` with `settings` in a container, as the function evil. The owner of the gateway
+    deploys `shared`, a function that beta may call, too. `gateway` has settings of the gateway.
+    """
 
     tries: str
     act: Act
     handler: str = ""
-    """The code of the function evil, which the hostile tenant deploys in a container; "" if the attack needs none."""
     settings: Mapping[str, str] = field(default_factory=dict)
     gateway: Mapping[str, Any] = field(default_factory=dict)
     shared: str = ""
-    """The code of the function shared, which the owner of the gateway deploys for beta and the hostile tenant."""
     prepare: Callable[[Stage], None] = lambda _stage: None
-    """Runs before `act`, while the other tenants send nothing."""
 
 
 ATTACKS: dict[str, Attack] = {}
@@ -77,7 +79,7 @@ def attack(tries: str, **fields: Any) -> Callable[[Act], Act]:
 
 @dataclass
 class Stage:
-    """A gateway for one attack. `seconds` and `jobs` are the duration and the number of queued jobs of an attack."""
+    """`seconds` and `jobs` are the duration of an attack and its number of queued jobs. `seen` is what `held` returned."""
 
     root: Path
     engine: str
@@ -86,14 +88,15 @@ class Stage:
     jobs: int
     attack: Attack
     keys: dict[str, str] = field(default_factory=dict)
+    seen: list[tuple[float, int]] = field(default_factory=list)
     until_s: float = 0.0
-    notes: str = ""
+    over: bool = False
+    note: str = ""
     server: Server = field(init=False)
     _stack: ExitStack = field(default_factory=ExitStack)
 
-    @property
-    def state(self) -> Path:
-        return self.root / "state"
+    def __post_init__(self) -> None:
+        self.state = self.root / "state"
 
     @property
     def on(self) -> bool:
@@ -116,14 +119,12 @@ class Stage:
         """Make the keys, and deploy the functions of all tenants."""
         for name, fields in KEYS.items():
             self.keys[name] = self.ask("POST", "/v1/keys", {"name": name, **fields}, key="admin")["key"]
-        for name, code, settings in (
-            ("hello", HELLO, {}), ("work", HELLO, WORK), ("shared", self.attack.shared, {"scale.max": 1})
-        ):  # fmt: skip
-            with tempfile.TemporaryDirectory(dir=self.root) as folder:
-                Path(folder, "handler.py").write_text(code)
-                body = {"path": folder, "overrides": {"name": name, **settings}}
-                if code:
-                    self.ask("POST", "/v1/functions", body, key="admin")
+        for name, settings in SETTINGS.items():
+            (self.root / name).mkdir()
+            code = (name == "shared" and self.attack.shared) or HELLO
+            (self.root / name / "handler.py").write_text(code)
+            body = {"path": str(self.root / name), "overrides": {"name": name, **settings}}
+            self.ask("POST", "/v1/functions", body, key="admin")
         secret = {"value": f"canary-{secrets.token_hex(16)}"}
         self.ask("PUT", "/v1/functions/hello/secrets/CANARY", secret, key="admin")
         if self.attack.handler:
@@ -141,29 +142,26 @@ class Stage:
                     member.type, member.linkname, content = tarfile.SYMTYPE, text[3:], b""
                 member.size = len(content)
                 tar.addfile(member, io.BytesIO(content))
-        query = [("folder", "evil"), ("install", "1")]
-        query += [("set", f"{key}={value}") for key, value in wanted.items() if value]
+        query = urlencode(
+            [("install", "1"), *(("set", f"{key}={text}") for key, text in wanted.items() if text)]
+        )
         kind = {"Content-Type": "application/gzip"}
-        path = f"/v1/functions?{urlencode(query)}"
-        return self.request("POST", path, packed.getvalue(), key="deployer", headers=kind)
+        return self.request("POST", f"/v1/functions?{query}", packed.getvalue(), key="deployer", headers=kind)
+
+    def connected(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection(urlsplit(self.server.url).netloc, timeout=60)
 
     def request(
         self, method: str, path: str, body: Any = None, *, key: str = "caller", headers: Mapping[str, str] | None = None
     ) -> tuple[int, Any]:  # fmt: skip
         """Return the status and the answer. A body that is no bytes is sent as JSON."""
-        parts = urlsplit(self.server.url)
         payload = body if body is None or isinstance(body, bytes) else json.dumps(body)
         known = {"Authorization": f"Bearer {self.keys[key]}"} if key in self.keys else {}
-        with closing(http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=60)) as connection:
-            connection.request(
-                method, path, payload, {"Content-Type": "application/json", **known, **(headers or {})}
-            )
+        with closing(self.connected()) as connection:
+            sent = {"Content-Type": "application/json", **known, **(headers or {})}
+            connection.request(method, path, payload, sent)
             answer = connection.getresponse()
-            text = answer.read()
-        try:
-            return answer.status, json.loads(text)
-        except ValueError:
-            return answer.status, text.decode(errors="replace")
+            return answer.status, json.loads(answer.read())
 
     def ask(self, method: str, path: str, body: Any = None, *, key: str = "caller") -> Any:
         """Return the answer of a request that must succeed."""
@@ -181,7 +179,7 @@ class Stage:
         until_s = time.monotonic() + within_s
         while jobs and time.monotonic() < until_s:
             with closing(sqlite3.connect(self.state / "jobs.sqlite3", timeout=30)) as connection:
-                jobs = jobs - {row[0] for row in connection.execute(_COMPLETED)}
+                jobs = jobs - {row[0] for row in connection.execute(COMPLETED)}
             time.sleep(0.1)
         return jobs
 
@@ -190,28 +188,13 @@ class Stage:
         process = psutil.Process(self.server.pid)
         return process.memory_info().rss / 1e6, process.num_fds()
 
-    @contextmanager
-    def peaks(self) -> Iterator[list[tuple[float, int]]]:
-        """Yield a list that gets what the gateway holds, every 50 ms of the block."""
-        found, over = [self.held()], threading.Event()
-
-        def look() -> None:
-            while not over.wait(0.05):
-                # Between two gateways there is no process.
-                with contextlib.suppress(psutil.Error):
-                    found.append(self.held())
-
-        thread = threading.Thread(target=look)
-        thread.start()
-        try:
-            yield found
-        finally:
-            over.set()
-            thread.join()
-
-    def size_mb(self, pattern: str) -> float:
-        """Return the size of the files in the state folder whose names match a pattern."""
-        return sum(path.stat().st_size for path in self.state.rglob(pattern)) / 1e6
+    def watch(self) -> None:
+        """Add to `seen` what the gateway holds, until `over`."""
+        while not self.over:
+            # During a restart there is no process.
+            with contextlib.suppress(psutil.Error):
+                self.seen.append(self.held())
+            time.sleep(0.05)
 
 
 @contextmanager
@@ -221,23 +204,18 @@ def trap(host: str = "127.0.0.1", location: str = "") -> Iterator[tuple[str, lis
 
     class Handler(socketserver.BaseRequestHandler):
         def handle(self) -> None:
-            if not (text := self.request.recv(1 << 16).decode("latin-1")):
-                return
-            hits.append(text.partition(" HTTP")[0])
-            where = (
-                f"307 Redirect\r\nLocation: {location}{hits[-1].partition(' ')[2]}"
-                if location
-                else "404 None"
-            )
-            self.request.sendall(
-                f"HTTP/1.1 {where}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n".encode()
-            )
-            self.request.recv(1 << 16)
+            if text := self.request.recv(1 << 16).decode("latin-1"):
+                hits.append(text.partition(" HTTP")[0])
+                where = (
+                    f"307 Moved\r\nLocation: {location}{hits[-1].partition(' ')[2]}" if location else "404 No"
+                )
+                self.request.sendall(
+                    f"HTTP/1.1 {where}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n".encode()
+                )
+                self.request.recv(1 << 16)
 
     with socketserver.ThreadingTCPServer((host, 0), Handler) as server:
         server.daemon_threads = True
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        try:
-            yield f"http://{host}:{server.server_address[1]}", hits
-        finally:
-            server.shutdown()
+        yield f"http://{host}:{server.server_address[1]}", hits
+        server.shutdown()
