@@ -5,7 +5,7 @@ INSTALL := $(BIN)/python infra/install.py
 SOURCES := $(shell find runtime snapshot handlers templates -type f -not -name '*.pyc') $(wildcard *.py) pyproject.toml
 EXTRAS := test
 
-.PHONY: help demo check test test-slow versions coverage lint bench bench-snapshot bench-gpu bench-jobs bench-batch bench-compare bench-decisions bench-policy bench-policy-live bench-warm bench-containers check-api check-infra soak soak-gateway soak-jobs soak-containers soak-rolling soak-histories mutants bench-examples bench-burst bench-starts bench-fleet bench-prewarm picture clean
+.PHONY: help demo check test test-slow versions coverage lint bench bench-snapshot bench-gpu bench-jobs bench-batch bench-compare bench-decisions bench-policy bench-policy-live bench-warm bench-containers check-api check-infra soak soak-gateway soak-jobs soak-containers soak-rolling soak-histories attack mutants bench-examples bench-burst bench-starts bench-fleet bench-prewarm picture clean
 help: ## Show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 17
 
@@ -136,6 +136,9 @@ soak-rolling: .venv/wheel ## 20 rolling restarts under load, alone and as a gate
 
 soak-histories: .venv/wheel ## 10,000 random histories of a simulated node, in which all properties of the reconciler must hold
 	$(BIN)/python infra/bench/soak_histories.py $(BENCH_ARGS)
+
+attack: .venv/wheel ## Hostile functions and callers: what they get, and what other tenants notice; needs podman and runc
+	$(BIN)/python infra/bench/attack.py $(ATTACK_ARGS)
 
 mutants: .venv/installed-mutants ## 200 changes of 14 core modules: how many the mirrored tests catch, and which not
 	@$(MAKE) --no-print-directory EXTRAS=mutants .venv/wheel

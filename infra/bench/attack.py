@@ -9,18 +9,17 @@ high, the attack is repeated once, because other work on the machine may be the 
 
 from __future__ import annotations
 
+import argparse
 import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 
 import attacks  # noqa: F401  it fills ATTACKS
-from attack_stage import ATTACKS, Breach, Stage
+from attack_stage import ATTACKS, Attack, Breach, Stage
 from containers import made_image, require_podman, running_engine
 from load import Request, Tally, load_apart
 from percentiles import percentile
@@ -33,14 +32,6 @@ PATHS = {"alpha": ("/invoke/hello", 40.0), "beta": ("/v2/work/runsync", 10.0)}
 MOST = {"MB of memory": 512, "descriptors": 1000, "descriptors afterwards": 32}
 """How much the gateway may grow."""
 LOST_S, SETTLE_S = 30.0, 12.0
-
-
-class Result(NamedTuple):
-    """An attack is contained if there are no faults. `cells` are columns of the table."""
-
-    text: str
-    faults: list[str]
-    cells: list[str]
 
 
 def load(stage: Stage, seconds: float) -> dict[str, Tally]:
@@ -56,20 +47,22 @@ def load(stage: Stage, seconds: float) -> dict[str, Tally]:
         return dict(zip(PATHS, pool.map(send, PATHS), strict=True))
 
 
-def run(stage: Stage) -> Result:
-    """Run an attack on a new gateway."""
-    try:
-        stage.start()
-        stage.set_up()
-        load(stage, 0.5)
-        return measured(stage)
-    finally:
-        stage.stop()
+def run(attack: Attack, engine: str, options: argparse.Namespace) -> Stage:
+    """Run an attack on a new gateway, and return what was measured."""
+    with tempfile.TemporaryDirectory(prefix="pf-attack-", dir="/tmp") as folder:
+        stage = Stage(Path(folder), engine, made_image(), options.seconds, options.jobs, attack)
+        try:
+            stage.start()
+            stage.set_up()
+            load(stage, 0.5)
+            measure(stage)
+        finally:
+            stage.stop()
+    return stage
 
 
-def measured(stage: Stage) -> Result:
-    quiet, before, found = load(stage, stage.seconds), stage.held(), Result("", [], [])
-    parts: list[dict[str, Tally]] = []
+def measure(stage: Stage) -> None:
+    quiet, before, parts = load(stage, stage.seconds), stage.held(), list[dict[str, Tally]]()
     with ThreadPoolExecutor(2) as pool:
         pool.submit(stage.watch)
         try:
@@ -81,45 +74,40 @@ def measured(stage: Stage) -> Result:
         finally:
             stage.over = True
     try:
-        found = found._replace(text=acting.result())
+        stage.text = acting.result()
     except Breach as breach:
-        found.faults.append(str(breach))
+        stage.faults.append(str(breach))
     for tenant in PATHS:
-        check_load(found, tenant, quiet[tenant], [part[tenant] for part in parts])
+        check_load(stage, tenant, quiet[tenant], [part[tenant] for part in parts])
     accepted = {job for part in (quiet, *parts) for job in part["beta"].captured if job}
     if lost := stage.lost(accepted, LOST_S):
-        found.faults.append(f"{len(lost)} of {len(accepted)} accepted jobs are lost")
-    check_gateway(found, stage, before)
-    return found
+        stage.faults.append(f"{len(lost)} of {len(accepted)} accepted jobs are lost")
+    check_gateway(stage, before)
 
 
-def check_load(found: Result, tenant: str, quiet: Tally, parts: list[Tally]) -> None:
+def check_load(stage: Stage, tenant: str, quiet: Tally, parts: list[Tally]) -> None:
     for one in (quiet, *parts):
         if not one.clean:
-            found.faults.append(f"{tenant}: {dict(one.statuses)} {dict(one.errors)} {one.wrong_sample}")
+            stage.faults.append(f"{tenant}: {dict(one.statuses)} {dict(one.errors)} {one.wrong_sample}")
     alone_ms = quiet.p_ms(0.99)
     beside_ms = percentile([latency for part in parts for latency in part.latencies_ns], 0.99) / 1e6
     most_ms = max(3 * alone_ms, alone_ms + 50)
-    found.cells.append(f"{alone_ms:.0f} → {beside_ms:.0f} ({most_ms:.0f})")
+    stage.cells.append(f"{alone_ms:.0f} → {beside_ms:.0f} ({most_ms:.0f})")
     if beside_ms > most_ms:
-        found.faults.append(f"p99 of {tenant} is {beside_ms:.0f} ms, allowed {most_ms:.0f} ms")
+        stage.faults.append(f"p99 of {tenant} is {beside_ms:.0f} ms, allowed {most_ms:.0f} ms")
 
 
-def check_gateway(found: Result, stage: Stage, before: tuple[float, int]) -> None:
+def check_gateway(stage: Stage, before: tuple[float, int]) -> None:
     peak_mb, peak = (max(values) for values in zip(*stage.seen, strict=True))
     until_s = time.monotonic() + SETTLE_S
     while (after := stage.held())[1] > before[1] and time.monotonic() < until_s:
         time.sleep(0.1)
-    found.cells.append(f"{before[0]:.0f} → {peak_mb:.0f} → {after[0]:.0f}")
-    found.cells.append(f"{before[1]} → {peak} → {after[1]}")
+    stage.cells.append(f"{before[0]:.0f} → {peak_mb:.0f} → {after[0]:.0f}")
+    stage.cells.append(f"{before[1]} → {peak} → {after[1]}")
     grown = (peak_mb - before[0], peak - before[1], after[1] - before[1])
     for (what, most), growth in zip(MOST.items(), grown, strict=True):
         if growth > most:
-            found.faults.append(f"the gateway grew by {growth:.0f} {what}, allowed {most}")
-
-
-def folder(stack: ExitStack) -> Path:
-    return Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pf-attack-", dir="/tmp")))
+            stage.faults.append(f"the gateway grew by {growth:.0f} {what}, allowed {most}")
 
 
 def main() -> int:
@@ -135,19 +123,17 @@ def main() -> int:
     for column in ("attack", "result", "calls, p99 ms", "jobs, p99 ms", "gateway, MB", "descriptors", ""):
         table.add_column(column)
     contained = 0
-    with ExitStack() as stack:
-        engine = stack.enter_context(running_engine(folder(stack)))
+    with tempfile.TemporaryDirectory(prefix="pf-engine-") as folder, running_engine(Path(folder)) as engine:
         for name in arguments.only:
-            attack, tries = ATTACKS[name], ATTACKS[name].tries
-            with report.part(f"{name}: {tries}"), ExitStack() as one:
-                given = (engine.url, made_image(), arguments.seconds, arguments.jobs, attack)
-                found = run(Stage(folder(one), *given))
+            attack = ATTACKS[name]
+            with report.part(f"{name}: {attack.tries}"):
+                found = run(attack, engine.url, arguments)
                 if found.faults and all(fault.startswith("p99") for fault in found.faults):
-                    found = run(Stage(folder(one), *given))
+                    found = run(attack, engine.url, arguments)
                 contained += not found.faults
                 result = "NOT CONTAINED" if found.faults else "contained"
                 text = "; ".join(filter(None, [*found.faults, found.text]))
-                report.row(attack=name, tries=tries, result=result, text=text, cells=found.cells)
+                report.row(attack=name, tries=attack.tries, result=result, text=text, cells=found.cells)
                 table.add_row(name, result, *found.cells, text)
     report.add("attacks_contained", contained, f"of {len(arguments.only)}", f">= {len(arguments.only)}")
     report.note("p99: quiet → meanwhile (allowed); memory and descriptors: before → most → afterwards")

@@ -8,16 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import io
 import json
 import secrets
-import socketserver
 import sqlite3
-import tarfile
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,9 +21,10 @@ from urllib.parse import urlencode, urlsplit
 
 import psutil
 from containers import podman
+from hostile.callers import packed
 from servers import Server, gateway_command, running
 
-HELLO = "def handler(event):\n    return event\n"
+HOSTILE = Path(__file__).resolve().parents[2] / "tests" / "hostile"
 KEYS: dict[str, dict[str, Any]] = {
     "admin": {"scopes": ["admin"]},
     "alpha": {"functions": ["hello"]},
@@ -39,7 +36,6 @@ KEYS: dict[str, dict[str, Any]] = {
 SETTINGS: dict[str, dict[str, Any]] = {
     "hello": {}, "work": {"scale.idle_timeout_s": 0.1, "scale.max": 2}, "shared": {"scale.max": 1}
 }  # fmt: skip
-COMPLETED = "SELECT id FROM jobs WHERE function = 'work' AND state = 'COMPLETED'"
 Act = Callable[["Stage"], str]
 
 
@@ -51,8 +47,8 @@ class Breach(Exception):
 class Attack:
     """An attack. `act` returns how it was refused or contained, or raises Breach. Before it, `prepare` runs without load.
 
-    The hostile tenant deploys `handler` with `settings` in a container, as the function evil. The owner of the gateway
-    deploys `shared`, a function that beta may call, too. `gateway` has settings of the gateway.
+    The hostile tenant deploys `handler`, a file in tests/hostile, with `settings` in a container, as the function evil.
+    The function shared is slow, and beta may call it, too. `gateway` has settings of the gateway.
     """
 
     tries: str
@@ -60,11 +56,14 @@ class Attack:
     handler: str = ""
     settings: Mapping[str, str] = field(default_factory=dict)
     gateway: Mapping[str, Any] = field(default_factory=dict)
-    shared: str = ""
     prepare: Callable[[Stage], None] = lambda _stage: None
 
 
 ATTACKS: dict[str, Attack] = {}
+
+
+def code(name: str) -> str:
+    return (HOSTILE / f"{name}.py").read_text()
 
 
 def attack(tries: str, **fields: Any) -> Callable[[Act], Act]:
@@ -79,7 +78,10 @@ def attack(tries: str, **fields: Any) -> Callable[[Act], Act]:
 
 @dataclass
 class Stage:
-    """`seconds` and `jobs` are the duration of an attack and its number of queued jobs. `seen` is what `held` returned."""
+    """`seconds` and `jobs` are the duration of an attack and its number of queued jobs. `seen` is what `held` returned.
+
+    An attack is contained if there are no `faults`. `text` says how, and `cells` are columns of the table.
+    """
 
     root: Path
     engine: str
@@ -91,7 +93,9 @@ class Stage:
     seen: list[tuple[float, int]] = field(default_factory=list)
     until_s: float = 0.0
     over: bool = False
-    note: str = ""
+    text: str = ""
+    faults: list[str] = field(default_factory=list)
+    cells: list[str] = field(default_factory=list)
     server: Server = field(init=False)
     _stack: ExitStack = field(default_factory=ExitStack)
 
@@ -121,35 +125,24 @@ class Stage:
             self.keys[name] = self.ask("POST", "/v1/keys", {"name": name, **fields}, key="admin")["key"]
         for name, settings in SETTINGS.items():
             (self.root / name).mkdir()
-            code = (name == "shared" and self.attack.shared) or HELLO
-            (self.root / name / "handler.py").write_text(code)
+            (self.root / name / "handler.py").write_text(code("slow" if name == "shared" else "echo"))
             body = {"path": str(self.root / name), "overrides": {"name": name, **settings}}
             self.ask("POST", "/v1/functions", body, key="admin")
         secret = {"value": f"canary-{secrets.token_hex(16)}"}
         self.ask("PUT", "/v1/functions/hello/secrets/CANARY", secret, key="admin")
         if self.attack.handler:
-            status, answer = self.deploy({"handler.py": self.attack.handler}, self.attack.settings)
+            status, answer = self.deploy({"handler.py": code(self.attack.handler)}, self.attack.settings)
             if status != 201:
                 raise RuntimeError(f"evil was not deployed: {status} {answer}")
 
     def deploy(self, members: Mapping[str, str], settings: Mapping[str, str]) -> tuple[int, Any]:
-        """Deploy evil with the key of the hostile tenant. A member whose text begins with "-> " is a symbolic link."""
-        packed, wanted = io.BytesIO(), {"name": "evil", "image.name": self.image, **settings}
-        with tarfile.open(fileobj=packed, mode="w:gz") as tar:
-            for name, text in members.items():
-                member, content = tarfile.TarInfo(name), text.encode()
-                if text.startswith("-> "):
-                    member.type, member.linkname, content = tarfile.SYMTYPE, text[3:], b""
-                member.size = len(content)
-                tar.addfile(member, io.BytesIO(content))
+        """Deploy evil with the key of the hostile tenant. `callers.packed` describes the members."""
+        wanted = {"name": "evil", "image.name": self.image, **settings}
         query = urlencode(
             [("install", "1"), *(("set", f"{key}={text}") for key, text in wanted.items() if text)]
         )
         kind = {"Content-Type": "application/gzip"}
-        return self.request("POST", f"/v1/functions?{query}", packed.getvalue(), key="deployer", headers=kind)
-
-    def connected(self) -> http.client.HTTPConnection:
-        return http.client.HTTPConnection(urlsplit(self.server.url).netloc, timeout=60)
+        return self.request("POST", f"/v1/functions?{query}", packed(members), key="deployer", headers=kind)
 
     def request(
         self, method: str, path: str, body: Any = None, *, key: str = "caller", headers: Mapping[str, str] | None = None
@@ -157,7 +150,7 @@ class Stage:
         """Return the status and the answer. A body that is no bytes is sent as JSON."""
         payload = body if body is None or isinstance(body, bytes) else json.dumps(body)
         known = {"Authorization": f"Bearer {self.keys[key]}"} if key in self.keys else {}
-        with closing(self.connected()) as connection:
+        with closing(http.client.HTTPConnection(urlsplit(self.server.url).netloc, timeout=60)) as connection:
             sent = {"Content-Type": "application/json", **known, **(headers or {})}
             connection.request(method, path, payload, sent)
             answer = connection.getresponse()
@@ -171,15 +164,15 @@ class Stage:
         return answer
 
     def evil(self, **event: Any) -> Any:
-        """Call the hostile function."""
         return self.ask("POST", "/invoke/evil", event)
 
     def lost(self, jobs: set[str], within_s: float) -> set[str]:
-        """Return those of beta's accepted jobs that are not completed in time."""
+        """Return the accepted jobs of beta that are not completed in time."""
         until_s = time.monotonic() + within_s
         while jobs and time.monotonic() < until_s:
             with closing(sqlite3.connect(self.state / "jobs.sqlite3", timeout=30)) as connection:
-                jobs = jobs - {row[0] for row in connection.execute(COMPLETED)}
+                rows = connection.execute("SELECT id FROM jobs WHERE state = 'COMPLETED'")
+                jobs = jobs - {row[0] for row in rows}
             time.sleep(0.1)
         return jobs
 
@@ -195,27 +188,3 @@ class Stage:
             with contextlib.suppress(psutil.Error):
                 self.seen.append(self.held())
             time.sleep(0.05)
-
-
-@contextmanager
-def trap(host: str = "127.0.0.1", location: str = "") -> Iterator[tuple[str, list[str]]]:
-    """Serve HTTP during the block: 404, or a redirect to `location`. Yield the URL, and a list of the requests."""
-    hits: list[str] = []
-
-    class Handler(socketserver.BaseRequestHandler):
-        def handle(self) -> None:
-            if text := self.request.recv(1 << 16).decode("latin-1"):
-                hits.append(text.partition(" HTTP")[0])
-                where = (
-                    f"307 Moved\r\nLocation: {location}{hits[-1].partition(' ')[2]}" if location else "404 No"
-                )
-                self.request.sendall(
-                    f"HTTP/1.1 {where}\r\nContent-Length: 0\r\nConnection: close\r\n\r\n".encode()
-                )
-                self.request.recv(1 << 16)
-
-    with socketserver.ThreadingTCPServer((host, 0), Handler) as server:
-        server.daemon_threads = True
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://{host}:{server.server_address[1]}", hits
-        server.shutdown()

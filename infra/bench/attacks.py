@@ -1,51 +1,36 @@
-"""The attacks of `make attack`. The hostile functions are in tests/hostile."""
+"""The attacks of `make attack`. The hostile functions and callers are in tests/hostile."""
 
 from __future__ import annotations
 
-import contextlib
-import datetime
 import functools
-import json
-import socket
 import time
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from attack_stage import ATTACKS, HELLO, Attack, Breach, Stage, attack, trap
-from botocore.auth import SigV4Auth
-from botocore.awsrequest import AWSRequest
-from botocore.credentials import Credentials
+from attack_stage import ATTACKS, Attack, Breach, Stage, attack, code
+from hostile import callers
+from hostile.callers import trap
 
-HOSTILE = Path(__file__).resolve().parents[2] / "tests" / "hostile"
-SPY, PRINTS, GREETS, FLOODS, FORKS, FILLS = (
-    (HOSTILE / f"{name}.py").read_text() for name in ("spy", "prints", "greets", "floods", "forks", "fills")
-)
-LARGE = "def handler(event):\n    return 'x' * (64 << 20)\n"
-SLOW = "import time\ndef handler(event):\n    time.sleep(0.02)\n"
+ECHO = {"handler.py": code("echo")}
 SPIED = {
     "files": "keys and secrets in all files, and devices of disks",
     "environment": "keys and secrets in environments and /proc",
     "memory": "keys and secrets in the memory of processes, with ptrace",
     "sockets": "used and forged tokens on the link socket, other sockets, metadata of clouds",
 }
-ADDRESSES = [["169.254.169.254", 80], ["169.254.170.2", 80], ["10.0.2.2", 80], ["1.1.1.1", 53]]
-ENGINES = ["/var/run/docker.sock", "/run/podman/podman.sock", "/run/dbus/system_bus_socket"]
+WIDE = {"scale.max": "64"}
 HOOKS = {"webhook_networks": ["127.0.0.2/32"]}
 MOST_LOG_MB, MOST_WRITTEN_MB, MOST_RESULTS_MB, MOST_WAIT_S = 100, 1200, 1024, 5.0
 
 
 def spied(stage: Stage, do: str) -> str:
     """Let the spy look in one way until the time is over."""
-    state, rounds, port = str(stage.state), 0, urlsplit(stage.server.url).port
-    event: dict[str, Any] = {
-        "link": f"{state}/run/link.sock", "sockets": [f"{state}/run/own.sock", stage.engine.removeprefix("unix://"), *ENGINES],
-        "addresses": [["127.0.0.1", port], *ADDRESSES], "paths": private_files(stage),
-    }  # fmt: skip
+    run, rounds = f"{stage.state}/run", 0
+    event: dict[str, Any] = {"link": f"{run}/link.sock", "port": urlsplit(stage.server.url).port}
+    event["sockets"] = [f"{run}/own.sock", stage.engine.removeprefix("unix://")]
     while stage.on or not rounds:
         rounds += 1
-        if found := stage.evil(do=do, **event):
+        if found := stage.evil(do=do, paths=private_files(stage), **event):
             raise Breach(f"the container found {found}")
     return f"nothing found in {rounds} rounds"
 
@@ -56,41 +41,36 @@ def private_files(stage: Stage) -> list[str]:
 
 
 for way, tries in SPIED.items():
-    ATTACKS[way] = Attack(tries, functools.partial(spied, do=way), handler=SPY)
+    ATTACKS[way] = Attack(tries, functools.partial(spied, do=way), handler="spy")
 
 
 @attack("code that runs at a deploy, and archives that lead outside")
 def build_steps(stage: Stage) -> str:
-    marker, keys, code = (
-        stage.root / "marker",
-        str(stage.state / "access" / "keys.json"),
-        {"handler.py": HELLO},
-    )
+    marker, keys = stage.root / "marker", str(stage.state / "access" / "keys.json")
     hostile: dict[str, tuple[dict[str, str], dict[str, str]]] = {
-        "a process": (code, {"image.name": ""}),
-        "the host's network": (code, {"resources.network": "host"}),
-        "another tenant's name": (code, {"name": "hello"}),
-        "a snapshot": (code, {"snapshot": keys}),
-        "a link": ({**code, "keys": f"-> {keys}"}, {}),
-        "a path": ({**code, "../../access/keys.json": "{}"}, {}),
-        "an image of a folder": (code, {"image.name": f"dir:{stage.state}"}),
+        "a process": (ECHO, {"image.name": ""}),
+        "the host's network": (ECHO, {"resources.network": "host"}),
+        "another tenant's name": (ECHO, {"name": "hello"}),
+        "a snapshot": (ECHO, {"snapshot": keys}),
+        "a link": ({**ECHO, "keys": f"-> {keys}"}, {}),
+        "a path": ({**ECHO, "../../access/keys.json": "{}"}, {}),
+        "an image of a folder": (ECHO, {"image.name": f"dir:{stage.state}"}),
     }
     for what, (members, settings) in hostile.items():
         if stage.deploy(members, settings)[0] < 400:
             raise Breach(f"{what} was deployed")
     setup, cog = f"open({str(marker)!r}, 'w')\n", f"build:\n  run: [touch {marker}]\n"
-    stage.deploy({**code, "requirements.txt": "./evil\n", "evil/setup.py": setup, "cog.yaml": cog}, {})
+    stage.deploy({**ECHO, "requirements.txt": "./evil\n", "evil/setup.py": setup, "cog.yaml": cog}, {})
     if marker.exists():
         raise Breach("setup.py or cog.yaml ran on the machine of the gateway")
-    status, answer = stage.deploy({"handler.py": SPY}, {"env.PATHS": ":".join(private_files(stage))})
+    status, answer = stage.deploy({"handler.py": code("spy")}, {"env.PATHS": ":".join(private_files(stage))})
     if status != 201:
         raise RuntimeError(f"the spy was not deployed: {answer}")
-    return (
-        f"{len(hostile)} deploys refused, setup.py did not run; at import and build: {spied(stage, 'build')}"
-    )
+    found = spied(stage, "build")
+    return f"{len(hostile)} deploys refused; setup.py did not run; at import and build, {found}"
 
 
-@attack("webhooks, alerts and queues at loopback and metadata addresses", handler=HELLO)
+@attack("webhooks, alerts and queues at loopback and metadata addresses", handler="echo")
 def metadata(stage: Stage) -> str:
     with trap() as (target, hits):
         port = urlsplit(target).port
@@ -99,10 +79,10 @@ def metadata(stage: Stage) -> str:
         hooks = [{"input": 1, "webhook": url} for url in urls]
         refused = sum(stage.request("POST", "/v2/evil/run", hook)[0] >= 400 for hook in hooks)
         for url in urls[:2]:
-            stage.deploy({"handler.py": HELLO}, {"alerts.url": url, "alerts.cold_start_ms": "0.001"})
+            stage.deploy(ECHO, {"alerts.url": url, "alerts.cold_start_ms": "0.001"})
             stage.evil(n=1)
         queue = f"[[source]]\ntype = 'sqs'\nqueue = '{target}/1/q'\nregion = 'us-east-1'\n"
-        if stage.deploy({"handler.py": HELLO, "pilotflame.toml": queue}, {})[0] < 400:
+        if stage.deploy({**ECHO, "pilotflame.toml": queue}, {})[0] < 400:
             raise Breach("a queue outside the policy was deployed")
         time.sleep(2)
         if hits:
@@ -110,26 +90,21 @@ def metadata(stage: Stage) -> str:
     return f"{refused} of {len(urls)} webhooks refused at once, no request sent"
 
 
-@attack("webhooks and a snapshot that an allowed server redirects to loopback", handler=HELLO, gateway=HOOKS)
+@attack("webhooks and a snapshot that an allowed server redirects to loopback", handler="echo", gateway=HOOKS)
 def redirects(stage: Stage) -> str:
     with trap() as (target, hits), trap("127.0.0.2", target) as (allowed, redirected):
         while stage.on or not redirected:
             stage.ask("POST", "/v2/evil/run", {"input": 1, "webhook": f"{allowed}/hook"})
             time.sleep(0.5)
-        hooks, key = (
-            len(redirected),
-            {"name": "other", "scopes": ["deploy"], "policy": {"snapshots": [f"{allowed}/*"]}},
-        )
+        key = {"name": "other", "scopes": ["deploy"], "policy": {"snapshots": [f"{allowed}/*"]}}
         stage.keys["deployer"] = stage.ask("POST", "/v1/keys", key, key="admin")["key"]
-        stage.deploy({"handler.py": HELLO}, {"snapshot": f"{allowed}/weights"})
+        stage.deploy(ECHO, {"snapshot": f"{allowed}/weights"})
         if hits:
-            raise Breach(
-                f"the gateway followed to {hits[:3]}, which its settings or the policy of the key forbid"
-            )
-        return f"redirects of {hooks} webhooks and {len(redirected) - hooks} reads were not followed"
+            raise Breach(f"the gateway followed to {hits[:3]}, which settings or the key's policy forbid")
+        return f"{len(redirected)} redirects were not followed"
 
 
-@attack("prints of 65,536 lines", handler=PRINTS)
+@attack("prints of 65,536 lines", handler="prints")
 def prints(stage: Stage) -> str:
     lines = stage.evil(s=stage.seconds)
     stored_mb = sum(path.stat().st_size for path in stage.state.rglob("*.jsonl*")) / 1e6
@@ -138,26 +113,23 @@ def prints(stage: Stage) -> str:
     return f"{lines:,} lines printed, {stored_mb:.1f} MB stored"
 
 
-@attack("1,000 silent connections to the link socket", handler=GREETS)
+@attack("1,000 silent connections to the link socket", handler="greets")
 def greetings(stage: Stage) -> str:
     return f"{stage.evil(s=stage.seconds, link=f'{stage.state}/run/link.sock'):,} connections were closed"
 
 
-@attack("chunk frames beyond the credit, 1 GiB, to a caller that reads nothing", handler=FLOODS)
+@attack("chunk frames beyond the credit, 1 GiB, to a caller that reads nothing", handler="floods")
 def frames(stage: Stage) -> str:
-    headers = {"Authorization": f"Bearer {stage.keys['caller']}", "Accept": "text/event-stream"}
-    with contextlib.closing(stage.connected()) as connection:
-        connection.request("POST", "/invoke/evil", json.dumps({"s": stage.seconds}), headers)
-        time.sleep(stage.seconds)
+    callers.read_nothing(stage.server.url, "/invoke/evil", stage.keys["caller"], stage.seconds)
     return "the caller left"
 
 
-@attack("a fork bomb", handler=FORKS)
+@attack("a fork bomb", handler="forks")
 def fork_bomb(stage: Stage) -> str:
     return f"{stage.evil(s=stage.seconds):,} forks refused in the first process"
 
 
-@attack("disks are filled", handler=FILLS)
+@attack("disks are filled", handler="fills")
 def disk(stage: Stage) -> str:
     written = stage.evil(s=stage.seconds)
     if sum(written.values()) > MOST_WRITTEN_MB:
@@ -165,7 +137,7 @@ def disk(stage: Stage) -> str:
     return f"at most {written} MiB written"
 
 
-@attack("results of jobs fill the disk of the gateway: 24 of 64 MiB", handler=LARGE)
+@attack("results of jobs fill the disk of the gateway: 24 of 64 MiB", handler="large")
 def results(stage: Stage) -> str:
     for _ in range(24):
         stage.request("POST", "/v2/evil/runsync", {"input": 1})
@@ -176,29 +148,22 @@ def results(stage: Stage) -> str:
 
 
 def submit_and_restart(stage: Stage) -> None:
-    body = json.dumps({"input": "x" * ((10 << 20) - 64)}).encode()
-    with ThreadPoolExecutor(4) as pool:
-        statuses = list(pool.map(lambda _: stage.request("POST", "/v2/shared/run", body)[0], range(400)))
-    stage.note = f"{statuses.count(200)} accepted; until the restart at most {max(stage.seen)[0]:.0f} MB"
+    accepted = callers.submit_large(stage.server.url, "/v2/shared/run", stage.keys["caller"], 400)
+    stage.text = f"{accepted} accepted; until the restart at most {max(stage.seen)[0]:.0f} MB"
     stage.stop()
     stage.start()
 
 
-@attack("400 jobs of 10 MiB wait at a restart", shared=SLOW, prepare=submit_and_restart)
+@attack("400 jobs of 10 MiB wait at a restart", prepare=submit_and_restart)
 def restart(stage: Stage) -> str:
     waiting, first = stage.ask("GET", "/v2/shared/health", key="admin")["jobs"]["inQueue"], len(stage.seen)
     time.sleep(stage.seconds)
-    return f"{stage.note}, then {max(stage.seen[first:])[0]:.0f} MB; {waiting} jobs waited"
+    return f"{stage.text}, then {max(stage.seen[first:])[0]:.0f} MB; {waiting} jobs waited"
 
 
-@attack("jobs queued before another tenant's one", shared=SLOW)
+@attack("jobs queued before another tenant's one")
 def turns(stage: Stage) -> str:
-    accepted, kind = 0, {"Content-Type": "application/cloudevents-batch+json"}
-    event = {"specversion": "1.0", "source": "/evil", "type": "evil", "data": 1}
-    for first in range(0, stage.jobs, 1000):
-        batch = [{**event, "id": str(number)} for number in range(first, first + 1000)]
-        status, _ = stage.request("POST", "/v2/shared/run", batch, headers=kind)
-        accepted += 1000 * (status == 202)
+    accepted = callers.submit_many(stage.server.url, "/v2/shared/run", stage.keys["caller"], stage.jobs)
     begun_s = time.monotonic()
     status, answer = stage.request("POST", "/v2/shared/runsync?wait=30000", {"input": 1}, key="beta")
     took_s = time.monotonic() - begun_s
@@ -210,42 +175,17 @@ def turns(stage: Stage) -> str:
 
 @attack("200 unfinished bodies of 10 MiB with bogus signatures of another tenant's key")
 def bodies(stage: Stage) -> str:
-    (_, key_id, secret), parts = stage.keys["alpha"].split("_"), urlsplit(stage.server.url)
-    path, day = "/lambda/2015-03-31/functions/hello/invocations", datetime.datetime.now(datetime.UTC)
-    scope = f"Credential={key_id}/{day:%Y%m%d}/us-east-1/lambda/aws4_request"
-    head = (
-        f"POST {path} HTTP/1.1\r\nHost: {parts.netloc}\r\nX-Amz-Date: {day:%Y%m%dT%H%M%SZ}\r\nContent-Length: {10 << 20}\r\n"
-        f"Authorization: AWS4-HMAC-SHA256 {scope}, SignedHeaders=host;x-amz-date, Signature={'0' * 64}\r\n\r\n"
-    )
-
-    def signed() -> tuple[int, float]:
-        """Send a signed call of the other tenant. Return its status, and the seconds that it took."""
-        begun_s = time.monotonic()
-        request = AWSRequest("POST", stage.server.url + path, data=json.dumps("x" * (256 << 10)))
-        SigV4Auth(Credentials(key_id, secret), "lambda", "us-east-1").add_auth(request)
-        status, _ = stage.request("POST", path, request.body, key="", headers=dict(request.headers))
-        return status, time.monotonic() - begun_s
-
-    before, _ = signed()
-    with contextlib.ExitStack() as held:
-        for _ in range(200):
-            sock = held.enter_context(socket.create_connection((parts.hostname, parts.port), 0.02))
-            # The gateway reads what it admits. The rest waits.
-            with contextlib.suppress(TimeoutError):
-                sock.sendall(head.encode() + bytes(9 << 20))
-        meanwhile, took_s = signed()
+    url, key, size = stage.server.url, stage.keys["alpha"], 256 << 10
+    before, _ = callers.signed_call(url, key, size)
+    with callers.unfinished_bodies(url, key.split("_")[1], 200):
+        meanwhile, took_s = callers.signed_call(url, key, size)
     text = f"signed call of 256 KiB by the other tenant: {before}; meanwhile {meanwhile} in {took_s:.1f} s"
     if (before, meanwhile) != (200, 200) or took_s > MOST_WAIT_S:
         raise Breach(text)
     return text
 
 
-@attack(
-    "warm-ups of 64 workers for a day",
-    handler=HELLO,
-    settings={"scale.max": "64"},
-    gateway={"max_workers": 6},
-)
+@attack("warm-ups of 64 workers for a day", handler="echo", settings=WIDE, gateway={"max_workers": 6})
 def warmup(stage: Stage) -> str:
     statuses = set()
     while stage.on:

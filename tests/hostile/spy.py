@@ -9,6 +9,8 @@ import stat
 from pilotflame.runtime.link.frames import FrameKind, encode_json
 
 SECRET = re.compile(rb"canary-[0-9a-f]{32}|pf_[0-9a-f]{12}_[0-9a-f]{64}")
+ADDRESSES = [("169.254.169.254", 80), ("169.254.170.2", 80), ("10.0.2.2", 80), ("1.1.1.1", 53)]
+SOCKETS = ["/var/run/docker.sock", "/run/podman/podman.sock", "/run/dbus/system_bus_socket"]
 TOKEN = re.compile(rb"[0-9a-f]{16}\.[0-9a-f]{32}")
 
 
@@ -101,8 +103,8 @@ def sockets(event):
         for role in ("zygote", "worker")
         if accepted(event["link"], token, role)
     }
-    targets = [(socket.AF_UNIX, path) for path in event["sockets"]]
-    targets += [(socket.AF_INET, tuple(address)) for address in event["addresses"]]
+    targets = [(socket.AF_UNIX, path) for path in [*SOCKETS, *event["sockets"]]]
+    targets += [(socket.AF_INET, address) for address in [*ADDRESSES, ("127.0.0.1", event["port"])]]
     for family, target in targets:
         with socket.socket(family) as sock:
             sock.settimeout(0.3)

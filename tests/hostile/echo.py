@@ -1,0 +1,5 @@
+"""Returns its event."""
+
+
+def handler(event):
+    return event

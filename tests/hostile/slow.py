@@ -1,0 +1,7 @@
+"""Is no attack, but slow."""
+
+import time
+
+
+def handler(event):
+    time.sleep(0.02)
