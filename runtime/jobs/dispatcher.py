@@ -76,7 +76,7 @@ class JobDispatcher:
         jobs = self._functions.get(new.function)
         full = jobs is not None and len(jobs.attempts) >= 2 * MAX_SUBMITTED
         known = new.webhook is not None or new.idempotency or new.wanted_id
-        if self._closing.is_set() or full or known:
+        if self._closing.is_set() or full or known or self._input_bytes >= MAX_INPUT_BYTES:
             return None
         with contextlib.suppress(UnknownFunction, GatewayError, QueueFull, RevisionRetired):
             live, now_s = self._live(new.function), time.time()

@@ -42,6 +42,8 @@ from .zygote_process import ZygoteSource
 START_TIMEOUT_S = 300.0
 # How long a closing gateway waits for the engine to finish the start of a container.
 LAST_START_TIMEOUT_S = 5.0
+# With a read-only root, podman mounts these folders writable. Without a size, their files could fill the memory of the machine.
+SMALL_TMPFS = dict.fromkeys(("/run", "/var/tmp"), "rw,nosuid,nodev,noexec,size=1m")  # noqa: S108
 COMMAND = ("python", "-m", "pilotflame.runtime.worker.zygote", "base")
 OPEN_FILES = 4096
 # The limits of a container if its function does not set them.
@@ -214,7 +216,7 @@ class ContainerLauncher:
             "Mounts": [_mount(self._listener.path, writable=True), *_read_only(spec), *map(_mount, weights)],
             "NetworkMode": limits.network or "none", "ReadonlyRootfs": True, "CapDrop": ["ALL"],
             "SecurityOpt": ["no-new-privileges"], "PidsLimit": limits.pids or PIDS,
-            "Tmpfs": {TMP: f"rw,nosuid,nodev,size={(limits.tmp_mb or TMP_MB) * _MIB}"}, "Ulimits": list(_limits()),
+            "Tmpfs": {TMP: f"rw,nosuid,nodev,size={(limits.tmp_mb or TMP_MB) * _MIB}", **SMALL_TMPFS}, "Ulimits": list(_limits()),
         }  # fmt: skip
         if devices:
             host["DeviceRequests"] = devices

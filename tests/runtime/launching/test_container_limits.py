@@ -151,6 +151,15 @@ async def test_a_handler_that_connects_without_a_grant(
     assert await granted.answer({"do": "connect", "with": list(gateway.address)}) == "connected"
 
 
+@pytest.mark.parametrize("folder", ["/run", "/var/tmp"])
+async def test_no_other_folder_can_fill_the_memory(
+    function: Function, neighbour: Function, folder: str
+) -> None:
+    error = await stopped(function, neighbour, "write", f"{folder}/big", 2 << 20)
+    assert error["type"] == "handler_failed"
+    assert any(text in error["message"] for text in ("No space left", "Read-only", "Permission denied"))
+
+
 # The zygote's process runs the import of the handler.
 DEAF = """
 import time, __main__
