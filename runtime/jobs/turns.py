@@ -50,7 +50,7 @@ def due(
 
 
 class _Turns:
-    """One choice of jobs of a function. At most `limit` jobs are chosen, so at most as many owners are looked up."""
+    """One choice of at most `limit` jobs of a function. At most one owner for each of them, and for each known job, is looked up."""
 
     def __init__(
         self, connection: sqlite3.Connection, function: str, now_s: float, known: frozenset[str], limit: int
@@ -63,7 +63,9 @@ class _Turns:
         delayed = self._delayed()
         for priority in sorted({*self._priorities(), *delayed}):
             late = delayed.get(priority, {})
-            owners = {*islice(self._owners(priority, after), self._limit), *late}
+            # All jobs of an owner may be known, so look up an owner more for each known job.
+            most = self._limit + len(self._known)
+            owners = {*islice(self._owners(priority, after), most), *late}
             queues = deque(
                 heapq.merge(self._ready(priority, owner), late.get(owner, ()))
                 for owner in sorted(owners, key=lambda owner: (owner <= after, owner))

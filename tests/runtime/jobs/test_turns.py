@@ -42,3 +42,9 @@ async def test_the_inputs_of_due_jobs_are_read_up_to_a_number_of_bytes(store: Jo
     await submitted(store, "a", 5, body=b"x" * 10)
     for most, count in ((0, 1), (10, 1), (11, 2), (1000, 5)):
         assert len(await store.due("tone", 10, clock.now_s, (), "", most)) == count
+
+
+async def test_an_owner_whose_jobs_are_all_known_takes_no_turn(store: JobStore, clock: Clock) -> None:
+    (known,), (other, *_) = await submitted(store, "a", 1), await submitted(store, "b", 3)
+    for after in ("", "a", "b"):
+        assert [job.id for job in await store.due("tone", 1, clock.now_s, [known], after)] == [other]
