@@ -229,16 +229,15 @@ async def startup(
     url = url_of(sock, tls=certificate is not None)
     local = is_loopback(sock.getsockname()[0])
     keyring, secrets = await asyncio.to_thread(_load_access, state)
-    _warn_of_keys(
-        settings, keyring, state, url, local=local or (alone is not None and settings.auth != "always")
-    )
+    engine, local_only = settings.engine or find_engine(), alone is not None and settings.auth != "always"
+    _warn_of_keys(engine, keyring, state, url, local=local or local_only)
 
     sharing = _sharing(settings)
     listener = _listen(state, stack)
     tasks = await stack.enter_async_context(BackgroundTasks())
     gpus, driver = await asyncio.to_thread(_find_gpus, settings)
     launcher, fetcher = await _launcher(
-        settings, listener, state, tasks, sharing, (gpus, driver.cdi_kind), stack
+        settings, engine, listener, state, tasks, sharing, (gpus, driver.cdi_kind), stack
     )
     events = FunctionEvents()
     ledger = await _open_ledger(settings, state, lambda: metrics, stack)
@@ -286,7 +285,7 @@ async def startup(
     stack.callback(plugins.start(tasks))
     apis = (
         gateway, admin, Deploys(functions, local=local and alone is None), LogsApi(functions, logs, endless), RevisionsApi(functions),
-        AccessControl(keyring, secrets, functions, endless, settings.engine or find_engine()),
+        AccessControl(keyring, secrets, functions, endless, engine),
         WebhooksApi(functions, jobs), HistoryApi(functions, _recorder(functions, state, stack)), DocsPage(plugins.root),
         UsageApi(ledger), Console(functions, metrics, endless), WarmupApi(functions),
     )  # fmt: skip
@@ -331,9 +330,9 @@ async def startup(
     return server
 
 
-def _warn_of_keys(settings: GatewaySettings, keyring: Keyring, state: Path, url: str, *, local: bool) -> None:
+def _warn_of_keys(engine: str | None, keyring: Keyring, state: Path, url: str, *, local: bool) -> None:
     """Warn of API keys with which nothing can be deployed, and if other machines reach the gateway, of missing keys."""
-    if (names := keyring.container_only) and not (settings.engine or find_engine()):
+    if (names := keyring.container_only) and not engine:
         LOG.warning("%s", NO_ENGINE.format(names=", ".join(names)))
     if not local and not keyring.exists:
         LOG.warning("%s", NO_KEY_YET.format(url=url, state=shlex.quote(str(state))))
@@ -414,7 +413,7 @@ def _retention(settings: GatewaySettings) -> Retention:
 
 
 async def _launcher(
-    settings: GatewaySettings, listener: Listener, state: Path, tasks: BackgroundTasks,
+    settings: GatewaySettings, engine: str | None, listener: Listener, state: Path, tasks: BackgroundTasks,
     sharing: Sharing | None, gpus: tuple[Sequence[Gpu], str], stack: contextlib.AsyncExitStack,
 ) -> tuple[LauncherByImage, FetcherClient]:  # fmt: skip
     """Make the launcher and the fetcher, and close them with `stack`.
@@ -422,7 +421,6 @@ async def _launcher(
     Raise LauncherError if the fetcher cannot serve chunks to peers.
     """
     budgets = Budgets(settings.cache_memory_mb, settings.cache_disk_mb)
-    engine = settings.engine or find_engine()
     containers = ContainerLauncher(engine, listener, tasks, str(state), LOG.warning, budgets, *gpus)
     launcher = LauncherByImage(ProcessLauncher(listener, tasks, state, settings.cache_dir), containers)
     fetcher = FetcherClient(settings.cache_dir, tasks, budgets, sharing)

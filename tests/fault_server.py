@@ -1,19 +1,14 @@
-"""A range server with faults: HTTP/1.1, fast where there are none. For tests, and as a process for benchmarks:
-
-python tests/fault_server.py FOLDER '{"latency_s": 0.02}' 200e6    # prints its URL; ends when its input ends
-"""
+"""Serves files and their ranges over HTTP/1.1, with the faults that a test or a benchmark asks for."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import random
 import re
 import socket
 import ssl
 import struct
-import sys
 import threading
 import time
 from collections import Counter
@@ -423,15 +418,3 @@ class _Answer:
         data = b"" if self._bodiless else body.encode()
         self._head(status, {"Content-Length": str(len(data)), **headers})
         self._writer.write(data)
-
-
-def main(folder: str, faults: str = "{}", total_bytes_per_s: str = "0") -> None:
-    """Serve until standard input ends."""
-    total = float(total_bytes_per_s) or None
-    with FaultServer(Path(folder), Faults(**json.loads(faults)), total_bytes_per_s=total) as server:
-        print(server.url, flush=True)
-        sys.stdin.read()
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -27,7 +27,7 @@ from report import Report, parser
 from rich.console import Console
 from rich.table import Table
 
-PATHS = {"alpha": ("/invoke/hello", 40.0), "beta": ("/v2/work/runsync", 10.0)}
+PATHS = {"alpha": ("/invoke/hello", 40.0), "beta": ("/v2/render/runsync", 10.0)}
 """The path and the requests per second of each tenant."""
 MOST = {"MB of memory": 512, "descriptors": 1000, "descriptors afterwards": 32}
 """How much the gateway may grow."""

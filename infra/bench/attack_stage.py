@@ -1,6 +1,6 @@
 """A gateway for one attack, with two tenants and a hostile third, and the list of attacks.
 
-`alpha` calls the function hello, and `beta` submits jobs to the function work. Both are trusted processes. The hostile
+`alpha` calls the function hello, and `beta` submits jobs to the function render. Both are trusted processes. The hostile
 tenant has a key that may deploy only containers ("deployer"), and a key that may only call ("caller").
 """
 
@@ -28,13 +28,13 @@ HOSTILE = Path(__file__).resolve().parents[2] / "tests" / "hostile"
 KEYS: dict[str, dict[str, Any]] = {
     "admin": {"scopes": ["admin"]},
     "alpha": {"functions": ["hello"]},
-    "beta": {"functions": ["work", "shared"]},
+    "beta": {"functions": ["render", "shared"]},
     "caller": {"functions": ["evil", "shared"]},
     "deployer": {"scopes": ["deploy", "invoke"], "functions": ["evil"]},
 }
-# The workers of work end at once, so that most of its jobs need a new worker.
+# The workers of render end at once, so that most of its jobs need a new worker.
 SETTINGS: dict[str, dict[str, Any]] = {
-    "hello": {}, "work": {"scale.idle_timeout_s": 0.1, "scale.max": 2}, "shared": {"scale.max": 1}
+    "hello": {}, "render": {"scale.idle_timeout_s": 0.1, "scale.max": 2}, "shared": {"scale.max": 1}
 }  # fmt: skip
 Act = Callable[["Stage"], str]
 

@@ -141,8 +141,7 @@ class DeployPolicies:
         return ANY if self._trusts(key_id) else Access(own_only=True, addresses=self.queue_addresses)
 
     def _trusts(self, key_id: str) -> bool:
-        policies = (self.gateway, self.of_key(key_id) if key_id else None)
-        return all(policy is None or policy.kind == "trusted" for policy in policies)
+        return all(policy.kind == "trusted" for _whose, policy in self._both(key_id))
 
     def confined(self, key_id: str) -> bool:
         """Return True if only code in containers may be deployed with this key."""
@@ -171,13 +170,13 @@ class DeployPolicies:
             remedy = "Change the function's settings, or ask the gateway's owner for more."
             raise PolicyViolation(fault, remedy=remedy)
 
-    def check_by_path(self, key_id: str, *, by_path: bool) -> None:
-        """Raise PolicyViolation if `by_path`, and this key may not deploy a folder of the gateway's machine.
+    def check_path(self, key_id: str) -> None:
+        """Raise PolicyViolation if this key may not deploy a folder of the gateway's machine.
 
         Call this before the folder is read: the errors of a deploy tell what is in it.
         """
         for whose, policy in self._both(key_id):
-            if by_path and policy.kind == "container":
+            if policy.kind == "container":
                 message = f"The policy of {whose} allows no folders of the gateway's machine."
                 raise PolicyViolation(message, remedy="Upload the folder: pilotflame deploy --upload.")
 
@@ -185,6 +184,10 @@ class DeployPolicies:
         yield "the gateway", self.gateway
         if key_id and (policy := self.of_key(key_id)) is not None:
             yield f"the API key {key_id}", policy
+
+
+ALL_ALLOWED = DeployPolicies()
+"""The policies of a gateway without settings and keys. They allow everything."""
 
 
 def _matches(text: str, patterns: tuple[str, ...]) -> bool:

@@ -214,7 +214,9 @@ class Guard:
             caller.check_scope(scope)
 
     def _check_owner(self, caller: Caller, route: tuple[str, str], function: str) -> None:
-        """Raise Forbidden if the route needs the scope `deploy` and the function belongs to another key than a confined one."""
+        """Raise Forbidden if the route needs the scope `deploy`, and the caller may deploy only containers and does not own the
+        function. Raise UnknownFunction if the function does not exist.
+        """
         if not caller.confined or self._scopes.get(route) is not Scope.DEPLOY:
             return
         if function not in self._names():

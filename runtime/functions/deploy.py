@@ -23,7 +23,7 @@ from ...machine import processors
 from ...snapshot.extras import is_installed, missing
 from ...snapshot.handle import subject_of
 from ...snapshot.sources.access import Access
-from ..access.deploy_policy import DeployPolicies
+from ..access.deploy_policy import ALL_ALLOWED, DeployPolicies
 from ..link.worker_spec import Weights, WorkerSpec
 from ..packaging import code, requirements
 from ..packaging.archive import unpack
@@ -100,27 +100,25 @@ def prepare(
     secrets_of: Callable[[str], Mapping[str, str]] = lambda _function: {},
     progress: Progress | None = None,
     on_name: Callable[[str], None] = lambda _name: None,
-    policies: DeployPolicies | None = None,
+    policies: DeployPolicies = ALL_ALLOWED,
 ) -> tuple[Path, RevisionFields]:
     """Copy and check the files of a new revision. Return its staged folder and the fields of its record.
 
     `environments` holds the Python environments. `secrets_of` returns the secrets of a function. `prepare` calls
     `on_name` with the function's name, once it is known that the caller may deploy the function. `policies` say what
-    may be deployed; None allows everything. If an error is raised, the staged folder has been removed.
+    may be deployed. If an error is raised, the staged folder has been removed.
     """
     progress, staged = progress or Progress(), store.stage()
     staged_code = staged / CODE_FOLDER
     with contextlib.ExitStack() as undo:
         undo.callback(shutil.rmtree, staged, ignore_errors=True)
-        if policies is not None:
-            policies.check_by_path(request.owner, by_path=request.path is not None)
+        if request.path is not None:
+            policies.check_path(request.owner)
         with progress.step("code"):
             folder = _source_folder(store, request, staged_code)
             settings, needs = _settings(folder, request, dialects)
             on_name(settings.name)
-            if policies is not None:
-                outside = _outside(settings, folder, uploaded=request.path is None)
-                policies.check(settings, outside, request.owner)
+            policies.check(settings, _outside(settings, folder, uploaded=request.path is None), request.owner)
             local = _local_snapshots(settings, folder)
             if request.path is not None:
                 code.copy_folder(folder, staged_code, exclude=local.values())
@@ -128,7 +126,7 @@ def prepare(
         with progress.step("packages"):
             environment = _environment(staged_code, environments, settings, request, needs, dialects, log)
         with progress.step("weights") if settings.all_snapshots else contextlib.nullcontext():
-            rules = _SourceRules(secrets_of(settings.name), policies or DeployPolicies(), request.owner)
+            rules = _SourceRules(secrets_of(settings.name), policies, request.owner)
             fields = _fields(staged, settings, local, environment, log, rules)
         origins = {f"env.{variable}": needs.file for variable in needs.env}
         origins |= setting_origins(folder, overrides=request.overrides)
@@ -249,20 +247,20 @@ def worker_spec(
     record: RevisionRecord,
     cache: Path,
     dialects: Dialects,
-    policies: DeployPolicies | None = None,
+    policies: DeployPolicies = ALL_ALLOWED,
 ) -> WorkerSpec:
     """Return the facts of a revision for its zygotes and workers. `cache` holds fetched snapshots. `policies` say what
-    may be used to fetch them; None allows everything.
+    may be used to fetch them.
 
     If the dialect of the revision's handler is no longer installed, the start of a worker fails with an error that says
     this.
     """
     settings, folder = record.settings, store.code(record)
     entry = _entry(folder, record, dialects)
-    rules, named = policies or DeployPolicies(), settings.all_snapshots
+    named = settings.all_snapshots
     weights = [
         # The stored URL may name a commit. The policies are about the URL in the settings, as at the deploy.
-        _weights(folder, name, stored, cache, rules.access(named.get(name, ""), record.deployed_by))
+        _weights(folder, name, stored, cache, policies.access(named.get(name, ""), record.deployed_by))
         for name, stored in record.snapshots.items()
     ]
     return WorkerSpec(

@@ -76,7 +76,7 @@ class RevisionFields(BaseModel, frozen=True, extra="forbid"):
     python: Path
     requirements_digest: str
     handler: Annotated[dict[str, Any], BeforeValidator(_facts)] = Field(
-        default_factory=dict, description="What its zygote has reported of its handler."
+        default_factory=dict, description="The facts that its zygote has reported about its handler."
     )
     warnings: tuple[str, ...] = ()
     deployed_by: str = Field("", description="The id of the API key that deployed it.")

@@ -7,10 +7,9 @@ from collections import Counter
 from aiohttp import web
 
 from ...errors import Overloaded
+from ..access.fair_share import share_used
 
 MAX_BYTES = 1 << 30
-# An owner may use this number of bytes for each free byte, so there is always room for others (`jobs/transitions.py`).
-FREE_SHARE = 9
 RETRY_S = 1.0
 
 
@@ -24,7 +23,7 @@ class IncomingBodies:
     def add(self, owner: str, size: int) -> None:
         """Count bytes that have arrived. Raise Overloaded, and count nothing, if the owner has no room for them."""
         free = self._most - self._total - size
-        if free < 0 or self._of[owner] + size > FREE_SHARE * free:
+        if free < 0 or share_used(self._of[owner] + size, free):
             message = "The gateway is receiving as many bytes of unfinished requests as it may hold."
             raise Overloaded(message, remedy="Try again.", details={"retry_after_s": RETRY_S})
         self._of[owner] += size

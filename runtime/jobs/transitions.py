@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 import orjson
 
 from ...errors import DeadlineExceeded, IdempotencyConflict, JobConflict, QueueFull, WorkerDied
+from ..access.fair_share import share_used
 from . import outbox, queries
 from .alert import Alert
 from .job import ALL, Job, JobOutcome, JobState, NewJob, idempotency_digest, tombstone_key
@@ -19,10 +20,6 @@ from .webhook_delivery import JOB, Delivery
 
 PURGE_SLICE = 500
 """The most jobs that one transaction cancels. The limit keeps the waiting time of other writers short."""
-FREE_SHARE = 9
-"""An owner may queue this number of jobs (and bytes) for each free place (and byte) of the queue: nine tenths if the owner is alone,
-and with other owners so much less that a new one has a place as well. The dynamic thresholds of Choudhury and Hahne, "Dynamic queue
-length thresholds for shared-memory packet switches" (1998)."""
 EXPIRY_SLICE_S = 0.05
 """A transaction that expires jobs handles no further job after this time."""
 MAX_TOMBSTONES = 1_000_000
@@ -89,12 +86,12 @@ def _check_room(transaction: Transaction, new: NewJob) -> None:
     if not new.owner:
         return
     own = queries.counts(transaction.connection, new.function, new.owner)
-    if new.max_queued is not None and own.in_queue >= FREE_SHARE * (new.max_queued - all_jobs.in_queue):
+    if new.max_queued is not None and share_used(own.in_queue, new.max_queued - all_jobs.in_queue):
         raise _share_used(new, f"{own.in_queue} jobs", "max_jobs")
     if (
         most_bytes is not None
         and own.in_queue
-        and own.queued_bytes >= FREE_SHARE * (most_bytes - all_jobs.queued_bytes)
+        and share_used(own.queued_bytes, most_bytes - all_jobs.queued_bytes)
     ):
         raise _share_used(new, f"{own.queued_bytes} bytes", "max_jobs_bytes")
 

@@ -49,11 +49,14 @@ class ContainerChild(Child):
 
     def kill(self) -> None:
         super().kill()
-        if self._removal is None and not self.gone.is_set():
+        forked = self is not self._container.first
+        if forked and self._removal is None and not self.gone.is_set():
             self._removal = self._loop.call_later(KILLED_BY_ZYGOTE_S, self._remove_container)
 
     def _remove_container(self) -> None:
-        text = f"{self.name} was not killed by its zygote, so its container is removed"
+        if self._container.removing:
+            return
+        text = f"{self.name} was not killed by its parent process, so its container is removed"
         LOG.warning("%s", text)
         self._container.logs.write("gateway", text, "error")
         self._container.remove()
@@ -86,6 +89,8 @@ class Container:
         """The container's first process; None until that process has connected."""
         self.remove: Callable[[], None] = lambda: None
         """Ends all processes in it. Set once its first process has connected."""
+        self.removing = False
+        """Whether `remove` has been called."""
         self._children: set[ContainerChild] = set()
 
     def hold(self, child: ContainerChild) -> None:
@@ -130,6 +135,7 @@ class ContainerBase(ContainerZygote):
 
     def close(self) -> None:
         super().close()
+        self._container.removing = True
         self._remove()
 
     async def launch(

@@ -8,9 +8,9 @@ import orjson
 from pydantic import BaseModel, Field, ValidationError
 
 from ...errors import LauncherError
+from ...handlers.contract import MAX_BATCH
 
 MAX_BYTES = 1 << 20
-MAX_BATCH = 65_536
 
 
 class HandlerFacts(BaseModel, frozen=True, extra="ignore", strict=True):

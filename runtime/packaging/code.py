@@ -280,7 +280,7 @@ class _Walk:
         raise CodeError(f"{name} is a link {problem}.", remedy=remedy)
 
 
-# Of an ignore file that an upload brings.
+# The limits of an ignore file in an upload.
 MAX_LINES, MAX_CHARS, MAX_STARS = 1000, 256, 2
 _STARS = re.compile(r"\*+")
 

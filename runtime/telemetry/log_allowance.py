@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 # A line costs one unit, and one more for each kilobyte. A function may print BURST units at once, and gains PER_S each
-# second. Reading and storing a line takes about 10 us, so one function uses at most about 1 % of a processor over time.
+# second.
 PER_S = 1_000.0
 BURST = 10_000.0
 KILOBYTE = 1024

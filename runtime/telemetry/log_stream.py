@@ -22,7 +22,7 @@ RECEIVE_BYTES = 64 << 10
 # `drain` reads at most this many times, because the process may print without end.
 MAX_READS = 32
 MAX_UNFINISHED = 256
-# Writing a line takes about 10 us. Other functions wait meanwhile.
+# Other functions wait while lines are written.
 TURN_LINES = 200
 MARK_START = b"\x1e"
 NOBODY = "-"
@@ -137,13 +137,22 @@ class LogStream:
             channel.note_dropped(lines - allowed)
             *kept, rest = data.split(b"\n", allowed)
             data = b"".join(line + b"\n" for line in kept) + rest.rpartition(b"\n")[2]
+        if lines and not allowed:
+            # The line that it begins has been dropped.
+            self._rest = b""
         *news, self._rest = (self._rest + data).split(b"\n")
         self._lines.extend(news)
-        # A process that prints no newline must not fill the gateway's memory.
         if len(self._rest) > 2 * MAX_LINE_BYTES:
-            self._lines.append(self._rest)
-            self._rest = b""
+            self._cut()
         return True
+
+    def _cut(self) -> None:
+        """End a line that is too long. A process that prints no newline must not fill the gateway's memory."""
+        if self._log.channel.allowance.take(1, len(self._rest), time.monotonic()):
+            self._lines.append(self._rest)
+        else:
+            self._log.channel.note_dropped(1)
+        self._rest = b""
 
     def _write_lines(self, most: int) -> None:
         for _ in range(min(most, len(self._lines))):

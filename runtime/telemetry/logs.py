@@ -51,8 +51,6 @@ class LogChannel:
         self._last_s = 0.0
         self.allowance = LogAllowance()
         """What the processes of the function may print now."""
-        self.dropped = 0
-        """The number of lines that the processes have printed beyond their allowance."""
         self._unreported = 0
 
     @property
@@ -64,7 +62,6 @@ class LogChannel:
         if not self._unreported:
             asyncio.get_running_loop().call_later(REPORT_S, self._report)
         self._unreported += lines
-        self.dropped += lines
         self._on_dropped(lines)
 
     def _report(self) -> None:

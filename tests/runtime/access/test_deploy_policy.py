@@ -33,16 +33,15 @@ def test_a_policy_for_trusted_code_allows_everything() -> None:
     source = {"type": "sqs", "queue": QUEUE, "profile": "team"}
     assert faults(TRUSTING, function(source=[source]), weights="/models") == ""
     assert faults(TRUSTING, contained(resources={"network": "host"}), weights="s3://any") == ""
-    DeployPolicies(TRUSTING).check_by_path("", by_path=True)
+    DeployPolicies(TRUSTING).check_path("")
 
 
 def test_a_policy_allows_untrusted_code_only_uploaded_and_in_a_container() -> None:
     assert "image.name is not set" in faults(DeployPolicy(), function())
     assert faults(DeployPolicy(), contained()) == ""
     for policies in (DeployPolicies(DeployPolicy()), DeployPolicies(TRUSTING, lambda _key: DeployPolicy())):
-        policies.check_by_path("key", by_path=False)
         with pytest.raises(PolicyViolation, match="allows no folders of the gateway's machine"):
-            policies.check_by_path("key", by_path=True)
+            policies.check_path("key")
 
 
 @pytest.mark.parametrize(

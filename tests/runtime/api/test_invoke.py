@@ -10,7 +10,7 @@ import httpx
 import numpy as np
 import pytest
 import safetensors.numpy
-from live import LIMIT_S, Gate, Gateway, events, failure, gateway_here, gone
+from live import LIMIT_S, WAITS_ASYNC, Gate, Gateway, events, failure, gateway_here, gone
 from pilotflame.runtime.serving.invocation import Invocation
 from pilotflame.runtime.serving.revision import Revision
 from pilotflame.runtime.telemetry.timeline import parse_server_timing
@@ -437,24 +437,14 @@ async def test_a_full_queue_refuses(deploy, gate: Gate, limit: str):
 
 
 async def test_an_async_handler_is_cancelled_when_its_caller_disconnects(deploy, gate: Gate):
-    source = """
-import asyncio, gate
-async def handler(event):
-    try:
-        await gate.wait_async("runs")
-    except asyncio.CancelledError:
-        gate.say("cancelled")
-        raise
-    return event
-"""
-    function = await deploy(source, gate=gate)
+    function = await deploy(WAITS_ASYNC, gate=gate)
     async with leaving(function):
-        worker = (await gate.next("runs")).pid
+        worker = (await gate.next("begun")).pid
     assert (await gate.next("cancelled")).pid == worker
     # Otherwise the next call would be the second in flight and start another worker.
     await function.settled(ready=1, in_flight=0)
     later = asyncio.create_task(function.answer(2))
-    (await gate.next("runs")).go()
+    (await gate.next("begun")).go()
     assert await later == 2
     assert await function.pids("worker") == [worker]
 

@@ -149,7 +149,7 @@ async def test_the_policy_of_a_revoked_key_holds_for_what_was_deployed_with_it(
 
 
 async def test_a_key_that_is_not_trusted_changes_only_its_own_functions(state: Path, tmp_path: Path) -> None:
-    """Otherwise it could set an environment variable, such as LD_PRELOAD, of a process of somebody else."""
+    """Otherwise it could set an environment variable, such as LD_PRELOAD, for the process of another owner."""
     async with gateway_here(state, engine=ENGINE) as gateway:
         await key(gateway, name="owner", policy=TRUSTED)
         assert (await upload(gateway, tmp_path)).status_code == 201
@@ -175,7 +175,7 @@ async def test_a_key_that_is_not_trusted_changes_only_its_own_functions(state: P
             "deployed with another key"
             in failure(await upload(gateway, tmp_path, "image.name=a/b:1"))["message"]
         )
-        # A secret would wait for the first function of this name, whoever deploys it.
+        # A secret would wait for a function of this name, and any key could deploy that function.
         response = await client.put("/v1/functions/nobody/secrets/LD_PRELOAD", json={"value": "/evil.so"})
         assert failure(response)["type"] == "unknown_function"
         assert (await client.get(mine)).status_code == 200

@@ -18,7 +18,7 @@ async def test_the_owners_of_jobs_take_turns(store: JobStore, clock: Clock) -> N
     )
     found = [job.id for job in await store.due("tone", 8, clock.now_s)]
     assert found == [few[0], many[0], none[0], few[1], *many[1:5]]
-    # The owner whose turn was last comes last. Jobs that are known are left out.
+    # The owner that had the last turn comes last. Jobs that are known are left out.
     again = [job.id for job in await store.due("tone", 3, clock.now_s, [many[0], few[0]], "a")]
     assert again == [many[1], none[0], few[1]]
 

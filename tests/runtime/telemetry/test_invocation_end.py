@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from live import Function, Gate, Gateway
+from live import WAITS_ASYNC, Function, Gate, Gateway
 from prometheus_client.parser import text_string_to_metric_families
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -16,17 +16,6 @@ def handler(event):
     if event:
         raise ValueError("no")
     return 1
-"""
-
-
-WAITS = """
-import asyncio, gate
-async def handler(event):
-    try:
-        await gate.wait_async("begun")
-    except asyncio.CancelledError:
-        gate.say("cancelled")
-        raise
 """
 
 
@@ -64,7 +53,7 @@ async def test_jobs_are_counted_as_calls_are(deploy, gateway: Gateway):
 
 
 async def test_a_call_that_took_too_long_is_in_the_log_with_its_id(deploy, gate: Gate):
-    function = await deploy(WAITS, gate=gate)
+    function = await deploy(WAITS_ASYNC, gate=gate)
     response = await function.call(0, X_Request_Timeout="0.3")
     assert response.status_code == 504
     line = await function.logged("deadline_exceeded: ")
@@ -101,7 +90,7 @@ async def test_a_job_that_waits_for_a_worker_is_a_cold_start(deploy, gateway: Ga
 
 
 async def test_a_caller_who_has_gone_is_told_to_nobody(deploy, gate: Gate):
-    function = await deploy(WAITS, gate=gate)
+    function = await deploy(WAITS_ASYNC, gate=gate)
     call = asyncio.create_task(function.call(0))
     await gate.next("begun")
     call.cancel()

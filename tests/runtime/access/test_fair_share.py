@@ -1,0 +1,23 @@
+"""A shared room: one owner cannot fill it, and owners that fill it together get equal shares."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+from pilotflame.runtime.access.fair_share import share_used
+
+
+@given(st.integers(1, 12), st.integers(0, 2_000))
+def test_owners_that_fill_a_room_get_equal_shares_and_leave_a_place_free(owners: int, room: int) -> None:
+    used = [0] * owners
+    while any(open_ := [not share_used(own, room - sum(used)) for own in used]):
+        used[used.index(min(own for own, may in zip(used, open_, strict=True) if may))] += 1
+    assert max(used) - min(used) <= 1
+    assert abs(used[0] - 9 * room / (1 + 9 * owners)) <= 9
+    if room >= 9 * owners + 1:
+        assert sum(used) < room
+
+
+def test_an_owner_alone_gets_nine_tenths() -> None:
+    assert not share_used(899, 101)
+    assert share_used(900, 100)
