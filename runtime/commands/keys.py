@@ -200,8 +200,7 @@ def create_key(
     given = {name: value for name, value in given.items() if value not in ((), None)}
     if trusted or given:
         wanted["policy"] = ({"kind": "trusted"} if trusted else {}) | given
-    if not _shown_keys(store):
-        display.warn([CLOSES])
+    first = not _shown_keys(store)
     if isinstance(store, Client):
         key = store.post("v1", "keys", body=wanted)
     else:
@@ -209,6 +208,8 @@ def create_key(
         check_engine(new, options.gateway_settings().engine or find_engine())
         made, token = store.create(new, time.time())
         key = {**made.shown(), "key": token}
+    if first:
+        display.warn([CLOSES])
     if not as_json:
         display.say(f"key {key['id']} for {key['name']}: {_rights(key)}; it is not shown again:")
     display.print_result(key, key["key"], as_json=as_json)

@@ -109,6 +109,7 @@ def test_options_that_contradict_each_other_are_one_paragraph(run: Run, short_tm
     )
     assert (done.returncode, done.stdout) == (1, "")
     assert "covers all functions" in done.stderr
+    assert "first key" not in done.stderr
 
 
 def test_a_malformed_key_is_not_echoed(run: Run):
