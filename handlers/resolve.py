@@ -145,13 +145,20 @@ def _meaningful(annotation: Any) -> Any | None:
     return None if annotation in (None, type(None), Any, object, inspect.Parameter.empty) else annotation
 
 
-def _names_arrays(annotation: Any) -> bool:
+def _names_arrays(annotation: Any, seen: tuple[Any, ...] = ()) -> bool:
     """Return True if the annotation contains arrays or tensors, which pydantic does not know."""
     kind = typing.get_origin(annotation) or annotation
+    if kind in seen:
+        return False
     bases = kind.__mro__ if isinstance(kind, type) else ()
     arrays = {("numpy", "ndarray"), ("torch", "Tensor")}
-    found = any((base.__module__, base.__name__) in arrays for base in bases)
-    return found or any(_names_arrays(part) for part in typing.get_args(annotation))
+    if any((base.__module__, base.__name__) in arrays for base in bases):
+        return True
+    # numpy's NDArray is an alias made by `type` from numpy 2.5 on. Such an alias may contain itself.
+    alias = None if isinstance(kind, type) else getattr(kind, "__value__", None)
+    if alias is not None and _names_arrays(alias, (*seen, kind)):
+        return True
+    return any(_names_arrays(part, seen) for part in typing.get_args(annotation))
 
 
 def _a(value: object) -> str:

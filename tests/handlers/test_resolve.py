@@ -222,6 +222,20 @@ def test_arrays_may_be_announced_and_are_not_checked(made: Resolve) -> None:
         assert handler.output.schema() == {}
 
 
+def test_an_alias_of_arrays_may_be_announced(made: Resolve) -> None:
+    handler = made(
+        "import numpy as np\nfrom typing_extensions import TypeAliasType\n"
+        "Image = TypeAliasType('Image', np.ndarray)\ndef handler(event) -> list[Image]:\n    return [np.ones(1)]"
+    )
+    assert handler.output.schema() == {}
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="the statement `type` is new in Python 3.12")
+def test_an_alias_that_contains_itself_may_be_announced(made: Resolve) -> None:
+    handler = made("type Json = dict[str, Json] | int\ndef handler(event) -> Json:\n    return 1")
+    assert handler.output.schema() != {}
+
+
 @pytest.mark.parametrize("prefix", ["", "async "])
 def test_streaming_a_batch_is_refused(made: Resolve, prefix: str) -> None:
     with pytest.raises(HandlerSignatureError, match="generator with @batch") as caught:
