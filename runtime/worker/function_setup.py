@@ -38,9 +38,14 @@ map the weights instead and share them, and `handler` finds the model in context
     def build(context):
         with context.snapshot.skeleton():
             model = {made}.eval()
-{piped}        context.snapshot.restore(model)
+{piped}        context.snapshot.restore(model{device})
         return {state}
-The template text-embedding (`pilotflame init --template text-embedding`) is a complete example.
+{moved}The template text-embedding (`pilotflame init --template text-embedding`) is a complete example.
+"""
+# A pipeline moves its inputs to its own device.
+MOVED = """\
+    def setup(context):
+        context.state.device = context.state.model.device
 """
 
 
@@ -132,7 +137,11 @@ def weights_hint(code: Path) -> str:
                     where, mb = f"`{name}` in {Path(str(module.__file__)).name}", held_bytes / (1 << 20)
                     made, piped = _made(module, type(model)), _piped(value)
                     state = "pipe" if piped else "model"
-                    return WEIGHTS_HINT.format(where=where, mb=mb, made=made, piped=piped, state=state)
+                    on_gpu = any(tensor.is_cuda for tensor in model.parameters())
+                    device, moved = (', device="auto"' if on_gpu else ""), (MOVED if piped and on_gpu else "")
+                    return WEIGHTS_HINT.format(
+                        where=where, mb=mb, made=made, piped=piped, state=state, device=device, moved=moved
+                    )
     return ""
 
 
@@ -163,7 +172,8 @@ def _piped(value: object) -> str:
     parts = "".join(
         f", {part}=str(context.snapshot.path)" for part in PIPELINE_PARTS if held.get(part) is not None
     )
-    return f'            pipe = pipeline("{held["task"]}", model=model{parts})\n'
+    # By default, a pipeline would use a GPU, and then the zygote could not fork.
+    return f'            pipe = pipeline("{held["task"]}", model=model{parts}, device="cpu")\n'
 
 
 def _is_below(module: ModuleType, folder: Path) -> bool:

@@ -71,6 +71,9 @@ def test_the_hint_for_a_pipeline_is_code_that_works(folder: Path, monkeypatch: p
     snapshot = Snapshot(folder, create(folder))
     pipe = build(types.SimpleNamespace(snapshot=snapshot))  # type: ignore[operator]
     snapshot.open()
+    # On a machine with a GPU, the pipeline of the handler uses it, and the hint has these lines.
+    if setup := code.get("setup"):
+        setup(types.SimpleNamespace(state=pipe))  # type: ignore[operator]
     [found] = pipe("the sea is calm")
     [wanted] = vars(sys.modules["hinted_handler"])["pipe"]("the sea is calm")
     assert found["label"] == wanted["label"]
@@ -123,7 +126,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., WorkerProcess]]:
 
 def test_auto_is_an_error_in_a_function_with_gpus(start: Callable[..., WorkerProcess]) -> None:
     worker = start("auto", resources=Resources(gpus=1))
-    worker.send(FrameKind.ACTIVATE, 0, {"env": {"CUDA_VISIBLE_DEVICES": "0"}})
+    worker.send(FrameKind.ACTIVATE, 0, {"env": {"CUDA_VISIBLE_DEVICES": ""}})
     assert 'resources.gpus is 1, but torch finds no CUDA device for "auto"' in str(
         worker.expect(FrameKind.FAILED).json()
     )
