@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Tests have no GPU, also on a machine with GPUs. `make bench-gpu` runs test_cuda.py with a GPU.
+os.environ.setdefault("CUDA_VISIBLE_DEVICES", "")
 
 import httpx
 import hypothesis

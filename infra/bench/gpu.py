@@ -49,7 +49,7 @@ class Case:
         self.where = "cuda:0" if device == "cuda" else "cpu"
         # Numbers this small keep the activations away from the limits of tanh.
         weights = {
-            name: torch.randn(width, width).mul_(0.02).to(torch.bfloat16)
+            name: torch.randn(width, width, device=self.where).mul_(0.02).to(torch.bfloat16).cpu()
             for name, _ in self.module.named_buffers()
         }
         save_file(weights, self.path)

@@ -36,6 +36,11 @@ def build(context: Any) -> Chain:
     return chain
 
 
+def rehearse(context: Any) -> None:
+    """Make the context on the device and load the kernels, in a standby."""
+    handler(None, context)
+
+
 def handler(_event: Any, context: Any) -> float:
     chain: Chain = context.state
     return chain.answer(next(chain.buffers()).device.type)

@@ -17,6 +17,9 @@ COMPILER = shutil.which("cc")
 needs_compiler = pytest.mark.skipif(
     COMPILER is None, reason="a C compiler makes the library that stands for the driver's"
 )
+no_driver = pytest.mark.skipif(
+    Path("/proc/driver/nvidia").exists(), reason="the driver of this machine's GPUs answers"
+)
 # GPU 0 is whole, GPU 1 is cut into two MIG slices, at the places 0 and 2 of three, and GPU 2 is lost.
 NVML = """
 #include <stdio.h>
@@ -123,8 +126,10 @@ def asked(folder: Path, driver: str | None, ask: str = ASK, **environ: str) -> t
         (folder / "nvml.c").write_text(driver)
         built = [str(COMPILER), "-shared", "-fPIC", "-o", "libnvidia-ml.so.1", "nvml.c"]
         subprocess.run(built, cwd=folder, check=True)
+    # conftest.py hides the machine's own GPUs from all tests.
+    inherited = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     done = subprocess.run(
-        [sys.executable, "-c", ask], env=os.environ | {"LD_LIBRARY_PATH": str(folder), **environ},
+        [sys.executable, "-c", ask], env=inherited | {"LD_LIBRARY_PATH": str(folder), **environ},
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     return json.loads(done.stdout), done.stderr
@@ -162,6 +167,7 @@ def test_a_driver_that_is_not_loaded_is_told(tmp_path: Path):
     assert "NVML does not tell which GPUs there are" in said
 
 
+@no_driver
 def test_a_machine_without_a_driver_has_none(tmp_path: Path):
     found, said = asked(tmp_path, None)
     assert found == [[], []]
@@ -189,6 +195,7 @@ def test_the_driver_tells_what_a_process_holds(tmp_path: Path):
     assert seen["none"] == {"CUDA_VISIBLE_DEVICES": ""}
 
 
+@no_driver
 def test_gpus_of_amd_are_found_through_amdsmi(tmp_path: Path):
     (tmp_path / "amdsmi.py").write_text(AMDSMI)
     seen, said = asked(tmp_path, None, ASK_DRIVER, PYTHONPATH=str(tmp_path))

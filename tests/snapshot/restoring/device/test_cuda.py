@@ -49,10 +49,11 @@ def restored(root: Path, manifest: Manifest, **options: bool) -> tuple[nn.Module
     if options:
         module = module.to(torch.bfloat16)
     snapshot = Snapshot(root, manifest)
+    snapshots = Snapshots([snapshot])
     snapshot.restore(module, device="cuda", **options)
-    snapshot.blank()
-    snapshot.open()
-    return module, Snapshots([snapshot])
+    snapshots.blank()
+    snapshots.open()
+    return module, snapshots
 
 
 def answer(module: nn.Module, snapshots: Snapshots, dtype: torch.dtype = torch.float32) -> torch.Tensor:
