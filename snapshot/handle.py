@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .format.slices import Slices
     from .restoring.device.device import Device
     from .restoring.device.parking import ParkedWeights
+    from .restoring.device.pinned_shards import PinnedShards
     from .restoring.device.upload import DeviceUpload
     from .restoring.gate import Awaited
     from .restoring.mapping import Mapping
@@ -72,6 +73,7 @@ class Snapshot:
         # Weak references, so that a module that `setup` restored can be freed. `_plans` keeps the modules of `build`.
         self._uploads: list[tuple[weakref.ref[nn.Module], DeviceUpload]] = []
         self._parked: list[tuple[weakref.ref[nn.Module], ParkedWeights]] = []
+        self._pinned: PinnedShards | None = None
         # The devices that this process has used, by their names.
         self._devices: dict[str, Device] = {}
 
@@ -147,7 +149,7 @@ class Snapshot:
             return None
         self._devices[device.name] = device
         self._uploads = [(module, one) for module, one in self._uploads if module() is not None]
-        made = upload(plan, mapping, device, parks=self._parks)
+        made = upload(plan, mapping, device, parks=self._parks, pinned=self._pinned)
         self._uploads.append((weakref.ref(plan.module), made))
         return made
 
@@ -179,7 +181,23 @@ class Snapshot:
         for plan in self._plans:
             if (device := find_device(plan.device, self._gpus)) is not None:
                 self._devices[device.name] = device
-            blank(plan, device)
+            blank(plan, device, parks=self._parks)
+
+    def pin(self, stop: Callable[[], bool]) -> None:
+        """Pin the files of weights that go to a device, until `stop` returns True. Then the copy takes less time.
+
+        A standby calls it after `rehearse`. Files that are fetched later, when the snapshot is opened, are not pinned.
+        """
+        from .restoring.device.device import find_device  # noqa: PLC0415
+        from .restoring.device.pinned_shards import shards_to_pin  # noqa: PLC0415
+
+        for plan in self._plans if self._cache is None else ():
+            if plan.layout is None or (device := find_device(plan.device, self._gpus)) is None:
+                continue
+            if self._pinned is None:
+                self._pinned = shards_to_pin(device, self.root, self.manifest, self._verified)
+            if self._pinned is not None:
+                self._pinned.pin(plan.layout.pieces, stop)
 
     def open(self) -> None:
         """Map the files into memory and apply the plans that `build` made. Read ahead the files that lie on a disk.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,6 +11,7 @@ from torch import Tensor
 from ...errors import SnapshotError
 from ...snapshot.restoring.device.copy_event import Event
 from ...snapshot.restoring.device.device import Device
+from ...snapshot.restoring.device.pinned_shards import map_shared
 
 SIZE_BYTES = 1 << 20
 
@@ -49,6 +52,22 @@ class DeviceTests:
             buffer.fill_(number)
             device.copy(buffer, target).wait()
         assert all(bool((target == number).all()) for number, target in enumerate(targets))
+
+    def test_a_pinned_file_is_copied_in_parts(self, device: Device, tmp_path: Path) -> None:
+        size_bytes = 4 * SIZE_BYTES
+        content = torch.randint(256, (size_bytes,), dtype=torch.uint8)
+        (tmp_path / "file").write_bytes(content.numpy().tobytes())
+        with (tmp_path / "file").open("rb") as file:
+            mapped = map_shared(file.fileno(), size_bytes)
+        target = device.empty(size_bytes)
+        pinned = device.pin(mapped)
+        places = [slice(begin, begin + SIZE_BYTES) for begin in range(0, size_bytes, SIZE_BYTES)]
+        *_, last = [device.copy(mapped[place], target[place]) for place in places]
+        device.finish()
+        assert last.done()
+        assert torch.equal(target.cpu(), content)
+        if pinned:
+            device.unpin(mapped)
 
     def test_finish_waits_for_all_copies(self, device: Device) -> None:
         sources = [host_bytes(device, seed) for seed in range(10)]

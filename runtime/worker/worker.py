@@ -163,6 +163,18 @@ class Worker:
                     os._exit(1)
             head["reserved"] = devices.reserved_bytes()
         self._link.send_json(FrameKind.PRIMED, 0, head)
+        if "reserved" in head and self._snapshots is not None:
+            if self._on_event_loop:
+                self._start_thread("pin", self._pin_weights, self._snapshots)
+            else:
+                self._pin_weights(self._snapshots)
+
+    def _pin_weights(self, snapshots: Snapshots) -> None:
+        """Pin the weights for their copy to a device, until ACTIVATE."""
+        try:
+            snapshots.pin(self._activated.is_set)
+        except (PilotflameError, OSError, RuntimeError) as error:
+            self._log_failure("Pinning the weights", error)
 
     async def _set_up(self) -> bool:
         """Map the weights and call `setup`. Send FAILED and return False if that fails."""

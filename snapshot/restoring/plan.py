@@ -21,8 +21,9 @@ from ..format.dtypes import DTYPES
 from ..format.manifest import Manifest, TensorEntry
 from ..format.slices import Slice, Slices, chosen, contiguous_stride, named_entries, outside, slice_fault
 from .device.device import CPU, Device, check_name
+from .device.pinned_shards import PinnedShards
 from .device.slab import ALIGN_BYTES, SlabLayout, Wanted
-from .device.upload import DeviceUpload
+from .device.upload import DeviceUpload, checksum, random_factors
 from .inner_tensors import inner_names, inner_tensors, rebuild
 from .mapping import Mapping
 from .mismatch import Mismatches, Names, describe
@@ -386,28 +387,29 @@ def restore(plan: Plan, mapping: Mapping) -> None:
 
 
 def upload(
-    plan: Plan, mapping: Mapping, device: Device, *, threads: int = 0, parks: bool = True
-) -> DeviceUpload:
+    plan: Plan, mapping: Mapping, device: Device, *,
+    threads: int = 0, parks: bool = True, pinned: PinnedShards | None = None,
+) -> DeviceUpload:  # fmt: skip
     """Set the weights of `plan.module` to views of memory on `device`. Begin to copy the bytes of `mapping` there.
 
-    Operations before the end of the copy need a `Gate`. For `threads` and `parks` see `DeviceUpload`. Raises
+    Operations before the end of the copy need a `Gate`. For the options see `DeviceUpload`. Raises
     SnapshotMismatch if the plan was made for another manifest or for the host, and SnapshotError if the device has no
     room.
     """
     _check_manifest(plan, mapping)
     if plan.layout is None:
         raise SnapshotMismatch("The plan is for the host.", remedy="Make it with the name of a device.")
-    made = DeviceUpload(device, plan.layout, mapping, threads=threads, parks=parks)
+    made = DeviceUpload(device, plan.layout, mapping, threads=threads, parks=parks, pinned=pinned)
     _view_in(plan, made.slab, plan.layout.offsets)
     return made
 
 
-def blank(plan: Plan, device: Device | None = None) -> None:
+def blank(plan: Plan, device: Device | None = None, *, parks: bool = True) -> None:
     """Set the weights of `plan.module` to zeros, for a rehearsal. On the host they take no memory.
 
     All weights are views of one region that is never written. On the host, the kernel maps its one page of zeros to all
     of that region. On a device, the region takes as much memory as the largest weight. For a device, the buffers for
-    copying the real weights are pinned too.
+    copying the real weights are pinned too, and with `parks`, the operations of their checksums are loaded.
     """
     largest = max((step.tensor.itemsize * math.prod(step.place.shape) for step in plan.steps), default=0)
     if not largest:
@@ -417,6 +419,8 @@ def blank(plan: Plan, device: Device | None = None) -> None:
         _view_in(plan, region, [0] * len(plan.steps))
         if plan.layout is not None:
             device.buffers.reserve(len(plan.layout.pieces), plan.layout.largest_bytes)
+        if parks:
+            checksum(region, random_factors(region.device))
         return
     zeros = mmap.mmap(-1, largest, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     storage = torch.frombuffer(zeros, dtype=torch.uint8).untyped_storage()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import mmap
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, UntypedStorage
@@ -28,8 +30,17 @@ def described() -> list[str]:
     return [f"{one.name}, {one.total_memory / (1 << 30):.0f} GiB" for one in found]
 
 
+VMSTAT = Path("/proc/vmstat")
+# Flags of cudaHostRegister: the memory is pinned for the contexts of all devices, and devices only read it.
+_PORTABLE, _READ_ONLY = 1, 8
+
+
 def _pinned(size_bytes: int) -> Tensor:
     return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+
+
+def _runtime() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
 @cache
@@ -102,6 +113,31 @@ class CudaDevice:
 
     def buffer(self, size_bytes: int) -> Tensor:
         return _pinned(size_bytes)
+
+    def pin(self, memory: Tensor) -> bool:
+        # The same number is another flag of HIP.
+        if torch.version.hip:
+            return False
+        with torch.cuda.device(self.device):
+            failed = _runtime().cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE | _READ_ONLY)
+            if int(failed):
+                self._clear_error()
+        return not int(failed)
+
+    def _clear_error(self) -> None:
+        """Let the runtime forget its last error, which torch would report as an error of a later kernel."""
+        with suppress(RuntimeError):
+            torch.zeros(1, device=self.device)
+
+    def pinned_bytes(self) -> int:
+        """Read the kernel's counts of pinned pages, which it has since Linux 5.7."""
+        counts = dict(line.split() for line in VMSTAT.read_text().splitlines())
+        pages = int(counts.get("nr_foll_pin_acquired", 0)) - int(counts.get("nr_foll_pin_released", 0))
+        return pages * mmap.PAGESIZE
+
+    def unpin(self, memory: Tensor) -> None:
+        with torch.cuda.device(self.device):
+            _runtime().cudaHostUnregister(memory.data_ptr())
 
     def copy(
         self,

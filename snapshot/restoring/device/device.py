@@ -46,6 +46,18 @@ class Device(Protocol):
     def buffer(self, size_bytes: int) -> Tensor:
         """Return uninitialised bytes of pinned host memory, for fast copies. Raises RuntimeError if pinning fails."""
 
+    def pin(self, memory: Tensor) -> bool:
+        """Pin read-only memory of the host, such as mapped files, for fast copies. Return False if that is impossible.
+
+        `memory` begins at a multiple of the page size. The memory must not be unmapped before `unpin`.
+        """
+
+    def pinned_bytes(self) -> int:
+        """Return how many bytes of the host all processes have pinned; memory that `buffer` pins need not count."""
+
+    def unpin(self, memory: Tensor) -> None:
+        """Undo `pin` of this memory. All copies from it have ended."""
+
     def copy(
         self,
         source: Tensor,
@@ -56,8 +68,8 @@ class Device(Protocol):
         """Begin to copy `source`, which is on the host, to `target`, which is from `empty`.
 
         `then` submits operations that run after this copy and after the earlier copies `after`. The returned event is
-        the end of the copy and of these operations. The copy is fast if `source` is from `buffers`. Do not write to
-        `source` before the event.
+        the end of the copy, of `after` and of these operations. The copy is fast if `source` is from `buffers`, or a part
+        of memory that was pinned at once. Do not write to `source` before the event.
         """
 
     def finish(self) -> None:

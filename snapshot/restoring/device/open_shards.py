@@ -41,6 +41,11 @@ class OpenShards:
         if len(self._roots) > 1:
             self._moved[chunk] = len(self._roots) - 1
 
+    def check(self, segments: Sequence[Segment]) -> None:
+        """Raise SnapshotChanged if a shard of these segments was replaced or written to."""
+        for segment in segments:
+            self._descriptor(0, segment.shard)
+
     def read(self, segments: Sequence[Segment], into: memoryview) -> None:
         """Read segments of files to their places in a piece. Raises SnapshotChanged if a file has become shorter."""
         for segment in segments:
@@ -95,12 +100,17 @@ class OpenShards:
         with self._lock:
             found = self._open.get((root, shard))
             if found is None:
-                name = self._shards[shard].name
-                found = self._open[root, shard] = FolderSource(self._roots[root]).open(name)
-                if self._expected is not None and object_info(found) != self._expected[shard]:
-                    remedy = "Deploy again: publish new weights under a new name."
-                    raise SnapshotChanged(f"Shard {name} was replaced or written to.", remedy=remedy)
+                found = self._open[root, shard] = self._opened(root, shard)
             return found
+
+    def _opened(self, root: int, shard: int) -> int:
+        name = self._shards[shard].name
+        found = FolderSource(self._roots[root]).open(name)
+        if self._expected is not None and object_info(found) != self._expected[shard]:
+            os.close(found)
+            remedy = "Deploy again: publish new weights under a new name."
+            raise SnapshotChanged(f"Shard {name} was replaced or written to.", remedy=remedy)
+        return found
 
     def close(self) -> None:
         with self._lock:

@@ -64,7 +64,9 @@ def unpark(parked: ParkedWeights) -> DeviceUpload:
     except BaseException:
         device.resize(storage, 0, copied_to=True)
         raise
-    return DeviceUpload(device, upload.layout, upload.mapping, slab=upload.slab, kept=parked.kept)
+    return DeviceUpload(
+        device, upload.layout, upload.mapping, slab=upload.slab, kept=parked.kept, pinned=upload.pinned
+    )
 
 
 def _put_back(device: Device, others: list[tuple[UntypedStorage, Tensor]]) -> None:

@@ -5,7 +5,8 @@ with this device does not depend on the order or the speed of copies. These are 
 
 - an allocation beyond the capacity, which includes the context of the process
 - any use in a process forked after the first use
-- a copy to memory that was given back: like any other fault of the device, it makes all later calls fail
+- a copy to memory that was given back, or from memory that was unpinned: like any other fault of the device, it makes
+  all later calls fail
 - during the capture of a graph: allocating, pinning, freeing, or asking whether a copy has ended
 
 An operation that was submitted to a stream does not keep its memory allocated. After the memory is freed, the operation
@@ -79,7 +80,9 @@ class SimulatedDevice:
         self.context_bytes, self._counted = context_bytes, SimulatedMemory(capacity_bytes, folder)
         self._counted.hold(0, context_bytes)
         self.pins_left = 1 << 30
-        """How many further buffers the host can pin."""
+        """How many further buffers and parts of files the host can pin."""
+        self._pinned: dict[int, int] = {}
+        """The end of each pinned part of a file, by its address."""
         self._random, self._delay_s = random.Random(seed), delay_s  # noqa: S311  not a secret
         self._pid, self._fault, self._capturing, self._spoilt = os.getpid(), "", False, ""
         self._blocks: list[SimulatedBlock] = []
@@ -109,6 +112,25 @@ class SimulatedDevice:
         self.pins_left -= 1
         return torch.full((size_bytes,), POISON, dtype=torch.uint8)
 
+    def pin(self, memory: Tensor) -> bool:
+        self.check(capturable=False)
+        if not self.pins_left:
+            return False
+        self.pins_left -= 1
+        self._pinned[memory.data_ptr()] = memory.data_ptr() + memory.nbytes
+        return True
+
+    def pinned_bytes(self) -> int:
+        return sum(end - begin for begin, end in self._pinned.items())
+
+    def unpin(self, memory: Tensor) -> None:
+        del self._pinned[memory.data_ptr()]
+
+    def _pin_of(self, memory: Tensor) -> int | None:
+        """Return the address of the pinned part that `memory` is in, or None."""
+        begin, end = memory.data_ptr(), memory.data_ptr() + memory.nbytes
+        return next((first for first, last in self._pinned.items() if first <= begin and end <= last), None)
+
     def copy(
         self,
         source: Tensor,
@@ -118,11 +140,13 @@ class SimulatedDevice:
     ) -> Event:
         self.check()
         event, stream = SimulatedEvent(self), self._random.choice(self.streams)
-        block = self._block_of(target.untyped_storage())
+        block, pin = self._block_of(target.untyped_storage()), self._pin_of(source)
 
         def run(memory: Tensor) -> None:
             if block.given_back:
                 raise IndexError("an illegal access: a copy to memory that was given back")
+            if pin is not None and pin not in self._pinned:
+                raise IndexError("an illegal access: a copy from memory that was unpinned")
             memory.copy_(source)
             if then is not None:
                 then()

@@ -1,8 +1,8 @@
 """Copies the weights of a plan to a device as they land, in threads, while operations already run on the device.
 
-Each thread takes the first piece whose bytes have landed, reads its segments into a buffer, and submits one copy. An
-operation waits only for the copies of its own tensors: its thread waits until they are submitted, and the device waits
-until they have ended. The files are read, not mapped, so that none of their pages stay in this process.
+Each thread takes the first piece whose bytes have landed, and submits its copy: from the pinned files if possible, else
+from a buffer into which it has read the piece. An operation waits only for the copies of its own tensors: its thread
+waits until they are submitted, and the device waits until they have ended.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from .buffers import copying_threads
 from .copy_event import Event
 from .device import Device
 from .open_shards import OpenShards, between
+from .pinned_shards import Part, PinnedShards
 from .slab import PIECE_BYTES, SLAB, RawGroup, SlabLayout, SlabPiece, Span
 
 _SEED = 27
@@ -35,13 +36,16 @@ class DeviceUpload:
     def __init__(
         self, device: Device, layout: SlabLayout, mapping: Mapping, *,
         threads: int = 0, slab: Tensor | None = None, kept: dict[int, Tensor] | None = None, parks: bool = True,
+        pinned: PinnedShards | None = None,
     ) -> None:  # fmt: skip
         """Begin to copy the shards of `mapping` in `threads` threads, to `slab` or, if that is None, to a new slab.
 
         The spans whose numbers are in `kept` are copied from `kept` instead. Without `parks`, no checksums are made,
-        so `park` copies all weights to the host. Raises SnapshotError if the device has no room for a new slab.
+        so `park` copies all weights to the host. `pinned` has the same shards, of which parts are pinned. Raises
+        SnapshotError if the device has no room for a new slab.
         """
         self.device, self.layout, self.mapping, self._parks = device, layout, mapping, parks
+        self.pinned = pinned
         self.started_s, self.ended_s = time.monotonic(), 0.0
         """When the copy began and ended, by the monotonic clock. The end is 0 while it runs."""
         # Other threads write to the slab, which torch would forbid if the slab were made in inference mode.
@@ -68,9 +72,15 @@ class DeviceUpload:
             self._put_back(number, content)
         self._left = self._taken.count(0)
         if self._left:
-            self._start(threads or copying_threads())
+            self._start(threads or self._threads())
         else:
             self.ended_s = self.started_s
+
+    def _threads(self) -> int:
+        if self.pinned is None:
+            return copying_threads()
+        buffered = sum(self.pinned.parts(piece) is None for piece in self.layout.pieces)
+        return min(copying_threads(), 1 + buffered)
 
     def _start(self, threads: int) -> None:
         manifest, self._arrival = self.mapping.manifest, self.mapping.arrival
@@ -258,23 +268,31 @@ class DeviceUpload:
             return None
 
     def _copy(self, number: int, piece: SlabPiece) -> None:
+        if self.pinned is not None and (parts := self.pinned.parts(piece)) is not None:
+            self._files.check(piece.segments)
+            self._submit(number, piece, parts)
+            return
         buffer, event = self.device.buffers.take(self.layout.largest_bytes), None
         try:
             self._files.read(piece.segments, buffer.numpy().data)
-            # Store the event before another piece of the same group is submitted: the piece of a group that is
-            # submitted last converts the group, and the events of the other pieces show which piece is last.
-            with self._submitting:
-                event = self._submit(number, piece, buffer[: piece.size_bytes])
-                with self._changed:
-                    self._events[number] = event
-                    self._changed.notify_all()
+            event = self._submit(number, piece, [(buffer[: piece.size_bytes], 0)])
         finally:
             self.device.buffers.give(buffer, event)
 
-    def _submit(self, number: int, piece: SlabPiece, source: Tensor) -> Event:
+    def _submit(self, number: int, piece: SlabPiece, parts: Sequence[Part]) -> Event:
+        # Store the event before another piece of the same group is submitted: the piece of a group that is
+        # submitted last converts the group, and the events of the other pieces show which piece is last.
+        with self._submitting:
+            event = self._submit_next(number, piece, parts)
+            with self._changed:
+                self._events[number] = event
+                self._changed.notify_all()
+        return event
+
+    def _submit_next(self, number: int, piece: SlabPiece, parts: Sequence[Part]) -> Event:
         if piece.raw == SLAB:
             target = self.slab[piece.begin : piece.begin + piece.size_bytes]
-            return self.device.copy(source, target, then=self._sum(self._span_of[number]))
+            return self._copies(parts, target, then=self._sum(self._span_of[number]))
         raw = self._raw.get(piece.raw)
         if raw is None:
             raw = self._raw[piece.raw] = self.device.empty(self.layout.raws[piece.raw].size_bytes)
@@ -283,7 +301,7 @@ class DeviceUpload:
         with self._changed:
             after = [event for one in others if (event := self._events[one]) is not None]
         if len(after) < len(others):
-            return self.device.copy(source, target)
+            return self._copies(parts, target)
         self._raw.pop(piece.raw)
         add_up = self._sum(self._span_of[number])
 
@@ -292,7 +310,19 @@ class DeviceUpload:
             if add_up is not None:
                 add_up()
 
-        return self.device.copy(source, target, after, then)
+        return self._copies(parts, target, after, then)
+
+    def _copies(
+        self,
+        parts: Sequence[Part],
+        target: Tensor,
+        after: Sequence[Event] = (),
+        then: Callable[[], None] | None = None,
+    ) -> Event:
+        """Copy the parts of a piece to `target`, as `Device.copy` does with one."""
+        *others, (source, at) = parts
+        before = [self.device.copy(one, target[begin : begin + len(one)]) for one, begin in others]
+        return self.device.copy(source, target[at : at + len(source)], [*after, *before], then)
 
     def _convert(self, group: RawGroup, raw: Tensor) -> None:
         """Submit the conversion of all tensors of a group from the bytes in `raw`."""

@@ -16,6 +16,7 @@ from pilotflame.snapshot.handle import Snapshot
 from pilotflame.snapshot.named import Snapshots
 from pilotflame.snapshot.restoring.device import cuda
 from pilotflame.snapshot.restoring.device.cuda import CudaDevice
+from pilotflame.snapshot.restoring.device.pinned_shards import map_shared
 from safetensors.torch import save_file
 from torch import nn
 
@@ -29,6 +30,17 @@ class TestCudaDevice(DeviceTests):
     @pytest.fixture
     def device(self) -> CudaDevice:
         return CudaDevice(0)
+
+
+@on_cuda
+def test_memory_that_cannot_be_pinned_leaves_no_error_behind(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(bytes(4096))
+    with (tmp_path / "file").open("rb") as file:
+        beyond_the_end = map_shared(file.fileno(), 4096)
+    device = CudaDevice(0)
+    (tmp_path / "file").write_bytes(b"")
+    assert not device.pin(beyond_the_end)
+    assert float((torch.ones(4, device="cuda") + 1).sum()) == 8
 
 
 def net(device: str) -> nn.Module:

@@ -1,0 +1,156 @@
+"""Pins the shards of a snapshot ahead of a copy, so that the device copies from the page cache without a buffer between.
+
+A standby does this after its rehearsal. Pages that are pinned cannot be evicted. So a shard is only pinned if it is in
+memory already, and while all processes of the machine together have pinned at most PINNED_SHARE of the memory. Shards
+stay pinned until the process ends or the snapshot is garbage.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ....errors import SnapshotError
+from ....machine import memory_bytes
+from ...format.manifest import Manifest
+from ...sources.folder import FolderSource, object_info
+from ...sources.source import ObjectInfo
+from ..read_ahead import in_memory
+from .slab import Segment, SlabPiece
+
+if TYPE_CHECKING:
+    from .device import Device
+
+PINNED_SHARE = 0.25
+WINDOW_BYTES = 64 << 20
+"""The bytes of a shard that are pinned at once: on an H100's machine, in 2 to 5 ms."""
+MOST_PARTS = 4
+"""A piece of more parts is gathered in a buffer instead, because each part would be a copy of its own."""
+
+Part = tuple[Tensor, int]
+"""Bytes of a shard that lie in one window, and their offset in the piece."""
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+class PinnedShards:
+    """The shards of a snapshot, mapped once more, of which windows are pinned."""
+
+    def __init__(self, device: Device, flats: Sequence[Tensor]) -> None:
+        """`flats` are the shards, as `map_shared` maps them."""
+        self._device, self._flats = device, flats
+        self._pinned = [[False] * -(-len(flat) // WINDOW_BYTES) for flat in flats]
+        self._memories: list[Tensor] = []
+        # At the end of the process, the kernel unpins everything.
+        weakref.finalize(self, _unpin, device, self._memories).atexit = False
+
+    def pin(self, pieces: Sequence[SlabPiece], stop: Callable[[], bool] = lambda: False) -> None:
+        """Pin what `pieces` need, in their order. End early if `stop` returns True, or if no more may be pinned."""
+        for piece in pieces:
+            if self.divided(piece) is None:
+                continue
+            for shard, window in _windows(piece):
+                if not self._pinned[shard][window] and (stop() or not self._pin(shard, window)):
+                    return
+
+    def _pin(self, shard: int, window: int) -> bool:
+        memory = self._flats[shard][window * WINDOW_BYTES : (window + 1) * WINDOW_BYTES]
+        before_bytes = self._device.pinned_bytes()
+        if before_bytes + memory.nbytes > PINNED_SHARE * memory_bytes() or not self._device.pin(memory):
+            return False
+        if self._device.pinned_bytes() < before_bytes + memory.nbytes // 2:
+            # The limit would not hold on a kernel that does not count these pages.
+            self._device.unpin(memory)
+            return False
+        self._memories.append(memory)
+        self._pinned[shard][window] = True
+        # The pages stay pinned without the process's page table. In the table, they would count as its memory, and the
+        # kernel would walk it to measure and to end the process.
+        _libc.madvise(memory.data_ptr(), memory.nbytes, mmap.MADV_DONTNEED)
+        return True
+
+    def parts(self, piece: SlabPiece) -> list[Part] | None:
+        """Return the bytes of a piece. None if they are not pinned, or are too many parts."""
+        pinned = all(self._pinned[shard][window] for shard, window in _windows(piece))
+        return self.divided(piece) if pinned else None
+
+    def divided(self, piece: SlabPiece) -> list[Part] | None:
+        """Return the bytes of a piece, pinned or not. None if they are too many parts."""
+        found = list[Part]()
+        for segment in piece.segments:
+            if segment.step or len(found) > MOST_PARTS:
+                return None
+            found += self._within_windows(segment)
+        return found if len(found) <= MOST_PARTS else None
+
+    def _within_windows(self, segment: Segment) -> Iterator[Part]:
+        """Yield the parts of a segment that lie in one window each: a copy cannot read from two windows."""
+        flat = self._flats[segment.shard]
+        for window in _windows_of(segment):
+            begin = max(segment.begin, window * WINDOW_BYTES)
+            end = min(segment.end, (window + 1) * WINDOW_BYTES)
+            yield flat[begin:end], segment.at + begin - segment.begin
+
+
+def shards_to_pin(
+    device: Device, root: Path, manifest: Manifest, expected: Sequence[ObjectInfo] | None
+) -> PinnedShards | None:
+    """Map the shards in folder `root`. Return None if they are not in memory, or not as `expected`."""
+    source = FolderSource(root)
+    try:
+        flats = [_mapped(source, manifest, number, expected) for number in range(len(manifest.shards))]
+    except (SnapshotError, OSError):
+        # The upload reads the files, and reports what is wrong.
+        return None
+    return PinnedShards(device, flats) if in_memory(manifest, flats) else None
+
+
+def _mapped(
+    source: FolderSource, manifest: Manifest, number: int, expected: Sequence[ObjectInfo] | None
+) -> Tensor:
+    shard = manifest.shards[number]
+    if not shard.size_bytes:
+        return torch.empty(0, dtype=torch.uint8)
+    descriptor = source.open(shard.name)
+    try:
+        info = object_info(descriptor)
+        if info.size_bytes != shard.size_bytes or (expected is not None and info != expected[number]):
+            raise SnapshotError(f"Shard {shard.name} was replaced or written to.")
+        return map_shared(descriptor, shard.size_bytes)
+    finally:
+        os.close(descriptor)
+
+
+def map_shared(descriptor: int, size_bytes: int) -> Tensor:
+    """Map a file read-only, as bytes that `Device.pin` can pin. Nothing may write to the tensor."""
+    # Pages of a private mapping would be copied before they are pinned.
+    memory = mmap.mmap(descriptor, size_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+    # torch makes tensors without a warning only of memory that can be written.
+    view = np.frombuffer(memory, np.uint8)
+    writable = (ctypes.c_ubyte * size_bytes).from_address(view.ctypes.data)
+    writable.owner = view  # type: ignore[attr-defined]  # the tensor keeps `writable`
+    return torch.frombuffer(writable, dtype=torch.uint8)
+
+
+def _windows(piece: SlabPiece) -> list[tuple[int, int]]:
+    """Return the shard and the number of each window that a piece needs."""
+    return [(one.shard, window) for one in piece.segments for window in _windows_of(one)]
+
+
+def _windows_of(segment: Segment) -> range:
+    return range(segment.begin // WINDOW_BYTES, -(-segment.end // WINDOW_BYTES))
+
+
+def _unpin(device: Device, memories: list[Tensor]) -> None:
+    for memory in memories:
+        device.unpin(memory)
