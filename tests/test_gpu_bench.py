@@ -52,4 +52,5 @@ def test_every_part_runs_on_the_simulated_device() -> None:
     assert done.returncode == 0
     assert found["figures"].keys() == {
         "h2d_share", "h2d_vs_safetensors", "overlap_ratio", "park_ms", "cold_extra_ms", "turns_answered",
+        "first_token_ms", "first_token_ratio", "first_token_extra_ms",
     }  # fmt: skip

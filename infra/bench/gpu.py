@@ -1,4 +1,5 @@
-"""`make bench-gpu`: weights to a device, beside raw copies and the safetensors loader; parking; functions in a gateway.
+"""`make bench-gpu`: weights to a device, beside raw copies and the safetensors loader; parking; functions in a gateway;
+the first token of a language model, beside a fresh process.
 
     python infra/bench/gpu.py [--device cuda|simulated] [--gb N]
 
@@ -22,18 +23,20 @@ from pathlib import Path
 import torch
 from control import Control, gateway
 from gpu_chain import Chain
+from gpu_model import deployed, fresh_s, write_model
 from percentiles import median
 from pilotflame.snapshot.format.create import create
 from pilotflame.snapshot.format.manifest import MANIFEST_NAME, Manifest
 from pilotflame.snapshot.handle import Snapshot
 from pilotflame.snapshot.named import Snapshots
+from pilotflame.snapshot.restoring.device.cuda import described
 from report import Report, parser
 from safetensors.torch import load_file, save_file
 from servers import HERE
 
 TESTS = Path(__file__).resolve().parents[2] / "tests/snapshot/restoring/device/test_cuda.py"
 GB = 10**9
-MATRICES, ROUNDS, TURNS = 64, 5, 20
+MATRICES, ROUNDS, FRESH_ROUNDS, TURNS = 64, 5, 2, 20
 TIMEOUT_S = 600.0
 PINNING_S = 2.0
 SIMULATED_MB = 16_384
@@ -117,6 +120,7 @@ class GpuBench:
 
     def __init__(self, report: Report, device: str, folder: Path, gb: float) -> None:
         self._report, self._device, self._folder = report, device, folder
+        self._where = "cuda:0" if device == "cuda" else "cpu"
         width = int((gb * GB / MATRICES / 2) ** 0.5) // 64 * 64
         self._case = Case(folder, width, device)
 
@@ -169,6 +173,39 @@ class GpuBench:
                 self._check(control.invoke(("one", "two")[turn % 2], {}).body, self._right)
         self._report.add("turns_answered", TURNS, "", f"== {TURNS}")
 
+    def language_model(self) -> None:
+        """Enter the first token of a language model from zero, and the ratio of a fresh process to it."""
+        folder = self._folder / "model"
+        write_model(folder, self._case.bytes, self._where)
+        size_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+        needs: dict[str, float] = {"scale.idle_timeout_s": 0.4}
+        if self._device == "cuda":
+            needs |= {
+                "resources.gpus": 1,
+                "resources.gpu_memory_mb": int(1.2 * size_bytes / (1 << 20)) + CONTEXT_MB,
+            }
+        cold, warm = list[float](), list[float]()
+        with deployed(folder, "words", **needs) as tokens:
+            for _ in range(ROUNDS):
+                tokens.control.wait_for("words", workers=0, standby=True)
+                time.sleep(PINNING_S)
+                took_ms, was_cold = tokens.ms()
+                if not was_cold:
+                    raise RuntimeError("a worker was still there")
+                cold.append(took_ms)
+                warm.append(tokens.ms()[0])
+        fresh_ms = 1e3 * median([fresh_s(folder, self._where.partition(":")[0]) for _ in range(FRESH_ROUNDS)])
+        self._enter("first_token_ms", median(cold), f"ms, {size_bytes / GB:.1f} GB", "")
+        self._enter("first_token_ratio", fresh_ms / median(cold), "x faster than a fresh process", ">= 20")
+        # A worker cannot answer before its weights are there.
+        raw_ms = self._raw_ms * size_bytes / self._case.bytes
+        self._enter(
+            "first_token_extra_ms",
+            median(cold) - median(warm) - raw_ms,
+            "ms beyond raw copies and a warm one",
+            "<= 150",
+        )
+
     def tests(self) -> None:
         """Enter the exit code of the tests that need a CUDA device."""
         if self._device == "cuda":
@@ -207,10 +244,11 @@ def main() -> int:
     options.add_argument("--gb", type=float, default=16.0 if found == "cuda" else 0.1)
     arguments = options.parse_args()
     report = Report("bench-gpu", packages=("torch", "safetensors"))
-    report.note(f"{arguments.device} device, {arguments.gb} GB of weights")
+    device = ", ".join(described()) if arguments.device == "cuda" else "simulated device"
+    report.note(f"{device}, {arguments.gb} GB of weights")
     with tempfile.TemporaryDirectory(prefix="pilotflame-gpu-", dir="/dev/shm") as folder:
         bench = GpuBench(report, arguments.device, Path(folder), arguments.gb)
-        for part in (bench.copies, bench.functions, bench.tests):
+        for part in (bench.copies, bench.functions, bench.language_model, bench.tests):
             with report.part(part.__name__):
                 part()
     return report.finish(arguments)

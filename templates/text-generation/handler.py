@@ -94,7 +94,8 @@ def build(context: pilotflame.Context) -> Generator:
 
 def rehearse(context: pilotflame.Context) -> None:
     """Runs before the first request, in a worker that is still without weights: warm up the kernels."""
-    list(context.state.pieces(Event(prompt="Hello", max_tokens=2)))
+    # Several tokens, because a prompt of one token runs other kernels.
+    list(context.state.pieces(Event(prompt="the first prompt of the day", max_tokens=2)))
 
 
 def handler(event: Event, context: pilotflame.Context) -> Iterator[str]:

@@ -44,7 +44,7 @@ _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 class PinnedShards:
-    """The shards of a snapshot, mapped once more, of which windows are pinned."""
+    """The shards of a snapshot, mapped once more, and their pinned windows."""
 
     def __init__(self, device: Device, flats: Sequence[Tensor]) -> None:
         """`flats` are the shards, as `map_shared` maps them."""

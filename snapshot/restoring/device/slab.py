@@ -19,7 +19,8 @@ from ...format.manifest import Manifest
 from ..place import Elements
 
 ALIGN_BYTES = 256
-PIECE_BYTES = 16 << 20
+PIECE_BYTES = 32 << 20
+"""To submit a piece takes about 0.3 ms of the interpreter. To copy it takes 0.6 ms over PCIe 5.0 with 16 lanes."""
 SLAB = -1
 
 

@@ -41,7 +41,7 @@ class DeviceUpload:
         """Begin to copy the shards of `mapping` in `threads` threads, to `slab` or, if that is None, to a new slab.
 
         The spans whose numbers are in `kept` are copied from `kept` instead. Without `parks`, no checksums are made,
-        so `park` copies all weights to the host. `pinned` has the same shards, of which parts are pinned. Raises
+        so `park` copies all weights to the host. `pinned` has the same shards, and knows which parts are pinned. Raises
         SnapshotError if the device has no room for a new slab.
         """
         self.device, self.layout, self.mapping, self._parks = device, layout, mapping, parks
@@ -366,13 +366,14 @@ def checksum(content: Tensor, factors: Tensor) -> Tensor:
     multiples of 8 bytes.
     """
     words = content.view(torch.int64)
-    total = torch.zeros((), dtype=torch.int64, device=content.device)
+    total: Tensor | None = None
     # Compute in blocks, because the products take as much memory as the words.
     for begin in range(0, words.numel(), factors.numel()):
         block = words[begin : begin + factors.numel()]
         mixed = (block >> 31).bitwise_xor_(block).mul_(factors[: block.numel()])
-        total = total * factors[0] + mixed.sum()
-    return total
+        added = mixed.sum()
+        total = added if total is None else total * factors[0] + added
+    return torch.zeros((), dtype=torch.int64, device=content.device) if total is None else total
 
 
 @cache
