@@ -114,6 +114,13 @@ class JobAttempt:
         """Write a line about the job to the function's log."""
         self._log_channel.write("gateway", f"job {self.job.id} {text}", "error", request_id=self.job.id)
 
+    def release(self) -> None:
+        """Forget the callbacks, through which the invocation refers to this attempt, at the attempt's end.
+
+        Otherwise the input and the output would stay in memory until the garbage collector runs, which may be long.
+        """
+        self.invocation.on_progress = self.invocation.on_metrics = self.invocation.capture = None
+
     async def run(self) -> None:
         """Store the start, output and end of the attempt. Raise JobStoreFailed if this fails while the gateway ends."""
         try:

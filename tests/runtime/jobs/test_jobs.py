@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from live import Function, Gate, Gateway, gateway_here, until
 from pilotflame.errors import JobStoreFailed, UnknownJob
+from pilotflame.runtime.jobs.attempt import JobAttempt
 from pilotflame.runtime.jobs.job import JobState
 from pilotflame.runtime.jobs.jobs import Jobs
 
@@ -146,3 +148,27 @@ async def test_the_job_of_a_caller_does_not_wait_behind_all_jobs_of_another(stat
             return not (await jobs.store.counts("shared")).in_queue
 
         await until(empty, "the start of all jobs")
+
+
+@pytest.mark.parametrize("path", ["run", "runsync"])
+async def test_a_job_is_freed_at_its_end_without_the_garbage_collector(gateway: Gateway, path: str) -> None:
+    """Otherwise the inputs of many large jobs would be in memory at the same time."""
+    function = await gateway.deploy("def handler(event):\n    return len(event)\n")
+    await gateway.client.post(f"/v2/{function.name}/runsync?wait=20000", json={"input": "warm"})
+    gc.collect()
+    gc.disable()
+    try:
+        answer = await gateway.client.post(f"/v2/{function.name}/{path}", json={"input": "x" * 1000})
+        ended = f"/v2/{function.name}/status/{answer.json()['id']}"
+
+        async def done() -> bool:
+            return bool((await gateway.client.get(ended)).json()["status"] == "COMPLETED")
+
+        await until(done, "the job has ended")
+
+        async def freed() -> bool:
+            return not any(isinstance(one, JobAttempt) for one in gc.get_objects())
+
+        await until(freed, "the attempt is freed")
+    finally:
+        gc.enable()
