@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -41,6 +40,10 @@ Part = tuple[Tensor, int]
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_MAP_FAILED = ctypes.c_void_p(-1).value
 
 
 class PinnedShards:
@@ -133,13 +136,15 @@ def _mapped(
 
 def map_shared(descriptor: int, size_bytes: int) -> Tensor:
     """Map a file read-only, as bytes that `Device.pin` can pin. Nothing may write to the tensor."""
-    # Pages of a private mapping would be copied before they are pinned.
-    memory = mmap.mmap(descriptor, size_bytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-    # torch makes tensors without a warning only of memory that can be written.
-    view = np.frombuffer(memory, np.uint8)
-    writable = (ctypes.c_ubyte * size_bytes).from_address(view.ctypes.data)
-    writable.owner = view  # type: ignore[attr-defined]  # the tensor keeps `writable`
-    return torch.frombuffer(writable, dtype=torch.uint8)
+    # Pages of a private mapping would be copied before they are pinned. Python's own mmap object of a read-only file has
+    # no address that torch takes.
+    address = _libc.mmap(None, size_bytes, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
+    if address == _MAP_FAILED:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    memory = (ctypes.c_ubyte * size_bytes).from_address(address)
+    # The tensor keeps `memory`.
+    weakref.finalize(memory, _libc.munmap, address, size_bytes).atexit = False
+    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _windows(piece: SlabPiece) -> list[tuple[int, int]]:
