@@ -131,6 +131,15 @@ class Model:
             if until_s <= self.now_s:
                 del self.deleted[job_id]
 
+    def stored_bytes(self) -> dict[str, int]:
+        found = Counter[str]({ALL: 0})
+        for job in self.jobs.values():
+            size = len(job.new.input) + len(job.output or b"") + len(job.logs) + sum(map(len, job.pieces))
+            found[ALL] += size
+            if job.new.owner:
+                found[job.new.owner] += size
+        return dict(found)
+
     def notify(self, job_id: str, event: str) -> None:
         webhook = self.jobs[job_id].new.webhook
         if webhook is not None and event in webhook.events:

@@ -137,7 +137,10 @@ def disk(stage: Stage) -> str:
     return f"at most {written} MiB written"
 
 
-@attack("results of jobs fill the disk of the gateway: 24 of 64 MiB", handler="large")
+@attack(
+    "results of jobs fill the disk of the gateway: 24 of 64 MiB",
+    handler="large", gateway={"max_stored_bytes": 1000 << 20},
+)  # fmt: skip
 def results(stage: Stage) -> str:
     for _ in range(24):
         stage.request("POST", "/v2/evil/runsync", {"input": 1})

@@ -191,6 +191,10 @@ class JobOutcome:
     logs: str = ""
     metrics: bytes | None = None
 
+    @property
+    def size_bytes(self) -> int:
+        return len(self.output or b"") + len(self.logs) + len(self.metrics or b"")
+
 
 @dataclass(frozen=True, slots=True)
 class JobCounts:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import shutil
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -23,6 +24,7 @@ from .job import ALL, Job, NewJob
 from .outbox import WebhookBodies
 from .schema import SCRIPTS
 from .store import JobStore
+from .stored_bytes import StoredBytes
 from .transaction import Transaction
 from .webhook_sender import MAX_SLEEP_S, WebhookSender, wait
 
@@ -56,6 +58,8 @@ class Jobs:
         self._addresses = AddressPolicy.parse(settings.webhook_networks)
         self.store = JobStore(self._database, keep_s=self._keep_s, on_commit=self._on_commit, bodies=bodies)
         self._dispatcher = JobDispatcher(self.store, live, tasks)
+        self._stored = StoredBytes(0)
+        self._most_stored, self._state = settings.max_stored_bytes, state
         self._watchers: dict[str, set[asyncio.Event]] = {}
         self._key = key
         self._sender = WebhookSender(self._database, key, self._addresses, on_attempt=self._attempted)
@@ -72,12 +76,20 @@ class Jobs:
         Return how many of the jobs that were running are queued again, and how many of them have failed.
         """
         await asyncio.to_thread(self._database.open)
+        self._stored.load(await self.store.stored_bytes())
+        if (most_bytes := self._most_stored) is None:
+            most_bytes = await asyncio.to_thread(self._default_most)
+        self._stored.most = self.store.most_stored_bytes = most_bytes
         self._sender.start(self._tasks)
         recovered = await self.store.recover()
         for function in await self.store.functions_waiting():
             self._dispatcher.wake(function)
         self._expiry = self._tasks.keep(self._expire, name="jobs_expiry")
         return recovered
+
+    def _default_most(self) -> int:
+        """Return the stored bytes, and half of the space that is free on the disk."""
+        return self._stored.of_all + shutil.disk_usage(self._state).free // 2
 
     def stop(self) -> None:
         """Submit no more jobs to workers. Call it before the functions are closed."""
@@ -109,7 +121,8 @@ class Jobs:
         The caller gets the job's id only when this returns. So a job that ends soon is stored only at its end, in one commit.
         """
         until_s = time.monotonic() + wait_s
-        if (attempt := self._dispatcher.run_unstored(new)) is not None:
+        has_room = self._stored.refusal(new.owner, len(new.input)) is None
+        if has_room and (attempt := self._dispatcher.run_unstored(new)) is not None:
             # Shield the attempt: it goes on if the caller is cancelled.
             stored = await asyncio.shield(attempt.stored)
             if stored is not None:
@@ -246,6 +259,8 @@ class Jobs:
     def _on_commit(self, transaction: Transaction) -> None:
         for function in sorted(transaction.queued):
             self._dispatcher.wake(function)
+        if transaction.queued or transaction.changed:
+            # Jobs that end in this transaction expire then.
             self._expect_expiry(time.time() + self._keep_s)
         for function, job_id in transaction.cancelled:
             self._dispatcher.cancel(function, job_id)
@@ -254,6 +269,7 @@ class Jobs:
                 news.set()
         if transaction.notified:
             self._sender.wake()
+        self._stored.add(transaction.stored)
 
     def _expect_expiry(self, at_s: float) -> None:
         if at_s < self._next_expiry_s:

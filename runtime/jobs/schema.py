@@ -160,7 +160,20 @@ DROP INDEX jobs_ready;
 CREATE INDEX jobs_ready ON jobs (function, priority, owner, number) WHERE state = 'IN_QUEUE' AND due_s = 0;
 """
 
-SCRIPTS = (_TABLES, _QUEUED_BYTES, _OWNERS, _PENDING, _METRICS, _SOURCES, _SUBJECTS, _TURNS)
+# Counts the bytes of inputs, results and pieces, by owner. The row with the owner '*' counts all jobs.
+_SIZE_OF_RESULT = "coalesce(length(body), 0) + length(logs) + coalesce(length(metrics), 0)"
+_STORED = f"""
+CREATE TABLE stored (owner TEXT PRIMARY KEY, bytes INTEGER NOT NULL) WITHOUT ROWID;
+CREATE TEMP VIEW sizes AS
+    SELECT number, length(body) AS size FROM inputs
+    UNION ALL SELECT number, {_SIZE_OF_RESULT} FROM results
+    UNION ALL SELECT job, length(body) FROM pieces;
+INSERT INTO stored SELECT '*', coalesce(sum(size), 0) FROM sizes;
+INSERT INTO stored SELECT owner, sum(size) FROM sizes JOIN jobs ON jobs.number = sizes.number WHERE owner <> '' GROUP BY owner;
+DROP VIEW sizes;
+"""  # noqa: S608
+
+SCRIPTS = (_TABLES, _QUEUED_BYTES, _OWNERS, _PENDING, _METRICS, _SOURCES, _SUBJECTS, _TURNS, _STORED)
 """`SCRIPTS[n]` upgrades a file from version n to n + 1. Do not edit a released script: add a new one."""
 
 _COLUMNS = (
@@ -201,6 +214,25 @@ def insert_job(connection: sqlite3.Connection, new: NewJob, job: Job, **more: An
     number = connection.execute(insert, tuple(columns.values())).lastrowid
     connection.execute("INSERT INTO inputs VALUES (?, ?)", (number, new.input))
     return number or 0
+
+
+def size_of_result(connection: sqlite3.Connection, number: int) -> int:
+    """Return the bytes of a job's result and pieces. This reads no bodies, because SQLite knows the length of a blob."""
+    query = f"""SELECT coalesce((SELECT {_SIZE_OF_RESULT} FROM results WHERE number = ?), 0)
+        + (SELECT coalesce(sum(length(body)), 0) FROM pieces WHERE job = ?)"""  # noqa: S608
+    return int(connection.execute(query, (number, number)).fetchone()[0])
+
+
+def size_of_input(connection: sqlite3.Connection, number: int) -> int:
+    query = "SELECT coalesce((SELECT length(body) FROM inputs WHERE number = ?), 0)"
+    return int(connection.execute(query, (number,)).fetchone()[0])
+
+
+def stored_bytes(connection: sqlite3.Connection, *owners: str) -> dict[str, int]:
+    """Return the bytes of inputs and results of each owner, by default of all owners. `ALL` has the sum."""
+    where = f"WHERE owner IN ({', '.join('?' * len(owners))})" if owners else ""
+    rows = connection.execute(f"SELECT owner, bytes FROM stored {where}", owners)  # noqa: S608
+    return {row["owner"]: row["bytes"] for row in rows}
 
 
 def find_row(

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sqlite3
+import sys
 import time
 from collections.abc import Callable, Coroutine
 from functools import wraps
 from types import MappingProxyType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from . import outbox, queries, transitions, turns
+from . import outbox, queries, schema, transitions, turns
 from .database import Database
 from .job import ALL
 from .transaction import Transaction
@@ -68,6 +69,8 @@ class JobStore:
         self._keep_s = keep_s
         self._bodies = bodies
         self._on_commit = on_commit
+        self.most_stored_bytes = sys.maxsize
+        """The limit of `StoredBytes`, which `submit` keeps."""
         self._clock = clock
 
     recover = _transition(transitions.recover)
@@ -104,6 +107,7 @@ class JobStore:
     deliveries = _query(outbox.newest)
     pending_deliveries = _query(outbox.pending)
     begun_alerts = _query(queries.begun_alerts)
+    stored_bytes = _query(schema.stored_bytes)
 
     async def purge(self, function: str, owner: str = ALL, *, running: bool = False) -> int:
         """Cancel an owner's queued jobs, and with `running` also the running jobs. Return their number.
@@ -119,7 +123,13 @@ class JobStore:
     async def _commit(self, change: Callable[[Transaction], T]) -> T:
         def run(connection: sqlite3.Connection) -> tuple[Transaction, T]:
             # If the group commit failed, `run` is called again: it starts with a new, empty Transaction.
-            transaction = Transaction(connection, self._clock(), self._keep_s, self._bodies)
+            transaction = Transaction(
+                connection,
+                self._clock(),
+                self._keep_s,
+                self._bodies,
+                most_stored_bytes=self.most_stored_bytes,
+            )
             return transaction, change(transaction)
 
         _, result = await self._database.write(run, lambda done: self._on_commit(done[0]))

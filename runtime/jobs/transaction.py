@@ -17,6 +17,8 @@ They are updated in the transaction that changes the state, so they are exact ev
 from __future__ import annotations
 
 import sqlite3
+import sys
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -33,6 +35,7 @@ from .schema import (
     find_row,
     insert_job,
     read_job,
+    size_of_result,
     webhook_of,
 )
 
@@ -65,6 +68,7 @@ class Transaction:
     """How long the jobs that end in this transaction are kept."""
     bodies: outbox.WebhookBodies = field(default_factory=dict)
     """By `Webhook.form`, the functions that make the bodies of webhooks, for all forms except ""."""
+    most_stored_bytes: int = sys.maxsize
     queued: set[str] = field(default_factory=set)
     """The functions to whose queue a job was added or returned."""
     cancelled: list[tuple[str, str]] = field(default_factory=list)
@@ -73,6 +77,8 @@ class Transaction:
     """The ids of the jobs whose state, progress or pieces changed."""
     notified: bool = False
     """True if webhook deliveries may be due."""
+    stored: Counter[str] = field(default_factory=Counter)
+    """The added bytes of inputs and results, by owner. `ALL` has the sum."""
 
     def running_row(self, job_id: str, fence: int) -> sqlite3.Row | None:
         """Return the row of the job if it runs and its current attempt has this fence, else None."""
@@ -87,6 +93,7 @@ class Transaction:
         insert_job(self.connection, new, job)
         for owner in (ALL, new.owner) if new.owner else (ALL,):
             self.connection.execute(_COUNT_NEW, (new.function, owner, len(new.input)))
+        self.count_bytes(new.owner, len(new.input))
         self.queued.add(new.function)
         return job
 
@@ -109,6 +116,7 @@ class Transaction:
         for owner in (ALL, new.owner) if new.owner else (ALL,):
             self.connection.execute(_COUNT_ENDED[outcome.state], (new.function, owner))
         self._insert_result(number, outcome)
+        self.count_bytes(new.owner, len(new.input) + outcome.size_bytes)
         return ended
 
     def move(self, row: sqlite3.Row, to: JobState, *, retried: bool = False, **fields: Any) -> None:
@@ -122,6 +130,7 @@ class Transaction:
         self._update(row, {"state": to.value, **self._fields_of(to, row), **fields})
         self._count(row, was, to, retried=retried)
         if to is JobState.IN_QUEUE:
+            self.count_bytes(row["owner"], -size_of_result(self.connection, row["number"]))
             self.connection.execute("DELETE FROM results WHERE number = ?", (row["number"],))
             self.connection.execute("DELETE FROM pieces WHERE job = ?", (row["number"],))
             self.queued.add(row["function"])
@@ -133,6 +142,7 @@ class Transaction:
         if outcome.state is JobState.CANCELLED:
             self.cancelled.append((row["function"], row["id"]))
         self._insert_result(row["number"], outcome)
+        self.count_bytes(row["owner"], outcome.size_bytes)
         self.notify(row, "completed")
 
     def touch(self, row: sqlite3.Row, **fields: Any) -> None:
@@ -149,6 +159,19 @@ class Transaction:
             job = read_job(self.connection, row["number"], select)
             outbox.add(self.connection, replace(job, logs=logs or job.logs), event, self.now_s, self.bodies)
             self.notified = True
+
+    def count_bytes(self, owner: str, added: int) -> None:
+        """Count bytes of inputs and results that were stored for an owner, or deleted."""
+        if not added:
+            return
+        for one in (ALL, owner) if owner else (ALL,):
+            self.stored[one] += added
+            self.connection.execute(
+                "INSERT INTO stored VALUES (?, ?) ON CONFLICT (owner) DO UPDATE SET bytes = bytes + excluded.bytes",
+                (one, added),
+            )
+        if added < 0:
+            self.connection.execute("DELETE FROM stored WHERE owner = ? AND bytes <= 0", (owner,))
 
     def _insert_result(self, number: int, outcome: JobOutcome) -> None:
         if outcome.output is not None or outcome.logs or outcome.metrics:

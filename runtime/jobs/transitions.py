@@ -14,7 +14,17 @@ from ..access.fair_share import share_used
 from . import outbox, queries
 from .alert import Alert
 from .job import ALL, Job, JobOutcome, JobState, NewJob, idempotency_digest, tombstone_key
-from .schema import SELECT_WHOLE, find_row, find_rows, job_of, read_job
+from .schema import (
+    SELECT_WHOLE,
+    find_row,
+    find_rows,
+    job_of,
+    read_job,
+    size_of_input,
+    size_of_result,
+    stored_bytes,
+)
+from .stored_bytes import StoredBytes
 from .transaction import Transaction, row_of
 from .webhook_delivery import JOB, Delivery
 
@@ -37,7 +47,8 @@ def submit(transaction: Transaction, new: NewJob) -> tuple[Job, bool]:
 
     :raises IdempotencyConflict: if the job with the same key has another input.
     :raises JobConflict: if another job has the wanted id.
-    :raises QueueFull: if the job would exceed the limits `max_queued` or `max_queued_bytes` of `new`.
+    :raises QueueFull: if the job would exceed the limits `max_queued` or `max_queued_bytes` of `new`, or the limit of
+        stored bytes.
     """
     if new.idempotency and (earlier := _submitted(transaction, new)) is not None:
         return earlier, True
@@ -70,7 +81,13 @@ def _submitted(transaction: Transaction, new: NewJob) -> Job | None:
 
 
 def _check_room(transaction: Transaction, new: NewJob) -> None:
-    """Raise QueueFull if the queue has no room for this owner. The error does not tell what other callers have queued."""
+    """Raise QueueFull if the queue or the store has no room for this owner. The error does not tell what other callers
+    have queued.
+    """
+    stored = StoredBytes(transaction.most_stored_bytes)
+    stored.load(stored_bytes(transaction.connection, ALL, new.owner))
+    if (refusal := stored.refusal(new.owner, len(new.input))) is not None:
+        raise refusal
     all_jobs, most_bytes = queries.counts(transaction.connection, new.function), new.max_queued_bytes
     if new.max_queued is not None and all_jobs.in_queue >= new.max_queued:
         raise QueueFull(
@@ -189,6 +206,7 @@ def add_pieces(
     new = numbered[row["pieces"] + 1 - first_number :]
     if new:
         transaction.connection.executemany("INSERT INTO pieces (job, number, body) VALUES (?, ?, ?)", new)
+        transaction.count_bytes(row["owner"], sum(len(piece) for _, _, piece in new))
         transaction.touch(row, pieces=new[-1][1])
     return True
 
@@ -314,6 +332,8 @@ def next_expiry(connection: sqlite3.Connection, now_s: float) -> float:
 def _delete(transaction: Transaction, row: sqlite3.Row) -> None:
     """Delete a job and its ended webhook deliveries, and add a tombstone. Pending deliveries are kept."""
     execute, number = transaction.connection.execute, (row["number"],)
+    size = size_of_input(transaction.connection, *number) + size_of_result(transaction.connection, *number)
+    transaction.count_bytes(row["owner"], -size)
     for table in ("jobs", "inputs", "results"):
         execute(f"DELETE FROM {table} WHERE number = ?", number)  # noqa: S608
     if row["pieces"]:

@@ -145,6 +145,12 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
         ge=0,
         description="With less free space for the state folder, /readyz answers 503, disk_full; 0: never.",
     )
+    max_stored_bytes: int | None = Field(
+        None,
+        ge=1,
+        description="Most bytes of jobs' inputs and results in the state folder, which API keys share; by default half of the"
+        " space that is free at the start.",
+    )
     drain_s: Seconds = Field(30.0, description="Seconds that started invocations get at shutdown.")
     lame_duck_s: Seconds | None = Field(
         None,

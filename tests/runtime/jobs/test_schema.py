@@ -56,7 +56,11 @@ async def test_the_jobs_and_deliveries_of_an_older_file_keep_their_owners(
             "INSERT INTO counters (function, in_queue, queued_bytes, failed) VALUES ('tone', 4, 6, 9)"
         )
         older.commit()
+        older.execute("INSERT INTO results VALUES (2, 'text/plain', 'log', 'four')")
+        older.execute("INSERT INTO pieces VALUES (3, 1, 'piece')")
+        older.commit()
     store, _ = open_store()
+    assert await store.stored_bytes() == {"*": 18, "key-1": 15, "key-2": 3}
     await store.cancel("tone", "job-2")
     assert await store.counts("tone") == JobCounts(in_queue=3, cancelled=1, failed=9, queued_bytes=4)
     assert await store.counts("tone", "key-1") == JobCounts(in_queue=1, cancelled=1, queued_bytes=1)

@@ -274,6 +274,7 @@ class StoreMachine(RuleBasedStateMachine):
         assert await self.store.functions_waiting() == waiting
         assert await self.store.next_expiry(self.model.now_s) == self.model.next_expiry()
         assert await self.database.read(deliveries) == self.model.events
+        assert await self.store.stored_bytes() == self.model.stored_bytes()
 
     async def check_job(self, job_id: str, kept: ModelJob) -> None:
         job = await self.store.get(kept.new.function, job_id)
