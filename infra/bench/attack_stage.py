@@ -27,7 +27,7 @@ from servers import Server, gateway_command, running
 HOSTILE = Path(__file__).resolve().parents[2] / "tests" / "hostile"
 KEYS: dict[str, dict[str, Any]] = {
     "admin": {"scopes": ["admin"]},
-    "alpha": {"functions": ["hello"]},
+    "alpha": {"aws": True, "functions": ["hello"]},
     "beta": {"functions": ["render", "shared"]},
     "caller": {"functions": ["evil", "shared"]},
     "deployer": {"scopes": ["deploy", "invoke"], "functions": ["evil"]},

@@ -18,7 +18,6 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence, Set
 from typing import NamedTuple
 from urllib.parse import urlsplit
-from weakref import WeakValueDictionary
 
 from aiohttp import hdrs, web
 from multidict import istr
@@ -41,15 +40,11 @@ from ..http.cross_origin import CrossOrigin
 from ..http.requests import BODY, CALLER, GATEWAY_REMEDY, Headers, read_body
 from ..http.responses import MAX_ON_LOOP_BYTES, Handler
 from ..http.routes import Route, scopes_by_route
+from .unverified_bodies import PlaceLost, UnverifiedBodies
 
 LOG = logging.getLogger(__name__)
 # AWS's clients sign requests, and may also send a session token. A caller can use the API key as this token.
 SESSION_TOKEN = "X-Amz-Security-Token"  # noqa: S105
-UNVERIFIED_BODIES = 16
-UNVERIFIED_BODIES_OF_KEY = 4
-"""The maximum numbers of large bodies that the gateway reads at the same time before it verifies their signatures:
-bodies of all requests, and bodies of requests that name the same key.
-"""
 RETRY_S = 1.0
 _FETCH_SITE = istr("Sec-Fetch-Site")
 
@@ -119,9 +114,7 @@ class Guard:
         self._scopes = scopes_by_route(routes)
         self._invoking = {route for route, scope in self._scopes.items() if scope is Scope.INVOKE}
         self._max_body_bytes, self._body_timeout_s = max_body_bytes, body_timeout_s
-        self._unverified = asyncio.Semaphore(UNVERIFIED_BODIES)
-        # The semaphores by the key's id. An entry lasts as long as a request uses it.
-        self._unverified_of = WeakValueDictionary[str, asyncio.Semaphore]()
+        self._unverified = UnverifiedBodies()
         self._local, self._required = local, required
         self._anybody = Admitted(anybody) if anybody is not ANYBODY else UNKNOWN_CALLER
         self._open_to_anybody, self._on_quota = open_to_anybody, on_quota
@@ -287,17 +280,18 @@ class Guard:
         if not request.can_read_body or (request.content_length or math.inf) <= MAX_ON_LOOP_BYTES:
             yield
             return
-        of_key = self._unverified_of.setdefault(key_id, asyncio.Semaphore(UNVERIFIED_BODIES_OF_KEY))
-        async with contextlib.AsyncExitStack() as places:
-            try:
-                async with asyncio.timeout(self._body_timeout_s):
-                    await places.enter_async_context(of_key)
-                    await places.enter_async_context(self._unverified)
-            except TimeoutError:
-                message = "The gateway is verifying as many signed requests as it may at a time."
-                details = {"retry_after_s": RETRY_S}
-                raise Overloaded(message, remedy="Try again, or send the API key.", details=details) from None
-            yield
+        content = request.content
+
+        def received() -> int | None:
+            return None if content.is_eof() else content.total_bytes
+
+        try:
+            async with self._unverified.place(key_id, request.remote or "", received, self._body_timeout_s):
+                yield
+        except PlaceLost:
+            message = "The gateway is verifying as many signed requests as it may at a time."
+            details = {"retry_after_s": RETRY_S}
+            raise Overloaded(message, remedy="Try again, or send the API key.", details=details) from None
 
     def _note_use(self, held: Held, now_s: float) -> None:
         if held.used(now_s):

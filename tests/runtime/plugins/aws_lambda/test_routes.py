@@ -25,7 +25,7 @@ from pilotflame.errors import (
     Unauthorized,
     UnknownFunction,
 )
-from pilotflame.runtime.api import guard
+from pilotflame.runtime.api.unverified_bodies import UnverifiedBodies
 from pilotflame.runtime.plugins.aws_lambda.failures import aws_error
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -610,7 +610,7 @@ async def test_unverified_requests_take_nothing_of_the_quota_of_the_key_that_the
 
 
 async def test_few_large_bodies_are_read_before_they_are_verified(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(guard, "UNVERIFIED_BODIES", 1)
+    monkeypatch.setattr(UnverifiedBodies.__init__, "__defaults__", (1, 1))
     with short_folder() as folder:
         async with gateway_here(folder / "state", auth="always", drain_s=1.0, body_timeout_s=0.3) as gateway:
             async with gateway.at_home() as home:

@@ -1,0 +1,124 @@
+"""Limits the bodies that are in memory although their signatures are not verified yet.
+
+A signature of AWS covers the body, so the body is read first. Anyone can name the key of another tenant in a signature. So
+places are few, and callers who keep them are not served before others:
+
+- An address that has a place does not get the last place, of a key or of all.
+- While a request waits, a body that does not arrive any more loses its place.
+- The addresses that wait take turns. Of the requests of one address, the newest is first: the others are more likely to
+  belong to a caller who fills the queue.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+
+PLACES, PLACES_OF_KEY = 16, 4
+LOOK_S = 0.5
+"""While a request waits, the bodies with places are looked at in this interval."""
+LEAST_BYTES = 8 << 10
+"""A body of which fewer bytes have arrived between two looks does not arrive any more."""
+
+
+class PlaceLost(Exception):
+    """The request got no place in time, or lost its place to a request that waited."""
+
+
+@dataclass(eq=False)
+class _Body:
+    key: str
+    address: str
+    received: Callable[[], int | None]
+    """Returns how many bytes of the body have arrived; None if all have."""
+    granted: asyncio.Future[None]
+    timeout: asyncio.Timeout = field(default_factory=lambda: asyncio.timeout(None))
+    seen: int = -1
+    """What `received` returned at the latest look; -1 before the first look."""
+
+    def arrives(self) -> bool:
+        """Return True if enough of the body has arrived since the last call."""
+        if (received := self.received()) is None:
+            return True
+        seen, self.seen = self.seen, received
+        return seen < 0 or received - seen >= LEAST_BYTES
+
+
+class UnverifiedBodies:
+    """The requests whose bodies have a place, and the requests that wait for one."""
+
+    def __init__(self, places: int = PLACES, of_key: int = PLACES_OF_KEY) -> None:
+        self._places, self._places_of_key = places, of_key
+        self._held: list[_Body] = []
+        self._waiting: list[_Body] = []
+        self._last_address = ""
+        self._look: asyncio.TimerHandle | None = None
+
+    @asynccontextmanager
+    async def place(
+        self, key: str, address: str, received: Callable[[], int | None], timeout_s: float
+    ) -> AsyncIterator[None]:
+        """Wait for a place, and hold it during the block. Raise PlaceLost after `timeout_s`, or if the place is lost."""
+        body = _Body(key, address, received, asyncio.get_running_loop().create_future())
+        self._waiting.append(body)
+        self._grant()
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await body.granted
+            if body not in self._held:
+                raise PlaceLost
+            try:
+                async with body.timeout:
+                    yield
+            except TimeoutError:
+                if body.timeout.expired():
+                    raise PlaceLost from None
+                raise
+        finally:
+            self._leave(body)
+
+    def _leave(self, body: _Body) -> None:
+        for bodies in (self._held, self._waiting):
+            with suppress(ValueError):
+                bodies.remove(body)
+        self._grant()
+
+    def _grant(self) -> None:
+        """Give free places to requests that wait. If some still wait, look at the bodies later."""
+        while (body := next(filter(self._has_room, self._in_turn()), None)) is not None:
+            self._waiting.remove(body)
+            self._held.append(body)
+            self._last_address = body.address
+            if not body.granted.done():
+                body.granted.set_result(None)
+        if self._waiting and self._look is None:
+            self._look = asyncio.get_running_loop().call_later(LOOK_S, self._look_at_bodies)
+
+    def _in_turn(self) -> list[_Body]:
+        """Return the requests that wait: the newest of each address, beginning with the address after the last one."""
+        newest = {body.address: body for body in self._waiting}
+        addresses = sorted(newest)
+        first = sum(address <= self._last_address for address in addresses)
+        return [newest[address] for address in (*addresses[first:], *addresses[:first])]
+
+    def _has_room(self, body: _Body) -> bool:
+        of_key = [one for one in self._held if one.key == body.key]
+        return all(
+            len(held) < most - any(one.address == body.address for one in held)
+            for held, most in ((self._held, self._places), (of_key, self._places_of_key))
+        )
+
+    def _look_at_bodies(self) -> None:
+        self._look = None
+        stalled = [body for body in self._held if not body.arrives()]
+        wanted = Counter(body.key for body in self._waiting)
+        full = len(self._held) >= self._places - 1
+        for body in stalled:
+            if full or wanted[body.key]:
+                # The block of `place` ends, and `_leave` gives the place to another request.
+                body.timeout.reschedule(0.0)
+        self._grant()
