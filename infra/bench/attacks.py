@@ -139,7 +139,7 @@ def disk(stage: Stage) -> str:
 
 @attack(
     "results of jobs fill the disk of the gateway: 24 of 64 MiB",
-    handler="large", gateway={"max_stored_bytes": 1000 << 20},
+    handler="large", gateway={"max_stored_bytes": 768 << 20},
 )  # fmt: skip
 def results(stage: Stage) -> str:
     for _ in range(24):

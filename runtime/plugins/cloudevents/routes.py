@@ -29,6 +29,8 @@ from .reply import reply, wants_reply
 ORIGIN, RATE = "WebHook-Request-Origin", "WebHook-Request-Rate"
 MAX_ORIGIN_CHARS = 255
 MAX_HEADER_IDS = 100
+EVENTS_AT_ONCE = 64
+"""The events of a batch that are stored in one commit. Jobs of other callers are stored between two commits of a batch."""
 RUN = "/v2/{function}/run"
 
 
@@ -111,12 +113,20 @@ class EventsApi(ApiPlugin):
         name = request.match_info["function"]
         live, body = await self._backend.read_body(request, name, ASYNC_BODY_BYTES)
         events = parse(request.headers, body)
+        found = list[Submitted]()
+        for first in range(0, len(events), EVENTS_AT_ONCE):
+            found += await self._submit_events(request, live, events[first : first + EVENTS_AT_ONCE])
+        return _accepted(request, found)
+
+    async def _submit_events(
+        self, request: web.Request, live: Live, events: list[ReceivedEvent]
+    ) -> list[Submitted]:
         try:
             async with asyncio.TaskGroup() as tasks:
                 pending = [tasks.create_task(self._submit_event(request, live, event)) for event in events]
         except* PilotflameError as refused:
             raise refused.exceptions[0] from None
-        return _accepted(request, [one.result() for one in pending])
+        return [one.result() for one in pending]
 
     async def _submit_event(self, request: web.Request, live: Live, event: ReceivedEvent) -> Submitted:
         traceparent = traceparent_of({"traceparent": str(event.attributes.get("traceparent", ""))})
