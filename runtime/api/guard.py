@@ -40,7 +40,7 @@ from ..http.cross_origin import CrossOrigin
 from ..http.requests import BODY, CALLER, GATEWAY_REMEDY, Headers, read_body
 from ..http.responses import MAX_ON_LOOP_BYTES, Handler
 from ..http.routes import Route, scopes_by_route
-from .unverified_bodies import PlaceLost, UnverifiedBodies
+from ..http.unverified_bodies import PlaceLost, UnverifiedBodies
 
 LOG = logging.getLogger(__name__)
 # AWS's clients sign requests, and may also send a session token. A caller can use the API key as this token.

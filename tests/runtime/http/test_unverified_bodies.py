@@ -6,8 +6,8 @@ import asyncio
 from collections.abc import Callable, Iterator
 
 import pytest
-from pilotflame.runtime.api import unverified_bodies
-from pilotflame.runtime.api.unverified_bodies import LEAST_BYTES, PlaceLost, UnverifiedBodies
+from pilotflame.runtime.http import unverified_bodies
+from pilotflame.runtime.http.unverified_bodies import LEAST_BYTES, PlaceLost, UnverifiedBodies
 
 WAIT_S = 20.0
 LOOK_S = 0.02

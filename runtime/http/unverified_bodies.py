@@ -1,12 +1,12 @@
 """Limits the bodies that are in memory although their signatures are not verified yet.
 
 A signature of AWS covers the body, so the body is read first. Anyone can name the key of another tenant in a signature. So
-places are few, and callers who keep them are not served before others:
+there are few places, with these rules:
 
 - An address that has a place does not get the last place, of a key or of all.
 - While a request waits, a body that does not arrive any more loses its place.
-- The addresses that wait take turns. Of the requests of one address, the newest is first: the others are more likely to
-  belong to a caller who fills the queue.
+- The addresses that wait take turns. An address's newest request is first, because a caller who fills the queue has sent most
+  of the older ones.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PLACES, PLACES_OF_KEY = 16, 4
 LOOK_S = 0.5
 """While a request waits, the bodies with places are looked at in this interval."""
 LEAST_BYTES = 8 << 10
-"""A body of which fewer bytes have arrived between two looks does not arrive any more."""
+"""If fewer bytes of a body have arrived between two looks, it does not arrive any more."""
 
 
 class PlaceLost(Exception):
