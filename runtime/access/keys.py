@@ -9,6 +9,7 @@ import re
 import secrets
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from typing import Any, Self
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
@@ -57,7 +58,7 @@ class Caller:
     """The sender of a request, and the sender's permissions."""
 
     owner: str = ""
-    """The id of the caller's API key; "" for a caller who needed no key."""
+    """The id of the caller's API key, and after a colon the owner that a token names; "" for a caller who needed no key."""
     scopes: frozenset[Scope] = frozenset(Scope)
     functions: frozenset[str] | None = None
     """The names of the only functions that the caller may use. None means all."""
@@ -113,6 +114,28 @@ ANYBODY = Caller()
 """The caller of a request that needs no API key. This caller has all rights."""
 
 
+class TokenIssuer(BaseModel, frozen=True, extra="forbid"):
+    """An OpenID Connect issuer whose tokens act as an API key."""
+
+    url: str = Field(
+        pattern=r"^(https://[^\s?#]{1,500}|http://(127\.0\.0\.1|localhost)(:[0-9]{1,5})?(/[^\s?#]{0,400})?)$",
+        description="The claim iss of its tokens; its keys are found below it.",
+    )
+    audience: str = Field(min_length=1, max_length=500, description="A value that the claim aud must have.")
+    subject: str = Field(
+        "*",
+        min_length=1,
+        max_length=500,
+        description="What the claim sub must be; * stands for any characters.",
+    )
+    owner_claim: str | None = Field(
+        None,
+        min_length=1,
+        max_length=100,
+        description="A claim that names the owner of jobs: tokens with another value do not see them. By default one owner.",
+    )
+
+
 class KeyFields(BaseModel, frozen=True, extra="forbid"):
     """The fields of a key that its creator chooses."""
 
@@ -131,6 +154,10 @@ class KeyFields(BaseModel, frozen=True, extra="forbid"):
         None,
         description="The limits of deploys with it. A new key with the scope deploy allows only code in containers by default."
         " null: no limits.",
+    )
+    issuer: TokenIssuer | None = Field(
+        None,
+        description="Tokens of this issuer act as the key, which has no secret of its own. null: a key with a secret.",
     )
 
 
@@ -156,6 +183,10 @@ class NewKey(KeyFields, strict=True):
             raise ValueError(
                 "a key with the scope admin may deploy everything: it could make itself another key"
             )
+        if self.issuer is not None and self.aws:
+            raise ValueError("a key of an issuer has no secret that could sign requests")
+        if self.issuer is not None and self.issuer.owner_claim is not None and Scope.DEPLOY in self.scopes:
+            raise ValueError("owner_claim is for keys that only call: a key deploys as one owner")
         if self.burst is not None and self.rate_per_s is None:
             raise ValueError("burst needs rate_per_s")
         return self
@@ -215,20 +246,28 @@ time would show which ids exist.
 
 
 def mint(new: NewKey, now_s: float) -> tuple[ApiKey, str]:
-    """Return a new key and its token, which the key does not contain."""
+    """Return a new key and its token, which the key does not contain. The token is "" for a key of an issuer."""
     key_id = secrets.token_hex(6)
     secret = secrets.token_hex(32)
     token = f"pf_{key_id}_{secret}"
     expires_s = None if new.expires_in_s is None else now_s + new.expires_in_s
     digests = {"digest": _digest(token), "signing_digest": signing_digest(secret) if new.aws else None}
     fields = new.model_dump(exclude={"expires_in_s", "policy", "aws"}) | {"policy": new.granted} | digests
-    return ApiKey(id=key_id, created_s=now_s, expires_s=expires_s, **fields), token
+    # The random token of a key of an issuer is forgotten here.
+    return ApiKey(id=key_id, created_s=now_s, expires_s=expires_s, **fields), "" if new.issuer else token
 
 
 def check_engine(new: NewKey, engine: str | None) -> None:
     """Raise BadInput if only code in containers may be deployed with the key, and there is no container engine."""
     if new.granted is not None and new.granted.kind == "container" and engine is None:
         raise BadInput(NO_ENGINE, remedy=NO_ENGINE_REMEDY)
+
+
+def check_issuer(new: NewKey) -> None:
+    """Raise BadInput if the package that verifies tokens of issuers is missing."""
+    if new.issuer is not None and find_spec("joserfc") is None:
+        remedy = "pip install 'pilotflame[oidc]', for the gateway."
+        raise BadInput("Tokens of issuers need the package joserfc.", remedy=remedy)
 
 
 def parse_new_key(body: bytes) -> NewKey:

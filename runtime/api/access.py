@@ -11,7 +11,7 @@ from aiohttp import web
 from pydantic import BaseModel, Field
 
 from ..access.keyring import Keyring
-from ..access.keys import KeyFields, NewKey, Scope, check_engine, parse_new_key
+from ..access.keys import KeyFields, NewKey, Scope, check_engine, check_issuer, parse_new_key
 from ..access.secrets import MAX_VALUE_BYTES, Secrets
 from ..functions.registry import Functions
 from ..http.audit import note
@@ -42,7 +42,7 @@ class ShownKey(KeyFields, title="ApiKey", extra="ignore", json_schema_serializat
 
 
 class CreatedKey(ShownKey, title="CreatedKey"):
-    """A new key with its token, which is shown only here."""
+    """A new key with its token, which is shown only here. A key of an issuer has no token: it is empty."""
 
     key: str
 
@@ -86,6 +86,7 @@ class AccessControl:
     async def create_key(self, request: web.Request) -> web.StreamResponse:
         new = parse_new_key(await read_body(request, MAX_BODY_BYTES, BODY_TIMEOUT_S, remedy=""))
         check_engine(new, self.engine)
+        check_issuer(new)
         open_before = not self.keyring.exists
         key, token = await asyncio.to_thread(self.keyring.create, new, time.time())
         if open_before:

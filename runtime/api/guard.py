@@ -14,9 +14,10 @@ import contextlib
 import functools
 import logging
 import math
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence, Set
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 from urllib.parse import urlsplit
 
 from aiohttp import hdrs, web
@@ -42,10 +43,14 @@ from ..http.responses import MAX_ON_LOOP_BYTES, Handler
 from ..http.routes import Route, scopes_by_route
 from ..http.unverified_bodies import PlaceLost, UnverifiedBodies
 
+if TYPE_CHECKING:
+    from ..access.issuers import Issuers
+
 LOG = logging.getLogger(__name__)
 # AWS's clients sign requests, and may also send a session token. A caller can use the API key as this token.
 SESSION_TOKEN = "X-Amz-Security-Token"  # noqa: S105
 RETRY_S = 1.0
+_JSON_WEB_TOKEN = re.compile(r"[\w-]+\.[\w-]+\.[\w-]+", re.ASCII)
 _FETCH_SITE = istr("Sec-Fetch-Site")
 
 
@@ -115,6 +120,7 @@ class Guard:
         self._invoking = {route for route, scope in self._scopes.items() if scope is Scope.INVOKE}
         self._max_body_bytes, self._body_timeout_s = max_body_bytes, body_timeout_s
         self._unverified = UnverifiedBodies()
+        self._issuers: Issuers | None = None
         self._local, self._required = local, required
         self._anybody = Admitted(anybody) if anybody is not ANYBODY else UNKNOWN_CALLER
         self._open_to_anybody, self._on_quota = open_to_anybody, on_quota
@@ -134,6 +140,8 @@ class Guard:
         function = request.match_info.get("function")
         try:
             signer = await self._find_signer(request) if path in self._signed else None
+            if signer is None:
+                signer = await self._find_issuer(request)
             admitted = self.admit(
                 request.headers, (request.method, path), function, request.transport, signer
             )
@@ -261,6 +269,26 @@ class Guard:
         _enter(held.meter)
         self._note_use(held, now_s)
         return held
+
+    async def _find_issuer(self, request: web.Request) -> Held | None:
+        """Return the key as which a token of an issuer acts, or None if the request has no such token.
+
+        If this returns a key, the key's meter counts the request. Raises Unauthorized, QuotaExceeded, or GatewayError if
+        the issuer's keys cannot be fetched.
+        """
+        token = token_in(request.headers.get("Authorization", ""))
+        if not _JSON_WEB_TOKEN.fullmatch(token) or not self._keyring.federated:
+            return None
+        # Only gateways with such keys import the library.
+        if self._issuers is None:
+            from ..access.issuers import Issuers  # noqa: PLC0415
+
+            self._issuers = Issuers(self._keyring.of_issuer)
+        now_s = time.time()
+        found = await self._issuers.find(token, now_s)
+        _enter(found.held.meter)
+        self._note_use(found.held, now_s)
+        return found.held.acting(found.owner, found.expires_s)
 
     async def _verify(self, request: web.Request, held: Held, signature: Signature) -> None:
         """Read the body, and raise Unauthorized unless the key has signed the request."""

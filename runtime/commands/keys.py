@@ -20,7 +20,7 @@ import orjson
 from ...errors import UnknownKey
 from ..access.control_socket import find_control_socket
 from ..access.keyring import Keyring
-from ..access.keys import check_engine, parse_new_key
+from ..access.keys import check_engine, check_issuer, parse_new_key
 from ..client import display, options
 from ..client.client import Client
 from ..client.gateway_start import wait_for_start
@@ -166,12 +166,29 @@ def keys() -> None:
     "--cpus", type=float, metavar="N", help="Processors of each of its functions at most.  [default: all]"
 )
 @click.option("--aws", is_flag=True, help="Clients of AWS may sign requests to Lambda's routes with it.")
+@click.option(
+    "--issuer",
+    metavar="URL",
+    help="Tokens of this OpenID Connect issuer act as the key, which has no secret of its own.",
+)
+@click.option(
+    "--audience", metavar="NAME", help="With --issuer: the audience (aud) that the tokens must have."
+)
+@click.option(
+    "--subject", metavar="PATTERN", help="With --issuer: the subjects (sub) whose tokens fit.  [default: *]"
+)
+@click.option(
+    "--owner-claim",
+    metavar="CLAIM",
+    help="With --issuer: callers with different values of this claim do not see each other's jobs.",
+)
 @click.option("--expires", "expires_in_s", callback=_seconds, metavar="TIME", help="Lifetime: 90d, 12h, 30m.")
 @_with_keys
 def create_key(
     *, functions: tuple[str, ...], trusted: bool, networks: tuple[str, ...], images: tuple[str, ...],
-    snapshots: tuple[str, ...], queues: tuple[str, ...], gpus: int | None, memory_mb: int | None, cpus: float | None, store: Client | Keyring, as_json: bool,
-    **fields: Any,
+    snapshots: tuple[str, ...], queues: tuple[str, ...], gpus: int | None, memory_mb: int | None, cpus: float | None,
+    issuer: str | None, audience: str | None, subject: str | None, owner_claim: str | None,
+    store: Client | Keyring, as_json: bool, **fields: Any,
 ) -> None:  # fmt: skip
     """Make an API key. NAME says who or what uses the key. The key is printed only once.
 
@@ -185,6 +202,8 @@ def create_key(
       pilotflame keys create laptop --scope admin
       pilotflame keys create team-a --scope deploy --max-workers 8 --snapshot 's3://models/*'
       pilotflame keys create ci --scope deploy --trusted
+      pilotflame keys create github --scope deploy --trusted --issuer https://token.actions.githubusercontent.com \\
+          --audience pilotflame --subject 'repo:me/app:*'
       pilotflame keys create shop --function greeter --rate 20 --concurrency 4 --expires 90d
     """
     wanted = {"functions": functions or None, **fields}
@@ -200,19 +219,36 @@ def create_key(
     given = {name: value for name, value in given.items() if value not in ((), None)}
     if trusted or given:
         wanted["policy"] = ({"kind": "trusted"} if trusted else {}) | given
+    wanted |= _issuer(issuer, audience=audience, subject=subject, owner_claim=owner_claim)
     first = not _shown_keys(store)
     if isinstance(store, Client):
         key = store.post("v1", "keys", body=wanted)
     else:
         new = parse_new_key(orjson.dumps(wanted))
         check_engine(new, options.gateway_settings().engine or find_engine())
+        check_issuer(new)
         made, token = store.create(new, time.time())
         key = {**made.shown(), "key": token}
     if first:
         display.warn([CLOSES])
+    summary = f"key {key['id']} for {key['name']}: {_rights(key)}"
+    if key["issuer"] is not None:
+        text = f"{summary}; tokens of {key['issuer']['url']} act as it"
+        display.print_result(key, text, as_json=as_json)
+        return
     if not as_json:
-        display.say(f"key {key['id']} for {key['name']}: {_rights(key)}; it is not shown again:")
+        display.say(f"{summary}; it is not shown again:")
     display.print_result(key, key["key"], as_json=as_json)
+
+
+def _issuer(url: str | None, **more: str | None) -> dict[str, Any]:
+    """Return the field of a new key for the options of an issuer."""
+    given = {name: value for name, value in more.items() if value is not None}
+    if url is None and given:
+        raise click.UsageError(f"--{next(iter(given)).replace('_', '-')} needs --issuer.")
+    if url is not None and "audience" not in given:
+        raise click.UsageError("--issuer needs --audience.")
+    return {} if url is None else {"issuer": {"url": url, **given}}
 
 
 @keys.command("list")

@@ -39,7 +39,7 @@ class EndlessAnswers:
         """End the answers to callers with this API key, which was revoked. With "", end the answers to callers without
         a key.
         """
-        self._end(limit for limit, owner in self._limits.items() if owner == key_id)
+        self._end(limit for limit, owner in self._limits.items() if owner.partition(":")[0] == key_id)
 
     def _end(self, limits: Iterable[asyncio.Timeout]) -> None:
         now_s = asyncio.get_running_loop().time()

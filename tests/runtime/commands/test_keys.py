@@ -58,6 +58,22 @@ def test_the_life_of_keys_with_and_without_a_gateway(run: Run, start: Run, short
     ]
 
 
+def test_a_key_of_an_issuer_has_no_token(run: Run, short_tmp: Path):
+    home = ("--state-dir", short_tmp / "issuer-home")
+    rule = ("--issuer", "https://issuer.example", "--audience", "here", "--subject", "repo:me/*")
+    made = run("keys", "create", "ci", *rule, *home)
+    assert "pf_" not in made.stdout + made.stderr
+    assert "tokens of https://issuer.example act as it" in made.stdout
+    (key,) = json.loads(run("keys", "list", "--json", *home).stdout)["keys"]
+    assert key["issuer"] == {
+        "url": "https://issuer.example", "audience": "here", "subject": "repo:me/*", "owner_claim": None,
+    }  # fmt: skip
+    lonely = run("keys", "create", "ci", "--audience", "here", *home)
+    assert (lonely.returncode, "--audience needs --issuer" in lonely.stderr) == (2, True)
+    lacking = run("keys", "create", "ci", "--issuer", "https://issuer.example", *home)
+    assert (lacking.returncode, "--issuer needs --audience" in lacking.stderr) == (2, True)
+
+
 def test_a_key_that_could_not_be_printed_is_in_the_audit_log(short_tmp: Path):
     home = short_tmp / "unprinted"
     with Path("/dev/full").open("wb") as full:
