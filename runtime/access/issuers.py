@@ -7,7 +7,6 @@ a token of the issuer first comes, and again if they are old, or if a token name
 from __future__ import annotations
 
 import asyncio
-import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,8 +14,9 @@ from typing import Any, NamedTuple
 
 import httpx
 from joserfc import jws, jwt
-from joserfc.errors import JoseError
-from joserfc.jwk import KeySet
+from joserfc.errors import InvalidKeyIdError, JoseError
+from joserfc.jwk import JWKRegistry, KeySet
+from joserfc.jws import JWSRegistry
 
 from ...errors import GatewayError, Unauthorized
 from .keyring import Held
@@ -31,6 +31,11 @@ LEAST_PAUSE_S = 10.0
 """The shortest time between two fetches from one issuer, so that tokens with invented keys cause few fetches."""
 FETCH_TIMEOUT_S = 5.0
 MOST_BYTES = 1 << 20
+MOST_HEADER_BYTES, MOST_OWNER_CHARS, LATEST_S = 8192, 200, 1e11
+_MALFORMED = (JoseError, ValueError, TypeError, KeyError, RecursionError, OverflowError)
+_UNFETCHED = (*_MALFORMED, httpx.HTTPError, httpx.InvalidURL, OSError)
+_REGISTRY = JWSRegistry(algorithms=ALGORITHMS, strict_check_header=False)
+_REGISTRY.max_header_length = MOST_HEADER_BYTES
 
 
 class Federated(NamedTuple):
@@ -50,6 +55,10 @@ class _Keys:
     fetched_s: float = -FRESH_S
     """When they were fetched, or could not be fetched, by the monotonic clock."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    @property
+    def age_s(self) -> float:
+        return time.monotonic() - self.fetched_s
 
 
 class Issuers:
@@ -76,30 +85,47 @@ class Issuers:
         raise _refused("no API key of its issuer has its audience and subject")
 
     async def _verified(self, issuer: str, token: str) -> dict[str, Any]:
-        for least_s in (0.0, time.monotonic()):
-            keys = await self._keys(issuer, least_s)
-            try:
-                return dict(jwt.decode(token, keys, algorithms=ALGORITHMS).claims)
-            except (JoseError, ValueError) as error:
-                reason = error
-        raise _refused(f"its signature is not valid ({type(reason).__name__})")
+        try:
+            return _decoded(token, await self._keys(issuer))
+        except InvalidKeyIdError:
+            # The issuer may have a new key.
+            keys = await self._keys(issuer, new=True)
+        try:
+            return _decoded(token, keys)
+        except InvalidKeyIdError:
+            raise _refused("its issuer has no such key") from None
 
-    async def _keys(self, issuer: str, least_s: float) -> KeySet:
-        """Return the keys of an issuer. Fetch them again if they are older than `least_s`, but not too often."""
+    async def _keys(self, issuer: str, *, new: bool = False) -> KeySet:
+        """Return the keys of an issuer. If they are old, or with `new`, fetch them again, but not too often.
+
+        While old keys are fetched again, other callers get the old ones.
+        """
         known = self._fetched.setdefault(issuer, _Keys())
+        if known.keys is not None and not new and (known.age_s < FRESH_S or known.lock.locked()):
+            return known.keys
         async with known.lock:
-            age_s = time.monotonic() - known.fetched_s
-            wanted = known.keys is None or age_s > FRESH_S or known.fetched_s < least_s
-            if wanted and age_s > LEAST_PAUSE_S:
-                known.fetched_s = time.monotonic()
+            # Another caller may have fetched them meanwhile.
+            if known.age_s > LEAST_PAUSE_S:
                 try:
                     known.keys = await _fetch(issuer)
-                except (httpx.HTTPError, JoseError, ValueError, KeyError, TypeError) as error:
+                except _UNFETCHED as error:
                     if known.keys is None:
                         raise _unreachable(issuer, error) from None
+                finally:
+                    known.fetched_s = time.monotonic()
             if known.keys is None:
                 raise _unreachable(issuer, None)
             return known.keys
+
+
+def _decoded(token: str, keys: KeySet) -> dict[str, Any]:
+    """Return the claims of a token. Raise InvalidKeyIdError if `keys` has no such key, or Unauthorized."""
+    try:
+        return dict(jwt.decode(token, keys, registry=_REGISTRY).claims)
+    except InvalidKeyIdError:
+        raise
+    except _MALFORMED as error:
+        raise _refused(f"its signature is not valid ({type(error).__name__})") from None
 
 
 async def _fetch(issuer: str) -> KeySet:
@@ -110,7 +136,20 @@ async def _fetch(issuer: str) -> KeySet:
         address = str(document["jwks_uri"])
         if not address.startswith("https://") and not issuer.startswith("http://"):
             raise ValueError(f"its keys are not at an https:// address: {address[:200]!r}")
-        return KeySet.import_key_set(await _json(client, address))
+        found = [_key(one) for one in (await _json(client, address))["keys"]]
+        return KeySet([key for key in found if key is not None])
+
+
+def _key(data: Any) -> Any:
+    """Return a public key. None if it is of a kind that is not known, or not for signatures."""
+    try:
+        if data.get("use", "sig") != "sig":
+            return None
+        return JWKRegistry.import_key(
+            {name: data[name] for name in data if name not in {"use", "key_ops", "alg"}}
+        )
+    except (*_MALFORMED, AttributeError):
+        return None
 
 
 async def _json(client: httpx.AsyncClient, url: str) -> Any:
@@ -128,7 +167,7 @@ def _unverified(token: str) -> dict[str, Any]:
     """Return the claims of a token whose signature is not checked yet."""
     try:
         claims = httpx.Response(200, content=jws.extract_compact(token.encode()).payload).json()
-    except (JoseError, ValueError):
+    except _MALFORMED:
         claims = None
     if not isinstance(claims, dict):
         raise _refused("it is malformed")
@@ -139,7 +178,9 @@ def _check_times(claims: dict[str, Any], now_s: float) -> None:
     """Raise Unauthorized unless the token has an end and is valid now."""
     try:
         jwt.JWTClaimsRegistry(now=int(now_s), leeway=LEEWAY_S, exp={"essential": True}).validate(claims)
-    except JoseError:
+        if not float(claims["exp"]) < LATEST_S:
+            raise ValueError(claims["exp"])
+    except _MALFORMED:
         raise _refused("it has expired, is not valid yet, or has no claim `exp`") from None
 
 
@@ -150,12 +191,30 @@ def _owner(held: Held, claims: dict[str, Any]) -> str | None:
     audiences = audiences if isinstance(audiences, list) else [audiences]
     if rule is None or rule.audience not in audiences or not isinstance(subject, str):
         return None
-    if not re.fullmatch(".*".join(map(re.escape, rule.subject.split("*"))), subject, re.DOTALL):
+    if not _fits(rule.subject, subject):
         return None
     if rule.owner_claim is None:
         return ""
     owner = claims.get(rule.owner_claim)
-    return owner if isinstance(owner, str) and owner else None
+    valid = isinstance(owner, str) and 0 < len(owner) <= MOST_OWNER_CHARS and owner.isprintable()
+    return owner if valid else None
+
+
+def _fits(pattern: str, text: str) -> bool:
+    """Return True if `text` fits a pattern in which * stands for any characters."""
+    first, *middle = pattern.split("*")
+    if not middle:
+        return text == pattern
+    *middle, last = middle
+    if not text.startswith(first) or not text.endswith(last) or len(text) < len(first) + len(last):
+        return False
+    at, end = len(first), len(text) - len(last)
+    for part in middle:
+        # The earliest place leaves the most room for the other parts.
+        if (found := text.find(part, at, end)) < 0:
+            return False
+        at = found + len(part)
+    return True
 
 
 def _refused(why: str) -> Unauthorized:

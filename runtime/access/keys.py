@@ -123,7 +123,6 @@ class TokenIssuer(BaseModel, frozen=True, extra="forbid"):
     )
     audience: str = Field(min_length=1, max_length=500, description="A value that the claim aud must have.")
     subject: str = Field(
-        "*",
         min_length=1,
         max_length=500,
         description="What the claim sub must be; * stands for any characters.",
@@ -185,7 +184,11 @@ class NewKey(KeyFields, strict=True):
             )
         if self.issuer is not None and self.aws:
             raise ValueError("a key of an issuer has no secret that could sign requests")
-        if self.issuer is not None and self.issuer.owner_claim is not None and Scope.DEPLOY in self.scopes:
+        if (
+            self.issuer is not None
+            and self.issuer.owner_claim is not None
+            and {Scope.DEPLOY, Scope.ADMIN} & set(self.scopes)
+        ):
             raise ValueError("owner_claim is for keys that only call: a key deploys as one owner")
         if self.burst is not None and self.rate_per_s is None:
             raise ValueError("burst needs rate_per_s")

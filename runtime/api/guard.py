@@ -286,6 +286,11 @@ class Guard:
             self._issuers = Issuers(self._keyring.of_issuer)
         now_s = time.time()
         found = await self._issuers.find(token, now_s)
+        # The key may have been revoked meanwhile.
+        if self._keyring.signer(found.held.key.id, now_s) is not found.held:
+            raise Unauthorized(
+                "The API key of this token was revoked.", remedy="Ask its owner for another one."
+            )
         _enter(found.held.meter)
         self._note_use(found.held, now_s)
         return found.held.acting(found.owner, found.expires_s)

@@ -175,7 +175,9 @@ def keys() -> None:
     "--audience", metavar="NAME", help="With --issuer: the audience (aud) that the tokens must have."
 )
 @click.option(
-    "--subject", metavar="PATTERN", help="With --issuer: the subjects (sub) whose tokens fit.  [default: *]"
+    "--subject",
+    metavar="PATTERN",
+    help="With --issuer: the subjects (sub) whose tokens fit; * stands for any characters.",
 )
 @click.option(
     "--owner-claim",
@@ -246,8 +248,9 @@ def _issuer(url: str | None, **more: str | None) -> dict[str, Any]:
     given = {name: value for name, value in more.items() if value is not None}
     if url is None and given:
         raise click.UsageError(f"--{next(iter(given)).replace('_', '-')} needs --issuer.")
-    if url is not None and "audience" not in given:
-        raise click.UsageError("--issuer needs --audience.")
+    # At a public issuer, everybody gets tokens with any audience. So there is no default for the subject.
+    if url is not None and not {"audience", "subject"} <= given.keys():
+        raise click.UsageError("--issuer needs --audience and --subject.")
     return {} if url is None else {"issuer": {"url": url, **given}}
 
 

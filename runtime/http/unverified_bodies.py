@@ -16,10 +16,13 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from ipaddress import ip_address, ip_network
 
 PLACES, PLACES_OF_KEY = 16, 4
 LOOK_S = 0.5
 """While a request waits, the bodies with places are looked at in this interval."""
+MOST_WAITING = 256
+"""If more requests wait, the oldest of the address with the most is refused."""
 LEAST_BYTES = 8 << 10
 """If fewer bytes of a body have arrived between two looks, it does not arrive any more."""
 
@@ -62,9 +65,11 @@ class UnverifiedBodies:
         self, key: str, address: str, received: Callable[[], int | None], timeout_s: float
     ) -> AsyncIterator[None]:
         """Wait for a place, and hold it during the block. Raise PlaceLost after `timeout_s`, or if the place is lost."""
-        body = _Body(key, address, received, asyncio.get_running_loop().create_future())
+        body = _Body(key, _network(address), received, asyncio.get_running_loop().create_future())
         self._waiting.append(body)
         self._grant()
+        if len(self._waiting) > MOST_WAITING:
+            self._refuse_oldest()
         try:
             with suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):
@@ -89,7 +94,7 @@ class UnverifiedBodies:
 
     def _grant(self) -> None:
         """Give free places to requests that wait. If some still wait, look at the bodies later."""
-        while (body := next(filter(self._has_room, self._in_turn()), None)) is not None:
+        while (body := next(iter(self._in_turn()), None)) is not None:
             self._waiting.remove(body)
             self._held.append(body)
             self._last_address = body.address
@@ -99,26 +104,43 @@ class UnverifiedBodies:
             self._look = asyncio.get_running_loop().call_later(LOOK_S, self._look_at_bodies)
 
     def _in_turn(self) -> list[_Body]:
-        """Return the requests that wait: the newest of each address, beginning with the address after the last one."""
-        newest = {body.address: body for body in self._waiting}
+        """Return the requests that can get a place: the newest of each address, from the address after the last one on."""
+        newest = {body.address: body for body in self._waiting if self._has_room(body)}
         addresses = sorted(newest)
         first = sum(address <= self._last_address for address in addresses)
         return [newest[address] for address in (*addresses[first:], *addresses[:first])]
 
     def _has_room(self, body: _Body) -> bool:
-        of_key = [one for one in self._held if one.key == body.key]
-        return all(
-            len(held) < most - any(one.address == body.address for one in held)
-            for held, most in ((self._held, self._places), (of_key, self._places_of_key))
-        )
+        return self._key_has_room(body) and self._fits(body, self._held, self._places)
+
+    def _key_has_room(self, body: _Body) -> bool:
+        return self._fits(body, [one for one in self._held if one.key == body.key], self._places_of_key)
+
+    def _fits(self, body: _Body, held: list[_Body], most: int) -> bool:
+        return len(held) < most - any(one.address == body.address for one in held)
+
+    def _refuse_oldest(self) -> None:
+        ((address, _),) = Counter(one.address for one in self._waiting).most_common(1)
+        body = next(one for one in self._waiting if one.address == address)
+        self._waiting.remove(body)
+        if not body.granted.done():
+            body.granted.set_exception(PlaceLost())
 
     def _look_at_bodies(self) -> None:
         self._look = None
         stalled = [body for body in self._held if not body.arrives()]
-        wanted = Counter(body.key for body in self._waiting)
-        full = len(self._held) >= self._places - 1
+        keys = {body.key for body in self._waiting if not self._key_has_room(body)}
+        full = any(body.key not in keys for body in self._waiting)
         for body in stalled:
-            if full or wanted[body.key]:
+            if full or body.key in keys:
                 # The block of `place` ends, and `_leave` gives the place to another request.
                 body.timeout.reschedule(0.0)
         self._grant()
+
+
+def _network(address: str) -> str:
+    """Return the network of an IPv6 address, of which one machine can use all addresses, or an address of IPv4."""
+    with suppress(ValueError):
+        if (found := ip_address(address)).version == 6:
+            return str(ip_network((found, 64), strict=False))
+    return address

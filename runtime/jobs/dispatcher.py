@@ -47,8 +47,15 @@ class JobDispatcher:
     during shutdown.
     """
 
-    def __init__(self, store: JobStore, live: Callable[[str], Live], tasks: BackgroundTasks) -> None:
-        self._store = store
+    def __init__(
+        self,
+        store: JobStore,
+        live: Callable[[str], Live],
+        tasks: BackgroundTasks,
+        full: Callable[[str], bool] = lambda _owner: False,
+    ) -> None:
+        """`full(owner)` returns True while no further result of the owner may be stored. Then the owner's jobs wait."""
+        self._store, self._full = store, full
         self._live = live
         self._tasks = tasks
         self._functions: dict[str, _FunctionJobs] = {}
@@ -167,13 +174,18 @@ class JobDispatcher:
                 due = await self._store.due(function, room, now_s, known, jobs.last_owner, left_bytes)
                 # A job that ended during the read may be in `due` as queued, so it is left out. If it was really
                 # queued again, the next read finds it: its end has set `news`.
-                for job in [job for job in due if job.id not in jobs.attempts.keys() | jobs.ended]:
-                    self._start(job)
+                new = [job for job in due if job.id not in jobs.attempts.keys() | jobs.ended]
+                held = {job.id for job in new if self._full(job.owner)}
+                for job in new:
+                    if job.id not in held:
+                        self._start(job)
                     jobs.last_owner = job.owner
             # Jobs that were due at `now_s` are in `due`, or are read when there is room again. So the timer
             # is for jobs that are due later.
             next_s = await self._store.next_due(function, now_s)
             jobs.due_s = math.inf if next_s is None else next_s
+            if held:
+                jobs.due_s = min(jobs.due_s, now_s + FULL_RETRY_S)
             left = len(due) == room or sum(len(job.input) for job in due) >= left_bytes
         finally:
             jobs.waiting |= left

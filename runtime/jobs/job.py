@@ -193,7 +193,7 @@ class JobOutcome:
 
     @property
     def size_bytes(self) -> int:
-        return len(self.output or b"") + len(self.logs) + len(self.metrics or b"")
+        return len(self.output or b"") + len(self.logs.encode()) + len(self.metrics or b"")
 
 
 @dataclass(frozen=True, slots=True)

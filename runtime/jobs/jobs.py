@@ -57,8 +57,10 @@ class Jobs:
         self._keep_s = settings.keep_result_s
         self._addresses = AddressPolicy.parse(settings.webhook_networks)
         self.store = JobStore(self._database, keep_s=self._keep_s, on_commit=self._on_commit, bodies=bodies)
-        self._dispatcher = JobDispatcher(self.store, live, tasks)
         self._stored = StoredBytes(0)
+        self._dispatcher = JobDispatcher(
+            self.store, live, tasks, full=lambda owner: self._stored.refusal(owner, 0) is not None
+        )
         self._most_stored, self._state = settings.max_stored_bytes, state
         self._watchers: dict[str, set[asyncio.Event]] = {}
         self._key = key

@@ -161,7 +161,8 @@ CREATE INDEX jobs_ready ON jobs (function, priority, owner, number) WHERE state 
 """
 
 # Counts the bytes of inputs, results and pieces, by owner. The row with the owner '*' counts all jobs.
-_SIZE_OF_RESULT = "coalesce(length(body), 0) + length(logs) + coalesce(length(metrics), 0)"
+# The length of a text ends at its first NUL character.
+_SIZE_OF_RESULT = "coalesce(length(body), 0) + length(CAST(logs AS BLOB)) + coalesce(length(metrics), 0)"
 _STORED = f"""
 CREATE TABLE stored (owner TEXT PRIMARY KEY, bytes INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TEMP VIEW sizes AS

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 PINNED_SHARE = 0.25
 WINDOW_BYTES = 64 << 20
 """The bytes of a shard that are pinned at once: on an H100's machine, in 2 to 5 ms."""
+CHECKED_BYTES = 8 << 20
+"""Pinning a window of this size must raise the count of pinned bytes. The kernel may count some 100 pages later."""
 MOST_PARTS = 4
 """A piece of more parts is gathered in a buffer instead, because each part would be a copy of its own."""
 
@@ -71,7 +73,8 @@ class PinnedShards:
         before_bytes = self._device.pinned_bytes()
         if before_bytes + memory.nbytes > PINNED_SHARE * memory_bytes() or not self._device.pin(memory):
             return False
-        if self._device.pinned_bytes() < before_bytes + memory.nbytes // 2:
+        counted = self._device.pinned_bytes() >= before_bytes + memory.nbytes // 2
+        if memory.nbytes >= CHECKED_BYTES and not counted:
             # The limit would not hold on a kernel that does not count these pages.
             self._device.unpin(memory)
             return False

@@ -15,6 +15,7 @@ import pytest
 from aiohttp import web
 from joserfc import jwt
 from joserfc.jwk import ECKey, KeySet, RSAKey
+from joserfc.jws import JWSRegistry
 from live import TRUSTED, Gateway, gateway_here
 from pilotflame.runtime.access import issuers
 
@@ -31,6 +32,8 @@ class Issuer:
         self.url = ""
         self.named = ""
         self.down = False
+        self.published: list[Any] = []
+        """The keys that it shows; by default its own."""
 
     async def __aenter__(self) -> Issuer:
         app = web.Application()
@@ -54,7 +57,7 @@ class Issuer:
         self.asked += 1
         if self.down:
             raise web.HTTPServiceUnavailable
-        return web.json_response(self.keys.as_dict(private=False))
+        return web.json_response({"keys": self.published or self.keys.as_dict(private=False)["keys"]})
 
     def token(self, key: Any = None, header: dict[str, Any] | None = None, **claims: Any) -> str:
         signer = key or self.keys.keys[0]
@@ -67,7 +70,13 @@ class Issuer:
         found = {name: value for name, value in found.items() if value is not None}
         algorithm = {"RSA": "RS256", "EC": "ES256", "oct": "HS256"}[signer.key_type]
         made = {"alg": algorithm, "kid": signer.kid or "none"} | (header or {})
-        return jwt.encode(made, found, signer, algorithms=[made["alg"]])
+        return jwt.encode(
+            made, found, signer, registry=JWSRegistry(algorithms=[made["alg"]], strict_check_header=False)
+        )
+
+
+def segment(text: str) -> str:
+    return base64.urlsafe_b64encode(text.encode()).rstrip(b"=").decode()
 
 
 def by_hand(algorithm: str, body: str, secret: bytes) -> str:
@@ -128,7 +137,7 @@ async def test_a_token_acts_as_the_key(gateway: Gateway, issuer: Issuer) -> None
     "claims",
     [
         {"aud": "another"}, {"aud": None}, {"sub": "repo:you/app:main"}, {"sub": None}, {"exp": 1}, {"exp": None},
-        {"nbf": 4_000_000_000}, {"iss": "https://issuer.example"}, {"iss": None}, {"exp": "soon"}, {"sub": 7},
+        {"nbf": 4_000_000_000}, {"exp": 10**400}, {"iss": "https://issuer.example"}, {"iss": None}, {"exp": "soon"}, {"sub": 7},
     ],
 )  # fmt: skip
 async def test_a_token_with_other_claims_is_refused(
@@ -147,7 +156,8 @@ async def test_a_token_that_the_issuer_has_not_signed_is_refused(gateway: Gatewa
     head, body, _ = issuer.token().split(".")
     for token in (
         issuer.token(forged), issuer.token(ECKey.generate_key("P-256", {"kid": "two"})), by_hand("HS256", body, public),
-        by_hand("none", body, b""), f"{head}.{body}.AAAA", "a.b.c", f"{'x' * 3000}.{'y' * 3000}.z",
+        by_hand("none", body, b""), segment('["alg"]') + f".{body}.AAAA", segment('{"alg":"RS256","crit":5}') + f".{body}.AAAA",
+        f"{head}.{segment('[' * 5000)}.AAAA", f"{head}.{body}.AAAA", "a.b.c", f"{'x' * 3000}.{'y' * 3000}.z",
     ):  # fmt: skip
         assert (await call(gateway, token)).status_code == 401, token
     # Invented keys cause no fetch so soon after the last one.
@@ -168,6 +178,32 @@ async def test_new_keys_of_the_issuer_are_fetched(
     assert (await call(gateway, issuer.token())).status_code == 200
 
 
+async def test_keys_of_other_kinds_and_header_fields_that_are_not_known_do_no_harm(
+    gateway: Gateway, issuer: Issuer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await key_of(gateway, issuer)
+    own = issuer.keys.as_dict(private=False)["keys"]
+    others = [
+        {"kty": "new", "kid": "a"},
+        {"kty": "EC", "crv": "P-1", "kid": "b"},
+        7,
+        own[0] | {"use": "enc", "kid": "c"},
+    ]
+    monkeypatch.setattr(issuer, "published", [*others, *own])
+    assert (await call(gateway, issuer.token(header={"x-more": "1"}))).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("pattern", "text", "fits"),
+    [
+        ("a*b", "ab", True), ("a*b", "axxb", True), ("a*b", "abx", False), ("*", "", True), ("a", "ab", False),
+        ("a*a", "a", False), ("*x*y", "1x2y", True), ("*x*y", "1y2x", False), ("[a]*", "[a]b", True), ("*-*-*:x", "-" * 200, False),
+    ],
+)  # fmt: skip
+def test_a_star_stands_for_any_characters(pattern: str, text: str, fits: bool) -> None:
+    assert issuers._fits(pattern, text) is fits
+
+
 @pytest.mark.parametrize("broken", ["down", "named"])
 async def test_an_issuer_without_keys_is_named_in_the_error(
     gateway: Gateway, issuer: Issuer, broken: str
@@ -181,7 +217,8 @@ async def test_an_issuer_without_keys_is_named_in_the_error(
 
 async def test_owners_see_their_own_jobs_only(gateway: Gateway, issuer: Issuer) -> None:
     await key_of(gateway, issuer, {"owner_claim": "email"})
-    assert (await call(gateway, issuer.token())).status_code == 401
+    for email in (None, "", 5, "x" * 201, "a\nb", "\0"):
+        assert (await call(gateway, issuer.token(email=email))).status_code == 401
     ann, bob = ({"Authorization": f"Bearer {issuer.token(email=name)}"} for name in ("ann", "bob"))
     job = (await gateway.client.post("/v2/echo/runsync", json={"input": 1}, headers=ann)).json()["id"]
     assert (await gateway.client.get(f"/v2/echo/status/{job}", headers=ann)).json()["status"] == "COMPLETED"
@@ -209,7 +246,7 @@ async def test_a_followed_answer_ends_with_the_token(gateway: Gateway, issuer: I
 @pytest.mark.parametrize(
     "fields",
     [
-        {"issuer": {"url": "http://issuer.example", "audience": "a"}},
+        {"issuer": {"url": "http://issuer.example", "audience": "a", "subject": "*"}},
         {"issuer": {"url": "https://issuer.example"}},
         {"issuer": {"url": "https://issuer.example", "audience": "a"}, "aws": True},
         {

@@ -71,7 +71,7 @@ def test_a_key_of_an_issuer_has_no_token(run: Run, short_tmp: Path):
     lonely = run("keys", "create", "ci", "--audience", "here", *home)
     assert (lonely.returncode, "--audience needs --issuer" in lonely.stderr) == (2, True)
     lacking = run("keys", "create", "ci", "--issuer", "https://issuer.example", *home)
-    assert (lacking.returncode, "--issuer needs --audience" in lacking.stderr) == (2, True)
+    assert (lacking.returncode, "--issuer needs --audience and --subject" in lacking.stderr) == (2, True)
 
 
 def test_a_key_that_could_not_be_printed_is_in_the_audit_log(short_tmp: Path):

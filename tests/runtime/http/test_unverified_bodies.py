@@ -117,3 +117,32 @@ async def test_addresses_take_turns() -> None:
         caller.done.set()
     await asyncio.wait([caller.task for caller in (first, *waiting)])
     assert [name[0] for name in order[1:]] == ["a", "b", "a", "b"]
+
+
+async def test_a_request_whose_key_has_no_room_does_not_stop_others_of_its_address() -> None:
+    bodies, order = UnverifiedBodies(places=9, of_key=2), list[str]()
+    first = Caller(bodies, order, "x-0", key="x", received=growing())
+    waits = Caller(bodies, order, "x-1", key="x", received=growing())
+    other = Caller(bodies, order, "y-0", key="y", received=growing())
+    await settle()
+    assert order == ["x-0", "y-0"]
+    for caller in (first, waits, other):
+        caller.done.set()
+    assert {await caller.task for caller in (first, waits, other)} == {"read"}
+
+
+async def test_the_oldest_of_the_address_with_the_most_is_refused_if_too_many_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(unverified_bodies, "MOST_WAITING", 3)
+    bodies, order = UnverifiedBodies(places=1, of_key=1), list[str]()
+    callers = [
+        Caller(bodies, order, f"{number}", address=f"2001:db8::{number}", received=growing())
+        for number in range(4)
+    ]
+    own = Caller(bodies, order, "own", address="192.0.2.1", received=growing())
+    assert await asyncio.wait_for(callers[1].task, WAIT_S) == "lost"
+    for caller in (*callers, own):
+        caller.done.set()
+    assert await own.task == "read"
+    assert [await caller.task for caller in callers] == ["read", "lost", "read", "read"]

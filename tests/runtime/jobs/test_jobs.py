@@ -167,7 +167,8 @@ async def test_a_job_is_freed_at_its_end_without_the_garbage_collector(gateway: 
         await until(done, "the job has ended")
 
         async def freed() -> bool:
-            return not any(isinstance(one, JobAttempt) for one in gc.get_objects())
+            attempts = [one for one in gc.get_objects() if isinstance(one, JobAttempt)]
+            return not any(one.job.function == function.name for one in attempts)
 
         await until(freed, "the attempt is freed")
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -75,3 +76,35 @@ async def test_the_bytes_are_counted_over_a_restart(state: Path) -> None:
         assert await accepted(gateway, path, MOST) == 200
     async with gateway_here(state, max_stored_bytes=MOST) as gateway:
         assert await accepted(gateway, path, 1) == 429
+
+
+async def test_accepted_jobs_wait_while_their_results_have_no_room(small: Gateway) -> None:
+    slow = "import time\ntime.sleep(0.3)\n"
+    function = await small.deploy(slow + LARGE, {"scale.max": 1, "scale.standby": False})
+    path = f"/v2/{function.name}/run"
+    found = await asyncio.gather(*(accepted(small, path, MOST // 2) for _ in range(60)))
+    assert small.server is not None
+    stored, most = small.server.jobs.store, 0
+
+    async def ended() -> bool:
+        nonlocal most
+        most = max(most, (await stored.stored_bytes()).get(ALL, 0))
+        return (await stored.counts(function.name)).completed == found.count(200)
+
+    await until(ended, "all jobs have ended")
+    assert found.count(200) > 30
+    # Jobs that ran already came on top of the limit. The others waited.
+    assert most < 0.8 * found.count(200) * MOST // 2
+
+
+async def test_a_log_with_a_nul_character_is_counted_in_full(small: Gateway) -> None:
+    function = await small.deploy("def handler(event):\n    print('\\0' + 'é' * 1000)\n    return event\n")
+    assert await accepted(small, f"/v2/{function.name}/runsync?wait=10000", 1) == 200
+    assert small.server is not None
+    stored = small.server.jobs.store
+    assert (await stored.stored_bytes())[ALL] > 2000
+
+    async def nothing() -> bool:
+        return not any((await stored.stored_bytes()).values())
+
+    await until(nothing, "the job has expired")

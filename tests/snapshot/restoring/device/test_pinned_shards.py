@@ -115,6 +115,7 @@ def test_nothing_is_pinned_if_the_kernel_does_not_count_it(
     stored: tuple[nn.Module, Path, Manifest], here: SimulatedDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(here, "pinned_bytes", lambda: 0)
+    monkeypatch.setattr(pinned_shards, "CHECKED_BYTES", PAGE)
     module, snapshots = standby(stored)
     snapshots.pin(lambda: False)
     assert here._pinned == {}
