@@ -248,7 +248,7 @@ def _issuer(url: str | None, **more: str | None) -> dict[str, Any]:
     given = {name: value for name, value in more.items() if value is not None}
     if url is None and given:
         raise click.UsageError(f"--{next(iter(given)).replace('_', '-')} needs --issuer.")
-    # At a public issuer, everybody gets tokens with any audience. So there is no default for the subject.
+    # A public issuer gives tokens with any audience to all its users. So there is no default for the subject.
     if url is not None and not {"audience", "subject"} <= given.keys():
         raise click.UsageError("--issuer needs --audience and --subject.")
     return {} if url is None else {"issuer": {"url": url, **given}}

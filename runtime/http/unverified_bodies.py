@@ -139,7 +139,7 @@ class UnverifiedBodies:
 
 
 def _network(address: str) -> str:
-    """Return the network of an IPv6 address, of which one machine can use all addresses, or an address of IPv4."""
+    """Return an address of IPv4, or the network of an IPv6 address. One machine can use all addresses of such a network."""
     with suppress(ValueError):
         if (found := ip_address(address)).version == 6:
             return str(ip_network((found, 64), strict=False))

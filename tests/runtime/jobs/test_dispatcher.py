@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from live import LIMIT_S
+from pilotflame.runtime.jobs import dispatcher as dispatcher_module
 from pilotflame.runtime.jobs.database import Database
 from pilotflame.runtime.jobs.dispatcher import JobDispatcher
 from pilotflame.runtime.jobs.job import Job, JobOutcome, JobState, NewJob
@@ -156,3 +158,23 @@ class Waiting(Echo):
 
     def complete(self) -> None:
         super().submit(self.submitted[len(self.ran)])
+
+
+async def test_accepted_jobs_of_an_owner_without_room_for_results_wait(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(dispatcher_module, "FULL_RETRY_S", 0.05)
+    store, echo, full = SlowStore(database, keep_s=600.0), Echo(), {"greedy"}
+    greedy = [(await store.submit(replace(JOB, owner="greedy")))[0] for _ in range(3)]
+    other, _ = await store.submit(replace(JOB, owner="other"))
+    async with BackgroundTasks() as tasks:
+        dispatcher = JobDispatcher(
+            store, lambda _: SimpleNamespace(revision=echo, logs=LogChannel()), tasks, full=full.__contains__
+        )
+        dispatcher.wake("tone")
+        await final(store, other)
+        assert echo.ran == [other.id]
+        full.clear()
+        for job in greedy:
+            assert (await final(store, job)).state is JobState.COMPLETED
+        dispatcher.stop()

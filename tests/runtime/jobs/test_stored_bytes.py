@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -76,25 +75,6 @@ async def test_the_bytes_are_counted_over_a_restart(state: Path) -> None:
         assert await accepted(gateway, path, MOST) == 200
     async with gateway_here(state, max_stored_bytes=MOST) as gateway:
         assert await accepted(gateway, path, 1) == 429
-
-
-async def test_accepted_jobs_wait_while_their_results_have_no_room(small: Gateway) -> None:
-    slow = "import time\ntime.sleep(0.3)\n"
-    function = await small.deploy(slow + LARGE, {"scale.max": 1, "scale.standby": False})
-    path = f"/v2/{function.name}/run"
-    found = await asyncio.gather(*(accepted(small, path, MOST // 2) for _ in range(60)))
-    assert small.server is not None
-    stored, most = small.server.jobs.store, 0
-
-    async def ended() -> bool:
-        nonlocal most
-        most = max(most, (await stored.stored_bytes()).get(ALL, 0))
-        return (await stored.counts(function.name)).completed == found.count(200)
-
-    await until(ended, "all jobs have ended")
-    assert found.count(200) > 30
-    # Jobs that ran already came on top of the limit. The others waited.
-    assert most < 0.8 * found.count(200) * MOST // 2
 
 
 async def test_a_log_with_a_nul_character_is_counted_in_full(small: Gateway) -> None:
