@@ -17,7 +17,8 @@ import math
 import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence, Set
-from typing import TYPE_CHECKING, NamedTuple
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
 
 from aiohttp import hdrs, web
@@ -279,11 +280,11 @@ class Guard:
         token = token_in(request.headers.get("Authorization", ""))
         if not _JSON_WEB_TOKEN.fullmatch(token) or not self._keyring.federated:
             return None
-        # Only gateways with such keys import the library.
         if self._issuers is None:
-            from ..access.issuers import Issuers  # noqa: PLC0415
-
-            self._issuers = Issuers(self._keyring.of_issuer)
+            # Only gateways with such keys need the library. To import it would block the event loop.
+            module = await asyncio.to_thread(_issuers_module)
+            made: Issuers = module.Issuers(self._keyring.of_issuer)
+            self._issuers = self._issuers or made
         now_s = time.time()
         found = await self._issuers.find(token, now_s)
         # The key may have been revoked meanwhile.
@@ -336,6 +337,14 @@ class Guard:
         except GatewayError as error:
             # The time of last use is only shown to users, so the request is admitted all the same.
             LOG.warning("%s", error)
+
+
+def _issuers_module() -> Any:
+    try:
+        return import_module("..access.issuers", __package__)
+    except ImportError as error:
+        remedy = "pip install 'pilotflame[oidc]', for the gateway, and start it again."
+        raise GatewayError(f"Tokens of issuers need a package: {error}.", remedy=remedy) from None
 
 
 def _methods(route: Route) -> tuple[str, ...]:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 PINNED_SHARE = 0.25
 WINDOW_BYTES = 64 << 20
-"""The bytes of a shard that are pinned at once: on an H100's machine, in 2 to 5 ms."""
+"""The bytes of a shard that are pinned at once. A call that arrives meanwhile waits for the end of one window."""
 CHECKED_BYTES = 8 << 20
 """Pinning a window of this size must raise the count of pinned bytes. The kernel may count some 100 pages later."""
 MOST_PARTS = 4
