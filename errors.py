@@ -58,6 +58,7 @@ The text beside a class says what has happened when it is raised.
     │   ├── WebhookRefused              the URL of the webhook is not allowed
     │   ├── UnknownDelivery             the function has no webhook delivery of this id
     │   └── JobStoreFailed              the jobs database cannot be written or read
+    │       └── JobBodyMissing          the file with the input or result of a job was deleted
     ├── BusFailed                   a message queue, or the destination of its results, could not be used
     ├── BatchFailed                 the input or output of a batch cannot be used
     ├── BuildFailed                 a function's image could not be built or pushed
@@ -342,6 +343,9 @@ class UnknownDelivery(JobError, code="unknown_delivery", status=404): ...
 
 
 class JobStoreFailed(JobError, code="job_store_failed", status=503): ...
+
+
+class JobBodyMissing(JobStoreFailed, code="job_body_missing", status=500): ...
 
 
 class BusFailed(PilotflameError, code="bus_failed", status=502): ...

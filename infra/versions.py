@@ -63,7 +63,7 @@ TESTS = {
     "rich": "runtime/client/test_display.py",
     "safetensors": "snapshot/format/test_dtypes.py snapshot/format/test_header.py snapshot/converting/test_writer.py",
     "setproctitle": "runtime/launching/test_launcher.py",
-    "standardwebhooks": "runtime/access/test_webhook_signing.py",
+    "standardwebhooks": "runtime/webhooks/test_signing.py",
     "tensorizer": "snapshot/converting/test_tensorizer_file.py",
     "threadpoolctl": "runtime/worker/test_fork_safety.py",
     "tomli-w": "runtime/plugins/images/test_build_context.py",

@@ -28,7 +28,6 @@ from .access.deploy_policy import DeployPolicies, DeployPolicy
 from .access.keyring import Keyring
 from .access.keys import ANYBODY
 from .access.secrets import Secrets
-from .access.webhook_signing import load_key
 from .alerting.alerts import FunctionAlerts
 from .api.access import AccessControl
 from .api.admin import Admin
@@ -93,6 +92,7 @@ from .telemetry.gateway_log import Format, gateway_logging, print_log
 from .telemetry.log_files import ACCESS, AUDIT, LogFiles
 from .telemetry.logs import Logs
 from .telemetry.metrics import Metrics, Reading
+from .webhooks.signing import load_key
 
 LOG = logging.getLogger(__name__)
 # A garbage collection starts after this number of new objects. A request creates about twenty objects that the

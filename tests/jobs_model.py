@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from pilotflame.errors import IdempotencyConflict, JobConflict, JobExpired, PilotflameError, UnknownJob
 from pilotflame.runtime.jobs.job import ALL, JobCounts, JobOutcome, JobState, NewJob
+from pilotflame.runtime.jobs.transitions import UNSENT_S
 from pilotflame.runtime.testing.job_store import KEEP_S
 
 QUEUED, RUNNING = JobState.IN_QUEUE, JobState.IN_PROGRESS
@@ -34,6 +35,8 @@ class ModelJob:
     retries: int = 0
     due_s: float = 0.0
     expires_s: float = 0.0
+    until_s: float = 0.0
+    """When it is deleted, which is later than `expires_s` if a webhook needs it."""
     output: bytes | None = None
     logs: str = ""
     progress: bytes | None = None
@@ -45,9 +48,10 @@ class ModelJob:
 
 
 class Model:
-    """`events` are the pending webhook deliveries: (job id, event)."""
+    """`events` are the pending webhook deliveries: (job id, event). Bodies of more than `most_inline` bytes are files."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_inline: float = math.inf) -> None:
+        self.most_inline = most_inline
         self.now_s = 1_000_000.0
         self.jobs: dict[str, ModelJob] = {}
         self.deleted: dict[str, tuple[str, str, float]] = {}
@@ -91,7 +95,7 @@ class Model:
     def end(self, job_id: str, outcome: JobOutcome) -> None:
         job = self.jobs[job_id]
         job.state, job.output, job.logs = outcome.state, outcome.output, outcome.logs
-        job.expires_s = self.now_s + KEEP_S
+        job.expires_s = job.until_s = self.now_s + KEEP_S
         self.notify(job_id, "completed")
 
     def requeue(self, job_id: str, delay_s: float, *, counted: bool, logs: str = "") -> None:
@@ -122,7 +126,10 @@ class Model:
         for job_id, job in list(self.jobs.items()):
             if job.state is QUEUED and job.stale_s <= self.now_s:
                 self.end(job_id, JobOutcome(JobState.TIMED_OUT))
-            elif job.state.final and job.expires_s <= self.now_s:
+            elif job.state.final and job.until_s <= self.now_s:
+                if (job_id, "completed") in self.events and len(job.output or b"") > self.most_inline:
+                    job.until_s = self.now_s + UNSENT_S
+                    continue
                 key = (job.new.function, job.new.owner, job.state)
                 self.finished[key] = self.finished.get(key, 0) + 1
                 self.deleted[job_id] = (job.new.function, job.new.owner, self.now_s + KEEP_S)
@@ -174,7 +181,7 @@ class Model:
 
     def next_expiry(self) -> float:
         times = [job.stale_s for job in self.jobs.values() if job.state is QUEUED]
-        times += [job.expires_s for job in self.jobs.values() if job.state.final]
+        times += [job.until_s for job in self.jobs.values() if job.state.final]
         times += [until_s for _, _, until_s in self.deleted.values()]
         return min(times, default=math.inf)
 

@@ -14,7 +14,7 @@ from live import LIMIT_S
 from pilotflame.runtime.jobs.database import Change, Database, T
 from pilotflame.runtime.jobs.job import Job, JobState, Webhook
 from pilotflame.runtime.jobs.outbox import newest
-from pilotflame.runtime.jobs.webhook_delivery import Delivery
+from pilotflame.runtime.webhooks.delivery import Delivery
 
 Response = int | Callable[[web.Request], Awaitable[web.StreamResponse]]
 

@@ -16,8 +16,8 @@ from ..http.requests import owner_of
 from ..http.responses import Timestamp, json_response, timestamp
 from ..http.routes import Choices, Number, Parameter, Route
 from ..jobs.jobs import Jobs
-from ..jobs.webhook_delivery import JOB as JOB_SUBJECT
-from ..jobs.webhook_delivery import Delivery, DeliveryState
+from ..webhooks.delivery import JOB as JOB_SUBJECT
+from ..webhooks.delivery import Delivery, DeliveryState
 
 MAX_LISTED = 1000
 JOB = Parameter("job", "Only deliveries of this job.")

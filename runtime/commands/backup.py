@@ -107,7 +107,10 @@ def _frozen(state: Path) -> Iterator[Path]:
     frozen = state / STAGING_FOLDER / f"backup.{secrets.token_hex(8)}"
     frozen.mkdir(mode=0o700)
     try:
-        for entry in sorted(state.iterdir()):
+        # Databases first: the files to which they refer are written before, and are linked after them.
+        for entry in sorted(
+            state.iterdir(), key=lambda path: (not path.name.endswith(DATABASE_ENDING), path)
+        ):
             if entry.name == FUNCTIONS_FOLDER:
                 (frozen / entry.name).mkdir()
                 for function in sorted(entry.iterdir()):

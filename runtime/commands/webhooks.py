@@ -8,7 +8,7 @@ import click
 
 from ..client import display, options
 from ..client.client import Client
-from ..jobs.webhook_delivery import DeliveryState
+from ..webhooks.delivery import DeliveryState
 
 # The table shows at most this number of characters of an error. --json prints the whole error.
 MAX_ERROR_CHARS = 40

@@ -68,7 +68,7 @@ class Database:
         """After each group, the writing thread calls `on_written`: with True if a change could not be stored, else with
         False.
         """
-        self._path = path
+        self.path = path
         self._on_written = on_written
         self._scripts = scripts
         self._writes: _Calls = queue.SimpleQueue()
@@ -86,7 +86,7 @@ class Database:
                 opened.callback((reader := self._connect_reader()).close)
             except sqlite3.Error as error:
                 raise JobStoreFailed(
-                    f"The store of jobs, {self._path}, cannot be used: {error}.",
+                    f"The store of jobs, {self.path}, cannot be used: {error}.",
                     remedy="Check the disk and the state folder's permissions; a damaged file can be moved away.",
                 ) from error
             # From here on, each thread closes its own connection, so the ExitStack must not.
@@ -143,7 +143,7 @@ class Database:
 
     def _connect(self) -> sqlite3.Connection:
         connection = sqlite3.connect(
-            self._path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
+            self.path, timeout=BUSY_TIMEOUT_S, isolation_level=None, check_same_thread=False
         )
         connection.row_factory = sqlite3.Row
         try:
@@ -165,7 +165,7 @@ class Database:
             connection.executescript(f"BEGIN IMMEDIATE; {script}; PRAGMA user_version={number}; COMMIT;")
         if version > len(self._scripts):
             raise JobStoreFailed(
-                f"{self._path} has version {version}; this pilotflame knows versions up to {len(self._scripts)}.",
+                f"{self.path} has version {version}; this pilotflame knows versions up to {len(self._scripts)}.",
                 remedy="Use the pilotflame that wrote it, or a newer one.",
             )
 

@@ -90,6 +90,8 @@ class NewJob:
     """The job is refused if the function's queue has this many jobs already. None: no limit."""
     max_queued_bytes: int | None = None
     """The job is refused if the inputs in the function's queue would exceed this size. None: no limit."""
+    large_input: str = ""
+    """The name of the file that has the input, which the store sets for a large input; see large_bodies.py."""
 
     @classmethod
     def for_function(cls, settings: FunctionSettings, body: bytes, **fields: Any) -> NewJob:
@@ -149,6 +151,9 @@ class Job:
     """Its submitter: a caller, a queue or a batch."""
     expires_s: float = 0.0
     """When the job and its result are deleted; 0 until the job is final."""
+    large_input: str = ""
+    large_output: str = ""
+    """The names of the files that have a large input and output, until the store has read them; see large_bodies.py."""
 
     def status(self, now_s: float) -> dict[str, Any]:
         """Return the job's status with durations in milliseconds. Only orjson can serialise it."""
@@ -190,6 +195,8 @@ class JobOutcome:
     error: Mapping[str, Any] | None = None
     logs: str = ""
     metrics: bytes | None = None
+    large_output: str = ""
+    """The name of the file that has the output, which the store sets for a large output; see large_bodies.py."""
 
     @property
     def size_bytes(self) -> int:

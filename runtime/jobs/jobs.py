@@ -12,21 +12,21 @@ from pathlib import Path
 from types import MappingProxyType
 
 from ...errors import GatewayError, JobStoreFailed, UnknownFunction
-from ..access.webhook_signing import SigningKey
 from ..functions.live import Live
 from ..settings.gateway_settings import GatewaySettings
 from ..telemetry.background import BackgroundTasks
 from ..telemetry.metrics import Numbers, Reading
+from ..webhooks.http_post import AddressPolicy
+from ..webhooks.sender import MAX_SLEEP_S, WebhookSender, wait
+from ..webhooks.signing import SigningKey
 from .database import Database
 from .dispatcher import JobDispatcher
-from .http_post import AddressPolicy
 from .job import ALL, Job, NewJob
 from .outbox import WebhookBodies
 from .schema import SCRIPTS
 from .store import JobStore
 from .stored_bytes import StoredBytes
 from .transaction import Transaction
-from .webhook_sender import MAX_SLEEP_S, WebhookSender, wait
 
 DATABASE_FILE = "jobs.sqlite3"
 CLOSE_TIMEOUT_S = 10.0
@@ -64,7 +64,7 @@ class Jobs:
         self._most_stored, self._state = settings.max_stored_bytes, state
         self._watchers: dict[str, set[asyncio.Event]] = {}
         self._key = key
-        self._sender = WebhookSender(self._database, key, self._addresses, on_attempt=self._attempted)
+        self._sender = WebhookSender(self.store, key, self._addresses, on_attempt=self._attempted)
         self._webhook_attempts: Counter[tuple[str, ...]] = Counter()
         self._expiry: asyncio.Task[None]
         self._next_expiry_s = 0.0
@@ -104,6 +104,7 @@ class Jobs:
         self._expiry.cancel()
         await self._sender.close(deadline_s=CLOSE_TIMEOUT_S)
         await asyncio.to_thread(self._database.close)
+        await asyncio.to_thread(self.store.close)
 
     # -- for callers, who use `store` directly to read, cancel and retry jobs and to redeliver webhooks
 

@@ -20,10 +20,10 @@ from urllib.parse import urlsplit
 import orjson
 
 from ...errors import UnknownDelivery
+from ..webhooks.delivery import JOB, Delivery, DeliveryAttempt, DeliveryState, RetrySchedule
 from .alert import Alert
 from .job import ALL, Job
 from .schema import webhook_of
-from .webhook_delivery import JOB, Delivery, DeliveryAttempt, DeliveryState, RetrySchedule
 
 SUPERSEDED = ("output", "logs")
 """A pending delivery of one of these events is replaced by the job's next delivery of the same event."""
@@ -71,7 +71,10 @@ _NEXT = "SELECT min(next_s) FROM deliveries WHERE state = 'PENDING' AND host = ?
 def add(
     connection: sqlite3.Connection, job: Job, event: str, now_s: float, bodies: WebhookBodies = MappingProxyType({})
 ) -> None:  # fmt: skip
-    """Add a delivery if the job's webhook subscribes to the event. `bodies` makes the body if there is a form."""
+    """Add a delivery if the job's webhook subscribes to the event. `bodies` makes the body if there is a form.
+
+    If the body needs a large body of the job, it is made when it is sent, from the job's state at that time.
+    """
     webhook = job.webhook
     if webhook is None or event not in webhook.events:
         return
@@ -82,9 +85,23 @@ def add(
         # no more requests than for a single delivery.
         attempts, next_s, log = earlier["attempts"], max(next_s, earlier["next_s"]), earlier["log"]
     row = (_new_id(), subject, job.function, event, webhook.url, _host(webhook.url))
-    make = bodies.get(webhook.form)
-    body = message(job, event, now_s) if make is None else make(job, _pieces(connection, job))
+    late = job.large_output or (webhook.form and job.large_input)
+    body = b"" if late else body_of(connection, job, event, now_s, bodies)
     connection.execute(_INSERT, (*row, body, attempts, next_s, now_s, log, job.owner))
+
+
+def body_of(
+    connection: sqlite3.Connection, job: Job, event: str, now_s: float, bodies: WebhookBodies
+) -> bytes:
+    """Return the body of a delivery about a job that has a webhook."""
+    make = bodies.get(job.webhook.form if job.webhook is not None else "")
+    return message(job, event, now_s) if make is None else make(job, _pieces(connection, job))
+
+
+def needs_job(connection: sqlite3.Connection, job_id: str) -> bool:
+    """Return True if a body that must still be sent is made from the job when it is sent."""
+    pending = "SELECT 1 FROM deliveries WHERE subject = ? AND state = 'PENDING' AND length(body) = 0"
+    return connection.execute(pending, (JOB + job_id,)).fetchone() is not None
 
 
 def add_alert(connection: sqlite3.Connection, alert: Alert, now_s: float) -> None:

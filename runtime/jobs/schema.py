@@ -174,7 +174,15 @@ INSERT INTO stored SELECT owner, sum(size) FROM sizes JOIN jobs ON jobs.number =
 DROP VIEW sizes;
 """  # noqa: S608
 
-SCRIPTS = (_TABLES, _QUEUED_BYTES, _OWNERS, _PENDING, _METRICS, _SOURCES, _SUBJECTS, _TURNS, _STORED)
+# The names of large bodies, which are files; see large_bodies.py.
+_LARGE = """
+ALTER TABLE inputs ADD COLUMN large TEXT NOT NULL DEFAULT '';
+ALTER TABLE results ADD COLUMN large TEXT NOT NULL DEFAULT '';
+CREATE INDEX inputs_large ON inputs (large) WHERE large <> '';
+CREATE INDEX results_large ON results (large) WHERE large <> '';
+"""
+
+SCRIPTS = (_TABLES, _QUEUED_BYTES, _OWNERS, _PENDING, _METRICS, _SOURCES, _SUBJECTS, _TURNS, _STORED, _LARGE)
 """`SCRIPTS[n]` upgrades a file from version n to n + 1. Do not edit a released script: add a new one."""
 
 _COLUMNS = (
@@ -182,14 +190,23 @@ _COLUMNS = (
     "attempts, retries, created_s, started_s, ended_s, due_s, expires_s, worker, error, progress, pieces, webhook, "
     "traceparent, extra, allowed, stale_s, source"
 )
-_RESULT = "results.body AS output, type AS output_type, logs, metrics FROM jobs LEFT JOIN results ON results.number = jobs.number"
+_RESULT = (
+    "results.body AS output, type AS output_type, logs, metrics, results.large AS large_output "
+    "FROM jobs LEFT JOIN results ON results.number = jobs.number"
+)
+SIZE_OF_INPUT = "length(body) + CAST(large AS INTEGER)"
+"""The bytes of a row of `inputs`. SQLite knows the length of a blob without reading it, and a file's name begins with its size."""
 
 # Callers append a WHERE clause to these queries. The columns and joins are constants, so the SQL is safe.
 SELECT_WHOLE = (
-    f"SELECT {_COLUMNS}, inputs.body AS input, {_RESULT} LEFT JOIN inputs ON inputs.number = jobs.number "
+    f"SELECT {_COLUMNS}, inputs.body AS input, inputs.large AS large_input, {_RESULT} "
+    "LEFT JOIN inputs ON inputs.number = jobs.number "
 )
-SELECT_WITH_RESULT = f"SELECT {_COLUMNS}, x'' AS input, {_RESULT} "
-SELECT_WITHOUT_BODIES = f"SELECT {_COLUMNS}, x'' AS input, NULL AS output, '' AS output_type, '' AS logs, NULL AS metrics FROM jobs "  # noqa: S608
+SELECT_WITH_RESULT = f"SELECT {_COLUMNS}, x'' AS input, '' AS large_input, {_RESULT} "
+SELECT_WITHOUT_BODIES = (
+    f"SELECT {_COLUMNS}, x'' AS input, '' AS large_input, NULL AS output, '' AS output_type, '' AS logs, "  # noqa: S608
+    "NULL AS metrics, '' AS large_output FROM jobs "
+)
 _JOB_FIELDS = tuple(field.name for field in dataclasses.fields(Job))
 _PLAIN_FIELDS = tuple(name for name in SHARED_FIELDS if name not in ("input", "webhook"))
 
@@ -213,20 +230,35 @@ def insert_job(connection: sqlite3.Connection, new: NewJob, job: Job, **more: An
     marks = ", ".join("?" * len(columns))
     insert = f"INSERT INTO jobs ({', '.join(columns)}) VALUES ({marks})"  # noqa: S608
     number = connection.execute(insert, tuple(columns.values())).lastrowid
-    connection.execute("INSERT INTO inputs VALUES (?, ?)", (number, new.input))
+    if new.large_input:
+        large = (number, new.large_input)
+        connection.execute("INSERT INTO inputs (number, body, large) VALUES (?, x'', ?)", large)
+    else:
+        connection.execute("INSERT INTO inputs (number, body) VALUES (?, ?)", (number, new.input))
     return number or 0
 
 
 def size_of_result(connection: sqlite3.Connection, number: int) -> int:
     """Return the bytes of a job's result and pieces. This reads no bodies, because SQLite knows the length of a blob."""
-    query = f"""SELECT coalesce((SELECT {_SIZE_OF_RESULT} FROM results WHERE number = ?), 0)
+    size = f"{_SIZE_OF_RESULT} + CAST(large AS INTEGER)"
+    query = f"""SELECT coalesce((SELECT {size} FROM results WHERE number = ?), 0)
         + (SELECT coalesce(sum(length(body)), 0) FROM pieces WHERE job = ?)"""  # noqa: S608
     return int(connection.execute(query, (number, number)).fetchone()[0])
 
 
 def size_of_input(connection: sqlite3.Connection, number: int) -> int:
-    query = "SELECT coalesce((SELECT length(body) FROM inputs WHERE number = ?), 0)"
+    query = f"SELECT coalesce((SELECT {SIZE_OF_INPUT} FROM inputs WHERE number = ?), 0)"  # noqa: S608
     return int(connection.execute(query, (number,)).fetchone()[0])
+
+
+def large_bodies(connection: sqlite3.Connection, number: int | None = None, *tables: str) -> list[str]:
+    """Return the names of the large bodies of a job in these tables, by default of all jobs, inputs and results."""
+    names: list[str] = []
+    for table in tables or ("inputs", "results"):
+        where, values = ("AND number = ?", (number,)) if number is not None else ("", ())
+        query = f"SELECT large FROM {table} WHERE large <> '' {where}"  # noqa: S608
+        names += [name for (name,) in connection.execute(query, values)]
+    return names
 
 
 def stored_bytes(connection: sqlite3.Connection, *owners: str) -> dict[str, int]:
@@ -261,8 +293,8 @@ def job_of(row: sqlite3.Row) -> Job:
     """Convert a row of one of the queries above to a job."""
     fields = {name: row[name] for name in _JOB_FIELDS}
     fields["state"] = JobState(fields["state"])
-    fields["output_type"] = fields["output_type"] or ""
-    fields["logs"] = fields["logs"] or ""
+    for name in ("output_type", "logs", "large_output"):
+        fields[name] = fields[name] or ""
     fields["webhook"] = webhook_of(row)
     for name in ("error", "extra"):
         fields[name] = orjson.loads(fields[name]) if fields[name] is not None else None

@@ -32,8 +32,10 @@ from .schema import (
     SELECT_WHOLE,
     SELECT_WITH_RESULT,
     SELECT_WITHOUT_BODIES,
+    SIZE_OF_INPUT,
     find_row,
     insert_job,
+    large_bodies,
     read_job,
     size_of_result,
     webhook_of,
@@ -79,6 +81,8 @@ class Transaction:
     """True if webhook deliveries may be due."""
     stored: Counter[str] = field(default_factory=Counter)
     """The added bytes of inputs and results, by owner. `ALL` has the sum."""
+    unused_bodies: set[str] = field(default_factory=set)
+    """The names of large bodies to which no row refers after this transaction: their files are deleted."""
 
     def running_row(self, job_id: str, fence: int) -> sqlite3.Row | None:
         """Return the row of the job if it runs and its current attempt has this fence, else None."""
@@ -91,6 +95,7 @@ class Transaction:
         """Insert a new job into its function's queue and return it."""
         job = new.queued(new.wanted_id or new_job_id(self.now_s), self.now_s)
         insert_job(self.connection, new, job)
+        self.unused_bodies.discard(new.large_input)
         for owner in (ALL, new.owner) if new.owner else (ALL,):
             self.connection.execute(_COUNT_NEW, (new.function, owner, len(new.input)))
         self.count_bytes(new.owner, len(new.input))
@@ -115,6 +120,7 @@ class Transaction:
         )  # fmt: skip
         for owner in (ALL, new.owner) if new.owner else (ALL,):
             self.connection.execute(_COUNT_ENDED[outcome.state], (new.function, owner))
+        self.unused_bodies.discard(new.large_input)
         self._insert_result(number, outcome)
         self.count_bytes(new.owner, len(new.input) + outcome.size_bytes)
         return ended
@@ -131,6 +137,7 @@ class Transaction:
         self._count(row, was, to, retried=retried)
         if to is JobState.IN_QUEUE:
             self.count_bytes(row["owner"], -size_of_result(self.connection, row["number"]))
+            self.unused_bodies.update(large_bodies(self.connection, row["number"], "results"))
             self.connection.execute("DELETE FROM results WHERE number = ?", (row["number"],))
             self.connection.execute("DELETE FROM pieces WHERE job = ?", (row["number"],))
             self.queued.add(row["function"])
@@ -175,10 +182,12 @@ class Transaction:
 
     def _insert_result(self, number: int, outcome: JobOutcome) -> None:
         if outcome.output is not None or outcome.logs or outcome.metrics:
+            body = None if outcome.large_output else outcome.output
             self.connection.execute(
-                "INSERT INTO results (number, type, logs, body, metrics) VALUES (?, ?, ?, ?, ?)",
-                (number, outcome.output_type, outcome.logs, outcome.output, outcome.metrics),
+                "INSERT INTO results (number, type, logs, body, metrics, large) VALUES (?, ?, ?, ?, ?, ?)",
+                (number, outcome.output_type, outcome.logs, body, outcome.metrics, outcome.large_output),
             )
+            self.unused_bodies.discard(outcome.large_output)
 
     def _update(self, row: sqlite3.Row, fields: Mapping[str, Any]) -> None:
         assignments = ", ".join(f"{name} = ?" for name in fields)
@@ -199,8 +208,7 @@ class Transaction:
     def _count(self, row: sqlite3.Row, was: JobState, to: JobState, *, retried: bool) -> None:
         less, more = COUNTERS[was], COUNTERS[to]
         queued = (to is JobState.IN_QUEUE) - (was is JobState.IN_QUEUE)
-        # `length(body)` is cheap: SQLite knows the length of a blob without reading the blob.
-        size = "(SELECT length(body) FROM inputs WHERE number = ?)"
+        size = f"(SELECT {SIZE_OF_INPUT} FROM inputs WHERE number = ?)"  # noqa: S608
         states = f"{less} = {less} - 1, {more} = {more} + 1, retried = retried + ?"
         changes = f"{states}, queued_bytes = queued_bytes + ? * {size}"
         update = f"UPDATE counters SET {changes} WHERE function = ? AND owner IN (?, ?)"  # noqa: S608

@@ -11,14 +11,17 @@ import orjson
 
 from ...errors import DeadlineExceeded, IdempotencyConflict, JobConflict, QueueFull, WorkerDied
 from ..access.fair_share import share_used
+from ..webhooks.delivery import JOB, Delivery
 from . import outbox, queries
 from .alert import Alert
 from .job import ALL, Job, JobOutcome, JobState, NewJob, idempotency_digest, tombstone_key
+from .large_bodies import same_body
 from .schema import (
     SELECT_WHOLE,
     find_row,
     find_rows,
     job_of,
+    large_bodies,
     read_job,
     size_of_input,
     size_of_result,
@@ -26,12 +29,12 @@ from .schema import (
 )
 from .stored_bytes import StoredBytes
 from .transaction import Transaction, row_of
-from .webhook_delivery import JOB, Delivery
 
 PURGE_SLICE = 500
 """The most jobs that one transaction cancels. The limit keeps the waiting time of other writers short."""
 EXPIRY_SLICE_S = 0.05
 """A transaction that expires jobs handles no further job after this time."""
+UNSENT_S = 60.0
 MAX_TOMBSTONES = 1_000_000
 """If there are more tombstones than this, the oldest are deleted before they expire."""
 SPARE_PAGES = 1024
@@ -72,7 +75,8 @@ def _submitted(transaction: Transaction, new: NewJob) -> Job | None:
     if row is None:
         return None
     job = job_of(row)
-    if (job.input, job.content_type) != (new.input, new.content_type):
+    same = same_body(job.large_input, new.large_input) and (new.large_input or job.input == new.input)
+    if not same or job.content_type != new.content_type:
         raise IdempotencyConflict(
             f"Job {job.id} was submitted with the same idempotency key and another input.",
             remedy="Use a new key for a new input.",
@@ -187,6 +191,13 @@ def recover(transaction: Transaction) -> tuple[int, int]:
         )
         transaction.end(row, JobOutcome(JobState.FAILED, error=error.to_wire()))
     return again, len(running) - again
+
+
+def give_up(transaction: Transaction, job_id: str, outcome: JobOutcome) -> None:
+    """End a queued job, which cannot be run."""
+    row = find_row(transaction.connection, job_id)
+    if row is not None and row["state"] == JobState.IN_QUEUE:
+        transaction.end(row, outcome)
 
 
 def add_pieces(
@@ -330,10 +341,17 @@ def next_expiry(connection: sqlite3.Connection, now_s: float) -> float:
 
 
 def _delete(transaction: Transaction, row: sqlite3.Row) -> None:
-    """Delete a job and its ended webhook deliveries, and add a tombstone. Pending deliveries are kept."""
+    """Delete a job and its ended webhook deliveries, and add a tombstone. Pending deliveries are kept.
+
+    A job stays for UNSENT_S more if a delivery needs its large bodies, which are not in the delivery.
+    """
     execute, number = transaction.connection.execute, (row["number"],)
+    if row["webhook"] is not None and outbox.needs_job(transaction.connection, row["id"]):
+        execute("UPDATE jobs SET until_s = ? WHERE number = ?", (transaction.now_s + UNSENT_S, *number))
+        return
     size = size_of_input(transaction.connection, *number) + size_of_result(transaction.connection, *number)
     transaction.count_bytes(row["owner"], -size)
+    transaction.unused_bodies.update(large_bodies(transaction.connection, *number))
     for table in ("jobs", "inputs", "results"):
         execute(f"DELETE FROM {table} WHERE number = ?", number)  # noqa: S608
     if row["pieces"]:

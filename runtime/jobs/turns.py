@@ -11,6 +11,7 @@ from contextlib import closing
 from itertools import chain, islice, takewhile
 
 from .job import Job
+from .large_bodies import size_of
 from .schema import SELECT_WHOLE, read_job
 
 # The conditions of the index `jobs_ready`. A list of all owners would need a read of all jobs, so `_owners` asks for one
@@ -43,7 +44,7 @@ def due(
     with closing(_Turns(connection, function, now_s, known, limit).numbers(after)) as numbers:
         for number in islice(numbers, limit):
             found.append(job := read_job(connection, number, SELECT_WHOLE))
-            size_bytes += len(job.input)
+            size_bytes += len(job.input) + size_of(job.large_input)
             if size_bytes >= most_bytes:
                 break
     return found

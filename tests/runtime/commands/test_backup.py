@@ -14,6 +14,7 @@ import httpx
 import pytest
 from live import gateway_process, short_folder
 from pilotflame.runtime.cli import main
+from pilotflame.runtime.jobs.large_bodies import MOST_INLINE_BYTES
 from pilotflame.runtime.packaging.code import pack
 
 Run = Callable[..., Any]
@@ -44,9 +45,11 @@ async def test_a_backup_under_load_has_all_that_was_acknowledged(state: Path, tm
             assert answer.status_code == 201, answer.text
         backed_up = asyncio.Event()
 
-        async def submit() -> None:
+        async def submit(padding: str) -> None:
             while not backed_up.is_set():
-                response = await gateway.client.post("/v2/echo/run", json={"input": len(acknowledged)})
+                response = await gateway.client.post(
+                    "/v2/echo/run", json={"input": [len(acknowledged), padding]}
+                )
                 acknowledged.append(response.json()["id"])
 
         async def redeploy() -> None:
@@ -55,8 +58,8 @@ async def test_a_backup_under_load_has_all_that_was_acknowledged(state: Path, tm
                 await gateway.client.delete("/v1/functions/changing")
 
         async with asyncio.TaskGroup() as busy:
-            for _ in range(4):
-                busy.create_task(submit())
+            for size in (0, 0, 0, MOST_INLINE_BYTES):
+                busy.create_task(submit("x" * size))
             busy.create_task(redeploy())
             while len(acknowledged) < 20:
                 await function.answer()

@@ -5,6 +5,7 @@ import os
 import sys
 from pathlib import Path
 
+from pilotflame.runtime.jobs import large_bodies
 from pilotflame.runtime.jobs.database import Database
 from pilotflame.runtime.jobs.job import JobOutcome, JobState, NewJob
 from pilotflame.runtime.jobs.schema import SCRIPTS
@@ -29,6 +30,8 @@ async def submit(store: JobStore, caller: int) -> None:
 
 
 async def main() -> None:
+    # Some bodies are files.
+    large_bodies.MOST_INLINE_BYTES = 3
     database = Database(Path(sys.argv[1]), SCRIPTS)
     database.open()
     store = JobStore(database, keep_s=3600.0)

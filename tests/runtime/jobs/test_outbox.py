@@ -13,7 +13,7 @@ from pilotflame.errors import UnknownDelivery
 from pilotflame.runtime.jobs import outbox
 from pilotflame.runtime.jobs.job import JobState, Webhook
 from pilotflame.runtime.jobs.schema import SCRIPTS
-from pilotflame.runtime.jobs.webhook_delivery import (
+from pilotflame.runtime.webhooks.delivery import (
     Delivery,
     DeliveryAttempt,
     DeliveryState,

@@ -19,7 +19,7 @@ from pilotflame.errors import (
     JobStoreFailed,
     QueueFull,
 )
-from pilotflame.runtime.jobs import outbox, transitions
+from pilotflame.runtime.jobs import large_bodies, outbox, transitions
 from pilotflame.runtime.jobs.database import Database
 from pilotflame.runtime.jobs.job import JobCounts, JobState, Webhook
 from pilotflame.runtime.jobs.schema import SCRIPTS
@@ -37,6 +37,14 @@ from pilotflame.runtime.testing.job_store import (
 
 class TestJobStore(JobStoreTests):
     """The store on SQLite. conftest.py has its fixtures."""
+
+
+class TestJobStoreWithFiles(JobStoreTests):
+    """The same with files for all bodies of more than one byte."""
+
+    @pytest.fixture(autouse=True)
+    def files(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(large_bodies, "MOST_INLINE_BYTES", 1)
 
 
 async def test_an_owner_leaves_places_in_the_queue_for_others(store: JobStore) -> None:
@@ -224,11 +232,11 @@ async def test_a_full_disk_refuses_a_job_and_accepts_it_later(
     job, _ = await store.submit(new_job())
     await database.write(lambda connection: connection.execute("PRAGMA max_page_count=60").fetchall())
     with pytest.raises(JobStoreFailed, match="full"):
-        await store.submit(new_job(body=b"x" * 1_000_000, idempotency="k"))
+        await store.submit(new_job(body=b"x" * 250_000, idempotency="k"))
     assert (await store.counts("tone")).in_queue == 1
     assert (await run_once(store, job)).state is JobState.COMPLETED
     await database.write(lambda connection: connection.execute("PRAGMA max_page_count=6000").fetchall())
-    _, replayed = await store.submit(new_job(body=b"x" * 1_000_000, idempotency="k"))
+    _, replayed = await store.submit(new_job(body=b"x" * 250_000, idempotency="k"))
     assert not replayed
 
 

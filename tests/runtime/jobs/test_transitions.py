@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import shutil
 import tempfile
 from collections.abc import Coroutine
@@ -21,7 +22,7 @@ from pilotflame.errors import (
     PilotflameError,
     UnknownJob,
 )
-from pilotflame.runtime.jobs import transitions
+from pilotflame.runtime.jobs import large_bodies, schema, transitions
 from pilotflame.runtime.jobs.database import Database
 from pilotflame.runtime.jobs.job import ALL, JobOutcome, JobState
 from pilotflame.runtime.jobs.schema import SCRIPTS
@@ -37,12 +38,15 @@ class StoreMachine(RuleBasedStateMachine):
     """Runs any sequence of calls; after each, all that can be read equals the model."""
 
     ids = Bundle("ids")
+    most_inline: float = math.inf
 
     def __init__(self) -> None:
         super().__init__()
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(large_bodies, "MOST_INLINE_BYTES", self.most_inline)
         self.folder = Path(tempfile.mkdtemp(prefix="pf-jobs-"))
         self.runner = asyncio.Runner()
-        self.model = Model()
+        self.model = Model(self.most_inline)
         self.queued: list[str] = []
         self.cancelled: list[tuple[str, str]] = []
         self.open()
@@ -59,9 +63,16 @@ class StoreMachine(RuleBasedStateMachine):
         self.cancelled += transaction.cancelled
 
     def teardown(self) -> None:
-        self.database.close()
+        named = set(self.run(self.database.read(schema.large_bodies)))
+        self.close()
+        assert {path.name for path in self.folder.glob("jobs.bodies/*")} == named
+        self.patch.undo()
         self.runner.close()
         shutil.rmtree(self.folder)
+
+    def close(self) -> None:
+        self.database.close()
+        self.store.close()
 
     def run(self, asked: Coroutine[None, None, Any]) -> Any:
         return self.runner.run(asked)
@@ -247,7 +258,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule()
     def restart(self) -> None:
-        self.database.close()
+        self.close()
         self.open()
         running = [job_id for job_id, job in self.model.jobs.items() if job.state is JobState.IN_PROGRESS]
         assert sum(self.run(self.store.recover())) == len(running)
@@ -303,6 +314,16 @@ StoreMachine.TestCase.settings = settings(
     max_examples=15, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestStore = StoreMachine.TestCase
+
+
+class FilesMachine(StoreMachine):
+    """The same with files for all bodies of more than a few bytes."""
+
+    most_inline = 2
+
+
+FilesMachine.TestCase.settings = StoreMachine.TestCase.settings
+TestStoreWithFiles = FilesMachine.TestCase
 
 
 @pytest.mark.parametrize(("step_s", "handled"), [(0.0, [5]), (1.0, [1, 1, 1, 1, 1])])

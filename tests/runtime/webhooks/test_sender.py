@@ -12,13 +12,15 @@ from typing import Any
 import pytest
 import pytest_asyncio
 from pilotflame.errors import JobStoreFailed
-from pilotflame.runtime.access.webhook_signing import SigningKey
-from pilotflame.runtime.jobs import outbox, webhook_sender
-from pilotflame.runtime.jobs.http_post import AddressPolicy
+from pilotflame.runtime.jobs import outbox
 from pilotflame.runtime.jobs.schema import SCRIPTS
-from pilotflame.runtime.jobs.webhook_delivery import Delivery, RetrySchedule
-from pilotflame.runtime.jobs.webhook_sender import WebhookSender
+from pilotflame.runtime.jobs.store import JobStore
 from pilotflame.runtime.telemetry.background import BackgroundTasks
+from pilotflame.runtime.webhooks import sender
+from pilotflame.runtime.webhooks.delivery import Delivery, RetrySchedule
+from pilotflame.runtime.webhooks.http_post import AddressPolicy
+from pilotflame.runtime.webhooks.sender import WebhookSender
+from pilotflame.runtime.webhooks.signing import SigningKey
 from receiver import Held, Receiver, Watched, job, receiving
 from standardwebhooks import Webhook
 
@@ -44,7 +46,7 @@ async def database(tmp_path: Path) -> AsyncIterator[Watched]:
 async def sending(database: Watched, *, close_s: float = 20.0) -> AsyncIterator[WebhookSender]:
     policy = AddressPolicy.parse(["127.0.0.1"])
     async with BackgroundTasks() as tasks:
-        sender = WebhookSender(database, KEY, policy, AT_ONCE)
+        sender = WebhookSender(JobStore(database, keep_s=60.0), KEY, policy, AT_ONCE)
         sender.start(tasks)
         yield sender
         await sender.close(deadline_s=close_s)
@@ -108,7 +110,7 @@ async def test_a_host_gets_a_limited_number_of_requests_at_a_time(
     receiver.responses = [*held]
     for number in range(5):
         await add(database, receiver, f"job-{number}")
-    monkeypatch.setattr(webhook_sender, "MAX_REQUESTS_PER_HOST", 2)
+    monkeypatch.setattr(sender, "MAX_REQUESTS_PER_HOST", 2)
     async with sending(database):
         await receiver.received(2)
         held[0].let_go.set()
@@ -147,7 +149,7 @@ async def test_a_close_lets_requests_end(database: Watched, receiver: Receiver) 
 async def test_it_pauses_while_the_store_refuses(
     database: Watched, receiver: Receiver, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
-    monkeypatch.setattr(webhook_sender, "PAUSE_S", 0.01)
+    monkeypatch.setattr(sender, "PAUSE_S", 0.01)
     await add(database, receiver)
     real, left = getattr(database, call), [JobStoreFailed("The disk is full.")] * 2
 

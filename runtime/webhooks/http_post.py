@@ -19,7 +19,7 @@ from yarl import URL
 from ..._version import __version__
 from ...addresses import Addresses
 from ...errors import SettingsError, WebhookRefused
-from .webhook_delivery import DeliveryAttempt
+from .delivery import DeliveryAttempt
 
 MAX_URL_CHARS = 2048
 MAX_ERROR_CHARS = 300

@@ -67,7 +67,7 @@ class Delivery:
     owner: str = ""
     """The owner of the job: the id of an API key."""
     body: bytes = b""
-    """The message. It is empty in lists of deliveries."""
+    """The message. It is empty in lists of deliveries, and if it is made when it is sent."""
     trace: Mapping[str, str] = field(default_factory=dict)
     """Headers that continue the trace of the job's caller. They are empty in lists, and once the job is deleted."""
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pilotflame.errors import GatewayError
-from pilotflame.runtime.access.webhook_signing import SigningKey, load_key
+from pilotflame.runtime.webhooks.signing import SigningKey, load_key
 from standardwebhooks import Webhook, WebhookVerificationError
 
 KEY = SigningKey(b"k" * 32)

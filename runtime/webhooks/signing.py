@@ -17,7 +17,7 @@ from pathlib import Path
 from standardwebhooks import Webhook
 
 from ...errors import GatewayError
-from . import private_files
+from ..access import private_files
 
 PREFIX = "whsec_"
 SECRET_FILE = "webhook-secret"  # noqa: S105

@@ -1,4 +1,4 @@
-"""Sends the webhook deliveries in the outbox, and repeats each until it is accepted or given up.
+"""Sends the webhook deliveries of an outbox, and repeats each until it is accepted or given up.
 
 A delivery is sent at least once, even if the gateway crashes. Each attempt has the same id.
 """
@@ -9,16 +9,15 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
+from typing import Protocol
 
 from ...errors import JobStoreFailed
-from ..access.webhook_signing import SigningKey
 from ..telemetry.background import BackgroundTasks
-from . import outbox
-from .database import Database
+from .delivery import GONE, Delivery, DeliveryAttempt, DeliveryState, RetrySchedule
 from .http_post import AddressPolicy, HttpPoster
-from .webhook_delivery import Delivery, DeliveryState, RetrySchedule
+from .signing import SigningKey
 
 _log = logging.getLogger(__name__)
 
@@ -31,12 +30,32 @@ PAUSE_S = 5.0
 """The pause after the store failed. An attempt that cannot be stored would be sent again and again."""
 
 
+class Outbox(Protocol):
+    """The stored deliveries. Its methods raise JobStoreFailed if they cannot be read or written."""
+
+    async def due_deliveries(
+        self, *, room: int, room_per_host: int, busy: Collection[tuple[str, str]]
+    ) -> tuple[list[Delivery], float | None]:
+        """Return up to `room` deliveries that may be sent now, and the time at which the next is due; None: never.
+
+        `busy` holds (host, subject) of the deliveries that are being sent.
+        """
+
+    async def webhook_body(self, delivery: Delivery) -> bytes | None:
+        """Return the body of a delivery that has none; None if its job is missing."""
+
+    async def record_attempt(
+        self, delivery: Delivery, attempt: DeliveryAttempt, schedule: RetrySchedule
+    ) -> DeliveryState | None:
+        """Store an attempt, and return the delivery's new state; None if the delivery was deleted."""
+
+
 class WebhookSender:
     """Sends due deliveries in tasks of a task group. Call `wake` when a delivery may be due."""
 
     def __init__(
         self,
-        database: Database,
+        outbox: Outbox,
         key: SigningKey,
         policy: AddressPolicy,
         schedule: RetrySchedule | None = None,
@@ -47,7 +66,7 @@ class WebhookSender:
 
         After each attempt, the sender calls `on_attempt` with the function and the outcome.
         """
-        self._database = database
+        self._outbox = outbox
         self._key = key
         self._policy = policy
         self._schedule = schedule or RetrySchedule()
@@ -98,10 +117,11 @@ class WebhookSender:
         if room <= 0:
             # When a request ends, `_ended` wakes the loop.
             return MAX_SLEEP_S
-        now_s, busy = time.time(), list(self._requests.values())
-        due = partial(outbox.due, now_s=now_s, room=room, room_per_host=MAX_REQUESTS_PER_HOST, busy=busy)
+        busy = list(self._requests.values())
         try:
-            deliveries, next_s = await self._database.read(due)
+            deliveries, next_s = await self._outbox.due_deliveries(
+                room=room, room_per_host=MAX_REQUESTS_PER_HOST, busy=busy
+            )
         except JobStoreFailed as error:
             self._pause(error)
             return 0.0
@@ -117,11 +137,14 @@ class WebhookSender:
     async def _send(self, delivery: Delivery, poster: HttpPoster) -> None:
         now_s = time.time()
         keys = self._key.of(delivery.function), self._key.of_owner(delivery.owner)
-        signed = keys[0].headers(delivery.id, delivery.body, now_s, *keys[1:])
-        attempt = await poster.post(delivery.url, {**delivery.trace, **signed}, delivery.body, now_s)
         try:
-            record = partial(outbox.record, delivery_id=delivery.id, attempt=attempt, schedule=self._schedule)
-            state = await self._database.write(partial(record, now_s=time.time()))
+            body = delivery.body or await self._outbox.webhook_body(delivery)
+            if body is None:
+                attempt = DeliveryAttempt(now_s, GONE, "its job was deleted", 0)
+            else:
+                signed = keys[0].headers(delivery.id, body, now_s, *keys[1:])
+                attempt = await poster.post(delivery.url, {**delivery.trace, **signed}, body, now_s)
+            state = await self._outbox.record_attempt(delivery, attempt, self._schedule)
         except JobStoreFailed as error:
             self._pause(error)
             return

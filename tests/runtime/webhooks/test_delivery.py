@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
-from pilotflame.runtime.jobs.webhook_delivery import (
+from pilotflame.runtime.webhooks.delivery import (
     MAX_RETRY_AFTER_S,
     DeliveryAttempt,
     DeliveryState,

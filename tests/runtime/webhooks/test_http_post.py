@@ -15,8 +15,8 @@ from aiohttp.abc import AbstractResolver, ResolveResult
 from hypothesis import given
 from hypothesis import strategies as st
 from pilotflame.errors import SettingsError, WebhookRefused
-from pilotflame.runtime.jobs.http_post import MAX_REDIRECTS, AddressPolicy, HttpPoster, parse_retry_after
-from pilotflame.runtime.jobs.webhook_delivery import DeliveryAttempt
+from pilotflame.runtime.webhooks.delivery import DeliveryAttempt
+from pilotflame.runtime.webhooks.http_post import MAX_REDIRECTS, AddressPolicy, HttpPoster, parse_retry_after
 from receiver import Held, Receiver, receiving, reset, respond
 
 SECOND = AddressPolicy.parse(["127.0.0.2"])
