@@ -43,7 +43,7 @@ from .api.logs import LogsApi
 from .api.openapi import OpenApi
 from .api.plugin import ApiPlugin, Plugins
 from .api.revisions import RevisionsApi
-from .api.server import HttpServer, bind, http_server, url_of
+from .api.server import HttpServer, http_server
 from .api.standalone import Standalone
 from .api.usage import UsageApi
 from .api.warmup import WarmupApi
@@ -66,6 +66,8 @@ from .http.access_log import AccessLog
 from .http.audit import Audit
 from .http.cross_origin import CrossOrigin
 from .http.endless_answers import EndlessAnswers
+from .http.large_answers import LargeAnswers
+from .http.listening import bind, url_of
 from .http.origins import Origins
 from .http.responses import ErrorResponses, compressed
 from .http.routes import Route, error_formats, joined
@@ -318,7 +320,7 @@ async def startup(
                 ErrorResponses(error_formats(routes)).middleware, guard.middleware, audit.middleware,
                 *([standalone.hold] if standalone is not None else []),
             ],
-            FastPath(gateway, functions, guard, routes, requests, alone.name if alone is not None else ""),
+            FastPath(gateway, functions, guard, routes, LargeAnswers(settings.body_timeout_s), requests, alone.name if alone is not None else ""),
             settings.header_timeout_s, [cors.on_prepare], certificate.context if certificate is not None else None,
         )
     )  # fmt: skip

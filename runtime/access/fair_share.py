@@ -1,5 +1,9 @@
 """How much of a shared room one owner may use."""
 
+from __future__ import annotations
+
+from collections import Counter
+
 FREE_SHARE = 9
 """An owner may use nine times as much as is free. So an owner that is alone may use nine tenths of the room. If there are more
 owners, each may use less, and some room stays free for a new owner. This is the dynamic threshold of Choudhury and Hahne, "Dynamic queue length thresholds for
@@ -9,3 +13,27 @@ shared-memory packet switches" (1998)."""
 def share_used(own: int, free: int) -> bool:
     """Return True if an owner that uses `own` of a room has used its share, while `free` of the room is free."""
     return own >= FREE_SHARE * free
+
+
+class SharedRoom:
+    """A room of `most` bytes, or of other units, and how much of it each owner uses. Callers without a key are one owner."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._total = most, 0
+        self._of: Counter[str] = Counter()
+
+    def takes(self, owner: str, size: int) -> bool:
+        """Return True if the owner may use `size` more."""
+        free = self._most - self._total - size
+        return free >= 0 and not share_used(self._of[owner] + size, free)
+
+    def add(self, owner: str, size: int) -> None:
+        self._of[owner] += size
+        self._total += size
+
+    def remove(self, owner: str, size: int) -> None:
+        """Take back what `add` has counted."""
+        self._of[owner] -= size
+        if not self._of[owner]:
+            del self._of[owner]
+        self._total -= size

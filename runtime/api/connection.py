@@ -15,7 +15,9 @@ from aiohttp.http import RawRequestMessage
 from multidict import CIMultiDict
 
 from ...errors import MalformedRequest, OutputInvalid, PilotflameError
+from ..http.large_answers import SlicedWrite
 from ..http.responses import SERVER, Handler, Response, error_reply
+from ..http.sliced_body import SLICE_BYTES
 from .fast_path import BEGINNING, FastPath, FastRequest
 
 MAX_REASON_CHARS = 200
@@ -88,12 +90,13 @@ class FastConnection(ClientConnection):
     A request is offered if it has arrived completely and no other request waits on this connection.
     """
 
-    __slots__ = ("_fast_path", "_lost", "_parked_waiter", "_pending")
+    __slots__ = ("_fast_path", "_large", "_lost", "_parked_waiter", "_pending")
 
     def __init__(self, server: web.Server, fast_path: FastPath, *, header_timeout_s: float) -> None:
         super().__init__(server, header_timeout_s=header_timeout_s)
         self._fast_path = fast_path
         self._pending: FastRequest | None = None
+        self._large: SlicedWrite | None = None
         self._lost: asyncio.Future[None] | None = None
         # The future on which aiohttp's task waits for the next request. It is kept here, and not in
         # `_waiter`, while the fast path handles a request, so that aiohttp's task does not wake up.
@@ -122,7 +125,19 @@ class FastConnection(ClientConnection):
         if self._reading_paused:
             super().resume_reading(resume_parser)
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._large is not None:
+            self._large.pause()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._large is not None:
+            self._large.resume()
+
     def connection_lost(self, exc: BaseException | None) -> None:
+        if self._large is not None:
+            self._large.stop()
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.abandon()
@@ -174,14 +189,29 @@ class FastConnection(ClientConnection):
         return True
 
     def _send(self, response: Response) -> None:
-        """Send the response to the pending request. Then aiohttp's task waits for the next request again."""
+        """Send the response to the pending request."""
+        transport, pending = self.transport, self._pending
+        if transport is None or pending is None:
+            self._sent()
+            return
+        head, body = encode(response)
+        if len(body) <= SLICE_BYTES:
+            transport.write(head + body)
+            self._sent()
+        else:
+            transport.write(head)
+            self._large = SlicedWrite(self._fast_path.answers, pending.owner, transport, body, self._sent)
+            self._large.begin(paused=self._paused)
+
+    def _sent(self) -> None:
+        """Let aiohttp's task wait for the next request again."""
+        self._large = None
         self._pending, self._waiter, self._parked_waiter = None, self._parked_waiter, None
         self._request_in_progress = False
         if self._handler_waiter is not None:
             self._handler_waiter.set_result(None)
         if self.transport is None or self._waiter is None:
             return
-        self.transport.write(encode(response))
         # aiohttp sets `_close` when a shutdown begins.
         if self._close:
             self.force_close()
@@ -209,8 +239,8 @@ async def header_timer(request: web.Request, handler: Handler) -> web.StreamResp
     return await handler(request)
 
 
-def encode(response: Response) -> bytes:
-    """Return the bytes of the response, or of an error response if a header holds a line break."""
+def encode(response: Response) -> tuple[bytes, bytes]:
+    """Return the head and the body of the response, or of an error response if a header holds a line break."""
     fixed = {"Date": helpers.rfc822_formatted_time(), "Server": SERVER}
     headers = {**response.headers, "Content-Length": str(len(response.body)), **fixed}
     fields = cast("CIMultiDict[str]", headers)
@@ -219,4 +249,4 @@ def encode(response: Response) -> bytes:
     except ValueError:
         error = OutputInvalid("The answer's Content-Type holds a line break.", remedy="Return another one.")
         return encode(error_reply(error, response.headers["X-Request-Id"]))
-    return head + response.body
+    return head, response.body

@@ -21,9 +21,11 @@ from ...errors import InvocationError, PilotflameError
 from ...handlers.codec import JSON_TYPE
 from ..functions.registry import Functions
 from ..http.access_log import AccessLog
+from ..http.large_answers import LargeAnswers
 from ..http.requests import REQUEST_ID_HEADER, Headers, request_id_of
 from ..http.responses import MAX_ON_LOOP_BYTES, Response, choose_coding, compress_now, error_reply, pays
 from ..http.routes import INVOKE_PATH, Route
+from ..http.sliced_body import SLICE_BYTES
 from ..serving.invocation import Invocation
 from ..serving.revision import Revision
 from .guard import Admitted, Guard
@@ -41,12 +43,12 @@ class FastPath:
 
     def __init__(
         self, gateway: Gateway, functions: Functions, guard: Guard, routes: Sequence[Route],
-        access: AccessLog | None = None, root: str = "",
+        answers: LargeAnswers, access: AccessLog | None = None, root: str = "",
     ) -> None:  # fmt: skip
         """If `access` is given, each request is written to this access log. If `root` is given, `POST /` calls the
         function of this name.
         """
-        self.gateway = gateway
+        self.gateway, self.answers = gateway, answers
         self.access = access
         # Requests that another row of the route table serves, such as CloudEvents.
         self._elsewhere = [
@@ -127,14 +129,24 @@ class FastPath:
 class FastRequest:
     """One request that the fast path handles, from its admission to its response."""
 
-    __slots__ = ("_accept_encoding", "_admitted", "_fast_path", "_invocation", "_name", "_received_s",
-                 "_revision", "_send")  # fmt: skip
+    __slots__ = (
+        "_accept_encoding",
+        "_admitted",
+        "_fast_path",
+        "_invocation",
+        "_name",
+        "_received_s",
+        "_revision",
+        "_send",
+        "owner",
+    )
 
     def __init__(
         self, fast_path: FastPath, revision: Revision, admitted: Admitted, send: Send, received_s: float
     ) -> None:
         self._fast_path, self._revision, self._admitted, self._send = fast_path, revision, admitted, send
         self._received_s = received_s
+        self.owner = admitted.caller.owner
         self._name = revision.spec.function
         self._invocation: Invocation | None = None
         self._accept_encoding = ""
@@ -181,6 +193,9 @@ class FastRequest:
 
     def _end(self, response: Response) -> None:
         self._admitted.leave()
+        if len(response.body) > SLICE_BYTES:
+            refusal = self._fast_path.answers.refusal(self.owner, len(response.body))
+            response = response if refusal is None else error_reply(refusal, headers=response.headers)
         if (access := self._fast_path.access) is not None:
             access.write(
                 "POST", INVOKE_PATH, response.status, self._received_s, owner=self._admitted.caller.owner,
@@ -192,9 +207,9 @@ class FastRequest:
             return
         coding = choose_coding(self._accept_encoding)
         if not coding or len(response.body) <= MAX_ON_LOOP_BYTES:
-            self._finish(response, coding, compress_now(response.body, coding) if coding else response.body)
+            self._finish(response, coding, compress_now([response.body], coding) if coding else response.body)
         else:
-            packing = asyncio.get_running_loop().run_in_executor(None, compress_now, response.body, coding)
+            packing = asyncio.get_running_loop().run_in_executor(None, compress_now, [response.body], coding)
             packing.add_done_callback(lambda done: self._finish(response, coding, done.result()))
 
     def _finish(self, response: Response, coding: str, body: bytes) -> None:

@@ -8,7 +8,7 @@ import importlib
 import math
 import sys
 import zlib
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Annotated, Any, NamedTuple, NotRequired
 
@@ -24,6 +24,7 @@ from ...handlers.negotiation import weigh
 from ..access.keys import Scope
 from ..serving.invocation import Invocation
 from .requests import Headers, awaits_continue, caller_of, request_id_of
+from .sliced_body import SlicedBody
 
 # The standard library has zstd since Python 3.14. The backport can be installed only on older versions.
 zstd = importlib.import_module("compression.zstd" if sys.version_info >= (3, 14) else "backports.zstd")
@@ -84,6 +85,16 @@ def json_response(
     if no_store:
         response.headers["Cache-Control"] = "no-store"
     return response
+
+
+def json_with_large(
+    name: str, value: bytes, others: Mapping[str, Any], headers: Headers | None = None
+) -> web.Response:
+    """Return a response with a JSON object that has the members `others`, and then `name`, whose value is JSON already
+    and is not copied. There must be others.
+    """
+    parts = [orjson.dumps(others)[:-1], b',"%s":' % name.encode(), value, b"}"]
+    return web.Response(body=SlicedBody(parts, JSON_TYPE), headers=headers)
 
 
 def timestamp(at_s: float) -> Timestamp:
@@ -184,12 +195,13 @@ async def complete_headers(request: web.Request, response: web.StreamResponse) -
 async def compressed(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Compress bodies. aiohttp's own compression supports neither zstd nor the quality values of Accept-Encoding."""
     response = await handler(request)
-    if not isinstance(response, web.Response) or not isinstance(response.body, bytes):
+    body = response.body if isinstance(response, web.Response) else None
+    if not isinstance(response, web.Response) or not isinstance(body, bytes | SlicedBody):
         return response
-    if "Content-Encoding" not in response.headers and pays(response.body, response.content_type):
+    if "Content-Encoding" not in response.headers and pays(body, response.content_type):
         response.headers["Vary"] = "Accept-Encoding"
         if coding := choose_coding(request.headers.get("Accept-Encoding", "")):
-            response.body = await compress(response.body, coding)
+            response.body = await compress(body, coding)
             response.headers["Content-Encoding"] = coding
     return response
 
@@ -207,21 +219,26 @@ def choose_coding(accept_encoding: str) -> str:
     return "zstd" if zstd_quality == best else "gzip"
 
 
-async def compress(body: bytes, coding: str) -> bytes:
+async def compress(body: bytes | SlicedBody, coding: str) -> bytes:
+    if isinstance(body, SlicedBody):
+        return await asyncio.to_thread(compress_now, body.parts, coding)
     if len(body) <= MAX_ON_LOOP_BYTES:
-        return compress_now(body, coding)
-    return await asyncio.to_thread(compress_now, body, coding)
+        return compress_now([body], coding)
+    return await asyncio.to_thread(compress_now, [body], coding)
 
 
-def compress_now(body: bytes, coding: str) -> bytes:
+def compress_now(parts: Sequence[bytes], coding: str) -> bytes:
     """Return the body compressed with "zstd" or "gzip". Blocks: use `compress` on the event loop."""
     if coding == "zstd":
-        return bytes(zstd.compress(body, COMPRESSION_LEVEL))
-    return zlib.compress(body, COMPRESSION_LEVEL, _GZIP_BITS)
+        packer = zstd.ZstdCompressor(COMPRESSION_LEVEL)
+    else:
+        packer = zlib.compressobj(COMPRESSION_LEVEL, wbits=_GZIP_BITS)
+    return b"".join([*map(packer.compress, parts), packer.flush()])
 
 
-def pays(body: bytes, kind: str) -> bool:
+def pays(body: bytes | SlicedBody, kind: str) -> bool:
     """Return True if a body of media type `kind` should be compressed, because the body is text and not short."""
-    return len(body) >= MIN_COMPRESSED_BYTES and (
+    size = body.size if isinstance(body, SlicedBody) else len(body)
+    return size >= MIN_COMPRESSED_BYTES and (
         kind.startswith("text/") or kind in _COMPRESSIBLE or kind.endswith(("+json", "+xml"))
     )

@@ -9,6 +9,7 @@ channel 0, except PARK and PARKED.
 from __future__ import annotations
 
 import enum
+import io
 import struct
 from typing import Any, NamedTuple
 
@@ -19,6 +20,8 @@ from ...errors import LinkError, OutputTooLarge
 HEADER = struct.Struct("<IIBI")
 TIMING = struct.Struct("<ddHd")
 MAX_FRAME_BYTES = 256 << 20
+# The payload of a longer frame is not copied once it has arrived.
+LARGE_BYTES = 1 << 20
 # The largest payload: the rest of a frame is for its head.
 MAX_PAYLOAD_BYTES = 255 << 20
 
@@ -147,10 +150,11 @@ def encode_json(kind: int, channel: int, head: dict[str, Any], payload: bytes = 
 class FrameReader:
     """Cuts a byte stream into frames. A read may end anywhere in a frame."""
 
-    def __init__(self, max_bytes: int = MAX_FRAME_BYTES) -> None:
-        self._max_bytes = max_bytes
+    def __init__(self, max_bytes: int = MAX_FRAME_BYTES, large_bytes: int = LARGE_BYTES) -> None:
+        self._max_bytes, self._large_bytes = max_bytes, large_bytes
         self._rest = bytearray()
         self._needed = HEADER.size
+        self._large: _LargeFrame | None = None
         self._fault: LinkError | None = None
 
     def check(self) -> None:
@@ -161,7 +165,7 @@ class FrameReader:
     @property
     def missing(self) -> int:
         """How many bytes are missing from the next frame, or from its header if the header is incomplete."""
-        return self._needed - len(self._rest)
+        return self._large.missing if self._large is not None else self._needed - len(self._rest)
 
     def feed(self, data: bytes) -> list[Frame]:
         """Add bytes and return the complete frames. Raise LinkError if a frame is too long or inconsistent.
@@ -169,13 +173,26 @@ class FrameReader:
         Complete frames before an invalid frame are returned first. Then `check` raises the error.
         """
         self.check()
-        if self._rest:
+        frames: list[Frame] = []
+        if self._large is not None:
+            data = self._large.add(data)
+            if self._large.missing:
+                return []
+            frames.append(self._large.frame())
+            self._large = None
+        elif self._rest:
             self._rest += data
             if len(self._rest) < self._needed:
                 return []
             data = bytes(self._rest)
             self._rest.clear()
-        frames: list[Frame] = []
+        position = self._cut(data, frames)
+        if position < len(data) and self._large is None:
+            self._rest += data[position:]
+        return frames
+
+    def _cut(self, data: bytes, frames: list[Frame]) -> int:
+        """Append the complete frames in `data`, and return the position after them."""
         position, size = 0, len(data)
         self._needed = HEADER.size
         while size - position >= HEADER.size:
@@ -185,13 +202,35 @@ class FrameReader:
                 self._fault = LinkError(f"{claim}; the limit is {self._max_bytes}.")
                 if not frames:
                     raise self._fault
-                return frames
+                return size
             start = position + HEADER.size
             if start + length > size:
-                self._needed = HEADER.size + length
+                self._needed = HEADER.size + min(length, max(head, self._large_bytes))
+                if length > self._large_bytes and start + head <= size:
+                    self._large = _LargeFrame(kind, channel, data[start : start + head], length - head)
+                    self._large.add(data[start + head :])
                 break
             position = start + length
             frames.append(Frame(kind, channel, data[start : start + head], data[start + head : position]))
-        if position < size:
-            self._rest += data[position:]
-        return frames
+        return position
+
+
+class _LargeFrame:
+    """A frame of which a part has arrived. Its payload is not copied once it is complete."""
+
+    def __init__(self, kind: int, channel: int, head: bytes, size: int) -> None:
+        self._kind, self._channel, self._head = kind, channel, head
+        # `BytesIO.getvalue` does not copy if nothing else has the buffer.
+        self._payload, self.missing = io.BytesIO(), size
+
+    def add(self, data: bytes) -> bytes:
+        """Add bytes, and return the bytes that follow the frame."""
+        own, after = (
+            (data, b"") if len(data) <= self.missing else (data[: self.missing], data[self.missing :])
+        )
+        self._payload.write(own)
+        self.missing -= len(own)
+        return after
+
+    def frame(self) -> Frame:
+        return Frame(self._kind, self._channel, self._head, self._payload.getvalue())

@@ -8,6 +8,7 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal, NotRequired
 
 import orjson
@@ -22,9 +23,10 @@ from ...api.backend import ASYNC_BODY_BYTES, REPLAYED_HEADER, SUBMIT_PARAMETERS,
 from ...api.plugin import ApiPlugin
 from ...functions.live import Live
 from ...http.event_stream import EVENTS, JobEncoder, accepts_events, event, send_job
-from ...http.requests import dump_json, load_json, owner_of, validate
-from ...http.responses import ErrorFields, Handler, Timestamp, json_response, timestamp
+from ...http.requests import Headers, dump_json, load_json, owner_of, validate
+from ...http.responses import ErrorFields, Handler, Timestamp, json_response, json_with_large, timestamp
 from ...http.routes import Choices, Number, Parameter, Route, header
+from ...http.sliced_body import SLICE_BYTES
 from ...jobs.job import BATCH_PRIORITY, LOW_PRIORITY, Job, JobState, Webhook
 from ...telemetry.invocation_end import Source
 
@@ -126,6 +128,13 @@ def shown(job: Job) -> dict[str, Any]:
     return found
 
 
+def job_response(job: Job, headers: Headers | None = None) -> web.Response:
+    """Return a job as a JobStatus."""
+    if job.output is None or job.output_type or len(job.output) <= SLICE_BYTES:
+        return json_response(shown(job), headers=headers)
+    return json_with_large("output", job.output, shown(replace(job, output=None)), headers)
+
+
 class QueueApi(ApiPlugin):
     """The routes of a function's jobs, below /v2/{function}."""
 
@@ -172,22 +181,22 @@ class QueueApi(ApiPlugin):
         """Submit a job. Respond with it when it has ended, or when the time in `?wait=` is over."""
         wait_s = _wait_s(request)
         job, headers = await self._submit(request, wait_s=wait_s)
-        return json_response(shown(job), headers=headers)
+        return job_response(job, headers=headers)
 
     async def status(self, request: web.Request) -> web.StreamResponse:
-        return json_response(shown(await self._job(request)))
+        return job_response(await self._job(request))
 
     async def status_sync(self, request: web.Request) -> web.StreamResponse:
         """Respond with a job when it has ended, or when the time in `?wait=` is over."""
         wait_s, job = _wait_s(request), await self._job(request)
-        return json_response(shown(await self._jobs.wait(job.function, job.id, wait_s)))
+        return job_response(await self._jobs.wait(job.function, job.id, wait_s))
 
     async def cancel(self, request: web.Request) -> web.StreamResponse:
-        return json_response(shown(await self._jobs.store.cancel(*_named(request))))
+        return job_response(await self._jobs.store.cancel(*_named(request)))
 
     async def retry(self, request: web.Request) -> web.StreamResponse:
         self._live(request)
-        return json_response(shown(await self._jobs.store.retry(*_named(request))))
+        return job_response(await self._jobs.store.retry(*_named(request)))
 
     async def purge(self, request: web.Request) -> web.StreamResponse:
         removed = await self._jobs.purge(self._live(request).record.function, owner_of(request))

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from hypothesis import given
 from hypothesis import strategies as st
-from pilotflame.runtime.access.fair_share import share_used
+from pilotflame.runtime.access.fair_share import SharedRoom, share_used
+
+OWNERS = st.sampled_from(["", "a", "b", "c"])
 
 
 @given(st.integers(1, 12), st.integers(0, 2_000))
@@ -21,3 +25,26 @@ def test_owners_that_fill_a_room_get_equal_shares_and_leave_a_place_free(owners:
 def test_an_owner_alone_gets_nine_tenths() -> None:
     assert not share_used(899, 101)
     assert share_used(900, 100)
+
+
+@given(st.lists(st.tuples(OWNERS, st.integers(0, 300), st.booleans())))
+def test_the_sum_is_limited_and_a_new_owner_has_room(steps: list[tuple[str, int, bool]]) -> None:
+    room, held = SharedRoom(1000), list[tuple[str, int]]()
+    for owner, size, ends in steps:
+        if ends and held:
+            room.remove(*held.pop())
+            continue
+        if not room.takes(owner, size):
+            continue
+        room.add(owner, size)
+        held.append((owner, size))
+        used = Counter[str]()
+        for name, count in held:
+            used[name] += count
+        assert sum(used.values()) <= 1000
+        assert max(used.values()) < 900
+        # Another owner has room for almost nine tenths of what is free.
+        assert room.takes("new", (9 * (1000 - sum(used.values())) - 1) // 10)
+    while held:
+        room.remove(*held.pop())
+    assert room.takes("a", 899)

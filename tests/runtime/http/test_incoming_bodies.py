@@ -3,44 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from live import Gateway, failure, gateway_here
-from pilotflame.errors import Overloaded
-from pilotflame.runtime.http.incoming_bodies import IncomingBodies
 
 JSON = {"Content-Type": "application/json"}
-OWNERS = st.sampled_from(["", "a", "b", "c"])
-
-
-@given(st.lists(st.tuples(OWNERS, st.integers(0, 300), st.booleans())))
-def test_the_sum_is_limited_and_a_new_owner_has_room(steps: list[tuple[str, int, bool]]) -> None:
-    bodies, held = IncomingBodies(1000), list[tuple[str, int]]()
-    for owner, size, ends in steps:
-        if ends and held:
-            bodies.remove(*held.pop())
-            continue
-        try:
-            bodies.add(owner, size)
-        except Overloaded:
-            continue
-        held.append((owner, size))
-        used = Counter[str]()
-        for name, count in held:
-            used[name] += count
-        assert sum(used.values()) <= 1000
-        assert max(used.values()) < 900
-        # Another owner has room for almost nine tenths of what is free.
-        most = (9 * (1000 - sum(used.values())) - 1) // 10
-        bodies.add("new", most)
-        bodies.remove("new", most)
-    while held:
-        bodies.remove(*held.pop())
-    bodies.add("a", 899)
 
 
 async def test_unfinished_bodies_of_one_caller_leave_room_for_others(

@@ -22,20 +22,22 @@ FRAMES = st.builds(
 )
 
 
-@given(st.lists(FRAMES, max_size=8), st.data())
-def test_any_split_of_the_stream_gives_the_same_frames(frames: list[Frame], data: st.DataObject) -> None:
+@given(st.lists(FRAMES, max_size=8), st.integers(0, 250), st.data())
+def test_any_split_of_the_stream_gives_the_same_frames(
+    frames: list[Frame], large_bytes: int, data: st.DataObject
+) -> None:
     stream = b"".join(encode(*frame) for frame in frames)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(stream)), max_size=20)))
-    reader = FrameReader()
+    reader = FrameReader(large_bytes=large_bytes)
     found: list[Frame] = []
     for begin, end in zip([0, *cuts], [*cuts, len(stream)], strict=True):
         found += reader.feed(stream[begin:end])
     assert found == frames
 
 
-@given(st.lists(FRAMES, min_size=1, max_size=3))
-def test_a_frame_comes_out_with_its_last_byte_and_not_before(frames: list[Frame]) -> None:
-    reader = FrameReader()
+@given(st.lists(FRAMES, min_size=1, max_size=3), st.integers(0, 250))
+def test_a_frame_comes_out_with_its_last_byte_and_not_before(frames: list[Frame], large_bytes: int) -> None:
+    reader = FrameReader(large_bytes=large_bytes)
     ends = []
     position = 0
     for frame in frames:

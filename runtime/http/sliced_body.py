@@ -1,0 +1,45 @@
+"""A body that aiohttp sends in slices, so that other callbacks of the event loop run between two of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+
+from aiohttp.abc import AbstractStreamWriter
+from aiohttp.payload import Payload
+
+SLICE_BYTES = 256 << 10
+"""Larger bodies are sent in slices of this size. A write of 64 MiB would stop the event loop for 30 ms."""
+
+
+class SlicedBody(Payload):
+    """The parts of a body, which are sent one after the other."""
+
+    def __init__(self, parts: Sequence[bytes], content_type: str) -> None:
+        super().__init__(parts, content_type=content_type)
+        self.parts = parts
+        self.sending: Callable[[], AbstractContextManager[object]] = nullcontext
+        """Is entered while the body is sent."""
+        self.timeout_s: float | None = None
+        """The most time for a slice."""
+
+    @property
+    def size(self) -> int:
+        return sum(map(len, self.parts))
+
+    def decode(self, encoding: str = "utf-8", errors: str = "strict") -> str:
+        return b"".join(self.parts).decode(encoding, errors)
+
+    async def write(self, writer: AbstractStreamWriter) -> None:
+        """Send the body. Raise TimeoutError if a slice is not sent in time."""
+        with self.sending():
+            for slice_ in self._slices():
+                async with asyncio.timeout(self.timeout_s):
+                    await writer.write(slice_)
+                await asyncio.sleep(0)
+
+    def _slices(self) -> Iterator[memoryview]:
+        for part in self.parts:
+            for start in range(0, len(part), SLICE_BYTES):
+                yield memoryview(part)[start : start + SLICE_BYTES]
