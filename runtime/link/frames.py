@@ -216,7 +216,7 @@ class FrameReader:
 
 
 class _LargeFrame:
-    """A frame of which a part has arrived. Its payload is not copied once it is complete."""
+    """A frame that arrives in parts. Its payload is not copied at the end."""
 
     def __init__(self, kind: int, channel: int, head: bytes, size: int) -> None:
         self._kind, self._channel, self._head = kind, channel, head

@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
+from typing import NamedTuple
 
-from .seen import Peak
+
+class Peak(NamedTuple):
+    """The largest number of workers that was needed at any time in a window that ends now."""
+
+    workers: int = 0
+    until_s: float = math.inf
+    """When the peak leaves the window, unless this number of workers is needed again before."""
+
+
+NO_NEED = Peak()
 
 
 class RecentNeed:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import NamedTuple
+
+from .recent_need import NO_NEED, Peak
 
 # A worker is started for waiting invocations if they will keep it busy for as long as its start takes, or at least for this time.
 # A caller hardly notices a shorter delay, and a start takes processor time from the workers that run.
@@ -29,17 +30,6 @@ class Load(NamedTuple):
     def delay_s(self) -> float:
         """If awake workers need longer than this for the waiting invocations, another worker is worth its start."""
         return max(self.wake_s, TARGET_S)
-
-
-class Peak(NamedTuple):
-    """The largest number of workers that was needed at any time in a window that ends now."""
-
-    workers: int = 0
-    until_s: float = math.inf
-    """When the peak leaves the window, unless this number of workers is needed again before."""
-
-
-NO_NEED = Peak()
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pilotflame.runtime.scaling.desired_state import desired
 from pilotflame.runtime.scaling.load import sufficient_load, wanted
+from pilotflame.runtime.scaling.recent_need import Peak
 from pilotflame.runtime.scaling.revision_state import NOTHING_WRONG, Phase, RevisionState
 from pilotflame.runtime.scaling.scale_spec import ScaleSpec
-from pilotflame.runtime.scaling.seen import TARGET_S, Load, Peak, Seen
+from pilotflame.runtime.scaling.seen import TARGET_S, Load, Seen
 from pilotflame.runtime.scaling.table import Proposal, Rank
 
 NOW_S = 1_000_000.0
