@@ -280,13 +280,13 @@ async def startup(
     )  # fmt: skip
     backend = Backend(
         functions, jobs, settings.max_body_bytes, settings.body_timeout_s, state,
-        Origins(settings.trusted_proxies),
+        Origins(settings.trusted_proxies), disk,
     )  # fmt: skip
     gateway, endless = Gateway(backend), EndlessAnswers()
     plugins = Plugins(plugin_apis, backend, bare=settings.bare_paths, alone=alone is not None)
     stack.callback(plugins.start(tasks))
     apis = (
-        gateway, admin, Deploys(functions, local=local and alone is None), LogsApi(functions, logs, endless), RevisionsApi(functions),
+        gateway, admin, Deploys(functions, disk.check, local=local and alone is None), LogsApi(functions, logs, endless), RevisionsApi(functions),
         AccessControl(keyring, secrets, functions, endless, engine),
         WebhooksApi(functions, jobs), HistoryApi(functions, _recorder(functions, state, stack)), DocsPage(plugins.root),
         UsageApi(ledger), Console(functions, metrics, endless), WarmupApi(functions),

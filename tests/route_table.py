@@ -33,7 +33,7 @@ def described() -> OpenApi:
     apis = (
         Gateway(backend),
         Admin(missing, missing, missing, missing),
-        Deploys(missing, local=True),
+        Deploys(missing, lambda: None, local=True),
         LogsApi(missing, missing, missing),
         RevisionsApi(missing),
         AccessControl(missing, missing, missing, missing, None),

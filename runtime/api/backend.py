@@ -26,6 +26,7 @@ from ..http.routes import Parameter, header
 from ..jobs.job import Job, JobState, NewJob
 from ..jobs.jobs import Jobs
 from ..serving.revision import Revision
+from ..telemetry.disk import Disk
 
 ASYNC_BODY_BYTES = 10 << 20
 """Limit for the body of a request that becomes a job, because the gateway stores such a body."""
@@ -56,6 +57,8 @@ class Backend:
     state: Path
     """The gateway's state folder."""
     origins: Origins
+    disk: Disk
+    """The disk of the state folder."""
 
     def names(self, request: web.Request) -> list[str]:
         """Return the names of the functions that the caller may see."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -70,11 +71,11 @@ class DeployRequest(BaseModel, frozen=True, extra="forbid"):
 class Deploys:
     """The route that deploys functions."""
 
-    def __init__(self, functions: Functions, *, local: bool) -> None:
-        """`local` is True if only this machine can reach the gateway. Callers may deploy folders by path only if
+    def __init__(self, functions: Functions, check_disk: Callable[[], None], *, local: bool) -> None:
+        """`check_disk` raises an error if the disk has no room for a deploy; it blocks. `local` is True if only this machine can reach the gateway. Callers may deploy folders by path only if
         `local` is True.
         """
-        self._functions = functions
+        self._functions, self._check_disk = functions, check_disk
         self._local = local
 
     def routes(self) -> list[Route]:
@@ -157,6 +158,7 @@ class Deploys:
         # Not `request.content_type`: for a request without this header, which any web page can send, aiohttp
         # returns application/octet-stream, and the body would be accepted as an archive.
         kind = media_type_of(request.headers)
+        await asyncio.to_thread(self._check_disk)
         if kind in ARCHIVE_TYPES:
             return await _upload(request, progress)
         if kind != JSON_TYPE:

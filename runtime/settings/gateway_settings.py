@@ -143,7 +143,7 @@ class GatewaySettings(BaseModel, frozen=True, extra="forbid"):
     min_free_bytes: int = Field(
         64 * _MIB,
         ge=0,
-        description="With less free space for the state folder, /readyz answers 503, disk_full; 0: never.",
+        description="With less free space for the state folder, /readyz answers 503, disk_full, and deploys and uploads are refused; 0: never.",
     )
     max_stored_bytes: int | None = Field(
         None,

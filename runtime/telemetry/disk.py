@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from ...errors import StorageFull
+
 LOG = logging.getLogger(__name__)
 PAUSE_S = 60.0
 """The shortest pause between two messages. Without a pause, a disk that changes between full and free would fill the
@@ -46,6 +48,12 @@ class Disk:
         else:
             LOG.warning("the disk of %s has room again", self._folder)
         return full
+
+    def check(self) -> None:
+        """Raise StorageFull if the disk is full, so that no caller uses the space that is kept for jobs and records. Blocks."""
+        if self.look():
+            message = "The gateway's disk has less free space than min_free_bytes."
+            raise StorageFull(message, remedy="Ask its operator to make room, then try again.")
 
     def wrote(self, failed: bool) -> None:
         """Record that a write to the disk has succeeded or failed. If the outcome may mean that the disk has become

@@ -41,8 +41,9 @@ class FileStore:
     All methods except `begin` block. All methods are safe to call from several threads.
     """
 
-    def __init__(self, root: Path) -> None:
-        self._root = root
+    def __init__(self, root: Path, check_disk: Callable[[], None] = lambda: None) -> None:
+        """`check_disk` raises StorageFull if the disk has no room for a file."""
+        self._root, self.check_disk = root, check_disk
         self._lock = threading.Lock()
         self._loaded = False
         self._stored: dict[str, Share] = {}

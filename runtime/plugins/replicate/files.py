@@ -144,6 +144,7 @@ class FilesApi:
 
     async def _receive(self, request: web.Request, form: MultipartReader) -> StoredFile:
         upload, kind, metadata = None, "", {}
+        await asyncio.to_thread(self._store.check_disk)
         await asyncio.to_thread(self._store.load)
         try:
             async for part in form:

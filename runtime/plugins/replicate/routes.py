@@ -62,7 +62,9 @@ class ReplicateApi(ApiPlugin):
         self._backend, self._jobs = backend, backend.jobs
         self._models, self._stream = ModelsApi(backend, self.origin_of), StreamApi(backend.jobs)
         self._account = AccountApi(backend)
-        self._files = FilesApi(FileStore(backend.state / "files"), backend.origins, self.origin_of)
+        self._files = FilesApi(
+            FileStore(backend.state / "files", backend.disk.check), backend.origins, self.origin_of
+        )
 
     async def sweep(self) -> None:
         """Remove expired files that callers uploaded, now and every hour."""

@@ -352,6 +352,13 @@ async def test_a_full_disk_is_not_ready(state):
         assert (response.status_code, response.json()) == (503, {"status": "disk_full"})
         assert "retry-after" in response.headers
         assert (await gateway.client.get("/healthz")).status_code == 200
+        form = {"content": ("file.bin", b"x", "application/octet-stream")}
+        refused = [
+            await gateway.client.post("/v1/functions", json={"path": str(state)}),
+            await gateway.client.post("/replicate/v1/files", files=form),
+        ]
+        assert [response.status_code for response in refused] == [507, 507]
+        assert all("min_free_bytes" in response.text for response in refused)
 
 
 async def test_the_metrics_tell_free_space_and_a_jobs_database_that_fails(state):
