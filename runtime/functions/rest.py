@@ -250,7 +250,7 @@ class Rest:
         return short_bytes
 
     async def _relieve(self) -> None:
-        """While memory is short, let idle functions step down. Stop when no function can step down."""
+        """While memory is short, let idle functions step down, and if none can, end warm-ups. Stop when no step is possible."""
         async with self._relieving:
             while (short := await self._short_bytes()) > 0:
                 if self._give_back() > 0:
@@ -260,7 +260,7 @@ class Rest:
                 spare = [live for live in self._functions() if _spare(live.workers)]
                 families = {live.record.function: _Family.of(live.workers) for live in spare}
                 private = await asyncio.to_thread(_private, families)
-                if not self._free(short, PRESSURE, private):
+                if not self._free(short, PRESSURE, private) and not self._end_a_warm_up():
                     return
                 self._launcher.end_unused()
                 if not (ending := list(self._ending())):
@@ -269,6 +269,16 @@ class Rest:
                 until_s = time.monotonic() + RELIEF_S
                 for child in ending:
                     await child.wait_gone(max(0.0, until_s - time.monotonic()))
+
+    def _end_a_warm_up(self) -> bool:
+        """End the warm-ups of the function whose warm-up would last longest. Return False if no function has one."""
+        until_s = {live: live.workers.held_until_s or 0.0 for live in self._functions()}
+        longest = max(until_s, key=until_s.__getitem__, default=None)
+        if longest is None or not until_s[longest]:
+            return False
+        longest.logs.write("gateway", "its warm-up ends because memory is short")
+        longest.workers.end_warm_ups()
+        return True
 
     def _ending(self) -> Iterator[Child]:
         for live in self._functions():

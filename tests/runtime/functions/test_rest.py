@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from pathlib import Path
 
 import psutil
 import pytest
@@ -199,3 +201,34 @@ async def base_of(function: Function) -> int:
     assert base is not None
     assert base.pid != psutil.Process().pid
     return base.pid
+
+
+@pytest.mark.asyncio
+async def test_warm_ups_end_when_memory_is_short_and_no_other_function_can_step_down(
+    state: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Callable[[], None]] = []
+    short = False
+
+    class Pressure:
+        def __init__(self, on_pressure: Callable[[], None]) -> None:
+            told.append(on_pressure)
+
+        def short_bytes(self) -> float:
+            return 1e12 * short
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(rest, "MemoryPressure", Pressure)
+    async with gateway_here(state) as gateway:
+        idle, held = [await gateway.deploy(LIGHT) for _ in range(2)]
+        assert await idle.answer() > 0
+        warm = {"workers": 1, "for_s": 86_400}
+        assert (await gateway.client.post(f"/v2/{held.name}/warmup", params=warm)).is_success
+        await held.settled(ready=1)
+        short = True
+        told[0]()
+        await idle.logged("idle workers end because memory is short")
+        await held.logged("its warm-up ends because memory is short")
+        await held.settled(ready=0)
